@@ -1,0 +1,175 @@
+"""Token grids and token blocks.
+
+Tokens lie in raster order on a *grid*: ``(length,)``, ``(height, width)`` or
+``(frames, height, width)``. Every axis is cut into runs of consecutive tokens, and the
+product of one run per axis is a *token block* (paper, Sec. 4.1). Blocks are numbered in
+raster order too.
+
+An axis of ``n`` tokens in ``b`` blocks gets ``n % b`` blocks of ``n // b + 1`` tokens followed
+by blocks of ``n // b`` tokens, so that nothing is ever cropped or padded.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+Shape = tuple[int, ...]
+
+_AXIS_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
+
+
+class Region(NamedTuple):
+    """A box of the token grid in which all token blocks have the same shape."""
+
+    tokens: tuple[slice, ...]
+    """One slice per axis of the token grid."""
+    blocks: tuple[slice, ...]
+    """One slice per axis of the block grid."""
+    block_shape: Shape
+    """Tokens per block along each axis."""
+
+
+def axis_names(dimensions: int) -> tuple[str, ...]:
+    """Names of the axes of a grid with 1, 2 or 3 dimensions, as error messages use them."""
+    return _AXIS_NAMES[dimensions]
+
+
+def check_blocks(blocks: Sequence[int]) -> Shape:
+    """Return ``blocks`` as a tuple after checking it alone.
+
+    Raises:
+        ValueError: if there are not 1 to 3 block counts, or one of them is no positive integer.
+    """
+    counts = tuple(blocks)
+    if len(counts) not in _AXIS_NAMES:
+        raise ValueError(
+            f"blocks={counts} has {len(counts)} axes; allowed are 1 (length), "
+            "2 (height, width) or 3 (frames, height, width)."
+        )
+    for count in counts:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"blocks={counts} must hold positive integers, got {count!r}.")
+    return counts
+
+
+def check_layout(grid: Sequence[int], blocks: Sequence[int]) -> tuple[Shape, Shape]:
+    """Return ``grid`` and ``blocks`` as tuples after checking that one can cut the other.
+
+    Raises:
+        ValueError: if the number of axes differs, or an axis has fewer tokens than blocks.
+    """
+    grid, blocks = tuple(grid), check_blocks(blocks)
+    if len(grid) != len(blocks):
+        raise ValueError(
+            f"blocks={blocks} has {len(blocks)} axes but the token grid {grid} has {len(grid)}; "
+            "give one block count per axis of the grid."
+        )
+    for name, tokens, count in zip(axis_names(len(grid)), grid, blocks, strict=True):
+        if tokens < count:
+            raise ValueError(
+                f"The {name} axis of the token grid has {tokens} tokens, too few for {count} blocks "
+                f"(grid={grid}, blocks={blocks}); use at most {tokens} blocks on that axis."
+            )
+    return grid, blocks
+
+
+def block_lengths(tokens: int, blocks: int) -> list[int]:
+    """Tokens in each of the ``blocks`` blocks of an axis of ``tokens`` tokens."""
+    shortest, longer = divmod(tokens, blocks)
+    return [shortest + 1] * longer + [shortest] * (blocks - longer)
+
+
+def block_sizes(grid: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """Tokens in each of the M blocks, in raster order of the block grid."""
+    lengths = [block_lengths(n, b) for n, b in zip(grid, blocks, strict=True)]
+    return [math.prod(shape) for shape in product(*lengths)]
+
+
+def block_index(grid: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
+    """Block of every token: int64 (N,), tokens in raster order. ``b(t)`` of the paper's Eq. 5."""
+    index = torch.zeros(1, dtype=torch.int64)
+    for tokens, count in zip(grid, blocks, strict=True):
+        axis = torch.repeat_interleave(torch.tensor(block_lengths(tokens, count)))
+        index = (index[:, None] * count + axis[None, :]).flatten()
+    return index
+
+
+def regular_regions(grid: Sequence[int], blocks: Sequence[int], max_rows: int | None = None) -> list[Region]:
+    """Cut the grid into boxes whose blocks all have one shape.
+
+    A grid that its block counts divide is one region; another has at most ``2 ** axes``.
+
+    Args:
+        grid: token grid.
+        blocks: block count per axis.
+        max_rows: cut further, so that no region has more blocks than this along the first axis.
+    """
+    runs_per_axis = []
+    for axis, (tokens, count) in enumerate(zip(grid, blocks, strict=True)):
+        shortest, longer = divmod(tokens, count)
+        step = max_rows if max_rows is not None and axis == 0 else count
+        runs = []
+        for first, last, length in ((0, longer, shortest + 1), (longer, count, shortest)):
+            offset = min(first, longer)
+            for start in range(first, last, step):
+                stop = min(start + step, last)
+                runs.append((slice(start * length + offset, stop * length + offset), slice(start, stop), length))
+        runs_per_axis.append(runs)
+    return [
+        Region(*(tuple(part) for part in zip(*runs, strict=True)))
+        for runs in product(*runs_per_axis)
+    ]
+
+
+def to_blocks(x: torch.Tensor, region: Region, dtype: torch.dtype) -> torch.Tensor:
+    """Gather one region's tokens block by block.
+
+    Args:
+        x: (B, *grid, H, D), tokens on their grid.
+        region: one of :func:`regular_regions`.
+        dtype: type of the result.
+
+    Returns:
+        (B, H, *block counts, tokens per block, D): always a new contiguous tensor, which the caller may overwrite.
+    """
+    axes = len(region.block_shape)
+    box = x[(slice(None), *region.tokens)]
+    for axis, length in enumerate(region.block_shape):
+        box = box.unflatten(1 + 2 * axis, (-1, length))
+    block_axes = range(1, 1 + 2 * axes, 2)
+    token_axes = range(2, 2 + 2 * axes, 2)
+    box = box.permute(0, -2, *block_axes, *token_axes, -1)
+    gathered = torch.empty(box.shape, dtype=dtype, device=x.device).copy_(box)
+    return gathered.flatten(2 + axes, 1 + 2 * axes)
+
+
+def from_blocks(y: torch.Tensor, region: Region) -> torch.Tensor:
+    """Put one region's tokens back on the grid: the inverse of :func:`to_blocks`.
+
+    Args:
+        y: (B, H, *block counts, tokens per block, D).
+        region: the region that the tokens came from.
+
+    Returns:
+        (B, *tokens of the region, H, D).
+    """
+    axes = len(region.block_shape)
+    y = y.unflatten(2 + axes, region.block_shape)
+    pairs = [axis for pair in zip(range(2, 2 + axes), range(2 + axes, 2 + 2 * axes), strict=True) for axis in pair]
+    y = y.permute(0, *pairs, 1, -1)
+    for axis in range(axes):
+        y = y.flatten(1 + axis, 2 + axis)
+    return y
+
+
+def join_regions(pieces: list[torch.Tensor], regions: list[Region], first_axis: int) -> torch.Tensor:
+    """Concatenate one piece per region, whose grid axes begin at ``first_axis``, to the whole grid."""
+    for axis in reversed(range(len(regions[0].blocks))):
+        runs = len({region.blocks[axis].start for region in regions})
+        if runs > 1:
+            groups = range(0, len(pieces), runs)
+            pieces = [torch.cat(pieces[i : i + runs], dim=first_axis + axis) for i in groups]
+    return pieces[0]

@@ -1,0 +1,175 @@
+"""MHLA in plain PyTorch operations, for any device.
+
+Sums are accumulated in float32 (float64 for float64 inputs) whatever the input type, under autocast too. The work
+is done for a few heads and a few rows of blocks at a time: that bounds the working memory and, on a CPU, keeps the
+working set in the cache.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import Region, Shape, from_blocks, join_regions, regular_regions, to_blocks
+from .feature_maps import FeatureMap, get_feature_map
+from .reference import OUTPUT_NORM_EPS
+from .rotary import Rotary, apply_rotary, pair_tables
+
+_CPU_BYTES = 2**24
+_DEVICE_BYTES = 2**30
+"""Float32 bytes of query (or key, or value) that are processed at once."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A region of the grid with what its tokens carry besides query, key and value."""
+
+    region: Region
+    rotary: Rotary | None
+    """(cos, sin), each (1 or B, 1, *block counts, tokens per block, D / 2)."""
+    key_mask: torch.Tensor | None
+    """(B, 1, *block counts, tokens per block, 1)."""
+
+
+@dataclass(frozen=True)
+class _Features:
+    """Feature map of query or key, with RoPE before or after it."""
+
+    feature_map: FeatureMap
+    eps: float
+    rope: str
+    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features of one region's tokens for the numerator and for the normaliser.
+
+        Args:
+            x: (B, *grid, H, D).
+            part: the region.
+
+        Returns:
+            Twice (B, H, *block counts, tokens per block, D).
+        """
+        x = to_blocks(x, part.region, self.dtype)
+        if part.rotary is not None and self.rope == "before":
+            x = apply_rotary(x, *part.rotary)
+        features = self.feature_map(x, self.eps)
+        if part.rotary is not None and self.rope == "after":
+            return apply_rotary(features, *part.rotary), features
+        return features, features
+
+
+def eager_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    grid: Shape,
+    blocks: Shape,
+    *,
+    feature_map: str,
+    rotary: Rotary | None,
+    rope: str,
+    normalize: bool,
+    eps: float,
+    key_mask: torch.Tensor | None,
+    output_norm: torch.Tensor | None,
+    output_gate: torch.Tensor | None,
+) -> torch.Tensor:
+    """Torch backend of :func:`mhla_diffusers.attention.mhla_attention`, which has checked the arguments."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    heads = query.shape[2]
+    features = _Features(get_feature_map(feature_map), eps, rope, dtype)
+    heads_at_once, rows_at_once = _working_set(query, blocks)
+    regions = regular_regions(grid, blocks, rows_at_once)
+    parts = [_make_part(region, grid, rotary, key_mask, dtype) for region in regions]
+    outputs = []
+    with torch.autocast(query.device.type, enabled=False):
+        for start in range(0, heads, heads_at_once):
+            group = slice(start, start + heads_at_once)
+            q, k, v = (x[:, :, group].unflatten(1, grid) for x in (query, key, value))
+            coefficients = (mixing[group] if mixing.ndim == 3 else mixing).to(dtype)
+            mixed, mixed_key_sum = _mix(coefficients, *_summarise(k, v, parts, features, normalize))
+            output = _read(q, mixed, mixed_key_sum, parts, features)
+            gate = output_gate[:, :, group].unflatten(1, grid) if output_gate is not None else None
+            outputs.append(_finish(output, output_norm, gate).to(query.dtype))
+        output = torch.cat(outputs, dim=-2) if len(outputs) > 1 else outputs[0]
+    return output.reshape(query.shape[0], -1, heads, query.shape[3])
+
+
+def _working_set(query: torch.Tensor, blocks: Shape) -> tuple[int, int]:
+    """How many heads, and how many blocks along the first axis, to process together."""
+    batch, tokens, heads, head_dim = query.shape
+    budget = _CPU_BYTES if query.device.type == "cpu" else _DEVICE_BYTES
+    row_bytes = max(1, 4 * batch * tokens * head_dim // blocks[0])
+    heads_at_once = max(1, min(heads, budget // row_bytes))
+    return heads_at_once, max(1, budget // (row_bytes * heads_at_once))
+
+
+def _make_part(
+    region: Region, grid: Shape, rotary: Rotary | None, key_mask: torch.Tensor | None, dtype: torch.dtype
+) -> _Part:
+    tables = mask = None
+    if rotary is not None:
+        cos, sin = (to_blocks(table.unflatten(1, grid), region, dtype) for table in pair_tables(rotary))
+        tables = (cos, sin)
+    if key_mask is not None:
+        mask = to_blocks(key_mask[:, :, None, None].unflatten(1, grid), region, dtype)
+    return _Part(region, tables, mask)
+
+
+def _summarise(
+    key: torch.Tensor, value: torch.Tensor, parts: list[_Part], features: _Features, normalize: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """KV summaries (B, H, *blocks, D, D) and key sums (B, H, *blocks, D) of all blocks (paper, Eq. 3)."""
+    summaries, key_sums = [], []
+    for part in parts:
+        rotated, plain = features(key, part)
+        if part.key_mask is not None:
+            rotated, plain = rotated * part.key_mask, plain * part.key_mask
+        summaries.append(rotated.mT @ to_blocks(value, part.region, features.dtype))
+        key_sums.append(plain.sum(dim=-2))
+    regions = [part.region for part in parts]
+    key_sum = join_regions(key_sums, regions, first_axis=2) if normalize else None
+    return join_regions(summaries, regions, first_axis=2), key_sum
+
+
+def _mix(
+    coefficients: torch.Tensor, summary: torch.Tensor, key_sum: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Multi-Head Mixing: the mixture of summaries, and of key sums, that each query block sees."""
+
+    def mix(x: torch.Tensor, channel_axes: int) -> torch.Tensor:
+        rows = x.flatten(2, -1 - channel_axes).flatten(3)
+        return (coefficients @ rows).view(x.shape)
+
+    return mix(summary, 2), mix(key_sum, 1) if key_sum is not None else None
+
+
+def _read(
+    query: torch.Tensor,
+    summary: torch.Tensor,
+    key_sum: torch.Tensor | None,
+    parts: list[_Part],
+    features: _Features,
+) -> torch.Tensor:
+    """Output (B, *grid, H, D) of every query from its block's mixed summary (paper, Eq. 4)."""
+    outputs = []
+    for part in parts:
+        rotated, plain = features(query, part)
+        here = (slice(None), slice(None), *part.region.blocks)
+        output = rotated @ summary[here]
+        if key_sum is not None:
+            output = output.div_(plain @ key_sum[here].unsqueeze(-1))
+        outputs.append(from_blocks(output, part.region))
+    return join_regions(outputs, [part.region for part in parts], first_axis=1)
+
+
+def _finish(
+    output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None
+) -> torch.Tensor:
+    """Output RMSNorm per head, then × SiLU(gate), where they are given."""
+    if output_norm is not None:
+        output = torch.nn.functional.rms_norm(output, output.shape[-1:], output_norm.to(output.dtype), OUTPUT_NORM_EPS)
+    if output_gate is not None:
+        output = output * torch.nn.functional.silu(output_gate.to(output.dtype))
+    return output

@@ -1,0 +1,71 @@
+"""Feature maps: the φ of linear attention (paper, Eq. 2), applied to query and key.
+
+A feature map takes float32 channels (..., D) and ``eps`` and returns (..., D); it may overwrite its input. It should
+be positive wherever the attention is normalised, since the normaliser is a sum of its values.
+"""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+
+import torch
+
+FeatureMap = Callable[[torch.Tensor, float], torch.Tensor]
+
+
+def relu(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """max(x, 0) + eps; ``eps`` keeps the normaliser of an all-negative query above zero."""
+    return x.clamp_min_(0).add_(eps)
+
+
+def elu_plus_one(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """elu(x) + 1 + eps (Katharopoulos et al. 2020)."""
+    return torch.nn.functional.elu(x) + (1 + eps)
+
+
+def softmax(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Softmax over the D channels (Shen et al. 2021); positive already, ``eps`` is not needed."""
+    return x.softmax(dim=-1)
+
+
+def identity(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x itself; signed, so use it with ``normalize=False``."""
+    return x
+
+
+_FEATURE_MAPS: dict[str, FeatureMap] = {
+    "relu": relu,
+    "elu+1": elu_plus_one,
+    "softmax": softmax,
+    "identity": identity,
+}
+
+
+def register_feature_map(name: str, feature_map: FeatureMap) -> None:
+    """Make ``feature_map`` available under ``name`` to every configuration.
+
+    Raises:
+        ValueError: if the name is taken.
+    """
+    if name in _FEATURE_MAPS:
+        raise ValueError(f"Feature map {name!r} is already registered; choose another name.")
+    _FEATURE_MAPS[name] = feature_map
+
+
+def feature_map_names() -> list[str]:
+    """Names of the registered feature maps."""
+    return list(_FEATURE_MAPS)
+
+
+def get_feature_map(name: str) -> FeatureMap:
+    """The feature map registered under ``name``.
+
+    Raises:
+        ValueError: if there is none; the message gives the nearest names.
+    """
+    if name not in _FEATURE_MAPS:
+        names = get_close_matches(name, _FEATURE_MAPS, n=2, cutoff=0.4) or feature_map_names()
+        raise ValueError(
+            f"Unknown feature map {name!r}; did you mean {' or '.join(map(repr, names))}? "
+            f"Registered: {', '.join(feature_map_names())}; add one with register_feature_map()."
+        )
+    return _FEATURE_MAPS[name]

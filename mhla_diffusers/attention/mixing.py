@@ -1,0 +1,91 @@
+"""The mixing matrix of Multi-Head Mixing (paper, Sec. 4.2): M x M, row i belongs to query block i."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+MixingInit = Literal["locality", "uniform", "identity"]
+
+MIXING_RANGE = (1e-6, 1.0 - 1e-6)
+"""What "clipped to (0, 1)" of the paper means here: the open interval, so that no row can become all zero."""
+
+
+def block_positions(blocks: Sequence[int]) -> torch.Tensor:
+    """Coordinates of the block centres, in blocks: float64 (M, axes), raster order."""
+    axes = [torch.arange(count, dtype=torch.float64) for count in blocks]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
+
+
+def initial_mixing(blocks: Sequence[int], init: MixingInit = "locality") -> torch.Tensor:
+    """The mixing matrix before training: float32 (M, M), every row sums to 1.
+
+    - ``locality``: m_ij ∝ 1 − dist(i, j) / max_k dist(i, k), Euclidean distance between block centres
+      measured in blocks, the maximum taken per row (paper, Sec. 4.2).
+    - ``uniform``: 1 / M everywhere, which is plain linear attention.
+    - ``identity``: every block sees itself alone.
+
+    Raises:
+        ValueError: if ``init`` is none of the three.
+    """
+    positions = block_positions(blocks)
+    count = len(positions)
+    if init == "identity":
+        return torch.eye(count)
+    if init == "uniform":
+        return torch.full((count, count), 1 / count)
+    if init != "locality":
+        raise ValueError(f"Unknown mixing initialisation {init!r}; allowed: locality, uniform, identity.")
+    distance = torch.cdist(positions, positions)
+    farthest = distance.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    nearness = 1 - distance / farthest
+    return (nearness / nearness.sum(dim=1, keepdim=True)).float()
+
+
+def clip_mixing_(mixing: torch.Tensor) -> torch.Tensor:
+    """Clip a mixing matrix in place into (0, 1), as the paper does after every optimizer update."""
+    return mixing.clamp_(*MIXING_RANGE)
+
+
+def resize_mixing(mixing: torch.Tensor, blocks: Sequence[int], new_blocks: Sequence[int]) -> torch.Tensor:
+    """Carry a mixing matrix over to other block counts by linear interpolation over block positions.
+
+    An entry weighs a pair of places on the grid, so the values are interpolated as they are: finer blocks hold
+    smaller KV summaries and the mixed summary keeps its scale. Rows therefore do not sum to 1 afterwards; Eq. 4
+    does not depend on the scale of a row.
+
+    Args:
+        mixing: (..., M, M) for ``blocks``.
+        blocks: block counts that ``mixing`` was made for.
+        new_blocks: wanted block counts, the same number of axes.
+
+    Returns:
+        (..., M', M') of the same dtype.
+
+    Raises:
+        ValueError: if the numbers of axes differ or ``mixing`` does not fit ``blocks``.
+    """
+    if len(blocks) != len(new_blocks):
+        raise ValueError(
+            f"A mixing matrix for blocks={tuple(blocks)} cannot be resized to {tuple(new_blocks)}: "
+            f"{len(blocks)} against {len(new_blocks)} axes."
+        )
+    count = math.prod(blocks)
+    if mixing.shape[-2:] != (count, count):
+        raise ValueError(
+            f"Mixing matrix of shape {tuple(mixing.shape)} does not fit blocks={tuple(blocks)}: expected (..., {count}, {count})."
+        )
+    weights = torch.ones(1, 1, dtype=torch.float64, device=mixing.device)
+    for old, new in zip(blocks, new_blocks, strict=True):
+        weights = torch.kron(weights, _axis_interpolation(old, new).to(mixing.device))
+    return (weights @ mixing.double() @ weights.mT).to(mixing.dtype)
+
+
+def _axis_interpolation(old: int, new: int) -> torch.Tensor:
+    """Rows of linear interpolation weights from ``old`` to ``new`` block centres of one axis: (new, old)."""
+    position = ((torch.arange(new, dtype=torch.float64) + 0.5) * old / new - 0.5).clamp(0, old - 1)
+    lower = position.floor().long().clamp_max(max(old - 2, 0))
+    fraction = (position - lower)[:, None]
+    eye = torch.eye(old, dtype=torch.float64)
+    return (1 - fraction) * eye[lower] + fraction * eye[(lower + 1).clamp_max(old - 1)]

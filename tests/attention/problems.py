@@ -1,0 +1,106 @@
+"""Attention problems that the tests of every backend share: tensors, options and the comparison with the reference."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mhla_diffusers.attention import initial_mixing, mhla_attention, reference_attention
+
+GRIDS = [
+    # grid, blocks: even and ragged, one to three axes, one block to one token per block
+    ((12,), (1,)),
+    ((17,), (5,)),
+    ((6, 8), (2, 4)),
+    ((7, 9), (3, 4)),
+    ((5, 6), (5, 6)),
+    ((4, 4, 6), (2, 2, 3)),
+    ((5, 7, 3), (2, 3, 2)),
+    ((3, 5, 4), (1, 2, 1)),
+]
+
+
+@dataclass
+class Problem:
+    """Inputs of one call of ``mhla_attention``."""
+
+    tensors: dict[str, torch.Tensor]
+    grid: tuple[int, ...]
+    blocks: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, attention: Any, dtype: torch.dtype | None = None, **more: Any) -> dict[str, torch.Tensor]:
+        """Output and gradients of ``attention`` on copies of the tensors, in ``dtype`` where given."""
+        leaves = {
+            name: tensor.detach().to(dtype or tensor.dtype).clone().requires_grad_()
+            for name, tensor in self.tensors.items()
+        }
+        output = attention(**leaves, grid=self.grid, blocks=self.blocks, **self.options, **more)
+        generator = torch.Generator().manual_seed(7)
+        direction = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        (output.double() * direction).sum().backward()
+        return {"output": output.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def make_problem(
+    grid: tuple[int, ...],
+    blocks: tuple[int, ...],
+    *,
+    batch: int = 2,
+    heads: int = 2,
+    head_dim: int = 8,
+    rotary: bool = False,
+    mask: bool = False,
+    norm: bool = False,
+    gate: bool = False,
+    per_head: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """Random float32 tensors of a problem; the mixing matrix is the initial one, shaken."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, count = math.prod(grid), math.prod(blocks)
+    shape = (batch, tokens, heads, head_dim)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    mixing = initial_mixing(blocks).expand(heads, -1, -1) if per_head else initial_mixing(blocks)
+    tensors = {name: draw(*shape) for name in ("query", "key", "value")}
+    tensors["mixing"] = mixing + 0.1 * torch.rand(mixing.shape, generator=generator)
+    if norm:
+        tensors["output_norm"] = 1 + 0.3 * draw(head_dim)
+    if gate:
+        tensors["output_gate"] = draw(*shape)
+    if rotary:
+        angles = draw(1, tokens, 1, head_dim // 2).repeat_interleave(2, dim=-1)
+        options["rotary"] = (angles.cos(), angles.sin())
+    if mask:
+        keep = torch.rand(batch, tokens, generator=generator) > 0.3
+        keep[:, 0] = True
+        options["key_mask"] = keep
+    return Problem(tensors, grid, blocks, options)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖ in float64.
+
+    The problems are of unit scale, so a norm below 1 is cancellation (the gradient of a row's overall scale is zero
+    when the attention is normalised) and the difference is then taken as it is.
+    """
+    expected = expected.double()
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(1.0))
+
+
+def errors_against_reference(problem: Problem, dtype: torch.dtype, backend: str) -> dict[str, float]:
+    """Relative error of output and every gradient; the reference sees the inputs as rounded to ``dtype``."""
+    rounded = Problem(
+        {name: tensor.to(dtype).float() for name, tensor in problem.tensors.items()},
+        problem.grid,
+        problem.blocks,
+        problem.options,
+    )
+    expected = rounded.run(reference_attention, torch.float64)
+    found = rounded.run(mhla_attention, dtype, backend=backend)
+    return {name: relative_error(found[name], expected[name]) for name in expected}
