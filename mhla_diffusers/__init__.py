@@ -1,0 +1,43 @@
+"""Linear-cost attention for diffusers pipelines: Multi-Head Linear Attention (MHLA)."""
+
+from .attention import mhla_attention, register_feature_map
+from .calibration import calibrate_output_norm
+from .config import MHLAConfig
+from .describe import describe
+from .families import Family, register_family
+from .layer import MHLALayer
+from .patches import patch_names
+from .patching import (
+    apply_mhla,
+    attn_processors,
+    is_patched,
+    mhla_disabled,
+    mhla_layers,
+    register_mixing_clip,
+    remove_mhla,
+    set_attn_processor,
+)
+from .processor import MHLAProcessor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Family",
+    "MHLAConfig",
+    "MHLALayer",
+    "MHLAProcessor",
+    "apply_mhla",
+    "attn_processors",
+    "calibrate_output_norm",
+    "describe",
+    "is_patched",
+    "mhla_attention",
+    "mhla_disabled",
+    "mhla_layers",
+    "patch_names",
+    "register_family",
+    "register_feature_map",
+    "register_mixing_clip",
+    "remove_mhla",
+    "set_attn_processor",
+]

@@ -1,0 +1,63 @@
+"""Fit the output norm of a fresh patch to the attention that it replaces."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .families import get_family
+from .layer import MHLALayer
+from .patching import find_transformers, mhla_disabled
+
+
+@torch.no_grad()
+def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
+    """Set every output norm so that MHLA's output has the scale of the replaced attention's.
+
+    ``run`` is called once with the patch switched off; the root mean square of every head channel that the original
+    attention hands to its output projection, over all tokens and heads, becomes the weight of the output RMSNorm.
+
+    Args:
+        model: a patched pipeline or transformer whose configuration has ``output_norm=True``.
+        run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
+
+    Raises:
+        ValueError: if the model is not patched or has no output norm, or ``run`` did not reach every layer.
+    """
+    layers = _layers_with_norm(model)
+    if not layers:
+        raise ValueError("The model has no output norm to calibrate; patch it with output_norm=True.")
+    squares: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def watch(name: str, layer: MHLALayer) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+        def note(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+            heads = args[0].detach().float().unflatten(-1, (layer.heads, layer.head_dim)).flatten(0, -2)
+            squares[name] = squares.get(name, torch.zeros_like(heads[0])) + heads.square().sum(dim=0)
+            counts[name] = counts.get(name, 0) + len(heads)
+
+        return note
+
+    handles = [
+        attn.to_out[0].register_forward_pre_hook(watch(name, attn.mhla)) for name, attn in layers.items()
+    ]
+    try:
+        with mhla_disabled(model):
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    missed = [name for name in layers if name not in counts]
+    if missed:
+        raise ValueError(f"run() did not reach {len(missed)} of {len(layers)} layers, for example {missed[0]}.")
+    for name, attn in layers.items():
+        attn.mhla.output_norm.copy_((squares[name] / counts[name]).sqrt())
+
+
+def _layers_with_norm(model: Any) -> dict[str, Any]:
+    return {
+        f"{component}.{name}": attn
+        for component, transformer in find_transformers(model).items()
+        for name, attn in get_family(transformer).self_attentions(transformer).items()
+        if getattr(attn, "mhla", None) is not None and attn.mhla.output_norm is not None
+    }

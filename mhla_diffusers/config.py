@@ -1,0 +1,156 @@
+"""Settings of a patch: one validated, immutable, serialisable object."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from fractions import Fraction
+from typing import Any, Literal, get_args
+
+from .attention import get_feature_map
+from .attention.blocks import check_blocks
+from .attention.mixing import MixingInit
+
+LayerChoice = str | float | Sequence[int]
+"""Which self-attentions are replaced; see :func:`choose_layers`."""
+
+
+@dataclass(frozen=True)
+class MHLAConfig:
+    """How self-attention is replaced.
+
+    Raises:
+        ValueError: if a field has a value that is not allowed, or two fields contradict each other.
+    """
+
+    blocks: tuple[int, ...]
+    """Block count per axis of the token grid: (frames, height, width) or (height, width) or (length,)."""
+    layers: LayerChoice = "all"
+    """Which layers: "all", a fraction such as "2/3" or 0.5, or a list of indices."""
+    feature_map: str = "relu"
+    """φ: relu, elu+1, softmax, identity, or a name given to ``register_feature_map``."""
+    rope: Literal["after", "before"] = "after"
+    """Where RoPE acts, seen from the feature map. Without effect in models that have no RoPE."""
+    normalize: bool = True
+    """Divide by the normaliser of Eq. 4."""
+    eps: float = 1e-6
+    """Floor that the relu and elu+1 feature maps add."""
+    mixing_init: MixingInit = "locality"
+    """Mixing matrix before training: locality, uniform or identity."""
+    mixing_per_head: bool = False
+    """One mixing matrix for every attention head instead of one for the layer."""
+    mixing_learnable: bool = True
+    """Whether the mixing matrix takes gradients."""
+    mixing_clip: bool = True
+    """Whether ``register_mixing_clip`` keeps the matrix in (0, 1). Off for matrices that were trained signed."""
+    output_norm: bool = False
+    """RMSNorm over each head's output, one weight of head dim shared by the heads."""
+    output_gate: bool = False
+    """Multiply the output with SiLU of a projection of the layer's input (paper, Tab. 12)."""
+    convolution: int | None = None
+    """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", check_blocks(self.blocks))
+        if not isinstance(self.layers, str | int | float):
+            object.__setattr__(self, "layers", tuple(self.layers))
+        _parse_layers(self.layers)
+        get_feature_map(self.feature_map)
+        _check_choice("rope", self.rope, ("after", "before"))
+        _check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
+        if not self.eps >= 0:
+            raise ValueError(f"eps={self.eps} must be zero or positive.")
+        if self.convolution is not None and (self.convolution < 1 or self.convolution % 2 == 0):
+            raise ValueError(f"convolution={self.convolution} must be an odd kernel size, or None for no convolution.")
+        if not self.normalize and not self.output_norm:
+            raise ValueError(
+                "normalize=False leaves an output that grows with the number of tokens, so something else must fix "
+                "its scale: set output_norm=True as well."
+            )
+        if self.normalize and self.feature_map == "identity":
+            raise ValueError(
+                "feature_map='identity' is signed, so its normaliser can vanish; "
+                "use normalize=False with output_norm=True, or a positive feature map."
+            )
+
+    def replace(self, **settings: Any) -> "MHLAConfig":
+        """A copy with some fields changed.
+
+        Raises:
+            ValueError: unknown field or value that is not allowed.
+        """
+        _check_names(settings)
+        return replace(self, **settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON and YAML can hold them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "MHLAConfig":
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: unknown field, missing ``blocks``, or value that is not allowed.
+        """
+        _check_names(settings)
+        if "blocks" not in settings:
+            raise ValueError("MHLA settings need blocks, the block count per axis, for example blocks=(7, 3, 5).")
+        return cls(**settings)
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    names = [field.name for field in fields(MHLAConfig)]
+    for name in settings:
+        if name not in names:
+            near = get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"Unknown MHLA setting {name!r}; {hint}Allowed: {', '.join(names)}.")
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}.")
+
+
+def _parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
+    """The choice as the fraction of layers to replace, or as indices."""
+    if isinstance(choice, Sequence) and not isinstance(choice, str):
+        for index in choice:
+            if not isinstance(index, int) or isinstance(index, bool):
+                raise ValueError(f"layers={tuple(choice)} must hold layer indices, got {index!r}.")
+        return tuple(choice)
+    if choice == "all":
+        return Fraction(1)
+    try:
+        fraction = Fraction(choice).limit_denominator(1000)
+    except (ValueError, ZeroDivisionError):
+        fraction = Fraction(-1)
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"layers={choice!r} is unknown; allowed: 'all', a fraction in (0, 1] such as '2/3' or 0.5, "
+            "or a list of layer indices such as [0, 2, -1]."
+        )
+    return fraction
+
+
+def choose_layers(choice: LayerChoice, count: int) -> list[int]:
+    """Indices of the layers to replace, ascending.
+
+    A fraction keeps the remaining layers evenly spread, beginning with layer 0: "2/3" keeps layers 0, 3, 6, …, the
+    hybrid of the paper's Sec. 5.3.
+
+    Args:
+        choice: "all", a fraction as text or number, or indices; negative indices count from the end.
+        count: number of self-attentions of the model.
+
+    Raises:
+        ValueError: unknown choice, or an index out of range.
+    """
+    parsed = _parse_layers(choice)
+    if isinstance(parsed, Fraction):
+        kept = 1 - parsed
+        return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]
+    for index in parsed:
+        if not -count <= index < count:
+            raise ValueError(f"Layer {index} is out of range: the model has {count} layers, {-count} to {count - 1}.")
+    return sorted({index % count for index in parsed})

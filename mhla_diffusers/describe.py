@@ -1,0 +1,85 @@
+"""A table of what a patch did to every self-attention."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .attention.blocks import block_sizes, check_layout
+from .families import get_family
+from .patching import find_transformers
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """One self-attention."""
+
+    name: str
+    replaced: bool
+    grid: tuple[int, ...] | None
+    """Token grid of the latest input, or the one given; None before the first forward."""
+    blocks: tuple[int, ...] | None
+    """Block counts; None for a layer that was kept."""
+    tokens_per_block: tuple[int, int] | None
+    """Smallest and largest block; None while the grid is unknown."""
+    extra_parameters: int
+    """Parameters that MHLA adds."""
+
+
+class Description(list[LayerDescription]):
+    """The layers of a model; printed, it is a table."""
+
+    def __str__(self) -> str:
+        header = ("layer", "attention", "grid", "blocks", "tokens per block", "extra parameters")
+        rows = [header, *map(_cells, self)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        replaced = sum(layer.replaced for layer in self)
+        extra = sum(layer.extra_parameters for layer in self)
+        lines.append(f"{replaced} of {len(self)} self-attentions replaced, {extra:,} extra parameters")
+        return "\n".join(lines)
+
+
+def describe(model: Any, grid: Sequence[int] | None = None) -> Description:
+    """What is replaced and what is kept, layer by layer.
+
+    Args:
+        model: a pipeline or a transformer, patched or not.
+        grid: token grid to describe; None for that of the latest forward.
+
+    Raises:
+        ValueError: unsupported model, or a grid that the blocks do not fit.
+    """
+    transformers = find_transformers(model)
+    layers = Description()
+    for component, transformer in transformers.items():
+        prefix = f"{component}." if len(transformers) > 1 else ""
+        for name, attn in get_family(transformer).self_attentions(transformer).items():
+            layers.append(_describe_layer(prefix + name, attn, None if grid is None else tuple(grid)))
+    return layers
+
+
+def _describe_layer(name: str, attn: Any, grid: tuple[int, ...] | None) -> LayerDescription:
+    layer = getattr(attn, "mhla", None)
+    if layer is None:
+        return LayerDescription(name, False, grid, None, None, 0)
+    grid = grid or attn.processor.grid or (layer.token_grid.shape if layer.token_grid is not None else None)
+    tokens = None
+    if grid is not None:
+        sizes = block_sizes(*check_layout(grid, layer.config.blocks))
+        tokens = (min(sizes), max(sizes))
+    extra = sum(parameter.numel() for parameter in layer.parameters())
+    return LayerDescription(name, True, grid, layer.config.blocks, tokens, extra)
+
+
+def _cells(layer: LayerDescription) -> tuple[str, ...]:
+    def times(shape: tuple[int, ...] | None) -> str:
+        return "x".join(map(str, shape)) if shape else "-"
+
+    blocks = f"{times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
+    tokens = "-"
+    if layer.tokens_per_block is not None:
+        low, high = layer.tokens_per_block
+        tokens = str(low) if low == high else f"{low} to {high}"
+    kind = "MHLA" if layer.replaced else "kept"
+    return layer.name, kind, times(layer.grid), blocks, tokens, f"{layer.extra_parameters:,}"

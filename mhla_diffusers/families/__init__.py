@@ -1,0 +1,51 @@
+"""The model families that can be patched, one file each."""
+
+from torch import nn
+
+from .base import Family
+from .dit import DiTFamily
+from .sana import SanaFamily
+from .wan import WanFamily
+
+_FAMILIES: dict[str, Family] = {family.name: family for family in (DiTFamily(), SanaFamily(), WanFamily())}
+
+
+def register_family(family: Family) -> None:
+    """Make a family known to ``apply_mhla``.
+
+    Raises:
+        ValueError: if its name is taken.
+    """
+    if family.name in _FAMILIES:
+        raise ValueError(f"Family {family.name!r} is already registered; choose another name.")
+    _FAMILIES[family.name] = family
+
+
+def families() -> list[Family]:
+    """All registered families."""
+    return list(_FAMILIES.values())
+
+
+def find_family(transformer: nn.Module) -> Family | None:
+    """The family that a transformer belongs to by the name of its class or of a base class, or None."""
+    names = {cls.__name__ for cls in type(transformer).__mro__}
+    return next((family for family in families() if names.intersection(family.transformers)), None)
+
+
+def get_family(transformer: nn.Module) -> Family:
+    """The family that a transformer belongs to.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    family = find_family(transformer)
+    if family is None:
+        supported = ", ".join(name for known in families() for name in known.transformers)
+        raise ValueError(
+            f"{type(transformer).__name__} is not supported; supported are {supported}. "
+            'The section "Add a model" of the README shows how to add one with register_family().'
+        )
+    return family
+
+
+__all__ = ["Family", "families", "find_family", "get_family", "register_family"]

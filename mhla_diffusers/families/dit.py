@@ -1,0 +1,53 @@
+"""DiT: ``DiTTransformer2DModel``.
+
+Softmax self-attention only; positions are added to the tokens once, before the first block. diffusers' class lacks
+``attn_processors`` and ``set_attn_processor``, so a patched instance becomes one of the subclass in
+``dit_with_processors.py`` until the patch is removed; diffusers' own class stays as it is.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import MHLAConfig
+from .base import Family
+
+
+class DiTFamily(Family):
+    """Class-conditional image transformers with a (height, width) token grid."""
+
+    name = "dit"
+    transformers = ("DiTTransformer2DModel",)
+    axes = 2
+    block_lists = ("transformer_blocks",)
+    default_config = MHLAConfig(blocks=(4, 4))
+
+    def token_grid(self, transformer: nn.Module, hidden_states: torch.Tensor) -> tuple[int, ...]:
+        """Patches of the latents (B, C, H, W) along each axis."""
+        patch = transformer.config.patch_size
+        return hidden_states.shape[2] // patch, hidden_states.shape[3] // patch
+
+    def self_attention_processor(self) -> Any:
+        """``AttnProcessor2_0``."""
+        from diffusers.models.attention_processor import AttnProcessor2_0
+
+        return AttnProcessor2_0()
+
+    def prepare(self, transformer: nn.Module) -> None:
+        """Give this instance ``attn_processors`` and ``set_attn_processor``."""
+        from diffusers.models.transformers import dit_transformer_2d
+
+        from .dit_with_processors import DiTTransformer2DModel
+
+        if type(transformer) is dit_transformer_2d.DiTTransformer2DModel:
+            transformer.__class__ = DiTTransformer2DModel
+
+    def restore(self, transformer: nn.Module) -> None:
+        """Make the instance diffusers' own class again."""
+        from diffusers.models.transformers import dit_transformer_2d
+
+        from .dit_with_processors import DiTTransformer2DModel
+
+        if type(transformer) is DiTTransformer2DModel:
+            transformer.__class__ = dit_transformer_2d.DiTTransformer2DModel

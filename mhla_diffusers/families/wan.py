@@ -1,0 +1,35 @@
+"""Wan: ``WanTransformer3DModel`` (2.1 text- and image-to-video, 2.2 A14B, 2.2 TI2V-5B) and ``WanVACETransformer3DModel``.
+
+Self-attention is softmax with RMSNorm over all channels of query and key and 3-D RoPE, handed to every attention as
+``rotary_emb``. A VACE transformer has its control blocks in a second list, ``vace_blocks``; their layers count on after
+the main ones. A Wan 2.2 A14B pipeline has two transformers, which are patched alike.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import MHLAConfig
+from .base import Family
+
+
+class WanFamily(Family):
+    """Video transformers with a (frames, height, width) token grid."""
+
+    name = "wan"
+    transformers = ("WanTransformer3DModel", "WanVACETransformer3DModel")
+    axes = 3
+    block_lists = ("blocks", "vace_blocks")
+    default_config = MHLAConfig(blocks=(7, 3, 5))
+
+    def token_grid(self, transformer: nn.Module, hidden_states: torch.Tensor) -> tuple[int, ...]:
+        """Patches of the latents (B, C, F, H, W) along each axis."""
+        sizes = zip(hidden_states.shape[2:], transformer.config.patch_size, strict=True)
+        return tuple(size // patch for size, patch in sizes)
+
+    def self_attention_processor(self) -> Any:
+        """``WanAttnProcessor``."""
+        from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+        return WanAttnProcessor()

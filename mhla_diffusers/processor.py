@@ -1,0 +1,196 @@
+"""The attention processor: what a patched attention does instead of softmax attention."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention import check_backend
+from .attention.rotary import Rotary
+from .config import MHLAConfig
+from .layer import MHLALayer
+
+_FLOAT16_MAX = 65504.0
+
+
+class MHLAProcessor:
+    """Runs self-attention as MHLA and leaves cross-attention as the model has it.
+
+    A plain object without weights, as diffusers' processors are: the weights of every attention live in its own
+    submodule ``attn.mhla``. One instance may therefore serve all attentions of a model::
+
+        pipe.transformer.set_attn_processor(MHLAProcessor(blocks=(7, 3, 5), grid=(21, 30, 50)))
+
+    diffusers does not tell a processor which model it is put on. Set in that way, it makes ``attn.mhla`` when the
+    attention first runs, and it needs ``grid``. :func:`mhla_diffusers.set_attn_processor` and
+    :func:`mhla_diffusers.apply_mhla` make the weights at once and read the grid of every input.
+
+    Args:
+        config: settings; or give the fields of :class:`MHLAConfig` as keywords.
+        grid: token grid of every input; None to read it from the transformer's input.
+        backend: see :func:`mhla_diffusers.attention.mhla_attention`.
+        **settings: fields of :class:`MHLAConfig`; unknown ones are an error.
+
+    Raises:
+        ValueError: settings that are not allowed, or both ``config`` and settings.
+    """
+
+    # read and written by diffusers' set_attention_backend; used for the cross-attention that is passed on
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+    def __init__(
+        self,
+        config: MHLAConfig | None = None,
+        *,
+        grid: tuple[int, ...] | None = None,
+        backend: str = "auto",
+        **settings: Any,
+    ) -> None:
+        if config is not None and settings:
+            raise ValueError(
+                f"Give either config or single settings, not both (got config and {', '.join(settings)}); "
+                "config.replace(...) changes a configuration."
+            )
+        check_backend(backend)
+        self.config = config if config is not None else MHLAConfig.from_dict(settings)
+        self.grid = None if grid is None else tuple(grid)
+        self.backend = backend
+        if self.grid is not None and len(self.grid) != len(self.config.blocks):
+            raise ValueError(f"grid={self.grid} and blocks={self.config.blocks} must have the same number of axes.")
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Rotary | None = None,
+    ) -> torch.Tensor:
+        """Run one attention of a diffusers model.
+
+        Args:
+            attn: a ``WanAttention`` or ``Attention``.
+            hidden_states: (B, N, hidden size).
+            encoder_hidden_states: given for cross-attention.
+            attention_mask: for self-attention a key-padding mask, (B, N), (B, 1, N) or (B, 1, 1, N): bool, or the
+                bias that softmax attention would add.
+            rotary_emb: (cos, sin), each (1, N, 1, D).
+
+        Returns:
+            (B, N, hidden size).
+
+        Raises:
+            ValueError: the token grid is unknown or does not fit, or the mask is no key-padding mask.
+        """
+        if encoder_hidden_states is not None:
+            processor = cross_attention_processor(attn)
+            processor._attention_backend = self._attention_backend
+            return processor(attn, hidden_states, encoder_hidden_states, attention_mask)
+        layer = getattr(attn, "mhla", None)
+        if layer is None:
+            layer = attach_layer(attn, self.config)
+        if layer.config != self.config:
+            raise ValueError(
+                f"This attention was patched with {layer.config}, but its processor was made for {self.config}. "
+                "Call remove_mhla() before patching with other settings."
+            )
+        query, key, value = project(attn, hidden_states)
+        key_mask = key_padding_mask(attention_mask, *hidden_states.shape[:2]) if attention_mask is not None else None
+        grid = self._grid_of(layer, hidden_states.shape[1])
+        output = layer(query, key, value, hidden_states, grid, rotary_emb, key_mask, self.backend)
+        output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
+        if output.dtype == torch.float16:
+            # as SANA's own linear attention does: an infinity here would spread over the whole image
+            output = output.clip(-_FLOAT16_MAX, _FLOAT16_MAX)
+        return output
+
+    def _grid_of(self, layer: MHLALayer, tokens: int) -> tuple[int, ...]:
+        grid = self.grid
+        if grid is None and layer.token_grid is not None:
+            grid = layer.token_grid.shape
+        if grid is None:
+            raise ValueError(
+                "MHLAProcessor does not know the token grid. Give it, MHLAProcessor(..., grid=(frames, height, width)), "
+                "or patch with mhla_diffusers.apply_mhla(pipe, ...) or mhla_diffusers.set_attn_processor(transformer, "
+                "processor), which read it from every input."
+            )
+        if torch.Size(grid).numel() != tokens:
+            raise ValueError(
+                f"The token grid {grid} holds {torch.Size(grid).numel()} tokens, but the attention got {tokens}. "
+                "Was the processor made for another resolution, or are the tokens split over devices? MHLA does not "
+                "run under context parallelism."
+            )
+        return grid
+
+
+def attach_layer(attn: nn.Module, config: MHLAConfig) -> MHLALayer:
+    """Give an attention its ``attn.mhla``, on the device of its weights; the mixing matrix is float32.
+
+    Gate, norm and convolution take the type of the attention's output projection.
+    """
+    projection = attn.to_out[0]
+    heads = int(attn.heads)
+    layer = MHLALayer(config, heads, int(attn.inner_dim) // heads, projection.out_features)
+    weight = next(parameter for parameter in projection.parameters())
+    layer.to(device=weight.device)
+    if weight.is_floating_point() and weight.dtype.itemsize >= 2:
+        for name, parameter in layer.named_parameters():
+            if name != "mixing":
+                parameter.data = parameter.data.to(weight.dtype)
+    layer.train(attn.training)
+    attn.mhla = layer
+    return layer
+
+
+def cross_attention_processor(attn: nn.Module) -> Any:
+    """A fresh processor of the kind that diffusers gives this cross-attention."""
+    default = getattr(attn, "_default_processor_cls", None)
+    if default is not None:
+        return default()
+    from diffusers.models.transformers.sana_transformer import SanaAttnProcessor2_0
+
+    return SanaAttnProcessor2_0()
+
+
+def project(attn: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value of a self-attention, normed where the model norms them: each (B, N, H, D)."""
+    if attn.fused_projections:
+        query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+    else:
+        query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+    return (
+        _normed_heads(query, attn.norm_q, attn.heads),
+        _normed_heads(key, attn.norm_k, attn.heads),
+        value.unflatten(-1, (attn.heads, -1)),
+    )
+
+
+def _normed_heads(x: torch.Tensor, norm: nn.Module | None, heads: int) -> torch.Tensor:
+    """(B, N, H * D) to (B, N, H, D); a norm with a weight for every channel acts across heads, before the split."""
+    if norm is None:
+        return x.unflatten(-1, (heads, -1))
+    weight = getattr(norm, "weight", None)
+    if weight is not None and weight.numel() == x.shape[-1]:
+        return norm(x).unflatten(-1, (heads, -1))
+    return norm(x.unflatten(-1, (heads, -1)))
+
+
+def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+    """The (B, N) mask of ``mhla_attention`` from the mask that diffusers passes to an attention.
+
+    A bias that softmax attention adds to the scores of a key multiplies the key's weight by its exponential, which
+    linear attention can do as well; a mask that differs between queries it cannot.
+
+    Raises:
+        ValueError: if the mask is not the same for every query.
+    """
+    shape = tuple(attention_mask.shape)
+    if shape not in ((batch, tokens), (batch, 1, tokens), (batch, 1, 1, tokens)):
+        raise ValueError(
+            f"MHLA honours key-padding masks of shape ({batch}, {tokens}), ({batch}, 1, {tokens}) or "
+            f"({batch}, 1, 1, {tokens}); got {shape}. A mask that differs between queries has no linear form: "
+            "keep softmax attention in this layer with layers=[...]."
+        )
+    mask = attention_mask.reshape(batch, tokens)
+    return mask if mask.dtype == torch.bool else mask.float().exp()
