@@ -1,0 +1,1 @@
+"""Tiny pipelines that ship with the package: real diffusers classes, trained on real handwritten digits."""

@@ -1,0 +1,135 @@
+"""The autoencoders of the tiny pipelines: diffusers' classes at small sizes, and how they are trained.
+
+An autoencoder is no diffusion model, so this is a loop of its own: reconstruction error plus a weak pull of the latents
+towards the unit normal distribution.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .digits import DIGIT_SIZES, Digits, compose, load_digits, random_scene, to_rgb
+
+LATENT_CHANNELS = {"dit": 4, "sana": 8, "wan": 16}
+STRIDES = {"dit": 4, "sana": 4, "wan": 8}
+
+_TRAINING_FRAMES = 9
+"""Frames that a video autoencoder sees at once; its convolutions reach no further back."""
+_KL_WEIGHT = 1e-4
+_LATENT_NOISE = 0.1
+
+
+def build_autoencoder(family: str) -> Any:
+    """An untrained autoencoder: AutoencoderKL (dit), AutoencoderDC (sana) or AutoencoderKLWan (wan)."""
+    from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLWan
+
+    channels = LATENT_CHANNELS[family]
+    if family == "dit":
+        return AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            block_out_channels=(16, 32, 32),
+            layers_per_block=1,
+            latent_channels=channels,
+            norm_num_groups=8,
+            sample_size=64,
+            mid_block_add_attention=False,
+        )
+    if family == "sana":
+        return AutoencoderDC(
+            latent_channels=channels,
+            attention_head_dim=8,
+            encoder_block_types=("ResBlock",) * 3,
+            decoder_block_types=("ResBlock",) * 3,
+            encoder_block_out_channels=(16, 32, 32),
+            decoder_block_out_channels=(16, 32, 32),
+            encoder_layers_per_block=(1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1),
+            encoder_qkv_multiscales=((), (), ()),
+            decoder_qkv_multiscales=((), (), ()),
+        )
+    return AutoencoderKLWan(
+        base_dim=12,
+        z_dim=channels,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        latents_mean=[0.0] * channels,
+        latents_std=[1.0] * channels,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+    )
+
+
+def train_autoencoder(family: str, steps: int, report: Callable[[int, float], None], seed: int = 0) -> Any:
+    """Train an autoencoder on the training digits and fit its latent scale.
+
+    Args:
+        family: dit, sana or wan.
+        steps: optimiser steps with 16 pictures, or 4 clips, each.
+        report: called with step and squared reconstruction error.
+        seed: the same seed gives the same weights.
+
+    Returns:
+        The autoencoder, in evaluation mode.
+    """
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
+    digits = load_digits("train")
+    autoencoder = build_autoencoder(family)
+    optimizer = torch.optim.AdamW(autoencoder.parameters(), lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
+        pictures = _batch(family, digits, chance)
+        latents, penalty = _encode(autoencoder, pictures)
+        restored = autoencoder.decode(latents, return_dict=False)[0]
+        error = torch.nn.functional.mse_loss(restored, pictures)
+        (error + _KL_WEIGHT * penalty).backward()
+        torch.nn.utils.clip_grad_norm_(autoencoder.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        report(step + 1, error.item())
+    autoencoder.eval()
+    _fit_scale(autoencoder, family, digits, chance)
+    return autoencoder
+
+
+def _batch(family: str, digits: Digits, chance: random.Random) -> torch.Tensor:
+    """Random pictures (16, 3, H, W) or pieces of clips (4, 3, 9, H, W), in [-1, 1]."""
+    pictures = []
+    for _ in range(4 if family == "wan" else 16):
+        picture = compose(random_scene(family, chance), digits, DIGIT_SIZES[family], chance.randrange(2**32))
+        if family == "wan":
+            start = chance.randrange(len(picture) - _TRAINING_FRAMES + 1)
+            picture = picture[start : start + _TRAINING_FRAMES]
+        pictures.append(to_rgb(picture))
+    return torch.stack(pictures)
+
+
+def _encode(autoencoder: Any, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noisy latents, and how far they are from unit normal ones."""
+    encoded = autoencoder.encode(pictures)
+    if hasattr(encoded, "latent_dist"):
+        distribution = encoded.latent_dist
+        divergence = distribution.mean.square() + distribution.var - 1 - distribution.logvar
+        return distribution.sample(), 0.5 * divergence.mean()
+    return encoded.latent + _LATENT_NOISE * torch.randn_like(encoded.latent), 0.5 * encoded.latent.square().mean()
+
+
+@torch.no_grad()
+def _fit_scale(autoencoder: Any, family: str, digits: Digits, chance: random.Random) -> None:
+    """Write into the configuration what brings the latents to unit variance."""
+    encoded = [autoencoder.encode(_batch(family, digits, chance)) for _ in range(16)]
+    latents = torch.cat([e.latent_dist.mean if hasattr(e, "latent_dist") else e.latent for e in encoded])
+    if family != "wan":
+        autoencoder.register_to_config(scaling_factor=round(1 / latents.std().item(), 4))
+        return
+    channels = latents.movedim(1, 0).flatten(1)
+    autoencoder.register_to_config(
+        latents_mean=[round(x, 4) for x in channels.mean(dim=1).tolist()],
+        latents_std=[round(x, 4) for x in channels.std(dim=1).tolist()],
+    )

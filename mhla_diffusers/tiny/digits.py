@@ -1,0 +1,230 @@
+"""Handwritten digits (UCI, bundled with scikit-learn), composed into captioned images and moving clips.
+
+Everything is drawn from a seed, and training and held-out digits never mix. Pictures are single-channel float tensors
+in [0, 1]; :func:`to_rgb` makes what a VAE takes.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Split = Literal["train", "held-out"]
+
+PICTURE_SIZE = 64
+"""Height and width of every picture and clip in pixels."""
+FRAMES = 29
+"""Frames of a clip: eight latent frames of a VAE with temporal stride 4."""
+FRAMES_PER_SECOND = 12
+"""At which clips are meant to be played."""
+DIGIT_SIZES = {"dit": 48, "sana": 28, "wan": 24}
+"""Height and width in pixels of a drawn digit, by model family."""
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
+"""Motion → (vertical, horizontal) sign, vertical pointing down."""
+MOTIONS = (*DIRECTIONS, "bouncing")
+
+_HELD_OUT_EVERY = 5
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Handwritten digits of one split.
+
+    Attributes:
+        images: (n, 8, 8) float32 in [0, 1].
+        labels: (n,) int64, 0 to 9.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+    def pick(self, label: int, chance: random.Random) -> torch.Tensor:
+        """A random (8, 8) digit with this label."""
+        candidates = (self.labels == label).nonzero().flatten().tolist()
+        return self.images[chance.choice(candidates)]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a caption says: one or two digits and, for a clip, how they move.
+
+    Two digits have halves of the picture of their own, the first one left, or above where they move left or right.
+    """
+
+    labels: tuple[int, ...]
+    motion: str | None = None
+
+    @property
+    def caption(self) -> str:
+        """For example "a three and an eight bouncing" or "a seven moving left"."""
+        words = " and ".join(f"{'an' if NAMES[label] == 'eight' else 'a'} {NAMES[label]}" for label in self.labels)
+        if self.motion is None:
+            return words
+        return f"{words} bouncing" if self.motion == "bouncing" else f"{words} moving {self.motion}"
+
+    def fields(self) -> list[tuple[int, int, int, int]]:
+        """For each digit the part of the picture that is its own: (top, bottom, left, right) in pixels."""
+        size, half = PICTURE_SIZE, PICTURE_SIZE // 2
+        if len(self.labels) == 1:
+            return [(0, size, 0, size)]
+        if self.motion in ("left", "right"):
+            return [(0, half, 0, size), (half, size, 0, size)]
+        return [(0, size, 0, half), (0, size, half, size)]
+
+
+def load_digits(split: Split) -> Digits:
+    """The digits of one split; every fifth of scikit-learn's 1797 is held out.
+
+    Raises:
+        ValueError: unknown split.
+        ImportError: scikit-learn is missing.
+    """
+    if split not in ("train", "held-out"):
+        raise ValueError(f"split={split!r} is unknown; allowed: 'train', 'held-out'.")
+    try:
+        from sklearn.datasets import load_digits as load_bundled_digits
+    except ImportError as error:
+        raise ImportError("The digits come with scikit-learn: pip install mhla_diffusers[demo]") from error
+    bundled = load_bundled_digits()
+    images = torch.tensor(bundled.images, dtype=torch.float32) / 16
+    labels = torch.tensor(bundled.target, dtype=torch.int64)
+    held_out = torch.arange(len(labels)) % _HELD_OUT_EVERY == 0
+    chosen = held_out if split == "held-out" else ~held_out
+    return Digits(images[chosen], labels[chosen])
+
+
+def parse_caption(caption: str) -> Scene:
+    """The scene that a caption describes: its digit words in order and its motion word.
+
+    Raises:
+        ValueError: a caption without a digit word or with more than two.
+    """
+    words = caption.lower().split()
+    labels = tuple(NAMES.index(word) for word in words if word in NAMES)
+    if not 1 <= len(labels) <= 2:
+        raise ValueError(f"Caption {caption!r} must name one or two digits ({', '.join(NAMES)}).")
+    return Scene(labels, next((word for word in words if word in MOTIONS), None))
+
+
+def random_scene(family: str, chance: random.Random) -> Scene:
+    """One digit for DiT, one or two for SANA, one or two in motion for Wan."""
+    count = 1 if family == "dit" else chance.choice((1, 2))
+    labels = tuple(chance.randrange(10) for _ in range(count))
+    return Scene(labels, chance.choice(MOTIONS) if family == "wan" else None)
+
+
+def compose(scene: Scene, digits: Digits, size: int, seed: int) -> torch.Tensor:
+    """Draw a scene with handwritten digits, places and speeds taken from the seed.
+
+    Args:
+        scene: what to draw.
+        digits: where the digits are taken from.
+        size: height and width of a drawn digit in pixels.
+        seed: the same seed gives the same picture.
+
+    Returns:
+        (1, 64, 64) float32 in [0, 1] for a still scene, (29, 64, 64) for a moving one.
+    """
+    chance = random.Random(f"{seed} {scene.caption}")
+    frames = 1 if scene.motion is None else FRAMES
+    picture = torch.zeros(frames, PICTURE_SIZE, PICTURE_SIZE)
+    for label, field in zip(scene.labels, scene.fields(), strict=True):
+        centres = _path(scene.motion, field, size, chance)
+        picture = torch.maximum(picture, _draw(digits.pick(label, chance), centres, size))
+    return picture
+
+
+def to_rgb(picture: torch.Tensor) -> torch.Tensor:
+    """(F, H, W) in [0, 1] to (3, F, H, W) in [-1, 1]; (1, H, W) to (3, H, W)."""
+    rgb = (2 * picture - 1).expand(3, *picture.shape)
+    return rgb.squeeze(1) if picture.shape[0] == 1 else rgb
+
+
+def _path(
+    motion: str | None, field: tuple[int, int, int, int], size: int, chance: random.Random
+) -> torch.Tensor:
+    """Centre of a digit in every frame, (F, 2) in pixels, within its field."""
+    top, bottom, left, right = field
+    ranges = ((top + size / 2, bottom - size / 2), (left + size / 2, right - size / 2))
+    axes = []
+    for axis, (low, high) in enumerate(ranges):
+        if motion is None:
+            axes.append(torch.tensor([chance.uniform(low, high)]))
+        elif motion == "bouncing":
+            axes.append(_bounce(low, high, chance))
+        else:
+            axes.append(_cross(DIRECTIONS[motion][axis], low, high, chance))
+    return torch.stack(axes, dim=1)
+
+
+def _bounce(low: float, high: float, chance: random.Random) -> torch.Tensor:
+    """Back and forth between two walls at constant speed, (F,)."""
+    span = high - low
+    phase = chance.uniform(0, 2 * span) + torch.arange(FRAMES) * chance.choice((-1, 1)) * chance.uniform(1.2, 2.4)
+    return high - (phase.remainder(2 * span) - span).abs()
+
+
+def _cross(sign: int, low: float, high: float, chance: random.Random) -> torch.Tensor:
+    """From one wall to the other at constant speed, give or take a fifth of the way; at rest for sign 0, (F,)."""
+    if sign == 0:
+        return torch.full((FRAMES,), chance.uniform(low, high))
+    slack = (high - low) / 5
+    path = torch.linspace(low + chance.uniform(0, slack), high - chance.uniform(0, slack), FRAMES)
+    return path if sign > 0 else path.flip(0)
+
+
+def _draw(digit: torch.Tensor, centres: torch.Tensor, size: int) -> torch.Tensor:
+    """One (8, 8) digit, enlarged to ``size`` pixels, at the centres (F, 2): (F, 64, 64)."""
+    frames = len(centres)
+    scale = PICTURE_SIZE / size
+    centre = 2 * centres / PICTURE_SIZE - 1
+    theta = torch.zeros(frames, 2, 3)
+    theta[:, 0, 0] = theta[:, 1, 1] = scale
+    theta[:, 0, 2], theta[:, 1, 2] = -scale * centre[:, 1], -scale * centre[:, 0]
+    grid = torch.nn.functional.affine_grid(theta, [frames, 1, PICTURE_SIZE, PICTURE_SIZE], align_corners=False)
+    source = digit.expand(frames, 1, *digit.shape)
+    return torch.nn.functional.grid_sample(source, grid, align_corners=False).squeeze(1)
+
+
+def locate(picture: torch.Tensor, field: tuple[int, int, int, int]) -> torch.Tensor:
+    """Centre of mass of the ink within a field of each frame.
+
+    Args:
+        picture: (F, 64, 64) in [0, 1].
+        field: (top, bottom, left, right).
+
+    Returns:
+        (F, 2) in pixels; the middle of the field where a frame has no ink.
+    """
+    top, bottom, left, right = field
+    part = picture[:, top:bottom, left:right]
+    ink = (part - 0.25).clamp_min(0) + torch.finfo(torch.float32).eps
+    weights = ink / ink.sum(dim=(1, 2), keepdim=True)
+    rows = torch.arange(top, bottom) + 0.5
+    columns = torch.arange(left, right) + 0.5
+    return torch.stack([(weights.sum(dim=2) * rows).sum(dim=1), (weights.sum(dim=1) * columns).sum(dim=1)], dim=1)
+
+
+def crop(picture: torch.Tensor, field: tuple[int, int, int, int], size: int, resolution: int = 16) -> torch.Tensor:
+    """The digit of a field, centred on its ink.
+
+    Args:
+        picture: (F, 64, 64) in [0, 1].
+        field: (top, bottom, left, right); what lies outside it is not seen.
+        size: height and width of the digit in pixels.
+        resolution: height and width of the result.
+
+    Returns:
+        (F, resolution, resolution).
+    """
+    top, bottom, left, right = field
+    own = torch.zeros_like(picture)
+    own[:, top:bottom, left:right] = picture[:, top:bottom, left:right]
+    centre = 2 * locate(picture, field) / PICTURE_SIZE - 1
+    theta = torch.zeros(len(picture), 2, 3)
+    theta[:, 0, 0] = theta[:, 1, 1] = size / PICTURE_SIZE
+    theta[:, 0, 2], theta[:, 1, 2] = centre[:, 1], centre[:, 0]
+    grid = torch.nn.functional.affine_grid(theta, [len(picture), 1, resolution, resolution], align_corners=False)
+    return torch.nn.functional.grid_sample(own[:, None], grid, align_corners=False).squeeze(1)
