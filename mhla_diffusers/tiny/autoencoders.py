@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from .digits import DIGIT_SIZES, Digits, compose, load_digits, random_scene, to_rgb
+from .digits import DIGIT_SIZES, FRAMES, PICTURE_SIZE, Digits, compose, load_digits, random_scene, to_rgb
 
 LATENT_CHANNELS = {"dit": 4, "sana": 8, "wan": 16}
 STRIDES = {"dit": 4, "sana": 4, "wan": 8}
 
-_TRAINING_FRAMES = 9
-"""Frames that a video autoencoder sees at once; its convolutions reach no further back."""
+_CLIP_FRAMES, _CLIP_SIZE = 5, 32
+"""Frames, height and width of the pieces of clips that a video autoencoder sees until its last steps."""
+_WHOLE_FROM = 0.8
+"""Part of the steps after which it sees whole frames, since its middle block attends over all of a frame."""
 _KL_WEIGHT = 1e-4
 _LATENT_NOISE = 0.1
 
@@ -51,7 +53,7 @@ def build_autoencoder(family: str) -> Any:
             decoder_qkv_multiscales=((), (), ()),
         )
     return AutoencoderKLWan(
-        base_dim=12,
+        base_dim=8,
         z_dim=channels,
         dim_mult=[1, 2, 2],
         num_res_blocks=1,
@@ -69,7 +71,7 @@ def train_autoencoder(family: str, steps: int, report: Callable[[int, float], No
 
     Args:
         family: dit, sana or wan.
-        steps: optimiser steps with 16 pictures, or 4 clips, each.
+        steps: optimiser steps with 8 pictures, or 4 pieces of clips, each.
         report: called with step and squared reconstruction error.
         seed: the same seed gives the same weights.
 
@@ -83,7 +85,7 @@ def train_autoencoder(family: str, steps: int, report: Callable[[int, float], No
     optimizer = torch.optim.AdamW(autoencoder.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
     for step in range(steps):
-        pictures = _batch(family, digits, chance)
+        pictures = _batch(family, digits, chance, whole=step >= _WHOLE_FROM * steps)
         latents, penalty = _encode(autoencoder, pictures)
         restored = autoencoder.decode(latents, return_dict=False)[0]
         error = torch.nn.functional.mse_loss(restored, pictures)
@@ -98,16 +100,23 @@ def train_autoencoder(family: str, steps: int, report: Callable[[int, float], No
     return autoencoder
 
 
-def _batch(family: str, digits: Digits, chance: random.Random) -> torch.Tensor:
-    """Random pictures (16, 3, H, W) or pieces of clips (4, 3, 9, H, W), in [-1, 1]."""
+def _batch(family: str, digits: Digits, chance: random.Random, whole: bool) -> torch.Tensor:
+    """Random pictures (8, 3, H, W) or pieces of clips (4, 3, 5, H, W), in [-1, 1]."""
     pictures = []
-    for _ in range(4 if family == "wan" else 16):
+    for _ in range(4 if family == "wan" else 8):
         picture = compose(random_scene(family, chance), digits, DIGIT_SIZES[family], chance.randrange(2**32))
-        if family == "wan":
-            start = chance.randrange(len(picture) - _TRAINING_FRAMES + 1)
-            picture = picture[start : start + _TRAINING_FRAMES]
-        pictures.append(to_rgb(picture))
+        pictures.append(to_rgb(_piece(picture, chance, whole) if family == "wan" else picture))
     return torch.stack(pictures)
+
+
+def _piece(clip: torch.Tensor, chance: random.Random, whole: bool) -> torch.Tensor:
+    """A few consecutive frames, whole or cut to a random square: (5, H, W)."""
+    start = chance.randrange(FRAMES - _CLIP_FRAMES + 1)
+    frames = clip[start : start + _CLIP_FRAMES]
+    if whole:
+        return frames
+    top, left = (chance.randrange(0, PICTURE_SIZE - _CLIP_SIZE + 1, 8) for _ in range(2))
+    return frames[:, top : top + _CLIP_SIZE, left : left + _CLIP_SIZE]
 
 
 def _encode(autoencoder: Any, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +132,7 @@ def _encode(autoencoder: Any, pictures: torch.Tensor) -> tuple[torch.Tensor, tor
 @torch.no_grad()
 def _fit_scale(autoencoder: Any, family: str, digits: Digits, chance: random.Random) -> None:
     """Write into the configuration what brings the latents to unit variance."""
-    encoded = [autoencoder.encode(_batch(family, digits, chance)) for _ in range(16)]
+    encoded = [autoencoder.encode(_batch(family, digits, chance, whole=True)) for _ in range(16)]
     latents = torch.cat([e.latent_dist.mean if hasattr(e, "latent_dist") else e.latent for e in encoded])
     if family != "wan":
         autoencoder.register_to_config(scaling_factor=round(1 / latents.std().item(), 4))
