@@ -2,6 +2,7 @@
 
 from .attention import mhla_attention, register_feature_map
 from .calibration import calibrate_output_norm
+from .checkpoints import load_mhla, push_mhla, save_mhla
 from .config import MHLAConfig
 from .describe import describe
 from .families import Family, register_family
@@ -31,13 +32,16 @@ __all__ = [
     "calibrate_output_norm",
     "describe",
     "is_patched",
+    "load_mhla",
     "mhla_attention",
     "mhla_disabled",
     "mhla_layers",
     "patch_names",
+    "push_mhla",
     "register_family",
     "register_feature_map",
     "register_mixing_clip",
     "remove_mhla",
+    "save_mhla",
     "set_attn_processor",
 ]

@@ -38,9 +38,7 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
 
         return note
 
-    handles = [
-        attn.to_out[0].register_forward_pre_hook(watch(name, attn.mhla)) for name, attn in layers.items()
-    ]
+    handles = [attn.to_out[0].register_forward_pre_hook(watch(name, attn.mhla)) for name, attn in layers.items()]
     try:
         with mhla_disabled(model):
             run()

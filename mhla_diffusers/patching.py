@@ -33,6 +33,7 @@ class TokenGridHook:
         self.handle: RemovableHandle | None = None
 
     def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the grid off ``hidden_states``, the first argument of every supported transformer."""
         hidden_states = args[0] if args else kwargs["hidden_states"]
         self.token_grid.shape = tuple(int(size) for size in self.family.token_grid(transformer, hidden_states))
 
@@ -83,8 +84,8 @@ def apply_mhla(
     return model
 
 
-def set_attn_processor(transformer: nn.Module, processor: Any) -> None:
-    """diffusers' ``set_attn_processor`` for a transformer of any family, DiT included.
+def set_attn_processor(transformer: Any, processor: Any) -> None:
+    """Like diffusers' ``set_attn_processor``, for a transformer of any family, DiT included.
 
     A :class:`MHLAProcessor` goes to the self-attentions that its configuration chooses and makes their weights at once.
     Another processor goes to every attention, and a dict (name → processor, as :func:`attn_processors` returns) gives
@@ -110,8 +111,8 @@ def set_attn_processor(transformer: nn.Module, processor: Any) -> None:
             module.set_processor(processor)
 
 
-def attn_processors(transformer: nn.Module) -> dict[str, Any]:
-    """diffusers' ``attn_processors`` for a transformer of any family, DiT included: name → processor."""
+def attn_processors(transformer: Any) -> dict[str, Any]:
+    """Like diffusers' ``attn_processors``, for a transformer of any family, DiT included: name → processor."""
     return {f"{name}.processor": module.get_processor() for name, module in _attentions(transformer).items()}
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from .attention import check_backend
 from .attention.rotary import Rotary
@@ -61,7 +60,7 @@ class MHLAProcessor:
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: Any,
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -124,7 +123,7 @@ class MHLAProcessor:
         return grid
 
 
-def attach_layer(attn: nn.Module, config: MHLAConfig) -> MHLALayer:
+def attach_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
     """Give an attention its ``attn.mhla``, on the device of its weights; the mixing matrix is float32.
 
     Gate, norm and convolution take the type of the attention's output projection.
@@ -143,7 +142,7 @@ def attach_layer(attn: nn.Module, config: MHLAConfig) -> MHLALayer:
     return layer
 
 
-def cross_attention_processor(attn: nn.Module) -> Any:
+def cross_attention_processor(attn: Any) -> Any:
     """A fresh processor of the kind that diffusers gives this cross-attention."""
     default = getattr(attn, "_default_processor_cls", None)
     if default is not None:
@@ -153,7 +152,7 @@ def cross_attention_processor(attn: nn.Module) -> Any:
     return SanaAttnProcessor2_0()
 
 
-def project(attn: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def project(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value of a self-attention, normed where the model norms them: each (B, N, H, D)."""
     if attn.fused_projections:
         query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
@@ -166,7 +165,7 @@ def project(attn: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor,
     )
 
 
-def _normed_heads(x: torch.Tensor, norm: nn.Module | None, heads: int) -> torch.Tensor:
+def _normed_heads(x: torch.Tensor, norm: Any, heads: int) -> torch.Tensor:
     """(B, N, H * D) to (B, N, H, D); a norm with a weight for every channel acts across heads, before the split."""
     if norm is None:
         return x.unflatten(-1, (heads, -1))

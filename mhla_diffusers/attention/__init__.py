@@ -1,7 +1,7 @@
 """The mathematics of MHLA: torch only, no diffusers."""
 
-from .functional import backend_names, check_backend, mhla_attention
 from .feature_maps import feature_map_names, get_feature_map, register_feature_map
+from .functional import backend_names, check_backend, mhla_attention
 from .mixing import clip_mixing_, initial_mixing, resize_mixing
 from .reference import reference_attention, reference_weights
 

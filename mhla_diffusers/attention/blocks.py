@@ -118,10 +118,7 @@ def regular_regions(grid: Sequence[int], blocks: Sequence[int], max_rows: int | 
                 stop = min(start + step, last)
                 runs.append((slice(start * length + offset, stop * length + offset), slice(start, stop), length))
         runs_per_axis.append(runs)
-    return [
-        Region(*(tuple(part) for part in zip(*runs, strict=True)))
-        for runs in product(*runs_per_axis)
-    ]
+    return [Region(*(tuple(part) for part in zip(*runs, strict=True))) for runs in product(*runs_per_axis)]
 
 
 def to_blocks(x: torch.Tensor, region: Region, dtype: torch.dtype) -> torch.Tensor:

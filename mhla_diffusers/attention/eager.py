@@ -164,9 +164,7 @@ def _read(
     return join_regions(outputs, [part.region for part in parts], first_axis=1)
 
 
-def _finish(
-    output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None
-) -> torch.Tensor:
+def _finish(output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None) -> torch.Tensor:
     """Output RMSNorm per head, then × SiLU(gate), where they are given."""
     if output_norm is not None:
         output = torch.nn.functional.rms_norm(output, output.shape[-1:], output_norm.to(output.dtype), OUTPUT_NORM_EPS)

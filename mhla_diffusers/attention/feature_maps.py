@@ -28,7 +28,7 @@ def softmax(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def identity(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x itself; signed, so use it with ``normalize=False``."""
+    """X itself; signed, so use it with ``normalize=False``."""
     return x
 
 

@@ -74,7 +74,8 @@ def resize_mixing(mixing: torch.Tensor, blocks: Sequence[int], new_blocks: Seque
     count = math.prod(blocks)
     if mixing.shape[-2:] != (count, count):
         raise ValueError(
-            f"Mixing matrix of shape {tuple(mixing.shape)} does not fit blocks={tuple(blocks)}: expected (..., {count}, {count})."
+            f"Mixing matrix of shape {tuple(mixing.shape)} does not fit "
+            f"blocks={tuple(blocks)}: expected (..., {count}, {count})."
         )
     weights = torch.ones(1, 1, dtype=torch.float64, device=mixing.device)
     for old, new in zip(blocks, new_blocks, strict=True):

@@ -1,6 +1,6 @@
 """The model families that can be patched, one file each."""
 
-from torch import nn
+from typing import Any
 
 from .base import Family
 from .dit import DiTFamily
@@ -26,13 +26,13 @@ def families() -> list[Family]:
     return list(_FAMILIES.values())
 
 
-def find_family(transformer: nn.Module) -> Family | None:
+def find_family(transformer: Any) -> Family | None:
     """The family that a transformer belongs to by the name of its class or of a base class, or None."""
     names = {cls.__name__ for cls in type(transformer).__mro__}
     return next((family for family in families() if names.intersection(family.transformers)), None)
 
 
-def get_family(transformer: nn.Module) -> Family:
+def get_family(transformer: Any) -> Family:
     """The family that a transformer belongs to.
 
     Raises:

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from ..config import MHLAConfig
 
@@ -22,11 +21,11 @@ class Family(ABC):
     axes: ClassVar[int]
     """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width)."""
     block_lists: ClassVar[tuple[str, ...]]
-    """Attributes that hold transformer blocks, each block with its self-attention as ``attn1``; absent ones are passed."""
+    """Attributes that hold transformer blocks, each with its self-attention as ``attn1``; absent ones are passed."""
     default_config: ClassVar[MHLAConfig]
     """What ``apply_mhla(pipe)`` uses when it is told nothing else."""
 
-    def self_attentions(self, transformer: nn.Module) -> dict[str, nn.Module]:
+    def self_attentions(self, transformer: Any) -> dict[str, Any]:
         """Name and module of every self-attention, in the order of the layer indices."""
         return {
             f"{list_name}.{index}.attn1": block.attn1
@@ -35,15 +34,15 @@ class Family(ABC):
         }
 
     @abstractmethod
-    def token_grid(self, transformer: nn.Module, hidden_states: torch.Tensor) -> tuple[int, ...]:
+    def token_grid(self, transformer: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
         """Token grid that the transformer makes of its input ``hidden_states`` (latents)."""
 
     @abstractmethod
     def self_attention_processor(self) -> Any:
         """A fresh processor of the kind that diffusers gives the self-attentions of this family."""
 
-    def prepare(self, transformer: nn.Module) -> None:  # noqa: B027 - most families need nothing here
+    def prepare(self, transformer: Any) -> None:  # noqa: B027 - most families need nothing here
         """Called once when a transformer is patched."""
 
-    def restore(self, transformer: nn.Module) -> None:  # noqa: B027
+    def restore(self, transformer: Any) -> None:  # noqa: B027
         """Called once when the patch is removed; undoes :meth:`prepare`."""

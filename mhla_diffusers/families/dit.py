@@ -8,7 +8,6 @@ Softmax self-attention only; positions are added to the tokens once, before the 
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..config import MHLAConfig
 from .base import Family
@@ -23,7 +22,7 @@ class DiTFamily(Family):
     block_lists = ("transformer_blocks",)
     default_config = MHLAConfig(blocks=(4, 4))
 
-    def token_grid(self, transformer: nn.Module, hidden_states: torch.Tensor) -> tuple[int, ...]:
+    def token_grid(self, transformer: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
         """Patches of the latents (B, C, H, W) along each axis."""
         patch = transformer.config.patch_size
         return hidden_states.shape[2] // patch, hidden_states.shape[3] // patch
@@ -34,7 +33,7 @@ class DiTFamily(Family):
 
         return AttnProcessor2_0()
 
-    def prepare(self, transformer: nn.Module) -> None:
+    def prepare(self, transformer: Any) -> None:
         """Give this instance ``attn_processors`` and ``set_attn_processor``."""
         from diffusers.models.transformers import dit_transformer_2d
 
@@ -43,7 +42,7 @@ class DiTFamily(Family):
         if type(transformer) is dit_transformer_2d.DiTTransformer2DModel:
             transformer.__class__ = DiTTransformer2DModel
 
-    def restore(self, transformer: nn.Module) -> None:
+    def restore(self, transformer: Any) -> None:
         """Make the instance diffusers' own class again."""
         from diffusers.models.transformers import dit_transformer_2d
 

@@ -7,7 +7,6 @@ no positional embedding; the convolutional feed-forward needs the tokens in rast
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..config import MHLAConfig
 from .base import Family
@@ -22,7 +21,7 @@ class SanaFamily(Family):
     block_lists = ("transformer_blocks",)
     default_config = MHLAConfig(blocks=(4, 4))
 
-    def token_grid(self, transformer: nn.Module, hidden_states: torch.Tensor) -> tuple[int, ...]:
+    def token_grid(self, transformer: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
         """Patches of the latents (B, C, H, W) along each axis."""
         patch = transformer.config.patch_size
         return hidden_states.shape[2] // patch, hidden_states.shape[3] // patch

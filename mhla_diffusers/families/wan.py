@@ -1,4 +1,4 @@
-"""Wan: ``WanTransformer3DModel`` (2.1 text- and image-to-video, 2.2 A14B, 2.2 TI2V-5B) and ``WanVACETransformer3DModel``.
+"""Wan: ``WanTransformer3DModel`` (2.1 text- and image-to-video, 2.2 A14B, 2.2 TI2V-5B) and VACE.
 
 Self-attention is softmax with RMSNorm over all channels of query and key and 3-D RoPE, handed to every attention as
 ``rotary_emb``. A VACE transformer has its control blocks in a second list, ``vace_blocks``; their layers count on after
@@ -8,7 +8,6 @@ the main ones. A Wan 2.2 A14B pipeline has two transformers, which are patched a
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..config import MHLAConfig
 from .base import Family
@@ -23,7 +22,7 @@ class WanFamily(Family):
     block_lists = ("blocks", "vace_blocks")
     default_config = MHLAConfig(blocks=(7, 3, 5))
 
-    def token_grid(self, transformer: nn.Module, hidden_states: torch.Tensor) -> tuple[int, ...]:
+    def token_grid(self, transformer: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
         """Patches of the latents (B, C, F, H, W) along each axis."""
         sizes = zip(hidden_states.shape[2:], transformer.config.patch_size, strict=True)
         return tuple(size // patch for size, patch in sizes)

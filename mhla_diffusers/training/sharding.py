@@ -1,0 +1,22 @@
+"""Tensors of parameters that FSDP may have spread over processes."""
+
+import torch
+from torch import nn
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, gathered from all processes, which must all call this."""
+    gather = getattr(tensor, "full_tensor", None)
+    whole: torch.Tensor = tensor.detach() if gather is None else gather()
+    return whole.cpu().contiguous()
+
+
+def like_parameter(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """A whole tensor on the parameter's device, spread over processes as the parameter is."""
+    value = value.to(parameter.device)
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, mesh, parameter.placements)
