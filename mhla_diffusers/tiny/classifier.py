@@ -113,7 +113,7 @@ def load_classifier() -> DigitClassifier:
     """
     from safetensors.torch import load_file
 
-    from .assets import check_asset
+    from .checksums import check_asset
 
     check_asset(CLASSIFIER_FILE)
     classifier = DigitClassifier()
