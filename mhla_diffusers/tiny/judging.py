@@ -1,0 +1,97 @@
+"""Judge digits that a tiny pipeline has generated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .classifier import DigitClassifier, scene_crops
+from .digits import DIGIT_SIZES, Digits, Scene, compose
+from .loading import call_settings
+
+_BATCH = 10
+
+
+def generate_scenes(
+    pipe: Any, family: str, scenes: Sequence[Scene], seed: int, **settings: Any
+) -> list[torch.Tensor]:
+    """Generate pictures of scenes with a tiny pipeline, patched or not.
+
+    The starting noise of a scene depends on the seed and its place alone, and is drawn on the CPU.
+
+    Args:
+        pipe: the pipeline.
+        family: dit, sana or wan.
+        scenes: what to generate.
+        seed: of the first scene; the next one has the next seed.
+        **settings: replace those of :func:`call_settings`.
+
+    Returns:
+        For each scene (1, 64, 64), or (29, 64, 64) for wan, in [0, 1].
+    """
+    arguments = {**call_settings(family), **settings}
+    pictures: list[torch.Tensor] = []
+    for start in range(0, len(scenes), _BATCH):
+        part = scenes[start : start + _BATCH]
+        generators = [torch.Generator().manual_seed(seed + start + place) for place in range(len(part))]
+        if family == "dit":
+            labels = [scene.labels[0] for scene in part]
+            output = pipe(class_labels=labels, generator=generators, output_type="np", **arguments).images
+            output = torch.tensor(output).permute(0, 3, 1, 2)[:, None]
+        else:
+            prompts = [scene.caption for scene in part]
+            output = pipe(prompts, generator=generators, output_type="pt", **arguments)
+            output = output.frames if family == "wan" else output.images[:, None]
+        pictures += list(output.float().cpu().mean(dim=2))
+    return pictures
+
+
+def real_scenes(scenes: Sequence[Scene], family: str, digits: Digits, seed: int) -> list[torch.Tensor]:
+    """The same scenes, composed of real digits."""
+    return [compose(scene, digits, DIGIT_SIZES[family], seed + place) for place, scene in enumerate(scenes)]
+
+
+@torch.no_grad()
+def digit_accuracy(
+    pictures: Sequence[torch.Tensor], scenes: Sequence[Scene], family: str, classifier: DigitClassifier
+) -> float:
+    """Part of the digits, over all scenes and frames, that the classifier takes for what the scene names."""
+    right = total = 0
+    for picture, scene in zip(pictures, scenes, strict=True):
+        crops, labels = scene_crops(picture, scene, DIGIT_SIZES[family])
+        right += int((classifier(crops).argmax(dim=1) == labels).sum())
+        total += len(labels)
+    return right / total
+
+
+def digit_features(
+    pictures: Sequence[torch.Tensor], scenes: Sequence[Scene], family: str, classifier: DigitClassifier
+) -> torch.Tensor:
+    """Classifier features of every digit of every frame: (n, 64)."""
+    crops = [
+        scene_crops(picture, scene, DIGIT_SIZES[family])[0] for picture, scene in zip(pictures, scenes, strict=True)
+    ]
+    return classifier.describe(torch.cat(crops))
+
+
+def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Squared Fréchet distance between two sets of features (n, d), each taken for a normal distribution.
+
+    Raises:
+        ValueError: if a set has fewer than two members.
+    """
+    for name, features in (("first", first), ("second", second)):
+        if len(features) < 2:
+            raise ValueError(f"The {name} set holds {len(features)} features; a covariance needs at least 2.")
+    means = [features.double().mean(dim=0) for features in (first, second)]
+    covariances = [features.double().T.cov() for features in (first, second)]
+    root = _square_root(covariances[0])
+    # the trace of (A B)^(1/2), from the symmetric A^(1/2) B A^(1/2) that has the same eigenvalues
+    overlap = torch.linalg.eigvalsh(root @ covariances[1] @ root).clamp_min(0).sqrt().sum()
+    distance = (means[0] - means[1]).square().sum() + sum(c.trace() for c in covariances) - 2 * overlap
+    return float(distance)
+
+
+def _square_root(matrix: torch.Tensor) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp_min(0).sqrt() @ vectors.T
