@@ -11,7 +11,7 @@ from .digits import DIGIT_SIZES, PICTURE_SIZE, Digits, Scene, compose, crop, loa
 CLASSIFIER_FILE = Path(__file__).parent / "assets" / "classifier.safetensors"
 
 _WHOLE = (0, PICTURE_SIZE, 0, PICTURE_SIZE)
-_STEPS = 1500
+_STEPS = 800
 _BATCH = 128
 
 

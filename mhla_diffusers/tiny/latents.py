@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..training import InMemoryData
-from .digits import DIGIT_SIZES, Scene, Split, compose, load_digits, random_scene, to_rgb
+from .digits import DIGIT_SIZES, FRAMES, Scene, Split, compose, load_digits, random_scene, to_rgb
 from .text import MAX_TOKENS
 
 NO_CLASS = 1000
@@ -16,7 +16,9 @@ NO_CLASS = 1000
 _BATCH = 16
 
 
-def digit_latents(pipe: Any, family: str, samples: int, held_out: int, seed: int = 0) -> InMemoryData:
+def digit_latents(
+    pipe: Any, family: str, samples: int, held_out: int, seed: int = 0, frames: int = FRAMES
+) -> InMemoryData:
     """Random scenes, encoded with a pipeline's own autoencoder and text encoder.
 
     Args:
@@ -25,6 +27,7 @@ def digit_latents(pipe: Any, family: str, samples: int, held_out: int, seed: int
         samples: scenes of training digits.
         held_out: scenes of held-out digits, which come last.
         seed: the same seed gives the same scenes.
+        frames: clips are cut to this length.
 
     Returns:
         Samples for :func:`mhla_diffusers.training.train`.
@@ -32,7 +35,7 @@ def digit_latents(pipe: Any, family: str, samples: int, held_out: int, seed: int
     prompts: dict[str, dict[str, torch.Tensor]] = {}
     encoded: list[dict[str, torch.Tensor]] = []
     for split, count in (("train", samples), ("held-out", held_out)):
-        for scenes, pictures in _batches(family, split, count, seed):
+        for scenes, pictures in _batches(family, split, count, seed, frames):
             for scene, latents in zip(scenes, encode_pictures(pipe, family, pictures), strict=True):
                 if scene.caption not in prompts:
                     prompts[scene.caption] = encode_scene(pipe, family, scene)
@@ -40,13 +43,15 @@ def digit_latents(pipe: Any, family: str, samples: int, held_out: int, seed: int
     return InMemoryData(encoded, empty=encode_scene(pipe, family, None))
 
 
-def _batches(family: str, split: Split, count: int, seed: int) -> Iterator[tuple[list[Scene], torch.Tensor]]:
+def _batches(
+    family: str, split: Split, count: int, seed: int, frames: int
+) -> Iterator[tuple[list[Scene], torch.Tensor]]:
     chance = random.Random(f"{seed} {split}")
     digits = load_digits(split)
     for start in range(0, count, _BATCH):
         scenes = [random_scene(family, chance) for _ in range(min(_BATCH, count - start))]
         pictures = [compose(scene, digits, DIGIT_SIZES[family], chance.randrange(2**32)) for scene in scenes]
-        yield scenes, torch.stack([to_rgb(picture) for picture in pictures])
+        yield scenes, torch.stack([to_rgb(picture[:frames]) for picture in pictures])
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
 """Train the tiny pipelines: ``python -m mhla_diffusers.tiny.train wan --output outputs/tiny-wan``.
 
 Everything comes from the seed: the autoencoder and the text encoder first, then the transformer, through the
-project's own training loop with the loss that its family is trained with. An autoencoder that is already in the output
-folder is taken as it is. ``--install`` copies the result to where the package keeps it.
+project's own training loop with the loss that its family is trained with. Run again, the command goes on where it was
+interrupted. ``--install`` copies the result to where the package keeps it.
 """
 
 import argparse
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,60 +16,83 @@ from .autoencoders import build_autoencoder, train_autoencoder
 from .building import FAMILIES, build_pipeline
 from .checksums import pipeline_folder, record_checksums
 from .classifier import CLASSIFIER_FILE, train_classifier
+from .digits import FRAMES
 from .latents import digit_latents
 
 AUTOENCODER_STEPS = {"dit": 400, "sana": 400, "wan": 900}
-TRANSFORMER_STEPS = {"dit": 4000, "sana": 4000, "wan": 3000}
-BATCH_SIZES = {"dit": 32, "sana": 32, "wan": 8}
-LEARNING_RATES = {"dit": 1e-3, "sana": 1e-3, "wan": 2e-3}
-SAMPLES = {"dit": 6000, "sana": 6000, "wan": 2000}
 HELD_OUT = 32
 
 
-def training_config(family: str, output: Path, seed: int) -> TrainingConfig:
-    """How the transformer of a tiny pipeline is trained."""
-    steps = TRANSFORMER_STEPS[family]
+@dataclass(frozen=True)
+class Phase:
+    """One run of the training loop."""
+
+    name: str
+    steps: int
+    batch_size: int
+    learning_rate: float
+    samples: int
+    frames: int = FRAMES
+    """Length of the clips; short ones teach the shapes of the digits at a fraction of the cost."""
+
+
+PHASES = {
+    "dit": (Phase("whole", 2500, 32, 1e-3, 6000),),
+    "sana": (Phase("whole", 2500, 32, 1e-3, 6000),),
+    "wan": (Phase("short", 1500, 24, 2e-3, 4000, frames=5), Phase("whole", 800, 8, 1e-3, 2000)),
+}
+
+
+def training_config(phase: Phase, output: Path, seed: int) -> TrainingConfig:
+    """Settings of the training loop for one phase."""
     stage = StageConfig(
-        steps=steps,
-        learning_rate=LEARNING_RATES[family],
+        steps=phase.steps,
+        learning_rate=phase.learning_rate,
         trainable="all",
         objectives=ObjectiveWeights(diffusion=1.0),
         scheduler="cosine",
-        warmup_steps=100,
+        warmup_steps=50,
     )
     return TrainingConfig(
         output=str(output),
         stages=(stage,),
         seed=seed,
-        batch_size=BATCH_SIZES[family],
-        ema_decay=0.995,
+        batch_size=phase.batch_size,
+        ema_decay=0.99,
         prompt_dropout=0.1,
         checkpoint_every=250,
         validation=ValidationConfig(samples=HELD_OUT, every=500),
     )
 
 
-def train_pipeline(family: str, output: Path, seed: int = 0, resume: str | None = None) -> Any:
-    """Train all parts of one tiny pipeline.
+def train_pipeline(family: str, output: Path, seed: int = 0) -> Any:
+    """Train all parts of one tiny pipeline; parts that are in the output folder already are taken from there.
 
     Args:
         family: dit, sana or wan.
-        output: folder for the autoencoder, checkpoints and the finished ``pipeline``.
+        output: folder for the autoencoder, the runs of the training loop and the finished ``pipeline``.
         seed: the same seed gives the same pipeline.
-        resume: "latest" to go on with a run of the transformer that was interrupted.
 
     Returns:
         The pipeline, saved to ``output / "pipeline"`` as well.
     """
     autoencoder = _autoencoder(family, output / "autoencoder", seed)
     pipe = build_pipeline(family, autoencoder, seed)
-    data = digit_latents(pipe, family, SAMPLES[family], HELD_OUT, seed)
-    result = train(pipe.transformer, data, training_config(family, output / "transformer", seed), resume=resume)
-    if result.result is None:
-        raise SystemExit(f"Stopped after step {result.step}; go on with --resume latest.")
-    pipe.transformer = type(pipe.transformer).from_pretrained(result.result)
+    for phase in PHASES[family]:
+        folder = output / phase.name
+        if not (folder / "result").is_dir():
+            _train_phase(pipe, family, phase, folder, seed)
+        pipe.transformer = type(pipe.transformer).from_pretrained(folder / "result")
     pipe.save_pretrained(output / "pipeline")
     return pipe
+
+
+def _train_phase(pipe: Any, family: str, phase: Phase, folder: Path, seed: int) -> None:
+    data = digit_latents(pipe, family, phase.samples, HELD_OUT, seed, phase.frames)
+    resume = "latest" if (folder / "checkpoints").is_dir() else None
+    result = train(pipe.transformer, data, training_config(phase, folder, seed), resume=resume)
+    if result.result is None:
+        raise SystemExit(f"Stopped after step {result.step}; the same command goes on.")
 
 
 def _autoencoder(family: str, folder: Path, seed: int) -> Any:
@@ -110,14 +134,13 @@ def main() -> None:
     parser.add_argument("what", choices=[*FAMILIES, "classifier"])
     parser.add_argument("--output", type=Path, help="folder for everything; outputs/tiny-<family> if left out")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", choices=["latest"])
     parser.add_argument("--install", action="store_true", help="make it the one that the package ships")
     arguments = parser.parse_args()
     if arguments.what == "classifier":
         install_classifier(arguments.seed)
         return
     output = arguments.output or Path("outputs") / f"tiny-{arguments.what}"
-    train_pipeline(arguments.what, output, arguments.seed, arguments.resume)
+    train_pipeline(arguments.what, output, arguments.seed)
     if arguments.install:
         install_pipeline(arguments.what, output)
 

@@ -1,0 +1,237 @@
+"""Generate images and videos from prompts into a folder: what ``pipelines/generate_*.py`` and ``mhla generate`` run."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoints import load_mhla
+from .families import families, get_family
+from .patching import apply_mhla, find_transformers
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """What to generate, with which model, to where.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+
+    family: str
+    """dit, sana or wan."""
+    prompts: tuple[str, ...]
+    """For DiT: class labels, by name or number."""
+    output: Path
+    """Folder for ``{prompt number}-{seed}-{prompt}.png`` or ``.mp4``."""
+    model: str | None = None
+    """Hub id or folder; None for the tiny pipeline that ships with the package."""
+    patch: str | None = None
+    """Name or YAML file of a patch to apply, as it is before training."""
+    weights: str | None = None
+    """Folder or Hub id of a trained patch, as ``load_mhla`` takes it."""
+    seeds: tuple[int, ...] = (0,)
+    """Every prompt is generated once per seed."""
+    frames_per_second: int = 16
+    """Of videos."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    """Of the weights, for example bfloat16."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the pipeline's call, for example height, width, num_frames, num_inference_steps."""
+
+    def __post_init__(self) -> None:
+        allowed = [family.name for family in families()]
+        if self.family not in allowed:
+            raise ValueError(f"family={self.family!r} is unknown; allowed: {', '.join(allowed)}.")
+        if not self.prompts:
+            raise ValueError("There are no prompts; give at least one, or a file with one prompt per line.")
+        if not self.seeds:
+            raise ValueError("There are no seeds; give at least one.")
+        if self.patch is not None and self.weights is not None:
+            raise ValueError(f"Give either patch ({self.patch}) or weights ({self.weights}); trained weights bring their own patch.")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype={self.dtype!r} is unknown; allowed: float32, bfloat16, float16.")
+        if self.frames_per_second < 1:
+            raise ValueError(f"frames_per_second={self.frames_per_second} must be positive.")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One file to make."""
+
+    prompt: str
+    seed: int
+    file: Path
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """One prompt per line; empty lines are left out.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file without prompts.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"Prompt file {path} does not exist.")
+    prompts = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not prompts:
+        raise ValueError(f"Prompt file {path} holds no prompts; write one per line.")
+    return prompts
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder and make sure that it can be written.
+
+    Raises:
+        OSError: if it cannot, with the reason.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(f"Cannot write to the output folder {folder}: {error.strerror}. Choose another one.") from error
+
+
+def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
+    """Generate what is not there yet.
+
+    Yields:
+        Each task and whether it was generated (True) or its file was there already (False).
+
+    Raises:
+        OSError: the output folder cannot be written; said before anything is loaded.
+        ValueError: unknown class label, a model of another family, or a patch that does not fit.
+    """
+    check_writable(config.output)
+    if config.family == "wan":
+        _import_imageio()
+    pipe: Any = None
+    for task in plan_tasks(config):
+        if task.file.exists():
+            yield task, False
+            continue
+        pipe = pipe if pipe is not None else load_pipeline(config)
+        result = _call(pipe, config, task)
+        aside = task.file.with_name(f".{task.file.name}")
+        _write(result, aside, config.frames_per_second)
+        aside.replace(task.file)
+        yield task, True
+
+
+def plan_tasks(config: GenerationConfig) -> list[Task]:
+    """The files that a configuration asks for."""
+    suffix = ".mp4" if config.family == "wan" else ".png"
+    return [
+        Task(prompt, seed, config.output / f"{index:04d}-{seed}-{_file_name(prompt)}{suffix}")
+        for index, prompt in enumerate(config.prompts)
+        for seed in config.seeds
+    ]
+
+
+def load_pipeline(config: GenerationConfig) -> Any:
+    """The pipeline, patched where the configuration asks for it.
+
+    Raises:
+        ValueError: a model of another family, or a patch that does not fit.
+    """
+    from diffusers import DiffusionPipeline
+
+    if config.model is None:
+        from .tiny import load_tiny
+
+        pipe = load_tiny(config.family, config.device)
+    else:
+        pipe = DiffusionPipeline.from_pretrained(config.model, torch_dtype=getattr(torch, config.dtype))
+        pipe = pipe.to(config.device)
+    found = {get_family(transformer).name for transformer in find_transformers(pipe).values()}
+    if found != {config.family}:
+        raise ValueError(f"{config.model} belongs to {', '.join(found)}, but family={config.family!r} was asked for.")
+    if config.patch is not None:
+        apply_mhla(pipe, config.patch)
+    if config.weights is not None:
+        load_mhla(pipe, config.weights)
+    return pipe
+
+
+def _call(pipe: Any, config: GenerationConfig, task: Task) -> Any:
+    """A PIL image, or frames (F, H, W, 3) in [0, 1]."""
+    settings = dict(config.settings)
+    if config.model is None:
+        from .tiny import call_settings
+
+        settings = {**call_settings(config.family), **settings}
+    generator = torch.Generator().manual_seed(task.seed)
+    if config.family == "dit":
+        return pipe(class_labels=[_class_label(pipe, task.prompt)], generator=generator, **settings).images[0]
+    output = pipe(task.prompt, generator=generator, **settings)
+    return output.frames[0] if config.family == "wan" else output.images[0]
+
+
+def _class_label(pipe: Any, prompt: str) -> int:
+    """The number of a class, given by number, by name, or as the last word of a phrase such as "a seven"."""
+    if prompt.isdigit():
+        return int(prompt)
+    for name in (prompt, prompt.split()[-1]):
+        if name in pipe.labels:
+            return int(pipe.labels[name])
+    known = ", ".join(sorted(pipe.labels)[:12])
+    raise ValueError(f"{prompt!r} is no class of this DiT; give a number or a name such as {known}.")
+
+
+def _write(result: Any, file: Path, frames_per_second: int) -> None:
+    if file.suffix == ".png":
+        result.save(file)
+    else:
+        write_video(result, file, frames_per_second)
+
+
+def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
+    """Write an MP4 (H.264).
+
+    Args:
+        frames: (F, H, W, 3) in [0, 1].
+        file: where to.
+        frames_per_second: how fast it plays.
+
+    Raises:
+        ImportError: imageio is missing.
+    """
+    imageio = _import_imageio()
+    pixels = [(255 * torch.as_tensor(frame).clamp(0, 1)).round().to(torch.uint8).numpy() for frame in frames]
+    imageio.mimwrite(file, pixels, format="FFMPEG", fps=frames_per_second, macro_block_size=2, quality=9)
+
+
+def _import_imageio() -> Any:
+    try:
+        import imageio.v2 as imageio
+        import imageio_ffmpeg  # noqa: F401 - imageio writes MP4 through it
+    except ImportError as error:
+        raise ImportError("Writing videos needs imageio and imageio-ffmpeg: pip install mhla_diffusers[video]") from error
+    return imageio
+
+
+def _file_name(prompt: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "empty"
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` arguments of the pipeline's call; values are YAML.
+
+    Raises:
+        ValueError: an argument without "=".
+    """
+    import yaml
+
+    settings = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise ValueError(f"Setting {text!r} must look like key=value, for example num_frames=81.")
+        settings[name] = yaml.safe_load(value)
+    return settings
