@@ -1,0 +1,143 @@
+"""Pictures of the demo: samples side by side, loss curves, mixing matrices."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..generation import write_video
+from ..tiny.digits import FRAMES_PER_SECOND, Scene
+from .variants import BLOCKS
+
+if TYPE_CHECKING:
+    from .run import Outcome
+
+_SHOWN = 6
+_SCALE = 2
+_LABEL = 26
+_GAP = 4
+
+
+def require_matplotlib() -> Any:
+    """matplotlib's pyplot, drawing without a screen.
+
+    Raises:
+        ImportError: it is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("The demo's plots need matplotlib: pip install mhla_diffusers[demo]") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def draw_pictures(outcomes: Sequence["Outcome"], scenes: Sequence[Scene], folder: Path) -> Path:
+    """Samples side by side, one row per attention and one column per scene.
+
+    Writes ``samples.png``, and for clips ``samples.mp4`` and ``samples.gif`` too; each clip goes as well into a file of
+    its own, ``clips/{scene}-{attention}.mp4``.
+
+    Returns:
+        The file to show: the GIF of clips, otherwise the PNG.
+    """
+    shown = min(_SHOWN, len(scenes))
+    names = [outcome.row.name for outcome in outcomes]
+    rows = [torch.stack(outcome.pictures[:shown]) for outcome in outcomes]
+    frames = [_sheet([row[:, frame] for row in rows], names, scenes[:shown]) for frame in range(rows[0].shape[1])]
+    frames[len(frames) // 2].save(folder / "samples.png")
+    if len(frames) == 1:
+        return folder / "samples.png"
+    pixels = [_as_tensor(frame) for frame in frames]
+    write_video(pixels, folder / "samples.mp4", FRAMES_PER_SECOND)
+    frames[0].save(
+        folder / "samples.gif", save_all=True, append_images=frames[1:], duration=1000 // FRAMES_PER_SECOND, loop=0
+    )
+    (folder / "clips").mkdir(exist_ok=True)
+    for outcome in outcomes:
+        for place, (scene, clip) in enumerate(zip(scenes, outcome.pictures, strict=True)):
+            name = f"{place:02d} {scene.caption} {outcome.row.name}".replace(" ", "-").replace("/", "-")
+            write_video(clip[..., None].expand(-1, -1, -1, 3), folder / "clips" / f"{name}.mp4", FRAMES_PER_SECOND)
+    return folder / "samples.gif"
+
+
+def _sheet(rows: Sequence[torch.Tensor], names: Sequence[str], scenes: Sequence[Scene]) -> Any:
+    """One image with a row per attention: each of ``rows`` is (scenes, H, W) in [0, 1]."""
+    from PIL import Image, ImageDraw
+
+    side = rows[0].shape[-1] * _SCALE
+    margin = 130
+    width, height = margin + len(scenes) * (side + _GAP), _LABEL + len(rows) * (side + _GAP)
+    sheet = Image.new("L", (width + width % 2, height + height % 2), 255)
+    pen = ImageDraw.Draw(sheet)
+    for column, scene in enumerate(scenes):
+        words = scene.caption.split(" and ")
+        for line, text in enumerate((words[0] + (" and" if len(words) > 1 else ""), *words[1:])):
+            pen.text((margin + column * (side + _GAP), 12 * line), text, fill=0)
+    for index, (row, name) in enumerate(zip(rows, names, strict=True)):
+        top = _LABEL + index * (side + _GAP)
+        pen.text((4, top + side // 2), name, fill=0)
+        for column, picture in enumerate(row):
+            pixels = (255 * picture.clamp(0, 1)).round().to(torch.uint8).numpy()
+            image = Image.fromarray(pixels).resize((side, side), Image.Resampling.NEAREST)
+            sheet.paste(image, (margin + column * (side + _GAP), top))
+    return sheet
+
+
+def _as_tensor(image: Any) -> torch.Tensor:
+    """A grey PIL image as (H, W, 3) in [0, 1]."""
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 1)
+    return (pixels / 255).expand(-1, -1, 3)
+
+
+def draw_loss_curves(outcomes: Sequence["Outcome"], file: Path) -> Path:
+    """Held-out loss over the updates of each adaptation, with the unpatched pipeline's as a line."""
+    plt = require_matplotlib()
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    axes.axhline(outcomes[0].row.held_out_loss, color="black", linestyle="--", label=outcomes[0].row.name)
+    for outcome in outcomes[1:]:
+        axes.plot(*zip(*outcome.losses, strict=True), marker="o", markersize=3, label=outcome.row.name)
+    axes.set_xlabel("updates")
+    axes.set_ylabel("held-out loss")
+    axes.set_yscale("log")
+    axes.legend()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+    return file
+
+
+def draw_mixing(outcome: "Outcome", family: str, file: Path) -> Path:
+    """The first replaced layer's mixing matrix before and after, and the row of its middle block on the block grid."""
+    plt = require_matplotlib()
+    name, pair = next(iter(outcome.mixing.items()))
+    blocks = BLOCKS[family]
+    figure, axes = plt.subplots(2, 2, figsize=(8, 6.4), layout="constrained")
+    middle = _middle_block(blocks)
+    largest = max(float(matrix.max()) for matrix in pair)
+    for column, (matrix, when) in enumerate(zip(pair, ("before", "after"), strict=True)):
+        axes[0, column].imshow(matrix, vmin=0, vmax=largest, cmap="magma")
+        axes[0, column].set_title(f"{name}\n{when}: {len(matrix)} x {len(matrix)} blocks", fontsize=9)
+        axes[0, column].set_xlabel("key block")
+        axes[0, column].set_ylabel("query block")
+        slices = matrix[middle].view(-1, *blocks[-2:]).unbind()
+        gap = torch.full((blocks[-2], 1), math.nan)
+        strip = torch.cat([part for piece in slices for part in (piece, gap)][:-1], dim=1)
+        image = axes[1, column].imshow(strip, vmin=0, vmax=largest, cmap="magma")
+        axes[1, column].set_title(f"row of query block {middle} on the block grid {'x'.join(map(str, blocks))}", fontsize=9)
+        axes[1, column].set_axis_off()
+    figure.colorbar(image, ax=axes, shrink=0.6)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+    return file
+
+
+def _middle_block(blocks: tuple[int, ...]) -> int:
+    """Index of the block in the middle of the block grid."""
+    index = 0
+    for count in blocks:
+        index = index * count + count // 2
+    return index

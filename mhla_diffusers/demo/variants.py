@@ -1,0 +1,64 @@
+"""The attentions that the demo compares, and how a patched one is adapted."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import MHLAConfig
+from ..training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
+
+BLOCKS: dict[str, tuple[int, ...]] = {"dit": (4, 4), "sana": (4, 4), "wan": (4, 4, 4)}
+"""Block counts on the token grids 8x8 and 8x8x8."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the demo's table."""
+
+    name: str
+    patch: MHLAConfig | None
+    """None for the pipeline as it ships."""
+
+    @property
+    def file_name(self) -> str:
+        """The name as a folder can have it."""
+        return self.name.replace(" ", "-").replace("/", "-")
+
+
+def variants(family: str) -> list[Variant]:
+    """The pipeline as it ships, then plain linear attention, MHLA, and MHLA in two thirds of the layers."""
+    blocks = BLOCKS[family]
+    one_block = (1,) * len(blocks)
+    return [
+        Variant("own linear attention" if family == "sana" else "softmax", None),
+        Variant("plain linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
+        Variant("MHLA", MHLAConfig(blocks=blocks)),
+        Variant("MHLA hybrid 2/3", MHLAConfig(blocks=blocks, layers="2/3")),
+    ]
+
+
+def adaptation(family: str, patch: MHLAConfig, steps: int, held_out: int, output: Path, seed: int) -> TrainingConfig:
+    """Attention transfer in the first quarter of the steps, then all weights end to end.
+
+    SANA's own attention is linear already and has no softmax to imitate, but the recipe is the same.
+    """
+    transfer = max(1, steps // 4)
+    return TrainingConfig(
+        output=str(output),
+        patch=patch,
+        stages=(
+            StageConfig(transfer, 2e-3, "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=1e-2),
+            StageConfig(
+                max(1, steps - transfer),
+                1e-3,
+                "all",
+                ObjectiveWeights(diffusion=0.5, distillation=0.5),
+                mixing_learning_rate=1e-2,
+                scheduler="cosine",
+            ),
+        ),
+        seed=seed,
+        batch_size=8 if family == "wan" else 32,
+        prompt_dropout=0.1,
+        checkpoint_every=10 * steps,
+        validation=ValidationConfig(samples=held_out, every=max(1, steps // 4)),
+    )
