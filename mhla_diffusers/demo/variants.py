@@ -6,8 +6,8 @@ from pathlib import Path
 from ..config import MHLAConfig
 from ..training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
 
-BLOCKS: dict[str, tuple[int, ...]] = {"dit": (4, 4), "sana": (4, 4), "wan": (4, 4, 4)}
-"""Block counts on the token grids 8x8 and 8x8x8."""
+BLOCKS: dict[str, tuple[int, ...]] = {"dit": (4, 4), "sana": (4, 4), "wan": (3, 4, 4)}
+"""Block counts on the token grids 8x8 and 9x8x8."""
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,18 @@ towards the unit normal distribution.
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .digits import DIGIT_SIZES, FRAMES, PICTURE_SIZE, Digits, compose, load_digits, random_scene, to_rgb
 
-LATENT_CHANNELS = {"dit": 4, "sana": 8, "wan": 16}
+LATENT_CHANNELS = {"dit": 4, "sana": 8, "wan": 32}
 STRIDES = {"dit": 4, "sana": 4, "wan": 8}
 
-_CLIP_FRAMES, _CLIP_SIZE = 5, 32
-"""Frames, height and width of the pieces of clips that a video autoencoder sees until its last steps."""
+_CLIP_SIZE = 32
+"""Height and width of the pieces of clips that a video autoencoder sees until the last steps."""
 _WHOLE_FROM = 0.8
 """Part of the steps after which it sees whole frames, since its middle block attends over all of a frame."""
 _KL_WEIGHT = 1e-4
@@ -53,26 +54,45 @@ def build_autoencoder(family: str) -> Any:
             decoder_qkv_multiscales=((), (), ()),
         )
     return AutoencoderKLWan(
-        base_dim=8,
+        base_dim=16,
         z_dim=channels,
         dim_mult=[1, 2, 2],
         num_res_blocks=1,
-        temperal_downsample=[True, True],
+        temperal_downsample=[True, False],
         latents_mean=[0.0] * channels,
         latents_std=[1.0] * channels,
+        is_residual=True,
         in_channels=12,
         out_channels=12,
         patch_size=2,
+        scale_factor_temporal=2,
     )
 
 
-def train_autoencoder(family: str, steps: int, report: Callable[[int, float], None], seed: int = 0) -> Any:
+@dataclass(frozen=True)
+class AutoencoderRecipe:
+    """How an autoencoder is trained."""
+
+    steps: int
+    batch_size: int
+    frames: int = 1
+    """Length of the pieces of clips. A video autoencoder works on four frames at a time and remembers the last ones, so
+    only the third group of frames shows it what all later ones look like."""
+
+
+AUTOENCODER_RECIPES = {
+    "dit": AutoencoderRecipe(400, batch_size=8),
+    "sana": AutoencoderRecipe(400, batch_size=8),
+    "wan": AutoencoderRecipe(450, batch_size=3, frames=9),
+}
+
+
+def train_autoencoder(family: str, report: Callable[[int, float], None], seed: int = 0) -> Any:
     """Train an autoencoder on the training digits and fit its latent scale.
 
     Args:
         family: dit, sana or wan.
-        steps: optimiser steps with 8 pictures, or 4 pieces of clips, each.
-        report: called with step and squared reconstruction error.
+        report: called after every step with how many were done and the squared reconstruction error.
         seed: the same seed gives the same weights.
 
     Returns:
@@ -80,12 +100,12 @@ def train_autoencoder(family: str, steps: int, report: Callable[[int, float], No
     """
     torch.manual_seed(seed)
     chance = random.Random(seed)
-    digits = load_digits("train")
+    recipe, digits = AUTOENCODER_RECIPES[family], load_digits("train")
     autoencoder = build_autoencoder(family)
     optimizer = torch.optim.AdamW(autoencoder.parameters(), lr=2e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
-    for step in range(steps):
-        pictures = _batch(family, digits, chance, whole=step >= _WHOLE_FROM * steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=recipe.steps, pct_start=0.1)
+    for step in range(recipe.steps):
+        pictures = _batch(family, digits, chance, whole=step >= _WHOLE_FROM * recipe.steps)
         latents, penalty = _encode(autoencoder, pictures)
         restored = autoencoder.decode(latents, return_dict=False)[0]
         error = torch.nn.functional.mse_loss(restored, pictures)
@@ -101,18 +121,19 @@ def train_autoencoder(family: str, steps: int, report: Callable[[int, float], No
 
 
 def _batch(family: str, digits: Digits, chance: random.Random, whole: bool) -> torch.Tensor:
-    """Random pictures (8, 3, H, W) or pieces of clips (4, 3, 5, H, W), in [-1, 1]."""
+    """Random pictures (B, 3, H, W) or pieces of clips (B, 3, F, H, W), in [-1, 1]."""
+    recipe = AUTOENCODER_RECIPES[family]
     pictures = []
-    for _ in range(4 if family == "wan" else 8):
+    for _ in range(recipe.batch_size):
         picture = compose(random_scene(family, chance), digits, DIGIT_SIZES[family], chance.randrange(2**32))
-        pictures.append(to_rgb(_piece(picture, chance, whole) if family == "wan" else picture))
+        pictures.append(to_rgb(_piece(picture, recipe.frames, chance, whole) if family == "wan" else picture))
     return torch.stack(pictures)
 
 
-def _piece(clip: torch.Tensor, chance: random.Random, whole: bool) -> torch.Tensor:
-    """A few consecutive frames, whole or cut to a random square: (5, H, W)."""
-    start = chance.randrange(FRAMES - _CLIP_FRAMES + 1)
-    frames = clip[start : start + _CLIP_FRAMES]
+def _piece(clip: torch.Tensor, length: int, chance: random.Random, whole: bool) -> torch.Tensor:
+    """A few consecutive frames, whole or cut to a random square."""
+    start = chance.randrange(FRAMES - length + 1)
+    frames = clip[start : start + length]
     if whole:
         return frames
     top, left = (chance.randrange(0, PICTURE_SIZE - _CLIP_SIZE + 1, 8) for _ in range(2))

@@ -21,7 +21,7 @@ def check_family(family: str) -> None:
 
 
 def build_transformer(family: str) -> Any:
-    """An untrained transformer: 64 tokens for an image (dit, sana), 8x8x8 = 512 for a clip (wan)."""
+    """An untrained transformer: 64 tokens for an image (dit, sana), 9x8x8 = 576 for a clip (wan)."""
     from diffusers import DiTTransformer2DModel, SanaTransformer2DModel, WanTransformer3DModel
 
     channels = LATENT_CHANNELS[family]

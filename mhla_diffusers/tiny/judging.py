@@ -27,7 +27,7 @@ def generate_scenes(
         **settings: replace those of :func:`call_settings`.
 
     Returns:
-        For each scene (1, 64, 64), or (29, 64, 64) for wan, in [0, 1].
+        For each scene (1, 64, 64), or (17, 64, 64) for wan, in [0, 1].
     """
     arguments = {**call_settings(family), **settings}
     pictures: list[torch.Tensor] = []

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, train
-from .autoencoders import build_autoencoder, train_autoencoder
+from .autoencoders import AUTOENCODER_RECIPES, build_autoencoder, train_autoencoder
 from .building import FAMILIES, build_pipeline
 from .checksums import pipeline_folder, record_checksums
 from .classifier import CLASSIFIER_FILE, train_classifier
 from .digits import FRAMES
 from .latents import digit_latents
 
-AUTOENCODER_STEPS = {"dit": 400, "sana": 400, "wan": 900}
 HELD_OUT = 32
 
 
@@ -100,14 +99,14 @@ def _autoencoder(family: str, folder: Path, seed: int) -> Any:
         return type(build_autoencoder(family)).from_pretrained(folder).eval()
     from tqdm.auto import tqdm
 
-    steps = AUTOENCODER_STEPS[family]
+    steps = AUTOENCODER_RECIPES[family].steps
     with tqdm(total=steps, desc="autoencoder", unit="step") as progress:
 
         def report(step: int, error: float) -> None:
             progress.update(step - progress.n)
             progress.set_postfix(error=f"{error:.4g}")
 
-        autoencoder = train_autoencoder(family, steps, report, seed)
+        autoencoder = train_autoencoder(family, report, seed)
     autoencoder.save_pretrained(folder)
     return autoencoder
 
