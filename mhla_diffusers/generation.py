@@ -1,6 +1,8 @@
 """Generate images and videos from prompts into a folder: what ``pipelines/generate_*.py`` and ``mhla generate`` run."""
 
+import argparse
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,7 +54,9 @@ class GenerationConfig:
         if not self.seeds:
             raise ValueError("There are no seeds; give at least one.")
         if self.patch is not None and self.weights is not None:
-            raise ValueError(f"Give either patch ({self.patch}) or weights ({self.weights}); trained weights bring their own patch.")
+            raise ValueError(
+                f"Give either patch ({self.patch}) or weights ({self.weights}); trained weights bring their own patch."
+            )
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; allowed: float32, bfloat16, float16.")
         if self.frames_per_second < 1:
@@ -212,7 +216,9 @@ def _import_imageio() -> Any:
         import imageio.v2 as imageio
         import imageio_ffmpeg  # noqa: F401 - imageio writes MP4 through it
     except ImportError as error:
-        raise ImportError("Writing videos needs imageio and imageio-ffmpeg: pip install mhla_diffusers[video]") from error
+        raise ImportError(
+            "Writing videos needs imageio and imageio-ffmpeg: pip install mhla_diffusers[video]"
+        ) from error
     return imageio
 
 
@@ -235,3 +241,34 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"Setting {text!r} must look like key=value, for example num_frames=81.")
         settings[name] = yaml.safe_load(value)
     return settings
+
+
+def run_command_line(family: str, description: str) -> None:
+    """What the scripts ``pipelines/generate_*.py`` do.
+
+    Raises:
+        SystemExit: with a message, if the arguments, the folder or the model are refused.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", nargs="*")
+    parser.add_argument("--prompt-file", type=Path, help="one prompt per line")
+    parser.add_argument("--output", type=Path, default=Path("outputs") / family)
+    parser.add_argument("--model", help="Hub id or folder; the tiny pipeline of the package if left out")
+    parser.add_argument("--patch", help="name or YAML file of a patch")
+    parser.add_argument("--weights", help="folder or Hub id of a trained patch")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--frames-per-second", type=int, default=GenerationConfig.frames_per_second)
+    parser.add_argument("--device", default=GenerationConfig.device)
+    parser.add_argument("--dtype", default=GenerationConfig.dtype)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="arguments of the pipeline's call")
+    arguments = vars(parser.parse_args())
+    prompts, prompt_file = tuple(arguments.pop("prompts")), arguments.pop("prompt_file")
+    try:
+        if prompt_file is not None:
+            prompts += read_prompts(prompt_file)
+        settings, seeds = parse_settings(arguments.pop("set")), tuple(arguments.pop("seeds"))
+        config = GenerationConfig(family=family, prompts=prompts, seeds=seeds, settings=settings, **arguments)
+        for task, made in generate(config):
+            sys.stdout.write(f"{'wrote' if made else 'kept '} {task.file}\n")
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"Error: {error}") from None

@@ -1,4 +1,4 @@
-"""Generate images with SANA, patched with MHLA or not.
+r"""Generate images with SANA, patched with MHLA or not.
 
 Without a GPU, with the tiny pipeline that ships with the package:
 
@@ -6,42 +6,14 @@ Without a GPU, with the tiny pipeline that ships with the package:
 
 With the real model:
 
-    python pipelines/generate_sana.py "a cat surfing" --model Efficient-Large-Model/Sana_600M_1024px_diffusers \\
+    python pipelines/generate_sana.py "a cat surfing" --model Efficient-Large-Model/Sana_600M_1024px_diffusers \
         --patch sana-0.6b --device cuda --dtype bfloat16 --set height=1024 width=1024
 
 --patch applies a patch as it is before training; --weights loads a trained one. Every prompt becomes one PNG file per
 seed; files that are there already are kept, so a run that was interrupted goes on where it stopped.
 """
 
-import argparse
-from pathlib import Path
+from mhla_diffusers.generation import run_command_line
 
-from mhla_diffusers.generation import GenerationConfig, generate, parse_settings, read_prompts
-
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("prompts", nargs="*")
-parser.add_argument("--prompt-file", type=Path, help="one prompt per line")
-parser.add_argument("--output", type=Path, default=Path("outputs/sana"))
-parser.add_argument("--model", help="Hub id or folder")
-parser.add_argument("--patch", help="name or YAML file of a patch")
-parser.add_argument("--weights", help="folder or Hub id of a trained patch")
-parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-parser.add_argument("--device", default="cpu")
-parser.add_argument("--dtype", default="float32")
-parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="arguments of the pipeline's call")
-arguments = parser.parse_args()
-
-config = GenerationConfig(
-    family="sana",
-    prompts=tuple(arguments.prompts) + (read_prompts(arguments.prompt_file) if arguments.prompt_file else ()),
-    output=arguments.output,
-    model=arguments.model,
-    patch=arguments.patch,
-    weights=arguments.weights,
-    seeds=tuple(arguments.seeds),
-    device=arguments.device,
-    dtype=arguments.dtype,
-    settings=parse_settings(arguments.set),
-)
-for task, made in generate(config):
-    print(f"{'wrote' if made else 'kept '} {task.file}")
+if __name__ == "__main__":
+    run_command_line("sana", __doc__)

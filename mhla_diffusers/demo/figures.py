@@ -21,7 +21,7 @@ _GAP = 4
 
 
 def require_matplotlib() -> Any:
-    """matplotlib's pyplot, drawing without a screen.
+    """Matplotlib's pyplot, drawing without a screen.
 
     Raises:
         ImportError: it is missing.
@@ -127,7 +127,9 @@ def draw_mixing(outcome: "Outcome", family: str, file: Path) -> Path:
         gap = torch.full((blocks[-2], 1), math.nan)
         strip = torch.cat([part for piece in slices for part in (piece, gap)][:-1], dim=1)
         image = axes[1, column].imshow(strip, vmin=0, vmax=largest, cmap="magma")
-        axes[1, column].set_title(f"row of query block {middle} on the block grid {'x'.join(map(str, blocks))}", fontsize=9)
+        axes[1, column].set_title(
+            f"row of query block {middle} on the block grid {'x'.join(map(str, blocks))}", fontsize=9
+        )
         axes[1, column].set_axis_off()
     figure.colorbar(image, ax=axes, shrink=0.6)
     figure.savefig(file, dpi=110)

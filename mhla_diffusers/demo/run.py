@@ -145,7 +145,9 @@ def _examine(variant: Variant, yardstick: _Yardstick) -> Outcome:
     losses: list[tuple[int, float]] = []
     before: dict[str, torch.Tensor] = {}
     patch = variant.patch
-    settings = adaptation(config.family, patch or _any_patch(config), config.steps, config.held_out, Path(), config.seed)
+    settings = adaptation(
+        config.family, patch or _any_patch(config), config.steps, config.held_out, Path(), config.seed
+    )
     if patch is not None:
         apply_mhla(pipe, patch)
         before = _mixing(pipe)
@@ -192,16 +194,17 @@ def _adapt(pipe: Any, yardstick: _Yardstick, variant: Variant) -> list[tuple[int
     return [(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record]
 
 
-def _held_out_loss(
-    transformer: Any, data: InMemoryData, settings: TrainingConfig, config: DemoConfig
-) -> float:
+def _held_out_loss(transformer: Any, data: InMemoryData, settings: TrainingConfig, config: DemoConfig) -> float:
     loss = ValidationLoss(data, diffusion_process(transformer, settings.flow_shift), settings)
     return float(loss.sum_over_samples(transformer, torch.device(config.device), 0, 1)) / config.held_out
 
 
 def _fixed_batch(transformer: Any, data: InMemoryData, settings: TrainingConfig, config: DemoConfig) -> NoisedBatch:
     """Two held-out samples, half way to the noise."""
-    stacked = {name: tensor.to(config.device) for name, tensor in stack_samples([data[len(data) - 2], data[len(data) - 1]]).items()}
+    stacked = {
+        name: tensor.to(config.device)
+        for name, tensor in stack_samples([data[len(data) - 2], data[len(data) - 1]]).items()
+    }
     latents = stacked.pop("latents")
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(config.seed)).to(config.device)
     process = diffusion_process(transformer, settings.flow_shift)

@@ -1,25 +1,27 @@
 """The autoencoders of the tiny pipelines: diffusers' classes at small sizes, and how they are trained.
 
 An autoencoder is no diffusion model, so this is a loop of its own: reconstruction error plus a weak pull of the latents
-towards the unit normal distribution.
+towards the unit normal distribution. The video autoencoder has temporal stride 1 and is trained on single frames: its
+convolutions begin without a view of earlier frames, and single frames give those weights no gradient, so it treats
+every frame of a clip alike.
 """
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from .digits import DIGIT_SIZES, FRAMES, PICTURE_SIZE, Digits, compose, load_digits, random_scene, to_rgb
+from .digits import DIGIT_SIZES, Digits, compose, load_digits, random_scene, to_rgb
 
-LATENT_CHANNELS = {"dit": 4, "sana": 8, "wan": 32}
+LATENT_CHANNELS = {"dit": 4, "sana": 8, "wan": 16}
 STRIDES = {"dit": 4, "sana": 4, "wan": 8}
 
-_CLIP_SIZE = 32
-"""Height and width of the pieces of clips that a video autoencoder sees until the last steps."""
-_WHOLE_FROM = 0.8
-"""Part of the steps after which it sees whole frames, since its middle block attends over all of a frame."""
+AUTOENCODER_STEPS = {"dit": 400, "sana": 400, "wan": 500}
+"""Updates of an autoencoder."""
+
+_BATCH = 8
 _KL_WEIGHT = 1e-4
 _LATENT_NOISE = 0.1
 
@@ -53,38 +55,30 @@ def build_autoencoder(family: str) -> Any:
             encoder_qkv_multiscales=((), (), ()),
             decoder_qkv_multiscales=((), (), ()),
         )
-    return AutoencoderKLWan(
+    autoencoder = AutoencoderKLWan(
         base_dim=16,
         z_dim=channels,
         dim_mult=[1, 2, 2],
         num_res_blocks=1,
-        temperal_downsample=[True, False],
+        temperal_downsample=[False, False],
         latents_mean=[0.0] * channels,
         latents_std=[1.0] * channels,
         is_residual=True,
         in_channels=12,
         out_channels=12,
         patch_size=2,
-        scale_factor_temporal=2,
+        scale_factor_temporal=1,
     )
+    _forget_earlier_frames(autoencoder)
+    return autoencoder
 
 
-@dataclass(frozen=True)
-class AutoencoderRecipe:
-    """How an autoencoder is trained."""
-
-    steps: int
-    batch_size: int
-    frames: int = 1
-    """Length of the pieces of clips. A video autoencoder works on four frames at a time and remembers the last ones, so
-    only the third group of frames shows it what all later ones look like."""
-
-
-AUTOENCODER_RECIPES = {
-    "dit": AutoencoderRecipe(400, batch_size=8),
-    "sana": AutoencoderRecipe(400, batch_size=8),
-    "wan": AutoencoderRecipe(450, batch_size=3, frames=9),
-}
+@torch.no_grad()
+def _forget_earlier_frames(autoencoder: Any) -> None:
+    """Leave of every causal convolution the weights of the current frame, the last of its kernel."""
+    for module in autoencoder.modules():
+        if isinstance(module, nn.Conv3d):
+            module.weight[:, :, :-1] = 0
 
 
 def train_autoencoder(family: str, report: Callable[[int, float], None], seed: int = 0) -> Any:
@@ -100,17 +94,17 @@ def train_autoencoder(family: str, report: Callable[[int, float], None], seed: i
     """
     torch.manual_seed(seed)
     chance = random.Random(seed)
-    recipe, digits = AUTOENCODER_RECIPES[family], load_digits("train")
+    steps, digits = AUTOENCODER_STEPS[family], load_digits("train")
     autoencoder = build_autoencoder(family)
     optimizer = torch.optim.AdamW(autoencoder.parameters(), lr=2e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=recipe.steps, pct_start=0.1)
-    for step in range(recipe.steps):
-        pictures = _batch(family, digits, chance, whole=step >= _WHOLE_FROM * recipe.steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
+        pictures = _batch(family, digits, chance)
         latents, penalty = _encode(autoencoder, pictures)
         restored = autoencoder.decode(latents, return_dict=False)[0]
-        error = torch.nn.functional.mse_loss(restored, pictures)
+        error = nn.functional.mse_loss(restored, pictures)
         (error + _KL_WEIGHT * penalty).backward()
-        torch.nn.utils.clip_grad_norm_(autoencoder.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(autoencoder.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -120,24 +114,14 @@ def train_autoencoder(family: str, report: Callable[[int, float], None], seed: i
     return autoencoder
 
 
-def _batch(family: str, digits: Digits, chance: random.Random, whole: bool) -> torch.Tensor:
-    """Random pictures (B, 3, H, W) or pieces of clips (B, 3, F, H, W), in [-1, 1]."""
-    recipe = AUTOENCODER_RECIPES[family]
+def _batch(family: str, digits: Digits, chance: random.Random) -> torch.Tensor:
+    """Random pictures (8, 3, H, W), for wan single frames of clips (8, 3, 1, H, W), in [-1, 1]."""
     pictures = []
-    for _ in range(recipe.batch_size):
+    for _ in range(_BATCH):
         picture = compose(random_scene(family, chance), digits, DIGIT_SIZES[family], chance.randrange(2**32))
-        pictures.append(to_rgb(_piece(picture, recipe.frames, chance, whole) if family == "wan" else picture))
+        frame = to_rgb(picture[chance.randrange(len(picture))][None]) if family == "wan" else to_rgb(picture)
+        pictures.append(frame[:, None] if family == "wan" else frame)
     return torch.stack(pictures)
-
-
-def _piece(clip: torch.Tensor, length: int, chance: random.Random, whole: bool) -> torch.Tensor:
-    """A few consecutive frames, whole or cut to a random square."""
-    start = chance.randrange(FRAMES - length + 1)
-    frames = clip[start : start + length]
-    if whole:
-        return frames
-    top, left = (chance.randrange(0, PICTURE_SIZE - _CLIP_SIZE + 1, 8) for _ in range(2))
-    return frames[:, top : top + _CLIP_SIZE, left : left + _CLIP_SIZE]
 
 
 def _encode(autoencoder: Any, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +137,7 @@ def _encode(autoencoder: Any, pictures: torch.Tensor) -> tuple[torch.Tensor, tor
 @torch.no_grad()
 def _fit_scale(autoencoder: Any, family: str, digits: Digits, chance: random.Random) -> None:
     """Write into the configuration what brings the latents to unit variance."""
-    encoded = [autoencoder.encode(_batch(family, digits, chance, whole=True)) for _ in range(16)]
+    encoded = [autoencoder.encode(_batch(family, digits, chance)) for _ in range(16)]
     latents = torch.cat([e.latent_dist.mean if hasattr(e, "latent_dist") else e.latent for e in encoded])
     if family != "wan":
         autoencoder.register_to_config(scaling_factor=round(1 / latents.std().item(), 4))

@@ -80,7 +80,9 @@ def _circumstances() -> dict[str, str]:
 def main() -> None:
     """Measure, print, record, and exit with status 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", choices=FAMILIES, action="append", help="may be given several times; all if left out")
+    parser.add_argument(
+        "--family", choices=FAMILIES, action="append", help="may be given several times; all if left out"
+    )
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=Path("assets/tiny"), help="folder for one JSON file each")

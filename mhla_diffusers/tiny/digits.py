@@ -14,9 +14,9 @@ Split = Literal["train", "held-out"]
 
 PICTURE_SIZE = 64
 """Height and width of every picture and clip in pixels."""
-FRAMES = 17
-"""Frames of a clip: nine latent frames of a VAE with temporal stride 2."""
-FRAMES_PER_SECOND = 8
+FRAMES = 9
+"""Frames of a clip; the tiny video autoencoder makes a latent frame of each."""
+FRAMES_PER_SECOND = 6
 """At which clips are meant to be played."""
 DIGIT_SIZES = {"dit": 48, "sana": 28, "wan": 24}
 """Height and width in pixels of a drawn digit, by model family."""
@@ -125,7 +125,7 @@ def compose(scene: Scene, digits: Digits, size: int, seed: int) -> torch.Tensor:
         seed: the same seed gives the same picture.
 
     Returns:
-        (1, 64, 64) float32 in [0, 1] for a still scene, (17, 64, 64) for a moving one.
+        (1, 64, 64) float32 in [0, 1] for a still scene, (9, 64, 64) for a moving one.
     """
     chance = random.Random(f"{seed} {scene.caption}")
     frames = 1 if scene.motion is None else FRAMES
@@ -142,9 +142,7 @@ def to_rgb(picture: torch.Tensor) -> torch.Tensor:
     return rgb.squeeze(1) if picture.shape[0] == 1 else rgb
 
 
-def _path(
-    motion: str | None, field: tuple[int, int, int, int], size: int, chance: random.Random
-) -> torch.Tensor:
+def _path(motion: str | None, field: tuple[int, int, int, int], size: int, chance: random.Random) -> torch.Tensor:
     """Centre of a digit in every frame, (F, 2) in pixels, within its field."""
     top, bottom, left, right = field
     ranges = ((top + size / 2, bottom - size / 2), (left + size / 2, right - size / 2))
@@ -162,7 +160,7 @@ def _path(
 def _bounce(low: float, high: float, chance: random.Random) -> torch.Tensor:
     """Back and forth between two walls at constant speed, (F,)."""
     span = high - low
-    phase = chance.uniform(0, 2 * span) + torch.arange(FRAMES) * chance.choice((-1, 1)) * chance.uniform(2, 4)
+    phase = chance.uniform(0, 2 * span) + torch.arange(FRAMES) * chance.choice((-1, 1)) * chance.uniform(3, 6)
     return high - (phase.remainder(2 * span) - span).abs()
 
 

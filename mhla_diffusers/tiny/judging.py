@@ -12,9 +12,7 @@ from .loading import call_settings
 _BATCH = 10
 
 
-def generate_scenes(
-    pipe: Any, family: str, scenes: Sequence[Scene], seed: int, **settings: Any
-) -> list[torch.Tensor]:
+def generate_scenes(pipe: Any, family: str, scenes: Sequence[Scene], seed: int, **settings: Any) -> list[torch.Tensor]:
     """Generate pictures of scenes with a tiny pipeline, patched or not.
 
     The starting noise of a scene depends on the seed and its place alone, and is drawn on the CPU.
@@ -27,7 +25,7 @@ def generate_scenes(
         **settings: replace those of :func:`call_settings`.
 
     Returns:
-        For each scene (1, 64, 64), or (17, 64, 64) for wan, in [0, 1].
+        For each scene (1, 64, 64), or (9, 64, 64) for wan, in [0, 1].
     """
     arguments = {**call_settings(family), **settings}
     pictures: list[torch.Tensor] = []

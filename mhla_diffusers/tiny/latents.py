@@ -35,23 +35,23 @@ def digit_latents(
     prompts: dict[str, dict[str, torch.Tensor]] = {}
     encoded: list[dict[str, torch.Tensor]] = []
     for split, count in (("train", samples), ("held-out", held_out)):
-        for scenes, pictures in _batches(family, split, count, seed, frames):
+        for scenes, pictures in _batches(family, split, count, seed):
             for scene, latents in zip(scenes, encode_pictures(pipe, family, pictures), strict=True):
+                if family == "wan":
+                    latents = latents[:, :frames].clone()
                 if scene.caption not in prompts:
                     prompts[scene.caption] = encode_scene(pipe, family, scene)
                 encoded.append({"latents": latents, **prompts[scene.caption]})
     return InMemoryData(encoded, empty=encode_scene(pipe, family, None))
 
 
-def _batches(
-    family: str, split: Split, count: int, seed: int, frames: int
-) -> Iterator[tuple[list[Scene], torch.Tensor]]:
+def _batches(family: str, split: Split, count: int, seed: int) -> Iterator[tuple[list[Scene], torch.Tensor]]:
     chance = random.Random(f"{seed} {split}")
     digits = load_digits(split)
     for start in range(0, count, _BATCH):
         scenes = [random_scene(family, chance) for _ in range(min(_BATCH, count - start))]
         pictures = [compose(scene, digits, DIGIT_SIZES[family], chance.randrange(2**32)) for scene in scenes]
-        yield scenes, torch.stack([to_rgb(picture[:frames]) for picture in pictures])
+        yield scenes, torch.stack([to_rgb(picture) for picture in pictures])
 
 
 @torch.no_grad()
@@ -62,7 +62,8 @@ def encode_pictures(pipe: Any, family: str, pictures: torch.Tensor) -> torch.Ten
     if family != "wan":
         return latents * pipe.vae.config.scaling_factor
     mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std)
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std)
     )
     return (latents - mean) / std
 

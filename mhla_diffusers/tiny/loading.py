@@ -39,7 +39,8 @@ def call_settings(family: str) -> dict[str, Any]:
         return {"num_inference_steps": 20, "guidance_scale": 3.0}
     size = {"height": PICTURE_SIZE, "width": PICTURE_SIZE, "max_sequence_length": MAX_TOKENS}
     if family == "wan":
-        return {**size, "num_frames": FRAMES, "num_inference_steps": 20, "guidance_scale": 3.0}
+        # WanPipeline rounds the number of frames to a multiple of the temporal stride and adds one
+        return {**size, "num_frames": FRAMES - 1, "num_inference_steps": 20, "guidance_scale": 3.0}
     return {
         **size,
         "num_inference_steps": 20,

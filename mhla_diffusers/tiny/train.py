@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, train
-from .autoencoders import AUTOENCODER_RECIPES, build_autoencoder, train_autoencoder
+from .autoencoders import AUTOENCODER_STEPS, build_autoencoder, train_autoencoder
 from .building import FAMILIES, build_pipeline
 from .checksums import pipeline_folder, record_checksums
 from .classifier import CLASSIFIER_FILE, train_classifier
@@ -38,7 +38,7 @@ class Phase:
 PHASES = {
     "dit": (Phase("whole", 2500, 32, 1e-3, 6000),),
     "sana": (Phase("whole", 2500, 32, 1e-3, 6000),),
-    "wan": (Phase("short", 1500, 24, 2e-3, 4000, frames=5), Phase("whole", 800, 8, 1e-3, 2000)),
+    "wan": (Phase("short", 2000, 24, 2e-3, 4000, frames=2), Phase("whole", 800, 8, 1e-3, 3000)),
 }
 
 
@@ -99,7 +99,7 @@ def _autoencoder(family: str, folder: Path, seed: int) -> Any:
         return type(build_autoencoder(family)).from_pretrained(folder).eval()
     from tqdm.auto import tqdm
 
-    steps = AUTOENCODER_RECIPES[family].steps
+    steps = AUTOENCODER_STEPS[family]
     with tqdm(total=steps, desc="autoencoder", unit="step") as progress:
 
         def report(step: int, error: float) -> None:
