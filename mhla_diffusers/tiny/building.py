@@ -52,7 +52,7 @@ def build_transformer(family: str) -> Any:
             patch_size=2,
         )
     return WanTransformer3DModel(
-        patch_size=(1, 1, 1),
+        patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=32,
         in_channels=channels,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..training import InMemoryData
-from .digits import DIGIT_SIZES, FRAMES, Scene, Split, compose, load_digits, random_scene, to_rgb
+from .digits import DIGIT_SIZES, Scene, Split, compose, load_digits, random_scene, to_rgb
 from .text import MAX_TOKENS
 
 NO_CLASS = 1000
@@ -16,9 +16,7 @@ NO_CLASS = 1000
 _BATCH = 16
 
 
-def digit_latents(
-    pipe: Any, family: str, samples: int, held_out: int, seed: int = 0, frames: int = FRAMES
-) -> InMemoryData:
+def digit_latents(pipe: Any, family: str, samples: int, held_out: int, seed: int = 0) -> InMemoryData:
     """Random scenes, encoded with a pipeline's own autoencoder and text encoder.
 
     Args:
@@ -27,7 +25,6 @@ def digit_latents(
         samples: scenes of training digits.
         held_out: scenes of held-out digits, which come last.
         seed: the same seed gives the same scenes.
-        frames: clips are cut to this length.
 
     Returns:
         Samples for :func:`mhla_diffusers.training.train`.
@@ -37,12 +34,24 @@ def digit_latents(
     for split, count in (("train", samples), ("held-out", held_out)):
         for scenes, pictures in _batches(family, split, count, seed):
             for scene, latents in zip(scenes, encode_pictures(pipe, family, pictures), strict=True):
-                if family == "wan":
-                    latents = latents[:, :frames].clone()
                 if scene.caption not in prompts:
                     prompts[scene.caption] = encode_scene(pipe, family, scene)
                 encoded.append({"latents": latents, **prompts[scene.caption]})
     return InMemoryData(encoded, empty=encode_scene(pipe, family, None))
+
+
+def cut_clips(data: InMemoryData, frames: int, held_out: int) -> InMemoryData:
+    """Short pieces of clips, as many as fit side by side; of each of the last ``held_out`` clips the first piece.
+
+    That a piece is what the autoencoder would make of it alone is particular to the tiny one, which sees single frames.
+    """
+    pieces: list[dict[str, torch.Tensor]] = []
+    for index in range(len(data)):
+        sample = data[index]
+        length = sample["latents"].shape[1]
+        starts = range(0, length - frames + 1, frames) if index < len(data) - held_out else (0,)
+        pieces += [{**sample, "latents": sample["latents"][:, start : start + frames].clone()} for start in starts]
+    return InMemoryData(pieces, empty=data.empty)
 
 
 def _batches(family: str, split: Split, count: int, seed: int) -> Iterator[tuple[list[Scene], torch.Tensor]]:

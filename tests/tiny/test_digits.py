@@ -1,0 +1,82 @@
+import random
+
+import pytest
+import torch
+
+from mhla_diffusers.tiny.digits import (
+    DIGIT_SIZES,
+    FRAMES,
+    MOTIONS,
+    Scene,
+    compose,
+    load_digits,
+    locate,
+    parse_caption,
+    random_scene,
+    to_rgb,
+)
+
+
+def test_splits_are_disjoint_and_complete():
+    train, held_out = load_digits("train"), load_digits("held-out")
+    assert len(train.labels) + len(held_out.labels) == 1797
+    assert len(held_out.labels) == 360
+    assert set(held_out.labels.tolist()) == set(range(10))
+
+
+def test_unknown_split_names_the_allowed_ones():
+    with pytest.raises(ValueError, match="'validation'.*'train', 'held-out'"):
+        load_digits("validation")
+
+
+@pytest.mark.parametrize("family", ["dit", "sana", "wan"])
+def test_scene_is_a_function_of_its_seed(family):
+    digits = load_digits("train")
+    scene = random_scene(family, random.Random(3))
+    first, again, other = (compose(scene, digits, DIGIT_SIZES[family], seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.shape == (FRAMES if family == "wan" else 1, 64, 64)
+    assert first.min() >= 0
+    assert first.max() <= 1
+
+
+@pytest.mark.parametrize("family", ["dit", "sana", "wan"])
+def test_captions_say_what_is_in_the_scene(family):
+    chance = random.Random(0)
+    for _ in range(50):
+        scene = random_scene(family, chance)
+        assert parse_caption(scene.caption) == scene
+
+
+def test_captions_read_as_english():
+    assert Scene((7,), "left").caption == "a seven moving left"
+    assert Scene((3, 8), "bouncing").caption == "a three and an eight bouncing"
+
+
+def test_caption_without_digits_is_refused():
+    with pytest.raises(ValueError, match="'a cat'.*one or two digits"):
+        parse_caption("a cat")
+
+
+@pytest.mark.parametrize("motion", MOTIONS)
+def test_digits_move_as_the_caption_says_and_stay_in_their_fields(motion):
+    scene = Scene((5, 2), motion)
+    clip = compose(scene, load_digits("train"), 24, seed=4)
+    for field in scene.fields():
+        centre = locate(clip, field)
+        moved = centre[-1] - centre[0]
+        if motion in ("up", "down"):
+            assert moved[0] * (1 if motion == "down" else -1) > 10
+            assert moved[1].abs() < 2
+        if motion in ("left", "right"):
+            assert moved[1] * (1 if motion == "right" else -1) > 10
+            assert moved[0].abs() < 2
+        if motion == "bouncing":
+            assert (centre[1:] - centre[:-1]).norm(dim=1).mean() > 1
+
+
+def test_rgb_has_the_range_of_an_autoencoder():
+    picture = torch.tensor([0.0, 1.0]).view(1, 1, 2)
+    assert to_rgb(picture).tolist() == [[[-1.0, 1.0]]] * 3
+    assert to_rgb(torch.zeros(9, 4, 4)).shape == (3, 9, 4, 4)

@@ -1,0 +1,127 @@
+import os
+
+import pytest
+
+from mhla_diffusers.generation import (
+    GenerationConfig,
+    check_writable,
+    generate,
+    load_pipeline,
+    parse_settings,
+    plan_tasks,
+    read_prompts,
+)
+from mhla_diffusers.patching import is_patched
+from mhla_diffusers.tiny import checksums
+
+FAST = {"num_inference_steps": 2}
+needs_dit = pytest.mark.skipif(not checksums.pipeline_folder("dit").is_dir(), reason="tiny-dit is not in this checkout")
+needs_wan = pytest.mark.skipif(not checksums.pipeline_folder("wan").is_dir(), reason="tiny-wan is not in this checkout")
+
+
+@needs_dit
+def test_images_are_written_once_and_kept(tmp_path):
+    config = GenerationConfig("dit", ("a seven", "3"), tmp_path / "out", seeds=(0, 5), settings=FAST)
+    made = list(generate(config))
+    assert [done for _, done in made] == [True] * 4
+    assert sorted(p.name for p in config.output.iterdir()) == [
+        "0000-0-a-seven.png",
+        "0000-5-a-seven.png",
+        "0001-0-3.png",
+        "0001-5-3.png",
+    ]
+    first = (config.output / "0000-0-a-seven.png").read_bytes()
+    assert [done for _, done in generate(config)] == [False] * 4
+    (config.output / "0000-0-a-seven.png").unlink()
+    assert [done for _, done in generate(config)] == [True, False, False, False]
+    assert (config.output / "0000-0-a-seven.png").read_bytes() == first
+
+
+@needs_wan
+def test_video_has_its_frame_rate_and_length(tmp_path):
+    av = pytest.importorskip("av")
+    config = GenerationConfig("wan", ("a seven moving left",), tmp_path, frames_per_second=6, settings=FAST)
+    ((task, done),) = generate(config)
+    assert done
+    with av.open(str(task.file)) as container:
+        stream = container.streams.video[0]
+        assert stream.average_rate == 6
+        assert sum(1 for _ in container.decode(stream)) == 9
+
+
+@needs_dit
+def test_patch_is_applied(tmp_path):
+    patch = tmp_path / "tiny.yaml"
+    patch.write_text("family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n")
+    assert is_patched(load_pipeline(GenerationConfig("dit", ("1",), tmp_path, patch=str(patch))))
+
+
+@needs_dit
+def test_model_of_another_family_is_refused(tmp_path):
+    config = GenerationConfig("wan", ("x",), tmp_path, model=str(checksums.pipeline_folder("dit")))
+    with pytest.raises(ValueError, match="belongs to dit.*'wan'"):
+        load_pipeline(config)
+
+
+@needs_dit
+def test_unknown_class_is_refused(tmp_path):
+    config = GenerationConfig("dit", ("a cat",), tmp_path, settings=FAST)
+    with pytest.raises(ValueError, match="'a cat' is no class.*eight"):
+        list(generate(config))
+
+
+def test_folder_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = GenerationConfig("dit", ("1",), tmp_path / "file" / "out", model="does/not-exist")
+    with pytest.raises(OSError, match="Cannot write to the output folder"):
+        next(generate(config))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folder_without_permission_is_said(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="Permission denied"):
+        check_writable(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"family": "flux"}, "family='flux'"),
+        ({"prompts": ()}, "no prompts"),
+        ({"seeds": ()}, "no seeds"),
+        ({"patch": "a", "weights": "b"}, "either patch"),
+        ({"dtype": "float99"}, "dtype='float99'"),
+        ({"frames_per_second": 0}, "frames_per_second=0"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        GenerationConfig(**{"family": "dit", "prompts": ("1",), "output": tmp_path, **change})
+
+
+def test_prompts_come_from_a_file(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a seven\n\n a four \n")
+    assert read_prompts(file) == ("a seven", "a four")
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="no prompts"):
+        read_prompts(file)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        read_prompts(tmp_path / "none.txt")
+
+
+def test_file_names_are_safe(tmp_path):
+    (task,) = plan_tasks(GenerationConfig("wan", ("../A cat/✨ " + "x" * 200,), tmp_path))
+    assert task.file.parent == tmp_path
+    assert len(task.file.name) < 80
+
+
+def test_settings_are_typed():
+    assert parse_settings(["height=480", "guidance_scale=2.5", "x=a"]) == {
+        "height": 480,
+        "guidance_scale": 2.5,
+        "x": "a",
+    }
+    with pytest.raises(ValueError, match="key=value"):
+        parse_settings(["height"])
