@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import nn
+
 from .autoencoders import LATENT_CHANNELS, STRIDES
 from .digits import NAMES, PICTURE_SIZE
 from .text import TEXT_CHANNELS, build_tokenizer, train_text_encoder
@@ -27,7 +29,7 @@ def build_transformer(family: str) -> Any:
     channels = LATENT_CHANNELS[family]
     size = PICTURE_SIZE // STRIDES[family]
     if family == "dit":
-        return DiTTransformer2DModel(
+        transformer = DiTTransformer2DModel(
             num_attention_heads=3,
             attention_head_dim=32,
             in_channels=channels,
@@ -37,6 +39,10 @@ def build_transformer(family: str) -> Any:
             patch_size=2,
             num_embeds_ada_norm=1000,
         )
+        for block in transformer.transformer_blocks:
+            # the usual 0.02 takes many thousand steps until the label is heard beside the timestep
+            nn.init.normal_(block.norm1.emb.class_embedder.embedding_table.weight, std=0.5)
+        return transformer
     if family == "sana":
         return SanaTransformer2DModel(
             in_channels=channels,

@@ -37,7 +37,7 @@ class Phase:
 SAMPLES = {"dit": 6000, "sana": 6000, "wan": 1500}
 """Scenes that a transformer is trained on."""
 PHASES = {
-    "dit": (Phase("whole", 2500, 32, 1e-3),),
+    "dit": (Phase("whole", 3000, 32, 1.5e-3),),
     "sana": (Phase("whole", 2500, 32, 1e-3),),
     "wan": (Phase("short", 1300, 24, 2e-3, frames=2), Phase("whole", 450, 8, 1e-3)),
 }
