@@ -167,6 +167,13 @@ class TrainingConfig:
         _check(decay is None or 0 < decay < 1, f"ema_decay={decay} must be in (0, 1), or null for no moving average.")
         ranks = {stage.lora_rank for stage in self.stages if stage.lora_rank is not None}
         _check(len(ranks) <= 1, f"All LoRA stages train the same adapter, so they need one lora_rank; got {ranks}.")
+        if ranks:
+            for index, stage in enumerate(self.stages):
+                _check(
+                    stage.trainable in ("mhla", "lora"),
+                    f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA is an addition to; "
+                    "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
+                )
         if self.patch is None:
             self._check_unpatched()
 

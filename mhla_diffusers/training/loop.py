@@ -20,7 +20,7 @@ from .diffusion import NoisedBatch, diffusion_process
 from .export import export_result
 from .folders import CheckpointError, RunFolder, RunState, Tensors, load_checkpoint
 from .interruption import StopRequest
-from .sharding import like_parameter, whole_tensor
+from .sharding import whole_tensor
 from .stage import StageTraining, Update
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names
@@ -113,6 +113,7 @@ class _Run:
         if checkpoint is not None:
             self._load(checkpoint)
         self.stop = StopRequest()
+        self.tokens = 0
 
     def _prepare_transformer(self) -> None:
         stages = self.config.stages
@@ -196,7 +197,7 @@ class _Run:
             stage_is_over = self.state.step == end
             if update.stop or stage_is_over or self.state.step % self.config.checkpoint_every == 0:
                 self._save(training, must_succeed=update.stop or stage_is_over)
-            if update.stop and not self.state.step == self.config.total_steps:
+            if update.stop and self.state.step != self.config.total_steps:
                 logger.warning("Stopped by SIGTERM after step %d; resume with --resume latest.", self.state.step)
                 return False
         return True
@@ -260,17 +261,14 @@ class _Run:
     def _export(self, training: StageTraining) -> Path:
         folder = self.folder.path / "result"
         with training.averaged_weights():
-            parameters = dict(self.transformer.named_parameters())
-            tensors = {name: whole_tensor(parameters[name]) for name in self.changed}
             if self.accelerator.is_main_process:
-                export_result(self.transformer, tensors, self.config, folder)
+                export_result(self.transformer, self.config, folder)
         self.accelerator.wait_for_everyone()
         return folder
 
     def _progress(self) -> Any:
-        from tqdm.auto import tqdm
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-        self.tokens = 0
         return tqdm(
             total=self.config.total_steps,
             initial=self.state.step,

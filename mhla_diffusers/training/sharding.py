@@ -14,9 +14,9 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def like_parameter(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """A whole tensor on the parameter's device, spread over processes as the parameter is."""
     value = value.to(parameter.device)
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None:
+    if not hasattr(parameter, "device_mesh"):
         return value
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    return distribute_tensor(value, mesh, parameter.placements)
+    assert isinstance(parameter, DTensor)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)

@@ -16,7 +16,9 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.training.preloaded"])
 
 
-def start_training(config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None) -> BaseProcess:
+def start_training(
+    config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None
+) -> BaseProcess:
     """Begin to train a tiny patched Wan; the process exits with 0 when finished, 143 when stopped."""
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     process = _context.Process(target=_train, args=(config.to_dict(), resume, environment or {}))
