@@ -110,7 +110,7 @@ class MHLAProcessor:
             grid = layer.token_grid.shape
         if grid is None:
             raise ValueError(
-                "MHLAProcessor does not know the token grid. Give it, MHLAProcessor(..., grid=(frames, height, width)), "
+                "The token grid is unknown. Give it: MHLAProcessor(..., grid=(frames, height, width)), "
                 "or patch with mhla_diffusers.apply_mhla(pipe, ...) or mhla_diffusers.set_attn_processor(transformer, "
                 "processor), which read it from every input."
             )

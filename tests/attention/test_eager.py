@@ -10,7 +10,7 @@ from mhla_diffusers.attention import feature_map_names, mhla_attention
 from .problems import GRIDS, errors_against_reference, make_problem
 
 # float32: some hundred roundings of 6e-8 in sums of positive terms. bfloat16 and float16: one rounding of the result
-# (and of its gradient) to 8 or 11 significant bits, so 2**-9 and 2**-12 per element; measured errors are below twice that.
+# (and of its gradient) to 8 or 11 significant bits, so 2**-9 and 2**-12 per element; the bounds are twice that.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -44,7 +44,9 @@ def test_extras(extra):
 
 
 def test_everything_at_once():
-    check(make_problem((5, 7, 3), (2, 3, 2), rotary=True, mask=True, norm=True, gate=True, per_head=True, normalize=False))
+    check(
+        make_problem((5, 7, 3), (2, 3, 2), rotary=True, mask=True, norm=True, gate=True, per_head=True, normalize=False)
+    )
 
 
 @st.composite
