@@ -5,6 +5,7 @@ is done for a few heads and a few rows of blocks at a time: that bounds the work
 working set in the cache.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +84,7 @@ def eager_attention(
     regions = regular_regions(grid, blocks, rows_at_once)
     parts = [_make_part(region, grid, rotary, key_mask, dtype) for region in regions]
     outputs = []
-    with torch.autocast(query.device.type, enabled=False):
+    with _without_autocast(query.device):
         for start in range(0, heads, heads_at_once):
             group = slice(start, start + heads_at_once)
             q, k, v = (x[:, :, group].unflatten(1, grid) for x in (query, key, value))
@@ -94,6 +95,11 @@ def eager_attention(
             outputs.append(_finish(output, output_norm, gate).to(query.dtype))
         output = torch.cat(outputs, dim=-2) if len(outputs) > 1 else outputs[0]
     return output.reshape(query.shape[0], -1, heads, query.shape[3])
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast switched off; the meta device, for which shapes and costs are counted, has none."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _working_set(query: torch.Tensor, blocks: Shape) -> tuple[int, int]:

@@ -49,6 +49,17 @@ class PipelineEncoder(ABC):
     ) -> torch.Tensor:
         """Latents that the pipeline generates, like :meth:`latents`."""
 
+    @staticmethod
+    @abstractmethod
+    def sample_shapes(transformer: Any, vae: dict[str, Any], clip: Clip) -> Sample:
+        """A sample without values, on the meta device.
+
+        Args:
+            transformer: configuration of the transformer.
+            vae: configuration of the autoencoder.
+            clip: frames and size.
+        """
+
     def _pixels(self, pixels: torch.Tensor) -> torch.Tensor:
         """From 0..255 to the autoencoder's -1..1, with a batch axis."""
         vae = self.pipe.vae
@@ -92,6 +103,16 @@ class WanEncoder(PipelineEncoder):
         )
         return output.frames[0]
 
+    @staticmethod
+    def sample_shapes(transformer: Any, vae: dict[str, Any], clip: Clip) -> Sample:
+        """The first frame becomes a latent frame of its own."""
+        stride, (height, width) = vae.get("scale_factor_spatial", 8), clip.sizes[0]
+        frames = (clip.frames - 1) // vae.get("scale_factor_temporal", 4) + 1
+        return {
+            "latents": torch.empty(transformer.in_channels, frames, height // stride, width // stride, device="meta"),
+            "encoder_hidden_states": torch.empty(512, transformer.text_dim, device="meta"),
+        }
+
 
 class SanaEncoder(PipelineEncoder):
     """SANA: scaled latents; Gemma embeddings of 300 tokens, with the pipeline's instruction before the caption."""
@@ -128,6 +149,16 @@ class SanaEncoder(PipelineEncoder):
             use_resolution_binning=False,
         )
         return output.images[0]
+
+    @staticmethod
+    def sample_shapes(transformer: Any, vae: dict[str, Any], clip: Clip) -> Sample:
+        """The autoencoder halves the picture once between two of its stages."""
+        stride, (height, width) = 2 ** (len(vae["encoder_block_out_channels"]) - 1), clip.sizes[0]
+        return {
+            "latents": torch.empty(transformer.in_channels, height // stride, width // stride, device="meta"),
+            "encoder_hidden_states": torch.empty(300, transformer.caption_channels, device="meta"),
+            "encoder_attention_mask": torch.empty(300, dtype=torch.int64, device="meta"),
+        }
 
 
 class DiTEncoder(PipelineEncoder):
@@ -176,6 +207,15 @@ class DiTEncoder(PipelineEncoder):
             latents = pipe.scheduler.step(noise, time, latents).prev_sample
         return latents[0]
 
+    @staticmethod
+    def sample_shapes(transformer: Any, vae: dict[str, Any], clip: Clip) -> Sample:
+        """The autoencoder halves the picture once between two of its stages."""
+        stride, (height, width) = 2 ** (len(vae["block_out_channels"]) - 1), clip.sizes[0]
+        return {
+            "latents": torch.empty(transformer.in_channels, height // stride, width // stride, device="meta"),
+            "class_labels": torch.empty((), dtype=torch.int64, device="meta"),
+        }
+
 
 ENCODERS: dict[str, type[PipelineEncoder]] = {"dit": DiTEncoder, "sana": SanaEncoder, "wan": WanEncoder}
 
@@ -193,17 +233,22 @@ def component_identity(model: str, component: str) -> str:
     Raises:
         FileNotFoundError: no such pipeline.
     """
-    index = json.loads(_pipeline_file(model, "model_index.json").read_text(encoding="utf-8"))
+    index = json.loads(pipeline_file(model, "model_index.json").read_text(encoding="utf-8"))
     _, name = index.get(component) or (None, None)
     if name is None:
         return "none"
-    config = json.loads(_pipeline_file(model, f"{component}/config.json").read_text(encoding="utf-8"))
+    config = json.loads(pipeline_file(model, f"{component}/config.json").read_text(encoding="utf-8"))
     kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NOT_IDENTITY}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
     return f"{name} (configuration {digest[:12]})"
 
 
-def _pipeline_file(model: str, name: str) -> Path:
+def pipeline_file(model: str, name: str) -> Path:
+    """A file of a pipeline, here or from the Hub.
+
+    Raises:
+        FileNotFoundError: no such pipeline or file.
+    """
     if Path(model).is_dir():
         path = Path(model, name)
         if not path.is_file():

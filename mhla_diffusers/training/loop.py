@@ -14,6 +14,7 @@ from torch import nn
 from ..families import get_family
 from ..patching import mhla_layers
 from .batches import NoisedBatches, ValidationLoss
+from .checks import check_data_fits
 from .config import StageConfig, TrainingConfig
 from .data import TrainingData
 from .diffusion import NoisedBatch, diffusion_process
@@ -77,6 +78,7 @@ def train(
         raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
     if not mhla_layers(transformer) and config.patch is not None:
         raise ValueError(f"The configuration has patch={config.patch!r}, but the transformer is not patched.")
+    check_data_fits(transformer, data)
     return _Run(transformer, data, config, resume, sampler).train()
 
 
