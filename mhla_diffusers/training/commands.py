@@ -21,6 +21,7 @@ from .estimate import Estimate, estimate
 from .folders import RunFolder
 from .loop import TrainingResult, train
 from .media import Clip, find_media
+from .sampling import PromptSampler
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
     transformer = _load_transformer(config)
     if config.patch is not None:
         apply_mhla(transformer, config.patch)
-    return train(transformer, data, config, resume=resume)
+    return train(transformer, data, config, resume=resume, sampler=_make_sampler(config))
 
 
 def dry_run(config: TrainingConfig) -> Estimate:
@@ -204,7 +205,7 @@ def _transformer_class(config: TrainingConfig) -> tuple[Any, dict[str, Any]]:
 def _load_transformer(config: TrainingConfig) -> Any:
     cls, _ = _transformer_class(config)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    return cls.from_pretrained(config.model, subfolder=config.component, torch_dtype=dtype)
+    return cls.from_pretrained(config.model, subfolder=config.component, dtype=dtype)
 
 
 def _load_pipeline(model: str, device: str, precision: str) -> Any:
@@ -213,7 +214,18 @@ def _load_pipeline(model: str, device: str, precision: str) -> Any:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return DiffusionPipeline.from_pretrained(model, torch_dtype=dtype).to(device)
+    return DiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
+
+
+def _make_sampler(config: TrainingConfig) -> PromptSampler | None:
+    if not config.validation.prompts:
+        return None
+    from accelerate import PartialState
+
+    assert config.model is not None
+    clip = config.clip or ENCODERS[_family_of(config.model, config.component)].default_clip
+    pipe = _load_pipeline(config.model, str(PartialState().device), config.precision)
+    return PromptSampler(pipe, config.validation.prompts, clip, config.validation.inference_steps, config.component)
 
 
 def _family_of(model: str, component: str) -> str:

@@ -85,7 +85,7 @@ class StageConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """The loss on held-out samples, at fixed timesteps and with fixed noise."""
+    """The loss on held-out samples, at fixed timesteps and with fixed noise, and pictures or videos from prompts."""
 
     samples: int = 0
     """How many samples at the end of the data are kept out of training; 0 for no validation."""
@@ -94,11 +94,15 @@ class ValidationConfig:
     timesteps: int = 4
     """Timesteps per sample, at equally spaced quantiles of the training distribution."""
     prompts: tuple[str, ...] = ()
-    """Prompts (class labels for DiT) that the model generates from at every validation."""
+    """Prompts (classes for DiT) that the model generates from at every validation; the pipeline's other parts are then
+    in memory as well."""
+    inference_steps: int = 20
+    """Of the sampler, for ``prompts``."""
 
     def __post_init__(self) -> None:
         _check(self.samples >= 0, f"validation.samples={self.samples} must be zero or positive.")
         _check(self.every > 0, f"validation.every={self.every} must be positive.")
+        _check(self.inference_steps > 0, f"validation.inference_steps={self.inference_steps} must be positive.")
         _check(self.timesteps > 0, f"validation.timesteps={self.timesteps} must be positive.")
 
 

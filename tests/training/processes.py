@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -22,6 +23,13 @@ def start_training(
     """Begin to train a tiny patched Wan; the process exits with 0 when finished, 143 when stopped."""
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     process = _context.Process(target=_train, args=(config.to_dict(), resume, environment or {}))
+    process.start()
+    return process
+
+
+def start_process(function: Callable[..., object], *arguments: object) -> BaseProcess:
+    """Call a function in a process of its own."""
+    process = _context.Process(target=function, args=arguments)
     process.start()
     return process
 

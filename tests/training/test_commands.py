@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from mhla_diffusers.training import TrainingConfig, read_metrics
 from mhla_diffusers.training.commands import check_config, dry_run, finetune
 
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_video
+from .processes import start_process
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "finetune" / "configs").glob("*.yaml"))
@@ -74,6 +76,38 @@ def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path) -> None:
     config = TrainingConfig.from_yaml(config_file, [f"data={tmp_path / 'videos'}", clip])
     assert finetune(config).finished
     assert (tmp_path / "run" / "latents" / "index.json").is_file()
+
+
+def test_samples_are_generated_at_every_validation(tmp_path: Path, model: str, config_file: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red ball\n")
+    how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "no")
+    _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
+    clip = "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"
+    config = TrainingConfig.from_yaml(
+        config_file, [clip, "validation={prompts: [a blue ball], every: 4, inference_steps: 2}", "ema_decay=0.9"]
+    )
+    finetune(config)
+    written = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / "samples").rglob("*.mp4"))
+    assert written == ["samples/step-00000000/00.mp4", "samples/step-00000004/00.mp4"]
+
+
+@pytest.mark.parametrize("trainable", ["all", "lora"])
+def test_bfloat16_keeps_frozen_weights_small_and_trains(
+    trainable: str, tmp_path: Path, model: str, config_file: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a red ball\na blue ball\n")
+    how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "bf16")
+    _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
+    changed = ["precision=bf16", f"stages.1.trainable={trainable}", "gradient_checkpointing=true", "ema_decay=0.9"]
+    changed += ["stages.1.lora_rank=2"] if trainable == "lora" else []
+    config = TrainingConfig.from_yaml(config_file, changed)
+    process = start_process(finetune, config)
+    process.join(timeout=120)
+    assert process.exitcode == 0
+    losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 4
+    assert all(math.isfinite(loss) for loss in losses)
+    load_mhla(wan_pipeline(), tmp_path / "run" / "result")
 
 
 @pytest.mark.slow
