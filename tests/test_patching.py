@@ -275,9 +275,9 @@ def test_one_block_on_sana_is_its_own_linear_attention(name, settings):
     """So is any number of blocks that are mixed evenly.
 
     Where every query channel of a head is negative, SANA's ReLU leaves 0 / 1e-15 and it gives 0, where MHLA's weights
-    still sum to 1 and it gives the mean of the values; eight channels of random weights are so in one of 256, so these
-    tokens are left out. What MHLA adds to every feature is made as small as what SANA adds to its normaliser; the rest is
-    float32 rounding.
+    still sum to 1 and it gives the mean of the values; eight channels of random weights are so in one of 256, so
+    these tokens are left out. What MHLA adds to every feature is made as small as what SANA adds to its normaliser; the
+    rest is float32 rounding.
     """
     own, patched_model = FAMILIES[name].build(), patched(name, eps=1e-12, **settings)
     hidden_states = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(0))
