@@ -96,6 +96,20 @@ def test_heads_and_rows_are_processed_in_groups_without_a_trace(monkeypatch):
         torch.testing.assert_close(pieces[name], whole[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("grid", "blocks"), GRIDS)
+def test_without_gradients_every_element_is_written_and_the_same(grid, blocks, monkeypatch):
+    """Without gradients the pieces are written into one tensor, which is filled with NaN first here."""
+    problem = make_problem(grid, blocks, heads=3, norm=True, gate=True)
+    monkeypatch.setattr("mhla_diffusers.attention.eager._CPU_BYTES", 1000)
+    expected = problem.run(mhla_attention)["output"]
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+    with torch.no_grad():
+        found = mhla_attention(**problem.tensors, grid=grid, blocks=blocks, **problem.options)
+    # float32 rounding: the matrix products may take other kernels
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_does_not_overflow(dtype):
     """ReLU features of magnitude 10 over 131 072 tokens: the KV summary reaches 1e7, beyond float16."""
