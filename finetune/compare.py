@@ -47,9 +47,6 @@ class Recipe:
     transfer_steps: int = 0
 
 
-RECIPES = {"diffusion": Recipe(DIFFUSION), "distillation": Recipe(BOTH), "transfer first": Recipe(BOTH, 100)}
-
-
 def build_transformer() -> Any:
     """Three layers, two heads of 24, 512 tokens on an 8x8x8 grid."""
     from diffusers import WanTransformer3DModel
@@ -138,14 +135,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/compare"))
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--teacher-steps", type=int, default=3000)
+    parser.add_argument("--transfer-steps", type=int, default=100)
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
     data = bouncing_digits(arguments.samples)
     teacher = arguments.output / "teacher"
     train_teacher(data, teacher, arguments.teacher_steps)
+    recipes = {
+        "diffusion": Recipe(DIFFUSION),
+        "distillation": Recipe(BOTH),
+        "transfer first": Recipe(BOTH, arguments.transfer_steps),
+    }
     columns = [0, 50, 100, 200, 300]
     rows = []
-    for recipe_name, recipe in RECIPES.items():
+    for recipe_name, recipe in recipes.items():
         for name, patch in VARIANTS.items():
             if patch is None and recipe_name != "diffusion":
                 continue
