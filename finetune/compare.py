@@ -26,7 +26,6 @@ from mhla_diffusers.training import (
     train,
 )
 
-HELD_OUT = 32
 LATENTS = (1, 8, 16, 16)
 VARIANTS: dict[str, MHLAConfig | None] = {
     "softmax, trained on": None,
@@ -88,24 +87,23 @@ def bouncing_digits(count: int) -> InMemoryData:
     return InMemoryData(samples)
 
 
-def train_teacher(data: InMemoryData, output: Path, steps: int) -> Any:
-    """The softmax model, trained unless it is there."""
-    transformer = build_transformer()
-    if not (output / "result").is_dir():
-        stage = StageConfig(steps, 2e-3, "all", DIFFUSION, scheduler="cosine", warmup_steps=50)
-        config = TrainingConfig(
-            output=str(output), stages=(stage,), batch_size=16, validation=ValidationConfig(HELD_OUT, every=200)
-        )
-        train(transformer, data, config, resume="latest" if (output / "checkpoints").is_dir() else None)
-    return type(transformer).from_pretrained(output / "result")
+def train_teacher(data: InMemoryData, held_out: int, output: Path, steps: int) -> None:
+    """Train the softmax model unless it is there."""
+    if (output / "result").is_dir():
+        return
+    stage = StageConfig(steps, 2e-3, "all", DIFFUSION, scheduler="cosine", warmup_steps=min(50, steps))
+    config = TrainingConfig(
+        output=str(output), stages=(stage,), batch_size=16, validation=ValidationConfig(held_out, every=200)
+    )
+    train(build_transformer(), data, config, resume="latest" if (output / "checkpoints").is_dir() else None)
 
 
 def adapt(
-    data: InMemoryData, teacher: Path, patch: MHLAConfig | None, recipe: Recipe, output: Path, steps: int
+    data: InMemoryData, held_out: int, teacher: Path, patch: MHLAConfig | None, recipe: Recipe, output: Path, steps: int
 ) -> dict[int, float]:
     """Validation loss by steps of end-to-end training."""
     if not (output / "result").is_dir():
-        transformer = train_teacher(data, teacher, 0)
+        transformer = type(build_transformer()).from_pretrained(teacher / "result")
         stages = [StageConfig(steps, 5e-4, "all", recipe.objectives, mixing_learning_rate=5e-3)]
         if recipe.transfer_steps:
             transfer = ObjectiveWeights(transfer=1.0)
@@ -116,7 +114,7 @@ def adapt(
             patch=patch,
             batch_size=16,
             seed=1,
-            validation=ValidationConfig(HELD_OUT, every=50),
+            validation=ValidationConfig(held_out, every=50),
         )
         if patch is not None:
             apply_mhla(transformer, patch)
@@ -134,13 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/compare"))
     parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--held-out", type=int, default=32)
     parser.add_argument("--teacher-steps", type=int, default=3000)
     parser.add_argument("--transfer-steps", type=int, default=100)
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
     data = bouncing_digits(arguments.samples)
     teacher = arguments.output / "teacher"
-    train_teacher(data, teacher, arguments.teacher_steps)
+    train_teacher(data, arguments.held_out, teacher, arguments.teacher_steps)
     recipes = {
         "diffusion": Recipe(DIFFUSION),
         "distillation": Recipe(BOTH),
@@ -153,7 +152,7 @@ def main() -> None:
             if patch is None and recipe_name != "diffusion":
                 continue
             folder = arguments.output / f"{recipe_name} {name}".replace(",", "").replace(" ", "-")
-            losses = adapt(data, teacher, patch, recipe, folder, arguments.steps)
+            losses = adapt(data, arguments.held_out, teacher, patch, recipe, folder, arguments.steps)
             rows.append([recipe_name, name, *(f"{losses[step]:.4f}" if step in losses else "" for step in columns)])
             with (arguments.output / "table.csv").open("w", newline="") as file:
                 csv.writer(file).writerows([["objectives", "attention", *columns], *rows])

@@ -63,7 +63,7 @@ def finetune(
     """Adapt a patched model; the same as finetune/adapt.py, which accelerate launch starts on several devices."""
     import logging
 
-    from .training import TrainingConfig
+    from .training import TrainingConfig, TrainingDivergedError
     from .training.commands import dry_run as estimate
     from .training.commands import finetune as adapt
 
@@ -72,7 +72,10 @@ def finetune(
     if dry_run:
         typer.echo(estimate(settings))
         return
-    result = adapt(settings, resume=resume)
+    try:
+        result = adapt(settings, resume=resume)
+    except TrainingDivergedError as error:
+        raise ValueError(error) from error
     if not result.finished:
         raise typer.Exit(143)
     typer.echo(f"Wrote {result.result}")
