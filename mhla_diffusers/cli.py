@@ -122,8 +122,17 @@ def synthesize(
     from .training.commands import make_clip, synthesize_latents
 
     clip = make_clip(model, frames, None, sizes)
-    how = {"steps": steps, "guidance": guidance, "seed": seed}
-    index = synthesize_latents(model, prompts, output, clip, **how, device=device, precision=precision)
+    index = synthesize_latents(
+        model,
+        prompts,
+        output,
+        clip,
+        steps=steps,
+        guidance=guidance,
+        seed=seed,
+        device=device,
+        precision=precision,
+    )
     typer.echo(f"{output} holds {len(index.samples)} samples.")
 
 
