@@ -14,6 +14,9 @@ LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
 
 
+_BOOLEANS = ("normalize", "mixing_per_head", "mixing_learnable", "mixing_clip", "output_norm", "output_gate")
+
+
 @dataclass(frozen=True)
 class MHLAConfig:
     """How self-attention is replaced.
@@ -51,14 +54,19 @@ class MHLAConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", check_blocks(self.blocks))
-        if not isinstance(self.layers, str | int | float):
+        if isinstance(self.layers, list | tuple | range):
             object.__setattr__(self, "layers", tuple(self.layers))
         _parse_layers(self.layers)
+        for name in _BOOLEANS:
+            _check_type(name, getattr(self, name), bool, "True or False")
+        _check_type("feature_map", self.feature_map, str, "the name of a feature map")
         get_feature_map(self.feature_map)
         _check_choice("rope", self.rope, ("after", "before"))
         _check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
+        _check_type("eps", self.eps, int | float, "a number")
         if not self.eps >= 0:
             raise ValueError(f"eps={self.eps} must be zero or positive.")
+        _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")
         if self.convolution is not None and (self.convolution < 1 or self.convolution % 2 == 0):
             raise ValueError(f"convolution={self.convolution} must be an odd kernel size, or None for no convolution.")
         if not self.normalize and not self.output_norm:
@@ -107,6 +115,12 @@ def _check_names(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"Unknown MHLA setting {name!r}; {hint}Allowed: {', '.join(names)}.")
 
 
+def _check_type(name: str, value: object, wanted: Any, words: str) -> None:
+    is_number_for_bool = isinstance(value, bool) and wanted is not bool
+    if not isinstance(value, wanted) or is_number_for_bool:
+        raise ValueError(f"{name}={value!r} must be {words}.")
+
+
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}.")
@@ -123,7 +137,7 @@ def _parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
         return Fraction(1)
     try:
         fraction = Fraction(choice).limit_denominator(1000)
-    except (ValueError, ZeroDivisionError):
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         fraction = Fraction(-1)
     if not 0 < fraction <= 1:
         raise ValueError(

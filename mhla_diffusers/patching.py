@@ -14,7 +14,7 @@ from .config import MHLAConfig, choose_layers
 from .families import Family, find_family, get_family
 from .layer import MHLALayer, TokenGrid
 from .patches import Patch, load_patch
-from .processor import MHLAProcessor, attach_layer, cross_attention_processor
+from .processor import MHLAProcessor, make_layer
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
@@ -45,7 +45,8 @@ class _Plan:
     transformer: nn.Module
     family: Family
     processor: MHLAProcessor
-    attentions: list[Any]
+    layers: list[tuple[Any, MHLALayer]]
+    """Attentions to patch, each with its new layer."""
 
 
 def apply_mhla(
@@ -74,6 +75,11 @@ def apply_mhla(
         ValueError: unsupported model, already patched, a patch for another family, or settings that do not fit.
     """
     transformers = find_transformers(model)
+    if not isinstance(patch, MHLAConfig | str | Path | None):
+        raise ValueError(
+            f"patch={patch!r} must be a MHLAConfig, the name of a ready patch or the path of a patch YAML; "
+            "single settings are keywords, for example blocks=(7, 3, 5)."
+        )
     chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
     plans = []
     for transformer in transformers.values():
@@ -268,15 +274,16 @@ def _plan(transformer: nn.Module, processor: MHLAProcessor) -> _Plan:
     indices = choose_layers(config.layers, len(attentions))
     if not indices:
         raise ValueError(f"layers={config.layers!r} chooses none of the {len(attentions)} layers.")
-    return _Plan(transformer, family, processor, [attentions[index] for index in indices])
+    layers = [(attentions[index], make_layer(attentions[index], config)) for index in indices]
+    return _Plan(transformer, family, processor, layers)
 
 
 def _carry_out(plan: _Plan) -> None:
     hook = TokenGridHook(plan.family)
-    for attn in plan.attentions:
-        layer = attach_layer(attn, plan.processor.config)
+    for attn, layer in plan.layers:
         layer.original_processor = attn.processor
         layer.token_grid = hook.token_grid
+        attn.mhla = layer
         attn.set_processor(plan.processor)
     hook.handle = plan.transformer.register_forward_pre_hook(hook, with_kwargs=True)
     plan.family.prepare(plan.transformer)
@@ -293,7 +300,7 @@ def _original_processor(attn: Any, family: Family, transformer: nn.Module) -> An
         return layer.original_processor
     if any(attn is own for own in family.self_attentions(transformer).values()):
         return family.self_attention_processor()
-    return cross_attention_processor(attn)
+    return family.cross_attention_processor()
 
 
 def _grid_hook(transformer: nn.Module) -> TokenGridHook | None:

@@ -83,20 +83,16 @@ class MHLAProcessor:
             ValueError: the token grid is unknown or does not fit, or the mask is no key-padding mask.
         """
         if encoder_hidden_states is not None:
-            processor = cross_attention_processor(attn)
+            processor = _cross_attention_processor(attn)
             processor._attention_backend = self._attention_backend
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask)
         layer = getattr(attn, "mhla", None)
-        if layer is None:
-            layer = attach_layer(attn, self.config)
-        if layer.config != self.config:
-            raise ValueError(
-                f"This attention was patched with {layer.config}, but its processor was made for {self.config}. "
-                "Call remove_mhla() before patching with other settings."
-            )
-        query, key, value = project(attn, hidden_states)
-        key_mask = key_padding_mask(attention_mask, *hidden_states.shape[:2]) if attention_mask is not None else None
+        self._check_layer(layer)
         grid = self._grid_of(layer, hidden_states.shape[1])
+        key_mask = key_padding_mask(attention_mask, *hidden_states.shape[:2]) if attention_mask is not None else None
+        if layer is None:
+            layer = attn.mhla = make_layer(attn, self.config)
+        query, key, value = project(attn, hidden_states)
         output = layer(query, key, value, hidden_states, grid, rotary_emb, key_mask, self.backend)
         output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
         if output.dtype == torch.float16:
@@ -104,13 +100,26 @@ class MHLAProcessor:
             output = output.clip(-_FLOAT16_MAX, _FLOAT16_MAX)
         return output
 
-    def _grid_of(self, layer: MHLALayer, tokens: int) -> tuple[int, ...]:
+    def _check_layer(self, layer: MHLALayer | None) -> None:
+        if layer is None and self.config.layers != "all":
+            raise ValueError(
+                f"layers={self.config.layers!r} cannot be honoured when diffusers' own set_attn_processor puts the "
+                "processor on every layer; use mhla_diffusers.set_attn_processor(transformer, processor) or "
+                "apply_mhla()."
+            )
+        if layer is not None and layer.config != self.config:
+            raise ValueError(
+                f"This attention was patched with {layer.config}, but its processor was made for {self.config}. "
+                "Call remove_mhla() before patching with other settings."
+            )
+
+    def _grid_of(self, layer: MHLALayer | None, tokens: int) -> tuple[int, ...]:
         grid = self.grid
-        if grid is None and layer.token_grid is not None:
+        if grid is None and layer is not None and layer.token_grid is not None:
             grid = layer.token_grid.shape
         if grid is None:
             raise ValueError(
-                "MHLAProcessor does not know the token grid. Give it, MHLAProcessor(..., grid=(frames, height, width)), "
+                "MHLAProcessor does not know the token grid. Give it with grid=(frames, height, width), "
                 "or patch with mhla_diffusers.apply_mhla(pipe, ...) or mhla_diffusers.set_attn_processor(transformer, "
                 "processor), which read it from every input."
             )
@@ -123,33 +132,35 @@ class MHLAProcessor:
         return grid
 
 
-def attach_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
-    """Give an attention its ``attn.mhla``, on the device of its weights; the mixing matrix is float32.
+def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
+    """A fresh :class:`MHLALayer` that fits an attention, on its device; the mixing matrix is float32.
 
-    Gate, norm and convolution take the type of the attention's output projection.
+    Gate, norm and convolution take the type of the attention's weights. A quantised attention may have no floating
+    point weights; then they are float32.
     """
-    projection = attn.to_out[0]
     heads = int(attn.heads)
-    layer = MHLALayer(config, heads, int(attn.inner_dim) // heads, projection.out_features)
-    weight = next(parameter for parameter in projection.parameters())
-    layer.to(device=weight.device)
-    if weight.is_floating_point() and weight.dtype.itemsize >= 2:
-        for name, parameter in layer.named_parameters():
-            if name != "mixing":
-                parameter.data = parameter.data.to(weight.dtype)
-    layer.train(attn.training)
-    attn.mhla = layer
-    return layer
+    weights = [tensor for tensor in (*attn.parameters(), *attn.buffers()) if tensor.is_floating_point()]
+    # an attention that first runs under inference_mode must still get weights that can be trained
+    with torch.inference_mode(False):
+        layer = MHLALayer(config, heads, int(attn.inner_dim) // heads, int(attn.to_out[0].out_features))
+        if weights:
+            layer.to(device=weights[0].device)
+            if weights[0].dtype.itemsize > 1:
+                for name, parameter in layer.named_parameters():
+                    if name != "mixing":
+                        parameter.data = parameter.data.to(weights[0].dtype)
+    return layer.train(attn.training)
 
 
-def cross_attention_processor(attn: Any) -> Any:
-    """A fresh processor of the kind that diffusers gives this cross-attention."""
+def _cross_attention_processor(attn: Any) -> Any:
+    """A processor that does what diffusers' own does for this cross-attention."""
     default = getattr(attn, "_default_processor_cls", None)
     if default is not None:
         return default()
+    from diffusers.models.attention_processor import AttnProcessor2_0
     from diffusers.models.transformers.sana_transformer import SanaAttnProcessor2_0
 
-    return SanaAttnProcessor2_0()
+    return SanaAttnProcessor2_0() if _is_across_heads(attn.norm_q, attn.inner_dim) else AttnProcessor2_0()
 
 
 def project(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -166,13 +177,18 @@ def project(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _normed_heads(x: torch.Tensor, norm: Any, heads: int) -> torch.Tensor:
-    """(B, N, H * D) to (B, N, H, D); a norm with a weight for every channel acts across heads, before the split."""
+    """(B, N, H * D) to (B, N, H, D); a norm across heads acts before the split, another one after it."""
     if norm is None:
         return x.unflatten(-1, (heads, -1))
-    weight = getattr(norm, "weight", None)
-    if weight is not None and weight.numel() == x.shape[-1]:
+    if _is_across_heads(norm, x.shape[-1]):
         return norm(x).unflatten(-1, (heads, -1))
     return norm(x.unflatten(-1, (heads, -1)))
+
+
+def _is_across_heads(norm: Any, inner_dim: int) -> bool:
+    """Whether a query or key norm has a weight for every channel of all heads."""
+    weight = getattr(norm, "weight", None)
+    return weight is not None and weight.numel() == inner_dim
 
 
 def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
@@ -182,7 +198,7 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
     linear attention can do as well; a mask that differs between queries it cannot.
 
     Raises:
-        ValueError: if the mask is not the same for every query.
+        ValueError: if the mask is not the same for every query, or holds integers.
     """
     shape = tuple(attention_mask.shape)
     if shape not in ((batch, tokens), (batch, 1, tokens), (batch, 1, 1, tokens)):
@@ -190,6 +206,11 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
             f"MHLA honours key-padding masks of shape ({batch}, {tokens}), ({batch}, 1, {tokens}) or "
             f"({batch}, 1, 1, {tokens}); got {shape}. A mask that differs between queries has no linear form: "
             "keep softmax attention in this layer with layers=[...]."
+        )
+    if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+        raise ValueError(
+            f"A mask of {attention_mask.dtype} is ambiguous; give bool (True takes part) or the floating point bias "
+            "that softmax attention would add, for example mask.bool()."
         )
     mask = attention_mask.reshape(batch, tokens)
     return mask if mask.dtype == torch.bool else mask.float().exp()

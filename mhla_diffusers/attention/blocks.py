@@ -43,6 +43,8 @@ def check_blocks(blocks: Sequence[int]) -> Shape:
     Raises:
         ValueError: if there are not 1 to 3 block counts, or one of them is no positive integer.
     """
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
+        raise ValueError(f"blocks={blocks!r} must be a list of block counts, one per axis, for example (7, 3, 5).")
     counts = tuple(blocks)
     if len(counts) not in _AXIS_NAMES:
         raise ValueError(

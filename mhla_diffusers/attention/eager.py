@@ -5,6 +5,7 @@ is done for a few heads and a few rows of blocks at a time: that bounds the work
 working set in the cache.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from .feature_maps import FeatureMap, get_feature_map
 from .reference import OUTPUT_NORM_EPS
 from .rotary import Rotary, apply_rotary, pair_tables
 
-_CPU_BYTES = 2**24
+_CPU_BYTES = 2**23
 _DEVICE_BYTES = 2**30
 """Float32 bytes of query (or key, or value) that are processed at once."""
 
@@ -77,23 +78,42 @@ def eager_attention(
 ) -> torch.Tensor:
     """Torch backend of :func:`mhla_diffusers.attention.mhla_attention`, which has checked the arguments."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    heads = query.shape[2]
     features = _Features(get_feature_map(feature_map), eps, rope, dtype)
     heads_at_once, rows_at_once = _working_set(query, blocks)
     regions = regular_regions(grid, blocks, rows_at_once)
     parts = [_make_part(region, grid, rotary, key_mask, dtype) for region in regions]
-    outputs = []
-    with torch.autocast(query.device.type, enabled=False):
-        for start in range(0, heads, heads_at_once):
-            group = slice(start, start + heads_at_once)
-            q, k, v = (x[:, :, group].unflatten(1, grid) for x in (query, key, value))
-            coefficients = (mixing[group] if mixing.ndim == 3 else mixing).to(dtype)
-            mixed, mixed_key_sum = _mix(coefficients, *_summarise(k, v, parts, features, normalize))
-            output = _read(q, mixed, mixed_key_sum, parts, features)
-            gate = output_gate[:, :, group].unflatten(1, grid) if output_gate is not None else None
-            outputs.append(_finish(output, output_norm, gate).to(query.dtype))
-        output = torch.cat(outputs, dim=-2) if len(outputs) > 1 else outputs[0]
-    return output.reshape(query.shape[0], -1, heads, query.shape[3])
+
+    def summarise(heads: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        coefficients = (mixing[heads] if mixing.ndim == 3 else mixing).to(dtype)
+        k, v = (x[:, :, heads].unflatten(1, grid) for x in (key, value))
+        return _mix(coefficients, *_summarise(k, v, parts, features, normalize))
+
+    def read(heads: slice, mixed: tuple[torch.Tensor, torch.Tensor | None], part: _Part) -> torch.Tensor:
+        output = _read(query[:, :, heads].unflatten(1, grid), *mixed, part, features)
+        gate = output_gate[:, :, heads].unflatten(1, grid) if output_gate is not None else None
+        return _finish(output, part, output_norm, gate)
+
+    groups = [slice(start, start + heads_at_once) for start in range(0, query.shape[2], heads_at_once)]
+    with _without_autocast(query.device):
+        if torch.is_grad_enabled():
+            # writing into one tensor would make the backward pass copy the whole gradient once for every write
+            outputs = []
+            for heads in groups:
+                mixed = summarise(heads)
+                outputs.append(join_regions([read(heads, mixed, part) for part in parts], regions, first_axis=1))
+            return torch.cat(outputs, dim=-2).to(query.dtype).reshape(query.shape)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        on_grid = output.unflatten(1, grid)
+        for heads in groups:
+            mixed = summarise(heads)
+            for part in parts:
+                on_grid[(slice(None), *part.region.tokens, heads)] = read(heads, mixed, part)
+        return output
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast switched off; the meta device, for which shapes and costs are counted, has none."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _working_set(query: torch.Tensor, blocks: Shape) -> tuple[int, int]:
@@ -149,25 +169,25 @@ def _read(
     query: torch.Tensor,
     summary: torch.Tensor,
     key_sum: torch.Tensor | None,
-    parts: list[_Part],
+    part: _Part,
     features: _Features,
 ) -> torch.Tensor:
-    """Output (B, *grid, H, D) of every query from its block's mixed summary (paper, Eq. 4)."""
-    outputs = []
-    for part in parts:
-        rotated, plain = features(query, part)
-        here = (slice(None), slice(None), *part.region.blocks)
-        output = rotated @ summary[here]
-        if key_sum is not None:
-            output = output.div_(plain @ key_sum[here].unsqueeze(-1))
-        outputs.append(from_blocks(output, part.region))
-    return join_regions(outputs, [part.region for part in parts], first_axis=1)
+    """Output (B, *tokens, H, D) of one region's queries from their blocks' mixed summaries (paper, Eq. 4)."""
+    rotated, plain = features(query, part)
+    here = (slice(None), slice(None), *part.region.blocks)
+    output = rotated @ summary[here]
+    if key_sum is not None:
+        output = output.div_(plain @ key_sum[here].unsqueeze(-1))
+    return from_blocks(output, part.region)
 
 
-def _finish(output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None) -> torch.Tensor:
+def _finish(
+    output: torch.Tensor, part: _Part, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None
+) -> torch.Tensor:
     """Output RMSNorm per head, then × SiLU(gate), where they are given."""
     if output_norm is not None:
         output = torch.nn.functional.rms_norm(output, output.shape[-1:], output_norm.to(output.dtype), OUTPUT_NORM_EPS)
     if output_gate is not None:
-        output = output * torch.nn.functional.silu(output_gate.to(output.dtype))
+        gate = output_gate[(slice(None), *part.region.tokens)]
+        output = output * torch.nn.functional.silu(gate.to(output.dtype))
     return output

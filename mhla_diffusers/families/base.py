@@ -41,6 +41,12 @@ class Family(ABC):
     def self_attention_processor(self) -> Any:
         """A fresh processor of the kind that diffusers gives the self-attentions of this family."""
 
+    def cross_attention_processor(self) -> Any:
+        """A fresh processor of the kind that diffusers gives the cross-attentions, ``AttnProcessor2_0`` by default."""
+        from diffusers.models.attention_processor import AttnProcessor2_0
+
+        return AttnProcessor2_0()
+
     def prepare(self, transformer: Any) -> None:  # noqa: B027 - most families need nothing here
         """Called once when a transformer is patched."""
 

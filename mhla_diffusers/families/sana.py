@@ -31,3 +31,9 @@ class SanaFamily(Family):
         from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
 
         return SanaLinearAttnProcessor2_0()
+
+    def cross_attention_processor(self) -> Any:
+        """``SanaAttnProcessor2_0``."""
+        from diffusers.models.transformers.sana_transformer import SanaAttnProcessor2_0
+
+        return SanaAttnProcessor2_0()

@@ -32,3 +32,7 @@ class WanFamily(Family):
         from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
         return WanAttnProcessor()
+
+    def cross_attention_processor(self) -> Any:
+        """``WanAttnProcessor`` as well."""
+        return self.self_attention_processor()

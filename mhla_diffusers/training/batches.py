@@ -63,9 +63,9 @@ class NoisedBatches:
         """The batch of every forward, beginning with the first one of a step, without end."""
         config = self._config
         sampler = ForwardBatches(self._order, step, config.batch_size, self._rank, self._processes)
-        loader = DataLoader(
+        loader: DataLoader[Sample] = DataLoader(
             self._data,  # type: ignore[arg-type]
-            batch_sampler=sampler,  # type: ignore[arg-type]
+            batch_sampler=sampler,
             collate_fn=stack_samples,
             num_workers=config.workers,
         )
@@ -125,7 +125,9 @@ class ValidationLoss:
         return total
 
 
-def drop_prompts(conditioning: Mapping[str, torch.Tensor], empty: Sample, dropped: torch.Tensor) -> dict[str, torch.Tensor]:
+def drop_prompts(
+    conditioning: Mapping[str, torch.Tensor], empty: Sample, dropped: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Replace the conditioning of some samples by the empty prompt's.
 
     Args:

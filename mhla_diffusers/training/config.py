@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import yaml
 
 from ..config import MHLAConfig
+from .media import Clip
 
 Settings = TypeVar("Settings")
 
@@ -84,7 +85,7 @@ class StageConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """The loss on held-out samples, at fixed timesteps and with fixed noise."""
+    """The loss on held-out samples, at fixed timesteps and with fixed noise, and pictures or videos from prompts."""
 
     samples: int = 0
     """How many samples at the end of the data are kept out of training; 0 for no validation."""
@@ -93,11 +94,15 @@ class ValidationConfig:
     timesteps: int = 4
     """Timesteps per sample, at equally spaced quantiles of the training distribution."""
     prompts: tuple[str, ...] = ()
-    """Prompts (class labels for DiT) that the model generates from at every validation."""
+    """Prompts (classes for DiT) that the model generates from at every validation; the pipeline's other parts are then
+    in memory as well."""
+    inference_steps: int = 20
+    """Of the sampler, for ``prompts``."""
 
     def __post_init__(self) -> None:
         _check(self.samples >= 0, f"validation.samples={self.samples} must be zero or positive.")
         _check(self.every > 0, f"validation.every={self.every} must be positive.")
+        _check(self.inference_steps > 0, f"validation.inference_steps={self.inference_steps} must be positive.")
         _check(self.timesteps > 0, f"validation.timesteps={self.timesteps} must be positive.")
 
 
@@ -119,7 +124,10 @@ class TrainingConfig:
     patch: str | MHLAConfig | None = None
     """Name or path of a patch, or its settings; None trains the model as it is."""
     data: str | None = None
-    """Folder made by ``mhla encode`` or ``mhla synthesize``; None where the caller hands over the data."""
+    """Folder made by ``mhla encode`` or ``mhla synthesize``, or one of videos or images with captions, which is encoded
+    first; None where the caller hands over the data."""
+    clip: Clip | None = None
+    """What is cut out of videos or images in ``data``; None for the family's default."""
     seed: int = 0
     batch_size: int = 1
     """Samples per process and forward."""
@@ -167,6 +175,13 @@ class TrainingConfig:
         _check(decay is None or 0 < decay < 1, f"ema_decay={decay} must be in (0, 1), or null for no moving average.")
         ranks = {stage.lora_rank for stage in self.stages if stage.lora_rank is not None}
         _check(len(ranks) <= 1, f"All LoRA stages train the same adapter, so they need one lora_rank; got {ranks}.")
+        if ranks:
+            for index, stage in enumerate(self.stages):
+                _check(
+                    stage.trainable in ("mhla", "lora"),
+                    f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA is an addition to; "
+                    "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
+                )
         if self.patch is None:
             self._check_unpatched()
 

@@ -33,11 +33,10 @@ _FREE_TO_CHANGE = {
     "keep_checkpoints",
     "max_skipped",
     "tracker",
-    "model",
-    "data",
+    "validation",
 }
-"""Settings that a resumed run may have otherwise; the samples per update are compared by themselves, and the data by
-its fingerprint."""
+"""Settings that a resumed run may have otherwise, since they do not change what is trained.
+The number of samples per update and of training samples is compared by itself."""
 
 
 @dataclass(frozen=True)

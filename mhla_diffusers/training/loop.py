@@ -14,13 +14,13 @@ from torch import nn
 from ..families import get_family
 from ..patching import mhla_layers
 from .batches import NoisedBatches, ValidationLoss
+from .checks import check_data_fits
 from .config import StageConfig, TrainingConfig
 from .data import TrainingData
 from .diffusion import NoisedBatch, diffusion_process
 from .export import export_result
 from .folders import CheckpointError, RunFolder, RunState, Tensors, load_checkpoint
 from .interruption import StopRequest
-from .sharding import like_parameter, whole_tensor
 from .stage import StageTraining, Update
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names
@@ -77,6 +77,7 @@ def train(
         raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
     if not mhla_layers(transformer) and config.patch is not None:
         raise ValueError(f"The configuration has patch={config.patch!r}, but the transformer is not patched.")
+    check_data_fits(transformer, data)
     return _Run(transformer, data, config, resume, sampler).train()
 
 
@@ -113,6 +114,7 @@ class _Run:
         if checkpoint is not None:
             self._load(checkpoint)
         self.stop = StopRequest()
+        self.tokens = 0
 
     def _prepare_transformer(self) -> None:
         stages = self.config.stages
@@ -196,7 +198,7 @@ class _Run:
             stage_is_over = self.state.step == end
             if update.stop or stage_is_over or self.state.step % self.config.checkpoint_every == 0:
                 self._save(training, must_succeed=update.stop or stage_is_over)
-            if update.stop and not self.state.step == self.config.total_steps:
+            if update.stop and self.state.step != self.config.total_steps:
                 logger.warning("Stopped by SIGTERM after step %d; resume with --resume latest.", self.state.step)
                 return False
         return True
@@ -232,13 +234,16 @@ class _Run:
             file.write(json.dumps(record) + "\n")
 
     def _validate(self, training: StageTraining) -> None:
-        if not self.config.validation.samples:
-            return
-        place = (self.accelerator.process_index, self.accelerator.num_processes)
         with training.averaged_weights(), self.accelerator.autocast():
-            total = self.validation.sum_over_samples(training.model, self.accelerator.device, *place)
+            if self.config.validation.samples:
+                self._record_validation(training)
             if self.sampler is not None and self.accelerator.is_main_process:
                 self.sampler(self.transformer, self.folder.path / "samples" / f"step-{self.state.step:08d}")
+        self.accelerator.wait_for_everyone()
+
+    def _record_validation(self, training: StageTraining) -> None:
+        place = (self.accelerator.process_index, self.accelerator.num_processes)
+        total = self.validation.sum_over_samples(training.model, self.accelerator.device, *place)
         loss = float(self.accelerator.reduce(total, reduction="sum")) / self.config.validation.samples
         if self.accelerator.is_main_process:
             self._write_metrics({"step": self.state.step, "validation_loss": loss})
@@ -246,11 +251,11 @@ class _Run:
         logger.info("Validation loss %.5f after step %d.", loss, self.state.step)
 
     def _save(self, training: StageTraining, must_succeed: bool) -> None:
-        parameters = dict(self.transformer.named_parameters())
-        tensors = {"weights": {name: whole_tensor(parameters[name]) for name in self.changed}, **training.state()}
         if self.accelerator.is_main_process:
+            parameters = dict(self.transformer.named_parameters())
+            weights = {name: parameters[name].detach().cpu().contiguous() for name in self.changed}
             try:
-                self.folder.save(self.state, tensors, self.config.keep_checkpoints)
+                self.folder.save(self.state, {"weights": weights, **training.state()}, self.config.keep_checkpoints)
             except CheckpointError as error:
                 if must_succeed:
                     raise
@@ -260,17 +265,14 @@ class _Run:
     def _export(self, training: StageTraining) -> Path:
         folder = self.folder.path / "result"
         with training.averaged_weights():
-            parameters = dict(self.transformer.named_parameters())
-            tensors = {name: whole_tensor(parameters[name]) for name in self.changed}
             if self.accelerator.is_main_process:
-                export_result(self.transformer, tensors, self.config, folder)
+                export_result(self.transformer, self.config, folder)
         self.accelerator.wait_for_everyone()
         return folder
 
     def _progress(self) -> Any:
-        from tqdm.auto import tqdm
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-        self.tokens = 0
         return tqdm(
             total=self.config.total_steps,
             initial=self.state.step,
@@ -291,10 +293,10 @@ def make_accelerator(config: TrainingConfig) -> Any:
     """An ``Accelerator`` for the settings; where it runs is up to ``accelerate launch``.
 
     Raises:
-        ValueError: if the tracker is not installed.
+        ValueError: if the tracker is not installed, or weights would be sharded.
     """
     from accelerate import Accelerator
-    from accelerate.utils import is_tensorboard_available, is_wandb_available
+    from accelerate.utils import DistributedType, is_tensorboard_available, is_wandb_available
 
     available = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
     if config.tracker is not None and not available[config.tracker]():
@@ -302,9 +304,16 @@ def make_accelerator(config: TrainingConfig) -> Any:
             f"tracker={config.tracker} is not installed: pip install {config.tracker}, or set tracker: null. "
             "metrics.jsonl holds the same numbers."
         )
-    return Accelerator(
+    accelerator = Accelerator(
         gradient_accumulation_steps=config.gradient_accumulation,
         mixed_precision=config.precision,
         log_with=config.tracker,
         project_dir=config.output,
     )
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        raise ValueError(
+            f"Sharded training ({accelerator.distributed_type.value}) is not supported; use accelerate's multi-GPU "
+            "mode (finetune/accelerate/ddp.yaml). --dry-run shows what that needs per GPU; LoRA and gradient "
+            "checkpointing lower it."
+        )
+    return accelerator

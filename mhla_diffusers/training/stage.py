@@ -14,7 +14,6 @@ from .config import StageConfig, TrainingConfig
 from .diffusion import DiffusionProcess, NoisedBatch
 from .folders import Tensors
 from .objectives import diffusion_loss, distillation_loss, teacher_prediction, transfer_attention
-from .sharding import like_parameter, whole_tensor
 from .teacher import Teacher
 from .trainable import set_trainable
 
@@ -126,7 +125,8 @@ class StageTraining:
             with self._accelerator.autocast():
                 target = teacher_prediction(self._transformer, self._teacher, batch)
         if weights.need_prediction:
-            prediction = batch.predict(self.model)
+            with self._accelerator.autocast():
+                prediction = batch.predict(self.model)
             loss = torch.zeros((), device=prediction.device)
             if weights.diffusion:
                 part = diffusion_loss(self._process, prediction, batch)
@@ -159,17 +159,17 @@ class StageTraining:
             self._average.restore(self.trained.values())
 
     def state(self) -> dict[str, Tensors]:
-        """Optimizer and moving average as tensors by parameter name. All processes must call it."""
+        """Optimizer and moving average as tensors by parameter name, on the CPU."""
         optimizer = self._optimizer.optimizer
         moments = {
-            f"{name}/{key}": whole_tensor(value)
+            f"{name}/{key}": _on_cpu(value)
             for name, parameter in self.trained.items()
             for key, value in optimizer.state[parameter].items()
         }
         if self._average is None:
             return {"optimizer": moments}
         shadows = zip(self.trained, self._average.shadow_params, strict=True)
-        average = {name: whole_tensor(shadow) for name, shadow in shadows}
+        average = {name: _on_cpu(shadow) for name, shadow in shadows}
         average["updates"] = torch.tensor(self._average.optimization_step)
         return {"optimizer": moments, "ema": average}
 
@@ -180,16 +180,20 @@ class StageTraining:
         for key, value in state["optimizer"].items():
             name, _, part = key.rpartition("/")
             parameter = self.trained[name]
-            optimizer.state[parameter][part] = value if part == "step" else like_parameter(value, parameter)
+            optimizer.state[parameter][part] = value if part == "step" else value.to(parameter.device)
         if self._average is not None:
             for index, (name, parameter) in enumerate(self.trained.items()):
-                self._average.shadow_params[index] = like_parameter(state["ema"][name], parameter)
+                self._average.shadow_params[index] = state["ema"][name].to(parameter.device)
             self._average.optimization_step = int(state["ema"]["updates"])
 
     def close(self) -> None:
         """Free the optimizer and undo the wrapping, so that another stage can begin."""
         self._accelerator.free_memory(self._optimizer)
         self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous()
 
 
 def _make_optimizer(transformer: nn.Module, stage: StageConfig, config: TrainingConfig) -> torch.optim.AdamW:

@@ -31,9 +31,7 @@ def trainable_names(transformer: nn.Module, trainable: Trainable) -> list[str]:
         "attention": tuple(f"{name}." for name in patched_attentions(transformer)),
         "all": ("",),
     }[trainable]
-    fixed = {
-        f"{name}.mixing" for name, layer in mhla_layers(transformer).items() if not layer.config.mixing_learnable
-    }
+    fixed = {f"{name}.mixing" for name, layer in mhla_layers(transformer).items() if not layer.config.mixing_learnable}
     return [
         name
         for name, _ in transformer.named_parameters()

@@ -60,7 +60,7 @@ def make_problem(
 ) -> Problem:
     """Random float32 tensors of a problem; the mixing matrix is the initial one, shaken."""
     generator = torch.Generator().manual_seed(seed)
-    tokens, count = math.prod(grid), math.prod(blocks)
+    tokens = math.prod(grid)
     shape = (batch, tokens, heads, head_dim)
 
     def draw(*size: int) -> torch.Tensor:

@@ -80,7 +80,8 @@ def sana_data(count: int = 16) -> InMemoryData:
         }
         for _ in range(count)
     ]
-    return InMemoryData(samples)
+    empty = {"encoder_hidden_states": torch.zeros(3, 8), "encoder_attention_mask": torch.tensor([1, 0, 0])}
+    return InMemoryData(samples, empty)
 
 
 def dit_data(count: int = 16) -> InMemoryData:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -16,10 +17,19 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.training.preloaded"])
 
 
-def start_training(config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None) -> BaseProcess:
+def start_training(
+    config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None
+) -> BaseProcess:
     """Begin to train a tiny patched Wan; the process exits with 0 when finished, 143 when stopped."""
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     process = _context.Process(target=_train, args=(config.to_dict(), resume, environment or {}))
+    process.start()
+    return process
+
+
+def start_process(function: Callable[..., object], *arguments: object) -> BaseProcess:
+    """Call a function in a process of its own."""
+    process = _context.Process(target=function, args=arguments)
     process.start()
     return process
 

@@ -1,0 +1,109 @@
+"""What mhla_attention promises whatever the backend, and what it refuses."""
+
+import pytest
+import torch
+
+from mhla_diffusers.attention import (
+    feature_map_names,
+    initial_mixing,
+    mhla_attention,
+    reference_weights,
+    register_feature_map,
+)
+from mhla_diffusers.attention import feature_maps as feature_maps_module
+
+from .problems import GRIDS, make_problem
+
+
+@pytest.mark.parametrize(("grid", "blocks"), GRIDS)
+@pytest.mark.parametrize("rope", [None, "before"])
+def test_weights_sum_to_one(grid, blocks, rope):
+    problem = make_problem(grid, blocks, rotary=rope is not None, **({"rope": rope} if rope else {}))
+    problem.tensors["value"] = torch.ones_like(problem.tensors["value"])
+    output = problem.run(mhla_attention)["output"]
+    torch.testing.assert_close(output, torch.ones_like(output), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("init", ["one block", "equal entries"])
+def test_plain_linear_attention_is_a_special_case(init):
+    grid = (6, 8)
+    query, key, value = (make_problem(grid, (1, 1)).tensors[name].double() for name in ("query", "key", "value"))
+    phi_q, phi_k = query.relu() + 1e-6, key.relu() + 1e-6
+    summary = torch.einsum("bkhd,bkhe->bhde", phi_k, value)
+    expected = torch.einsum("bqhd,bhde->bqhe", phi_q, summary)
+    expected = expected / torch.einsum("bqhd,bhd->bqh", phi_q, phi_k.sum(dim=1)).unsqueeze(-1)
+    blocks = (1, 1) if init == "one block" else (3, 2)
+    mixing = initial_mixing(blocks, "uniform").double()
+    torch.testing.assert_close(mhla_attention(query, key, value, mixing, grid, blocks), expected)
+
+
+def test_rank_bound_and_that_mixing_exceeds_the_head_dim():
+    problem = make_problem((8, 8), (4, 2), batch=1, heads=1, head_dim=4)
+    tensors = problem.tensors
+    arguments = tensors["query"], tensors["key"]
+    mixed = reference_weights(*arguments, torch.rand(8, 8), (8, 8), (4, 2))[0, 0]
+    plain = reference_weights(*arguments, torch.ones(1, 1), (8, 8), (1, 1))[0, 0]
+    assert torch.linalg.matrix_rank(plain, rtol=1e-10) <= 4
+    assert 4 < torch.linalg.matrix_rank(mixed, rtol=1e-10) <= 8 * 4
+
+
+def test_a_key_mask_is_the_same_as_leaving_the_tokens_out():
+    problem = make_problem((12,), (3,), batch=1)
+    query, key, value, mixing = problem.tensors.values()
+    keep = torch.ones(1, 12, dtype=torch.bool)
+    keep[:, [3, 7, 11]] = False
+    masked = mhla_attention(query, key, value, mixing, (12,), (3,), key_mask=keep)
+    left = [x[:, keep[0]] for x in (query, key, value)]
+    shorter = mhla_attention(*left, mixing, (9,), (3,))
+    torch.testing.assert_close(masked[:, keep[0]], shorter, rtol=1e-5, atol=1e-6)
+
+
+def test_a_registered_feature_map_is_used(monkeypatch):
+    monkeypatch.setattr(feature_maps_module, "_FEATURE_MAPS", dict(feature_maps_module._FEATURE_MAPS))
+    register_feature_map("square", lambda x, eps: x.square() + eps)
+    assert "square" in feature_map_names()
+    query, key, value, mixing = make_problem((12,), (3,)).tensors.values()
+    squared = mhla_attention(query, key, value, mixing, (12,), (3,), feature_map="square")
+    direct = mhla_attention(query.square(), key.square(), value, mixing, (12,), (3,), feature_map="relu")
+    torch.testing.assert_close(squared, direct)
+    with pytest.raises(ValueError, match="'square' is already registered"):
+        register_feature_map("square", lambda x, eps: x)
+
+
+@pytest.mark.parametrize("shape", [(0, 12, 2, 8), (2, 12, 0, 8)])
+def test_empty_tensors_give_empty_tensors(shape):
+    x = torch.empty(shape)
+    assert mhla_attention(x, x, x, torch.rand(3, 3), (12,), (3,)).shape == shape
+
+
+def refused(words, **changes):
+    query = torch.randn(2, 12, 2, 8)
+    arguments = {
+        "query": query,
+        "key": query,
+        "value": query,
+        "mixing": torch.rand(4, 4),
+        "grid": (3, 4),
+        "blocks": (2, 2),
+    }
+    with pytest.raises(ValueError, match=words):
+        mhla_attention(**(arguments | changes))
+
+
+def test_bad_input_is_named():
+    refused(r"query must be \(B, N, H, D\), got shape \(2, 12, 16\)", query=torch.randn(2, 12, 16))
+    refused("floating point, got torch.int64", query=torch.ones(2, 12, 2, 8, dtype=torch.int64))
+    refused(r"key has shape .*2, 11, 2, 8.* but query has .*2, 12, 2, 8", key=torch.randn(2, 11, 2, 8))
+    refused("value has dtype torch.float64, but query has torch.float32", value=torch.randn(2, 12, 2, 8).double())
+    refused(r"Token grid \(3, 5\) holds 15 tokens, but query has N=12", grid=(3, 5))
+    refused(
+        r"mixing has shape \(3, 3\); for 4 blocks and 2 heads it must be \(4, 4\) or \(2, 4, 4\)",
+        mixing=torch.rand(3, 3),
+    )
+    refused("Unknown feature map 'rulu'; did you mean 'relu'", feature_map="rulu")
+    refused("rope='during'; allowed: 'after' or 'before'", rope="during")
+    refused("Unknown backend 'eagr'; allowed: auto, .*Did you mean 'eager'", backend="eagr")
+    refused(r"rotary tables must be \(1 or 2, 12, 1, 8\), got \(12, 8\)", rotary=(torch.randn(12, 8),) * 2)
+    refused(r"key_mask must have shape \(2, 12\), got \(12,\)", key_mask=torch.ones(12, dtype=torch.bool))
+    refused(r"output_norm must have shape \(8,\), got \(16,\)", output_norm=torch.ones(16))
+    refused(r"output_gate must have shape \(2, 12, 2, 8\), got \(2, 12, 16\)", output_gate=torch.ones(2, 12, 16))
