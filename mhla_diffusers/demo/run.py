@@ -55,9 +55,9 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         check_family(self.family)
-        for name in ("steps", "scenes", "samples", "held_out"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 2.")
+        for name, least in (("steps", 4), ("scenes", 2), ("samples", 16), ("held_out", 2)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
 
 
 @dataclass

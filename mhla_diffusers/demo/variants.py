@@ -37,28 +37,24 @@ def variants(family: str) -> list[Variant]:
 
 
 def adaptation(family: str, patch: MHLAConfig, steps: int, held_out: int, output: Path, seed: int) -> TrainingConfig:
-    """Attention transfer in the first quarter of the steps, then all weights end to end.
-
-    SANA's own attention is linear already and has no softmax to imitate, but the recipe is the same.
-    """
-    transfer = max(1, steps // 4)
+    """The recipe of ``finetune/configs/tiny-*.yaml``, shortened: attention transfer, then all weights end to end."""
+    transfer = steps // 4
     return TrainingConfig(
         output=str(output),
         patch=patch,
         stages=(
-            StageConfig(transfer, 2e-3, "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=1e-2),
+            StageConfig(transfer, 2e-3, "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=5e-3),
             StageConfig(
-                max(1, steps - transfer),
-                1e-3,
+                steps - transfer,
+                5e-4,
                 "all",
-                ObjectiveWeights(diffusion=0.5, distillation=0.5),
-                mixing_learning_rate=1e-2,
-                scheduler="cosine",
+                ObjectiveWeights(diffusion=1.0, distillation=1.0),
+                mixing_learning_rate=5e-3,
             ),
         ),
         seed=seed,
-        batch_size=8 if family == "wan" else 32,
+        batch_size=8 if family == "wan" else 16,
         prompt_dropout=0.1,
-        checkpoint_every=10 * steps,
-        validation=ValidationConfig(samples=held_out, every=max(1, steps // 4)),
+        checkpoint_every=steps,
+        validation=ValidationConfig(samples=held_out, every=max(1, steps // 5)),
     )

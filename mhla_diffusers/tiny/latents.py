@@ -31,7 +31,8 @@ def digit_latents(pipe: Any, family: str, samples: int, held_out: int, seed: int
     """
     prompts: dict[str, dict[str, torch.Tensor]] = {}
     encoded: list[dict[str, torch.Tensor]] = []
-    for split, count in (("train", samples), ("held-out", held_out)):
+    splits: tuple[tuple[Split, int], ...] = (("train", samples), ("held-out", held_out))
+    for split, count in splits:
         for scenes, pictures in _batches(family, split, count, seed):
             for scene, latents in zip(scenes, encode_pictures(pipe, family, pictures), strict=True):
                 if scene.caption not in prompts:
