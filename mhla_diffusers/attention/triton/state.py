@@ -1,0 +1,95 @@
+"""Reading a block's mixed summary with a tile of features, and the gradient of doing so."""
+
+import triton
+import triton.language as tl
+
+from .features import input_gradient, load_features
+from .tile import accurate_dot, load_key_sum, load_state, store_rows
+
+
+@triton.jit
+def read_state(
+    source,
+    scale,
+    tile,
+    state,
+    held,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    FEATURE_MAP: tl.constexpr,
+    ROPE_BEFORE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    """Features × KV summary float32 (tokens, BLOCK_D), and features × key sum (tokens,), 1 without normaliser.
+
+    Args:
+        state: where the summary begins.
+        held: its first BLOCK_C rows, which are all of them if BLOCK_C is not less than HEAD_DIM.
+    """
+    columns = tl.arange(0, BLOCK_D)
+    product = tl.zeros((tile.tokens.shape[0], BLOCK_D), tl.float32)
+    normaliser = tl.zeros(tile.tokens.shape, tl.float32)
+    for first in tl.static_range(0, HEAD_DIM, BLOCK_C):
+        channels = first + tl.arange(0, BLOCK_C)
+        rotated, plain = load_features(source, scale, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
+        if HEAD_DIM > BLOCK_C:
+            held = load_state(state, channels, columns, HEAD_DIM)
+        product = accurate_dot(rotated, held, product, IEEE, False, False)
+        if NORMALIZE:
+            normaliser += tl.sum(plain * load_key_sum(state, channels, HEAD_DIM)[None, :], axis=1)
+    if NORMALIZE:
+        # a token that does not exist would divide by zero, and 0 * nan is nan in a sum over tokens
+        return product, tl.where(tile.exists, normaliser, 1.0)
+    else:
+        return product, normaliser + 1.0
+
+
+@triton.jit
+def store_source_gradient(
+    pointer,
+    source,
+    scale,
+    tile,
+    state,
+    held,
+    values,
+    key_sum_weight,
+    row_product,
+    feature_weight,
+    layout,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    FEATURE_MAP: tl.constexpr,
+    ROPE_BEFORE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    IEEE: tl.constexpr,
+    EXACT_VALUES: tl.constexpr,
+):
+    """Write the gradient of query or key whose features f enter as weight × (fᵀ S values + key_sum_weight fᵀ z).
+
+    Args:
+        pointer: contiguous (B, N, H, D) to write.
+        state: where S and z begin.
+        held: as in :func:`read_state`.
+        values: (tokens, BLOCK_D).
+        key_sum_weight: (tokens,).
+        row_product: fᵀ S values + key_sum_weight fᵀ z, (tokens,).
+        feature_weight: (tokens,).
+    """
+    columns = tl.arange(0, BLOCK_D)
+    for first in tl.static_range(0, HEAD_DIM, BLOCK_C):
+        channels = first + tl.arange(0, BLOCK_C)
+        if HEAD_DIM > BLOCK_C:
+            held = load_state(state, channels, columns, HEAD_DIM)
+        rotated = tl.zeros((tile.tokens.shape[0], BLOCK_C), tl.float32)
+        rotated = accurate_dot(values, tl.trans(held), rotated, IEEE, EXACT_VALUES, False)
+        plain = tl.zeros_like(rotated)
+        if NORMALIZE:
+            plain += key_sum_weight[:, None] * load_key_sum(state, channels, HEAD_DIM)[None, :]
+        gradient = input_gradient(
+            source, scale, rotated, plain, row_product, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE
+        )
+        store_rows(pointer, gradient * feature_weight[:, None], tile, channels, layout, HEAD_DIM)
