@@ -5,7 +5,8 @@ import triton.language as tl
 
 from .arguments import Box, Program, Tile
 
-# The interpreter multiplies bfloat16 tiles as if their bits were integers; float32 copies of the same values are exact.
+# The interpreter cuts bfloat16 values off instead of rounding them and multiplies their bits as if they were integers:
+# there, tiles are rounded by hand and stay float32, which holds the same values.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -90,6 +91,19 @@ def tokens_in(layout):
 
 
 @triton.jit
+def to_bfloat16(x):
+    """Round a float32 tile to the nearest bfloat16, ties to even."""
+    if _INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        odd = (bits >> 16) & 1
+        rounded = ((bits.to(tl.uint64) + 0x7FFF + odd) & 0xFFFF0000).to(tl.uint32)
+        # a NaN has no neighbour to round to, and its bits could carry into the sign
+        return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
 def load_rows(rows, tile, channels, HEAD_DIM: tl.constexpr):
     """Channels of a tile as float32 (tokens, channels); what does not exist is 0."""
     start = rows.pointer + tile.batch * rows.batch_stride + tile.head * rows.head_stride
@@ -102,6 +116,8 @@ def store_rows(pointer, values, tile, channels, layout, HEAD_DIM: tl.constexpr):
     """Write ``values`` (tokens, channels) into a contiguous (B, N, H, D)."""
     row = (tile.batch * tokens_in(layout) + tile.tokens) * layout.heads + tile.head
     addresses = pointer + row[:, None] * HEAD_DIM + channels[None, :]
+    if pointer.dtype.element_ty == tl.bfloat16:
+        values = to_bfloat16(values)
     tl.store(addresses, values, mask=tile.exists[:, None] & (channels < HEAD_DIM)[None, :])
 
 
@@ -156,14 +172,6 @@ def rotate(x, table, BACKWARDS: tl.constexpr):
 
 
 @triton.jit
-def _half_dot(a, b, total):
-    if _INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
-    else:
-        return tl.dot(a, b, total)
-
-
-@triton.jit
 def accurate_dot(a, b, total, IEEE: tl.constexpr, EXACT_A: tl.constexpr, EXACT_B: tl.constexpr):
     """``a @ b + total`` of float32 tiles, on the tensor cores unless IEEE is asked for.
 
@@ -174,10 +182,10 @@ def accurate_dot(a, b, total, IEEE: tl.constexpr, EXACT_A: tl.constexpr, EXACT_B
     if IEEE:
         return tl.dot(a, b, total, input_precision="ieee")
     else:
-        high_a = a.to(tl.bfloat16)
-        high_b = b.to(tl.bfloat16)
+        high_a = to_bfloat16(a)
+        high_b = to_bfloat16(b)
         if not EXACT_A:
-            total = _half_dot((a - high_a.to(tl.float32)).to(tl.bfloat16), high_b, total)
+            total = tl.dot(to_bfloat16(a - high_a.to(tl.float32)), high_b, total)
         if not EXACT_B:
-            total = _half_dot(high_a, (b - high_b.to(tl.float32)).to(tl.bfloat16), total)
-        return _half_dot(high_a, high_b, total)
+            total = tl.dot(high_a, to_bfloat16(b - high_b.to(tl.float32)), total)
+        return tl.dot(high_a, high_b, total)
