@@ -148,9 +148,7 @@ def load_key_sum(state, channels, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def store_part(
-    pointer, summary, key_sum, program, columns, layout, HEAD_DIM: tl.constexpr, NORMALIZE: tl.constexpr
-):
+def store_part(pointer, summary, key_sum, program, columns, layout, HEAD_DIM: tl.constexpr, NORMALIZE: tl.constexpr):
     """Write one part's share of a block's summary into a contiguous (B, H, M, parts, D + NORMALIZE, D)."""
     part = _block_number(program, layout) * layout.parts + program.part
     start = pointer + part * ((HEAD_DIM + NORMALIZE) * HEAD_DIM)

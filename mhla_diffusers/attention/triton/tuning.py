@@ -54,6 +54,6 @@ _TILES_PER_PART = 4
 
 
 def _processors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 4  # the interpreter, which then shares blocks out as a GPU does

@@ -1,24 +1,12 @@
-"""Triton's interpreter, which runs the kernels of these tests on the CPU.
+"""Triton's interpreter, several times faster and no different."""
 
-Importing this file chooses it. That has to happen before Triton is imported for the first time: a kernel is made for
-the interpreter, or for a GPU, when it is decorated.
-"""
-
-import os
-import sys
-
-if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-    raise ImportError("Triton was imported before TRITON_INTERPRET=1 was set; import this file first.")
-os.environ["TRITON_INTERPRET"] = "1"
-
-from triton.runtime import interpreter  # noqa: E402 - the variable above comes first
+from triton.runtime import interpreter
 
 
 def patch_language_once_per_function() -> None:
-    """Make the interpreter several times faster and no different.
+    """Have the interpreter replace the functions of triton.language once for each helper function, not at each call.
 
-    It replaces the functions of triton.language anew at each call of a helper function, which does nothing after the
-    first: the replacements stay.
+    From the second call on that does nothing, for the replacements stay; but it is most of the interpreter's time.
     """
     patched = set()
     patch_language = interpreter._patch_lang
@@ -30,6 +18,3 @@ def patch_language_once_per_function() -> None:
         return self.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
-
-
-patch_language_once_per_function()
