@@ -3,7 +3,7 @@
 With f = φ(q), S and z the mixed summary and key sum of the query's block, n = fᵀS, d = fᵀz, u = n / d, the output is
 u · r · w · SiLU(g), where r = 1 / sqrt(mean(u²) + ε) and w belong to the output norm, g to the gate. Nothing of it is
 kept from the forward pass; the query kernel leaves three numbers per token, so that the kernel after it can form the
-gradient of any columns of n by themselves: ∂n = slope · (∂o · SiLU(g) · w) − shrink · n, and ∂d.
+gradient of some columns of n by themselves: ∂n = slope · (∂o · SiLU(g) · w) − shrink · n, and ∂d.
 """
 
 import triton
@@ -78,8 +78,8 @@ def query_gradient_kernel(
             tile,
             state,
             held,
+            channels,
             HEAD_DIM,
-            BLOCK_D,
             BLOCK_C,
             FEATURE_MAP,
             ROPE_BEFORE,
@@ -124,13 +124,13 @@ def query_gradient_kernel(
             tile,
             state,
             held,
+            channels,
             gradient,
             normaliser_gradient,
             row_product,
             tile.exists.to(tl.float32),
             layout,
             HEAD_DIM,
-            BLOCK_D,
             BLOCK_C,
             FEATURE_MAP,
             ROPE_BEFORE,
@@ -173,7 +173,8 @@ def summary_gradient_kernel(
     summary = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
     key_sum = tl.zeros((BLOCK_D,), tl.float32)
     if output_norm is not None:
-        held = load_state(state_of(mixed, program, layout, HEAD_DIM, NORMALIZE), channels, columns, HEAD_DIM)
+        state = state_of(mixed, program, layout, HEAD_DIM, NORMALIZE)
+        held = load_state(state, tl.arange(0, BLOCK_E), columns, HEAD_DIM)
         weight = tl.load(output_norm + columns, mask=columns < HEAD_DIM, other=0.0).to(tl.float32)
     for index in range(first_tile(program, box, layout, BLOCK_T), end_tile(program, box, layout, BLOCK_T)):
         tile = tile_of(program, index, box, layout, BLOCK_T)
@@ -186,8 +187,20 @@ def summary_gradient_kernel(
         slope = tl.load(_token_numbers(token_numbers, SLOPE, tile, layout), mask=tile.exists, other=0.0)
         gradient *= slope[:, None]
         if output_norm is not None:
-            values = tl.zeros_like(gradient)
-            values = accurate_dot(rotated, held, values, number == tl.float32, False, False)
+            values, _ = read_state(
+                source,
+                scale,
+                tile,
+                state,
+                held,
+                columns,
+                HEAD_DIM,
+                BLOCK_E,
+                FEATURE_MAP,
+                ROPE_BEFORE,
+                False,
+                number == tl.float32,
+            )
             shrink = tl.load(_token_numbers(token_numbers, SHRINK, tile, layout), mask=tile.exists, other=0.0)
             gradient = gradient * weight[None, :] - shrink[:, None] * values
         summary = accurate_dot(tl.trans(rotated), gradient, summary, number == tl.float32, False, False)
@@ -235,8 +248,8 @@ def key_value_gradient_kernel(
             tile,
             state,
             held,
+            channels,
             HEAD_DIM,
-            BLOCK_D,
             BLOCK_C,
             FEATURE_MAP,
             ROPE_BEFORE,
@@ -256,13 +269,13 @@ def key_value_gradient_kernel(
             tile,
             state,
             held,
+            channels,
             values,
             tl.full(weight.shape, 1.0, tl.float32),
             row_product,
             weight,
             layout,
             HEAD_DIM,
-            BLOCK_D,
             BLOCK_C,
             FEATURE_MAP,
             ROPE_BEFORE,

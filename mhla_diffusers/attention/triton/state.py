@@ -14,24 +14,23 @@ def read_state(
     tile,
     state,
     held,
+    columns,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """Features × KV summary float32 (tokens, BLOCK_D), and features × key sum (tokens,), 1 without normaliser.
+    """Features × columns of the KV summary, float32 (tokens, columns); and features × key sum, 1 if not NORMALIZE.
 
     Args:
         state: where the summary begins.
-        held: its first BLOCK_C rows, which are all of them if BLOCK_C is not less than HEAD_DIM.
+        held: the columns of its first BLOCK_C rows, which are all of them if BLOCK_C is not less than HEAD_DIM.
     """
-    columns = tl.arange(0, BLOCK_D)
-    product = tl.zeros((tile.tokens.shape[0], BLOCK_D), tl.float32)
+    product = tl.zeros((tile.tokens.shape[0], columns.shape[0]), tl.float32)
     normaliser = tl.zeros(tile.tokens.shape, tl.float32)
-    for first in tl.static_range(0, HEAD_DIM, BLOCK_C):
+    for first in range(0, HEAD_DIM, BLOCK_C):  # a loop that is not unrolled: unrolled, it spills registers
         channels = first + tl.arange(0, BLOCK_C)
         rotated, plain = load_features(source, scale, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
         if HEAD_DIM > BLOCK_C:
@@ -54,13 +53,13 @@ def store_source_gradient(
     tile,
     state,
     held,
+    columns,
     values,
     key_sum_weight,
     row_product,
     feature_weight,
     layout,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
@@ -74,13 +73,13 @@ def store_source_gradient(
         pointer: contiguous (B, N, H, D) to write.
         state: where S and z begin.
         held: as in :func:`read_state`.
-        values: (tokens, BLOCK_D).
+        columns: all channels of the values.
+        values: (tokens, columns).
         key_sum_weight: (tokens,).
         row_product: fᵀ S values + key_sum_weight fᵀ z, (tokens,).
         feature_weight: (tokens,).
     """
-    columns = tl.arange(0, BLOCK_D)
-    for first in tl.static_range(0, HEAD_DIM, BLOCK_C):
+    for first in range(0, HEAD_DIM, BLOCK_C):
         channels = first + tl.arange(0, BLOCK_C)
         if HEAD_DIM > BLOCK_C:
             held = load_state(state, channels, columns, HEAD_DIM)

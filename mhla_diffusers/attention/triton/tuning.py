@@ -16,11 +16,39 @@ class Tiling(NamedTuple):
     stages: int
 
 
+_Table = dict[str, Tiling]
+
+# Chosen so that no kernel spills registers and each fits into the card's shared memory; not measured on any card yet.
+_LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D = 128 is held
+    "summary": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "output": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
+    "summary_gradient": Tiling(tokens=64, channels=64, warps=8, stages=1),
+    "key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
+}
+_SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
+_AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
+_INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))
+_BY_ARCHITECTURE = {"sm_90": _LARGE, "sm_100": _LARGE, "sm_103": _LARGE, "interpreter": _INTERPRETER}
+"""Cards that are not named here take the small tiles."""
+
+
 def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, architecture: str) -> Tiling:
     """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest block."""
-    padded = max(16, 1 << (head_dim - 1).bit_length())
-    tokens = min(64, max(16, 1 << (longest_block - 1).bit_length()))
-    return Tiling(tokens, min(64, padded), 4, 1)
+    table = _BY_ARCHITECTURE.get(architecture, _AMD if architecture.startswith("gfx") else _SMALL)
+    tokens, channels, warps, stages = table[kernel]
+    padded = _power_of_two(head_dim)
+    if dtype == torch.float32 or padded > 128:
+        # float32 products run outside the tensor cores on operands of twice the size; D = 256 doubles every row
+        tokens, channels = min(tokens, 16), min(channels, 32)
+    if padded <= 64:
+        warps = 4
+    return Tiling(min(tokens, _power_of_two(longest_block)), min(channels, padded), warps, stages)
+
+
+def _power_of_two(size: int) -> int:
+    """The next power of two, at least 16, the smallest side of a tile that the tensor cores multiply."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def architecture_of(device: torch.device) -> str:
