@@ -14,7 +14,7 @@ from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, 
 from .call import Call
 from .forward_kernels import output_kernel, summary_kernel
 from .memory import allocate
-from .tuning import Tiling, architecture_of, parts_per_block, tiling
+from .tuning import SUMMARY_KERNELS, Tiling, architecture_of, parts_per_block, tiling
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,7 @@ class _Shape:
         longest_block = math.prod(-(-n // b) for n, b in zip(call.grid, call.blocks, strict=True))
         self.call = call
         self.tiles = tiling(kernel, head_dim, call.query.dtype, longest_block, architecture or architecture_of(device))
-        # kernels that write summaries take BLOCK_E of their columns; the others need whole rows of the output
-        columns = -(-head_dim // self.tiles.channels) if kernel in ("summary", "summary_gradient") else 1
+        columns = -(-head_dim // self.tiles.channels) if kernel in SUMMARY_KERNELS else 1
         whole_blocks = batch * heads * math.prod(call.blocks) * columns
         parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, device)
         self.programs = whole_blocks * parts

@@ -16,6 +16,9 @@ class Tiling(NamedTuple):
     stages: int
 
 
+SUMMARY_KERNELS = ("summary", "summary_gradient")
+"""Kernels that add tokens up to summaries, ``channels`` columns at a time; the others read summaries."""
+
 _Table = dict[str, Tiling]
 
 # Chosen so that no kernel spills registers and each fits into the card's shared memory; not measured on any card yet.
@@ -23,7 +26,7 @@ _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D =
     "summary": Tiling(tokens=64, channels=128, warps=8, stages=1),
     "output": Tiling(tokens=64, channels=128, warps=8, stages=1),
     "query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
-    "summary_gradient": Tiling(tokens=64, channels=64, warps=8, stages=1),
+    "summary_gradient": Tiling(tokens=32, channels=64, warps=8, stages=1),
     "key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
 }
 _SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
@@ -41,6 +44,8 @@ def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, a
     if dtype == torch.float32 or padded > 128:
         # float32 products run outside the tensor cores on operands of twice the size; D = 256 doubles every row
         tokens, channels = min(tokens, 16), min(channels, 32)
+    if head_dim != padded and kernel in SUMMARY_KERNELS:
+        tokens = max(tokens // 2, 16)  # the masks of the padded channels take registers of their own
     if padded <= 64:
         warps = 4
     return Tiling(min(tokens, _power_of_two(longest_block)), min(channels, padded), warps, stages)

@@ -81,8 +81,10 @@ def test_everything_at_once(dtype, normalize):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [1, 5, 32, 64, 72, 96, 128, 200, 256])
 def test_head_dims(head_dim, dtype):
-    rotary = head_dim % 2 == 0
-    check(make_problem((5, 9), (1, 2), batch=1, heads=1, head_dim=head_dim, rotary=rotary, norm=head_dim > 1), dtype)
+    # with one channel the normaliser and the norm each cancel the query: its gradient would be 0 and its error noise
+    scaled = head_dim > 1
+    options = {"rotary": head_dim % 2 == 0, "norm": scaled, "normalize": scaled}
+    check(make_problem((5, 9), (1, 2), batch=1, heads=1, head_dim=head_dim, **options), dtype)
 
 
 @pytest.mark.parametrize("feature_map", ["elu+1", "softmax"])
