@@ -85,8 +85,8 @@ def mhla_attention(
         (B, N, H, D) in the type of ``query``; computed in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes, types, devices, grid, blocks, feature map, rope or backend do not fit, or the backend asked for
-            cannot run the call.
+        ValueError: shapes, types, devices, grid, blocks, feature map, rope or backend do not fit, or the backend
+            asked for cannot run the call.
     """
     grid, blocks = check_layout(grid, blocks)
     get_feature_map(feature_map)

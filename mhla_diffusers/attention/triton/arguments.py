@@ -85,4 +85,4 @@ def table_rows(table: torch.Tensor) -> Rows:
 def layout(heads: int, grid: Shape, blocks: Shape, parts: int) -> Layout:
     """Grid and blocks of 1 to 3 axes; missing leading axes have one token in one block."""
     missing = (1,) * (3 - len(grid))
-    return Layout(heads, *missing, *grid, *missing, *blocks, parts)
+    return Layout._make((heads, *missing, *grid, *missing, *blocks, parts))

@@ -64,6 +64,7 @@ def triton_attention(
     reason = why_not(query, feature_map, rotary)
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
+    output: torch.Tensor
     output, _ = attention(
         _usable(query, "query"),
         _usable(key, "key"),

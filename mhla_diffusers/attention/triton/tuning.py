@@ -30,9 +30,10 @@ _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D =
     "key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
 }
 _SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
+_SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
 _AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
 _INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))
-_BY_ARCHITECTURE = {"sm_90": _LARGE, "sm_100": _LARGE, "sm_103": _LARGE, "interpreter": _INTERPRETER}
+_BY_ARCHITECTURE = {"sm_80": _SM_80, "sm_90": _LARGE, "sm_100": _LARGE, "sm_103": _LARGE, "interpreter": _INTERPRETER}
 """Cards that are not named here take the small tiles."""
 
 
