@@ -5,6 +5,7 @@ is done for a few heads and a few rows of blocks at a time: that bounds the work
 working set in the cache.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +94,7 @@ def eager_attention(
         return _finish(output, part, output_norm, gate)
 
     groups = [slice(start, start + heads_at_once) for start in range(0, query.shape[2], heads_at_once)]
-    with torch.autocast(query.device.type, enabled=False):
+    with _without_autocast(query.device):
         if torch.is_grad_enabled():
             # writing into one tensor would make the backward pass copy the whole gradient once for every write
             outputs = []
@@ -108,6 +109,11 @@ def eager_attention(
             for part in parts:
                 on_grid[(slice(None), *part.region.tokens, heads)] = read(heads, mixed, part)
         return output
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast switched off; the meta device, for which shapes and costs are counted, has none."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _working_set(query: torch.Tensor, blocks: Shape) -> tuple[int, int]:

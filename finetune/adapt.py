@@ -1,0 +1,38 @@
+"""Fast adaptation of a patched pipeline.
+
+accelerate launch finetune/adapt.py --config finetune/configs/wan2.1-t2v-1.3b-hybrid.yaml
+accelerate launch finetune/adapt.py --config … --resume latest
+python finetune/adapt.py --config … --dry-run
+Settings are overridden by key=value, for example: stages.0.steps=200 batch_size=2
+"""
+
+import argparse
+import logging
+import sys
+
+from mhla_diffusers.training import TrainingConfig, TrainingDivergedError
+from mhla_diffusers.training.commands import dry_run, finetune
+
+
+def main() -> int:
+    """Run; 143 as exit code after SIGTERM."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file, see finetune/configs")
+    parser.add_argument("--resume", help='"latest", or the path of a checkpoint')
+    parser.add_argument("--dry-run", action="store_true", help="show parameters, memory and FLOPs, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        config = TrainingConfig.from_yaml(arguments.config, arguments.overrides)
+        if arguments.dry_run:
+            sys.stdout.write(f"{dry_run(config)}\n")
+            return 0
+        result = finetune(config, resume=arguments.resume)
+    except (ValueError, OSError, TrainingDivergedError) as error:
+        parser.exit(1, f"Error: {error}\n")
+    return 0 if result.finished else 143
+
+
+if __name__ == "__main__":
+    sys.exit(main())

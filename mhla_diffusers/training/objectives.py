@@ -1,0 +1,78 @@
+"""The losses of a stage: diffusion, teacher output distillation and attention transfer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .diffusion import DiffusionProcess, NoisedBatch
+from .teacher import Teacher
+from .trainable import patched_attentions
+
+
+def teacher_prediction(transformer: nn.Module, teacher: Teacher, batch: NoisedBatch) -> torch.Tensor:
+    """The unpatched model's output: (B, output channels, ...)."""
+    with teacher.at_work():
+        return batch.predict(transformer)
+
+
+def distillation_loss(prediction: torch.Tensor, teacher_output: torch.Tensor) -> torch.Tensor:
+    """Mean squared error to the unpatched model's prediction, all output channels: float32 ()."""
+    return (prediction.float() - teacher_output.float()).square().mean()
+
+
+def diffusion_loss(process: DiffusionProcess, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+    """The loss that the model was trained with: float32 ()."""
+    return process.loss(prediction, batch).mean()
+
+
+def transfer_attention(
+    transformer: nn.Module,
+    teacher: Teacher,
+    batch: NoisedBatch,
+    backward: Callable[[torch.Tensor], None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention transfer and, on the way, the teacher's prediction.
+
+    The teacher runs once without gradients. As each patched self-attention has run, MHLA runs on the same input and
+    ``backward`` is called with the mean squared error of the two outputs, divided by the number of layers. So at most
+    one layer's activations are held, and no gradient passes from one layer to another.
+
+    Args:
+        transformer: the patched transformer.
+        teacher: its teacher.
+        batch: what to run on.
+        backward: accumulates the gradients of one layer's share of the loss.
+
+    Returns:
+        The mean over layers of the mean squared error, float32 () without gradient, and the teacher's output.
+    """
+    attentions = patched_attentions(transformer)
+    total = torch.zeros((), device=batch.latents.device)
+
+    def compare(name: str) -> Callable[..., None]:
+        def hook(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+            nonlocal total
+            with teacher.student_attention(name):
+                student_output = attn.forward(*args, **kwargs)
+                loss = (student_output.float() - output.float()).square().mean() / len(attentions)
+                backward(loss)
+            total = total + loss.detach()
+
+        return hook
+
+    with _hooks(attentions, compare):
+        prediction = teacher_prediction(transformer, teacher, batch)
+    return total, prediction
+
+
+@contextmanager
+def _hooks(attentions: dict[str, Any], make: Callable[[str], Callable[..., None]]) -> Iterator[None]:
+    handles = [attn.register_forward_hook(make(name), with_kwargs=True) for name, attn in attentions.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

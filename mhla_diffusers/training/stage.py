@@ -1,0 +1,222 @@
+"""One stage at work: its optimizer, learning rates, moving average, and one update."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..patching import mhla_layers, register_mixing_clip
+from .config import StageConfig, TrainingConfig
+from .diffusion import DiffusionProcess, NoisedBatch
+from .folders import Tensors
+from .objectives import diffusion_loss, distillation_loss, teacher_prediction, transfer_attention
+from .teacher import Teacher
+from .trainable import set_trainable
+
+_LOSSES = ("loss", "diffusion", "distillation", "transfer")
+
+
+@dataclass(frozen=True)
+class Update:
+    """What came of one update, averaged over all processes."""
+
+    losses: dict[str, float]
+    """``loss``, the weighted sum, and its parts; parts of weight 0 are left out."""
+    gradient_norm: float
+    """Before clipping."""
+    skipped: bool
+    """Whether the weights were left alone because loss or gradient was not finite."""
+    stop: bool
+    """Whether any process wants to stop."""
+
+
+class StageTraining:
+    """Trains one stage.
+
+    Args:
+        accelerator: of the run.
+        transformer: the model, unwrapped.
+        teacher: of the model; None if no objective needs it.
+        process: how the family was trained.
+        config: settings of the run.
+        stage: settings of the stage.
+        first_step: updates of this stage that an earlier run did.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        transformer: nn.Module,
+        teacher: Teacher | None,
+        process: DiffusionProcess,
+        config: TrainingConfig,
+        stage: StageConfig,
+        first_step: int,
+    ) -> None:
+        from diffusers.training_utils import EMAModel
+
+        self._accelerator = accelerator
+        self._transformer = transformer
+        self._teacher = teacher
+        self._process = process
+        self._stage = stage
+        self._config = config
+        set_trainable(transformer, stage.trainable)
+        optimizer = _make_optimizer(transformer, stage, config)
+        if mhla_layers(transformer):
+            register_mixing_clip(optimizer, transformer)
+        self.model, self._optimizer = accelerator.prepare(transformer, optimizer)
+        self._schedule = _make_schedule(self._optimizer.optimizer, stage, first_step)
+        self.trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+        self._average = EMAModel(self.trained.values(), decay=config.ema_decay) if config.ema_decay else None
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update, for all but the mixing matrices."""
+        return float(self._schedule.get_last_lr()[0])
+
+    def update(self, batches: Iterator[NoisedBatch], stop: bool) -> Update:
+        """One optimizer update.
+
+        Args:
+            batches: gives the batch of every forward.
+            stop: whether this process wants to stop.
+        """
+        totals = torch.zeros(len(_LOSSES), device=self._accelerator.device)
+        for _ in range(self._config.gradient_accumulation):
+            with self._accelerator.accumulate(self.model):
+                totals += self._backward(next(batches)) / self._config.gradient_accumulation
+        if not self._stage.objectives.need_prediction:
+            self._average_gradients()
+        gradient_norm = float(self._accelerator.clip_grad_norm_(self.trained.values(), self._config.max_gradient_norm))
+        wishes = torch.tensor([float(stop)], device=totals.device)
+        *losses, stops = self._accelerator.reduce(torch.cat([totals, wishes]), reduction="mean").tolist()
+        skipped = not (math.isfinite(losses[0]) and math.isfinite(gradient_norm))
+        if not skipped:
+            self._optimizer.step()
+            if self._average is not None:
+                self._average.step(self.trained.values())
+        self._optimizer.zero_grad()
+        self._schedule.step()
+        weights = {"loss": 1.0, **vars(self._stage.objectives)}
+        named = {name: loss for name, loss in zip(_LOSSES, losses, strict=True) if weights[name]}
+        return Update(named, gradient_norm, skipped, stops > 0)
+
+    def _backward(self, batch: NoisedBatch) -> torch.Tensor:
+        """Accumulate the gradients of one forward; return the losses in the order of ``_LOSSES``."""
+        weights = self._stage.objectives
+        parts = torch.zeros(len(_LOSSES), device=batch.latents.device)
+        target = None
+        if weights.transfer:
+            assert self._teacher is not None
+            with self._accelerator.autocast():
+                parts[3], target = transfer_attention(
+                    self._transformer,
+                    self._teacher,
+                    batch,
+                    lambda loss: self._accelerator.backward(weights.transfer * loss),
+                )
+        elif weights.distillation:
+            assert self._teacher is not None
+            with self._accelerator.autocast():
+                target = teacher_prediction(self._transformer, self._teacher, batch)
+        if weights.need_prediction:
+            with self._accelerator.autocast():
+                prediction = batch.predict(self.model)
+            loss = torch.zeros((), device=prediction.device)
+            if weights.diffusion:
+                part = diffusion_loss(self._process, prediction, batch)
+                loss, parts[1] = loss + weights.diffusion * part, part.detach()
+            if weights.distillation:
+                assert target is not None
+                part = distillation_loss(prediction, target)
+                loss, parts[2] = loss + weights.distillation * part, part.detach()
+            self._accelerator.backward(loss)
+        parts[0] = weights.diffusion * parts[1] + weights.distillation * parts[2] + weights.transfer * parts[3]
+        return parts
+
+    def _average_gradients(self) -> None:
+        """Over processes; attention transfer runs layers by themselves, which DistributedDataParallel does not see."""
+        for parameter in self.trained.values():
+            if parameter.grad is not None:
+                parameter.grad = self._accelerator.reduce(parameter.grad, reduction="mean")
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Within the context the model has the moving average of its weights, where one is kept."""
+        if self._average is None:
+            yield
+            return
+        self._average.store(self.trained.values())
+        self._average.copy_to(self.trained.values())
+        try:
+            yield
+        finally:
+            self._average.restore(self.trained.values())
+
+    def state(self) -> dict[str, Tensors]:
+        """Optimizer and moving average as tensors by parameter name, on the CPU."""
+        optimizer = self._optimizer.optimizer
+        moments = {
+            f"{name}/{key}": _on_cpu(value)
+            for name, parameter in self.trained.items()
+            for key, value in optimizer.state[parameter].items()
+        }
+        if self._average is None:
+            return {"optimizer": moments}
+        shadows = zip(self.trained, self._average.shadow_params, strict=True)
+        average = {name: _on_cpu(shadow) for name, shadow in shadows}
+        average["updates"] = torch.tensor(self._average.optimization_step)
+        return {"optimizer": moments, "ema": average}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensors]) -> None:
+        """The inverse of :meth:`state`."""
+        optimizer = self._optimizer.optimizer
+        for key, value in state["optimizer"].items():
+            name, _, part = key.rpartition("/")
+            parameter = self.trained[name]
+            optimizer.state[parameter][part] = value if part == "step" else value.to(parameter.device)
+        if self._average is not None:
+            for index, (name, parameter) in enumerate(self.trained.items()):
+                self._average.shadow_params[index] = state["ema"][name].to(parameter.device)
+            self._average.optimization_step = int(state["ema"]["updates"])
+
+    def close(self) -> None:
+        """Free the optimizer and undo the wrapping, so that another stage can begin."""
+        self._accelerator.free_memory(self._optimizer)
+        self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _make_optimizer(transformer: nn.Module, stage: StageConfig, config: TrainingConfig) -> torch.optim.AdamW:
+    trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+    mixing = [parameter for name, parameter in trained.items() if name.endswith(".mhla.mixing")]
+    rest = [parameter for name, parameter in trained.items() if not name.endswith(".mhla.mixing")]
+    mixing_rate = stage.mixing_learning_rate or stage.learning_rate
+    groups = [
+        {"params": rest, "lr": stage.learning_rate, "initial_lr": stage.learning_rate},
+        {"params": mixing, "lr": mixing_rate, "initial_lr": mixing_rate, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, weight_decay=config.weight_decay)
+
+
+def _make_schedule(
+    optimizer: torch.optim.Optimizer, stage: StageConfig, first_step: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    from diffusers.optimization import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+
+    last = first_step - 1
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    if stage.scheduler == "cosine":
+        schedule = get_cosine_schedule_with_warmup(optimizer, stage.warmup_steps, stage.steps, last_epoch=last)
+    else:
+        schedule = get_constant_schedule_with_warmup(optimizer, stage.warmup_steps, last_epoch=last)
+    return schedule

@@ -1,0 +1,83 @@
+"""The unpatched model as a teacher: the same transformer with the patch switched off."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..patching import mhla_disabled
+from .trainable import adapters_disabled, is_adapter
+
+
+class Teacher:
+    """Turns a patched transformer into the model that it was before, for the length of a context.
+
+    The weights that no stage changes are shared. Of those that change, MHLA's and LoRA's own aside, the original
+    values are kept, on the device of the parameters; while the teacher is at work they change places with the trained
+    ones. So the teacher must be made before anything is trained or loaded.
+
+    Args:
+        transformer: a patched transformer with the original weights.
+        changing: names of the parameters that training changes.
+    """
+
+    def __init__(self, transformer: nn.Module, changing: Iterable[str]) -> None:
+        self._transformer = transformer
+        shared = {name for name in changing if ".mhla." not in name and not is_adapter(name)}
+        self._originals = {
+            name: parameter.detach().clone() for name, parameter in transformer.named_parameters() if name in shared
+        }
+        self._processors: dict[str, Any] = {}
+
+    @property
+    def extra_parameters(self) -> int:
+        """Number of original values kept."""
+        return sum(original.numel() for original in self._originals.values())
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Within the context the transformer is the teacher; nothing takes gradients."""
+        attentions = self._transformer.named_modules()
+        self._processors = {name: module.processor for name, module in attentions if hasattr(module, "mhla")}
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(mhla_disabled(self._transformer))
+            stack.enter_context(adapters_disabled(self._transformer))
+            stack.enter_context(self._swapped(""))
+            yield
+
+    @contextmanager
+    def student_attention(self, name: str) -> Iterator[None]:
+        """While the teacher is at work: one self-attention is the student's, and takes gradients."""
+        attn: Any = self._transformer.get_submodule(name)
+        teacher_processor = attn.processor
+        switched = [layer for layer in attn.modules() if getattr(layer, "_disable_adapters", False)]
+        with torch.enable_grad(), self._swapped(f"{name}."):
+            attn.set_processor(self._processors[name])
+            for layer in switched:
+                layer._disable_adapters = False
+            try:
+                yield
+            finally:
+                for layer in switched:
+                    layer._disable_adapters = True
+                attn.set_processor(teacher_processor)
+
+    @contextmanager
+    def _swapped(self, prefix: str) -> Iterator[None]:
+        """Original and trained values change places, and change back."""
+        self._swap(prefix)
+        try:
+            yield
+        finally:
+            self._swap(prefix)
+
+    @torch.no_grad()
+    def _swap(self, prefix: str) -> None:
+        for name, parameter in self._transformer.named_parameters():
+            if name in self._originals and name.startswith(prefix):
+                original = self._originals[name].to(parameter.dtype)
+                self._originals[name] = parameter.detach().clone()
+                parameter.copy_(original)

@@ -1,0 +1,98 @@
+"""What a stage trains."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..families import get_family
+from ..patching import mhla_layers
+from .config import StageConfig, Trainable
+
+_PROJECTIONS = ("to_q", "to_k", "to_v", "to_qkv", "to_out.0")
+"""Projections of a self-attention that LoRA adapts, where the model has them."""
+
+
+def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
+    """Name and module of every self-attention that holds an MHLA layer; all of them in an unpatched model."""
+    attentions = get_family(transformer).self_attentions(transformer)
+    patched = {name: attn for name, attn in attentions.items() if hasattr(attn, "mhla")}
+    return patched or attentions
+
+
+def trainable_names(transformer: nn.Module, trainable: Trainable) -> list[str]:
+    """Names of the parameters that a stage trains, LoRA's included once they are there."""
+    mhla = tuple(f"{name}." for name in mhla_layers(transformer))
+    prefixes = {
+        "mhla": mhla,
+        "lora": mhla,
+        "attention": tuple(f"{name}." for name in patched_attentions(transformer)),
+        "all": ("",),
+    }[trainable]
+    fixed = {f"{name}.mixing" for name, layer in mhla_layers(transformer).items() if not layer.config.mixing_learnable}
+    return [
+        name
+        for name, _ in transformer.named_parameters()
+        if (trainable == "lora" if is_adapter(name) else name.startswith(prefixes)) and name not in fixed
+    ]
+
+
+def changed_names(transformer: nn.Module, stages: Sequence[StageConfig]) -> list[str]:
+    """Names of the parameters that any of the stages trains."""
+    names = {name for stage in stages for name in trainable_names(transformer, stage.trainable)}
+    return [name for name, _ in transformer.named_parameters() if name in names]
+
+
+def set_trainable(transformer: nn.Module, trainable: Trainable) -> dict[str, nn.Parameter]:
+    """Make exactly one set of parameters take gradients, in float32, and return them by name."""
+    from diffusers.training_utils import cast_training_params
+
+    names = set(trainable_names(transformer, trainable))
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(name in names)
+    cast_training_params(transformer)
+    return {name: parameter for name, parameter in transformer.named_parameters() if name in names}
+
+
+def add_adapters(transformer: nn.Module, rank: int, seed: int) -> None:
+    """Put LoRA on the projections of the patched self-attentions, where it is not yet."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if any(is_adapter(name) for name, _ in transformer.named_parameters()):
+        return
+    modules = dict(transformer.named_modules())
+    targets = [
+        f"{attention}.{projection}"
+        for attention in patched_attentions(transformer)
+        for projection in _PROJECTIONS
+        if f"{attention}.{projection}" in modules
+    ]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer)
+
+
+@contextmanager
+def adapters_disabled(module: nn.Module) -> Iterator[None]:
+    """Within the context, LoRA layers compute what they did before LoRA."""
+    switched = [layer for layer in _adapter_layers(module) if not layer.disable_adapters]
+    for layer in switched:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in switched:
+            layer._disable_adapters = False
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name belongs to LoRA."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _adapter_layers(module: nn.Module) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]

@@ -1,0 +1,67 @@
+"""Trainings in processes of their own, forked from one that has imported everything, so that they start at once."""
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from mhla_diffusers import apply_mhla
+from mhla_diffusers.training import TrainingConfig, train
+
+from .models import tiny_wan, wan_data
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.training.preloaded"])
+
+
+def start_training(
+    config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None
+) -> BaseProcess:
+    """Begin to train a tiny patched Wan; the process exits with 0 when finished, 143 when stopped."""
+    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+    process = _context.Process(target=_train, args=(config.to_dict(), resume, environment or {}))
+    process.start()
+    return process
+
+
+def start_process(function: Callable[..., object], *arguments: object) -> BaseProcess:
+    """Call a function in a process of its own."""
+    process = _context.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def start_distributed_training(config: TrainingConfig, processes: int, **environment: str) -> list[BaseProcess]:
+    """The same in several processes that talk through gloo."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        start_training(
+            config,
+            environment={
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "ACCELERATE_USE_CPU": "true",
+                **environment,
+            },
+        )
+        for rank in range(processes)
+    ]
+
+
+def _train(settings: dict[str, object], resume: str | None, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    config = TrainingConfig.from_dict(settings)
+    transformer = tiny_wan()
+    if config.patch is not None:
+        apply_mhla(transformer, config.patch)
+    result = train(transformer, wan_data(), config, resume=resume)
+    sys.exit(0 if result.finished else 143)

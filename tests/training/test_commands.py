@@ -1,0 +1,219 @@
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from mhla_diffusers import load_mhla
+from mhla_diffusers.cli import app
+from mhla_diffusers.training import TrainingConfig, read_metrics
+from mhla_diffusers.training.commands import check_config, dry_run, finetune
+
+from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_video
+from .processes import start_process
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "finetune" / "configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    wan_pipeline().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, model: str) -> Path:
+    path = tmp_path / "run.yaml"
+    settings = {
+        "model": model,
+        "patch": {"blocks": [2, 2, 2]},
+        "data": str(tmp_path / "latents"),
+        "output": str(tmp_path / "run"),
+        "stages": [
+            {"steps": 2, "learning_rate": 1e-3, "trainable": "mhla", "objectives": {"transfer": 1.0}},
+            {"steps": 2, "learning_rate": 1e-3, "trainable": "all", "objectives": {"diffusion": 1, "distillation": 1}},
+        ],
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def _cli(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_from_prompts_to_a_patch_that_loads(tmp_path: Path, model: str, config_file: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red ball\n\na blue ball moves\n")
+    latents = tmp_path / "latents"
+    made = _cli(
+        *("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", latents),
+        *("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "no", "--device", "cpu"),
+    )
+    assert "holds 2 samples" in made
+    assert "stage 0: trains mhla" in _cli("finetune", "--config", config_file, "--dry-run")
+    assert str(tmp_path / "run" / "result") in _cli("finetune", "--config", config_file)
+    pipe = load_mhla(wan_pipeline(), tmp_path / "run" / "result")
+    frames = pipe("a red ball", height=32, width=32, num_frames=5, num_inference_steps=2, output_type="pt").frames
+    assert frames.isfinite().all()
+
+
+def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    for index in range(2):
+        write_video(tmp_path / "videos" / f"{index}.mp4")
+        (tmp_path / "videos" / f"{index}.txt").write_text("a red ball")
+    clip = "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"
+    config = TrainingConfig.from_yaml(config_file, [f"data={tmp_path / 'videos'}", clip])
+    assert finetune(config).finished
+    assert (tmp_path / "run" / "latents" / "index.json").is_file()
+
+
+def test_samples_are_generated_at_every_validation(tmp_path: Path, model: str, config_file: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red ball\n")
+    how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "no")
+    _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
+    clip = "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"
+    config = TrainingConfig.from_yaml(
+        config_file, [clip, "validation={prompts: [a blue ball], every: 4, inference_steps: 2}", "ema_decay=0.9"]
+    )
+    finetune(config)
+    written = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / "samples").rglob("*.mp4"))
+    assert written == ["samples/step-00000000/00.mp4", "samples/step-00000004/00.mp4"]
+
+
+@pytest.mark.parametrize("trainable", ["all", "lora"])
+def test_bfloat16_keeps_frozen_weights_small_and_trains(
+    trainable: str, tmp_path: Path, model: str, config_file: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a red ball\na blue ball\n")
+    how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "bf16")
+    _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
+    changed = ["precision=bf16", f"stages.1.trainable={trainable}", "gradient_checkpointing=true", "ema_decay=0.9"]
+    changed += ["stages.1.lora_rank=2"] if trainable == "lora" else []
+    config = TrainingConfig.from_yaml(config_file, changed)
+    process = start_process(finetune, config)
+    process.join(timeout=120)
+    assert process.exitcode == 0
+    losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 4
+    assert all(math.isfinite(loss) for loss in losses)
+    load_mhla(wan_pipeline(), tmp_path / "run" / "result")
+
+
+@pytest.mark.slow
+def test_script_trains_and_resumes(tmp_path: Path, model: str, config_file: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red ball\n")
+    how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "no")
+    _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
+    script = [sys.executable, str(ROOT / "finetune" / "adapt.py"), "--config", str(config_file)]
+    subprocess.run([*script, "checkpoint_every=1"], check=True, cwd=ROOT, env=_environment())
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
+    again = subprocess.run(script, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "already holds a run" in again.stderr
+    assert "Traceback" not in again.stderr
+    subprocess.run([*script, "--resume", "latest"], check=True, cwd=ROOT, env=_environment())
+
+
+@pytest.mark.slow
+def test_comparison_writes_its_table(tmp_path: Path) -> None:
+    steps = ["--samples", "20", "--held-out", "1", "--teacher-steps", "1", "--transfer-steps", "1", "--steps", "1"]
+    command = [sys.executable, str(ROOT / "finetune" / "compare.py"), "--output", str(tmp_path), *steps]
+    subprocess.run(command, check=True, cwd=ROOT, env=_environment())
+    rows = (tmp_path / "table.csv").read_text().splitlines()
+    assert rows[0] == "objectives,attention,0,50,100,200,300"
+    assert len(rows) == 14
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_are_valid_and_open_with_their_commands(path: Path) -> None:
+    config = TrainingConfig.from_yaml(path)
+    text = path.read_text()
+    for command in ("mhla synthesize --model", "accelerate launch finetune/adapt.py --config", "--resume latest"):
+        assert command in text
+    assert f"finetune/configs/{path.name}" in text
+    assert config.output == f"outputs/{path.stem}"
+
+
+@pytest.mark.parametrize(
+    ("make", "blocks", "clip", "tokens"),
+    [
+        (wan_pipeline, (2, 2, 2), "{frames: 5, fps: 8, sizes: [[32, 32]]}", 8),
+        (sana_pipeline, (2, 2), "{frames: 1, fps: 1, sizes: [[16, 16]]}", 64),
+        (dit_pipeline, (2, 2), "{frames: 1, fps: 1, sizes: [[16, 16]]}", 16),
+    ],
+)
+def test_dry_run_of_every_family(
+    make: Callable[[], Any], blocks: tuple[int, ...], clip: str, tokens: int, tmp_path: Path, config_file: Path
+) -> None:
+    pipe = make()
+    pipe.save_pretrained(tmp_path / "family")
+    changed = [f"model={tmp_path / 'family'}", f"patch.blocks={list(blocks)}", f"clip={clip}"]
+    estimate = dry_run(TrainingConfig.from_yaml(config_file, changed))
+    assert estimate.tokens == tokens
+    extra = 2 * (2 ** (2 * len(blocks)))
+    assert estimate.parameters == sum(parameter.numel() for parameter in pipe.transformer.parameters()) + extra
+    assert estimate.stages[0].trainable_parameters == extra
+    assert estimate.stages[1].trainable_parameters == estimate.parameters
+    assert estimate.stages[1].flops > estimate.stages[0].flops > 0
+
+
+def test_dry_run_counts_the_flops_of_softmax_attention(tmp_path: Path, config_file: Path) -> None:
+    both = []
+    for layers in ("all", "0.5"):
+        stage = "stages=[{steps: 1, learning_rate: 1, trainable: all, objectives: {diffusion: 1}}]"
+        clip = "clip={frames: 9, fps: 8, sizes: [[512, 512]]}"
+        both.append(dry_run(TrainingConfig.from_yaml(config_file, [stage, clip, f"patch.layers={layers}"])))
+    tokens, width = both[0].tokens, 24
+    kept_softmax = 3.5 * 4 * tokens**2 * width
+    assert both[1].stages[0].flops - both[0].stages[0].flops == pytest.approx(kept_softmax, rel=0.1)
+
+
+def test_bad_input_is_refused_before_weights_are_read(tmp_path: Path, model: str, config_file: Path) -> None:
+    def refused(message: str, *overrides: str, error: type[Exception] = ValueError) -> None:
+        config = TrainingConfig.from_yaml(config_file, overrides)
+        with pytest.raises(error, match=message):
+            check_config(config)
+
+    refused("must name model and data", "data=null")
+    refused("is no diffusers pipeline", f"model={tmp_path}", error=FileNotFoundError)
+    refused("patch='sana-0.6b' is for the 'sana' family .* belongs to 'wan'", "patch=sana-0.6b")
+    refused("The vae of .* is 'AutoencoderKLWan', which is not supported", "component=vae")
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        finetune(TrainingConfig.from_yaml(config_file))
+    with pytest.raises(ValueError, match="too few for 9 blocks"):
+        dry_run(
+            TrainingConfig.from_yaml(
+                config_file, ["patch.blocks=[9,2,2]", "clip.frames=5", "clip.fps=8", "clip.sizes=[[32,32]]"]
+            )
+        )
+    header = {"family": "wan", "vae": "AutoencoderKLWan (configuration 0)", "text_encoder": "x", "settings": {}}
+    (tmp_path / "latents").mkdir()
+    sample = {"source": "a", "caption": "b", "shard": "shard-00000.safetensors", "shape": [4, 2, 4, 4]}
+    index = {"format_version": 1, "header": header, "samples": [sample], "skipped": {}}
+    (tmp_path / "latents" / "index.json").write_text(json.dumps(index))
+    (tmp_path / "latents" / "shard-00000.safetensors").touch()
+    refused(r"made with vae='AutoencoderKLWan \(configuration 0\)', but .* has 'AutoencoderKLWan")
+
+
+def test_transformer_on_meta_has_no_values(config_file: Path) -> None:
+    from mhla_diffusers.training.commands import build_on_meta
+
+    transformer = build_on_meta(TrainingConfig.from_yaml(config_file))
+    assert all(parameter.device == torch.device("meta") for parameter in transformer.parameters())

@@ -1,0 +1,86 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from mhla_diffusers import MHLAConfig
+from mhla_diffusers.training import TrainingConfig
+
+TEXT = """
+output: outputs/run
+patch: {blocks: [2, 2, 2]}
+stages:
+  - {steps: 10, learning_rate: 1e-4, trainable: mhla, objectives: {transfer: 1}}
+  - {steps: 20, learning_rate: 0.001, trainable: all, objectives: {diffusion: 1.0, distillation: 0.5}}
+validation: {samples: 4, every: 5}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_yaml_and_dict_round_trip(path: Path) -> None:
+    config = TrainingConfig.from_yaml(path)
+    assert config.patch == MHLAConfig(blocks=(2, 2, 2))
+    assert config.stages[0].learning_rate == 1e-4
+    assert config.total_steps == 30
+    assert TrainingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_overrides(path: Path) -> None:
+    overrides = ["stages.1.steps=7", "validation.every=2", "patch.layers=2/3", "seed=3", "ema_decay=0.9"]
+    config = TrainingConfig.from_yaml(path, overrides)
+    assert (config.stages[1].steps, config.validation.every, config.seed) == (7, 2, 3)
+    assert isinstance(config.patch, MHLAConfig)
+    assert config.patch.layers == "2/3"
+    assert config.ema_decay == 0.9
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("bach_size=2", r"'bach_size'; did you mean 'batch_size'"),
+        ("stages.0.learning_rat=1", r"'stages.0.learning_rat'; did you mean 'learning_rate'"),
+        ("stages.0.objectives.transfr=1", r"'stages.0.objectives.transfr'; did you mean 'transfer'"),
+        ("patch.block=[2]", r"'block'; did you mean 'blocks'"),
+        ("stages.5.steps=1", r"there is no '5' to set; the list has 2 entries"),
+        ("stages.0.steps=many", r"stages.0.steps='many' must be of type int"),
+        ("stages.0.steps=0", r"stages.0: steps=0 must be positive"),
+        ("stages.0.trainable=some", r"trainable='some' is unknown; allowed: 'mhla', 'attention', 'all', 'lora'"),
+        ("stages.0.trainable=lora", r"trainable=lora needs a positive lora_rank"),
+        ("stages.0.lora_rank=4", r"lora_rank=4 is for trainable=lora"),
+        ("stages.0.warmup_steps=11", r"warmup_steps=11 must be between 0 and the stage's steps=10"),
+        ("stages.0.objectives.transfer=0", r"at least one positive weight"),
+        ("stages.0.objectives.transfer=-1", r"transfer=-1.0 must be zero or positive"),
+        ("patch=null", r"stages.0: distillation and transfer compare with the unpatched model"),
+        ("precision=fp16", r"precision='fp16' is unknown; allowed: 'no', 'bf16'"),
+        ("prompt_dropout=1", r"prompt_dropout=1.0 must be in \[0, 1\)"),
+        ("batch_size=true", r"batch_size=True must be of type int"),
+        ("stages=3", r"stages must be a list, got 3"),
+        ("stages.0=3", r"stages.0 must hold named settings, got 3"),
+        ("seed", r"must look like key=value"),
+    ],
+)
+def test_errors_name_the_setting_and_the_way_out(path: Path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig.from_yaml(path, [override])
+
+
+def test_missing_settings_and_file(path: Path) -> None:
+    path.write_text("output: here\n")
+    with pytest.raises(ValueError, match="lacks stages"):
+        TrainingConfig.from_yaml(path)
+    path.write_text("a: [")
+    with pytest.raises(ValueError, match="not valid YAML"):
+        TrainingConfig.from_yaml(path)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        TrainingConfig.from_yaml(path.with_name("none.yaml"))
+
+
+def test_lora_leaves_the_weights_alone_that_it_adds_to(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"stages.1: trainable='all' changes the weights that LoRA"):
+        TrainingConfig.from_yaml(path, ["stages.0.trainable=lora", "stages.0.lora_rank=4"])

@@ -1,0 +1,113 @@
+"""A run that is killed or stopped and resumed is the run that was left alone."""
+
+import random
+import resource
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from mhla_diffusers import MHLAConfig, apply_mhla
+from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, read_metrics, train
+
+from .models import one_stage, tiny_wan, wan_data
+from .processes import start_training
+
+PATCH = MHLAConfig(blocks=(2, 2, 2))
+
+
+def _config(output: Path, steps: int = 30) -> TrainingConfig:
+    stages = (
+        StageConfig(steps // 3, 1e-3, "mhla", ObjectiveWeights(transfer=1.0)),
+        StageConfig(
+            steps - steps // 3,
+            1e-3,
+            "attention",
+            ObjectiveWeights(diffusion=1.0, distillation=1.0),
+            scheduler="cosine",
+            warmup_steps=3,
+        ),
+    )
+    return TrainingConfig(
+        output=str(output),
+        stages=stages,
+        patch=PATCH,
+        batch_size=2,
+        gradient_accumulation=2,
+        ema_decay=0.9,
+        prompt_dropout=0.3,
+        checkpoint_every=3,
+    )
+
+
+def _wait_for_step(output: Path, step: int, process: BaseProcess) -> None:
+    while process.is_alive():
+        metrics = output / "metrics.jsonl"
+        if metrics.is_file() and metrics.read_bytes().count(b"\n") >= step:
+            return
+        time.sleep(0.005)
+
+
+def test_killed_and_resumed_gives_the_same_losses(tmp_path: Path) -> None:
+    undisturbed = start_training(_config(tmp_path / "alone"))
+    interrupted = _config(tmp_path / "killed")
+    chance = random.Random(5)
+    for kill_at in sorted(chance.sample(range(4, 28), 3)):
+        process = start_training(interrupted, "latest" if (tmp_path / "killed" / "checkpoints").exists() else None)
+        _wait_for_step(tmp_path / "killed", kill_at, process)
+        time.sleep(chance.random() * 0.05)
+        process.kill()
+        process.join()
+    last = start_training(interrupted, "latest")
+    for process in (undisturbed, last):
+        process.join()
+        assert process.exitcode == 0
+    alone, killed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("alone", "killed"))
+    assert len(alone) == 30
+    assert killed == alone
+    results = [next((tmp_path / name / "result").glob("*.safetensors")).read_bytes() for name in ("alone", "killed")]
+    assert results[0] == results[1]
+
+
+def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
+    config = _config(tmp_path / "run", steps=300)
+    process = start_training(config)
+    _wait_for_step(tmp_path / "run", 5, process)
+    process.terminate()
+    process.join(timeout=60)
+    assert process.exitcode == 143
+    steps = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "state.json").is_file()
+    assert not (tmp_path / "run" / "result").exists()
+
+
+def test_full_disk_keeps_the_last_checkpoint_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = one_stage(tmp_path / "run", steps=6, checkpoint_every=2, patch=PATCH, keep_checkpoints=9)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class FullAfterFirstCheckpoint:
+        """Data that fills the disk, as far as a file size limit can, from step 3 to 5."""
+
+        def __init__(self) -> None:
+            self.data = wan_data()
+            self.empty, self.shapes, self.read = None, self.data.shapes, 0
+
+        def __len__(self) -> int:
+            return len(self.data)
+
+        def __getitem__(self, index: int) -> object:
+            self.read += 1
+            full = 2 * config.batch_size < self.read <= 4 * config.batch_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if full else limits[0], limits[1]))
+            return self.data[index]
+
+    try:
+        train(apply_mhla(tiny_wan(), PATCH), FullAfterFirstCheckpoint(), config)  # type: ignore[arg-type]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == ["step-00000002", "step-00000006"]
+    assert "could not be written" in caplog.text

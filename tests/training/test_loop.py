@@ -1,0 +1,157 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mhla_diffusers import MHLAConfig, apply_mhla
+from mhla_diffusers.training import (
+    InMemoryData,
+    TrainingConfig,
+    TrainingDivergedError,
+    ValidationConfig,
+    read_metrics,
+    train,
+)
+
+from .models import dit_data, one_stage, tiny_dit, tiny_wan, wan_data
+from .processes import start_distributed_training
+
+PATCH = MHLAConfig(blocks=(2, 2, 2))
+
+
+def _poisoned(index: int, value: float = float("nan")) -> InMemoryData:
+    data = wan_data()
+    samples = [dict(data[place]) for place in range(len(data))]
+    samples[index]["latents"] = torch.full_like(samples[index]["latents"], value)
+    return InMemoryData(samples, data.empty)
+
+
+def test_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
+    transformer = tiny_wan()
+    result = train(transformer, _poisoned(3), one_stage(tmp_path, steps=8))
+    assert result.finished
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert sum(record["skipped"] for record in records) == 1
+    assert all(parameter.isfinite().all() for parameter in transformer.parameters())
+
+
+def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    samples = [
+        {**sample, "latents": sample["latents"] * float("inf")} for sample in map(wan_data().__getitem__, range(4))
+    ]
+    with pytest.raises(TrainingDivergedError, match="4 updates in a row, up to step 4, had a loss or gradient"):
+        train(tiny_wan(), InMemoryData(samples), one_stage(tmp_path, steps=50, max_skipped=3))
+
+
+def test_from_scratch_and_reload(tmp_path: Path) -> None:
+    from diffusers import WanTransformer3DModel
+
+    transformer = tiny_wan()
+    validation = ValidationConfig(samples=4, every=10)
+    result = train(transformer, wan_data(), one_stage(tmp_path, steps=20, validation=validation, learning_rate=5e-3))
+    losses = [record["validation_loss"] for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" not in record]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    loaded = WanTransformer3DModel.from_pretrained(result.result)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, transformer.get_parameter(name))
+
+
+def test_validation_and_result_use_the_moving_average(tmp_path: Path) -> None:
+    from diffusers import WanTransformer3DModel
+
+    transformer = tiny_wan()
+    result = train(transformer, wan_data(), one_stage(tmp_path, ema_decay=0.99))
+    loaded = WanTransformer3DModel.from_pretrained(result.result)
+    assert not torch.equal(loaded.proj_out.weight, transformer.proj_out.weight)
+
+
+def test_order_of_samples_covers_every_epoch_and_keeps_shapes_apart() -> None:
+    from mhla_diffusers.training.data import BatchOrder
+
+    shapes = [(4, 8, 8)] * 6 + [(4, 4, 16)] * 3
+    order = BatchOrder(shapes, batch_size=2, seed=0)
+    epoch = [order[step] for step in range(order.batches_per_epoch)]
+    assert sorted({index for batch in epoch for index in batch}) == list(range(9))
+    assert all(len({shapes[index] for index in batch}) == 1 for batch in epoch)
+    assert BatchOrder(shapes, batch_size=2, seed=0)[7] == order[7]
+    assert [order[step + order.batches_per_epoch] for step in range(len(epoch))] != epoch
+
+
+@pytest.mark.parametrize("settings", [{}, {"trainable": "mhla", "objectives": {"transfer": 1.0}, "patch": PATCH}])
+def test_two_processes_are_one_with_twice_the_batch(settings: dict[str, Any], tmp_path: Path) -> None:
+    common = {"steps": 6, "prompt_dropout": 0.3, "gradient_accumulation": 2, "learning_rate": 1e-3, **settings}
+    validation = ValidationConfig(samples=3, every=3)
+    two = start_distributed_training(
+        one_stage(tmp_path / "two", batch_size=1, validation=validation, **common), processes=2
+    )
+    transformer = apply_mhla(tiny_wan(), PATCH) if "patch" in settings else tiny_wan()
+    train(transformer, wan_data(), one_stage(tmp_path / "one", batch_size=2, validation=validation, **common))
+    for process in two:
+        process.join(timeout=120)
+        assert process.exitcode == 0
+    records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
+    assert len(records[0]) == len(records[1]) == 9
+    for one, other in zip(*records, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
+    for name, checkpointing in (("without", False), ("with", True)):
+        config = one_stage(tmp_path / name, patch=PATCH, gradient_checkpointing=checkpointing)
+        train(apply_mhla(tiny_wan(), PATCH), wan_data(), config)
+    records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("without", "with")]
+    for one, other in zip(*records, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_dit_labels_are_dropped_by_prompt_dropout_alone(tmp_path: Path) -> None:
+    data = dit_data()
+    train(tiny_dit(), data, one_stage(tmp_path / "a", steps=2))
+    torch.manual_seed(123)
+    train(tiny_dit(), data, one_stage(tmp_path / "b", steps=2))
+    assert read_metrics(tmp_path / "a" / "metrics.jsonl") == read_metrics(tmp_path / "b" / "metrics.jsonl")
+
+
+def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
+    train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=5, checkpoint_every=1, keep_checkpoints=2))
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000005"]
+
+
+def _trained(output: Path, **settings: Any) -> TrainingConfig:
+    config = one_stage(output, steps=2, **settings)
+    train(tiny_wan(), wan_data(), config)
+    return config
+
+
+def test_what_is_refused_before_training(tmp_path: Path) -> None:
+    config = _trained(tmp_path / "run")
+    with pytest.raises(ValueError, match="already holds a run, up to step-00000002"):
+        train(tiny_wan(), wan_data(), config)
+    with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
+        train(tiny_wan(), wan_data(), one_stage(tmp_path / "other"), resume="latest")
+    with pytest.raises(ValueError, match=r"another run: seed is 7 here and 0 there"):
+        train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", steps=2, seed=7), resume="latest")
+    with pytest.raises(ValueError, match=r"samples per update is 6 here and 2 there"):
+        train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", steps=2, batch_size=6), resume="latest")
+    with pytest.raises(ValueError, match=r"training samples is 12 here and 16 there"):
+        train(tiny_wan(), wan_data(12), config, resume="latest")
+    with pytest.raises(ValueError, match="the transformer is not patched"):
+        train(tiny_wan(), wan_data(), one_stage(tmp_path / "x", patch=PATCH))
+    with pytest.raises(ValueError, match="configuration says patch: null"):
+        train(apply_mhla(tiny_wan(), PATCH), wan_data(), one_stage(tmp_path / "x"))
+    with pytest.raises(ValueError, match=r"16 samples and validation.samples=16 of them are held out"):
+        train(tiny_wan(), wan_data(), one_stage(tmp_path / "x", validation=ValidationConfig(samples=16)))
+    without_empty = InMemoryData([wan_data()[0]])
+    with pytest.raises(ValueError, match="needs the empty prompt's conditioning"):
+        train(tiny_wan(), without_empty, one_stage(tmp_path / "x", prompt_dropout=0.1))
+    assert not (tmp_path / "x").exists()
+
+
+def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    config = _trained(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000002" / "weights.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"step-00000002 is damaged .* resume from an earlier one"):
+        train(tiny_wan(), wan_data(), config, resume="latest")

@@ -1,0 +1,160 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla, mhla_layers
+from mhla_diffusers.training import InMemoryData, TrainingConfig, read_metrics, train
+from mhla_diffusers.training.batches import NoisedBatches
+from mhla_diffusers.training.diffusion import NoisedBatch, diffusion_process
+from mhla_diffusers.training.objectives import distillation_loss, teacher_prediction, transfer_attention
+from mhla_diffusers.training.teacher import Teacher
+from mhla_diffusers.training.trainable import add_adapters, changed_names, set_trainable
+
+from .models import dit_data, one_stage, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
+
+FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], InMemoryData], tuple[int, ...]]] = {
+    "wan": (tiny_wan, wan_data, (2, 2, 2)),
+    "sana": (tiny_sana, sana_data, (2, 2)),
+    "dit": (tiny_dit, dit_data, (2, 2)),
+}
+
+
+def _losses(output: Path, name: str) -> list[float]:
+    return [record[name] for record in read_metrics(output / "metrics.jsonl") if name in record]
+
+
+def _one_batch(transformer: Any, data: InMemoryData) -> NoisedBatch:
+    process = diffusion_process(transformer, 3.0)
+    config = one_stage("unused", batch_size=2)
+    return next(NoisedBatches(data, process, config, torch.device("cpu")).from_step(0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("objective", ["diffusion", "distillation", "transfer"])
+def test_every_objective_decreases(family: str, objective: str, tmp_path: Path) -> None:
+    make, data, blocks = FAMILIES[family]
+    # SANA's own attention is linear, and a fresh DiT's output does not depend on its attention
+    patch = MHLAConfig(blocks=blocks, mixing_init="identity")
+    config = one_stage(
+        tmp_path,
+        steps=25,
+        objectives={objective: 1.0},
+        trainable="all" if objective == "diffusion" else "attention",
+        patch=patch,
+        batch_size=4,
+        learning_rate=3e-3,
+        max_gradient_norm=100.0,
+        validation={"samples": 2, "every": 25},
+    )
+    transformer = make()
+    if family == "dit":
+        torch.nn.init.normal_(transformer.proj_out_2.weight, std=0.1)
+    train(apply_mhla(transformer, patch), data(), TrainingConfig.from_dict(config.to_dict()))
+    losses = _losses(tmp_path, objective)
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+
+
+def test_transfer_needs_no_full_backward() -> None:
+    transformer = apply_mhla(tiny_wan(), blocks=(2, 2, 2))
+    set_trainable(transformer, "attention")
+    teacher = Teacher(transformer, [])
+    held: list[set[str]] = []
+
+    def backward(loss: torch.Tensor) -> None:
+        before = {name for name, p in transformer.named_parameters() if p.grad is not None}
+        loss.backward()
+        held.append({name for name, p in transformer.named_parameters() if p.grad is not None} - before)
+
+    batch = _one_batch(transformer, wan_data())
+    loss, prediction = transfer_attention(transformer, teacher, batch, backward)
+    assert not prediction.requires_grad
+    assert not loss.requires_grad
+    for index, names in enumerate(held):
+        assert names
+        assert all(name.startswith(f"blocks.{index}.attn1.") for name in names)
+
+
+@pytest.mark.parametrize("trainable", ["mhla", "attention", "all", "lora"])
+def test_teacher_stays_the_original_model_while_the_student_changes(trainable: Any) -> None:
+    original = tiny_wan().eval()
+    transformer = apply_mhla(tiny_wan(), blocks=(2, 2, 2)).eval()
+    if trainable == "lora":
+        add_adapters(transformer, 2, seed=0)
+    lora_rank = 2 if trainable == "lora" else None
+    stages = one_stage("unused", trainable=trainable, lora_rank=lora_rank, patch="unused").stages
+    teacher = Teacher(transformer, changed_names(transformer, stages))
+    batch = _one_batch(transformer, wan_data())
+    set_trainable(transformer, trainable)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+        student = batch.predict(transformer)
+        assert torch.equal(teacher_prediction(transformer, teacher, batch), batch.predict(original))
+        assert torch.equal(batch.predict(transformer), student)
+    assert bool(teacher.extra_parameters) == (trainable in ("attention", "all"))
+
+
+def test_transfer_compares_the_student_layer_on_the_teachers_activations() -> None:
+    transformer = apply_mhla(tiny_wan(), blocks=(2, 2, 2)).eval()
+    set_trainable(transformer, "attention")
+    teacher = Teacher(transformer, [name for name, p in transformer.named_parameters() if p.requires_grad])
+    seen: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = {}
+
+    def note(index: int) -> Any:
+        def hook(_: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            seen.setdefault(index, (args[0], args[3], output))
+
+        return hook
+
+    handles = [block.attn1.register_forward_hook(note(i)) for i, block in enumerate(transformer.blocks)]
+    batch = _one_batch(transformer, wan_data())
+    teacher_prediction(transformer, teacher, batch)
+    for handle in handles:
+        handle.remove()
+    with torch.no_grad():
+        for block in transformer.blocks:
+            block.attn1.to_v.weight.mul_(1.5)
+        errors = [
+            (block.attn1(seen[i][0], None, None, seen[i][1]) - seen[i][2]).square().mean()
+            for i, block in enumerate(transformer.blocks)
+        ]
+    loss, _ = transfer_attention(transformer, teacher, batch, lambda loss: loss.backward())
+    assert torch.allclose(loss, torch.stack(errors).mean(), rtol=1e-4)
+
+
+def test_distilling_the_teacher_itself_costs_nothing() -> None:
+    output = torch.randn(2, 4, 3)
+    assert distillation_loss(output, output) == 0
+
+
+def test_mixing_matrices_stay_in_the_open_unit_interval(tmp_path: Path) -> None:
+    patch = MHLAConfig(blocks=(2, 2, 2))
+    transformer = apply_mhla(tiny_wan(), patch)
+    train(transformer, wan_data(), one_stage(tmp_path, patch=patch, trainable="mhla", mixing_learning_rate=0.5))
+    for layer in mhla_layers(transformer).values():
+        assert layer.mixing.min() > 0
+        assert layer.mixing.max() < 1
+        assert layer.mixing.max() > 0.9
+
+
+@pytest.mark.parametrize("trainable", ["mhla", "all", "lora"])
+def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -> None:
+    patch = MHLAConfig(blocks=(2, 2, 2))
+    lora_rank = 2 if trainable == "lora" else None
+    config = one_stage(tmp_path, patch=patch, trainable=trainable, lora_rank=lora_rank, learning_rate=1e-2)
+    transformer = apply_mhla(tiny_wan(), patch)
+    result = train(transformer, wan_data(), config)
+    assert result.finished
+    assert result.result is not None
+    loaded = load_mhla(tiny_wan(), result.result)
+    if trainable == "lora":
+        loaded.load_lora_adapter(result.result, prefix="transformer", weight_name="pytorch_lora_weights.safetensors")
+    batch = _one_batch(loaded, wan_data())
+    with torch.no_grad():
+        trained = batch.predict(transformer.eval())
+        assert torch.allclose(batch.predict(loaded.eval()), trained, atol=1e-6)
+        assert not torch.allclose(batch.predict(apply_mhla(tiny_wan(), patch).eval()), trained, atol=1e-3)
