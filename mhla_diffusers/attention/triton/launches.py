@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped]  # Triton ships no types
+import triton
 
 from ..reference import OUTPUT_NORM_EPS
 from .arguments import Layout, Rows, layout, rows, table_rows
