@@ -59,11 +59,13 @@ def triton_attention(
     """Triton backend of :func:`mhla_diffusers.attention.mhla_attention`, which has checked the arguments.
 
     Raises:
-        ValueError: if the kernels cannot run this call; the message says why.
+        ValueError: if the kernels cannot run this call, or its tensors are on several devices.
     """
     reason = why_not(query, feature_map, rotary)
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
+    tensors = {"mixing": mixing, "key_mask": key_mask, "output_norm": output_norm, "output_gate": output_gate}
+    _check_devices(query.device, tensors | dict(zip(("rotary cos", "rotary sin"), rotary or (), strict=False)))
     output: torch.Tensor
     output, _ = attention(
         _usable(query, "query"),
@@ -82,6 +84,14 @@ def triton_attention(
         _usable(output_gate, "output_gate") if output_gate is not None else None,
     )
     return output
+
+
+def _check_devices(device: torch.device, tensors: dict[str, torch.Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but query is on {device}; they must be on the same device."
+            )
 
 
 def _installed() -> bool:

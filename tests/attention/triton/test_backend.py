@@ -76,6 +76,18 @@ def test_why_not_on_another_device():
     assert reason is not None and "meta" in reason
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"output_gate": torch.ones(1, 24, 1, 8, device="meta")},
+        {"rotary": (torch.ones(1, 24, 1, 8, device="meta"),) * 2},
+    ],
+)
+def test_tensors_on_another_device_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}.* is on meta, but query is on"):
+        run(**options)
+
+
 @pytest.mark.parametrize("shape", [(0, 24, 1, 8), (1, 24, 0, 8)])
 def test_empty_tensors_give_empty_ones(shape):
     x = torch.empty(shape, device=DEVICE)
