@@ -35,6 +35,9 @@ class TokenGridHook:
     def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the grid off ``hidden_states``, the first argument of every supported transformer."""
         hidden_states = args[0] if args else kwargs["hidden_states"]
+        # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
+        for axis in range(2, hidden_states.ndim):
+            torch._dynamo.mark_static(hidden_states, axis)
         self.token_grid.shape = tuple(int(size) for size in self.family.token_grid(transformer, hidden_states))
 
 

@@ -135,9 +135,13 @@ class MHLAProcessor:
 def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
     """A fresh :class:`MHLALayer` that fits an attention, on its device; the mixing matrix is float32.
 
-    Gate, norm and convolution take the type of the attention's weights. A quantised attention may have no floating
-    point weights; then they are float32.
+    Gate, norm and convolution take the type that the attention computes in.
+
+    Raises:
+        ValueError: if the weights of the attention are offloaded, so that its device is not known.
     """
+    if hasattr(attn.to_out[0], "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
+        raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     heads = int(attn.heads)
     weights = [tensor for tensor in (*attn.parameters(), *attn.buffers()) if tensor.is_floating_point()]
     # an attention that first runs under inference_mode must still get weights that can be trained
@@ -145,11 +149,19 @@ def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
         layer = MHLALayer(config, heads, int(attn.inner_dim) // heads, int(attn.to_out[0].out_features))
         if weights:
             layer.to(device=weights[0].device)
-            if weights[0].dtype.itemsize > 1:
-                for name, parameter in layer.named_parameters():
-                    if name != "mixing":
-                        parameter.data = parameter.data.to(weights[0].dtype)
+            for name, parameter in layer.named_parameters():
+                if name != "mixing":
+                    parameter.data = parameter.data.to(_compute_dtype(attn, weights[0]))
     return layer.train(attn.training)
+
+
+def _compute_dtype(attn: Any, weight: torch.Tensor) -> torch.dtype:
+    """Type that an attention computes in: that of its weights, unless they are stored in 8 bits."""
+    hooks = getattr(attn.to_out[0], "_diffusers_hook", None)
+    casting = hooks.get_hook("layerwise_casting") if hooks is not None else None
+    if casting is not None:
+        return casting.compute_dtype
+    return weight.dtype if weight.dtype.itemsize > 1 else torch.float32
 
 
 def _cross_attention_processor(attn: Any) -> Any:

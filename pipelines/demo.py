@@ -1,4 +1,4 @@
-"""Patch a small Wan pipeline and generate with and without MHLA: python pipelines/demo.py [folder]
+"""Patch a small Wan pipeline and generate with and without MHLA. Run: python pipelines/demo.py [folder].
 
 The pipeline is made here of diffusers' and transformers' real classes with random weights, so that nothing is
 downloaded: it shows the patch at work, and its clips are noise. For a real model, replace ``build_pipeline`` by

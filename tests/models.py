@@ -30,6 +30,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from mhla_diffusers import apply_mhla
+
 _TEXT_TOKENS = 6
 _I2V_TEXT_TOKENS = 512
 """Wan's image-to-video cross-attention takes the last 512 tokens of its context as the text."""
@@ -203,10 +205,26 @@ def inputs(name: str, *, batch: int = 2, ragged: bool = False, seed: int = 1) ->
     return result
 
 
+def patched(name: str, **settings: Any) -> Any:
+    """Model ``name`` with every self-attention replaced, unless the settings say otherwise."""
+    return apply_mhla(FAMILIES[name].build(), **({"blocks": FAMILIES[name].blocks} | settings))
+
+
 @torch.no_grad()
 def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
     """What a transformer predicts, without gradients."""
     return model(**arguments, return_dict=False)[0]
+
+
+def relative_change(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖; fails unless ``found`` is finite."""
+    assert found.isfinite().all()
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def assert_changed(found: torch.Tensor, before: torch.Tensor) -> None:
+    """By far more than rounding, and still finite."""
+    assert relative_change(found, before) > 1e-3
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -10,8 +10,9 @@ from .blocks import check_layout
 from .eager import eager_attention
 from .feature_maps import get_feature_map
 from .rotary import Rotary
+from .triton import triton_attention, why_not
 
-_BACKENDS: dict[str, Callable[..., torch.Tensor]] = {"eager": eager_attention}
+_BACKENDS: dict[str, Callable[..., torch.Tensor]] = {"eager": eager_attention, "triton": triton_attention}
 
 
 def backend_names() -> list[str]:
@@ -76,13 +77,16 @@ def mhla_attention(
         key_mask: (B, N), bool (True takes part) or a weight in [0, 1] on φ(k).
         output_norm: (D,) weight of an RMSNorm over each head's output.
         output_gate: (B, N, H, D); the output is multiplied with its SiLU.
-        backend: "auto" or one of :func:`backend_names`.
+        backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
+            ROCm devices, D up to 256 and the built-in feature maps. "eager": torch operations, for everything. "auto":
+            triton on a CUDA or ROCm device if it can run the call, else eager.
 
     Returns:
         (B, N, H, D) in the type of ``query``; computed in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes, types, devices, grid, blocks, feature map, rope or backend do not fit.
+        ValueError: shapes, types, devices, grid, blocks, feature map, rope or backend do not fit, or the backend
+            asked for cannot run the call.
     """
     grid, blocks = check_layout(grid, blocks)
     get_feature_map(feature_map)
@@ -93,7 +97,10 @@ def mhla_attention(
     _check_options(query, rotary, rope, key_mask, output_norm, output_gate)
     if query.numel() == 0:
         return torch.empty_like(query)
-    return _BACKENDS["eager" if backend == "auto" else backend](
+    if backend == "auto":
+        fused = query.device.type == "cuda" and why_not(query, feature_map, rotary) is None
+        backend = "triton" if fused else "eager"
+    return _BACKENDS[backend](
         query,
         key,
         value,

@@ -38,7 +38,7 @@ class Problem:
         }
         output = attention(**leaves, grid=self.grid, blocks=self.blocks, **self.options, **more)
         generator = torch.Generator().manual_seed(7)
-        direction = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        direction = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device)
         (output.double() * direction).sum().backward()
         return {"output": output.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 

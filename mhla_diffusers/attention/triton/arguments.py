@@ -1,0 +1,88 @@
+"""Named tuples of kernel arguments, which Triton passes field by field."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..blocks import Shape
+
+
+class Rows(NamedTuple):
+    """A tensor (B, N, H, D) whose last stride is 1, as kernels address it."""
+
+    pointer: Any
+    batch_stride: int
+    token_stride: int
+    head_stride: int
+
+
+class Layout(NamedTuple):
+    """Token grid and token blocks as three axes, and how the tokens of a block are shared out."""
+
+    heads: int
+    grid_0: int
+    grid_1: int
+    grid_2: int
+    blocks_0: int
+    blocks_1: int
+    blocks_2: int
+    parts: int
+    """Programs that share the tokens of one block."""
+
+
+class Program(NamedTuple):
+    """What one program works on."""
+
+    batch: Any
+    head: Any
+    block: Any
+    part: Any
+    column: Any
+    """Which tile of the value channels."""
+
+
+class Box(NamedTuple):
+    """A token block as a box of the grid."""
+
+    start_0: Any
+    start_1: Any
+    start_2: Any
+    length_0: Any
+    length_1: Any
+    length_2: Any
+
+
+class Tile(NamedTuple):
+    """Tokens of one head that a program works on at once."""
+
+    batch: Any
+    head: Any
+    tokens: Any
+    """Index in the sequence, int64 (tokens,)."""
+    exists: Any
+    """False beyond the end of the block, (tokens,)."""
+
+
+class Source(NamedTuple):
+    """Query or key with what its features are computed from."""
+
+    rows: Any
+    rotary: Any
+    """:class:`Rows` of the RoPE table, (cos, sin) at the places of each channel pair; None for no RoPE."""
+    eps: Any
+
+
+def rows(tensor: torch.Tensor) -> Rows:
+    """``tensor`` (B, N, H, D) for a kernel."""
+    return Rows(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
+
+
+def table_rows(table: torch.Tensor) -> Rows:
+    """A contiguous table (1 or B, N, D), the same for every head and possibly for every batch row."""
+    return Rows(table, 0 if table.shape[0] == 1 else table.stride(0), table.stride(1), 0)
+
+
+def layout(heads: int, grid: Shape, blocks: Shape, parts: int) -> Layout:
+    """Grid and blocks of 1 to 3 axes; missing leading axes have one token in one block."""
+    missing = (1,) * (3 - len(grid))
+    return Layout._make((heads, *missing, *grid, *missing, *blocks, parts))

@@ -1,0 +1,210 @@
+"""What each kernel is launched with, and what it writes."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from ..reference import OUTPUT_NORM_EPS
+from .arguments import Layout, Rows, layout, rows, table_rows
+from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
+from .call import Call
+from .forward_kernels import output_kernel, summary_kernel
+from .memory import allocate
+from .tuning import SUMMARY_KERNELS, Tiling, architecture_of, parts_per_block, tiling
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with everything it takes."""
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    tiles: Tiling
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton compiles the kernel with besides its constants."""
+        return {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages, "enable_fp_fusion": True}
+
+    def run(self) -> None:
+        """Launch the kernel on the device of its tensors."""
+        device = next(x for x in self.arguments.values() if isinstance(x, Rows)).pointer.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+
+
+def summary_launch(call: Call, architecture: str | None = None) -> tuple[Launch, torch.Tensor]:
+    """KV summaries and key sums of all blocks: float32 (B, H, M, parts, D + normalize, D)."""
+    shape = _Shape(call, "summary", architecture)
+    summaries = shape.new_partial_states()
+    arguments = {
+        "key": rows(call.key),
+        "value": rows(call.value),
+        "rotary": _rotary(call),
+        "key_mask": call.key_mask,
+        "summaries": summaries,
+        "layout": shape.layout,
+        "eps": call.eps,
+    }
+    return shape.launch(summary_kernel, arguments, "BLOCK_E"), summaries
+
+
+def output_launch(call: Call, mixed: torch.Tensor, architecture: str | None = None) -> tuple[Launch, torch.Tensor]:
+    """Output (B, N, H, D) from the mixed summaries (B, H, M, D + normalize, D)."""
+    shape = _Shape(call, "output", architecture)
+    output = _like(call.query)
+    arguments = {
+        "query": rows(call.query),
+        "rotary": _rotary(call),
+        "mixed": mixed,
+        "output_norm": call.output_norm,
+        "output_gate": _optional_rows(call.output_gate),
+        "output": output,
+        "layout": shape.layout,
+        "eps": call.eps,
+        "norm_eps": OUTPUT_NORM_EPS,
+    }
+    return shape.launch(output_kernel, arguments, "BLOCK_C"), output
+
+
+@dataclass(frozen=True)
+class QueryGradients:
+    """What the query kernel of the backward pass writes."""
+
+    query: torch.Tensor
+    """(B, N, H, D)."""
+    gate: torch.Tensor | None
+    """(B, N, H, D)."""
+    norm: torch.Tensor | None
+    """One share of the norm weight's gradient per program: float32 (programs, D)."""
+    token_numbers: torch.Tensor
+    """For :func:`summary_gradient_launch`: float32 (B, H, 3, N)."""
+
+
+def query_gradient_launch(
+    call: Call, mixed: torch.Tensor, output_gradient: torch.Tensor, architecture: str | None = None
+) -> tuple[Launch, QueryGradients]:
+    """Gradients of what belongs to the query's side."""
+    shape = _Shape(call, "query_gradient", architecture)
+    batch, tokens, heads, head_dim = call.query.shape
+    device = call.query.device
+    gradients = QueryGradients(
+        query=_like(call.query),
+        gate=_like(call.output_gate) if call.output_gate is not None else None,
+        norm=allocate((shape.programs, head_dim), torch.float32, device) if call.output_norm is not None else None,
+        token_numbers=allocate((batch, heads, 3, tokens), torch.float32, device),
+    )
+    arguments = {
+        "query": rows(call.query),
+        "rotary": _rotary(call),
+        "mixed": mixed,
+        "output_norm": call.output_norm,
+        "output_gate": _optional_rows(call.output_gate),
+        "output_gradient": rows(output_gradient),
+        "query_gradient": gradients.query,
+        "gate_gradient": gradients.gate,
+        "norm_gradients": gradients.norm,
+        "token_numbers": gradients.token_numbers,
+        "layout": shape.layout,
+        "eps": call.eps,
+        "norm_eps": OUTPUT_NORM_EPS,
+    }
+    return shape.launch(query_gradient_kernel, arguments, "BLOCK_C"), gradients
+
+
+def summary_gradient_launch(
+    call: Call,
+    mixed: torch.Tensor,
+    output_gradient: torch.Tensor,
+    token_numbers: torch.Tensor,
+    architecture: str | None = None,
+) -> tuple[Launch, torch.Tensor]:
+    """Gradient of the mixed summaries: float32 (B, H, M, parts, D + normalize, D)."""
+    shape = _Shape(call, "summary_gradient", architecture)
+    gradients = shape.new_partial_states()
+    arguments = {
+        "query": rows(call.query),
+        "rotary": _rotary(call),
+        "mixed": mixed,
+        "output_norm": call.output_norm,
+        "output_gate": _optional_rows(call.output_gate),
+        "output_gradient": rows(output_gradient),
+        "token_numbers": token_numbers,
+        "summary_gradients": gradients,
+        "layout": shape.layout,
+        "eps": call.eps,
+    }
+    return shape.launch(summary_gradient_kernel, arguments, "BLOCK_E"), gradients
+
+
+def key_value_gradient_launch(
+    call: Call, summary_gradient: torch.Tensor, architecture: str | None = None
+) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients of key and value (B, N, H, D) from that of the summaries (B, H, M, D + normalize, D)."""
+    shape = _Shape(call, "key_value_gradient", architecture)
+    key_gradient, value_gradient = _like(call.key), _like(call.value)
+    arguments = {
+        "key": rows(call.key),
+        "value": rows(call.value),
+        "rotary": _rotary(call),
+        "key_mask": call.key_mask,
+        "summary_gradient": summary_gradient,
+        "key_gradient": key_gradient,
+        "value_gradient": value_gradient,
+        "layout": shape.layout,
+        "eps": call.eps,
+    }
+    return shape.launch(key_value_gradient_kernel, arguments, "BLOCK_C"), (key_gradient, value_gradient)
+
+
+class _Shape:
+    """Tiles, programs and layout of one kernel for one call."""
+
+    def __init__(self, call: Call, kernel: str, architecture: str | None) -> None:
+        batch, _, heads, head_dim = call.query.shape
+        device = call.query.device
+        longest_block = math.prod(-(-n // b) for n, b in zip(call.grid, call.blocks, strict=True))
+        self.call = call
+        self.tiles = tiling(kernel, head_dim, call.query.dtype, longest_block, architecture or architecture_of(device))
+        columns = -(-head_dim // self.tiles.channels) if kernel in SUMMARY_KERNELS else 1
+        whole_blocks = batch * heads * math.prod(call.blocks) * columns
+        parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, device)
+        self.programs = whole_blocks * parts
+        self.layout: Layout = layout(heads, call.grid, call.blocks, parts)
+
+    def new_partial_states(self) -> torch.Tensor:
+        """float32 (B, H, M, parts, D + normalize, D), not filled."""
+        *blocks, channels, columns = self.call.state_shape
+        return allocate((*blocks, self.layout.parts, channels, columns), torch.float32, self.call.query.device)
+
+    def launch(self, kernel: Any, arguments: dict[str, Any], channels_name: str) -> Launch:
+        """``kernel`` with the constants that all kernels share; ``channels_name`` is BLOCK_C or BLOCK_E."""
+        head_dim = self.call.query.shape[3]
+        constants = {
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+            channels_name: self.tiles.channels,
+            "BLOCK_T": self.tiles.tokens,
+            "FEATURE_MAP": self.call.feature_map,
+            "ROPE_BEFORE": self.call.rope_before,
+            "NORMALIZE": self.call.normalize,
+        }
+        return Launch(kernel, self.programs, arguments, constants, self.tiles)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return allocate(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def _rotary(call: Call) -> Rows | None:
+    return table_rows(call.rotary) if call.rotary is not None else None
+
+
+def _optional_rows(tensor: torch.Tensor | None) -> Rows | None:
+    return rows(tensor) if tensor is not None else None

@@ -1,0 +1,93 @@
+"""Tile sizes and warps of every kernel: looked up, never searched at run time."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tiling(NamedTuple):
+    """How one kernel cuts its work."""
+
+    tokens: int
+    """Tokens per tile (BLOCK_T)."""
+    channels: int
+    """Channels of the summary held at once (BLOCK_C or BLOCK_E)."""
+    warps: int
+    stages: int
+
+
+SUMMARY_KERNELS = ("summary", "summary_gradient")
+"""Kernels that add tokens up to summaries, ``channels`` columns at a time; the others read summaries."""
+
+_Table = dict[str, Tiling]
+
+# Chosen so that no kernel spills registers and each fits into the card's shared memory; not measured on any card yet.
+_LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D = 128 is held
+    "summary": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "output": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
+    "summary_gradient": Tiling(tokens=32, channels=64, warps=8, stages=1),
+    "key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
+}
+_SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
+_SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
+_AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
+_INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))
+_BY_ARCHITECTURE = {"sm_80": _SM_80, "sm_90": _LARGE, "sm_100": _LARGE, "sm_103": _LARGE, "interpreter": _INTERPRETER}
+"""Cards that are not named here take the small tiles."""
+
+
+def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, architecture: str) -> Tiling:
+    """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest block."""
+    table = _BY_ARCHITECTURE.get(architecture, _AMD if architecture.startswith("gfx") else _SMALL)
+    tokens, channels, warps, stages = table[kernel]
+    padded = _power_of_two(head_dim)
+    if dtype == torch.float32 or padded > 128:
+        # float32 products run outside the tensor cores on operands of twice the size; D = 256 doubles every row
+        tokens, channels = min(tokens, 16), min(channels, 32)
+    if head_dim != padded and kernel in SUMMARY_KERNELS:
+        tokens = max(tokens // 2, 16)  # the masks of the padded channels take registers of their own
+    if padded <= 64 and architecture != "sm_120":  # which spills with 4 warps
+        warps = 4
+    return Tiling(min(tokens, _power_of_two(longest_block)), min(channels, padded), warps, stages)
+
+
+def _power_of_two(size: int) -> int:
+    """The next power of two, at least 16, the smallest side of a tile that the tensor cores multiply."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def architecture_of(device: torch.device) -> str:
+    """Name of the device's architecture, as the table of this file spells it: "sm_90", "gfx942", "interpreter"."""
+    if device.type == "cpu":
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def parts_per_block(whole_blocks: int, longest_block: int, tile_tokens: int, device: torch.device) -> int:
+    """Programs that share one block, so that a call with few blocks fills the card too.
+
+    Args:
+        whole_blocks: programs that there would be with one per block.
+        longest_block: tokens in the longest block.
+        tile_tokens: tokens per tile.
+        device: where the kernel runs.
+    """
+    wanted = _PROGRAMS_PER_PROCESSOR * _processors(device)
+    most = max(1, longest_block // (tile_tokens * _TILES_PER_PART))
+    return min(most, -(-wanted // whole_blocks))
+
+
+_PROGRAMS_PER_PROCESSOR = 4
+"""So that the last programs to finish leave little of the card idle."""
+_TILES_PER_PART = 4
+"""A part begins by reading, or ends by writing, a whole summary: with fewer tiles that would be most of its traffic."""
+
+
+def _processors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 4  # the interpreter, which then shares blocks out as a GPU does

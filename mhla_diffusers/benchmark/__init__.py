@@ -1,0 +1,1 @@
+"""Time and memory, measured side by side in one run."""

@@ -1,0 +1,183 @@
+"""When the Triton backend is taken or refused, and what PyTorch can do with its operators."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mhla_diffusers.attention import backend_names, check_backend, mhla_attention, register_feature_map
+from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
+from mhla_diffusers.attention.triton import backend, operators, why_not
+
+from ..problems import make_problem
+from .test_kernels import DEVICE, EVERYTHING, on_device
+
+LAYOUT = {"mixing": torch.rand(4, 4, device=DEVICE), "grid": (4, 6), "blocks": (2, 2)}
+
+
+def run(dtype=torch.float32, head_dim=8, **options):
+    query, key, value = torch.randn(3, 1, 24, 1, head_dim, dtype=dtype, device=DEVICE)
+    return mhla_attention(query, key, value, **LAYOUT, **({"backend": "triton"} | options))
+
+
+def test_it_is_a_backend():
+    assert "triton" in backend_names()
+    check_backend("triton")
+
+
+def test_importing_the_package_does_not_import_triton():
+    code = "import sys, mhla_diffusers.attention; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="auto takes the kernels on a GPU")
+def test_auto_takes_eager_on_the_cpu():
+    torch.manual_seed(0)
+    found = run(backend="auto")
+    torch.manual_seed(0)
+    assert torch.equal(found, run(backend="eager"))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"head_dim": 257}, "at most 256"),
+        ({"head_dim": 5, "rotary": (torch.ones(1, 24, 1, 5),) * 2}, "must be even"),
+    ],
+)
+def test_what_it_cannot_run_is_refused_with_the_reason(options, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        run(**options)
+    assert 'backend="eager"' in str(error.value)
+
+
+def test_a_feature_map_of_the_user_is_refused_and_runs_with_auto():
+    register_feature_map("squared", lambda x, eps: x.square() + eps)
+    try:
+        with pytest.raises(ValueError, match="squared"):
+            run(feature_map="squared")
+        assert run(feature_map="squared", backend="auto").isfinite().all()
+    finally:
+        del _FEATURE_MAPS["squared"]
+
+
+def test_tensors_on_the_cpu_need_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        mhla_attention(*torch.randn(3, 1, 24, 1, 8), LAYOUT["mixing"].cpu(), (4, 6), (2, 2), backend="triton")
+
+
+def test_why_not_on_another_device():
+    reason = why_not(torch.empty(1, 4, 1, 8, device="meta"), "relu", None)
+    assert reason is not None and "meta" in reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"output_gate": torch.ones(1, 24, 1, 8, device="meta")},
+        {"rotary": (torch.ones(1, 24, 1, 8, device="meta"),) * 2},
+    ],
+)
+def test_tensors_on_another_device_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}.* is on meta, but query is on"):
+        run(**options)
+
+
+@pytest.mark.parametrize("shape", [(0, 24, 1, 8), (1, 24, 0, 8)])
+def test_empty_tensors_give_empty_ones(shape):
+    x = torch.empty(shape, device=DEVICE)
+    assert mhla_attention(x, x, x, **LAYOUT, backend="triton").shape == shape
+
+
+def test_a_copy_of_unusable_strides_is_logged_once(caplog):
+    backend._say_copied.cache_clear()
+    query, key, value = torch.randn(3, 1, 24, 8, 2, device=DEVICE).mT
+    with caplog.at_level(logging.DEBUG, logger=backend.logger.name):
+        for _ in range(2):
+            mhla_attention(query, key.contiguous(), value.contiguous(), **LAYOUT, backend="triton")
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["query"]
+
+
+def operator_arguments(everything):
+    problem = on_device(make_problem((5, 7), (2, 1), batch=1, heads=1, **(EVERYTHING if everything else {})))
+    tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
+    options = problem.options
+    return (
+        *(tensors[name] for name in ("query", "key", "value", "mixing")),
+        problem.grid,
+        problem.blocks,
+        "relu",
+        backend._rotary_table(options["rotary"]) if everything else None,
+        False,
+        True,
+        1e-6,
+        options["key_mask"].float() if everything else None,
+        tensors.get("output_norm"),
+        tensors.get("output_gate"),
+    )
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_opcheck(everything):
+    torch.library.opcheck(operators.attention, operator_arguments(everything))
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_opcheck_of_the_backward(everything):
+    arguments = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in operator_arguments(everything))
+    output, summary = operators.attention(*arguments)
+    torch.library.opcheck(operators.attention_backward, (torch.randn_like(output), summary, *arguments))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_in_one_graph(dynamic):
+    def attend(query, key, value, mixing, grid):
+        return mhla_attention(query, key, value, mixing, grid, (2, 2), backend="triton") * 2
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for grid in ((4, 6), (5, 3)):
+        problem = on_device(make_problem(grid, (2, 2), batch=1, heads=1))
+        results = []
+        for function in (attend, compiled):
+            leaves = [problem.tensors[name].clone().requires_grad_() for name in ("query", "key", "value", "mixing")]
+            output = function(*leaves, grid)
+            output.square().sum().backward()
+            results.append([output.detach(), *(leaf.grad for leaf in leaves)])
+        for eager, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, eager)
+
+
+def test_activation_checkpointing():
+    problem = on_device(make_problem((4, 6), (2, 2), batch=1, heads=1, **EVERYTHING))
+
+    def attend(**arguments):
+        return mhla_attention(**arguments, backend="triton")
+
+    def checkpointed(**arguments):
+        return checkpoint(attend, use_reentrant=False, **arguments)
+
+    plain, kept = problem.run(attend), problem.run(checkpointed)
+    for name in plain:
+        assert torch.equal(plain[name], kept[name]), name
+
+
+def test_autocast_does_not_lower_the_accumulation():
+    problem = on_device(make_problem((4, 6), (2, 2), batch=1, heads=1))
+    plain = problem.run(mhla_attention, backend="triton")
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        cast = problem.run(mhla_attention, backend="triton")
+    for name in plain:
+        assert torch.equal(plain[name], cast[name]), name
+
+
+def test_shapes_propagate_without_running():
+    arguments = operator_arguments(True)
+    meta = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments)
+    output, summary = operators.attention(*meta)
+    assert output.shape == meta[0].shape and output.dtype == meta[0].dtype
+    assert summary.shape == (1, 1, 2, 9, 8) and summary.dtype == torch.float32
