@@ -31,7 +31,7 @@ class Phase:
     batch_size: int
     learning_rate: float
     frames: int = FRAMES
-    """Length of the clips; short ones teach the shapes of the digits at a fraction of the cost."""
+    """Length of the clips; single frames teach the shapes of the digits at a fraction of the cost."""
 
 
 SAMPLES = {"dit": 6000, "sana": 6000, "wan": 1500}
@@ -39,7 +39,7 @@ SAMPLES = {"dit": 6000, "sana": 6000, "wan": 1500}
 PHASES = {
     "dit": (Phase("whole", 3000, 32, 1.5e-3),),
     "sana": (Phase("whole", 2500, 32, 1e-3),),
-    "wan": (Phase("short", 1300, 24, 2e-3, frames=2), Phase("whole", 450, 8, 1e-3)),
+    "wan": (Phase("single", 4000, 48, 2e-3, frames=1), Phase("whole", 1200, 8, 1e-3)),
 }
 
 
