@@ -151,7 +151,7 @@ def load_pipeline(config: GenerationConfig) -> Any:
 
         pipe = load_tiny(config.family, config.device)
     else:
-        pipe = DiffusionPipeline.from_pretrained(config.model, torch_dtype=getattr(torch, config.dtype))
+        pipe = DiffusionPipeline.from_pretrained(config.model, dtype=getattr(torch, config.dtype))
         pipe = pipe.to(config.device)
     found = {get_family(transformer).name for transformer in find_transformers(pipe).values()}
     if found != {config.family}:

@@ -93,7 +93,10 @@ def build_pipeline(family: str, autoencoder: Any, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     parts = {"transformer": build_transformer(family), "vae": autoencoder, "scheduler": build_scheduler(family)}
     if family == "dit":
-        return DiTPipeline(**parts, id2label=dict(enumerate(NAMES)))
+        pipe = DiTPipeline(**parts, id2label=dict(enumerate(NAMES)))
+        # DiTPipeline reads the class names from its configuration, but does not write them
+        pipe.register_to_config(id2label=dict(enumerate(NAMES)))
+        return pipe
     tokenizer = build_tokenizer(family)
     parts |= {"tokenizer": tokenizer, "text_encoder": train_text_encoder(family, tokenizer, seed)}
     return SanaPipeline(**parts) if family == "sana" else WanPipeline(**parts)
