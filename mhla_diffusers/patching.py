@@ -296,12 +296,19 @@ def _plan(transformer: nn.Module, processor: MHLAProcessor) -> _Plan:
             f"blocks={config.blocks} has {len(config.blocks)} axes, but {type(transformer).__name__} has "
             f"{family.axes}; for example blocks={family.default_config.blocks}."
         )
+    if any(_is_group_offloaded(module) for module in transformer.modules()):
+        raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     attentions = list(family.self_attentions(transformer).values())
     indices = choose_layers(config.layers, len(attentions))
     if not indices:
         raise ValueError(f"layers={config.layers!r} chooses none of the {len(attentions)} layers.")
     layers = [(attentions[index], make_layer(attentions[index], config)) for index in indices]
     return _Plan(transformer, family, processor, layers)
+
+
+def _is_group_offloaded(module: nn.Module) -> bool:
+    hooks: Any = getattr(module, "_diffusers_hook", None)
+    return hooks is not None and hooks.get_hook("group_offloading") is not None
 
 
 def _carry_out(plan: _Plan) -> None:

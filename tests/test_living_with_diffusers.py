@@ -470,13 +470,6 @@ def test_an_offloaded_model_is_refused():
 @pytest.mark.parametrize("settings", GROUPS)
 @pytest.mark.parametrize("name", ["wan", "sana"])
 def test_a_model_under_group_offloading_is_refused(name, settings):
-    """BUG: it is patched, but its groups know nothing of the new layers: they lie where the weights are offloaded to,
-    and nothing fetches them, which fails at the first forward on an accelerator (tensors on two devices).
-
-    Suggested fix, in ``make_layer`` where accelerate's offloading is refused: diffusers' too, which on the attention,
-    one of its parents or its linear layers has ``module._diffusers_hook.get_hook("group_offloading")``; the parents
-    (block_level) are known in ``_plan`` only, so look there through ``transformer.modules()``.
-    """
     model = FAMILIES[name].build()
     model.enable_group_offload(torch.device("cpu"), torch.device("cpu"), **settings)
     with pytest.raises(ValueError, match="offloaded; patch it before"):
@@ -678,12 +671,7 @@ def test_a_saved_pipeline_of_a_patched_dit_names_the_class_of_diffusers(made, tm
 
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_a_pickled_model_is_patched(name, tmp_path):
-    """``torch.save`` of a whole model, as launchers of several processes do it; the copy can be restored.
-
-    BUG (dit): since our subclass names diffusers' module as its own, pickle finds another class there. Suggested fix:
-    leave the class's ``__module__`` alone and set the instance's, which is what diffusers reads: in
-    ``DiTFamily.prepare`` ``transformer.__dict__["__module__"] = dit_transformer_2d.__name__``, deleted in ``restore``.
-    """
+    """``torch.save`` of a whole model, as launchers of several processes do it; the copy can be restored."""
     model = patched(name)
     torch.save(model, tmp_path / "model.pt")
     opened = torch.load(tmp_path / "model.pt", weights_only=False)
