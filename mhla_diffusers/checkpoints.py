@@ -23,7 +23,7 @@ from .attention import resize_mixing
 from .config import MHLAConfig
 from .families import get_family
 from .layer import MHLALayer
-from .patching import apply_mhla, find_transformers, mhla_layers, remove_mhla
+from .patching import apply_mhla, find_transformers, mhla_layers, remove_mhla, require_layers
 
 Model = TypeVar("Model")
 
@@ -84,16 +84,14 @@ def save_mhla(
     """
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(get_args(Weights))}.")
-    if not mhla_layers(model):
-        raise ValueError("The model is not patched with MHLA; there is nothing to save. Call apply_mhla() first.")
+    require_layers(model)
     transformers = find_transformers(model)
     base_model = base_model or _base_model(model)
     tensors: dict[str, torch.Tensor] = {}
     for name, transformer in transformers.items():
         chosen = _choose_tensors(name, transformer, weights, base, base_model)
         tensors |= {f"{name}.{key}": tensor.detach().cpu().contiguous() for key, tensor in chosen.items()}
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _make_folder(folder)
     file, digest = _write_tensors(folder, tensors)
     record = PatchRecord(
         FORMAT_VERSION,
@@ -228,11 +226,15 @@ def read_record(folder: Path) -> PatchRecord:
 
 
 def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> Path:
+    if not str(patch):
+        raise ValueError("patch is empty; give a folder or a Hub id.")
     path = Path(patch)
     if path.suffix in _PICKLE_SUFFIXES:
         raise ValueError(f"{path} is a pickle file, which is never loaded; save the patch with save_mhla().")
     if path.is_dir():
         return path
+    if path.is_absolute() or path.exists():
+        raise FileNotFoundError(f"{patch} is no folder; load_mhla takes the folder that save_mhla wrote, or a Hub id.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -243,6 +245,16 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
         raise FileNotFoundError(
             f"{patch} is neither a folder here nor a repository that the Hub gave: {error}"
         ) from error
+
+
+def _make_folder(folder: str | Path) -> Path:
+    if not str(folder):
+        raise ValueError("folder is empty; give the folder to save into.")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"Cannot save a patch into {folder}: {error}.") from error
+    return Path(folder)
 
 
 def _base_model(model: Any) -> str:
@@ -278,15 +290,24 @@ def _choose_tensors(
         )
     if weights == "changed":
         reference = _base_transformer(name, transformer, base, base_model).state_dict()
-        chosen = own | {key: x for key, x in state.items() if key not in own and _differs(x, reference.get(key))}
+        strange = [key for key, x in state.items() if key not in own and not _has_shape(reference.get(key), x)]
+        if strange:
+            raise ValueError(
+                f"The base does not fit: it has no {name}.{strange[0]} of shape {state[strange[0]].shape}."
+            )
+        chosen = own | {key: x for key, x in state.items() if key not in own and _differs(x, reference[key])}
     offloaded = [key for key, tensor in chosen.items() if tensor.is_meta]
     if offloaded:
         raise ValueError(f"{name}.{offloaded[0]} is offloaded and has no data; switch offloading off before saving.")
     return chosen
 
 
-def _differs(tensor: torch.Tensor, base: torch.Tensor | None) -> bool:
-    return base is None or not torch.equal(tensor.cpu(), base.to(device="cpu", dtype=tensor.dtype))
+def _has_shape(tensor: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return tensor is not None and tensor.shape == other.shape
+
+
+def _differs(tensor: torch.Tensor, base: torch.Tensor) -> bool:
+    return not torch.equal(tensor.cpu(), base.to(device="cpu", dtype=tensor.dtype))
 
 
 def _base_transformer(name: str, transformer: nn.Module, base: Any, base_model: str) -> nn.Module:
@@ -371,7 +392,7 @@ def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> Non
             if getattr(saved, what) != value:
                 raise ValueError(
                     f"The patch does not fit the {name}: it was made for {what}={getattr(saved, what)!r}, the model "
-                    f"has {value!r}. Base model of the patch: {record.base_model!r}."
+                    f"has {value!r}. Base model of the patch: {record.base_model or 'not recorded'}."
                 )
 
 

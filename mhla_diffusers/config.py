@@ -135,6 +135,8 @@ def _parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
         return tuple(choice)
     if choice == "all":
         return Fraction(1)
+    if isinstance(choice, int):
+        raise ValueError(f"layers={choice!r} is ambiguous; write layers=[{choice!r}] for one layer, 'all' for all.")
     try:
         fraction = Fraction(choice).limit_denominator(1000)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):

@@ -8,6 +8,7 @@ from typing import Any
 from .attention.blocks import block_sizes, check_layout
 from .families import get_family
 from .patching import find_transformers
+from .processor import MHLAProcessor
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,22 @@ def describe(model: Any, grid: Sequence[int] | None = None) -> Description:
 
 
 def _describe_layer(name: str, attn: Any, grid: tuple[int, ...] | None) -> LayerDescription:
-    layer = getattr(attn, "mhla", None)
-    if layer is None:
+    layer, processor = getattr(attn, "mhla", None), attn.processor
+    if layer is None and not isinstance(processor, MHLAProcessor):
         return LayerDescription(name, False, grid, None, None, 0)
-    grid = grid or attn.processor.grid or (layer.token_grid.shape if layer.token_grid is not None else None)
+    blocks = layer.config.blocks if layer is not None else processor.config.blocks
     tokens = None
     if grid is not None:
-        sizes = block_sizes(*check_layout(grid, layer.config.blocks))
+        check_layout(grid, blocks)
+    else:
+        remembered = layer.token_grid.shape if layer is not None and layer.token_grid is not None else None
+        grid = getattr(processor, "grid", None) or remembered
+    # a grid that was remembered may be the one that was refused
+    if grid is not None and all(count <= size for count, size in zip(blocks, grid, strict=True)):
+        sizes = block_sizes(grid, blocks)
         tokens = (min(sizes), max(sizes))
-    extra = sum(parameter.numel() for parameter in layer.parameters())
-    return LayerDescription(name, True, grid, layer.config.blocks, tokens, extra)
+    extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
+    return LayerDescription(name, True, grid, blocks, tokens, extra)
 
 
 def _cells(layer: LayerDescription) -> tuple[str, ...]:

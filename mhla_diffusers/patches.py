@@ -77,4 +77,6 @@ def _parse(content: Any) -> Patch:
     settings = content["mhla"]
     if not isinstance(settings, Mapping):
         raise ValueError(f"mhla must hold settings such as blocks, got {settings!r}.")
+    if isinstance(settings.get("eps"), str):  # YAML reads 1e-6, without a point, as text
+        settings = {**settings, "eps": float(settings["eps"])}
     return Patch(content["family"], content["base_model"], content["description"], MHLAConfig.from_dict(settings))

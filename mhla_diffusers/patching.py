@@ -173,7 +173,8 @@ def mhla_disabled(model: Any) -> Iterator[None]:
         yield
     finally:
         for attn, processor in switched:
-            attn.set_processor(processor)
+            if hasattr(attn, "mhla"):  # the patch may have been removed meanwhile
+                attn.set_processor(processor)
 
 
 def is_patched(model: Any) -> bool:
@@ -199,17 +200,39 @@ def mhla_layers(model: Any) -> dict[str, MHLALayer]:
     }
 
 
+def require_layers(model: Any) -> dict[str, MHLALayer]:
+    """Like :func:`mhla_layers`.
+
+    Raises:
+        ValueError: if there are none, with the way to get them.
+    """
+    layers = mhla_layers(model)
+    if not layers and is_patched(model):
+        raise ValueError(
+            "The model has no MHLA weights yet: diffusers' own set_attn_processor makes them at the first forward. "
+            "Run one, or use mhla_diffusers.set_attn_processor(transformer, processor)."
+        )
+    if not layers:
+        raise ValueError("The model is not patched with MHLA; call apply_mhla() first.")
+    return layers
+
+
 def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> RemovableHandle:
     """Clip every mixing matrix into (0, 1) after each step of ``optimizer``, as the paper does (Sec. 4.2).
 
     Layers whose configuration has ``mixing_clip=False`` are left alone.
 
     Raises:
-        ValueError: if the model has no MHLA layers.
+        ValueError: if the model has no MHLA layers, or ``optimizer`` was made before them and lacks a matrix that
+            takes gradients.
     """
-    layers = list(mhla_layers(model).values())
-    if not layers:
-        raise ValueError("The model has no MHLA layers; call apply_mhla() first.")
+    layers = list(require_layers(model).values())
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(layer.mixing.requires_grad and id(layer.mixing) not in optimized for layer in layers):
+        raise ValueError(
+            "The optimizer lacks a mixing matrix that takes gradients. Make the optimizer after apply_mhla(), or "
+            "freeze the matrices with mixing_learnable=False."
+        )
 
     def clip(*_: Any) -> None:
         for layer in layers:
@@ -273,12 +296,19 @@ def _plan(transformer: nn.Module, processor: MHLAProcessor) -> _Plan:
             f"blocks={config.blocks} has {len(config.blocks)} axes, but {type(transformer).__name__} has "
             f"{family.axes}; for example blocks={family.default_config.blocks}."
         )
+    if any(_is_group_offloaded(module) for module in transformer.modules()):
+        raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     attentions = list(family.self_attentions(transformer).values())
     indices = choose_layers(config.layers, len(attentions))
     if not indices:
         raise ValueError(f"layers={config.layers!r} chooses none of the {len(attentions)} layers.")
     layers = [(attentions[index], make_layer(attentions[index], config)) for index in indices]
     return _Plan(transformer, family, processor, layers)
+
+
+def _is_group_offloaded(module: nn.Module) -> bool:
+    hooks: Any = getattr(module, "_diffusers_hook", None)
+    return hooks is not None and hooks.get_hook("group_offloading") is not None
 
 
 def _carry_out(plan: _Plan) -> None:

@@ -107,7 +107,8 @@ class MHLAProcessor:
                 "processor on every layer; use mhla_diffusers.set_attn_processor(transformer, processor) or "
                 "apply_mhla()."
             )
-        if layer is not None and layer.config != self.config:
+        # identity first: under torch.compile(dynamic=True) numbers inside an equality would become symbols
+        if layer is not None and layer.config is not self.config and layer.config != self.config:
             raise ValueError(
                 f"This attention was patched with {layer.config}, but its processor was made for {self.config}. "
                 "Call remove_mhla() before patching with other settings."
@@ -225,4 +226,7 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
             "that softmax attention would add, for example mask.bool()."
         )
     mask = attention_mask.reshape(batch, tokens)
-    return mask if mask.dtype == torch.bool else mask.float().exp()
+    if mask.dtype == torch.bool:
+        return mask
+    # as in softmax, only differences between the keys of a sample count
+    return (mask.float() - mask.float().amax(dim=-1, keepdim=True)).exp()

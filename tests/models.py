@@ -341,7 +341,7 @@ _CLIP = {
     "num_frames": 9,
     "height": 32,
     "width": 48,
-    "num_inference_steps": 2,
+    "num_inference_steps": 3,
     "max_sequence_length": 8,
     "output_type": "pt",
 }

@@ -249,7 +249,7 @@ def test_pickles_are_refused(tmp_path):
 
 
 def test_saving_refuses_what_it_cannot_save(tmp_path):
-    with pytest.raises(ValueError, match="not patched"):
+    with pytest.raises(ValueError, match="not patched with MHLA; call apply_mhla"):
         save_mhla(models.wan(), tmp_path)
     model = apply_mhla(models.wan(), blocks=(2, 2, 3))
     with pytest.raises(ValueError, match="weights='some' is unknown; allowed: mhla, changed, all"):
@@ -258,6 +258,16 @@ def test_saving_refuses_what_it_cannot_save(tmp_path):
         save_mhla(model, tmp_path, weights="changed")
     with pytest.raises(ValueError, match="base must be an unpatched model"):
         save_mhla(model, tmp_path, weights="changed", base=model)
+    with pytest.raises(ValueError, match=r"base does not fit: it has no transformer\.scale_shift_table"):
+        save_mhla(model, tmp_path, weights="changed", base=models.sana())
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="Cannot save a patch into .*file"):
+        save_mhla(model, file)
+    with pytest.raises(ValueError, match="folder is empty"):
+        save_mhla(model, "")
+    with pytest.raises(FileNotFoundError, match="is no folder; load_mhla takes the folder"):
+        load_mhla(models.wan(), file)
     from peft import LoraConfig
 
     model.add_adapter(LoraConfig(target_modules=["to_q"]))

@@ -35,9 +35,12 @@ def test_a_patch_by_name_and_by_path(tmp_path):
     model = apply_mhla(models.wan(), "wan2.1-t2v-1.3b-hybrid")
     assert list(mhla_layers(model)) == ["blocks.1.attn1.mhla", "blocks.2.attn1.mhla"]
     path = tmp_path / "own.yaml"
-    path.write_text("family: wan\nbase_model: me/mine\ndescription: own\nmhla: {blocks: [2, 2, 2], layers: [0]}\n")
+    path.write_text(
+        "family: wan\nbase_model: me/mine\ndescription: own\nmhla: {blocks: [2, 2, 2], layers: [0], eps: 1e-5}\n"
+    )
     model = apply_mhla(models.wan(), path)
     assert list(mhla_layers(model)) == ["blocks.0.attn1.mhla"]
+    assert mhla_layers(model)["blocks.0.attn1.mhla"].config.eps == 1e-5
 
 
 def test_settings_replace_those_of_a_patch():

@@ -758,7 +758,7 @@ def test_mixing_is_clipped_after_every_step_until_the_hook_is_removed():
 
 def test_mixing_clip_needs_a_patched_model():
     model = FAMILIES["sana"].build()
-    with pytest.raises(ValueError, match=r"no MHLA layers.*apply_mhla\(\)"):
+    with pytest.raises(ValueError, match=r"not patched with MHLA; call apply_mhla\(\)"):
         mhla.register_mixing_clip(torch.optim.SGD(model.parameters()), model)
 
 
@@ -1020,3 +1020,56 @@ def test_cross_attention_of_a_new_family_is_its_own_in_the_single_instance_form(
     mhla.remove_mhla(model)
     assert {path: type(processor) for path, processor in mhla.attn_processors(model).items()} == kinds
     assert torch.equal(found, output(mhla.apply_mhla(model), arguments))
+
+
+# ---------------------------------------------------------------- what careless use found
+
+
+def test_removal_while_switched_off_stays_removed():
+    model, arguments = FAMILIES["wan"].build(), inputs("wan")
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, blocks=(2, 2, 3))
+    with mhla.mhla_disabled(model):
+        mhla.remove_mhla(model)
+    assert not mhla.is_patched(model)
+    assert torch.equal(output(model, arguments), expected)
+
+
+def test_describe_while_switched_off_and_after_a_refused_grid():
+    model = patched("wan")
+    output(model, inputs("wan"))
+    with mhla.mhla_disabled(model):
+        assert mhla.describe(model)[0].tokens_per_block == (8, 8)
+    model = patched("wan", blocks=(4, 4, 7))
+    with pytest.raises(ValueError, match="too few for 7 blocks"):
+        output(model, inputs("wan"))
+    assert mhla.describe(model)[0].tokens_per_block is None
+
+
+def test_before_its_first_forward_diffusers_own_form_says_what_is_missing(tmp_path):
+    model = single_instance("wan")
+    assert all(layer.replaced and layer.blocks == (2, 2, 3) for layer in mhla.describe(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for use in (lambda: mhla.save_mhla(model, tmp_path), lambda: mhla.register_mixing_clip(optimizer, model)):
+        with pytest.raises(ValueError, match="no MHLA weights yet.*first forward"):
+            use()
+
+
+def test_an_optimizer_made_too_early_is_refused():
+    model = FAMILIES["wan"].build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mhla.apply_mhla(model, blocks=(2, 2, 3))
+    with pytest.raises(ValueError, match="optimizer lacks a mixing matrix.*after apply_mhla"):
+        mhla.register_mixing_clip(optimizer, model)
+
+
+def test_a_bias_that_masks_every_key_alike_masks_none():
+    """As softmax has it: a constant on all scores of a query changes nothing."""
+    tokens = 64
+    masked = masked_attention("sana", tokens, torch.full((2, tokens), -10000.0))
+    torch.testing.assert_close(masked, masked_attention("sana", tokens, torch.zeros(2, tokens)))
+
+
+def test_a_single_number_is_no_choice_of_layers():
+    with pytest.raises(ValueError, match=r"layers=1 is ambiguous; write layers=\[1\]"):
+        patched("wan", layers=1)

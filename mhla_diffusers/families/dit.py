@@ -41,6 +41,8 @@ class DiTFamily(Family):
 
         if type(transformer) is dit_transformer_2d.DiTTransformer2DModel:
             transformer.__class__ = DiTTransformer2DModel
+            # what diffusers writes into model_index.json; the class keeps its own, so that pickle finds it
+            transformer.__dict__["__module__"] = dit_transformer_2d.__name__
 
     def restore(self, transformer: Any) -> None:
         """Make the instance diffusers' own class again."""
@@ -50,3 +52,4 @@ class DiTFamily(Family):
 
         if type(transformer) is DiTTransformer2DModel:
             transformer.__class__ = dit_transformer_2d.DiTTransformer2DModel
+            del transformer.__dict__["__module__"]

@@ -7,8 +7,5 @@ from diffusers.models.transformers import dit_transformer_2d
 class DiTTransformer2DModel(AttentionMixin, dit_transformer_2d.DiTTransformer2DModel):
     """A patched DiT: ``attn_processors`` and ``set_attn_processor`` added, everything else inherited.
 
-    Name and module are those of the base class, because diffusers writes them into ``config.json`` and
-    ``model_index.json``.
+    The name is that of the base class because diffusers writes it into ``config.json``.
     """
-
-    __module__ = dit_transformer_2d.__name__
