@@ -1,4 +1,4 @@
-# make demo   set everything up and show MHLA on a small pipeline
+# make demo   set everything up and compare softmax, linear attention and MHLA on a tiny trained pipeline
 # make test   set everything up and run the tests
 # make check  lint, types, import floors
 PYTHON ?= python3
@@ -21,7 +21,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/ready
-	$(BIN)/python pipelines/demo.py
+	$(BIN)/mhla demo
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)

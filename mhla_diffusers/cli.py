@@ -136,6 +136,34 @@ def synthesize(
     typer.echo(f"{output} holds {len(index.samples)} samples.")
 
 
+@app.command()
+def demo(
+    family: Annotated[str, typer.Option(help="dit, sana or wan.")] = "wan",
+    output: Annotated[Path, typer.Option(help="Folder for the table, pictures and page.")] = Path("outputs/demo"),
+    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Same seed, same table on the same machine.")] = 0,
+    steps: Annotated[int, typer.Option(help="Updates that adapt each patched variant.")] = 200,
+) -> None:
+    """Softmax, plain linear attention and MHLA on a tiny trained pipeline: adapt, generate, compare, in minutes."""
+    from .demo import DemoConfig, run_demo
+
+    run_demo(DemoConfig(output=output, family=family, device=device, seed=seed, steps=steps))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def generate(context: typer.Context, family: Annotated[str, typer.Argument(help="dit, sana or wan.")]) -> None:
+    """Generate images or videos: mhla generate wan "a seven moving left"; mhla generate wan --help for all options."""
+    from .families import families
+    from .generation import run_command_line
+
+    allowed = [known.name for known in families()]
+    if family not in allowed:
+        raise ValueError(f"family={family!r} is unknown; write mhla generate {'|'.join(allowed)} …")
+    run_command_line(family, f"Generate with {family}, patched with MHLA or not.", context.args)
+
+
 bench = typer.Typer(help="Measure speed, side by side in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
@@ -176,10 +204,30 @@ def bench_operation(
         write_result(result, output)
 
 
+@bench.command("tiny")
+def bench_tiny(
+    families: Annotated[list[str] | None, typer.Option("--family", help="Several times; all if left out.")] = None,
+    samples: Annotated[int, typer.Option(help="Scenes per pipeline.")] = 100,
+    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    output: Annotated[Path, typer.Option(help="Folder for one JSON file each.")] = Path("outputs/tiny"),
+) -> None:
+    """Whether the tiny pipelines generate the digits that they are asked for."""
+    from .tiny.benchmark import check_all
+
+    missed = False
+    for name, result in check_all(families, samples, device, output):
+        reached = result["accuracy"] >= result["target"]
+        missed = missed or not reached
+        verdict = "reached" if reached else "MISSED"
+        typer.echo(f"{name}: accuracy {result['accuracy']:.1%}, target {result['target']:.0%} {verdict}")
+    if missed:
+        raise typer.Exit(1)
+
+
 def run() -> None:
     """Entry point: user errors are printed without a traceback."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
         raise SystemExit(1) from None

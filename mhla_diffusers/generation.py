@@ -1,6 +1,7 @@
 """Generate images and videos from prompts into a folder: what ``pipelines/generate_*.py`` and ``mhla generate`` run."""
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,8 +38,8 @@ class GenerationConfig:
     """Folder or Hub id of a trained patch, as ``load_mhla`` takes it."""
     seeds: tuple[int, ...] = (0,)
     """Every prompt is generated once per seed."""
-    frames_per_second: int = 16
-    """Of videos."""
+    frames_per_second: int | None = None
+    """Of videos; 16, as Wan was trained, or what the tiny pipeline was trained with, if left out."""
     device: str = "cpu"
     dtype: str = "float32"
     """Of the weights, for example bfloat16."""
@@ -59,7 +60,7 @@ class GenerationConfig:
             )
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype={self.dtype!r} is unknown; allowed: float32, bfloat16, float16.")
-        if self.frames_per_second < 1:
+        if self.frames_per_second is not None and self.frames_per_second < 1:
             raise ValueError(f"frames_per_second={self.frames_per_second} must be positive.")
 
 
@@ -110,9 +111,11 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
 
     Raises:
         OSError: the output folder cannot be written; said before anything is loaded.
-        ValueError: unknown class label, a model of another family, or a patch that does not fit.
+        ValueError: unknown class label, a model of another family, a patch that does not fit, or a folder of files
+            that were made with other choices.
     """
     check_writable(config.output)
+    _record_choices(config)
     if config.family == "wan":
         _import_imageio()
     pipe: Any = None
@@ -123,9 +126,39 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
         pipe = pipe if pipe is not None else load_pipeline(config)
         result = _call(pipe, config, task)
         aside = task.file.with_name(f".{task.file.name}")
-        _write(result, aside, config.frames_per_second)
+        _write(result, aside, _frames_per_second(config))
         aside.replace(task.file)
         yield task, True
+
+
+def _record_choices(config: GenerationConfig) -> None:
+    """Keep beside the files what they were made with, so that nothing made otherwise is taken for them later."""
+    file = config.output / "generation.json"
+    names = ("family", "model", "patch", "weights", "dtype", "settings")
+    choices = {name: getattr(config, name) for name in names}
+    if not file.exists():
+        aside = file.with_name(f".{file.name}")
+        aside.write_text(json.dumps(choices, indent=1) + "\n", encoding="utf-8")
+        aside.replace(file)
+        return
+    recorded = json.loads(file.read_text(encoding="utf-8"))
+    changed = [
+        f"{name}={recorded.get(name)!r}, now {choices[name]!r}" for name in names if recorded.get(name) != choices[name]
+    ]
+    if changed:
+        raise ValueError(
+            f"{config.output} holds files made otherwise ({'; '.join(changed)}). Choose another output folder."
+        )
+
+
+def _frames_per_second(config: GenerationConfig) -> int:
+    if config.frames_per_second is not None:
+        return config.frames_per_second
+    if config.model is None:
+        from .tiny.digits import FRAMES_PER_SECOND
+
+        return FRAMES_PER_SECOND
+    return 16
 
 
 def plan_tasks(config: GenerationConfig) -> list[Task]:
@@ -243,13 +276,22 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def run_command_line(family: str, description: str) -> None:
-    """What the scripts ``pipelines/generate_*.py`` do.
+def run_command_line(family: str, description: str, arguments: Sequence[str] | None = None) -> None:
+    """What the scripts ``pipelines/generate_*.py`` and ``mhla generate`` do.
+
+    Args:
+        family: dit, sana or wan.
+        description: shown by ``--help``.
+        arguments: of the command line; those of the process if left out.
 
     Raises:
         SystemExit: with a message, if the arguments, the folder or the model are refused.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=None if arguments is None else f"mhla generate {family}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("prompts", nargs="*")
     parser.add_argument("--prompt-file", type=Path, help="one prompt per line")
     parser.add_argument("--output", type=Path, default=Path("outputs") / family)
@@ -257,17 +299,17 @@ def run_command_line(family: str, description: str) -> None:
     parser.add_argument("--patch", help="name or YAML file of a patch")
     parser.add_argument("--weights", help="folder or Hub id of a trained patch")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--frames-per-second", type=int, default=GenerationConfig.frames_per_second)
+    parser.add_argument("--frames-per-second", type=int)
     parser.add_argument("--device", default=GenerationConfig.device)
     parser.add_argument("--dtype", default=GenerationConfig.dtype)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="arguments of the pipeline's call")
-    arguments = vars(parser.parse_args())
-    prompts, prompt_file = tuple(arguments.pop("prompts")), arguments.pop("prompt_file")
+    options = vars(parser.parse_args(arguments))
+    prompts, prompt_file = tuple(options.pop("prompts")), options.pop("prompt_file")
     try:
         if prompt_file is not None:
             prompts += read_prompts(prompt_file)
-        settings, seeds = parse_settings(arguments.pop("set")), tuple(arguments.pop("seeds"))
-        config = GenerationConfig(family=family, prompts=prompts, seeds=seeds, settings=settings, **arguments)
+        settings, seeds = parse_settings(options.pop("set")), tuple(options.pop("seeds"))
+        config = GenerationConfig(family=family, prompts=prompts, seeds=seeds, settings=settings, **options)
         for task, made in generate(config):
             sys.stdout.write(f"{'wrote' if made else 'kept '} {task.file}\n")
     except (ValueError, OSError, ImportError) as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..generation import check_writable
 from ..patching import apply_mhla, mhla_layers
 from ..tiny.building import check_family
@@ -25,7 +26,6 @@ from ..training import InMemoryData, TrainingConfig, read_metrics, train
 from ..training.batches import ValidationLoss
 from ..training.data import stack_samples
 from ..training.diffusion import NoisedBatch, diffusion_process
-from .attention_matrix import attention_matrices, mean_entropy, mean_rank
 from .figures import draw_loss_curves, draw_mixing, draw_pictures, require_matplotlib
 from .page import write_page
 from .table import format_table

@@ -37,23 +37,25 @@ def variants(family: str) -> list[Variant]:
 
 
 def adaptation(family: str, patch: MHLAConfig, steps: int, held_out: int, output: Path, seed: int) -> TrainingConfig:
-    """The recipe of ``finetune/configs/tiny-*.yaml``, shortened: attention transfer, then all weights end to end."""
-    transfer = steps // 4
+    """The recipe of ``finetune/configs/tiny-*.yaml``, shortened: attention transfer, then all weights end to end.
+
+    SANA was trained with linear attention, which MHLA begins close to: there is no softmax attention to transfer from.
+    """
+    transfer = 0 if family == "sana" else steps // 4
+    stages = [
+        StageConfig(
+            steps - transfer, 5e-4, "all", ObjectiveWeights(diffusion=1.0, distillation=1.0), mixing_learning_rate=5e-3
+        )
+    ]
+    if transfer:
+        first = StageConfig(transfer, 2e-3, "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=5e-3)
+        stages.insert(0, first)
     return TrainingConfig(
         output=str(output),
         patch=patch,
-        stages=(
-            StageConfig(transfer, 2e-3, "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=5e-3),
-            StageConfig(
-                steps - transfer,
-                5e-4,
-                "all",
-                ObjectiveWeights(diffusion=1.0, distillation=1.0),
-                mixing_learning_rate=5e-3,
-            ),
-        ),
+        stages=tuple(stages),
         seed=seed,
-        batch_size=8 if family == "wan" else 16,
+        batch_size=4 if family == "wan" else 16,
         prompt_dropout=0.1,
         checkpoint_every=steps,
         validation=ValidationConfig(samples=held_out, every=max(1, steps // 5)),

@@ -1,17 +1,16 @@
-"""Check that the tiny pipelines generate what they are asked for: ``python -m mhla_diffusers.tiny.benchmark``."""
+"""Check that the tiny pipelines generate what they are asked for: ``mhla bench tiny``."""
 
-import argparse
 import json
 import platform
 import random
-import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .building import FAMILIES
+from .building import FAMILIES, check_family
 from .classifier import load_classifier, real_crops
 from .digits import load_digits, random_scene
 from .judging import digit_accuracy, digit_features, frechet_distance, generate_scenes, real_scenes
@@ -77,27 +76,29 @@ def _circumstances() -> dict[str, str]:
     }
 
 
-def main() -> None:
-    """Measure, print, record, and exit with status 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--family", choices=FAMILIES, action="append", help="may be given several times; all if left out"
-    )
-    parser.add_argument("--samples", type=int, default=100)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path, default=Path("assets/tiny"), help="folder for one JSON file each")
-    arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    results = {"classifier": check_classifier()}
-    for family in arguments.family or FAMILIES:
-        results[family] = check_pipeline(family, arguments.samples, device=arguments.device)
-    for name, result in results.items():
-        (arguments.output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        verdict = "reached" if result["accuracy"] >= result["target"] else "MISSED"
-        sys.stdout.write(f"{name}: accuracy {result['accuracy']:.1%}, target {result['target']:.0%} {verdict}\n")
-    if any(result["accuracy"] < result["target"] for result in results.values()):
-        raise SystemExit(1)
+def check_all(
+    families: Sequence[str] | None, samples: int, device: str, output: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Check the classifier and then pipelines, one after the other, and record each.
 
+    Args:
+        families: which pipelines; all for None.
+        samples: scenes per pipeline.
+        device: where the pipelines run.
+        output: folder for one JSON file each.
 
-if __name__ == "__main__":
-    main()
+    Yields:
+        Name and result.
+
+    Raises:
+        ValueError: unknown family.
+        OSError: the folder cannot be written, or files of a pipeline are missing or damaged.
+    """
+    chosen = families or FAMILIES
+    for family in chosen:
+        check_family(family)
+    output.mkdir(parents=True, exist_ok=True)
+    for name in ("classifier", *chosen):
+        result = check_classifier() if name == "classifier" else check_pipeline(name, samples, device=device)
+        (output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        yield name, result

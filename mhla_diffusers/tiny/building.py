@@ -59,12 +59,12 @@ def build_transformer(family: str) -> Any:
         )
     return WanTransformer3DModel(
         patch_size=(1, 2, 2),
-        num_attention_heads=2,
+        num_attention_heads=3,
         attention_head_dim=32,
         in_channels=channels,
         out_channels=channels,
         text_dim=TEXT_CHANNELS,
-        ffn_dim=256,
+        ffn_dim=384,
         num_layers=4,
         rope_max_seq_len=64,
     )

@@ -8,7 +8,7 @@ ASSET_FOLDER = Path(__file__).parent / "assets"
 CHECKSUM_FILE = ASSET_FOLDER / "checksums.json"
 
 
-class DamagedAssetError(RuntimeError):
+class DamagedAssetError(OSError):
     """A file of a tiny pipeline is missing or is not the one that was shipped."""
 
 

@@ -18,7 +18,7 @@ FRAMES = 9
 """Frames of a clip; the tiny video autoencoder makes a latent frame of each."""
 FRAMES_PER_SECOND = 6
 """At which clips are meant to be played."""
-DIGIT_SIZES = {"dit": 48, "sana": 28, "wan": 24}
+DIGIT_SIZES = {"dit": 52, "sana": 28, "wan": 24}
 """Height and width in pixels of a drawn digit, by model family."""
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
@@ -26,6 +26,8 @@ DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 MOTIONS = (*DIRECTIONS, "bouncing")
 
 _HELD_OUT_EVERY = 5
+_STILL_SLACK = 4.0
+"""How far from the middle of its field a digit at rest may be, in pixels along each axis."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def _path(motion: str | None, field: tuple[int, int, int, int], size: int, chanc
     axes = []
     for axis, (low, high) in enumerate(ranges):
         if motion is None:
-            axes.append(torch.tensor([chance.uniform(low, high)]))
+            slack = min((high - low) / 2, _STILL_SLACK)
+            axes.append(torch.tensor([(low + high) / 2 + chance.uniform(-slack, slack)]))
         elif motion == "bouncing":
             axes.append(_bounce(low, high, chance))
         else:

@@ -37,9 +37,9 @@ class Phase:
 SAMPLES = {"dit": 6000, "sana": 6000, "wan": 1500}
 """Scenes that a transformer is trained on."""
 PHASES = {
-    "dit": (Phase("whole", 3000, 32, 1.5e-3),),
+    "dit": (Phase("whole", 6000, 32, 1.5e-3),),
     "sana": (Phase("whole", 2500, 32, 1e-3),),
-    "wan": (Phase("single", 4000, 48, 2e-3, frames=1), Phase("whole", 1200, 8, 1e-3)),
+    "wan": (Phase("single", 3000, 48, 2e-3, frames=1), Phase("whole", 1200, 8, 1e-3)),
 }
 
 

@@ -191,7 +191,7 @@ def _unchanged(item: Any) -> Any:
 
 
 def _progress(items: Iterable[Any], total: int, done: int, name: str) -> Iterator[Any]:
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    from tqdm.auto import tqdm
 
     yield from tqdm(items, total=total, initial=done, desc=name, dynamic_ncols=True)
 

@@ -271,7 +271,7 @@ class _Run:
         return folder
 
     def _progress(self) -> Any:
-        from tqdm.auto import tqdm  # type: ignore[import-untyped]
+        from tqdm.auto import tqdm
 
         return tqdm(
             total=self.config.total_steps,

@@ -1,14 +1,17 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from mhla_diffusers import apply_mhla
+from mhla_diffusers.analysis import attention_matrices, mean_entropy, mean_rank
 from mhla_diffusers.demo import DemoConfig, run_demo
-from mhla_diffusers.demo.attention_matrix import attention_matrices, mean_entropy, mean_rank
+from mhla_diffusers.demo.variants import BLOCKS, adaptation
 from mhla_diffusers.families import get_family
 from mhla_diffusers.tiny import checksums, load_tiny
 from mhla_diffusers.tiny.latents import digit_latents
+from mhla_diffusers.training import TrainingConfig
 from mhla_diffusers.training.data import stack_samples
 from mhla_diffusers.training.diffusion import diffusion_process
 
@@ -85,3 +88,14 @@ def test_folder_that_cannot_be_written_is_said_first(tmp_path):
 def test_bad_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         DemoConfig(**change)
+
+
+@pytest.mark.parametrize("family", ["dit", "sana", "wan"])
+def test_demo_adapts_with_the_shipped_recipe(family):
+    shipped = TrainingConfig.from_yaml(Path(__file__).parents[2] / f"finetune/configs/tiny-{family}.yaml", [])
+    steps = sum(stage.steps for stage in shipped.stages)
+    used = adaptation(family, shipped.patch, steps, shipped.validation.samples, Path(shipped.output), shipped.seed)
+    assert used.stages == shipped.stages
+    assert used.batch_size == shipped.batch_size
+    assert used.prompt_dropout == shipped.prompt_dropout
+    assert shipped.patch.blocks == BLOCKS[family]

@@ -14,6 +14,8 @@ from mhla_diffusers.generation import (
 from mhla_diffusers.patching import is_patched
 from mhla_diffusers.tiny import checksums
 
+from ..test_cli import mhla
+
 FAST = {"num_inference_steps": 2}
 needs_dit = pytest.mark.skipif(not checksums.pipeline_folder("dit").is_dir(), reason="tiny-dit is not in this checkout")
 needs_wan = pytest.mark.skipif(not checksums.pipeline_folder("wan").is_dir(), reason="tiny-wan is not in this checkout")
@@ -29,12 +31,28 @@ def test_images_are_written_once_and_kept(tmp_path):
         "0000-5-a-seven.png",
         "0001-0-3.png",
         "0001-5-3.png",
+        "generation.json",
     ]
     first = (config.output / "0000-0-a-seven.png").read_bytes()
     assert [done for _, done in generate(config)] == [False] * 4
     (config.output / "0000-0-a-seven.png").unlink()
     assert [done for _, done in generate(config)] == [True, False, False, False]
     assert (config.output / "0000-0-a-seven.png").read_bytes() == first
+
+
+@needs_dit
+def test_folder_of_other_choices_is_refused(tmp_path):
+    list(generate(GenerationConfig("dit", ("3",), tmp_path, settings=FAST)))
+    with pytest.raises(ValueError, match="num_inference_steps': 2}, now {}.*another output folder"):
+        next(generate(GenerationConfig("dit", ("3",), tmp_path)))
+
+
+@needs_dit
+def test_command_writes_into_the_folder(tmp_path):
+    ended = mhla("generate", "dit", "seven", "3", "--output", str(tmp_path), "--set", "num_inference_steps=2")
+    assert ended.returncode == 0, ended.stderr
+    assert {path.name for path in tmp_path.glob("*.png")} == {"0000-0-seven.png", "0001-0-3.png"}
+    assert mhla("generate", "flux", "x").returncode == 1
 
 
 @needs_wan
