@@ -18,7 +18,7 @@ FRAMES = 9
 """Frames of a clip; the tiny video autoencoder makes a latent frame of each."""
 FRAMES_PER_SECOND = 6
 """At which clips are meant to be played."""
-DIGIT_SIZES = {"dit": 52, "sana": 28, "wan": 24}
+DIGIT_SIZES = {"dit": 52, "sana": 28, "wan": 28}
 """Height and width in pixels of a drawn digit, by model family."""
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
@@ -26,8 +26,8 @@ DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 MOTIONS = (*DIRECTIONS, "bouncing")
 
 _HELD_OUT_EVERY = 5
-_STILL_SLACK = 4.0
-"""How far from the middle of its field a digit at rest may be, in pixels along each axis."""
+_REST_SLACK = 4.0
+"""How far from the middle of its field a digit may be along an axis that it does not move along, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def parse_caption(caption: str) -> Scene:
 
 def random_scene(family: str, chance: random.Random) -> Scene:
     """One digit for DiT, one or two for SANA, one or two in motion for Wan."""
-    count = 1 if family == "dit" else chance.choice((1, 2))
+    count = 1 if family == "dit" else chance.choice((1, 1, 2))
     labels = tuple(chance.randrange(10) for _ in range(count))
     return Scene(labels, chance.choice(MOTIONS) if family == "wan" else None)
 
@@ -151,13 +151,18 @@ def _path(motion: str | None, field: tuple[int, int, int, int], size: int, chanc
     axes = []
     for axis, (low, high) in enumerate(ranges):
         if motion is None:
-            slack = min((high - low) / 2, _STILL_SLACK)
-            axes.append(torch.tensor([(low + high) / 2 + chance.uniform(-slack, slack)]))
+            axes.append(_rest(low, high, 1, chance))
         elif motion == "bouncing":
             axes.append(_bounce(low, high, chance))
         else:
             axes.append(_cross(DIRECTIONS[motion][axis], low, high, chance))
     return torch.stack(axes, dim=1)
+
+
+def _rest(low: float, high: float, frames: int, chance: random.Random) -> torch.Tensor:
+    """Near the middle between two walls, (F,)."""
+    slack = min((high - low) / 2, _REST_SLACK)
+    return torch.full((frames,), (low + high) / 2 + chance.uniform(-slack, slack))
 
 
 def _bounce(low: float, high: float, chance: random.Random) -> torch.Tensor:
@@ -170,7 +175,7 @@ def _bounce(low: float, high: float, chance: random.Random) -> torch.Tensor:
 def _cross(sign: int, low: float, high: float, chance: random.Random) -> torch.Tensor:
     """From one wall to the other at constant speed, give or take a fifth of the way; at rest for sign 0, (F,)."""
     if sign == 0:
-        return torch.full((FRAMES,), chance.uniform(low, high))
+        return _rest(low, high, FRAMES, chance)
     slack = (high - low) / 5
     path = torch.linspace(low + chance.uniform(0, slack), high - chance.uniform(0, slack), FRAMES)
     return path if sign > 0 else path.flip(0)

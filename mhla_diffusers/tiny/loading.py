@@ -36,7 +36,7 @@ def call_settings(family: str) -> dict[str, Any]:
     """
     check_family(family)
     if family == "dit":
-        return {"num_inference_steps": 30, "guidance_scale": 3.0}
+        return {"num_inference_steps": 30, "guidance_scale": 4.0}
     size = {"height": PICTURE_SIZE, "width": PICTURE_SIZE, "max_sequence_length": MAX_TOKENS}
     if family == "wan":
         # WanPipeline rounds the number of frames to a multiple of the temporal stride and adds one
