@@ -38,8 +38,12 @@ SAMPLES = {"dit": 6000, "sana": 6000, "wan": 1500}
 """Scenes that a transformer is trained on."""
 PHASES = {
     "dit": (Phase("whole", 6000, 32, 1.5e-3),),
-    "sana": (Phase("whole", 2500, 32, 1e-3),),
-    "wan": (Phase("single", 2500, 48, 2e-3, frames=1), Phase("whole", 800, 8, 1e-3)),
+    "sana": (Phase("whole", 2500, 32, 1e-3), Phase("longer", 3000, 32, 1e-3)),
+    "wan": (
+        Phase("single", 2500, 48, 2e-3, frames=1),
+        Phase("longer", 2000, 48, 2e-3, frames=1),
+        Phase("whole", 700, 8, 1e-3),
+    ),
 }
 
 
