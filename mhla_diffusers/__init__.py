@@ -1,7 +1,7 @@
 """Linear-cost attention for diffusers pipelines: Multi-Head Linear Attention (MHLA)."""
 
 from .attention import mhla_attention, register_feature_map
-from .calibration import calibrate_output_norm
+from .calibration import calibrate_far_field, calibrate_output_norm
 from .checkpoints import load_mhla, push_mhla, save_mhla
 from .config import MHLAConfig
 from .describe import describe
@@ -29,6 +29,7 @@ __all__ = [
     "MHLAProcessor",
     "apply_mhla",
     "attn_processors",
+    "calibrate_far_field",
     "calibrate_output_norm",
     "describe",
     "is_patched",

@@ -49,6 +49,8 @@ class MHLAConfig:
     """RMSNorm over each head's output, one weight of head dim shared by the heads."""
     output_gate: bool = False
     """Multiply the output with SiLU of a projection of the layer's input (paper, Tab. 12)."""
+    near_field: Literal["none", "softmax"] = "none"
+    """What a query attends to its own block with: "none" for MHLA as to every block, or "softmax", exactly."""
     convolution: int | None = None
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
 
@@ -63,6 +65,7 @@ class MHLAConfig:
         get_feature_map(self.feature_map)
         _check_choice("rope", self.rope, ("after", "before"))
         _check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
+        _check_choice("near_field", self.near_field, ("none", "softmax"))
         _check_type("eps", self.eps, int | float, "a number")
         if not self.eps >= 0:
             raise ValueError(f"eps={self.eps} must be zero or positive.")
@@ -73,6 +76,12 @@ class MHLAConfig:
             raise ValueError(
                 "normalize=False leaves an output that grows with the number of tokens, so something else must fix "
                 "its scale: set output_norm=True as well."
+            )
+        if self.near_field == "softmax" and not (self.normalize and (self.eps > 0 or self.feature_map != "relu")):
+            raise ValueError(
+                "near_field='softmax' shares one denominator with the far field, which must be positive. It needs "
+                "normalize=True and, with the relu feature map, eps > 0; "
+                f"got normalize={self.normalize}, eps={self.eps}."
             )
         if self.normalize and self.feature_map == "identity":
             raise ValueError(

@@ -24,10 +24,11 @@ class TokenGrid:
 
 
 class MHLALayer(nn.Module):
-    """Mixing matrix and, where configured, output norm, gate and convolution of one attention.
+    """Mixing matrix and, where configured, far field weight, output norm, gate and convolution of one attention.
 
     Each is initialised so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is
-    1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0.
+    1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. With a near field, λ
+    is 1.
 
     Args:
         config: settings.
@@ -50,6 +51,10 @@ class MHLALayer(nn.Module):
         if config.mixing_per_head:
             mixing = mixing.repeat(heads, 1, 1)
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
+        self.far_field_log_weight: nn.Parameter | None = None
+        """Log of λ, (H,); a single block has no far field."""
+        if config.near_field == "softmax" and math.prod(config.blocks) > 1:
+            self.far_field_log_weight = nn.Parameter(torch.zeros(heads))
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
         self.gate = nn.Linear(hidden_size, inner_size) if config.output_gate else None
         self.convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d | None = None
@@ -95,6 +100,10 @@ class MHLALayer(nn.Module):
             (B, N, H, D), before the output projection of the attention.
         """
         gate = self.gate(hidden_states).unflatten(-1, (self.heads, -1)) if self.gate is not None else None
+        far_field_weight = None
+        if self.config.near_field == "softmax":
+            log_weight = self.far_field_log_weight
+            far_field_weight = query.new_ones(self.heads) if log_weight is None else log_weight.exp()
         output = mhla_attention(
             query,
             key,
@@ -110,6 +119,7 @@ class MHLALayer(nn.Module):
             key_mask=key_mask,
             output_norm=self.output_norm,
             output_gate=gate,
+            far_field_weight=far_field_weight,
             backend=backend,
         )
         if self.convolution is not None:

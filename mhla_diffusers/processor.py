@@ -134,7 +134,7 @@ class MHLAProcessor:
 
 
 def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
-    """A fresh :class:`MHLALayer` that fits an attention, on its device; the mixing matrix is float32.
+    """A fresh :class:`MHLALayer` that fits an attention, on its device; mixing matrix and far field weight are float32.
 
     Gate, norm and convolution take the type that the attention computes in.
 
@@ -151,7 +151,7 @@ def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
         if weights:
             layer.to(device=weights[0].device)
             for name, parameter in layer.named_parameters():
-                if name != "mixing":
+                if name not in ("mixing", "far_field_log_weight"):
                     parameter.data = parameter.data.to(_compute_dtype(attn, weights[0]))
     return layer.train(attn.training)
 

@@ -79,7 +79,7 @@ def eager_attention(
     """Torch backend of :func:`mhla_diffusers.attention.mhla_attention`, which has checked the arguments."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     features = _Features(get_feature_map(feature_map), eps, rope, dtype)
-    heads_at_once, rows_at_once = _working_set(query, blocks)
+    heads_at_once, rows_at_once = working_set(query, blocks)
     regions = regular_regions(grid, blocks, rows_at_once)
     parts = [_make_part(region, grid, rotary, key_mask, dtype) for region in regions]
 
@@ -91,10 +91,10 @@ def eager_attention(
     def read(heads: slice, mixed: tuple[torch.Tensor, torch.Tensor | None], part: _Part) -> torch.Tensor:
         output = _read(query[:, :, heads].unflatten(1, grid), *mixed, part, features)
         gate = output_gate[:, :, heads].unflatten(1, grid) if output_gate is not None else None
-        return _finish(output, part, output_norm, gate)
+        return finish(output, output_norm, gate[(slice(None), *part.region.tokens)] if gate is not None else None)
 
-    groups = [slice(start, start + heads_at_once) for start in range(0, query.shape[2], heads_at_once)]
-    with _without_autocast(query.device):
+    groups = groups_of_heads(query, heads_at_once)
+    with without_autocast(query.device):
         if torch.is_grad_enabled():
             # writing into one tensor would make the backward pass copy the whole gradient once for every write
             outputs = []
@@ -111,12 +111,17 @@ def eager_attention(
         return output
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast switched off; the meta device, for which shapes and costs are counted, has none."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def _working_set(query: torch.Tensor, blocks: Shape) -> tuple[int, int]:
+def groups_of_heads(query: torch.Tensor, heads_at_once: int) -> list[slice]:
+    """Slices of the head axis of (B, N, H, D)."""
+    return [slice(start, start + heads_at_once) for start in range(0, query.shape[2], heads_at_once)]
+
+
+def working_set(query: torch.Tensor, blocks: Shape) -> tuple[int, int]:
     """How many heads, and how many blocks along the first axis, to process together."""
     batch, tokens, heads, head_dim = query.shape
     budget = _CPU_BYTES if query.device.type == "cpu" else _DEVICE_BYTES
@@ -181,13 +186,49 @@ def _read(
     return from_blocks(output, part.region)
 
 
-def _finish(
-    output: torch.Tensor, part: _Part, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None
-) -> torch.Tensor:
-    """Output RMSNorm per head, then × SiLU(gate), where they are given."""
+def finish(output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None) -> torch.Tensor:
+    """Output RMSNorm per head, with (D,) weight, then × SiLU(gate) of the output's shape, where they are given."""
     if output_norm is not None:
         output = torch.nn.functional.rms_norm(output, output.shape[-1:], output_norm.to(output.dtype), OUTPUT_NORM_EPS)
     if output_gate is not None:
-        gate = output_gate[(slice(None), *part.region.tokens)]
-        output = output * torch.nn.functional.silu(gate.to(output.dtype))
+        output = output * torch.nn.functional.silu(output_gate.to(output.dtype))
     return output
+
+
+def eager_normaliser(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mixing: torch.Tensor,
+    grid: Shape,
+    blocks: Shape,
+    *,
+    feature_map: str,
+    rotary: Rotary | None,
+    rope: str,
+    eps: float,
+    key_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """The normaliser of Eq. 4 by itself, φ(q)ᵀ Σ_b m_ib z_b: (B, N, H, 1) in float32 (float64 for float64 inputs)."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    features = _Features(get_feature_map(feature_map), eps, rope, dtype)
+    heads_at_once, rows_at_once = working_set(query, blocks)
+    regions = regular_regions(grid, blocks, rows_at_once)
+    parts = [_make_part(region, grid, rotary if rope == "before" else None, key_mask, dtype) for region in regions]
+    outputs = []
+    with without_autocast(query.device):
+        for heads in groups_of_heads(query, heads_at_once):
+            q, k = (x[:, :, heads].unflatten(1, grid) for x in (query, key))
+            coefficients = (mixing[heads] if mixing.ndim == 3 else mixing).to(dtype)
+            sums = join_regions([_key_sum(features(k, part)[1], part) for part in parts], regions, first_axis=2)
+            mixed = (coefficients @ sums.flatten(2, -2)).view(sums.shape)
+            pieces = []
+            for part in parts:
+                here = (slice(None), slice(None), *part.region.blocks)
+                pieces.append(from_blocks(features(q, part)[1] @ mixed[here].unsqueeze(-1), part.region))
+            outputs.append(join_regions(pieces, regions, first_axis=1))
+    return torch.cat(outputs, dim=-2).reshape(*query.shape[:-1], 1)
+
+
+def _key_sum(features: torch.Tensor, part: _Part) -> torch.Tensor:
+    """Sum of a block's masked keys: (B, H, *block counts, D)."""
+    return (features if part.key_mask is None else features * part.key_mask).sum(dim=-2)

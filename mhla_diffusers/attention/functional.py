@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 
 from .blocks import check_layout
 from .eager import eager_attention
 from .feature_maps import get_feature_map
+from .near_field import near_field_attention
 from .rotary import Rotary
 from .triton import triton_attention, why_not
 
@@ -48,6 +50,7 @@ def mhla_attention(
     key_mask: torch.Tensor | None = None,
     output_norm: torch.Tensor | None = None,
     output_gate: torch.Tensor | None = None,
+    far_field_weight: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Multi-Head Linear Attention (paper, Eq. 3-5).
@@ -77,6 +80,9 @@ def mhla_attention(
         key_mask: (B, N), bool (True takes part) or a weight in [0, 1] on φ(k).
         output_norm: (D,) weight of an RMSNorm over each head's output.
         output_gate: (B, N, H, D); the output is multiplied with its SiLU.
+        far_field_weight: λ, (H,), positive: a query attends to its own block with softmax attention and to the other
+            blocks with MHLA, whose weights are multiplied with λ, under one denominator; see
+            :mod:`mhla_diffusers.attention.near_field`. None for MHLA throughout.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
             ROCm devices, D up to 256 and the built-in feature maps. "eager": torch operations, for everything. "auto":
             triton on a CUDA or ROCm device if it can run the call, else eager.
@@ -100,22 +106,37 @@ def mhla_attention(
     if backend == "auto":
         fused = query.device.type == "cuda" and why_not(query, feature_map, rotary) is None
         backend = "triton" if fused else "eager"
-    return _BACKENDS[backend](
-        query,
-        key,
-        value,
-        mixing,
-        grid,
-        blocks,
-        feature_map=feature_map,
-        rotary=rotary,
-        rope=rope,
-        normalize=normalize,
-        eps=eps,
-        key_mask=key_mask,
-        output_norm=output_norm,
-        output_gate=output_gate,
+    settings: dict[str, Any] = {
+        "feature_map": feature_map,
+        "rotary": rotary,
+        "rope": rope,
+        "eps": eps,
+        "key_mask": key_mask,
+    }
+    finishing: dict[str, Any] = {"output_norm": output_norm, "output_gate": output_gate}
+    attend = _BACKENDS[backend]
+    if far_field_weight is None:
+        return attend(query, key, value, mixing, grid, blocks, normalize=normalize, **settings, **finishing)
+    _check_far_field(far_field_weight, query, feature_map, normalize, eps)
+
+    def far_field(across: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        masked = {**settings, "key_mask": mask, **dict.fromkeys(finishing)}
+        return attend(query, key, value, across, grid, blocks, normalize=True, **masked)
+
+    return near_field_attention(
+        query, key, value, mixing, grid, blocks, far_field, far_field_weight, **settings, **finishing
     )
+
+
+def _check_far_field(
+    far_field_weight: torch.Tensor, query: torch.Tensor, feature_map: str, normalize: bool, eps: float
+) -> None:
+    if tuple(far_field_weight.shape) != (query.shape[2],):
+        raise ValueError(f"far_field_weight must have shape ({query.shape[2]},), got {tuple(far_field_weight.shape)}.")
+    if not normalize:
+        raise ValueError("A near field shares one denominator with the far field; it needs normalize=True.")
+    if feature_map == "relu" and not eps > 0:
+        raise ValueError(f"eps={eps} lets a query of the relu feature map have no far field; it must be positive.")
 
 
 def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

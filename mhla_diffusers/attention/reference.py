@@ -28,6 +28,7 @@ def reference_weights(
     normalize: bool = True,
     eps: float = 1e-6,
     key_mask: torch.Tensor | None = None,
+    far_field_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The effective attention matrix (paper, Eq. 5): float64 (B, H, N, N), row = query token.
 
@@ -36,7 +37,10 @@ def reference_weights(
     phi = get_feature_map(feature_map)
     query, key = query.to(torch.float64, copy=True), key.to(torch.float64, copy=True)
     mixing = mixing.double()
+    near_query, near_key = query.clone(), key.clone()
     tables = pair_tables((rotary[0].double(), rotary[1].double())) if rotary is not None else None
+    if tables is not None:
+        near_query, near_key = apply_rotary(query, *tables), apply_rotary(key, *tables)
     if tables is not None and rope == "before":
         query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
     query, key = phi(query, eps), phi(key, eps)
@@ -49,8 +53,19 @@ def reference_weights(
     if tables is not None and rope == "after":
         query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
     weights = coefficients * torch.einsum("bqhd,bkhd->bhqk", query, key)
+    normaliser = coefficients * plain
+    if far_field_weight is not None:
+        scores = torch.einsum("bqhd,bkhd->bhqk", near_query, near_key) / near_query.shape[-1] ** 0.5
+        # a common factor of numerator and denominator, which keeps large scores finite
+        largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
+        near = (scores - largest).exp()
+        if key_mask is not None:
+            near = near * key_mask[:, None, None, :]
+        far = far_field_weight.double()[:, None, None] * (-largest).exp()
+        same_block = block_of[:, None] == block_of[None, :]
+        weights, normaliser = (torch.where(same_block, near, far * x) for x in (weights, normaliser))
     if normalize:
-        weights = weights / (coefficients * plain).sum(dim=-1, keepdim=True)
+        weights = weights / normaliser.sum(dim=-1, keepdim=True)
     return weights
 
 
@@ -70,6 +85,7 @@ def reference_attention(
     key_mask: torch.Tensor | None = None,
     output_norm: torch.Tensor | None = None,
     output_gate: torch.Tensor | None = None,
+    far_field_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """MHLA in float64: (B, N, H, D). Arguments are those of :func:`mhla_diffusers.attention.mhla_attention`."""
     weights = reference_weights(
@@ -84,6 +100,7 @@ def reference_attention(
         normalize=normalize,
         eps=eps,
         key_mask=key_mask,
+        far_field_weight=far_field_weight,
     )
     output = torch.einsum("bhqk,bkhd->bqhd", weights, value.double())
     if output_norm is not None:

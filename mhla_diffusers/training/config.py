@@ -58,7 +58,7 @@ class StageConfig:
     trainable: Trainable
     objectives: ObjectiveWeights
     mixing_learning_rate: float | None = None
-    """Learning rate of the mixing matrices; None for that of the rest."""
+    """Learning rate of the mixing matrices and the far field's weights; None for that of the rest."""
     lora_rank: int | None = None
     """Rank of LoRA; needed with ``trainable: lora`` and only there."""
     scheduler: Literal["constant", "cosine"] = "constant"

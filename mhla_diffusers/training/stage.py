@@ -198,8 +198,9 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _make_optimizer(transformer: nn.Module, stage: StageConfig, config: TrainingConfig) -> torch.optim.AdamW:
     trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
-    mixing = [parameter for name, parameter in trained.items() if name.endswith(".mhla.mixing")]
-    rest = [parameter for name, parameter in trained.items() if not name.endswith(".mhla.mixing")]
+    of_mixing = (".mhla.mixing", ".mhla.far_field_log_weight")
+    mixing = [parameter for name, parameter in trained.items() if name.endswith(of_mixing)]
+    rest = [parameter for name, parameter in trained.items() if not name.endswith(of_mixing)]
     mixing_rate = stage.mixing_learning_rate or stage.learning_rate
     groups = [
         {"params": rest, "lr": stage.learning_rate, "initial_lr": stage.learning_rate},

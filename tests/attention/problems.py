@@ -40,7 +40,9 @@ class Problem:
         generator = torch.Generator().manual_seed(7)
         direction = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device)
         (output.double() * direction).sum().backward()
-        return {"output": output.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+        # what has no effect (the far field's weight where there is one block) has no gradient
+        gradients = {n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for n, leaf in leaves.items()}
+        return {"output": output.detach()} | gradients
 
 
 def make_problem(
@@ -55,6 +57,7 @@ def make_problem(
     norm: bool = False,
     gate: bool = False,
     per_head: bool = False,
+    near_field: bool = False,
     seed: int = 0,
     **options: Any,
 ) -> Problem:
@@ -73,6 +76,8 @@ def make_problem(
         tensors["output_norm"] = 1 + 0.3 * draw(head_dim)
     if gate:
         tensors["output_gate"] = draw(*shape)
+    if near_field:
+        tensors["far_field_weight"] = 0.5 + torch.rand(heads, generator=generator)
     if rotary:
         angles = draw(1, tokens, 1, head_dim // 2).repeat_interleave(2, dim=-1)
         options["rotary"] = (angles.cos(), angles.sin())

@@ -1,0 +1,180 @@
+"""Softmax attention inside a block, MHLA across blocks, under one denominator.
+
+For a query q in block i, s_t = q · k_t / √D (RoPE on q and k where the model has it) and λ the far field's weight::
+
+    o = [ Σ_{t∈i} exp(s_t) v_t + λ φ(q)ᵀ Σ_{b≠i} m_ib S_b ] / [ Σ_{t∈i} exp(s_t) + λ φ(q)ᵀ Σ_{b≠i} m_ib z_b ]
+
+The far field enters the softmax of the block as one more key, whose logit is log(λ φ(q)ᵀ Σ m_ib z_b) and whose value is
+MHLA's output over the other blocks. So a fused softmax attention does the near field, its maximum is common to both
+parts, and no N x N matrix is formed. The split is known from FMMformer (Nguyen et al. 2021) and, for language models,
+from LoLCATs (Zhang et al. 2024).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from .blocks import Region, Shape, from_blocks, join_regions, regular_regions, to_blocks
+from .eager import eager_normaliser, finish, groups_of_heads, without_autocast, working_set
+from .rotary import Rotary, apply_rotary, pair_tables
+
+_ALIGNMENT = 8
+"""Channels that fused attention kernels want the head dim to be a multiple of."""
+_LEAST_MASK = 1e-12
+"""Weight of a masked key in the far field: where all other blocks are masked, there is still something to divide by."""
+
+
+def near_field_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    grid: Shape,
+    blocks: Shape,
+    far_field: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    far_field_weight: torch.Tensor,
+    *,
+    feature_map: str,
+    rotary: Rotary | None,
+    rope: str,
+    eps: float,
+    key_mask: torch.Tensor | None,
+    output_norm: torch.Tensor | None,
+    output_gate: torch.Tensor | None,
+) -> torch.Tensor:
+    """Near field exact, far field MHLA; arguments as in :func:`mhla_diffusers.attention.mhla_attention`.
+
+    Args:
+        query: (B, N, H, D).
+        key: like ``query``.
+        value: like ``query``.
+        mixing: (M, M) or (H, M, M); its diagonal is not used.
+        grid: token grid.
+        blocks: block count per axis.
+        far_field: normalised MHLA of query, key and value with a given mixing matrix and key mask, (B, N, H, D).
+        far_field_weight: λ, (H,), positive.
+        feature_map: φ of the far field.
+        rotary: (cos, sin); the near field rotates query and key.
+        rope: where the far field rotates.
+        eps: of the feature map.
+        key_mask: (B, N).
+        output_norm: (D,).
+        output_gate: (B, N, H, D).
+
+    Returns:
+        (B, N, H, D).
+    """
+    far = logit = None
+    if math.prod(blocks) > 1:
+        across = mixing * (1 - torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device))
+        mask = key_mask.float().clamp_min(_LEAST_MASK) if key_mask is not None else None
+        far = far_field(across, mask)
+        normaliser = eager_normaliser(
+            query,
+            key,
+            across,
+            grid,
+            blocks,
+            feature_map=feature_map,
+            rotary=rotary,
+            rope=rope,
+            eps=eps,
+            key_mask=mask,
+        )
+        logit = (far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
+    if rotary is not None:
+        query, key = (_rotated(x, rotary) for x in (query, key))
+    bias = key_mask.to(query.dtype).log()[:, :, None, None] if key_mask is not None else None
+    output = _near_field(query, key, value, far, logit, bias, grid, blocks)
+    return finish(output, output_norm, output_gate).to(query.dtype)
+
+
+def _rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """RoPE in float32 (float64 for float64), in the type of ``x``."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = (table.to(dtype) for table in pair_tables(rotary))
+    return apply_rotary(x.to(dtype), cos, sin).to(x.dtype)
+
+
+def _near_field(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    far: torch.Tensor | None,
+    logit: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    grid: Shape,
+    blocks: Shape,
+) -> torch.Tensor:
+    """Softmax attention over the block and the far field: (B, N, H, D) in float32 (float64 for float64)."""
+    heads_at_once, rows_at_once = working_set(query, blocks)
+    regions = regular_regions(grid, blocks, rows_at_once)
+    outputs = []
+    with without_autocast(query.device):
+        for heads in groups_of_heads(query, heads_at_once):
+            pieces = []
+            for region in regions:
+
+                def here(x: torch.Tensor, heads: slice = heads, region: Region = region) -> torch.Tensor:
+                    return to_blocks(x[:, :, heads].unflatten(1, grid), region, x.dtype)
+
+                far_here = (here(far), here(logit)) if far is not None and logit is not None else None
+                mask = to_blocks(bias.unflatten(1, grid), region, bias.dtype).mT if bias is not None else None
+                pieces.append(from_blocks(_attend(here(query), here(key), here(value), far_here, mask), region))
+            outputs.append(join_regions(pieces, regions, first_axis=1))
+    return torch.cat(outputs, dim=-2).reshape(query.shape)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    far: tuple[torch.Tensor, torch.Tensor] | None,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Blocks of tokens, each with its far field as one more key.
+
+    The logit of that key differs from query to query, which a key cannot, so it travels in two more channels of the
+    query, where the key holds ones: the logit rounded to the input's type, and what the rounding lost. One more channel
+    of the value, 1 for the far field alone, brings back its share.
+
+    Args:
+        query: (B, H, *block counts, tokens per block, D).
+        key: like ``query``.
+        value: like ``query``.
+        far: the far field's output, like ``query``, and the log of its sum of weights, (..., 1); None for one block.
+        mask: (B, 1, *block counts, 1, tokens per block), added to the logits.
+    """
+    dtype, head_dim = query.dtype, query.shape[-1]
+    if far is None:
+        return _softmax_attention(query, key, value, mask, head_dim).to(_sum_dtype(dtype))
+    far_output, logit = far
+    spare = -(head_dim + 2) % _ALIGNMENT
+    wanted = logit * math.sqrt(head_dim)
+    coarse = wanted.to(dtype)
+    fine = (wanted - coarse).detach().to(dtype)
+    query = torch.cat([query, coarse, fine, query.new_zeros(*query.shape[:-1], spare)], dim=-1)
+    key, value = (torch.nn.functional.pad(x, (0, 2 + spare, 0, 1)) for x in (key, value))
+    key[..., -1, head_dim : head_dim + 2] = 1
+    value[..., -1, head_dim] = 1
+    if mask is not None:
+        mask = torch.nn.functional.pad(mask, (0, 1))
+    output = _softmax_attention(query, key, value, mask, head_dim).to(_sum_dtype(dtype))
+    return output[..., :head_dim] + output[..., head_dim : head_dim + 1] * far_output
+
+
+def _softmax_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, head_dim: int
+) -> torch.Tensor:
+    """Scaled dot-product attention within every block, all blocks of all heads as one batch."""
+    if mask is not None:
+        mask = mask.expand(*query.shape[:-2], query.shape[-2], -1).flatten(0, -3)[:, None]
+    batch = query.shape[:-2]
+    query, key, value = (x.flatten(0, -3)[:, None] for x in (query, key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=head_dim**-0.5)
+    return output.squeeze(1).unflatten(0, batch)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
