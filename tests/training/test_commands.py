@@ -127,7 +127,7 @@ def test_script_trains_and_resumes(tmp_path: Path, model: str, config_file: Path
 
 @pytest.mark.slow
 def test_comparison_writes_its_table(tmp_path: Path) -> None:
-    steps = ["--samples", "20", "--held-out", "1", "--teacher-steps", "1", "--transfer-steps", "1", "--steps", "1"]
+    steps = ["--samples", "20", "--held-out", "1", "--transfer-steps", "1", "--steps", "1"]
     command = [sys.executable, str(ROOT / "finetune" / "compare.py"), "--output", str(tmp_path), *steps]
     subprocess.run(command, check=True, cwd=ROOT, env=_environment())
     rows = (tmp_path / "table.csv").read_text().splitlines()
