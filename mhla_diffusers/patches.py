@@ -50,9 +50,12 @@ def load_patch(name_or_path: str | Path) -> Patch:
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         if str(name_or_path) not in patch_names():
-            names = get_close_matches(str(name_or_path), patch_names(), n=3, cutoff=0.4) or patch_names()
+            near = get_close_matches(str(name_or_path), patch_names(), n=3, cutoff=0.4)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+            if path.is_dir():
+                hint = f": {path} is a folder; open a saved patch with load_mhla(model, {str(name_or_path)!r})."
             raise ValueError(
-                f"Unknown patch {str(name_or_path)!r}; did you mean {', '.join(map(repr, names))}? "
+                f"Unknown patch {str(name_or_path)!r}{hint} "
                 f"Ready patches: {', '.join(patch_names())}; or give the path of a .yaml file."
             )
         path = patch_folder() / f"{name_or_path}.yaml"

@@ -68,6 +68,10 @@ def test_bad_files_are_named(tmp_path, text, words):
 
 
 def test_unknown_patches_give_the_nearest_names(tmp_path):
+    with pytest.raises(ValueError, match=r"Unknown patch 'zzz'\. Ready patches: dit-xl-2-256, "):
+        load_patch("zzz")
+    with pytest.raises(ValueError, match="is a folder; open a saved patch with load_mhla"):
+        load_patch(str(tmp_path))
     with pytest.raises(ValueError, match=r"Unknown patch 'wan2.1-t2v-1.3'; did you mean 'wan2.1-t2v-1.3b'"):
         load_patch("wan2.1-t2v-1.3")
     with pytest.raises(FileNotFoundError, match="nowhere.yaml does not exist"):
