@@ -1,4 +1,4 @@
-"""Run in an environment that has only the wheel: its single top-level name, and a patch that opens by name."""
+"""Run in an environment that has only the wheel: its single top-level name, a patch by name, the tiny pipelines."""
 
 import importlib.metadata
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from diffusers import WanTransformer3DModel
 
 from mhla_diffusers import apply_mhla, mhla_layers, patch_names
+from mhla_diffusers.tiny import call_settings, load_tiny
 
 files = importlib.metadata.files("mhla_diffusers") or []
 tops = {Path(str(file)).parts[0] for file in files if not str(file).startswith("..")}
@@ -28,3 +29,7 @@ transformer = WanTransformer3DModel(
 apply_mhla(transformer, "wan2.1-t2v-1.3b-hybrid")
 if len(mhla_layers(transformer)) != 2:
     raise SystemExit(f"the hybrid patch replaced {len(mhla_layers(transformer))} of 3 layers; 2 are promised")
+
+for family in ("dit", "sana", "wan"):
+    what = {"class_labels": [7]} if family == "dit" else {"prompt": "a seven moving left"}
+    load_tiny(family)(**what, **{**call_settings(family), "num_inference_steps": 1})
