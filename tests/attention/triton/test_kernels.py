@@ -150,7 +150,9 @@ def problems(draw):
 
 
 # A drawn output norm may stand over a nearly zero output, or a row of features over a nearly zero normaliser, and then
-# float32 itself is worse than the bound: such a draw is held to the eager backend's float32 error.
+# float32 itself is worse than the bound: such a draw is held to the eager backend's float32 error. A half-precision
+# result is rounded once, by at most half a unit in the last place; of a handful of numbers the eager backend may by luck
+# round none, so its error is the measure only above that.
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_drawn_problems(problem, dtype):
@@ -158,7 +160,8 @@ def test_drawn_problems(problem, dtype):
     found = errors_against_reference(problem, dtype, "triton")
     eager = errors_against_reference(problem, dtype, "eager")
     for name, error in found.items():
-        allowed = max(FLOAT32_TOLERANCE, HALF_TO_EAGER * eager[name])
+        one_rounding = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+        allowed = max(FLOAT32_TOLERANCE, one_rounding, HALF_TO_EAGER * eager[name])
         assert error <= allowed, f"{name}: relative error {error:.2e}, allowed {allowed:.2e}"
 
 
