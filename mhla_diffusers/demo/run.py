@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from ..analysis import attention_matrices, mean_entropy, mean_rank
+from ..evaluation.metrics import frechet_distance
 from ..generation import check_writable
 from ..patching import apply_mhla, mhla_layers
 from ..tiny.building import check_family
 from ..tiny.classifier import DigitClassifier, load_classifier
 from ..tiny.digits import Scene, load_digits, random_scene
-from ..tiny.judging import digit_accuracy, digit_features, frechet_distance, generate_scenes, real_scenes
+from ..tiny.judging import digit_accuracy, digit_features, generate_scenes, real_scenes
 from ..tiny.latents import digit_latents
 from ..tiny.loading import load_tiny
 from ..training import InMemoryData, TrainingConfig, read_metrics, train
