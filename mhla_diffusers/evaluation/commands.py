@@ -62,3 +62,35 @@ def _report(result: dict[str, Any], output: Path | None) -> None:
         typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
     if output is not None:
         write_json(result, output)
+
+
+@app.command()
+def vbench(
+    videos: Annotated[Path | None, typer.Argument(help="Folder of the suite's videos.")] = None,
+    source: Annotated[list[Path] | None, typer.Option("--from", help="Results of VBench: files or folders.")] = None,
+    suite: Annotated[Path | None, typer.Option(help="VBench_full_info.json, which comes with VBench.")] = None,
+    vbench_python: Annotated[Path | None, typer.Option(help="Python of VBench's own environment.")] = None,
+    dimensions: Annotated[list[str] | None, typer.Option("--dimension", help="Several times; all if left out.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for results, totals and the log.")] = Path("outputs/vbench"),
+    device: _DEVICE = "cuda",
+) -> None:
+    """Run VBench in its own environment, or read its results: Quality, Semantic, Total and the dimensions."""
+    from dataclasses import asdict
+
+    from .vbench.run import VBenchConfig, run_vbench
+    from .vbench.scores import DIMENSIONS, read_results, total_scores
+
+    if source:
+        scores = read_results(source)
+    elif videos is None or suite is None or vbench_python is None:
+        raise ValueError("Give --from with results, or the folder of videos with --suite and --vbench-python.")
+    else:
+        chosen = tuple(dimensions or DIMENSIONS)
+        config = VBenchConfig(vbench_python, suite, videos, output, chosen, device)
+        for name, score, now in run_vbench(config):
+            typer.echo(f"{name}: {score:.4f}{'' if now else ' (before)'}")
+        if set(chosen) != set(DIMENSIONS):
+            return
+        scores = read_results([output])
+    totals = asdict(total_scores(scores))
+    _report({**{name: scores[name] for name in DIMENSIONS}, **totals}, output / "vbench.json")

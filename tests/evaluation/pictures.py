@@ -1,8 +1,10 @@
-"""Small random pictures and an extractor that needs no weights."""
+"""Small random pictures, an extractor that needs no weights, and the command."""
 
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
+from mhla_diffusers.cli import app
 from mhla_diffusers.evaluation.extractors import ImageFeatures
 
 
@@ -19,3 +21,8 @@ def blocks(images):
     """Mean colours of the four quarters, 12 channels."""
     means = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)
     return ImageFeatures(means, spatial=means[:, :4], probabilities=means[:, :3].softmax(dim=1))
+
+
+def mhla(*arguments):
+    """The command within this process; errors of users are in ``exception``."""
+    return CliRunner().invoke(app, list(map(str, arguments)))

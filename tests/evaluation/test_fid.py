@@ -14,8 +14,7 @@ from mhla_diffusers.evaluation.metrics import FeatureStatistics, frechet_distanc
 from mhla_diffusers.evaluation.npz import write_array
 from mhla_diffusers.evaluation.reference import statistics_file
 
-from ..test_cli import mhla
-from .pictures import blocks, write_pictures
+from .pictures import blocks, mhla, write_pictures
 
 
 def features_of(folder):
@@ -213,10 +212,9 @@ def test_clean_fid_agrees(scripted_weights, folders):
 def test_command_reports_and_writes(folders, tmp_path):
     extractor = "tests.evaluation.pictures:blocks"
     ended = mhla("eval", "fid", *map(str, folders), "--extractor", extractor, "--output", str(tmp_path / "fid.json"))
-    assert ended.returncode == 0, ended.stderr
+    assert ended.exit_code == 0, ended.output
     written = json.loads((tmp_path / "fid.json").read_text())
-    assert f"fid: {written['fid']:.4f}" in ended.stdout
+    assert f"fid: {written['fid']:.4f}" in ended.output
     assert written["samples"] == 80
     missing = mhla("eval", "fid", *map(str, folders))
-    assert missing.returncode == 1
-    assert "download https://" in missing.stderr
+    assert "download https://" in str(missing.exception)
