@@ -94,3 +94,112 @@ def vbench(
         scores = read_results([output])
     totals = asdict(total_scores(scores))
     _report({**{name: scores[name] for name in DIMENSIONS}, **totals}, output / "vbench.json")
+
+
+@app.command()
+def samples(
+    output: Annotated[Path, typer.Argument(help="Folder of the set.")],
+    family: Annotated[str, typer.Option(help="dit, sana or wan.")],
+    classes: Annotated[int | None, typer.Option(help="Class-conditional: how many images, 50000 for ImageNet.")] = None,
+    labels: Annotated[int, typer.Option(help="Number of classes.")] = 1000,
+    label_order: Annotated[str, typer.Option(help="balanced or random.")] = "balanced",
+    prompts: Annotated[Path | None, typer.Option(help="File with one prompt per line.")] = None,
+    per_prompt: Annotated[int, typer.Option(help="Samples per prompt of that file.")] = 1,
+    geneval: Annotated[Path | None, typer.Option(help="GenEval's evaluation_metadata.jsonl.")] = None,
+    vbench: Annotated[Path | None, typer.Option(help="VBench_full_info.json.")] = None,
+    augmented: Annotated[Path | None, typer.Option(help="Augmented prompts of VBench, a line per entry.")] = None,
+    all_flickering: Annotated[bool, typer.Option(help="25 videos of each temporal flickering prompt.")] = False,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; the tiny pipeline if left out.")] = None,
+    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Folder or Hub id of a trained patch.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Samples per call of the pipeline.")] = 1,
+    frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None,
+    device: Annotated[str, typer.Option(help='cpu, cuda, …; "auto" for that of each process.')] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the pipeline's call.")] = None,
+    npz: Annotated[Path | None, typer.Option(help="Write all images into this npz as well, as ADM's.")] = None,
+) -> None:
+    """Generate a sample set; run by accelerate launch it shares the work. Goes on where it stopped."""
+    from datetime import timedelta
+
+    from accelerate import PartialState
+
+    from ..generation import parse_settings
+    from .geneval import write_geneval_metadata
+    from .images import open_images
+    from .layouts import choose_layout, read_geneval_metadata
+    from .npz import write_array
+    from .samples import SampleConfig, generate_samples, prepare_folder
+
+    # processes wait for the slowest one at the end, which may take longer than the usual half an hour
+    state = PartialState(timeout=timedelta(days=7))
+    chosen = choose_layout(
+        family,
+        classes=classes,
+        labels=labels,
+        order=label_order,
+        seed=seed,
+        prompts=prompts,
+        per_prompt=per_prompt,
+        geneval=geneval,
+        vbench=vbench,
+        augmented=augmented,
+        all_flickering=all_flickering,
+    )
+    config = SampleConfig(
+        family=family,
+        samples=chosen,
+        output=output,
+        model=model,
+        patch=patch,
+        weights=weights,
+        seed=seed,
+        batch_size=batch_size,
+        frames_per_second=frames_per_second,
+        device=str(state.device) if device == "auto" else device,
+        dtype=dtype,
+        settings=parse_settings(settings or []),
+    )
+    with state.main_process_first():
+        if state.is_main_process:
+            prepare_folder(config)
+            if geneval is not None:
+                write_geneval_metadata(read_geneval_metadata(geneval), output)
+    own = len(chosen[state.process_index :: state.num_processes])
+    for done in generate_samples(config, state.process_index, state.num_processes):
+        if state.is_main_process:
+            _show_progress(done, own)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        if npz is not None:
+            images = open_images(output)
+            write_array(images.batches(100), len(images), npz)
+        typer.echo(f"{output} holds {len(chosen)} samples.")
+
+
+@app.command()
+def clip(
+    samples: Annotated[Path, typer.Argument(help="Folder of a sample set, with its samples.json.")],
+    model: Annotated[str, typer.Option(help="Hub id or folder of a CLIP model.")] = "openai/clip-vit-large-patch14",
+    batch_size: Annotated[int, typer.Option(help="Images per forward.")] = 32,
+    device: _DEVICE = "cpu",
+    output: _OUTPUT = None,
+) -> None:
+    """CLIP score as SANA reports it: 100 times the cosine of image and prompt, averaged."""
+    from .clip import ClipScorer, score_samples
+
+    scores = score_samples(samples, ClipScorer(model, device), batch_size, _show_progress)
+    mean = sum(scores.values()) / len(scores)
+    _report({"model": model, "samples": len(scores), "clip_score": mean}, output)
+
+
+@app.command("geneval")
+def geneval_results(
+    results: Annotated[Path, typer.Argument(help="results.jsonl of GenEval's evaluate_images.py.")],
+    output: _OUTPUT = None,
+) -> None:
+    """GenEval's score from its evaluator's results; mhla eval samples --geneval makes what it evaluates."""
+    from .geneval import geneval_score
+
+    _report(geneval_score(results), output)
