@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from .analysis.commands import analyze
 from .evaluation.commands import app as evaluation
 
 app = typer.Typer(
@@ -166,6 +167,7 @@ def generate(context: typer.Context, family: Annotated[str, typer.Argument(help=
     run_command_line(family, f"Generate with {family}, patched with MHLA or not.", context.args)
 
 
+app.command()(analyze)
 app.add_typer(evaluation, name="eval")
 
 bench = typer.Typer(help="Measure speed, side by side in one run.", no_args_is_help=True)

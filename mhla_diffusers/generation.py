@@ -142,7 +142,7 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
             yield task, False
             continue
         pipe = pipe if pipe is not None else load_pipeline(config)
-        result = _call(pipe, config, task)
+        result = call_pipeline(pipe, config, task.prompt, task.seed)
         aside = task.file.with_name(f".{task.file.name}")
         _write(result, aside, video_frames_per_second(config))
         aside.replace(task.file)
@@ -220,13 +220,13 @@ def load_pipeline(config: ModelChoice) -> Any:
     return pipe
 
 
-def _call(pipe: Any, config: GenerationConfig, task: Task) -> Any:
+def call_pipeline(pipe: Any, config: ModelChoice, prompt: str, seed: int) -> Any:
     """A PIL image, or frames (F, H, W, 3) in [0, 1]."""
     settings = call_arguments(config)
-    generator = torch.Generator().manual_seed(task.seed)
+    generator = torch.Generator().manual_seed(seed)
     if config.family == "dit":
-        return pipe(class_labels=[class_label(pipe, task.prompt)], generator=generator, **settings).images[0]
-    output = pipe(task.prompt, generator=generator, **settings)
+        return pipe(class_labels=[class_label(pipe, prompt)], generator=generator, **settings).images[0]
+    output = pipe(prompt, generator=generator, **settings)
     return output.frames[0] if config.family == "wan" else output.images[0]
 
 
