@@ -22,7 +22,7 @@ def analyze(
 ) -> None:
     """Rank, entropy and sensitivity of every layer's attention; attention maps and mixing matrices as pictures."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from ..generation import GenerationConfig, call_pipeline, load_pipeline, parse_settings
     from .run import analyze as analyze_model
@@ -43,12 +43,15 @@ def analyze(
     pipe = load_pipeline(config)
     pipe.set_progress_bar_config(disable=True)
     result = analyze_model(pipe, lambda: call_pipeline(pipe, config, prompt, seed), output, layers=layers, token=token)
-    table = Table("layer", "attention", "tokens", "rank", "at most", "entropy (nats)", "output moves by")
+    table = Table(Column("layer", no_wrap=True), "attention", "tokens", "rank", "at most", "entropy", "alone moves")
     for layer in result.layers:
         change = "-" if result.sensitivity is None else f"{result.sensitivity.get(layer.name, 0.0) ** 0.5:.1%}"
         cells = (str(layer.tokens), f"{layer.rank:.1f}", str(layer.rank_bound), f"{layer.entropy:.2f}", change)
         table.add_row(layer.name, layer.attention, *cells)
     Console().print(table)
-    typer.echo("Rank counts singular values above 1/10000 of the largest.")
+    typer.echo(
+        "Rank: singular values above 1/10000 of the largest. Entropy: of a query's weights, in nats. Alone moves: how "
+        "far the model's output moves when this layer alone is replaced, relative."
+    )
     for picture in result.pictures:
         typer.echo(f"Wrote {picture}")

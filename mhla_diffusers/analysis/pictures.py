@@ -76,7 +76,7 @@ def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], t
 
 
 def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], blocks: Sequence[int], file: Path) -> Path:
-    """Mixing matrices, one column per layer: above the matrix, below its middle row over the block grid.
+    """Mixing matrices of all layers; below each its middle row over the block grid.
 
     Args:
         matrices: layer → (M, M), or (H, M, M), of which the mean over heads is drawn.
@@ -90,20 +90,25 @@ def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], blocks: Sequence[
     shared = {
         name: matrix.detach().float().cpu().reshape(-1, *matrix.shape[-2:]).mean(0) for name, matrix in matrices.items()
     }
-    middle = middle_of(blocks)
-    size = (max(5.0, 2.6 * len(shared) + 1), 5.6)
-    figure, axes = plt.subplots(2, len(shared), figsize=size, squeeze=False, layout="constrained")
-    largest = max(float(matrix.max()) for matrix in shared.values())
+    middle, largest = middle_of(blocks), max(float(matrix.max()) for matrix in shared.values())
+    columns = min(_COLUMNS, len(shared))
+    bands = math.ceil(len(shared) / columns)
+    size = (max(5.0, 2.6 * columns + 1), 5.4 * bands)
+    figure, axes = plt.subplots(2 * bands, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.set_axis_off()
     row, column = position_of(middle, blocks)
     for place, (name, matrix) in enumerate(shared.items()):
-        axes[0, place].imshow(matrix, vmin=0, vmax=largest, cmap="magma")
-        axes[0, place].set_title(name, fontsize=8)
-        axes[0, place].set_xlabel("key block", fontsize=8)
-        axes[0, place].set_ylabel("query block", fontsize=8)
-        image = axes[1, place].imshow(side_by_side(matrix[middle], blocks), vmin=0, vmax=largest, cmap="magma")
-        axes[1, place].plot(column, row, marker="s", markersize=9, markerfacecolor="none", markeredgecolor="cyan")
-        axes[1, place].set_title(f"row of query block {middle}", fontsize=8)
-        axes[1, place].set_axis_off()
+        band, at = divmod(place, columns)
+        above, below = axes[2 * band, at], axes[2 * band + 1, at]
+        above.set_axis_on()
+        above.imshow(matrix, vmin=0, vmax=largest, cmap="magma")
+        above.set_title(name, fontsize=8)
+        above.set_xlabel("key block", fontsize=8)
+        above.set_ylabel("query block", fontsize=8)
+        image = below.imshow(side_by_side(matrix[middle], blocks), vmin=0, vmax=largest, cmap="magma")
+        below.plot(column, row, marker="s", markersize=9, markerfacecolor="none", markeredgecolor="cyan")
+        below.set_title(f"row of query block {middle}", fontsize=8)
     figure.colorbar(image, ax=axes, shrink=0.6)
     figure.savefig(file, dpi=110)
     plt.close(figure)

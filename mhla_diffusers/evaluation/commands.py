@@ -203,3 +203,47 @@ def geneval_results(
     from .geneval import geneval_score
 
     _report(geneval_score(results), output)
+
+
+@app.command("compare")
+def compare_variants(
+    sets: Annotated[list[Path], typer.Argument(help="Folders of sample sets, the baseline first.")],
+    output: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("outputs/compare"),
+    reference: Annotated[Path | None, typer.Option(help="Images or statistics to measure distances from.")] = None,
+    extractor: _EXTRACTOR = "adm",
+    weights: _WEIGHTS = None,
+    clip_model: Annotated[str | None, typer.Option(help="Hub id or folder, for the CLIP score.")] = None,
+    score: Annotated[
+        list[str] | None, typer.Option(help="NAME=package.module:callable of images and texts; several times.")
+    ] = None,
+    shown: Annotated[int, typer.Option(help="Samples side by side.")] = 6,
+    device: _DEVICE = "cpu",
+) -> None:
+    """One table and report over several variants: scores, paired differences, the same samples side by side."""
+    from .compare import compare_sets
+    from .extractors import load_callable, load_extractor
+    from .report import score_table, write_report
+
+    scores = {}
+    for text in score or ():
+        name, separator, place = text.partition("=")
+        if not separator:
+            raise ValueError(f"--score {text!r} must look like NAME=package.module:callable.")
+        scores[name] = load_callable(place)
+    if clip_model is not None:
+        from .clip import ClipScorer
+
+        scores["clip_score"] = ClipScorer(clip_model, device)
+    comparison = compare_sets(
+        sets,
+        reference=reference,
+        extractor=load_extractor(extractor, weights, device) if reference is not None else None,
+        extractor_name=extractor,
+        sample_scores=scores,
+        progress=_show_progress,
+    )
+    header, rows = score_table(comparison)
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    for row in (header, *rows):
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    typer.echo(f"Wrote {write_report(comparison, output, shown)}")

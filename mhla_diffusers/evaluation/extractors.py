@@ -134,13 +134,25 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
         return AdmInception(weights, device)
     if choice == "clean":
         return CleanInception(weights, device)
-    module, separator, name = choice.partition(":")
-    if not separator:
+    if ":" not in choice:
         raise ValueError(f"extractor={choice!r} is unknown; allowed: adm, clean, or package.module:callable.")
     if weights is not None:
         raise ValueError(f"Weights ({weights}) are for Inception; the callable {choice} brings its own.")
-    extractor = getattr(importlib.import_module(module), name, None)
-    if not callable(extractor):
-        raise ValueError(f"{module} has no callable named {name!r}.")
-    chosen: FeatureExtractor = extractor
+    chosen: FeatureExtractor = load_callable(choice)
     return chosen
+
+
+def load_callable(place: str) -> Any:
+    """A callable given as ``package.module:name``.
+
+    Raises:
+        ValueError: a text of another form, or no such callable.
+        ImportError: no such module.
+    """
+    module, separator, name = place.partition(":")
+    if not separator:
+        raise ValueError(f"{place!r} must look like package.module:callable.")
+    found = getattr(importlib.import_module(module), name, None)
+    if not callable(found):
+        raise ValueError(f"{module} has no callable named {name!r}.")
+    return found

@@ -84,3 +84,18 @@ def picture_features(images: torch.Tensor) -> ImageFeatures:
     crops = crop(pictures, (0, PICTURE_SIZE, 0, PICTURE_SIZE), DIGIT_SIZES["dit"])
     with torch.no_grad():
         return ImageFeatures(classifier.describe(crops), probabilities=classifier(crops).softmax(dim=1))
+
+
+def digit_shown(images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
+    """Whether the classifier sees the class that was asked for: a score for ``mhla eval compare``.
+
+    Args:
+        images: uint8, each (3, 64, 64), as the tiny DiT pipeline makes them.
+        texts: numbers of the classes.
+
+    Returns:
+        (B,) of 0 and 1.
+    """
+    probabilities = picture_features(torch.stack(list(images))).probabilities
+    assert probabilities is not None
+    return (probabilities.argmax(dim=1) == torch.tensor([int(text) for text in texts])).float()

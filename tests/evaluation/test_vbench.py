@@ -126,7 +126,10 @@ class VBench:
             raise RuntimeError("no such checkpoint")
         with open(self.suite) as file:
             prompts = [e["prompt_en"] for e in json.load(file) if dimension in e["dimension"]]
-        found = sum(f"{p}-{i}.mp4" in os.listdir(videos_path) for p in prompts for i in range(5))
+        names = sorted(os.listdir(videos_path), key=lambda name: name.endswith(".mp4"))
+        suffix = os.path.splitext(names[0])[1]
+        files = [f"{videos_path}/{p}-{i}{suffix}" for p in prompts for i in range(5)]
+        found = sum(os.path.isfile(file) for file in files)
         with open(f"{self.output}/{name}_eval_results.json", "w") as file:
             json.dump({dimension: [found / 5 / len(prompts), []]}, file)
         print("evaluated", dimension)
@@ -146,6 +149,7 @@ def config(tmp_path, monkeypatch):
     videos.mkdir()
     for video in suite_videos(entries):
         (videos / video.file_name).touch()
+    (videos / "samples.json").write_text("[]")
     return VBenchConfig(
         *map(type(tmp_path), (sys.executable, tmp_path / "suite.json", videos, tmp_path / "out")),
         dimensions=("scene", "color", "human_action"),

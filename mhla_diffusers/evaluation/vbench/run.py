@@ -11,6 +11,7 @@ from .suite import missing_videos, read_suite
 
 LOG_NAME = "vbench.log"
 _RECORD_NAME = "vbench_run.json"
+_LINKS_NAME = "videos"
 _PROGRAM = """
 import sys
 import torch
@@ -64,6 +65,7 @@ def run_vbench(config: VBenchConfig) -> Iterator[tuple[str, float, bool]]:
         VBenchError: VBench is not installed there, or failed in a dimension; run again to go on with that dimension.
     """
     _check(config)
+    _link_videos(config)
     for dimension in config.dimensions:
         result = config.output / f"{dimension}_eval_results.json"
         done = result.is_file()
@@ -108,9 +110,19 @@ def _check_record(config: VBenchConfig) -> None:
         raise ValueError(f"{config.output} holds results of {before}, not of {now}. Choose another output folder.")
 
 
+def _link_videos(config: VBenchConfig) -> None:
+    """A folder with nothing but links to the videos: VBench takes any first file's suffix for that of the videos."""
+    folder = config.output / _LINKS_NAME
+    folder.mkdir(exist_ok=True)
+    for video in config.videos.glob("*.mp4"):
+        link = folder / video.name
+        if not link.is_symlink():
+            link.symlink_to(video.resolve())
+
+
 def _evaluate(config: VBenchConfig, dimension: str, result: Path) -> None:
     log = config.output / LOG_NAME
-    paths = [str(path.resolve()) for path in (config.suite, config.output, config.videos)]
+    paths = [str(path.resolve()) for path in (config.suite, config.output, config.output / _LINKS_NAME)]
     command = [str(config.python), "-c", _PROGRAM, config.device, *paths, dimension]
     with log.open("a", encoding="utf-8") as stream:
         stream.write(f"=== {dimension}\n")
