@@ -25,7 +25,7 @@ _DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …")]
 
 @app.command()
 def fid(
-    samples: Annotated[Path, typer.Argument(help="Folder of images, or npz with arr_0.")],
+    samples: Annotated[Path, typer.Argument(help="Folder of images or videos, or npz with arr_0.")],
     reference: Annotated[Path, typer.Argument(help="The same, or statistics: .safetensors or npz with mu, sigma.")],
     extractor: _EXTRACTOR = "adm",
     weights: _WEIGHTS = None,

@@ -13,7 +13,7 @@ from .bootstrap import Interval, bootstrap
 from .description import Description, Progress, describe_images
 from .extractors import FeatureExtractor
 from .fid import compare
-from .images import FolderImages, read_image
+from .images import FolderImages, read_sample
 from .metrics import FeatureStatistics, frechet_distance
 from .paper import PaperRows, paper_rows
 from .reference import describe_reference
@@ -23,7 +23,7 @@ from .sample_list import Sample, require_samples
 SCORE_FILES = ("scores.json", "vbench.json", "geneval.json")
 """Files in a set's folder whose numbers are taken into the table."""
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
-"""Takes uint8 images (3, H, W) and what they should show, gives a score for each: (B,)."""
+"""Takes uint8 images (3, H, W) or videos (F, 3, H, W) and what they should show, gives a score for each: (B,)."""
 
 _RECORD = "generation.json"
 _RESAMPLES = 1000
@@ -191,6 +191,6 @@ def _score_samples(variant: Variant, score: SampleScore) -> torch.Tensor:
     parts = []
     for start in range(0, len(variant.samples), _BATCH):
         batch = variant.samples[start : start + _BATCH]
-        images = [read_image(variant.folder / sample.file) for sample in batch]
+        images = [read_sample(variant.folder / sample.file) for sample in batch]
         parts.append(score(images, [sample.text for sample in batch]).double())
     return torch.cat(parts)

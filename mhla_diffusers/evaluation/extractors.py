@@ -22,7 +22,10 @@ class ImageFeatures:
 
 
 FeatureExtractor = Callable[[torch.Tensor], torch.Tensor | ImageFeatures]
-"""Takes uint8 images (B, 3, H, W), gives pooled features (B, D) or :class:`ImageFeatures`."""
+"""Takes uint8 images (B, 3, H, W), gives pooled features (B, D) or :class:`ImageFeatures`.
+
+Of a folder of videos it gets (B, F, 3, H, W); with features of videos the Fréchet distance is FVD.
+"""
 
 CLEAN_WEIGHTS = "inception-2015-12-05.pt"
 ADM_WEIGHTS = "weights-inception-2015-12-05-6726825d.pth"

@@ -1,4 +1,4 @@
-"""Sets of images: a folder of files, or the npz of the ADM suite. Read in batches, never whole."""
+"""Sets of images or videos: a folder of files, or the npz of the ADM suite. Read in batches, never whole."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -10,14 +10,15 @@ import torch
 from .npz import open_array
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+VIDEO_SUFFIX = ".mp4"
 
 
 class UnreadableImageError(ValueError):
-    """A damaged image, with its name."""
+    """A damaged image or video, with its name."""
 
 
 class Images(ABC):
-    """A set of images in a fixed order."""
+    """A set of images, or of videos, in a fixed order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,7 +29,7 @@ class Images(ABC):
 
     @abstractmethod
     def batches(self, size: int) -> Iterator[torch.Tensor]:
-        """Batches of at most ``size`` images of one resolution: uint8 (B, 3, H, W).
+        """Batches of at most ``size`` images of one resolution: uint8 (B, 3, H, W), or (B, F, 3, H, W) of videos.
 
         Raises:
             UnreadableImageError: a damaged image, named.
@@ -40,18 +41,23 @@ class Images(ABC):
 
 
 class FolderImages(Images):
-    """The image files of a folder and its subfolders, sorted by path; names that begin with a dot are passed over.
+    """The image files of a folder and its subfolders, or, where it has none, its MP4 files.
+
+    They are sorted by path; names that begin with a dot are passed over.
 
     Raises:
-        FileNotFoundError: the folder holds no images.
+        FileNotFoundError: the folder holds neither.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        found = (file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
-        self.files = sorted(file for file in found if not file.name.startswith("."))
+        shown = sorted(file for file in path.rglob("*") if not file.name.startswith("."))
+        images = [file for file in shown if file.suffix.lower() in IMAGE_SUFFIXES]
+        self.files = images or [file for file in shown if file.suffix.lower() == VIDEO_SUFFIX]
         if not self.files:
-            raise FileNotFoundError(f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}).")
+            raise FileNotFoundError(
+                f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no {VIDEO_SUFFIX} videos."
+            )
 
     def __len__(self) -> int:
         return len(self.files)
@@ -60,11 +66,11 @@ class FolderImages(Images):
         """See :meth:`Images.batches`."""
         batch: list[torch.Tensor] = []
         for file in self.files:
-            image = read_image(file)
-            if batch and (len(batch) == size or image.shape != batch[0].shape):
+            sample = read_sample(file)
+            if batch and (len(batch) == size or sample.shape != batch[0].shape):
                 yield torch.stack(batch)
                 batch = []
-            batch.append(image)
+            batch.append(sample)
         yield torch.stack(batch)
 
     def fingerprint(self) -> str:
@@ -120,6 +126,16 @@ def open_images(path: str | Path) -> Images:
     return NpzImages(path)
 
 
+def read_sample(file: Path) -> torch.Tensor:
+    """An image, uint8 (3, H, W), or a video, uint8 (F, 3, H, W).
+
+    Raises:
+        UnreadableImageError: it is damaged.
+        ImportError: a video, and PyAV is missing.
+    """
+    return _read_video(file) if file.suffix.lower() == VIDEO_SUFFIX else read_image(file)
+
+
 def read_image(file: Path) -> torch.Tensor:
     """One image: uint8 (3, H, W).
 
@@ -135,6 +151,21 @@ def read_image(file: Path) -> torch.Tensor:
         raise UnreadableImageError(f"{file} is no readable image: {error}. Remove it or generate it again.") from error
     pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
     return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
+
+
+def _read_video(file: Path) -> torch.Tensor:
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
+    try:
+        with av.open(str(file)) as container:
+            frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+        raise UnreadableImageError(f"{file} is no readable video: {error}. Remove it or generate it again.") from error
+    if not frames:
+        raise UnreadableImageError(f"{file} is a video without frames. Remove it or generate it again.")
+    return torch.stack(frames).permute(0, 3, 1, 2)
 
 
 def _digest(root: Path, files: list[Path]) -> str:

@@ -13,6 +13,7 @@ from mhla_diffusers.evaluation.images import UnreadableImageError, open_images
 from mhla_diffusers.evaluation.metrics import FeatureStatistics, frechet_distance
 from mhla_diffusers.evaluation.npz import write_array
 from mhla_diffusers.evaluation.reference import statistics_file
+from mhla_diffusers.generation import write_video
 
 from .pictures import blocks, mhla, write_pictures
 
@@ -134,6 +135,30 @@ def test_what_holds_no_images_is_refused(tmp_path):
     ):
         with pytest.raises(error, match=message):
             open_images(tmp_path / name)
+
+
+def test_videos_go_through_the_same_plug(tmp_path):
+    pytest.importorskip("imageio_ffmpeg")
+    pytest.importorskip("av")
+    folders = [tmp_path / "made", tmp_path / "real"]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        for number in range(6):
+            frames = torch.rand(5, 1, 1, 3, generator=torch.Generator().manual_seed(10 * seed + number))
+            write_video(frames.expand(5, 32, 32, 3), folder / f"{number}.mp4", 6)
+
+    def movement(videos):
+        assert videos.shape[1:] == (5, 3, 32, 32)
+        assert videos.dtype == torch.uint8
+        means = videos.float().mean(dim=(2, 3, 4)) / 255
+        return torch.stack([means.mean(dim=1), means.diff(dim=1).abs().mean(dim=1)], dim=1)
+
+    scores = measure_images(*folders, movement, name="movement", batch_size=4)
+    videos = [torch.cat([movement(batch) for batch in open_images(folder).batches(9)]) for folder in folders]
+    assert scores.fid == pytest.approx(frechet_distance(*videos))
+    (folders[0] / "3.mp4").write_bytes(b"no video")
+    with pytest.raises(UnreadableImageError, match="3.mp4 is no readable video"):
+        measure_images(*folders, movement, name="movement")
 
 
 @pytest.mark.parametrize(("choice", "file"), [("adm", "6726825d.pth"), ("clean", "inception-2015-12-05.pt")])
