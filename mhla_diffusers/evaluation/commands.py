@@ -34,17 +34,18 @@ def fid(
     output: _OUTPUT = None,
 ) -> None:
     """FID and, where the extractor has features for them, sFID, Inception score, precision, recall and KID."""
-    from .extractors import load_extractor
-    from .fid import measure_images
+    from .fid import FewSamplesWarning, measure_images
 
+    chosen = load_extractor(extractor, weights, device)
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        chosen = load_extractor(extractor, weights, device)
         scores = measure_images(
             samples, reference, chosen, name=extractor, batch_size=batch_size, progress=_show_progress
         )
     for warning in said:
-        typer.secho(f"Warning: {warning.message}", err=True, fg=typer.colors.YELLOW)
+        if issubclass(warning.category, FewSamplesWarning):
+            typer.secho(f"Warning: {warning.message}", err=True, fg=typer.colors.YELLOW)
+        else:
+            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
     _report({"extractor": extractor, **scores.measured()}, output)
 
 

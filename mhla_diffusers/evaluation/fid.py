@@ -16,6 +16,10 @@ _STABLE = 5
 _NEIGHBOURS = 3
 
 
+class FewSamplesWarning(UserWarning):
+    """There are too few samples for a stable Fréchet distance."""
+
+
 @dataclass(frozen=True)
 class ImageScores:
     """What was measured; None where the extractor or the reference has no features for it."""
@@ -60,6 +64,10 @@ def measure_images(
     Raises:
         FileNotFoundError: no such images.
         ValueError: damaged images, or a reference that was made with another extractor.
+        OSError: statistics cannot be kept beside the reference.
+
+    Warns:
+        FewSamplesWarning: with the number.
     """
     images = open_images(samples)
     with TemporaryDirectory(prefix="mhla-features-") as folder:
@@ -91,5 +99,6 @@ def _warn_of_few(path: Path, found: Description) -> None:
         warnings.warn(
             f"{path} holds {found.count} images. With {channels} channels a Fréchet distance is stable from about "
             f"{_STABLE * channels} on; compare it only with distances of as many images, or look at KID.",
+            FewSamplesWarning,
             stacklevel=3,
         )

@@ -20,7 +20,8 @@ def statistics_file(images: str | Path, name: str) -> Path:
         images: folder or npz.
         name: of the extractor.
     """
-    path = Path(images).resolve()
+    # a link to data that cannot be written may lie where it can
+    path = Path(images).absolute()
     plain = "".join(letter if letter.isalnum() else "-" for letter in name)
     return path.with_name(f"{path.name}.statistics-{plain}.safetensors")
 
@@ -100,6 +101,13 @@ def save_statistics(description: Description, file: Path, name: str, fingerprint
         tensors["features"] = _evenly_chosen(description.features, _KEPT_FEATURES).clone()
     metadata = {"extractor": name, "count": str(description.count), "fingerprint": fingerprint}
     aside = file.with_name(f".{file.name}")
+    try:
+        aside.open("wb").close()
+    except OSError as error:
+        raise OSError(
+            f"The statistics of the reference cannot be kept at {file}: {error.strerror}. Link the reference into a "
+            "folder that can be written, and name the link."
+        ) from error
     save_file(tensors, aside, metadata=metadata)
     aside.replace(file)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mhla_diffusers.evaluation.extractors import CleanInception, load_extractor
-from mhla_diffusers.evaluation.fid import measure_images
+from mhla_diffusers.evaluation.fid import FewSamplesWarning, measure_images
 from mhla_diffusers.evaluation.images import UnreadableImageError, open_images
 from mhla_diffusers.evaluation.metrics import FeatureStatistics, frechet_distance
 from mhla_diffusers.evaluation.npz import write_array
@@ -83,6 +83,17 @@ def test_reference_statistics_lie_beside_the_data_and_are_used(folders):
         measure_images(folders[0], file, blocks, name="adm")
 
 
+def test_reference_that_cannot_be_written_beside_may_be_a_link(folders, tmp_path):
+    link = tmp_path / "elsewhere" / "real"
+    link.parent.mkdir()
+    link.symlink_to(folders[1])
+    assert statistics_file(link, "blocks").parent == link.parent
+    statistics_file(folders[1], "blocks").with_name(f".{statistics_file(folders[1], 'blocks').name}").mkdir()
+    with pytest.raises(OSError, match="cannot be kept at.*Link the reference"):
+        measure(*folders)
+    assert measure(folders[0], link).reference == 90
+
+
 def test_published_statistics_are_read(folders, tmp_path):
     real = FeatureStatistics.of(features_of(folders[1])).normal()
     arrays = {"mu": real.mean.numpy(), "sigma": real.covariance.numpy()}
@@ -98,7 +109,7 @@ def test_published_statistics_are_read(folders, tmp_path):
 
 
 def test_few_samples_are_warned_of_with_their_number(folders):
-    with pytest.warns(UserWarning, match="holds 20 images.*about 60 on"):
+    with pytest.warns(FewSamplesWarning, match="holds 20 images.*about 60 on"):
         measure(write_pictures(folders[0].with_name("few"), 20), folders[1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -241,5 +252,8 @@ def test_command_reports_and_writes(folders, tmp_path):
     written = json.loads((tmp_path / "fid.json").read_text())
     assert f"fid: {written['fid']:.4f}" in ended.output
     assert written["samples"] == 80
+    few = mhla("eval", "fid", write_pictures(tmp_path / "few", 20), folders[1], "--extractor", extractor)
+    assert "Warning: " in few.stderr
+    assert "holds 20 images" in few.stderr
     missing = mhla("eval", "fid", *map(str, folders))
     assert "download https://" in str(missing.exception)
