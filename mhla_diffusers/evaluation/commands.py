@@ -34,6 +34,7 @@ def fid(
     output: _OUTPUT = None,
 ) -> None:
     """FID and, where the extractor has features for them, sFID, Inception score, precision, recall and KID."""
+    from .extractors import load_extractor
     from .fid import FewSamplesWarning, measure_images
 
     chosen = load_extractor(extractor, weights, device)
