@@ -13,7 +13,10 @@ from .compare import Comparison, Row
 from .page import html_media, html_page, html_table, html_table_of
 from .results import write_json, write_text
 
-_LOWER_IS_BETTER = ("fid", "sfid", "kid", "held_out_loss")
+_ARROWS = dict.fromkeys(("fid", "sfid", "kid", "held_out_loss"), " ↓") | dict.fromkeys(
+    ("inception_score", "precision", "recall", "clip_score", "geneval", "quality", "semantic", "total"), " ↑"
+)
+"""Where better values lie, for scores of which it is known."""
 _TITLE = "Attention variants compared"
 
 
@@ -44,7 +47,7 @@ def score_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     names = list(dict.fromkeys(name for row in comparison.rows for name in row.scores))
     names += [name for row in comparison.paper.values() for name in row if name not in names]
     names = list(dict.fromkeys(names))
-    header = ["variant", *(f"{name} {'↓' if name in _LOWER_IS_BETTER else '↑'}" for name in names)]
+    header = ["variant", *(name + _ARROWS.get(name, "") for name in names)]
     measured = [(row.variant.name, row.scores) for row in comparison.rows]
     rows = [
         [name, *(f"{scores[score]:.4g}" if score in scores else "–" for score in names)]

@@ -81,6 +81,8 @@ def test_report_shows_everything_and_needs_nothing_beside_it(folders, tmp_path):
     assert "http" not in page
     assert 'src="/' not in page
     assert "class &lt;0&gt;" in page
+    assert score_table(comparison)[0][1:3] == ["held_out_loss ↓", "fid ↓"]
+    assert score_table(comparison)[0][-1] == "brightness"
     markdown = (tmp_path / "report" / "report.md").read_text()
     for row in score_table(comparison)[1] + difference_table(comparison)[1]:
         assert f"| {' | '.join(row)} |" in markdown
