@@ -11,6 +11,7 @@ table { border-collapse: collapse; width: 100%; }
 th, td { padding: 0.4rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
 img, video { max-width: 100%; }
+td img, td video { min-width: 96px; }
 """
 _KINDS = {".png": "image/png", ".gif": "image/gif", ".jpg": "image/jpeg", ".webp": "image/webp", ".mp4": "video/mp4"}
 

@@ -13,11 +13,22 @@ from .compare import Comparison, Row
 from .page import html_media, html_page, html_table, html_table_of
 from .results import write_json, write_text
 
-_ARROWS = dict.fromkeys(("fid", "sfid", "kid", "held_out_loss"), " ↓") | dict.fromkeys(
-    ("inception_score", "precision", "recall", "clip_score", "geneval", "quality", "semantic", "total"), " ↑"
-)
-"""Where better values lie, for scores of which it is known."""
 _TITLE = "Attention variants compared"
+_HEADINGS = {
+    "fid": "FID ↓",
+    "sfid": "sFID ↓",
+    "kid": "KID ↓",
+    "inception_score": "Inception score ↑",
+    "precision": "precision ↑",
+    "recall": "recall ↑",
+    "clip_score": "CLIP score ↑",
+    "geneval": "GenEval ↑",
+    "quality": "Quality ↑",
+    "semantic": "Semantic ↑",
+    "total": "Total ↑",
+    "held_out_loss": "held-out loss ↓",
+}
+"""Scores of which it is known where better values lie; others stand under their own name."""
 
 
 def write_report(comparison: Comparison, folder: Path, shown: int = 6) -> Path:
@@ -26,7 +37,7 @@ def write_report(comparison: Comparison, folder: Path, shown: int = 6) -> Path:
     Args:
         comparison: what was measured.
         folder: where to.
-        shown: how many samples are shown side by side, evenly chosen.
+        shown: how many samples are shown side by side, the first ones.
 
     Returns:
         The HTML file.
@@ -47,7 +58,7 @@ def score_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     names = list(dict.fromkeys(name for row in comparison.rows for name in row.scores))
     names += [name for row in comparison.paper.values() for name in row if name not in names]
     names = list(dict.fromkeys(names))
-    header = ["variant", *(name + _ARROWS.get(name, "") for name in names)]
+    header = ["variant", *(_HEADINGS.get(name, name) for name in names)]
     measured = [(row.variant.name, row.scores) for row in comparison.rows]
     rows = [
         [name, *(f"{scores[score]:.4g}" if score in scores else "–" for score in names)]
@@ -98,15 +109,10 @@ def _html(comparison: Comparison, shown: int) -> str:
 
 
 def _side_by_side(rows: Sequence[Row], shown: int) -> str:
-    samples = rows[0].variant.samples
-    places = torch.linspace(0, len(samples) - 1, min(shown, len(samples))).round().long().tolist()
     header = ["text", *(row.variant.name for row in rows)]
     cells = [
-        [
-            escape(samples[place].text),
-            *(html_media(row.variant.folder / samples[place].file, row.variant.name) for row in rows),
-        ]
-        for place in dict.fromkeys(places)
+        [escape(sample.text), *(html_media(row.variant.folder / sample.file, row.variant.name) for row in rows)]
+        for sample in rows[0].variant.samples[:shown]
     ]
     return html_table_of(header, cells)
 

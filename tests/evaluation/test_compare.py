@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 
 from mhla_diffusers.evaluation.bootstrap import bootstrap
 from mhla_diffusers.evaluation.compare import compare_sets, read_variants
@@ -12,6 +13,8 @@ from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.evaluation.paper import paper_rows
 from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
 from mhla_diffusers.evaluation.sample_list import Sample, write_sample_list
+from mhla_diffusers.tiny import checksums
+from mhla_diffusers.tiny.digits import DIGIT_SIZES, Scene, compose, load_digits
 
 from .pictures import blocks, mhla, write_pictures
 
@@ -80,8 +83,9 @@ def test_report_shows_everything_and_needs_nothing_beside_it(folders, tmp_path):
     assert page.count("data:image/png;base64,") == 3 * 4
     assert "http" not in page
     assert 'src="/' not in page
-    assert "class &lt;0&gt;" in page
-    assert score_table(comparison)[0][1:3] == ["held_out_loss ↓", "fid ↓"]
+    assert "class &lt;3&gt;" in page
+    assert "class &lt;4&gt;" not in page
+    assert score_table(comparison)[0][1:3] == ["held-out loss ↓", "FID ↓"]
     assert score_table(comparison)[0][-1] == "brightness"
     markdown = (tmp_path / "report" / "report.md").read_text()
     for row in score_table(comparison)[1] + difference_table(comparison)[1]:
@@ -95,7 +99,7 @@ def test_report_shows_everything_and_needs_nothing_beside_it(folders, tmp_path):
 def test_the_paper_s_rows_stand_beside_its_models(tmp_path):
     sets = [write_set(tmp_path / name, 128, model="facebook/DiT-XL-2-256", fid=9.9) for name in ("a", "b")]
     header, rows = score_table(compare_sets(sets))
-    assert header[:2] == ["variant", "fid ↓"]
+    assert header[:2] == ["variant", "FID ↓"]
     assert rows[2][:2] == ["paper: DiT-XL/2, softmax", "9.62"]
     assert len(paper_rows("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")) == 4
     assert paper_rows("Efficient-Large-Model/Sana_1600M_1024px_diffusers")["paper: SANA-MHLA"]["geneval"] == 0.68
@@ -140,3 +144,37 @@ def test_command(folders, tmp_path):
     assert "softmax" in shown.output
     assert (tmp_path / "report" / "report.html").is_file()
     assert "must look like NAME=" in str(mhla("eval", "compare", *folders, "--score", plug).exception)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not checksums.pipeline_folder("dit").is_dir(), reason="tiny-dit is not in this checkout")
+def test_variants_of_the_tiny_pipeline_in_one_report(tmp_path):
+    digits, real = load_digits("held-out"), tmp_path / "real"
+    real.mkdir()
+    for number in range(20):
+        picture = compose(Scene((number % 10,)), digits, DIGIT_SIZES["dit"], number)[0]
+        Image.fromarray((255 * picture).to(torch.uint8).numpy()).convert("RGB").save(real / f"{number}.png")
+    patches = {"softmax": None, "linear": "blocks: [1, 1]", "MHLA": "blocks: [4, 4]"}
+    patches["hybrid"] = "blocks: [4, 4], layers: 2/3"
+    for name, settings in patches.items():
+        patch = []
+        if settings is not None:
+            text = f"family: dit\nbase_model: tiny-dit\ndescription: {name}\nmhla: {{{settings}}}\n"
+            (tmp_path / f"{name}.yaml").write_text(text)
+            patch = ["--patch", tmp_path / f"{name}.yaml"]
+        made = mhla(
+            *("eval", "samples", tmp_path / name, "--family", "dit", "--classes", "10", "--labels", "10", *patch),
+            *("--batch-size", "10", "--set", "num_inference_steps=4"),
+        )
+        assert made.exit_code == 0, made.output
+    shown = mhla(
+        *("eval", "compare", *(tmp_path / name for name in patches), "--reference", real, "--output", tmp_path / "out"),
+        *("--extractor", "mhla_diffusers.tiny.judging:picture_features"),
+        *("--score", "digit_shown=mhla_diffusers.tiny.judging:digit_shown"),
+    )
+    assert shown.exit_code == 0, shown.output
+    variants = json.loads((tmp_path / "out" / "comparison.json").read_text())["variants"]
+    assert list(variants) == list(patches)
+    distances = [variant["scores"]["fid"] for variant in variants.values()]
+    assert len(set(distances)) == 4
+    assert set(variants["hybrid"]["differences"]) == {"fid", "digit_shown"}
