@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+from .analysis.commands import analyze
+from .evaluation.commands import app as evaluation
+
 app = typer.Typer(
     help="Linear-cost attention for diffusers pipelines.", no_args_is_help=True, pretty_exceptions_show_locals=False
 )
@@ -163,6 +166,9 @@ def generate(context: typer.Context, family: Annotated[str, typer.Argument(help=
         raise ValueError(f"family={family!r} is unknown; write mhla generate {'|'.join(allowed)} …")
     run_command_line(family, f"Generate with {family}, patched with MHLA or not.", context.args)
 
+
+app.command()(analyze)
+app.add_typer(evaluation, name="eval")
 
 bench = typer.Typer(help="Measure speed, side by side in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")

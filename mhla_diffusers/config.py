@@ -14,6 +14,9 @@ LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
 
 
+AUTOMATIC = "auto:"
+"""Begins a choice of layers that is made by measuring, for example "auto:2/3"."""
+
 _BOOLEANS = ("normalize", "mixing_per_head", "mixing_learnable", "mixing_clip", "output_norm", "output_gate")
 
 
@@ -28,7 +31,9 @@ class MHLAConfig:
     blocks: tuple[int, ...]
     """Block count per axis of the token grid: (frames, height, width) or (height, width) or (length,)."""
     layers: LayerChoice = "all"
-    """Which layers: "all", a fraction such as "2/3" or 0.5, or a list of indices."""
+    """Which layers: "all", a fraction such as "2/3" or 0.5, a list of indices, or "auto:2/3" for as many, chosen by
+    ``apply_mhla(..., calibration=…)``, which records the list in its place.
+    """
     feature_map: str = "relu"
     """φ: relu, elu+1, softmax, identity, or a name given to ``register_feature_map``."""
     rope: Literal["after", "before"] = "after"
@@ -144,18 +149,34 @@ def _parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
         return tuple(choice)
     if choice == "all":
         return Fraction(1)
+    if is_automatic(choice):
+        return _parse_fraction(str(choice).removeprefix(AUTOMATIC), choice)
     if isinstance(choice, int):
         raise ValueError(f"layers={choice!r} is ambiguous; write layers=[{choice!r}] for one layer, 'all' for all.")
+    return _parse_fraction(choice, choice)
+
+
+def _parse_fraction(text: str | float, choice: LayerChoice) -> Fraction:
     try:
-        fraction = Fraction(choice).limit_denominator(1000)
+        fraction = Fraction(text).limit_denominator(1000)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         fraction = Fraction(-1)
     if not 0 < fraction <= 1:
         raise ValueError(
             f"layers={choice!r} is unknown; allowed: 'all', a fraction in (0, 1] such as '2/3' or 0.5, "
-            "or a list of layer indices such as [0, 2, -1]."
+            "a list of layer indices such as [0, 2, -1], or 'auto:2/3'."
         )
     return fraction
+
+
+def is_automatic(choice: LayerChoice) -> bool:
+    """Whether layers are to be chosen by measuring."""
+    return isinstance(choice, str) and choice.startswith(AUTOMATIC)
+
+
+def automatic_count(choice: LayerChoice, count: int) -> int:
+    """How many of ``count`` layers an automatic choice replaces: as many as the same fraction without "auto:"."""
+    return len(choose_layers(str(choice).removeprefix(AUTOMATIC), count))
 
 
 def choose_layers(choice: LayerChoice, count: int) -> list[int]:
@@ -169,9 +190,14 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
         count: number of self-attentions of the model.
 
     Raises:
-        ValueError: unknown choice, or an index out of range.
+        ValueError: unknown choice, an index out of range, or a choice that is made by measuring.
     """
     parsed = _parse_layers(choice)
+    if is_automatic(choice):
+        raise ValueError(
+            f"layers={choice!r} is chosen by measuring the model: call apply_mhla(pipe, layers={choice!r}, "
+            'calibration=lambda: pipe("a cat", num_inference_steps=4)), or give the list of layers that it chose.'
+        )
     if isinstance(parsed, Fraction):
         kept = 1 - parsed
         return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]

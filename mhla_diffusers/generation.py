@@ -4,8 +4,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from .patching import apply_mhla, find_transformers
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
-    """What to generate, with which model, to where.
+class ModelChoice:
+    """Which pipeline generates, and how it is called.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -26,18 +26,13 @@ class GenerationConfig:
 
     family: str
     """dit, sana or wan."""
-    prompts: tuple[str, ...]
-    """For DiT: class labels, by name or number."""
-    output: Path
-    """Folder for ``{prompt number}-{seed}-{prompt}.png`` or ``.mp4``."""
+    _: KW_ONLY
     model: str | None = None
     """Hub id or folder; None for the tiny pipeline that ships with the package."""
     patch: str | None = None
     """Name or YAML file of a patch to apply, as it is before training."""
     weights: str | None = None
     """Folder or Hub id of a trained patch, as ``load_mhla`` takes it."""
-    seeds: tuple[int, ...] = (0,)
-    """Every prompt is generated once per seed."""
     frames_per_second: int | None = None
     """Of videos; 16, as Wan was trained, or what the tiny pipeline was trained with, if left out."""
     device: str = "cpu"
@@ -50,10 +45,6 @@ class GenerationConfig:
         allowed = [family.name for family in families()]
         if self.family not in allowed:
             raise ValueError(f"family={self.family!r} is unknown; allowed: {', '.join(allowed)}.")
-        if not self.prompts:
-            raise ValueError("There are no prompts; give at least one, or a file with one prompt per line.")
-        if not self.seeds:
-            raise ValueError("There are no seeds; give at least one.")
         if self.patch is not None and self.weights is not None:
             raise ValueError(
                 f"Give either patch ({self.patch}) or weights ({self.weights}); trained weights bring their own patch."
@@ -62,6 +53,33 @@ class GenerationConfig:
             raise ValueError(f"dtype={self.dtype!r} is unknown; allowed: float32, bfloat16, float16.")
         if self.frames_per_second is not None and self.frames_per_second < 1:
             raise ValueError(f"frames_per_second={self.frames_per_second} must be positive.")
+
+
+@dataclass(frozen=True)
+class GenerationConfig(ModelChoice):
+    """What to generate, with which model, to where.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+
+    prompts: tuple[str, ...]
+    """For DiT: class labels, by name or number."""
+    output: Path
+    """Folder for ``{prompt number}-{seed}-{prompt}.png`` or ``.mp4``."""
+    seeds: tuple[int, ...] = (0,)
+    """Every prompt is generated once per seed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.prompts:
+            raise ValueError("There are no prompts; give at least one, or a file with one prompt per line.")
+        if not self.seeds:
+            raise ValueError("There are no seeds; give at least one.")
+
+
+RECORD_NAME = "generation.json"
+"""File beside what was generated that says how."""
 
 
 @dataclass(frozen=True)
@@ -115,43 +133,49 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
             that were made with other choices.
     """
     check_writable(config.output)
-    _record_choices(config)
+    record_choices(config.output, model_choices(config))
     if config.family == "wan":
-        _import_imageio()
+        import_imageio()
     pipe: Any = None
     for task in plan_tasks(config):
         if task.file.exists():
             yield task, False
             continue
         pipe = pipe if pipe is not None else load_pipeline(config)
-        result = _call(pipe, config, task)
+        result = call_pipeline(pipe, config, task.prompt, task.seed)
         aside = task.file.with_name(f".{task.file.name}")
-        _write(result, aside, _frames_per_second(config))
+        _write(result, aside, video_frames_per_second(config))
         aside.replace(task.file)
         yield task, True
 
 
-def _record_choices(config: GenerationConfig) -> None:
-    """Keep beside the files what they were made with, so that nothing made otherwise is taken for them later."""
-    file = config.output / "generation.json"
+def model_choices(config: ModelChoice) -> dict[str, Any]:
+    """What decides how a result looks, but for prompt and seed."""
     names = ("family", "model", "patch", "weights", "dtype", "settings")
-    choices = {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in names}
+
+
+def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
+    """Keep beside the files what they were made with, so that nothing made otherwise is taken for them later.
+
+    Raises:
+        ValueError: the folder holds files that were made with other choices.
+    """
+    file = folder / RECORD_NAME
     if not file.exists():
         aside = file.with_name(f".{file.name}")
         aside.write_text(json.dumps(choices, indent=1) + "\n", encoding="utf-8")
         aside.replace(file)
         return
     recorded = json.loads(file.read_text(encoding="utf-8"))
-    changed = [
-        f"{name}={recorded.get(name)!r}, now {choices[name]!r}" for name in names if recorded.get(name) != choices[name]
-    ]
+    before = {name: recorded.get(name) for name in choices}
+    changed = [f"{name}={before[name]!r}, now {now!r}" for name, now in choices.items() if before[name] != now]
     if changed:
-        raise ValueError(
-            f"{config.output} holds files made otherwise ({'; '.join(changed)}). Choose another output folder."
-        )
+        raise ValueError(f"{folder} holds files made otherwise ({'; '.join(changed)}). Choose another output folder.")
 
 
-def _frames_per_second(config: GenerationConfig) -> int:
+def video_frames_per_second(config: ModelChoice) -> int:
+    """Of the videos that are written."""
     if config.frames_per_second is not None:
         return config.frames_per_second
     if config.model is None:
@@ -171,7 +195,7 @@ def plan_tasks(config: GenerationConfig) -> list[Task]:
     ]
 
 
-def load_pipeline(config: GenerationConfig) -> Any:
+def load_pipeline(config: ModelChoice) -> Any:
     """The pipeline, patched where the configuration asks for it.
 
     Raises:
@@ -196,21 +220,26 @@ def load_pipeline(config: GenerationConfig) -> Any:
     return pipe
 
 
-def _call(pipe: Any, config: GenerationConfig, task: Task) -> Any:
+def call_pipeline(pipe: Any, config: ModelChoice, prompt: str, seed: int) -> Any:
     """A PIL image, or frames (F, H, W, 3) in [0, 1]."""
-    settings = dict(config.settings)
-    if config.model is None:
-        from .tiny import call_settings
-
-        settings = {**call_settings(config.family), **settings}
-    generator = torch.Generator().manual_seed(task.seed)
+    settings = call_arguments(config)
+    generator = torch.Generator().manual_seed(seed)
     if config.family == "dit":
-        return pipe(class_labels=[_class_label(pipe, task.prompt)], generator=generator, **settings).images[0]
-    output = pipe(task.prompt, generator=generator, **settings)
+        return pipe(class_labels=[class_label(pipe, prompt)], generator=generator, **settings).images[0]
+    output = pipe(prompt, generator=generator, **settings)
     return output.frames[0] if config.family == "wan" else output.images[0]
 
 
-def _class_label(pipe: Any, prompt: str) -> int:
+def call_arguments(config: ModelChoice) -> dict[str, Any]:
+    """Settings of the pipeline's call; those that the tiny pipeline was trained for come first."""
+    if config.model is None:
+        from .tiny import call_settings
+
+        return {**call_settings(config.family), **config.settings}
+    return dict(config.settings)
+
+
+def class_label(pipe: Any, prompt: str) -> int:
     """The number of a class, given by number, by name, or as the last word of a phrase such as "a seven"."""
     if prompt.isdigit():
         return int(prompt)
@@ -239,12 +268,17 @@ def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
     Raises:
         ImportError: imageio is missing.
     """
-    imageio = _import_imageio()
+    imageio = import_imageio()
     pixels = [(255 * torch.as_tensor(frame).clamp(0, 1)).round().to(torch.uint8).numpy() for frame in frames]
     imageio.mimwrite(file, pixels, format="FFMPEG", fps=frames_per_second, macro_block_size=2, quality=9)
 
 
-def _import_imageio() -> Any:
+def import_imageio() -> Any:
+    """imageio, which writes MP4 through imageio-ffmpeg.
+
+    Raises:
+        ImportError: one of the two is missing.
+    """
     try:
         import imageio.v2 as imageio
         import imageio_ffmpeg  # noqa: F401 - imageio writes MP4 through it

@@ -1,6 +1,6 @@
 """Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .config import MHLAConfig, choose_layers
+from .config import MHLAConfig, automatic_count, choose_layers, is_automatic
 from .families import Family, find_family, get_family
 from .layer import MHLALayer, TokenGrid
 from .patches import Patch, load_patch
 from .processor import MHLAProcessor, make_layer
+from .sensitivity import measure_sensitivity, record_calls
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
@@ -57,6 +58,7 @@ def apply_mhla(
     patch: MHLAConfig | str | Path | None = None,
     *,
     backend: str = "auto",
+    calibration: Callable[[], object] | None = None,
     **settings: Any,
 ) -> Model:
     """Replace the self-attention of a pipeline or transformer by MHLA, in place.
@@ -69,6 +71,9 @@ def apply_mhla(
         model: a pipeline (all its supported transformers are patched) or one transformer.
         patch: settings, the name of a ready patch, or the path of a patch YAML; None for the family's defaults.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
+        calibration: for ``layers="auto:2/3"``: runs the model on typical inputs, for example
+            ``lambda: pipe("a cat", num_inference_steps=4)``. The layers whose replacement alone moves the output least
+            are replaced, and their list is recorded in the configuration. Costs one run of each call per layer.
         **settings: fields of :class:`MHLAConfig` that replace those of ``patch``.
 
     Returns:
@@ -84,13 +89,89 @@ def apply_mhla(
             "single settings are keywords, for example blocks=(7, 3, 5)."
         )
     chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
-    plans = []
-    for transformer in transformers.values():
-        config = _choose_config(get_family(transformer), chosen).replace(**settings)
-        plans.append(_plan(transformer, MHLAProcessor(config, backend=backend)))
+    configs = {
+        name: _choose_config(get_family(transformer), chosen).replace(**settings)
+        for name, transformer in transformers.items()
+    }
+    if calibration is not None:
+        configs = _choose_automatically(transformers, configs, calibration, backend)
+    plans = [_plan(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
     for plan in plans:
         _carry_out(plan)
     return model
+
+
+def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]:
+    """How much each patched layer alone moves the output, all others attending as before the patch.
+
+    Args:
+        model: a patched pipeline or transformer.
+        run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``. The inputs
+            that the transformer gets with the patch switched off are those that are compared on.
+
+    Returns:
+        Name of the attention, for a pipeline with the component's name before it → relative squared change of the
+        transformer's output.
+
+    Raises:
+        ValueError: the model is not patched, or ``run`` did not reach it.
+    """
+    require_layers(model)
+    transformers = {name: part for name, part in find_transformers(model).items() if is_patched(part)}
+    with mhla_disabled(model):
+        calls = record_calls(transformers, run)
+    prefixes = {name: "" if isinstance(model, nn.Module) else f"{name}." for name in transformers}
+    return {
+        f"{prefixes[name]}{layer}": value
+        for name, transformer in transformers.items()
+        for layer, value in measure_sensitivity(transformer, _patched_pairs(transformer), calls[name]).items()
+    }
+
+
+def _patched_pairs(transformer: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Name of every patched self-attention → it and its processor of before."""
+    family = get_family(transformer)
+    return {
+        name: (attn, _original_processor(attn, family, transformer))
+        for name, attn in family.self_attentions(transformer).items()
+        if isinstance(attn.processor, MHLAProcessor)
+    }
+
+
+def _choose_automatically(
+    transformers: Mapping[str, nn.Module],
+    configs: Mapping[str, MHLAConfig],
+    calibration: Callable[[], object],
+    backend: str,
+) -> dict[str, MHLAConfig]:
+    """The configurations with the layers that hurt least in place of "auto:…". Leaves the transformers as they are."""
+    for config in configs.values():
+        if not is_automatic(config.layers):
+            raise ValueError(
+                f"calibration chooses layers, but layers={config.layers!r} names them; write layers='auto:2/3'."
+            )
+        if config.output_norm:
+            raise ValueError(
+                "layers='auto:…' cannot judge an output norm that is not fitted yet. Patch all layers, call "
+                "calibrate_output_norm(), look at layer_sensitivity(), and patch anew with the list of layers."
+            )
+    plans = {
+        name: _plan(transformers[name], MHLAProcessor(config.replace(layers="all"), backend=backend))
+        for name, config in configs.items()
+    }
+    calls = record_calls(transformers, calibration)
+    chosen = {}
+    for name, plan in plans.items():
+        _carry_out(plan)
+        try:
+            sensitivities = measure_sensitivity(plan.transformer, _patched_pairs(plan.transformer), calls[name])
+        finally:
+            remove_mhla(plan.transformer)
+        values = list(sensitivities.values())
+        least = sorted(range(len(values)), key=values.__getitem__)
+        count = automatic_count(configs[name].layers, len(values))
+        chosen[name] = configs[name].replace(layers=tuple(sorted(least[:count])))
+    return chosen
 
 
 def set_attn_processor(transformer: Any, processor: Any) -> None:

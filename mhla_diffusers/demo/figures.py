@@ -1,12 +1,12 @@
 """Pictures of the demo: samples side by side, loss curves, mixing matrices."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..analysis.pictures import middle_of, require_matplotlib, side_by_side
 from ..generation import write_video
 from ..tiny.digits import FRAMES_PER_SECOND, Scene
 from .variants import BLOCKS
@@ -18,22 +18,6 @@ _SHOWN = 6
 _SCALE = 2
 _LABEL = 26
 _GAP = 4
-
-
-def require_matplotlib() -> Any:
-    """Matplotlib's pyplot, drawing without a screen.
-
-    Raises:
-        ImportError: it is missing.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("The demo's plots need matplotlib: pip install mhla_diffusers[demo]") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def draw_pictures(outcomes: Sequence["Outcome"], scenes: Sequence[Scene], folder: Path) -> Path:
@@ -116,16 +100,14 @@ def draw_mixing(outcome: "Outcome", family: str, file: Path) -> Path:
     name, pair = next(iter(outcome.mixing.items()))
     blocks = BLOCKS[family]
     figure, axes = plt.subplots(2, 2, figsize=(8, 6.4), layout="constrained")
-    middle = _middle_block(blocks)
+    middle = middle_of(blocks)
     largest = max(float(matrix.max()) for matrix in pair)
     for column, (matrix, when) in enumerate(zip(pair, ("before", "after"), strict=True)):
         axes[0, column].imshow(matrix, vmin=0, vmax=largest, cmap="magma")
         axes[0, column].set_title(f"{name}\n{when}: {len(matrix)} x {len(matrix)} blocks", fontsize=9)
         axes[0, column].set_xlabel("key block")
         axes[0, column].set_ylabel("query block")
-        slices = matrix[middle].view(-1, *blocks[-2:]).unbind()
-        gap = torch.full((blocks[-2], 1), math.nan)
-        strip = torch.cat([part for piece in slices for part in (piece, gap)][:-1], dim=1)
+        strip = side_by_side(matrix[middle], blocks)
         image = axes[1, column].imshow(strip, vmin=0, vmax=largest, cmap="magma")
         axes[1, column].set_title(
             f"row of query block {middle} on the block grid {'x'.join(map(str, blocks))}", fontsize=9
@@ -135,11 +117,3 @@ def draw_mixing(outcome: "Outcome", family: str, file: Path) -> Path:
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file
-
-
-def _middle_block(blocks: tuple[int, ...]) -> int:
-    """Index of the block in the middle of the block grid."""
-    index = 0
-    for count in blocks:
-        index = index * count + count // 2
-    return index

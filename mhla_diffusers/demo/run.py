@@ -14,19 +14,21 @@ from typing import Any
 import torch
 
 from ..analysis import attention_matrices, mean_entropy, mean_rank
+from ..analysis.pictures import require_matplotlib
+from ..evaluation.metrics import frechet_distance
 from ..generation import check_writable
 from ..patching import apply_mhla, mhla_layers
 from ..tiny.building import check_family
 from ..tiny.classifier import DigitClassifier, load_classifier
 from ..tiny.digits import Scene, load_digits, random_scene
-from ..tiny.judging import digit_accuracy, digit_features, frechet_distance, generate_scenes, real_scenes
+from ..tiny.judging import digit_accuracy, digit_features, generate_scenes, real_scenes
 from ..tiny.latents import digit_latents
 from ..tiny.loading import load_tiny
 from ..training import InMemoryData, TrainingConfig, read_metrics, train
 from ..training.batches import ValidationLoss
 from ..training.data import stack_samples
 from ..training.diffusion import NoisedBatch, diffusion_process
-from .figures import draw_loss_curves, draw_mixing, draw_pictures, require_matplotlib
+from .figures import draw_loss_curves, draw_mixing, draw_pictures
 from .page import write_page
 from .table import format_table
 from .variants import Variant, adaptation, variants

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from ..evaluation.metrics import frechet_distance
 from .building import FAMILIES, check_family
 from .classifier import load_classifier, real_crops
 from .digits import load_digits, random_scene
-from .judging import digit_accuracy, digit_features, frechet_distance, generate_scenes, real_scenes
+from .judging import digit_accuracy, digit_features, generate_scenes, real_scenes
 from .loading import call_settings, load_tiny
 
 TARGETS = {"dit": 0.90, "sana": 0.85, "wan": 0.80}

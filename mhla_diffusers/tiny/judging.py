@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from .classifier import DigitClassifier, scene_crops
-from .digits import DIGIT_SIZES, Digits, Scene, compose
+from ..evaluation.extractors import ImageFeatures
+from .classifier import DigitClassifier, load_classifier, scene_crops
+from .digits import DIGIT_SIZES, PICTURE_SIZE, Digits, Scene, compose, crop
 from .loading import call_settings
 
 _BATCH = 10
@@ -72,24 +73,29 @@ def digit_features(
     return classifier.describe(torch.cat(crops))
 
 
-def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Squared Fréchet distance between two sets of features (n, d), each taken for a normal distribution.
+def picture_features(images: torch.Tensor) -> ImageFeatures:
+    """What the classifier sees of pictures with one digit: an extractor for ``mhla eval fid``.
 
-    Raises:
-        ValueError: if a set has fewer than two members.
+    Args:
+        images: uint8 (B, 3, 64, 64), as the tiny DiT pipeline makes them.
     """
-    for name, features in (("first", first), ("second", second)):
-        if len(features) < 2:
-            raise ValueError(f"The {name} set holds {len(features)} features; a covariance needs at least 2.")
-    means = [features.double().mean(dim=0) for features in (first, second)]
-    covariances = [features.double().T.cov() for features in (first, second)]
-    root = _square_root(covariances[0])
-    # the trace of (A B)^(1/2), from the symmetric A^(1/2) B A^(1/2) that has the same eigenvalues
-    overlap = torch.linalg.eigvalsh(root @ covariances[1] @ root).clamp_min(0).sqrt().sum()
-    distance = (means[0] - means[1]).square().sum() + sum(c.trace() for c in covariances) - 2 * overlap
-    return float(distance)
+    classifier = load_classifier()
+    pictures = images.float().mean(dim=1) / 255
+    crops = crop(pictures, (0, PICTURE_SIZE, 0, PICTURE_SIZE), DIGIT_SIZES["dit"])
+    with torch.no_grad():
+        return ImageFeatures(classifier.describe(crops), probabilities=classifier(crops).softmax(dim=1))
 
 
-def _square_root(matrix: torch.Tensor) -> torch.Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors * values.clamp_min(0).sqrt() @ vectors.T
+def digit_shown(images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
+    """Whether the classifier sees the class that was asked for: a score for ``mhla eval compare``.
+
+    Args:
+        images: uint8, each (3, 64, 64), as the tiny DiT pipeline makes them.
+        texts: numbers of the classes.
+
+    Returns:
+        (B,) of 0 and 1.
+    """
+    probabilities = picture_features(torch.stack(list(images))).probabilities
+    assert probabilities is not None
+    return (probabilities.argmax(dim=1) == torch.tensor([int(text) for text in texts])).float()

@@ -7,12 +7,13 @@ import shutil
 import pytest
 import torch
 
+from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.tiny import DamagedAssetError, call_settings, checksums, load_tiny
 from mhla_diffusers.tiny.benchmark import CLASSIFIER_TARGET, check_classifier
 from mhla_diffusers.tiny.building import FAMILIES
 from mhla_diffusers.tiny.classifier import load_classifier
 from mhla_diffusers.tiny.digits import Scene, load_digits, random_scene
-from mhla_diffusers.tiny.judging import digit_accuracy, digit_features, frechet_distance, generate_scenes, real_scenes
+from mhla_diffusers.tiny.judging import digit_accuracy, digit_features, generate_scenes, real_scenes
 from mhla_diffusers.tiny.latents import encode_pictures
 
 SHIPPED = [family for family in FAMILIES if checksums.pipeline_folder(family).is_dir()]

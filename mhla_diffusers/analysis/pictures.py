@@ -1,0 +1,130 @@
+"""Pictures of attention maps and mixing matrices."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COLUMNS = 4
+
+
+def require_matplotlib() -> Any:
+    """Matplotlib's pyplot, drawing without a screen.
+
+    Raises:
+        ImportError: it is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("Pictures need matplotlib: pip install mhla_diffusers[demo]") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def side_by_side(values: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    """Values (N,) of a grid as one picture (height, width); the frames of a grid with three axes lie side by side."""
+    frames = values.reshape(-1, *grid[-2:]).unbind()
+    gap = torch.full((grid[-2], 1), math.nan, dtype=values.dtype)
+    return torch.cat([part for frame in frames for part in (frame, gap)][:-1], dim=1)
+
+
+def middle_of(grid: Sequence[int]) -> int:
+    """Index of the token or block in the middle of a grid."""
+    index = 0
+    for count in grid:
+        index = index * count + count // 2
+    return index
+
+
+def position_of(index: int, grid: Sequence[int]) -> tuple[int, int]:
+    """Row and column of a token or block in :func:`side_by_side`."""
+    height, width = grid[-2:]
+    frame, place = divmod(index, height * width)
+    return place // width, frame * (width + 1) + place % width
+
+
+def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], token: int, file: Path) -> Path:
+    """How much one query token attends to every token of the grid, one map per layer; the token is marked.
+
+    Args:
+        rows: layer → (N,), the token's row of the attention matrix.
+        grid: token grid.
+        token: its index.
+        file: where to.
+
+    Returns:
+        ``file``.
+    """
+    plt = require_matplotlib()
+    maps = {name: side_by_side(row.float(), grid) for name, row in rows.items()}
+    figure, axes = _sheet(plt, len(maps), wide=len(grid) == 3)
+    row, column = position_of(token, grid)
+    for axis, (name, picture) in zip(axes, maps.items(), strict=False):
+        image = axis.imshow(picture, vmin=0, cmap="magma")
+        axis.plot(column, row, marker="s", markersize=9, markerfacecolor="none", markeredgecolor="cyan")
+        axis.set_title(name, fontsize=8)
+        figure.colorbar(image, ax=axis, shrink=0.8)
+    figure.suptitle(f"Attention of token {token} over the grid {'x'.join(map(str, grid))}", fontsize=10)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+    return file
+
+
+def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], blocks: Sequence[int], file: Path) -> Path:
+    """Mixing matrices of all layers; below each its middle row over the block grid.
+
+    Args:
+        matrices: layer → (M, M), or (H, M, M), of which the mean over heads is drawn.
+        blocks: block counts, whose product is M.
+        file: where to.
+
+    Returns:
+        ``file``.
+    """
+    plt = require_matplotlib()
+    shared = {
+        name: matrix.detach().float().cpu().reshape(-1, *matrix.shape[-2:]).mean(0) for name, matrix in matrices.items()
+    }
+    middle, largest = middle_of(blocks), max(float(matrix.max()) for matrix in shared.values())
+    columns = min(_COLUMNS, len(shared))
+    bands = math.ceil(len(shared) / columns)
+    size = (max(5.0, 2.6 * columns + 1), 5.4 * bands)
+    figure, axes = plt.subplots(2 * bands, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.set_axis_off()
+    row, column = position_of(middle, blocks)
+    for place, (name, matrix) in enumerate(shared.items()):
+        band, at = divmod(place, columns)
+        above, below = axes[2 * band, at], axes[2 * band + 1, at]
+        above.set_axis_on()
+        above.imshow(matrix, vmin=0, vmax=largest, cmap="magma")
+        above.set_title(name, fontsize=8)
+        above.set_xlabel("key block", fontsize=8)
+        above.set_ylabel("query block", fontsize=8)
+        image = below.imshow(side_by_side(matrix[middle], blocks), vmin=0, vmax=largest, cmap="magma")
+        below.plot(column, row, marker="s", markersize=9, markerfacecolor="none", markeredgecolor="cyan")
+        below.set_title(f"row of query block {middle}", fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.6)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+    return file
+
+
+def _mean_over_heads(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix.detach().float().cpu().reshape(-1, *matrix.shape[-2:]).mean(dim=0)
+
+
+def _sheet(plt: Any, count: int, wide: bool) -> tuple[Any, list[Any]]:
+    """A figure with at least ``count`` axes; those that are left over are empty."""
+    columns = 1 if wide else min(_COLUMNS, count)
+    rows = math.ceil(count / columns)
+    size = (11.0, 1.9 * rows + 0.5) if wide else (max(4.5, 2.9 * columns), 2.6 * rows + 0.5)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.set_axis_off()
+    return figure, list(axes.flat)

@@ -1,0 +1,104 @@
+"""What ``mhla analyze`` does: run a model a little and look at its attention."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..evaluation.results import write_json
+from ..families import get_family
+from ..patching import find_transformers, is_patched, layer_sensitivity, mhla_layers
+from ..sensitivity import TransformerCall, record_calls
+from .layers import LayerAnalysis, analyze_layers
+from .pictures import draw_attention_maps, draw_mixing_matrices, middle_of, require_matplotlib
+
+
+@dataclass(frozen=True)
+class AnalysisResult:
+    """What was found."""
+
+    layers: list[LayerAnalysis]
+    sensitivity: dict[str, float] | None
+    """Layer → relative squared change of the output when it alone is replaced; None for an unpatched model."""
+    pictures: list[Path]
+
+
+def analyze(
+    model: Any,
+    run: Callable[[], object],
+    output: Path,
+    *,
+    layers: Sequence[int] | None = None,
+    token: int | None = None,
+) -> AnalysisResult:
+    """Rank, entropy, sensitivity, attention maps and mixing matrices of a pipeline's first transformer.
+
+    The attention is looked at in the middle one of the forwards that ``run`` makes.
+
+    Args:
+        model: a pipeline or transformer, patched or not.
+        run: runs it, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
+        output: folder for ``analysis.json`` and the pictures.
+        layers: indices of the self-attentions to look at; None for all.
+        token: index of the token whose attention is drawn; None for the one in the middle.
+
+    Raises:
+        ValueError: a layer or token out of range, too many tokens, or ``run`` did not reach the transformer.
+        ImportError: matplotlib is missing.
+        OSError: the folder cannot be written.
+    """
+    require_matplotlib()
+    output.mkdir(parents=True, exist_ok=True)
+    component, transformer = next(iter(find_transformers(model).items()))
+    calls = record_calls({component: transformer}, run)[component]
+    call = calls[len(calls) // 2]
+    grid = tuple(get_family(transformer).token_grid(transformer, call.hidden_states))
+    chosen = _check_token(token, grid)
+    rows: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, matrix: torch.Tensor) -> None:
+        rows[name] = matrix[:, :, chosen].mean(dim=(0, 1)).cpu()
+
+    found = analyze_layers(transformer, call, _layer_names(transformer, layers), keep)
+    pictures = [draw_attention_maps(rows, grid, chosen, output / "attention-maps.png")]
+    pictures += _draw_mixing(transformer, output)
+    sensitivity = (
+        layer_sensitivity(transformer, lambda: _repeat(transformer, calls)) if is_patched(transformer) else None
+    )
+    report = {"grid": grid, "token": chosen, "layers": [asdict(layer) for layer in found], "sensitivity": sensitivity}
+    write_json(report, output / "analysis.json")
+    return AnalysisResult(found, sensitivity, pictures)
+
+
+def _repeat(transformer: Any, calls: Sequence[TransformerCall]) -> None:
+    for call in calls:
+        call.predict(transformer)
+
+
+def _check_token(token: int | None, grid: Sequence[int]) -> int:
+    tokens = torch.Size(grid).numel()
+    chosen = middle_of(grid) if token is None else token
+    if not 0 <= chosen < tokens:
+        raise ValueError(f"token={token} is out of range: the grid {tuple(grid)} has the tokens 0 to {tokens - 1}.")
+    return chosen
+
+
+def _layer_names(transformer: Any, layers: Sequence[int] | None) -> list[str] | None:
+    if layers is None:
+        return None
+    names = list(get_family(transformer).self_attentions(transformer))
+    for layer in layers:
+        if not 0 <= layer < len(names):
+            raise ValueError(f"Layer {layer} is out of range: the model has the layers 0 to {len(names) - 1}.")
+    return [names[layer] for layer in layers]
+
+
+def _draw_mixing(transformer: Any, output: Path) -> list[Path]:
+    patched = mhla_layers(transformer)
+    if not patched:
+        return []
+    blocks = next(iter(patched.values())).config.blocks
+    matrices = {name.removesuffix(".mhla"): layer.mixing for name, layer in patched.items()}
+    return [draw_mixing_matrices(matrices, (1, *blocks)[-max(2, len(blocks)) :], output / "mixing-matrices.png")]

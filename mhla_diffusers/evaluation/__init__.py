@@ -1,0 +1,1 @@
+"""Quality of generated images and videos, comparable with published numbers: ``mhla eval``."""

@@ -1,0 +1,196 @@
+"""Sample sets of several variants of one model, side by side."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from .bootstrap import Interval, bootstrap
+from .description import Description, Progress, describe_images
+from .extractors import FeatureExtractor
+from .fid import compare
+from .images import FolderImages, read_sample
+from .metrics import FeatureStatistics, frechet_distance
+from .paper import PaperRows, paper_rows
+from .reference import describe_reference
+from .results import read_json
+from .sample_list import Sample, require_samples
+
+SCORE_FILES = ("scores.json", "vbench.json", "geneval.json")
+"""Files in a set's folder whose numbers are taken into the table."""
+SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
+"""Takes uint8 images (3, H, W) or videos (F, 3, H, W) and what they should show, gives a score for each: (B,)."""
+
+_RECORD = "generation.json"
+_RESAMPLES = 1000
+_FRECHET_RESAMPLES = 200
+_FRECHET_CHANNELS = 256
+"""Channels up to which the Fréchet distance is bootstrapped; of 2048 every resample takes seconds."""
+_BATCH = 50
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One sample set."""
+
+    name: str
+    folder: Path
+    samples: list[Sample]
+    choices: dict[str, Any]
+    """How it was made."""
+
+
+@dataclass
+class Row:
+    """What was measured of one variant."""
+
+    variant: Variant
+    scores: dict[str, float] = field(default_factory=dict)
+    differences: dict[str, Interval] = field(default_factory=dict)
+    """Score → difference from the first variant, over the same samples."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that a report shows."""
+
+    rows: list[Row]
+    paper: PaperRows
+    reference: Path | None
+
+
+def read_variants(folders: Sequence[Path]) -> list[Variant]:
+    """Sample sets that can be compared sample by sample.
+
+    Raises:
+        FileNotFoundError: a set that is not whole.
+        ValueError: fewer than two sets, two of one name, or sets with other samples, seeds or settings.
+    """
+    if len(folders) < 2:
+        raise ValueError(f"A comparison needs at least two sample sets, got {len(folders)}.")
+    variants = [
+        Variant(folder.resolve().name, folder, require_samples(folder), read_json(folder / _RECORD))
+        for folder in folders
+    ]
+    names = [variant.name for variant in variants]
+    if len(set(names)) < len(names):
+        raise ValueError(f"The sets need different folder names, which their rows are named after; got {names}.")
+    for before, after in pairwise(variants):
+        _check_paired(before, after)
+    return variants
+
+
+def _check_paired(first: Variant, second: Variant) -> None:
+    for name in ("family", "model", "seed", "settings"):
+        values = [variant.choices.get(name) for variant in (first, second)]
+        if values[0] != values[1]:
+            raise ValueError(
+                f"{first.folder} and {second.folder} differ in {name} ({values[0]!r} and {values[1]!r}); only sets "
+                "that differ in the attention alone are compared."
+            )
+    if first.samples != second.samples:
+        raise ValueError(f"{first.folder} and {second.folder} hold different samples; generate the same set of both.")
+
+
+def compare_sets(
+    folders: Sequence[Path],
+    *,
+    reference: Path | None = None,
+    extractor: FeatureExtractor | None = None,
+    extractor_name: str = "",
+    sample_scores: Mapping[str, SampleScore] | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Measure every variant, and its differences from the first one over the same samples.
+
+    Numbers in ``scores.json``, ``vbench.json`` and ``geneval.json`` of a set's folder are taken into the table.
+
+    Args:
+        folders: of the sets, the baseline first.
+        reference: what Fréchet distances are measured from; None for none.
+        extractor: makes features of images; needed with ``reference``.
+        extractor_name: see :func:`mhla_diffusers.evaluation.fid.measure_images`.
+        sample_scores: name → a score of every sample.
+        progress: called with the number of images done and their total, for every set.
+
+    Raises:
+        FileNotFoundError: a set or reference that is not there.
+        ValueError: sets that cannot be compared, or damaged files.
+    """
+    if (reference is None) != (extractor is None):
+        raise ValueError("A reference and an extractor belong together; give both or neither.")
+    variants = read_variants(folders)
+    rows = [Row(variant, _known_scores(variant.folder)) for variant in variants]
+    if reference is not None and extractor is not None:
+        expected = describe_reference(reference, extractor, extractor_name, batch_size=_BATCH, progress=progress)
+        _add_distances(rows, expected, extractor, progress)
+    for name, score in (sample_scores or {}).items():
+        _add_sample_scores(rows, name, score)
+    return Comparison(rows, paper_rows(variants[0].choices.get("model")), reference)
+
+
+def _known_scores(folder: Path) -> dict[str, float]:
+    scores: dict[str, float] = {}
+    for name in SCORE_FILES:
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            if not isinstance(content, dict):
+                raise ValueError(f"{folder / name} must map names to numbers.")
+            named = {"geneval": content["overall"]} if "overall" in content else content
+            scores |= {key: float(value) for key, value in named.items() if isinstance(value, int | float)}
+    return scores
+
+
+def _add_distances(
+    rows: Sequence[Row], expected: Description, extractor: FeatureExtractor, progress: Progress | None
+) -> None:
+    features: list[torch.Tensor] = []
+    with TemporaryDirectory(prefix="mhla-features-") as folder:
+        for number, row in enumerate(rows):
+            images, store = FolderImages(row.variant.folder), Path(folder) / str(number)
+            found = describe_images(images, extractor, _BATCH, store, progress)
+            measured = compare(found, expected).measured()
+            row.scores |= {name: value for name, value in measured.items() if name not in ("samples", "reference")}
+            assert found.features is not None
+            features.append(found.features)
+        if features[0].shape[1] > _FRECHET_CHANNELS:
+            return
+        for row, own in zip(rows[1:], features[1:], strict=True):
+            statistic = _distance_difference(own, features[0], expected)
+            row.differences["fid"] = bootstrap(statistic, len(own), _FRECHET_RESAMPLES)
+
+
+def _distance_difference(
+    features: torch.Tensor, base: torch.Tensor, expected: Description
+) -> Callable[[torch.Tensor], float]:
+    def distance(some: torch.Tensor) -> float:
+        return frechet_distance(FeatureStatistics.of(some).normal(), expected.pooled)
+
+    return lambda chosen: distance(features[chosen]) - distance(base[chosen])
+
+
+def _add_sample_scores(rows: Sequence[Row], name: str, score: SampleScore) -> None:
+    values = [_score_samples(row.variant, score) for row in rows]
+    for row, own in zip(rows, values, strict=True):
+        row.scores[name] = float(own.mean())
+        if own is not values[0]:
+            change = own - values[0]
+            row.differences[name] = bootstrap(_mean_of(change), len(change), _RESAMPLES)
+
+
+def _mean_of(values: torch.Tensor) -> Callable[[torch.Tensor], float]:
+    return lambda chosen: float(values[chosen].mean())
+
+
+def _score_samples(variant: Variant, score: SampleScore) -> torch.Tensor:
+    """float64 (n,)."""
+    parts = []
+    for start in range(0, len(variant.samples), _BATCH):
+        batch = variant.samples[start : start + _BATCH]
+        images = [read_sample(variant.folder / sample.file) for sample in batch]
+        parts.append(score(images, [sample.text for sample in batch]).double())
+    return torch.cat(parts)

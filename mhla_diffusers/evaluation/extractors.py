@@ -1,0 +1,161 @@
+"""What turns images into features: Inception as clean-fid or as the ADM suite uses it, or any callable."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Features of one batch."""
+
+    pooled: torch.Tensor
+    """(B, D): for FID, KID, precision and recall."""
+    spatial: torch.Tensor | None = None
+    """(B, E): for sFID."""
+    probabilities: torch.Tensor | None = None
+    """(B, classes), each row summing to 1: for the Inception score."""
+
+
+FeatureExtractor = Callable[[torch.Tensor], torch.Tensor | ImageFeatures]
+"""Takes uint8 images (B, 3, H, W), gives pooled features (B, D) or :class:`ImageFeatures`.
+
+Of a folder of videos it gets (B, F, 3, H, W); with features of videos the Fréchet distance is FVD.
+"""
+
+CLEAN_WEIGHTS = "inception-2015-12-05.pt"
+ADM_WEIGHTS = "weights-inception-2015-12-05-6726825d.pth"
+_SOURCES = {
+    CLEAN_WEIGHTS: "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/",
+    ADM_WEIGHTS: "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/",
+}
+
+
+class CleanInception:
+    """pool3 of Inception as clean-fid computes it: each image resized with PIL's bicubic filter, unrounded.
+
+    Args:
+        weights: the TorchScript file ``inception-2015-12-05.pt``.
+        device: where it runs.
+
+    Raises:
+        ImportError: clean-fid is missing.
+        FileNotFoundError: no such file; the message says where to get it.
+    """
+
+    def __init__(self, weights: Path | None, device: str = "cpu") -> None:
+        file = check_weights(weights, CLEAN_WEIGHTS)
+        try:
+            from cleanfid.inception_torchscript import InceptionV3W
+            from cleanfid.resize import build_resizer
+        except ImportError as error:
+            raise ImportError(f"clean-fid cannot be imported ({error}): pip install mhla_diffusers[eval]") from error
+        self._device = device
+        self.resize = build_resizer("clean")
+        self._model = InceptionV3W(str(file.parent), download=False, resize_inside=False).to(device)
+
+    @torch.no_grad()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, 2048)."""
+        resized = [torch.from_numpy(self.resize(image.permute(1, 2, 0).numpy())) for image in images]
+        features: torch.Tensor = self._model(torch.stack(resized).permute(0, 3, 1, 2).to(self._device))
+        return features
+
+
+class AdmInception:
+    """Inception with the features of the ADM suite, run by torch-fidelity.
+
+    pool3 (2048 channels); the first 7 channels of TensorFlow's ``mixed_6/conv``, channels last, 17 x 17 x 7 = 2023
+    values; and the softmax of pool3 times the classifier's weights without its bias.
+
+    Args:
+        weights: ``weights-inception-2015-12-05-6726825d.pth``.
+        device: where it runs.
+
+    Raises:
+        ImportError: torch-fidelity is missing.
+        FileNotFoundError: no such file; the message says where to get it.
+    """
+
+    def __init__(self, weights: Path | None, device: str = "cpu") -> None:
+        file = check_weights(weights, ADM_WEIGHTS)
+        try:
+            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+        except ImportError as error:
+            raise ImportError(
+                f"torch-fidelity cannot be imported ({error}): pip install mhla_diffusers[eval]"
+            ) from error
+        self._device = device
+        names = ["2048", "logits_unbiased"]
+        self._model = FeatureExtractorInceptionV3("inception", names, feature_extractor_weights_path=str(file))
+        self._model.to(device).eval()
+        self._spatial = torch.empty(0)
+        self._model.Mixed_6d.branch1x1.register_forward_hook(self._note_spatial)
+
+    def _note_spatial(self, _: Any, __: Any, output: torch.Tensor) -> None:
+        self._spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)
+
+    @torch.no_grad()
+    def __call__(self, images: torch.Tensor) -> ImageFeatures:
+        """Pooled (B, 2048), spatial (B, 2023), probabilities (B, 1008)."""
+        pooled, logits = self._model(images.to(self._device))
+        return ImageFeatures(pooled, self._spatial, logits.softmax(dim=1))
+
+
+def check_weights(file: Path | None, name: str) -> Path:
+    """The file, if it is there under the name that its library expects.
+
+    Raises:
+        FileNotFoundError: it is not; the message says where to get it.
+    """
+    if file is None or not file.is_file() or file.name != name:
+        given = "No weights are named" if file is None else f"There is no {name} at {file}"
+        raise FileNotFoundError(
+            f"{given}; download {_SOURCES[name]}{name} and give its path with --weights. Nothing is downloaded here."
+        )
+    return file
+
+
+def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu") -> FeatureExtractor:
+    """An extractor by name.
+
+    Args:
+        choice: "adm", "clean", or ``package.module:name`` of a callable.
+        weights: file with the weights of Inception.
+        device: where Inception runs.
+
+    Raises:
+        ValueError: unknown name, or weights given to a callable.
+        ImportError: a missing library or module.
+        FileNotFoundError: missing weights.
+    """
+    if choice == "adm":
+        return AdmInception(weights, device)
+    if choice == "clean":
+        return CleanInception(weights, device)
+    if ":" not in choice:
+        raise ValueError(f"extractor={choice!r} is unknown; allowed: adm, clean, or package.module:callable.")
+    if weights is not None:
+        raise ValueError(f"Weights ({weights}) are for Inception; the callable {choice} brings its own.")
+    chosen: FeatureExtractor = load_callable(choice)
+    return chosen
+
+
+def load_callable(place: str) -> Any:
+    """A callable given as ``package.module:name``.
+
+    Raises:
+        ValueError: a text of another form, or no such callable.
+        ImportError: no such module.
+    """
+    module, separator, name = place.partition(":")
+    if not separator:
+        raise ValueError(f"{place!r} must look like package.module:callable.")
+    found = getattr(importlib.import_module(module), name, None)
+    if not callable(found):
+        raise ValueError(f"{module} has no callable named {name!r}.")
+    return found

@@ -1,0 +1,46 @@
+"""GenEval: its metadata beside the pictures, and the score of its evaluator's results."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .results import read_json_lines, write_text
+
+GENEVAL_SAMPLES = 4
+"""Pictures per prompt."""
+TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+"""The six tasks, in the order of GenEval's tables."""
+
+
+def write_geneval_metadata(entries: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Write ``{prompt number}/metadata.jsonl``, which GenEval's evaluator reads beside the samples."""
+    for place, entry in enumerate(entries):
+        file = folder / f"{place:05d}" / "metadata.jsonl"
+        if not file.is_file():
+            write_text(json.dumps(entry) + "\n", file)
+
+
+def geneval_score(results: str | Path) -> dict[str, float]:
+    """Score of a ``results.jsonl`` of GenEval's ``evaluate_images.py``: one line per picture with tag and correct.
+
+    Returns:
+        Part of right pictures for each tag, and as ``overall`` the unweighted mean of the six.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a line without tag and correct, an unknown tag, or a tag without pictures.
+    """
+    right: dict[str, list[bool]] = {tag: [] for tag in TAGS}
+    for number, entry in enumerate(read_json_lines(Path(results))):
+        if not isinstance(entry, dict) or not isinstance(entry.get("correct"), bool) or entry.get("tag") not in TAGS:
+            raise ValueError(
+                f"Line {number + 1} of {results} is no result of GenEval: it needs correct (true or false) and a tag "
+                f"of {', '.join(TAGS)}."
+            )
+        right[entry["tag"]].append(entry["correct"])
+    missing = [tag for tag in TAGS if not right[tag]]
+    if missing:
+        raise ValueError(f"{results} has no pictures of {', '.join(missing)}; the score is the mean of all six tags.")
+    scores = {tag: sum(values) / len(values) for tag, values in right.items()}
+    return {**scores, "overall": sum(scores.values()) / len(TAGS)}

@@ -1,0 +1,176 @@
+"""Sets of images or videos: a folder of files, or the npz of the ADM suite. Read in batches, never whole."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from .npz import open_array
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+VIDEO_SUFFIX = ".mp4"
+
+
+class UnreadableImageError(ValueError):
+    """A damaged image or video, with its name."""
+
+
+class Images(ABC):
+    """A set of images, or of videos, in a fixed order."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many there are."""
+
+    @abstractmethod
+    def batches(self, size: int) -> Iterator[torch.Tensor]:
+        """Batches of at most ``size`` images of one resolution: uint8 (B, 3, H, W), or (B, F, 3, H, W) of videos.
+
+        Raises:
+            UnreadableImageError: a damaged image, named.
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Changes when a file is added, removed, resized or written again."""
+
+
+class FolderImages(Images):
+    """The image files of a folder and its subfolders, or, where it has none, its MP4 files.
+
+    They are sorted by path; names that begin with a dot are passed over.
+
+    Raises:
+        FileNotFoundError: the folder holds neither.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        shown = sorted(file for file in path.rglob("*") if not file.name.startswith("."))
+        images = [file for file in shown if file.suffix.lower() in IMAGE_SUFFIXES]
+        self.files = images or [file for file in shown if file.suffix.lower() == VIDEO_SUFFIX]
+        if not self.files:
+            raise FileNotFoundError(
+                f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no {VIDEO_SUFFIX} videos."
+            )
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def batches(self, size: int) -> Iterator[torch.Tensor]:
+        """See :meth:`Images.batches`."""
+        batch: list[torch.Tensor] = []
+        for file in self.files:
+            sample = read_sample(file)
+            if batch and (len(batch) == size or sample.shape != batch[0].shape):
+                yield torch.stack(batch)
+                batch = []
+            batch.append(sample)
+        yield torch.stack(batch)
+
+    def fingerprint(self) -> str:
+        """See :meth:`Images.fingerprint`."""
+        return _digest(self.path, self.files)
+
+
+class NpzImages(Images):
+    """``arr_0`` of an npz file, uint8 (n, H, W, 3), as OpenAI's evaluator reads it.
+
+    Raises:
+        ValueError: a file without such an array.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with open_array(path) as (_, shape):
+            self._shape = shape
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def batches(self, size: int) -> Iterator[torch.Tensor]:
+        """See :meth:`Images.batches`."""
+        with open_array(self.path) as (stream, (count, *shape)):
+            bytes_per_image = shape[0] * shape[1] * 3
+            for start in range(0, count, size):
+                wanted = min(size, count - start) * bytes_per_image
+                content = stream.read(wanted)
+                if len(content) < wanted:
+                    raise UnreadableImageError(f"{self.path} ends after {start} of {count} images; it is cut off.")
+                yield torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, *shape).permute(0, 3, 1, 2)
+
+    def fingerprint(self) -> str:
+        """See :meth:`Images.fingerprint`."""
+        return _digest(self.path.parent, [self.path])
+
+
+def open_images(path: str | Path) -> Images:
+    """A folder or an npz file.
+
+    Raises:
+        FileNotFoundError: no such path, or a folder without images.
+        ValueError: another kind of file.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return FolderImages(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"There are no images at {path}: neither a folder nor an npz file.")
+    if path.suffix != ".npz":
+        raise ValueError(f"{path} must be a folder of images or an npz file with arr_0.")
+    return NpzImages(path)
+
+
+def read_sample(file: Path) -> torch.Tensor:
+    """An image, uint8 (3, H, W), or a video, uint8 (F, 3, H, W).
+
+    Raises:
+        UnreadableImageError: it is damaged.
+        ImportError: a video, and PyAV is missing.
+    """
+    return _read_video(file) if file.suffix.lower() == VIDEO_SUFFIX else read_image(file)
+
+
+def read_image(file: Path) -> torch.Tensor:
+    """One image: uint8 (3, H, W).
+
+    Raises:
+        UnreadableImageError: it is damaged.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            rgb = image.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UnreadableImageError(f"{file} is no readable image: {error}. Remove it or generate it again.") from error
+    pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
+    return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
+
+
+def _read_video(file: Path) -> torch.Tensor:
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
+    try:
+        with av.open(str(file)) as container:
+            frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+        raise UnreadableImageError(f"{file} is no readable video: {error}. Remove it or generate it again.") from error
+    if not frames:
+        raise UnreadableImageError(f"{file} is a video without frames. Remove it or generate it again.")
+    return torch.stack(frames).permute(0, 3, 1, 2)
+
+
+def _digest(root: Path, files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        status = file.stat()
+        digest.update(f"{file.relative_to(root)} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()

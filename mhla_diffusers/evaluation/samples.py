@@ -1,0 +1,142 @@
+"""Generate a set of samples: the same files whatever the batch size and the number of processes."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..generation import (
+    RECORD_NAME,
+    ModelChoice,
+    call_arguments,
+    check_writable,
+    class_label,
+    import_imageio,
+    load_pipeline,
+    model_choices,
+    record_choices,
+    video_frames_per_second,
+    write_video,
+)
+from ..training.randomness import generator_for
+from .images import IMAGE_SUFFIXES
+from .sample_list import Sample, read_sample_list, write_sample_list
+
+
+@dataclass(frozen=True)
+class SampleConfig(ModelChoice):
+    """Which samples, of which model, to where.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+
+    samples: Sequence[Sample]
+    """See :mod:`mhla_diffusers.evaluation.layouts`."""
+    output: Path
+    """Folder of the set."""
+    seed: int = 0
+    """Of the set; every sample has noise of its own."""
+    batch_size: int = 1
+    """Samples per call of the pipeline."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.samples:
+            raise ValueError("There are no samples to generate.")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} must be positive.")
+        suffix = ".mp4" if self.family == "wan" else ".png"
+        wrong = next((sample.file for sample in self.samples if not sample.file.endswith(suffix)), None)
+        if wrong is not None:
+            raise ValueError(f"{self.family} generates {suffix} files, but the samples are such as {wrong!r}.")
+
+
+def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1) -> Iterator[int]:
+    """Generate what this process has to and is not there yet.
+
+    Args:
+        config: what to generate.
+        process: index of this process.
+        processes: how many share the work.
+
+    Yields:
+        The number of this process's samples that are there, first as it begins.
+
+    Raises:
+        OSError: the folder cannot be written; said before anything is loaded.
+        ValueError: the folder holds samples of another run, or the model is refused.
+        ImportError: imageio is missing and there are videos to write.
+    """
+    if config.family == "wan":
+        import_imageio()
+    own = config.samples[process::processes]
+    missing = [sample for sample in own if not (config.output / sample.file).is_file()]
+    done = len(own) - len(missing)
+    yield done
+    pipe = load_pipeline(config) if missing else None
+    for start in range(0, len(missing), config.batch_size):
+        batch = missing[start : start + config.batch_size]
+        for sample, result in zip(batch, _call(pipe, config, batch), strict=True):
+            _write(result, config.output / sample.file, config)
+        done += len(batch)
+        yield done
+
+
+def prepare_folder(config: SampleConfig) -> None:
+    """Make the folder and write down what goes into it. One process calls this before any generates.
+
+    A longer set may go on in the folder of a shorter one.
+
+    Raises:
+        OSError: the folder cannot be written.
+        ValueError: the folder holds samples of another run.
+    """
+    check_writable(config.output)
+    _check_foreign_files(config.output)
+    record_choices(config.output, {**model_choices(config), "seed": config.seed})
+    planned = {sample.file: sample.text for sample in config.samples}
+    for sample in read_sample_list(config.output) or ():
+        if planned.get(sample.file) != sample.text:
+            raise ValueError(
+                f"{config.output} holds another set: {sample.file} shows {sample.text!r}, but this one has "
+                f"{planned.get(sample.file, 'no such file')!r} there. Choose another output folder."
+            )
+    write_sample_list(config.samples, config.output)
+
+
+def _check_foreign_files(folder: Path) -> None:
+    if (folder / RECORD_NAME).is_file():
+        return
+    foreign = next((f for f in folder.rglob("*") if f.suffix.lower() in (*IMAGE_SUFFIXES, ".mp4")), None)
+    if foreign is not None:
+        raise ValueError(
+            f"{folder} holds files of unknown origin, such as {foreign.relative_to(folder)}. Choose an empty folder, "
+            "so that sets do not mix."
+        )
+
+
+def _call(pipe: Any, config: SampleConfig, batch: Sequence[Sample]) -> Sequence[Any]:
+    """PIL images, or frames (B, F, H, W, 3) in [0, 1]."""
+    settings = call_arguments(config)
+    settings["generator"] = [generator_for(config.seed, "sample", sample.file) for sample in batch]
+    texts = [sample.text for sample in batch]
+    pipe.set_progress_bar_config(disable=True)
+    if config.family == "dit":
+        images: Sequence[Any] = pipe(class_labels=[class_label(pipe, text) for text in texts], **settings).images
+        return images
+    output = pipe(texts, **settings)
+    results: Sequence[Any] = output.frames if config.family == "wan" else output.images
+    return results
+
+
+def _write(result: Any, file: Path, config: SampleConfig) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # two processes never write the same sample, but two runs may
+    aside = file.with_name(f".{os.getpid()}-{file.name}")
+    if file.suffix == ".png":
+        result.save(aside)
+    else:
+        write_video(result, aside, video_frames_per_second(config))
+    aside.replace(file)

@@ -1,0 +1,1 @@
+"""VBench: what to generate, how to run it in its own environment, and its totals."""

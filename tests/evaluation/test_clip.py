@@ -1,0 +1,89 @@
+"""CLIP scores with a tiny CLIP of random weights."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, PreTrainedTokenizerFast
+
+from mhla_diffusers.evaluation.clip import ClipScorer, score_samples
+from mhla_diffusers.evaluation.images import read_image
+from mhla_diffusers.evaluation.sample_list import Sample, write_sample_list
+
+from .pictures import mhla, write_pictures
+
+WORDS = ["<start>", "<end>", "<pad>", "<unknown>", "a", "cat", "dog", "red"]
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(0)
+    common = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config={**common, "vocab_size": len(WORDS), "max_position_embeddings": 8, "eos_token_id": 1},
+        vision_config={**common, "image_size": 16, "patch_size": 8},
+        projection_dim=12,
+    )
+    CLIPModel(config).save_pretrained(folder)
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<start> $A <end>", special_tokens=[("<start>", 0), ("<end>", 1)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", bos_token="<start>", model_max_length=8
+    )
+    size = {"height": 16, "width": 16}
+    images = CLIPImageProcessor(size=size, crop_size=size)
+    CLIPProcessor(images, fast).save_pretrained(folder)
+    return folder
+
+
+def expected_score(folder, image, text):
+    model, processor = CLIPModel.from_pretrained(folder), CLIPProcessor.from_pretrained(folder)
+    pixels = processor.image_processor(image, return_tensors="pt")["pixel_values"]
+    tokens = processor.tokenizer(text, return_tensors="pt")
+    vision = model.visual_projection(model.vision_model(pixels).pooler_output)
+    words = model.text_projection(model.text_model(tokens["input_ids"]).pooler_output)
+    return 100 * torch.nn.functional.cosine_similarity(vision, words).item()
+
+
+def test_scores_are_cosines_of_image_and_prompt(clip_folder, tmp_path):
+    folder = write_pictures(tmp_path / "set", 5, size=16)
+    prompts = ["a cat", "a red dog", "a", "dog", "a cat"]
+    samples = [Sample(f"{number:04d}.png", text) for number, text in enumerate(prompts)]
+    write_sample_list(samples, folder)
+    scores = score_samples(folder, ClipScorer(str(clip_folder)), batch_size=2)
+    assert list(scores) == [sample.file for sample in samples]
+    with torch.no_grad():
+        for sample in samples:
+            expected = expected_score(clip_folder, read_image(folder / sample.file), sample.text)
+            assert scores[sample.file] == pytest.approx(expected, abs=1e-3)
+    assert len({round(score, 2) for score in scores.values()}) > 2
+    shown = mhla("eval", "clip", folder, "--model", clip_folder, "--output", tmp_path / "clip.json")
+    assert shown.exit_code == 0, shown.output
+    mean = sum(scores.values()) / 5
+    assert json.loads((tmp_path / "clip.json").read_text())["clip_score"] == pytest.approx(mean, abs=1e-3)
+
+
+def test_long_prompts_are_cut(clip_folder):
+    scorer = ClipScorer(str(clip_folder))
+    image = torch.zeros(3, 16, 16, dtype=torch.uint8)
+    first, second = scorer([image, image], ["a " * 50, "a " * 6])
+    assert first == pytest.approx(second.item(), abs=1e-3)
+
+
+def test_sets_that_are_not_whole_are_refused(clip_folder, tmp_path):
+    scorer = ClipScorer(str(clip_folder))
+    folder = write_pictures(tmp_path, 1)
+    with pytest.raises(FileNotFoundError, match="has no samples.json"):
+        score_samples(folder, scorer)
+    write_sample_list([Sample("0000.png", "a"), Sample("0001.png", "a")], folder)
+    with pytest.raises(FileNotFoundError, match="lacks 1 of 2 samples, for example 0001.png"):
+        score_samples(folder, scorer)
+    (folder / "samples.json").write_text('[{"name": 3}]')
+    with pytest.raises(ValueError, match="no list of samples"):
+        score_samples(folder, scorer)

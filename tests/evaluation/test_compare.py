@@ -1,0 +1,180 @@
+"""Variants side by side: paired differences and the report."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from mhla_diffusers.evaluation.bootstrap import bootstrap
+from mhla_diffusers.evaluation.compare import compare_sets, read_variants
+from mhla_diffusers.evaluation.images import open_images
+from mhla_diffusers.evaluation.metrics import frechet_distance
+from mhla_diffusers.evaluation.paper import paper_rows
+from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
+from mhla_diffusers.evaluation.sample_list import Sample, write_sample_list
+from mhla_diffusers.tiny import checksums
+from mhla_diffusers.tiny.digits import DIGIT_SIZES, Scene, compose, load_digits
+
+from .pictures import blocks, mhla, write_pictures
+
+COUNT = 30
+
+
+def write_set(folder, brightness, model=None, seed=0, **scores):
+    write_pictures(folder, COUNT, seed=3, brightness=brightness)
+    write_sample_list([Sample(f"{n:04d}.png", f"class <{n}>") for n in range(COUNT)], folder)
+    choices = {"family": "dit", "model": model, "seed": seed, "settings": {"guidance_scale": 4}, "weights": folder.name}
+    (folder / "generation.json").write_text(json.dumps(choices))
+    if scores:
+        (folder / "scores.json").write_text(json.dumps(scores))
+    return folder
+
+
+def brightness(images, texts):
+    assert all(text.startswith("class") for text in texts)
+    return torch.stack([image.float().mean() for image in images])
+
+
+@pytest.fixture
+def folders(tmp_path):
+    names = {"softmax": 128, "MHLA": 129, "linear": 170}
+    write_pictures(tmp_path / "real", 40, seed=8, brightness=128)
+    return [write_set(tmp_path / name, value, held_out_loss=value / 1000) for name, value in names.items()]
+
+
+def compared(folders, **options):
+    scores = {"sample_scores": {"brightness": brightness}}
+    reference = {"reference": folders[0].parent / "real", "extractor": blocks, "extractor_name": "blocks"}
+    return compare_sets(folders, **{**reference, **scores, **options})
+
+
+def test_scores_and_paired_differences(folders):
+    softmax, mhla_row, linear = compared(folders).rows
+    real = torch.cat([blocks(batch).pooled for batch in open_images(folders[0].parent / "real").batches(9)])
+    own = [torch.cat([blocks(batch).pooled for batch in open_images(folder).batches(9)]) for folder in folders]
+    assert softmax.scores["fid"] == pytest.approx(frechet_distance(own[0], real))
+    assert linear.scores["held_out_loss"] == 0.170
+    assert softmax.differences == {}
+    change = linear.differences["fid"]
+    assert change.value == pytest.approx(linear.scores["fid"] - softmax.scores["fid"])
+    assert change.low < change.value < change.high
+    assert change.excludes_zero
+    # pictures differ by far more than 1 in brightness, but those of one seed by 1 throughout
+    step = mhla_row.differences["brightness"]
+    assert step.value == pytest.approx(1, abs=0.1)
+    assert 0.8 < step.low < step.high < 1.2
+
+
+def test_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
+    covered = 0
+    for seed in range(100):
+        values = torch.randn(40, generator=torch.Generator().manual_seed(seed))
+        interval = bootstrap(lambda chosen, values=values: float(values[chosen].mean()), 40, 300, seed)
+        covered += interval.low <= 0 <= interval.high
+    assert 86 <= covered <= 99
+    with pytest.raises(ValueError, match="at least 2"):
+        bootstrap(lambda chosen: 0.0, 1, 100)
+
+
+def test_report_shows_everything_and_needs_nothing_beside_it(folders, tmp_path):
+    comparison = compared(folders)
+    page = write_report(comparison, tmp_path / "report", shown=4).read_text()
+    assert page.count("data:image/png;base64,") == 3 * 4
+    assert "http" not in page
+    assert 'src="/' not in page
+    assert "class &lt;3&gt;" in page
+    assert "class &lt;4&gt;" not in page
+    assert score_table(comparison)[0][1:3] == ["held-out loss ↓", "FID ↓"]
+    assert score_table(comparison)[0][-1] == "brightness"
+    markdown = (tmp_path / "report" / "report.md").read_text()
+    for row in score_table(comparison)[1] + difference_table(comparison)[1]:
+        assert f"| {' | '.join(row)} |" in markdown
+        assert f"<td>{row[0]}</td>" in page
+    written = json.loads((tmp_path / "report" / "comparison.json").read_text())["variants"]
+    assert written["linear"]["scores"] == pytest.approx(comparison.rows[2].scores)
+    assert list(written) == ["softmax", "MHLA", "linear"]
+
+
+def test_the_paper_s_rows_stand_beside_its_models(tmp_path):
+    sets = [write_set(tmp_path / name, 128, model="facebook/DiT-XL-2-256", fid=9.9) for name in ("a", "b")]
+    header, rows = score_table(compare_sets(sets))
+    assert header[:2] == ["variant", "FID ↓"]
+    assert rows[2][:2] == ["paper: DiT-XL/2, softmax", "9.62"]
+    assert len(paper_rows("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")) == 4
+    assert paper_rows("Efficient-Large-Model/Sana_1600M_1024px_diffusers")["paper: SANA-MHLA"]["geneval"] == 0.68
+    assert paper_rows(None) == {}
+
+
+def test_results_of_the_official_evaluators_are_taken_in(tmp_path):
+    sets = [write_set(tmp_path / name, 128) for name in ("a", "b")]
+    (sets[0] / "vbench.json").write_text('{"quality": 84.2, "total": 82.6}')
+    (sets[0] / "geneval.json").write_text('{"counting": 0.2, "overall": 0.64}')
+    first, second = compare_sets(sets).rows
+    assert first.scores == {"quality": 84.2, "total": 82.6, "geneval": 0.64}
+    assert second.scores == {}
+
+
+def test_sets_that_are_not_paired_are_refused(folders, tmp_path):
+    with pytest.raises(ValueError, match="at least two"):
+        read_variants(folders[:1])
+    with pytest.raises(ValueError, match="different folder names"):
+        read_variants([folders[0], folders[0]])
+    other = write_set(tmp_path / "other", 128, seed=1)
+    with pytest.raises(ValueError, match=r"differ in seed \(0 and 1\)"):
+        read_variants([folders[0], other])
+    write_set(tmp_path / "shorter", 128)
+    write_sample_list([Sample("0000.png", "class <0>")], tmp_path / "shorter")
+    with pytest.raises(ValueError, match="hold different samples"):
+        read_variants([folders[0], tmp_path / "shorter"])
+    (folders[1] / "0007.png").unlink()
+    with pytest.raises(FileNotFoundError, match="lacks 1 of 30 samples, for example 0007.png"):
+        read_variants(folders)
+    with pytest.raises(ValueError, match="belong together"):
+        compare_sets(folders, reference=folders[0])
+
+
+def test_command(folders, tmp_path):
+    plug = "tests.evaluation.test_compare:brightness"
+    shown = mhla(
+        *("eval", "compare", *folders, "--reference", tmp_path / "real", "--output", tmp_path / "report"),
+        *("--extractor", "tests.evaluation.pictures:blocks", "--score", f"brightness={plug}"),
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "softmax" in shown.output
+    assert (tmp_path / "report" / "report.html").is_file()
+    assert "must look like NAME=" in str(mhla("eval", "compare", *folders, "--score", plug).exception)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not checksums.pipeline_folder("dit").is_dir(), reason="tiny-dit is not in this checkout")
+def test_variants_of_the_tiny_pipeline_in_one_report(tmp_path):
+    digits, real = load_digits("held-out"), tmp_path / "real"
+    real.mkdir()
+    for number in range(20):
+        picture = compose(Scene((number % 10,)), digits, DIGIT_SIZES["dit"], number)[0]
+        Image.fromarray((255 * picture).to(torch.uint8).numpy()).convert("RGB").save(real / f"{number}.png")
+    patches = {"softmax": None, "linear": "blocks: [1, 1]", "MHLA": "blocks: [4, 4]"}
+    patches["hybrid"] = "blocks: [4, 4], layers: 2/3"
+    for name, settings in patches.items():
+        patch = []
+        if settings is not None:
+            text = f"family: dit\nbase_model: tiny-dit\ndescription: {name}\nmhla: {{{settings}}}\n"
+            (tmp_path / f"{name}.yaml").write_text(text)
+            patch = ["--patch", tmp_path / f"{name}.yaml"]
+        made = mhla(
+            *("eval", "samples", tmp_path / name, "--family", "dit", "--classes", "10", "--labels", "10", *patch),
+            *("--batch-size", "10", "--set", "num_inference_steps=4"),
+        )
+        assert made.exit_code == 0, made.output
+    shown = mhla(
+        *("eval", "compare", *(tmp_path / name for name in patches), "--reference", real, "--output", tmp_path / "out"),
+        *("--extractor", "mhla_diffusers.tiny.judging:picture_features"),
+        *("--score", "digit_shown=mhla_diffusers.tiny.judging:digit_shown"),
+    )
+    assert shown.exit_code == 0, shown.output
+    variants = json.loads((tmp_path / "out" / "comparison.json").read_text())["variants"]
+    assert list(variants) == list(patches)
+    distances = [variant["scores"]["fid"] for variant in variants.values()]
+    assert len(set(distances)) == 4
+    assert set(variants["hybrid"]["differences"]) == {"fid", "digit_shown"}

@@ -1,0 +1,201 @@
+"""VBench's suite, totals, and driving it; a small stand-in package plays VBench."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mhla_diffusers.evaluation.vbench.run import VBenchConfig, VBenchError, run_vbench
+from mhla_diffusers.evaluation.vbench.scores import DIMENSIONS, read_results, total_scores
+from mhla_diffusers.evaluation.vbench.suite import read_augmented, read_suite, suite_videos
+
+from .pictures import mhla
+
+PUBLISHED = {
+    "CogVideoX-5B": (
+        "96.23 96.52 98.66 96.92 70.97 61.98 62.90 85.23 62.11 99.40 82.81 66.35 53.20 24.91 25.38 27.59",
+        (82.75, 77.04, 81.61),
+    ),
+    "HunyuanVideo": (
+        "97.37 97.76 99.44 98.99 70.83 60.36 67.56 86.10 68.55 94.40 91.60 68.68 53.88 19.80 23.89 26.44",
+        (85.09, 75.82, 83.24),
+    ),
+}
+
+
+def published_scores(row):
+    return dict(zip(DIMENSIONS, (float(value) / 100 for value in PUBLISHED[row][0].split()), strict=True))
+
+
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_published_rows_give_their_totals(row):
+    totals = total_scores(published_scores(row))
+    assert (totals.quality, totals.semantic, totals.total) == pytest.approx(PUBLISHED[row][1], abs=0.01)
+
+
+def test_incomplete_and_impossible_scores_are_refused():
+    scores = published_scores("HunyuanVideo")
+    with pytest.raises(ValueError, match="2 of the 16 dimensions are missing: scene, temporal_style"):
+        total_scores({name: score for name, score in scores.items() if name not in ("scene", "temporal_style")})
+    with pytest.raises(ValueError, match="color=91.6 must lie between 0 and 1"):
+        total_scores(scores | {"color": 91.6})
+    with pytest.raises(ValueError, match="'colour' is no dimension"):
+        total_scores(scores | {"colour": 0.9})
+
+
+def write_suite(file):
+    """As large as the real one: 946 entries, 944 distinct prompts, 75 of them in the flickering dimension."""
+    others = [name for name in DIMENSIONS if name != "temporal_flickering"]
+    entries = [{"prompt_en": f"a still frame, {i}", "dimension": ["temporal_flickering"]} for i in range(75)]
+    entries += [{"prompt_en": f"a cat and {i} dogs", "dimension": [others[i % 15]]} for i in range(869)]
+    entries += [{"prompt_en": f"a cat and {i} dogs", "dimension": ["scene", "color"]} for i in (0, 7)]
+    file.write_text(json.dumps(entries))
+    return file
+
+
+def test_suite_has_as_many_videos_as_it_should(tmp_path):
+    entries = read_suite(write_suite(tmp_path / "VBench_full_info.json"))
+    videos, all_videos = suite_videos(entries), suite_videos(entries, all_flickering=True)
+    assert (len(videos), len(all_videos)) == (4720, 6220)
+    for some in (videos, all_videos):
+        assert len({video.file_name for video in some}) == len(some)
+    names = {video.file_name for video in videos}
+    assert {f"a cat and 3 dogs-{i}.mp4" for i in range(5)} <= names
+    assert "a still frame, 0-24.mp4" not in names
+    assert "a still frame, 0-24.mp4" in {video.file_name for video in all_videos}
+
+
+@pytest.mark.parametrize("lines", [946, 944])
+def test_augmented_prompts_are_generated_and_the_file_keeps_the_original(tmp_path, lines):
+    entries = read_suite(write_suite(tmp_path / "suite.json"))
+    (tmp_path / "augmented.txt").write_text("\n".join(f"long form {i}" for i in range(lines)))
+    videos = suite_videos(entries, read_augmented(tmp_path / "augmented.txt", entries))
+    assert [(video.text, video.file_name) for video in videos[375:377]] == [
+        ("long form 75", "a cat and 0 dogs-0.mp4"),
+        ("long form 75", "a cat and 0 dogs-1.mp4"),
+    ]
+    (tmp_path / "augmented.txt").write_text("one line")
+    with pytest.raises(ValueError, match="1 lines, but the suite has 946 entries with 944 distinct"):
+        read_augmented(tmp_path / "augmented.txt", entries)
+
+
+def write_results(folder, row="CogVideoX-5B"):
+    folder.mkdir()
+    for name, score in published_scores(row).items():
+        (folder / f"{name}_eval_results.json").write_text(json.dumps({name: [score, [{"video_path": "x"}]]}))
+    return folder
+
+
+def test_results_are_read_from_one_file_or_many(tmp_path):
+    folder = write_results(tmp_path / "results")
+    scores = read_results([folder])
+    assert scores == published_scores("CogVideoX-5B")
+    one = tmp_path / "one.json"
+    one.write_text(json.dumps({name.replace("_", " "): score for name, score in scores.items()}))
+    assert read_results([one]) == scores
+    (folder / "color_eval_results.json").write_text('{"color": [0.1, []]}')
+    with pytest.raises(ValueError, match="scores color"):
+        read_results([one, folder])
+    (folder / "color_eval_results.json").write_text('{"color": [')
+    with pytest.raises(ValueError, match="color_eval_results.json is no readable JSON"):
+        read_results([folder])
+
+
+def test_command_aggregates_results(tmp_path):
+    folder = write_results(tmp_path / "results")
+    shown = mhla("eval", "vbench", "--from", str(folder), "--output", str(tmp_path / "totals"))
+    assert shown.exit_code == 0, shown.output
+    written = json.loads((tmp_path / "totals" / "vbench.json").read_text())
+    assert written["total"] == pytest.approx(81.61, abs=0.01)
+    assert "total: 81.6" in shown.output
+    (folder / "color_eval_results.json").unlink()
+    refused = mhla("eval", "vbench", "--from", str(folder))
+    assert "missing: color" in str(refused.exception)
+    assert "Give --from" in str(mhla("eval", "vbench").exception)
+
+
+STAND_IN = """
+import json, os
+class VBench:
+    def __init__(self, device, full_info_dir, output_path):
+        self.suite, self.output = full_info_dir, output_path
+    def evaluate(self, videos_path, name, dimension_list):
+        (dimension,) = dimension_list
+        if os.environ.get("FAIL_IN") == dimension:
+            raise RuntimeError("no such checkpoint")
+        with open(self.suite) as file:
+            prompts = [e["prompt_en"] for e in json.load(file) if dimension in e["dimension"]]
+        names = sorted(os.listdir(videos_path), key=lambda name: name.endswith(".mp4"))
+        suffix = os.path.splitext(names[0])[1]
+        files = [f"{videos_path}/{p}-{i}{suffix}" for p in prompts for i in range(5)]
+        found = sum(os.path.isfile(file) for file in files)
+        with open(f"{self.output}/{name}_eval_results.json", "w") as file:
+            json.dump({dimension: [found / 5 / len(prompts), []]}, file)
+        print("evaluated", dimension)
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    site = tmp_path / "site"
+    for package, content in (("vbench", STAND_IN), ("torch", "device = str")):
+        (site / package).mkdir(parents=True)
+        (site / package / "__init__.py").write_text(content)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    entries = [{"prompt_en": f"{name} prompt", "dimension": [name, "color"]} for name in ("scene", "human_action")]
+    (tmp_path / "suite.json").write_text(json.dumps(entries))
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    for video in suite_videos(entries):
+        (videos / video.file_name).touch()
+    (videos / "samples.json").write_text("[]")
+    return VBenchConfig(
+        *map(type(tmp_path), (sys.executable, tmp_path / "suite.json", videos, tmp_path / "out")),
+        dimensions=("scene", "color", "human_action"),
+        device="cpu",
+    )
+
+
+def test_dimensions_run_one_by_one_and_go_on_after_a_failure(config, monkeypatch):
+    monkeypatch.setenv("FAIL_IN", "color")
+    run = run_vbench(config)
+    assert next(run) == ("scene", 1.0, True)
+    with pytest.raises(VBenchError, match="failed in color.*\n.*\n(.*\n)*RuntimeError: no such checkpoint"):
+        next(run)
+    monkeypatch.delenv("FAIL_IN")
+    assert list(run_vbench(config)) == [("scene", 1.0, False), ("color", 1.0, True), ("human_action", 1.0, True)]
+    log = (config.output / "vbench.log").read_text()
+    assert log.count("evaluated") == 3
+    assert log.count("=== color") == 2
+
+
+def test_missing_videos_are_named_before_any_work(config):
+    (config.videos / "scene prompt-3.mp4").unlink()
+    with pytest.raises(ValueError, match="lacks 1 videos of scene, color, for example 'scene prompt-3.mp4'"):
+        next(run_vbench(config))
+    assert not config.output.exists()
+
+
+def test_results_of_other_videos_are_not_mixed(config):
+    list(run_vbench(config))
+    other = config.videos.rename(config.videos.with_name("other"))
+    with pytest.raises(ValueError, match="holds results of .*videos, not of .*other"):
+        next(run_vbench(VBenchConfig(config.python, config.suite, other, config.output, config.dimensions)))
+
+
+def test_environment_without_vbench_is_said(config, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    with pytest.raises(VBenchError, match="cannot be imported.*No module named 'vbench'"):
+        next(run_vbench(config))
+    absent = VBenchConfig(config.python.with_name("no-python"), config.suite, config.videos, config.output)
+    with pytest.raises(FileNotFoundError, match="no Python at"):
+        next(run_vbench(absent))
+    with pytest.raises(ValueError, match="colour is no dimension"):
+        VBenchConfig(config.python, config.suite, config.videos, config.output, ("colour",))
+
+
+def test_program_for_the_other_environment_compiles():
+    from mhla_diffusers.evaluation.vbench import run
+
+    subprocess.run([sys.executable, "-c", f"compile({run._PROGRAM!r}, 'program', 'exec')"], check=True)
