@@ -1,0 +1,91 @@
+"""``mhla bench``."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+bench = typer.Typer(help="Measure speed, side by side in one run.", no_args_is_help=True)
+
+_DEVICE = Annotated[str, typer.Option(help="auto, cpu, cuda, …")]
+_DTYPE = Annotated[str | None, typer.Option(help="bfloat16 on a GPU and float32 on a CPU, unless you choose.")]
+_OUTPUT = Annotated[Path, typer.Option(help="Gets a folder for the device, with CSV and JSON.")]
+_SECONDS = Annotated[float, typer.Option(help="Spent on each variant, as far as 3 to 30 repetitions allow.")]
+_COMPILE = Annotated[
+    bool | None, typer.Option(help="Time torch.compile too; on a GPU unless you decline, on a CPU only if you ask.")
+]
+_FOLDER = Path("outputs/benchmark")
+
+
+@bench.callback()
+def main() -> None:
+    """Measure speed, side by side in one run."""
+
+
+@bench.command("op")
+def bench_operation(
+    shape: Annotated[list[str] | None, typer.Option(help="Several times; all on a GPU, one on a CPU.")] = None,
+    device: _DEVICE = "auto",
+    dtype: _DTYPE = None,
+    compile: _COMPILE = None,
+    seconds: _SECONDS = 1.0,
+    output: _OUTPUT = _FOLDER,
+) -> None:
+    """One attention: MHLA and plain linear attention against softmax. Checks that MHLA is right before it times it."""
+    from .operation import benchmark_operation
+    from .recorder import Recorder
+    from .shapes import choose_shapes
+    from .timing import Budget
+
+    place, precision = _place(device, dtype)
+    shapes, budget = choose_shapes(shape, place.type), Budget(seconds)
+    recorder = Recorder("op", place, precision, output)
+    for one in shapes:
+        compiled = _whether_to_compile(compile, place)
+        recorder.add(benchmark_operation(one, place, precision, recorder.rates, budget, compile=compiled))
+    recorder.finish()
+
+
+@bench.command("tiny")
+def bench_tiny(
+    families: Annotated[list[str] | None, typer.Option("--family", help="Several times; all if left out.")] = None,
+    samples: Annotated[int, typer.Option(help="Scenes per pipeline.")] = 100,
+    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    output: Annotated[Path, typer.Option(help="Folder for one JSON file each.")] = Path("outputs/tiny"),
+) -> None:
+    """Whether the tiny pipelines generate the digits that they are asked for."""
+    from ..tiny.benchmark import check_all
+
+    missed = False
+    for name, result in check_all(families, samples, device, output):
+        reached = result["accuracy"] >= result["target"]
+        missed = missed or not reached
+        verdict = "reached" if reached else "MISSED"
+        typer.echo(f"{name}: accuracy {result['accuracy']:.1%}, target {result['target']:.0%} {verdict}")
+    if missed:
+        raise typer.Exit(1)
+
+
+def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]":
+    """Device and type from their names.
+
+    Raises:
+        ValueError: unknown.
+    """
+    import torch
+
+    from .conditions import choose_device
+
+    place = choose_device(device)
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+    if name not in dtypes:
+        raise ValueError(f"Unknown dtype {name!r}; allowed: {', '.join(dtypes)}.")
+    return place, dtypes[name]
+
+
+def _whether_to_compile(wish: bool | None, device: "torch.device") -> bool:
+    return device.type != "cpu" if wish is None else wish
