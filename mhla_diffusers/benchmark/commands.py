@@ -49,6 +49,39 @@ def bench_operation(
     recorder.finish()
 
 
+@bench.command("scaling")
+def bench_scaling(
+    tokens: Annotated[list[int] | None, typer.Option(help="N, a square number; several times.")] = None,
+    blocks: Annotated[list[int] | None, typer.Option(help="M, a square number; several times.")] = None,
+    heads: Annotated[int, typer.Option(help="H.")] = 6,
+    head_dim: Annotated[int, typer.Option(help="D.")] = 64,
+    softmax_tokens: Annotated[int | None, typer.Option(help="Softmax is measured up to this N.")] = None,
+    device: _DEVICE = "auto",
+    dtype: _DTYPE = None,
+    seconds: _SECONDS = 1.0,
+    output: _OUTPUT = _FOLDER,
+) -> None:
+    """Time and memory over tokens N and token blocks M; how time grows with N and what mixing adds."""
+    from .recorder import Recorder
+    from .scaling import ScalingConfig, benchmark_scaling, check_scaling, default_config, print_summary
+    from .timing import Budget
+
+    place, precision = _place(device, dtype)
+    default, budget = default_config(place.type), Budget(seconds)
+    config = ScalingConfig(
+        tuple(sorted(tokens or default.tokens)),
+        tuple(sorted(blocks or default.blocks)),
+        heads,
+        head_dim,
+        default.softmax_tokens if softmax_tokens is None else softmax_tokens,
+    )
+    check_scaling(config, place, precision)
+    recorder = Recorder("scaling", place, precision, output)
+    for number in config.tokens:
+        recorder.add(benchmark_scaling(config, number, place, precision, recorder.rates, budget))
+    print_summary(recorder.finish())
+
+
 @bench.command("tiny")
 def bench_tiny(
     families: Annotated[list[str] | None, typer.Option("--family", help="Several times; all if left out.")] = None,

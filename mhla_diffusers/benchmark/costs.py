@@ -4,6 +4,7 @@ A multiplication and an addition count two. The backward pass counts twice the f
 a kernel computes again is not counted.
 """
 
+import math
 from dataclasses import dataclass
 
 from .shapes import Shape
@@ -26,15 +27,15 @@ def softmax_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     return Cost(flops * _passes(backward), _moved(shape, itemsize, backward))
 
 
-def linear_cost(shape: Shape, blocks: int, itemsize: int, backward: bool) -> Cost:
+def linear_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     """KV summaries, Multi-Head Mixing and reading, each with the normaliser.
 
     Args:
-        shape: the attention.
-        blocks: M; 1 for plain linear attention, which mixes nothing.
+        shape: the attention; plain linear attention has one block and mixes nothing.
         itemsize: bytes per element of query, key and value.
         backward: count forward and backward.
     """
+    blocks = math.prod(shape.blocks)
     summary = shape.head_dim * (shape.head_dim + 1) * shape.heads
     mixing = 2 * blocks**2 * summary if blocks > 1 else 0
     flops = 4 * shape.tokens * summary + mixing

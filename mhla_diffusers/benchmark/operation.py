@@ -1,6 +1,8 @@
 """One attention by itself: MHLA and plain linear attention against softmax attention."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from .rates import Rates
 from .results import Row, make_row
 from .shapes import Shape
 from .softmax import SOFTMAX_BACKENDS, softmax_attention, why_no_softmax
-from .timing import Absent, Budget, Variant, time_interleaved
+from .timing import Absent, Budget, Outcome, Variant, time_interleaved
 
 STAGES = ("forward", "forward+backward")
 
@@ -39,7 +41,7 @@ def benchmark_operation(
     Raises:
         IncorrectAttentionError: a backend is wrong here; then nothing is timed.
     """
-    absent = {} if (reason := _why_no_triton(shape, device, dtype)) is None else {"triton": reason}
+    absent = {} if (reason := why_no_triton(shape, device, dtype)) is None else {"triton": reason}
     for backend in ("eager", "triton"):
         if backend not in absent:
             check_operation(shape, device, dtype, backend)
@@ -56,29 +58,68 @@ def benchmark_operation(
             name: attend if isinstance(attend, Absent) else _stage(attend, inputs, backward)
             for name, (attend, inputs) in attends.items()
         }
-        for name, outcome in time_interleaved(variants, device, budget).items():
-            softmax = name.startswith("softmax")
-            blocks = None if softmax else 1 if name.startswith("plain") else torch.Size(shape.blocks).numel()
-            if blocks is None:
-                cost = softmax_cost(shape, dtype.itemsize, backward)
-            else:
-                cost = linear_cost(shape, blocks, dtype.itemsize, backward)
-            rows.append(
-                make_row(
-                    outcome,
-                    rates,
-                    flops=cost.flops,
-                    bytes=cost.bytes,
-                    case=shape.name,
-                    stage=stage,
-                    variant=name,
-                    baseline=softmax,
-                    dtype=str(dtype).removeprefix("torch."),
-                    tokens=shape.tokens,
-                    blocks=blocks,
-                )
-            )
+        rows += [
+            operation_row(_with_blocks(shape, name), name, stage, dtype, outcome, rates, softmax="softmax" in name)
+            for name, outcome in time_interleaved(variants, device, budget).items()
+        ]
     return rows
+
+
+def operation_row(
+    shape: Shape, variant: str, stage: str, dtype: torch.dtype, outcome: Outcome, rates: Rates, *, softmax: bool
+) -> Row:
+    """The row of one attention, with FLOPs and bytes counted.
+
+    Args:
+        shape: the attention, with the blocks of this variant.
+        variant: its name.
+        stage: one of ``STAGES``.
+        dtype: of query, key and value.
+        outcome: what was measured.
+        rates: of the device.
+        softmax: whether it is softmax attention, which is what the others are compared with.
+    """
+    backward = stage == "forward+backward"
+    cost = (softmax_cost if softmax else linear_cost)(shape, dtype.itemsize, backward)
+    return make_row(
+        outcome,
+        rates,
+        flops=cost.flops,
+        bytes=cost.bytes,
+        case=shape.name,
+        stage=stage,
+        variant=variant,
+        baseline=softmax,
+        dtype=str(dtype).removeprefix("torch."),
+        tokens=shape.tokens,
+        blocks=None if softmax else math.prod(shape.blocks),
+    )
+
+
+def linear_attention(
+    shape: Shape, inputs: Sequence[torch.Tensor], backend: str, mixing: torch.Tensor | None = None
+) -> Attend:
+    """MHLA, or plain linear attention where the shape has one block.
+
+    Args:
+        shape: grid and blocks.
+        inputs: query, key and value.
+        backend: of :func:`mhla_attention`, or "torch.compile" of the eager one.
+        mixing: (M, M); the initial one if left out.
+    """
+    matrix = initial_mixing(shape.blocks).to(inputs[0].device) if mixing is None else mixing
+    query, key, value = inputs
+    function: Any = mhla_attention
+    if backend == "torch.compile":
+        function, backend = torch.compile(mhla_attention, dynamic=False), "eager"
+    return lambda: function(query, key, value, matrix, shape.grid, shape.blocks, backend=backend)
+
+
+def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the fused kernels cannot be timed; None if they can."""
+    if device.type == "cpu":
+        return "the fused kernels run on CUDA and ROCm devices"  # their interpreter is for tests and has no speed
+    return why_not(torch.empty(1, 0, shape.heads, shape.head_dim, device=device, dtype=dtype), "relu", None)
 
 
 def _attends(
@@ -87,14 +128,13 @@ def _attends(
     """Name → attention, and the tensors that take gradients."""
     inputs = tuple(x.requires_grad_(backward) for x in make_inputs(shape, device, dtype))
 
-    def linear(blocks: tuple[int, ...], backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
-        mixing = initial_mixing(blocks).to(device).requires_grad_(backward)
+    def linear(name: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
+        backend = name.split()[-1]
         if backend in absent:
             return Absent(absent[backend]), ()
-        function: Any = mhla_attention
-        if backend == "torch.compile":
-            function, backend = torch.compile(mhla_attention, dynamic=False), "eager"
-        return lambda: function(*inputs, mixing, shape.grid, blocks, backend=backend), (*inputs, mixing)
+        one = _with_blocks(shape, name)
+        mixing = initial_mixing(one.blocks).to(device).requires_grad_(backward)
+        return linear_attention(one, inputs, backend, mixing), (*inputs, mixing)
 
     def softmax(backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
         reason = why_no_softmax(backend, device, shape.tokens, shape.heads)
@@ -102,9 +142,8 @@ def _attends(
             return Absent(reason), ()
         return lambda: softmax_attention(backend, *inputs), inputs
 
-    one = (1,) * len(shape.blocks)
-    attends = {f"MHLA {backend}": linear(shape.blocks, backend) for backend in ("eager", "triton", "torch.compile")}
-    attends |= {f"plain linear {backend}": linear(one, backend) for backend in ("eager", "triton")}
+    names = ("MHLA eager", "MHLA triton", "MHLA torch.compile", "plain linear eager", "plain linear triton")
+    attends = {name: linear(name) for name in names}
     for backend in SOFTMAX_BACKENDS:
         attends[f"softmax {backend}"] = softmax(backend)
     return attends
@@ -129,8 +168,6 @@ def _check_at_full_size(
         check_agreement(attend(), eager(), "MHLA triton")
 
 
-def _why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type == "cpu":
-        return "the fused kernels run on CUDA and ROCm devices"  # their interpreter is for tests and has no speed
-    query = torch.empty(1, 0, shape.heads, shape.head_dim, device=device, dtype=dtype)
-    return why_not(query, "relu", None)
+def _with_blocks(shape: Shape, variant: str) -> Shape:
+    """The shape of a variant: plain linear attention has one block."""
+    return replace(shape, blocks=(1,) * len(shape.blocks)) if variant.startswith("plain") else shape
