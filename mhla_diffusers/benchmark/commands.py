@@ -82,6 +82,46 @@ def bench_scaling(
     print_summary(recorder.finish())
 
 
+_MODEL = Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b, sana-0.6b, …; several times.")]
+_SIZE = Annotated[list[str] | None, typer.Option(help="480x832, or 512 for a square; several times.")]
+_FRAMES = Annotated[list[int] | None, typer.Option(help="Of videos; several times.")]
+_LAYERS = Annotated[int | None, typer.Option(help="Build only so many; times of all are extrapolated.")]
+_BATCH = Annotated[int, typer.Option(help="Samples per forward.")]
+
+
+@bench.command("transformer")
+def bench_transformer(
+    model: _MODEL = None,
+    size: _SIZE = None,
+    frames: _FRAMES = None,
+    layers: _LAYERS = None,
+    batch: _BATCH = 1,
+    device: _DEVICE = "auto",
+    dtype: _DTYPE = None,
+    compile: _COMPILE = None,
+    seconds: _SECONDS = 1.0,
+    output: _OUTPUT = _FOLDER,
+) -> None:
+    """Whole transformers with random weights: softmax through each backend against linear attentions."""
+    from .models import choose_sizes, find_models
+    from .recorder import Recorder
+    from .timing import Budget
+    from .transformer import TransformerCase, benchmark_transformer
+
+    place, precision = _place(device, dtype)
+    models, budget = find_models(model, place.type), Budget(seconds)
+    cases = [
+        TransformerCase(one, chosen, layers, place, precision)
+        for one in models
+        for chosen in choose_sizes(one, size, frames, place.type, batch)
+    ]
+    recorder = Recorder("transformer", place, precision, output)
+    for case in cases:
+        compiled = _whether_to_compile(compile, place)
+        recorder.add(benchmark_transformer(case, recorder.rates, budget, compile=compiled))
+    recorder.finish()
+
+
 @bench.command("tiny")
 def bench_tiny(
     families: Annotated[list[str] | None, typer.Option("--family", help="Several times; all if left out.")] = None,

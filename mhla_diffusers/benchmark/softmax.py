@@ -1,9 +1,9 @@
 """Softmax attention through each backend that PyTorch has."""
 
-import os
-
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .memory import free_bytes
 
 SOFTMAX_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -30,7 +30,7 @@ def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) 
     """Why a backend is not to be tried; None if it is, which does not mean that it can run the call.
 
     Args:
-        backend: key of ``SOFTMAX_BACKENDS``.
+        backend: key of ``SOFTMAX_BACKENDS``, or flex.
         device: where.
         tokens: N.
         heads: H, times the batch size.
@@ -40,7 +40,7 @@ def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) 
     if backend in ("cudnn", "efficient"):
         return "PyTorch has this backend on GPUs only"
     # Linux promises memory that it does not have and ends the process that takes it, so this must be told beforehand
-    needed, free = 2 * 4 * heads * tokens**2, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if backend == "math" and needed > free:
+    needed, free = 2 * 4 * heads * tokens**2, free_bytes(device)
+    if backend in ("math", "flex") and needed > free:
         return f"its N x N weights need {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free"
     return None

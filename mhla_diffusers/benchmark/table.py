@@ -21,6 +21,10 @@ HEADER = (
 )
 
 
+PART = "part: "
+"""How the stage of a row begins that holds a part of a variant's time."""
+
+
 def cells(run: Run, row: Row) -> tuple[str, ...]:
     """The columns of one row as text; what was not measured is empty."""
     ratio = run.times_baseline(row)
@@ -50,7 +54,9 @@ def columns_in_use(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def print_rows(run: Run, rows: Sequence[Row]) -> None:
-    """Print a table of the rows of one case."""
+    """Print a table of the rows of one case, and one of the parts of each variant."""
+    parts = [row for row in rows if row.stage.startswith(PART)]
+    rows = [row for row in rows if not row.stage.startswith(PART)]
     texts = [cells(run, row) for row in rows]
     places = columns_in_use(texts)
     table = Table(title=rows[0].case, title_justify="left")
@@ -59,6 +65,20 @@ def print_rows(run: Run, rows: Sequence[Row]) -> None:
         table.add_column(HEADER[place], justify="left" if words else "right")
     for row in texts:
         table.add_row(*(row[place] for place in places))
+    console().print(table)
+    if parts:
+        _print_parts(parts)
+
+
+def _print_parts(rows: Sequence[Row]) -> None:
+    names = list(dict.fromkeys(row.stage.removeprefix(PART) for row in rows))
+    table = Table("variant", title="Where the time goes, ms", title_justify="left")
+    for name in names:
+        table.add_column(name, justify="right")
+    medians = {(row.variant, row.stage.removeprefix(PART)): row.median for row in rows}
+    for variant in dict.fromkeys(row.variant for row in rows):
+        seconds = [medians.get((variant, name)) for name in names]
+        table.add_row(variant, *("" if x is None else f"{1000 * x:.3g}" for x in seconds))
     console().print(table)
 
 
