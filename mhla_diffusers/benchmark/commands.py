@@ -122,6 +122,72 @@ def bench_transformer(
     recorder.finish()
 
 
+@bench.command("train")
+def bench_training(
+    model: _MODEL = None,
+    size: _SIZE = None,
+    frames: _FRAMES = None,
+    layers: _LAYERS = None,
+    batch: _BATCH = 1,
+    checkpointing: Annotated[bool, typer.Option(help="Compute activations again in the backward pass.")] = False,
+    device: _DEVICE = "auto",
+    dtype: _DTYPE = None,
+    seconds: _SECONDS = 1.0,
+    output: _OUTPUT = _FOLDER,
+) -> None:
+    """Forward, backward and optimizer step of whole transformers; all weights train."""
+    from .models import choose_sizes, find_models
+    from .recorder import Recorder
+    from .timing import Budget
+    from .train import benchmark_training
+    from .transformer import TransformerCase
+
+    place, precision = _place(device, dtype)
+    models, budget = find_models(model, place.type), Budget(seconds)
+    cases = [
+        TransformerCase(one, chosen, layers, place, precision)
+        for one in models
+        for chosen in choose_sizes(one, size, frames, place.type, batch)
+    ]
+    recorder = Recorder("train", place, precision, output)
+    for case in cases:
+        recorder.add(benchmark_training(case, recorder.rates, budget, checkpointing=checkpointing))
+    recorder.finish()
+
+
+@bench.command("pipeline")
+def bench_pipeline(
+    model: Annotated[str, typer.Option(help="tiny-dit, tiny-sana, tiny-wan, or Hub id or folder.")] = "tiny-dit",
+    steps: Annotated[int | None, typer.Option(help="Of the sampler.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
+    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; not for DiT.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
+    repetitions: Annotated[int, typer.Option(help="Calls of each variant, after one to warm up.")] = 3,
+    device: _DEVICE = "auto",
+    dtype: _DTYPE = None,
+    output: _OUTPUT = _FOLDER,
+) -> None:
+    """A whole call of a pipeline, and its parts: text encoding, denoising, VAE."""
+    from .models import parse_size
+    from .pipeline import PipelineCase, benchmark_pipeline
+    from .recorder import Recorder
+
+    place, precision = _place(device, dtype)
+    height, width = (None, None) if size is None else parse_size(size)
+    asked = {
+        "num_inference_steps": steps,
+        "guidance_scale": guidance,
+        "height": height,
+        "width": width,
+        "num_frames": frames,
+    }
+    settings = {name: value for name, value in asked.items() if value is not None}
+    case = PipelineCase(model, place, precision, repetitions, settings=settings)
+    recorder = Recorder("pipeline", place, precision, output)
+    recorder.add(benchmark_pipeline(case, recorder.rates))
+    recorder.finish()
+
+
 @bench.command("tiny")
 def bench_tiny(
     families: Annotated[list[str] | None, typer.Option("--family", help="Several times; all if left out.")] = None,

@@ -138,7 +138,7 @@ def choose_sizes(
         ValueError: a size that cannot be read, or that the model's stride and patch size do not divide.
     """
     own = model.sizes[:1] if device_type == "cpu" else model.sizes
-    chosen = [_parse_size(text) for text in sizes] if sizes else own
+    chosen = [parse_size(text) for text in sizes] if sizes else own
     counts = (frames or (model.frames,)) if model.is_video else (None,)
     found = [Size(height, width, count, batch) for height, width in chosen for count in counts]
     for size in found:
@@ -146,7 +146,12 @@ def choose_sizes(
     return found
 
 
-def _parse_size(text: str) -> tuple[int, int]:
+def parse_size(text: str) -> tuple[int, int]:
+    """Height and width from "480x832", or from "512" for a square.
+
+    Raises:
+        ValueError: neither.
+    """
     parts = text.lower().split("x")
     if len(parts) not in (1, 2) or not all(part.isdigit() for part in parts):
         raise ValueError(f"size={text!r} is unknown; write HEIGHTxWIDTH such as 480x832, or 512 for a square.")

@@ -1,6 +1,6 @@
 """A whole transformer with random weights: softmax through every backend against linear attentions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +129,7 @@ def benchmark_transformer(case: TransformerCase, rates: Rates, budget: Budget, *
         variants[REST] = _forward(models[REST], choices[REST], inputs)
     with torch._dynamo.config.patch(cache_size_limit=_RECOMPILE_LIMIT):
         outcomes = time_interleaved(variants, case.device, budget)
-    rows = _rows(case, shapes, choices, outcomes, rates)
+    rows = case_rows(case, shapes, choices, outcomes, rates, "forward", passes=1)
     for name, choice in choices.items():
         run = variants[name]
         if outcomes[name].status == "measured" and not isinstance(run, Absent) and choice.name == name != REST:
@@ -148,7 +148,7 @@ def look_at_shapes(case: TransformerCase) -> Shapes:
     tokens = torch.Size(get_family(transformer).token_grid(transformer, inputs["hidden_states"])).numel()
     choices = attention_choices(case.model, transformer, tokens * case.size.batch, case.device)
     flops = {}
-    for kind in dict.fromkeys(choice.kind for choice in choices):
+    for kind in dict.fromkeys(choice.kind for choice in choices if choice.absent is None):
         variant = make_variant(transformer, case.model, Choice(kind, kind, baseline=False))
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             variant(**inputs)
@@ -187,32 +187,57 @@ def _forward(transformer: Any, choice: Choice, inputs: dict[str, Any]) -> Callab
     return run
 
 
-def _rows(
-    case: TransformerCase, shapes: Shapes, choices: dict[str, Choice], outcomes: dict[str, Outcome], rates: Rates
+def case_rows(
+    case: TransformerCase,
+    shapes: Shapes,
+    choices: Mapping[str, Choice],
+    outcomes: Mapping[str, Outcome],
+    rates: Rates,
+    stage: str,
+    passes: int,
 ) -> list[Row]:
-    rest = outcomes[REST].timing if case.is_cut else None
+    """A row per variant; where layers are cut, with the time of all layers, extrapolated from the time of one.
+
+    Args:
+        case: what was measured.
+        shapes: of the case.
+        choices: variant → its self-attention.
+        outcomes: variant → what was measured; ``REST`` among them where layers are cut.
+        rates: of the device.
+        stage: of the rows.
+        passes: how many times the arithmetic of a forward it is.
+    """
     rows = []
     for name, outcome in outcomes.items():
-        choice, whole = choices[name], outcome.timing.median if outcome.timing is not None else None
-        what: dict[str, Any] = {"layers": 0} if name == REST else {}
-        if case.is_cut and whole is not None and case.layers is not None:
-            if rest is None or name == REST:
-                whole = None
-            else:
-                whole = rest.median + (whole - rest.median) * case.model.layers / case.layers
-                what["note"] = f"{case.layers} of {case.model.layers} layers; all would take {1000 * whole:.3g} ms"
+        choice, flops = choices[name], shapes.flops.get(choices[name].kind)
+        whole = _whole_seconds(case, outcomes, name)
+        note = ""
+        if case.is_cut and whole is not None:
+            note = f"{case.layers} of {case.model.layers} layers; all would take {1000 * whole:.3g} ms"
         rows.append(
             case.row(
                 outcome,
                 rates,
-                stage="forward",
+                stage=stage,
                 variant=name,
                 baseline=choice.baseline,
                 blocks=choice.blocks,
                 tokens=shapes.tokens,
-                flops=shapes.flops.get(choice.kind),
+                flops=None if flops is None else passes * flops,
                 whole_seconds=whole,
-                **what,
+                note=note,
+                **({"layers": 0} if name == REST else {}),
             )
         )
     return rows
+
+
+def _whole_seconds(case: TransformerCase, outcomes: Mapping[str, Outcome], name: str) -> float | None:
+    """Median of a variant with all layers of the model."""
+    timing = outcomes[name].timing
+    if timing is None or name == REST:
+        return None
+    if not case.is_cut or case.layers is None:
+        return timing.median
+    rest = outcomes[REST].timing
+    return None if rest is None else rest.median + (timing.median - rest.median) * case.model.layers / case.layers
