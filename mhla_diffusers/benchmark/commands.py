@@ -188,6 +188,43 @@ def bench_pipeline(
     recorder.finish()
 
 
+@bench.command("report")
+def bench_report(
+    folders: Annotated[list[Path], typer.Argument(help="Outputs of other bench commands; several are drawn together.")],
+    output: Annotated[Path | None, typer.Option(help="Where to write; the first folder if left out.")] = None,
+) -> None:
+    """Plots, and one HTML page with everything that was measured."""
+    from .report import write_report
+
+    typer.echo(f"Wrote {write_report(folders, output or folders[0])}")
+
+
+@bench.command("all")
+def bench_all(
+    output: _OUTPUT = _FOLDER,
+    tiny: Annotated[bool, typer.Option(help="The smallest sizes there are, to try the commands out.")] = False,
+    device: _DEVICE = "auto",
+    dtype: _DTYPE = None,
+    compile: _COMPILE = None,
+    seconds: _SECONDS = 1.0,
+) -> None:
+    """All of the above with their defaults, and the report."""
+    from ..plotting import require_matplotlib
+
+    require_matplotlib()
+    models = ["tiny-dit"] if tiny else None
+    bench_operation(["tiny"] if tiny else None, device, dtype, compile, seconds, output)
+    if tiny:
+        bench_scaling([16, 64], [4, 16], 1, 8, None, device, dtype, seconds, output)
+    else:
+        bench_scaling(device=device, dtype=dtype, seconds=seconds, output=output)
+    bench_transformer(model=models, device=device, dtype=dtype, compile=compile, seconds=seconds, output=output)
+    bench_training(model=models, device=device, dtype=dtype, seconds=seconds, output=output)
+    steps, repetitions = (2, 1) if tiny else (None, 3)
+    bench_pipeline(steps=steps, repetitions=repetitions, device=device, dtype=dtype, output=output)
+    bench_report([output])
+
+
 @bench.command("tiny")
 def bench_tiny(
     families: Annotated[list[str] | None, typer.Option("--family", help="Several times; all if left out.")] = None,

@@ -55,7 +55,8 @@ class PipelineCase:
             ValueError: it has no transformer that MHLA supports.
         """
         if self.model.startswith(_TINY):
-            return load_tiny(self.model.removeprefix(_TINY), str(self.device)).to(self.dtype)
+            pipe = load_tiny(self.model.removeprefix(_TINY), str(self.device))
+            return pipe if self.dtype == torch.float32 else pipe.to(self.dtype)
         from diffusers import DiffusionPipeline
 
         pipe = DiffusionPipeline.from_pretrained(self.model, dtype=self.dtype).to(self.device)

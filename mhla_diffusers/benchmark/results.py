@@ -112,7 +112,7 @@ class Run:
     def times_baseline(self, row: Row) -> float | None:
         """How many times faster a row is than the fastest baseline beside it."""
         baseline = self.baseline_seconds(row)
-        return baseline / row.median if baseline is not None and row.median is not None else None
+        return baseline / row.median if baseline is not None and row.median else None
 
 
 def write_run(run: Run, output: Path) -> Path:

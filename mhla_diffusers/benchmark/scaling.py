@@ -16,6 +16,7 @@ from .shapes import Shape
 from .table import console
 from .timing import Absent, Budget, Variant, time_interleaved
 
+SOFTMAX = "softmax"
 FIT_FROM_TOKENS = 8192
 """Below this, launches and caches decide, and time does not grow with N."""
 
@@ -85,16 +86,16 @@ def benchmark_scaling(
     """
     whole = _shape(config, tokens, 1)
     backend, inputs = _backend(whole, device, dtype), make_inputs(whole, device, dtype)
-    shapes = {"softmax": whole, "plain linear": whole}
+    shapes = {SOFTMAX: whole, "plain linear": whole}
     shapes |= {f"MHLA M={count}": _shape(config, tokens, count) for count in sorted(config.blocks) if count <= tokens}
     variants: dict[str, Variant] = {
         name: torch.no_grad()(linear_attention(shape, inputs, backend))
         for name, shape in shapes.items()
-        if name != "softmax"
+        if name != SOFTMAX
     }
-    outcomes = time_interleaved({"softmax": _softmax(config, tokens, inputs)} | variants, device, budget)
+    outcomes = time_interleaved({SOFTMAX: _softmax(config, tokens, inputs)} | variants, device, budget)
     return [
-        operation_row(shapes[name], name, "forward", dtype, outcome, rates, softmax=name == "softmax")
+        operation_row(shapes[name], name, "forward", dtype, outcome, rates, softmax=name == SOFTMAX)
         for name, outcome in outcomes.items()
     ]
 

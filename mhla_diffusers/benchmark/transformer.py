@@ -16,6 +16,7 @@ from .rates import Rates
 from .results import Row, make_row
 from .timing import Absent, Budget, Outcome, Variant, time_interleaved
 from .variants import (
+    COMPILED,
     Choice,
     attention_choices,
     can_compile,
@@ -26,7 +27,6 @@ from .variants import (
 )
 
 REST = "without layers"
-_COMPILED = " + torch.compile"
 _RECOMPILE_LIMIT = 64
 """Every variant compiles the same code anew; beyond the limit torch would silently stop compiling."""
 
@@ -114,7 +114,7 @@ def benchmark_transformer(case: TransformerCase, rates: Rates, budget: Budget, *
     variants: dict[str, Variant] = {}
     choices: dict[str, Choice] = {}
     for choice in shapes.choices:
-        for suffix in ("", _COMPILED) if compile else ("",):
+        for suffix in ("", COMPILED) if compile else ("",):
             name = choice.name + suffix
             choices[name] = choice
             absent = can_compile(choice) if suffix else Absent(choice.absent) if choice.absent else None

@@ -18,6 +18,8 @@ from .softmax import SOFTMAX_BACKENDS, why_no_softmax
 from .timing import Absent
 
 HYBRID = "MHLA hybrid 2/3"
+COMPILED = " + torch.compile"
+"""Ends the name of a variant whose repeated blocks are compiled."""
 LINEAR_KINDS = ("plain linear", "MHLA", HYBRID)
 """Patches; the hybrid keeps the model's own attention in every third layer."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..generation import write_video
+from ..plotting import require_matplotlib
 from ..tiny.digits import FRAMES_PER_SECOND, Scene
 from .variants import BLOCKS
 
@@ -18,22 +19,6 @@ _SHOWN = 6
 _SCALE = 2
 _LABEL = 26
 _GAP = 4
-
-
-def require_matplotlib() -> Any:
-    """Matplotlib's pyplot, drawing without a screen.
-
-    Raises:
-        ImportError: it is missing.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("The demo's plots need matplotlib: pip install mhla_diffusers[demo]") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def draw_pictures(outcomes: Sequence["Outcome"], scenes: Sequence[Scene], folder: Path) -> Path:

@@ -16,6 +16,7 @@ import torch
 from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..generation import check_writable
 from ..patching import apply_mhla, mhla_layers
+from ..plotting import require_matplotlib
 from ..tiny.building import check_family
 from ..tiny.classifier import DigitClassifier, load_classifier
 from ..tiny.digits import Scene, load_digits, random_scene
@@ -26,7 +27,7 @@ from ..training import InMemoryData, TrainingConfig, read_metrics, train
 from ..training.batches import ValidationLoss
 from ..training.data import stack_samples
 from ..training.diffusion import NoisedBatch, diffusion_process
-from .figures import draw_loss_curves, draw_mixing, draw_pictures, require_matplotlib
+from .figures import draw_loss_curves, draw_mixing, draw_pictures
 from .page import write_page
 from .table import format_table
 from .variants import Variant, adaptation, variants
