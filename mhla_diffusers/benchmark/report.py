@@ -22,7 +22,7 @@ table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabula
 caption { text-align: left; font-weight: 600; padding: 0.8rem 0 0.2rem; }
 th, td { padding: 0.2rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 th.text, td.text { text-align: left; }
-td.remark { white-space: normal; min-width: 16rem; color: #666; }
+td.remark { white-space: normal; min-width: 12rem; color: #666; }
 tr.mhla td { background: #eaf4fb; }
 tr.none td { color: #888; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; font-size: 13px; }

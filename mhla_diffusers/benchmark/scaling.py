@@ -134,11 +134,12 @@ def print_summary(run: Run) -> None:
     console().print(exponents)
     tokens = sorted({row.tokens for row in run.rows if row.tokens})
     counts = sorted({row.blocks for row in run.rows if row.blocks and row.blocks > 1})
-    table = Table("M \\ N", *map(str, tokens), title="Time beyond plain linear attention (* where M² ≤ N)")
+    table = Table("M \\ N", *map(str, tokens))
     overheads = {(row.blocks, row.tokens): mixing_overhead(run, row) for row in run.rows}
     for m in counts:
         cells = [(overheads.get((m, n)), "*" if m**2 <= n else "") for n in tokens]
         table.add_row(str(m), *("" if value is None else f"{value:+.0%}{mark}" for value, mark in cells))
+    console().print("Time beyond plain linear attention (* where M² ≤ N)", highlight=False)
     console().print(table)
 
 

@@ -86,18 +86,18 @@ def time_interleaved(variants: Mapping[str, Variant], device: torch.device, budg
     Returns:
         Name → outcome, in the order of ``variants``.
     """
-    clock = Clock(device)
     outcomes = {name: Outcome("absent", reason=run.reason) for name, run in variants.items() if isinstance(run, Absent)}
     counts: dict[str, int] = {}
     peaks: dict[str, int | None] = {}
     runs = {name: run for name, run in variants.items() if not isinstance(run, Absent)}
     for name, run in runs.items():
-        refused = _warm_up(run, device)
-        if refused is not None:
-            outcomes[name] = refused
+        first = _warm_up(run, device, budget)
+        if isinstance(first, Outcome):
+            outcomes[name] = first
             continue
+        counts[name] = budget.repetitions(first)
         peaks[name] = peak_bytes(run, device)
-        counts[name] = budget.repetitions(clock.seconds(run))
+    clock = Clock(device)  # after the peaks, which it would add to
     seconds: dict[str, list[float]] = {name: [] for name in counts}
     for turn in range(max(counts.values(), default=0)):
         for name, count in counts.items():
@@ -117,11 +117,7 @@ class Clock:
     def seconds(self, run: Callable[[], object]) -> float:
         """Of one run."""
         if self.device.type != "cuda":
-            synchronize(self.device)
-            start = time.perf_counter()
-            run()
-            synchronize(self.device)
-            return time.perf_counter() - start
+            return _seconds(run, self.device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(self.device):
             self._cache.zero_()
@@ -163,21 +159,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _warm_up(run: Callable[[], object], device: torch.device) -> Outcome | None:
-    """Run twice: the first compiles and loads. None if that went well."""
+def _warm_up(run: Callable[[], object], device: torch.device, budget: Budget) -> float | Outcome:
+    """Run once to compile and load, and unless that took long once more; seconds of the last run, or why it failed."""
     try:
-        run()
-        run()
-        synchronize(device)
+        seconds = _seconds(run, device)
+        return seconds if seconds > budget.seconds and device.type == "cpu" else _seconds(run, device)
     except _REFUSALS as error:
         outcome = outcome_of(error)
-        if outcome.status == "absent":
-            outcome = replace(outcome, reason=_warnings_of(run) or outcome.reason)
-    else:
-        return None
+    if outcome.status == "absent":
+        outcome = replace(outcome, reason=_warnings_of(run) or outcome.reason)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return outcome
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def _warnings_of(run: Callable[[], object]) -> str:

@@ -62,6 +62,7 @@ def write_results(folder, device):
         write_run(Run(command, conditions, RATES, rows), folder)
 
 
+@pytest.mark.slow
 def test_the_page_holds_every_figure_of_every_device(tmp_path):
     for device in ("Card A", "Card B"):
         write_results(tmp_path / device[-1], device)
@@ -80,6 +81,7 @@ def test_the_page_holds_every_figure_of_every_device(tmp_path):
         assert text in page
 
 
+@pytest.mark.slow
 def test_all_measures_and_reports_everything(tmp_path):
     bench("all", "--tiny", "--device", "cpu", "--seconds", 0.001, "--output", tmp_path)
     (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
