@@ -6,11 +6,15 @@ from typing import Annotated
 import typer
 
 from .analysis.commands import analyze
+from .benchmark.commands import bench
 from .evaluation.commands import app as evaluation
 
 app = typer.Typer(
     help="Linear-cost attention for diffusers pipelines.", no_args_is_help=True, pretty_exceptions_show_locals=False
 )
+
+
+app.add_typer(bench, name="bench")
 
 
 def _parse_blocks(text: str | None) -> tuple[int, ...] | None:
@@ -169,65 +173,6 @@ def generate(context: typer.Context, family: Annotated[str, typer.Argument(help=
 
 app.command()(analyze)
 app.add_typer(evaluation, name="eval")
-
-bench = typer.Typer(help="Measure speed, side by side in one run.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-
-
-@bench.callback()
-def bench_main() -> None:
-    """Measure speed, side by side in one run."""
-
-
-@bench.command("op")
-def bench_operation(
-    shape: Annotated[str, typer.Option(help="Attention of which model.")] = "wan2.1-1.3b-480p",
-    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
-    """One attention: MHLA and plain linear attention against softmax. Checks that MHLA is right before it times."""
-    import torch
-    from rich.console import Console
-    from rich.table import Table
-
-    from .benchmark.operation import SHAPES, benchmark_operation, write_result
-
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if shape not in SHAPES:
-        raise ValueError(f"Unknown shape {shape!r}; allowed: {', '.join(SHAPES)}.")
-    if dtype not in dtypes:
-        raise ValueError(f"Unknown dtype {dtype!r}; allowed: {', '.join(dtypes)}.")
-    result = benchmark_operation(SHAPES[shape], device=device, dtype=dtypes[dtype])
-    title = f"{shape}, {dtype}, {result.device}, {result.threads} threads, torch {result.torch_version}"
-    table = Table("attention", "median s", "p20 s", "p80 s", "times softmax", title=title)
-    for name, timing in result.timings.items():
-        ratio = result.ratio("softmax (SDPA)", name)
-        table.add_row(name, f"{timing.median:.3f}", f"{timing.p20:.3f}", f"{timing.p80:.3f}", f"{ratio:.1f}")
-    Console().print(table)
-    typer.echo(f"relative error of MHLA against the float64 reference: {result.relative_error:.1e}")
-    if output is not None:
-        write_result(result, output)
-
-
-@bench.command("tiny")
-def bench_tiny(
-    families: Annotated[list[str] | None, typer.Option("--family", help="Several times; all if left out.")] = None,
-    samples: Annotated[int, typer.Option(help="Scenes per pipeline.")] = 100,
-    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    output: Annotated[Path, typer.Option(help="Folder for one JSON file each.")] = Path("outputs/tiny"),
-) -> None:
-    """Whether the tiny pipelines generate the digits that they are asked for."""
-    from .tiny.benchmark import check_all
-
-    missed = False
-    for name, result in check_all(families, samples, device, output):
-        reached = result["accuracy"] >= result["target"]
-        missed = missed or not reached
-        verdict = "reached" if reached else "MISSED"
-        typer.echo(f"{name}: accuracy {result['accuracy']:.1%}, target {result['target']:.0%} {verdict}")
-    if missed:
-        raise typer.Exit(1)
 
 
 def run() -> None:

@@ -7,23 +7,9 @@ from typing import Any
 
 import torch
 
+from ..plotting import require_matplotlib
+
 _COLUMNS = 4
-
-
-def require_matplotlib() -> Any:
-    """Matplotlib's pyplot, drawing without a screen.
-
-    Raises:
-        ImportError: it is missing.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("Pictures need matplotlib: pip install mhla_diffusers[demo]") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def side_by_side(values: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:

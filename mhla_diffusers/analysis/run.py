@@ -10,9 +10,10 @@ import torch
 from ..evaluation.results import write_json
 from ..families import get_family
 from ..patching import find_transformers, is_patched, layer_sensitivity, mhla_layers
+from ..plotting import require_matplotlib
 from ..sensitivity import TransformerCall, record_calls
 from .layers import LayerAnalysis, analyze_layers
-from .pictures import draw_attention_maps, draw_mixing_matrices, middle_of, require_matplotlib
+from .pictures import draw_attention_maps, draw_mixing_matrices, middle_of
 
 
 @dataclass(frozen=True)

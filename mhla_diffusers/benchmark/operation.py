@@ -1,126 +1,173 @@
 """One attention by itself: MHLA and plain linear attention against softmax attention."""
 
-import json
-import platform
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ..attention import initial_mixing, mhla_attention, reference_attention
-from .timing import Timing, time_interleaved
+from ..attention import initial_mixing, mhla_attention
+from ..attention.triton import why_not
+from .correctness import check_agreement, check_operation, make_inputs
+from .costs import linear_cost, softmax_cost
+from .rates import Rates
+from .results import Row, make_row
+from .shapes import Shape
+from .softmax import SOFTMAX_BACKENDS, softmax_attention, why_no_softmax
+from .timing import Absent, Budget, Outcome, Variant, time_interleaved
 
+STAGES = ("forward", "forward+backward")
 
-@dataclass(frozen=True)
-class Shape:
-    """An attention of a real model."""
-
-    name: str
-    grid: tuple[int, ...]
-    blocks: tuple[int, ...]
-    heads: int
-    head_dim: int
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("wan2.1-1.3b-480p", (21, 30, 50), (7, 3, 5), 12, 128),
-        Shape("sana-1.6b-1024px", (32, 32), (4, 4), 70, 32),
-        Shape("dit-xl-2-512px", (32, 32), (4, 4), 16, 72),
-    )
-}
-"""Wan: 81 frames of 480x800, the paper's setting (Sec. 5.3)."""
-
-_LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-@dataclass(frozen=True)
-class OperationResult:
-    """What one run measured."""
-
-    shape: Shape
-    dtype: str
-    device: str
-    threads: int
-    torch_version: str
-    relative_error: float
-    """Of MHLA against the float64 reference, on a smaller grid with the same blocks."""
-    timings: dict[str, Timing]
-
-    def ratio(self, slower: str, faster: str) -> float:
-        """How many times faster one variant is than another."""
-        return self.timings[slower].median / self.timings[faster].median
+Attend = Callable[[], torch.Tensor]
 
 
 def benchmark_operation(
-    shape: Shape, *, device: str = "cpu", dtype: torch.dtype = torch.float32, repetitions: int = 7, softmax: int = 2
-) -> OperationResult:
-    """Check MHLA against the reference, then time it, plain linear attention and softmax attention in turns.
+    shape: Shape, device: torch.device, dtype: torch.dtype, rates: Rates, budget: Budget, *, compile: bool
+) -> list[Row]:
+    """Check every MHLA backend against the reference, then time all variants in turns.
 
     Args:
         shape: which attention.
         device: where.
         dtype: of query, key and value.
-        repetitions: of the linear attentions.
-        softmax: repetitions of softmax attention, which may take a minute on a CPU.
+        rates: of the device.
+        budget: how often.
+        compile: whether to time torch.compile of the eager backend too, which takes a minute to compile.
+
+    Returns:
+        A row per stage and variant.
 
     Raises:
-        ValueError: MHLA is not correct here; then nothing is timed.
+        IncorrectAttentionError: a backend is wrong here; then nothing is timed.
     """
-    place = torch.device(device)
-    error = _relative_error(shape, place, dtype)
-    if not error <= _LARGEST_ERROR[dtype]:
-        raise ValueError(
-            f"MHLA has a relative error of {error:.2e} against the reference on {device} in {dtype}; at most "
-            f"{_LARGEST_ERROR[dtype]:.0e} is expected. Nothing was timed."
-        )
-    query, key, value = _inputs(shape.grid, shape, place, dtype)
-    one = (1,) * len(shape.grid)
+    absent = {} if (reason := why_no_triton(shape, device, dtype)) is None else {"triton": reason}
+    for backend in ("eager", "triton"):
+        if backend not in absent:
+            check_operation(shape, device, dtype, backend)
+    if not compile:
+        absent["torch.compile"] = "not asked for; add --compile"
+    rows = []
+    for stage in STAGES:
+        backward = stage == "forward+backward"
+        torch.compiler.reset()
+        attends = _attends(shape, device, dtype, absent, backward)
+        if not backward:
+            _check_at_full_size(attends, device)
+        variants: dict[str, Variant] = {
+            name: attend if isinstance(attend, Absent) else _stage(attend, inputs, backward)
+            for name, (attend, inputs) in attends.items()
+        }
+        rows += [
+            operation_row(_with_blocks(shape, name), name, stage, dtype, outcome, rates, softmax="softmax" in name)
+            for name, outcome in time_interleaved(variants, device, budget).items()
+        ]
+    return rows
 
-    def mhla(blocks: tuple[int, ...]) -> Callable[[], torch.Tensor]:
-        mixing = initial_mixing(blocks).to(place)
-        return lambda: mhla_attention(query, key, value, mixing, shape.grid, blocks)
 
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    variants: dict[str, Callable[[], torch.Tensor]] = {
-        "MHLA": mhla(shape.blocks),
-        "plain linear": mhla(one),
-        "softmax (SDPA)": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
-    }
-    counts = {"MHLA": repetitions, "plain linear": repetitions, "softmax (SDPA)": softmax}
-    with torch.no_grad():
-        timings = time_interleaved(variants, counts, place)
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else f"{platform.machine()} CPU"
-    return OperationResult(
-        shape, str(dtype).removeprefix("torch."), name, torch.get_num_threads(), torch.__version__, error, timings
+def operation_row(
+    shape: Shape, variant: str, stage: str, dtype: torch.dtype, outcome: Outcome, rates: Rates, *, softmax: bool
+) -> Row:
+    """The row of one attention, with FLOPs and bytes counted.
+
+    Args:
+        shape: the attention, with the blocks of this variant.
+        variant: its name.
+        stage: one of ``STAGES``.
+        dtype: of query, key and value.
+        outcome: what was measured.
+        rates: of the device.
+        softmax: whether it is softmax attention, which is what the others are compared with.
+    """
+    backward = stage == "forward+backward"
+    cost = (softmax_cost if softmax else linear_cost)(shape, dtype.itemsize, backward)
+    return make_row(
+        outcome,
+        rates,
+        flops=cost.flops,
+        bytes=cost.bytes,
+        case=shape.name,
+        stage=stage,
+        variant=variant,
+        baseline=softmax,
+        dtype=str(dtype).removeprefix("torch."),
+        tokens=shape.tokens,
+        blocks=None if softmax else math.prod(shape.blocks),
     )
 
 
-def write_result(result: OperationResult, file: Path) -> None:
-    """Write a result as JSON."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(".tmp")
-    aside.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-    aside.replace(file)
+def linear_attention(
+    shape: Shape, inputs: Sequence[torch.Tensor], backend: str, mixing: torch.Tensor | None = None
+) -> Attend:
+    """MHLA, or plain linear attention where the shape has one block.
+
+    Args:
+        shape: grid and blocks.
+        inputs: query, key and value.
+        backend: of :func:`mhla_attention`, or "torch.compile" of the eager one.
+        mixing: (M, M); the initial one if left out.
+    """
+    matrix = initial_mixing(shape.blocks).to(inputs[0].device) if mixing is None else mixing
+    query, key, value = inputs
+    function: Any = mhla_attention
+    if backend == "torch.compile":
+        function, backend = torch.compile(mhla_attention, dynamic=False), "eager"
+    return lambda: function(query, key, value, matrix, shape.grid, shape.blocks, backend=backend)
 
 
-def _inputs(
-    grid: tuple[int, ...], shape: Shape, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    size = (1, torch.Size(grid).numel(), shape.heads, shape.head_dim)
-    query, key, value = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(3))
-    return query, key, value
+def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the fused kernels cannot be timed; None if they can."""
+    if device.type == "cpu":
+        return "the fused kernels run on CUDA and ROCm devices"  # their interpreter is for tests and has no speed
+    return why_not(torch.empty(1, 0, shape.heads, shape.head_dim, device=device, dtype=dtype), "relu", None)
+
+
+def _attends(
+    shape: Shape, device: torch.device, dtype: torch.dtype, absent: dict[str, str], backward: bool
+) -> dict[str, tuple[Attend | Absent, tuple[torch.Tensor, ...]]]:
+    """Name → attention, and the tensors that take gradients."""
+    inputs = tuple(x.requires_grad_(backward) for x in make_inputs(shape, device, dtype))
+
+    def linear(name: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
+        backend = name.split()[-1]
+        if backend in absent:
+            return Absent(absent[backend]), ()
+        one = _with_blocks(shape, name)
+        mixing = initial_mixing(one.blocks).to(device).requires_grad_(backward)
+        return linear_attention(one, inputs, backend, mixing), (*inputs, mixing)
+
+    def softmax(backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
+        reason = why_no_softmax(backend, device, shape.tokens, shape.heads)
+        if reason is not None:
+            return Absent(reason), ()
+        return lambda: softmax_attention(backend, *inputs), inputs
+
+    names = ("MHLA eager", "MHLA triton", "MHLA torch.compile", "plain linear eager", "plain linear triton")
+    attends = {name: linear(name) for name in names}
+    for backend in SOFTMAX_BACKENDS:
+        attends[f"softmax {backend}"] = softmax(backend)
+    return attends
+
+
+def _stage(attend: Attend, inputs: tuple[torch.Tensor, ...], backward: bool) -> Callable[[], object]:
+    """The forward alone, or with the gradients of its inputs."""
+    if not backward:
+        return torch.no_grad()(attend)
+    upstream = torch.ones_like(inputs[0])
+    return lambda: torch.autograd.grad(attend(), inputs, upstream)
 
 
 @torch.no_grad()
-def _relative_error(shape: Shape, device: torch.device, dtype: torch.dtype) -> float:
-    grid = tuple(2 * count for count in shape.blocks)
-    few = Shape(shape.name, grid, shape.blocks, 2, shape.head_dim)
-    inputs = _inputs(grid, few, device, dtype)
-    mixing = initial_mixing(shape.blocks).to(device)
-    expected = reference_attention(*inputs, mixing, grid, shape.blocks)
-    found = mhla_attention(*inputs, mixing, grid, shape.blocks)
-    return float((found.double() - expected).norm() / expected.norm())
+def _check_at_full_size(
+    attends: dict[str, tuple[Attend | Absent, tuple[torch.Tensor, ...]]], device: torch.device
+) -> None:
+    """The small grid of the first check cannot show a fault that needs many tokens."""
+    attend = attends["MHLA triton"][0]
+    eager = attends["MHLA eager"][0]
+    if device.type == "cuda" and not isinstance(attend, Absent) and not isinstance(eager, Absent):
+        check_agreement(attend(), eager(), "MHLA triton")
+
+
+def _with_blocks(shape: Shape, variant: str) -> Shape:
+    """The shape of a variant: plain linear attention has one block."""
+    return replace(shape, blocks=(1,) * len(shape.blocks)) if variant.startswith("plain") else shape

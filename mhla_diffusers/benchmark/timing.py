@@ -1,10 +1,18 @@
 """Timing of several variants, interleaved, so that a slow spell of the machine meets all of them."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+
+_CACHE_BYTES = 2**28
+"""More than the level-2 cache of any card: overwritten before every timed run, which then finds the cache cold."""
+_REFUSALS = (RuntimeError, ValueError, NotImplementedError, ImportError)
+"""What a backend raises that cannot run an attention here."""
 
 
 @dataclass(frozen=True)
@@ -17,40 +25,172 @@ class Timing:
     repetitions: int
 
 
-def time_interleaved(
-    variants: Mapping[str, Callable[[], object]], repetitions: Mapping[str, int], device: torch.device
-) -> dict[str, Timing]:
-    """Run every variant once to warm up, then round after round until each has its repetitions.
+@dataclass(frozen=True)
+class Absent:
+    """Stands for a variant that cannot run here."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one variant."""
+
+    status: Literal["measured", "absent", "out of memory"]
+    timing: Timing | None = None
+    peak_bytes: int | None = None
+    """Most bytes that the CUDA allocator held during a run, weights and inputs included; None on other devices."""
+    reason: str = ""
+    """Why there is no time."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How often a variant runs.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+
+    seconds: float = 1.0
+    """Spent on each variant, as far as the numbers of repetitions allow."""
+    least: int = 3
+    most: int = 30
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"seconds={self.seconds} must be positive.")
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"repetitions from {self.least} to {self.most}: at least 1, and no fewer at most.")
+
+    def repetitions(self, seconds: float) -> int:
+        """Repetitions of a variant that takes so long."""
+        return max(self.least, min(self.most, int(self.seconds / max(seconds, 1e-9))))
+
+
+Variant = Callable[[], object] | Absent
+"""What to time, or why it cannot be."""
+
+
+def time_interleaved(variants: Mapping[str, Variant], device: torch.device, budget: Budget) -> dict[str, Outcome]:
+    """Warm every variant up, then round after round until each has its repetitions.
+
+    A variant that runs out of memory or whose backend refuses the call while it warms up is not timed; its outcome
+    says why.
 
     Args:
         variants: name → what to time.
-        repetitions: name → how often.
-        device: where they run; an accelerator is waited for.
+        device: where they run. CUDA devices are timed with events and an overwritten cache.
+        budget: how often.
 
     Returns:
-        Name → timing.
+        Name → outcome, in the order of ``variants``.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for run in variants.values():
-        run()
-    for turn in range(max(repetitions.values())):
-        for name, run in variants.items():
-            if turn < repetitions[name]:
-                seconds[name].append(_seconds(run, device))
-    return {name: _summary(values) for name, values in seconds.items()}
+    outcomes = {name: Outcome("absent", reason=run.reason) for name, run in variants.items() if isinstance(run, Absent)}
+    counts: dict[str, int] = {}
+    peaks: dict[str, int | None] = {}
+    runs = {name: run for name, run in variants.items() if not isinstance(run, Absent)}
+    for name, run in runs.items():
+        first = _warm_up(run, device, budget)
+        if isinstance(first, Outcome):
+            outcomes[name] = first
+            continue
+        counts[name] = budget.repetitions(first)
+        peaks[name] = peak_bytes(run, device)
+    clock = Clock(device)  # after the peaks, which it would add to
+    seconds: dict[str, list[float]] = {name: [] for name in counts}
+    for turn in range(max(counts.values(), default=0)):
+        for name, count in counts.items():
+            if turn < count:
+                seconds[name].append(clock.seconds(runs[name]))
+    outcomes |= {name: Outcome("measured", summarise(values), peaks[name]) for name, values in seconds.items()}
+    return {name: outcomes[name] for name in variants}
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cpu":
+class Clock:
+    """Times one run on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cache = torch.empty(_CACHE_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Of one run."""
+        if self.device.type != "cuda":
+            return _seconds(run, self.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(self.device):
+            self._cache.zero_()
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
         torch.accelerator.synchronize()
-    start = time.perf_counter()
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
+    """Most bytes that the CUDA allocator holds during a run; None on other devices, which do not tell."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
     run()
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
 
 
-def _summary(seconds: list[float]) -> Timing:
+def summarise(seconds: Sequence[float]) -> Timing:
+    """Median and percentiles."""
     values = torch.tensor(seconds, dtype=torch.float64)
     median, p20, p80 = values.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
     return Timing(median, p20, p80, len(seconds))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator raised this; the CPU's has no class of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _warm_up(run: Callable[[], object], device: torch.device, budget: Budget) -> float | Outcome:
+    """Run once to compile and load, and unless that took long once more; seconds of the last run, or why it failed."""
+    try:
+        seconds = _seconds(run, device)
+        return seconds if seconds > budget.seconds and device.type == "cpu" else _seconds(run, device)
+    except _REFUSALS as error:
+        outcome = outcome_of(error)
+    if outcome.status == "absent":
+        outcome = replace(outcome, reason=_warnings_of(run) or outcome.reason)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return outcome
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def _warnings_of(run: Callable[[], object]) -> str:
+    """What PyTorch warns of when a backend refuses a call: the reasons, which its error leaves out."""
+    with warnings.catch_warnings(record=True) as caught, suppress(*_REFUSALS):
+        warnings.simplefilter("always")
+        run()
+    texts = [str(warning.message).splitlines()[0].split(" (Triggered")[0] for warning in caught]
+    return " ".join(dict.fromkeys(texts))[:300]
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """The outcome of a variant that raised this."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return Outcome("out of memory" if is_out_of_memory(error) else "absent", reason=lines[0][:300])

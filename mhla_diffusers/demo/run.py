@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ..analysis import attention_matrices, mean_entropy, mean_rank
-from ..analysis.pictures import require_matplotlib
 from ..evaluation.metrics import frechet_distance
 from ..generation import check_writable
 from ..patching import apply_mhla, mhla_layers
+from ..plotting import require_matplotlib
 from ..tiny.building import check_family
 from ..tiny.classifier import DigitClassifier, load_classifier
 from ..tiny.digits import Scene, load_digits, random_scene

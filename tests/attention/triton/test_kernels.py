@@ -151,8 +151,8 @@ def problems(draw):
 
 # A drawn output norm may stand over a nearly zero output, or a row of features over a nearly zero normaliser, and then
 # float32 itself is worse than the bound: such a draw is held to the eager backend's float32 error. A half-precision
-# result is rounded once, by at most half a unit in the last place; of a handful of numbers the eager backend may by luck
-# round none, so its error is the measure only above that.
+# result is rounded once, by at most half a unit in the last place; of a handful of numbers the eager backend may by
+# luck round none, so its error is the measure only above that.
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_drawn_problems(problem, dtype):
