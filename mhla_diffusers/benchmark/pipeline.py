@@ -1,5 +1,6 @@
 """A whole call of a pipeline and its parts: text encoding, denoising, VAE."""
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -87,6 +88,7 @@ def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
         ValueError: it has no transformer that MHLA supports, or the call is refused.
     """
     pipe = case.load()
+    _check_arguments(pipe, case)
     transformer = next(iter(find_transformers(pipe).values()))
     _check(transformer, case)
     family = get_family(transformer).name
@@ -200,6 +202,13 @@ def _put_back(owner: Any, name: str, own: Any) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, own)
+
+
+def _check_arguments(pipe: Any, case: PipelineCase) -> None:
+    known = inspect.signature(pipe.__call__).parameters
+    for name, value in case.settings.items():
+        if name not in known:
+            raise ValueError(f"{name}={value}: a {type(pipe).__name__} takes no such argument; leave it out.")
 
 
 def _check(transformer: Any, case: PipelineCase) -> None:

@@ -60,6 +60,11 @@ class Row:
     whole_seconds: float | None = None
     """Seconds with all layers: measured, or extrapolated where ``layers`` is fewer."""
 
+    @property
+    def seconds(self) -> float | None:
+        """What is compared: the time of the whole model or attention; None for a part that is no variant."""
+        return self.median if self.layers is None else self.whole_seconds
+
 
 def make_row(outcome: Outcome, rates: Rates, *, flops: int | None = None, bytes: int | None = None, **what: Any) -> Row:
     """A row from the outcome of a variant.
@@ -98,21 +103,14 @@ class Run:
     rates: Rates
     rows: list[Row] = field(default_factory=list)
 
-    def baseline_seconds(self, row: Row) -> float | None:
-        """Median of the fastest baseline of a row's case and stage, in this run."""
-        return min(
-            (
-                other.median
-                for other in self.rows
-                if other.baseline and (other.case, other.stage) == (row.case, row.stage) and other.median is not None
-            ),
-            default=None,
-        )
-
     def times_baseline(self, row: Row) -> float | None:
-        """How many times faster a row is than the fastest baseline beside it."""
-        baseline = self.baseline_seconds(row)
-        return baseline / row.median if baseline is not None and row.median else None
+        """How many times faster a row is than the fastest baseline of its case and stage, in this run.
+
+        Where layers are cut, the times of the whole model are compared.
+        """
+        beside = [other for other in self.rows if (other.case, other.stage) == (row.case, row.stage) and other.baseline]
+        baseline = min((seconds for other in beside if (seconds := other.seconds) is not None), default=None)
+        return baseline / row.seconds if baseline and row.seconds else None
 
 
 def write_run(run: Run, output: Path) -> Path:

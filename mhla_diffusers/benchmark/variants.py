@@ -63,7 +63,7 @@ def attention_choices(model: Model, transformer: Any, tokens: int, device: torch
         choices.append(Choice(f"softmax {backend}", "softmax", baseline, backend=backend, absent=absent))
     count = torch.Size(model.blocks).numel()
     layers = transformer.config.num_layers
-    cut = f"{layers} layers cannot stand for two of every three; use a multiple of 3 for --layers"
+    cut = f"{layers} of {model.layers} layers cannot stand for two of every three; --layers must be a multiple of 3"
     too_few = layers != model.layers and layers % 3 != 0
     return [
         *choices,

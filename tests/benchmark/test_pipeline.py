@@ -32,3 +32,5 @@ def test_unknown_pipelines_are_refused(tmp_path):
         bench("pipeline", "--model", "tiny-flux", "--device", "cpu", "--output", tmp_path)
     with pytest.raises(ValueError, match="repetitions=0 must be positive"):
         bench("pipeline", "--repetitions", 0, "--device", "cpu", "--output", tmp_path)
+    with pytest.raises(ValueError, match="height=64: a DiTPipeline takes no such argument"):
+        bench("pipeline", "--size", 64, "--device", "cpu", "--output", tmp_path)

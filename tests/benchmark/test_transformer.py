@@ -92,6 +92,9 @@ def test_fewer_layers_are_extrapolated(tmp_path):
     rest = rows[REST].median
     assert mhla.whole_seconds == pytest.approx(rest + (mhla.median - rest) * 3 / 2)
     assert "2 of 3 layers" in mhla.reason
+    fastest = min(row.whole_seconds for row in rows.values() if row.baseline and row.whole_seconds)
+    assert run.times_baseline(mhla) == pytest.approx(fastest / mhla.whole_seconds)
+    assert run.times_baseline(rows[REST]) is None
     assert "multiple of 3" in rows["MHLA hybrid 2/3"].reason
 
 
