@@ -1,13 +1,15 @@
 """Fit the output norm, or the far field's weight, of a fresh patch to the attention that it replaces."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .attention.blocks import block_index
 from .attention.eager import eager_normaliser
-from .attention.rotary import Rotary, apply_rotary, pair_tables
+from .attention.near_field import rotated, without_own_block
+from .attention.rotary import Rotary
 from .families import get_family
 from .layer import MHLALayer
 from .patching import find_transformers, mhla_disabled
@@ -46,12 +48,7 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
         return note
 
     handles = [attn.to_out[0].register_forward_pre_hook(watch(name, attn.mhla)) for name, attn in layers.items()]
-    try:
-        with mhla_disabled(model):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_unpatched(model, run, handles)
     _check_reached(layers, counts)
     for name, attn in layers.items():
         attn.mhla.output_norm.copy_((squares[name] / counts[name]).sqrt())
@@ -90,12 +87,7 @@ def calibrate_far_field(model: Any, run: Callable[[], object]) -> None:
         return note
 
     handles = [attn.register_forward_pre_hook(watch(name, attn), with_kwargs=True) for name, attn in layers.items()]
-    try:
-        with mhla_disabled(model):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_unpatched(model, run, handles)
     _check_reached(layers, counts)
     for name, attn in layers.items():
         attn.mhla.far_field_log_weight.copy_(sums[name] / counts[name])
@@ -108,7 +100,7 @@ def _log_ratios(attn: Any, hidden_states: torch.Tensor, rotary: Rotary | None) -
     if grid is None:
         raise ValueError("The token grid is not known; patch with apply_mhla() or mhla_diffusers.set_attn_processor().")
     query, key, _ = (x.float() for x in project(attn, hidden_states))
-    across = layer.mixing.float() * (1 - torch.eye(layer.mixing.shape[-1], device=layer.mixing.device))
+    across = without_own_block(layer.mixing.float())
     far = eager_normaliser(
         query,
         key,
@@ -122,14 +114,23 @@ def _log_ratios(attn: Any, hidden_states: torch.Tensor, rotary: Rotary | None) -
         key_mask=None,
     ).squeeze(-1)
     if rotary is not None:
-        cos, sin = (table.float() for table in pair_tables(rotary))
-        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        query, key = rotated(query, rotary), rotated(key, rotary)
     chosen = torch.linspace(0, query.shape[1] - 1, min(_QUERIES, query.shape[1]), device=query.device).long()
     block_of = block_index(grid, config.blocks).to(query.device)
     own = block_of[chosen][:, None] == block_of[None, :]
     scores = torch.einsum("bqhd,bkhd->bqhk", query[:, chosen], key) / layer.head_dim**0.5
     softmax = scores.masked_fill(own[:, None, :], float("-inf")).logsumexp(dim=-1)
     return (softmax - far[:, chosen].log()).flatten(0, 1)
+
+
+def _run_unpatched(model: Any, run: Callable[[], object], handles: Sequence[RemovableHandle]) -> None:
+    """Run with the patch switched off, and take the hooks away whatever happens."""
+    try:
+        with mhla_disabled(model):
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _check_reached(layers: dict[str, Any], counts: dict[str, int]) -> None:

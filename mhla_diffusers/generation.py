@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .checkpoints import load_mhla
+from .evaluation.results import write_json
 from .families import families, get_family
 from .patching import apply_mhla, find_transformers
 
@@ -163,9 +164,7 @@ def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
     """
     file = folder / RECORD_NAME
     if not file.exists():
-        aside = file.with_name(f".{file.name}")
-        aside.write_text(json.dumps(choices, indent=1) + "\n", encoding="utf-8")
-        aside.replace(file)
+        write_json(choices, file)
         return
     recorded = json.loads(file.read_text(encoding="utf-8"))
     before = {name: recorded.get(name) for name in choices}

@@ -77,7 +77,7 @@ def eager_attention(
     output_gate: torch.Tensor | None,
 ) -> torch.Tensor:
     """Torch backend of :func:`mhla_diffusers.attention.mhla_attention`, which has checked the arguments."""
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = sum_dtype(query.dtype)
     features = _Features(get_feature_map(feature_map), eps, rope, dtype)
     heads_at_once, rows_at_once = working_set(query, blocks)
     regions = regular_regions(grid, blocks, rows_at_once)
@@ -114,6 +114,11 @@ def eager_attention(
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast switched off; the meta device, for which shapes and costs are counted, has none."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type that sums are kept in: float64 for float64 inputs, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def groups_of_heads(query: torch.Tensor, heads_at_once: int) -> list[slice]:
@@ -209,7 +214,7 @@ def eager_normaliser(
     key_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """The normaliser of Eq. 4 by itself, φ(q)ᵀ Σ_b m_ib z_b: (B, N, H, 1) in float32 (float64 for float64 inputs)."""
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = sum_dtype(query.dtype)
     features = _Features(get_feature_map(feature_map), eps, rope, dtype)
     heads_at_once, rows_at_once = working_set(query, blocks)
     regions = regular_regions(grid, blocks, rows_at_once)

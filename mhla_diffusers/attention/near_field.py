@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from .blocks import Region, Shape, from_blocks, join_regions, regular_regions, to_blocks
-from .eager import eager_normaliser, finish, groups_of_heads, without_autocast, working_set
+from .eager import eager_normaliser, finish, groups_of_heads, sum_dtype, without_autocast, working_set
 from .rotary import Rotary, apply_rotary, pair_tables
 
 _ALIGNMENT = 8
@@ -67,7 +67,7 @@ def near_field_attention(
     """
     far = logit = None
     if math.prod(blocks) > 1:
-        across = mixing * (1 - torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device))
+        across = without_own_block(mixing)
         mask = key_mask.float().clamp_min(_LEAST_MASK) if key_mask is not None else None
         far = far_field(across, mask)
         normaliser = eager_normaliser(
@@ -84,15 +84,20 @@ def near_field_attention(
         )
         logit = (far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
     if rotary is not None:
-        query, key = (_rotated(x, rotary) for x in (query, key))
+        query, key = (rotated(x, rotary) for x in (query, key))
     bias = key_mask.to(query.dtype).log()[:, :, None, None] if key_mask is not None else None
     output = _near_field(query, key, value, far, logit, bias, grid, blocks)
     return finish(output, output_norm, output_gate).to(query.dtype)
 
 
-def _rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """RoPE in float32 (float64 for float64), in the type of ``x``."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+def without_own_block(mixing: torch.Tensor) -> torch.Tensor:
+    """The mixing matrix (M, M) or (H, M, M) with a diagonal of zeros, so that a query block reads the others alone."""
+    return mixing * (1 - torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device))
+
+
+def rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """(B, N, H, D) after RoPE, computed in float32 (float64 for float64), in the type of ``x``."""
+    dtype = sum_dtype(x.dtype)
     cos, sin = (table.to(dtype) for table in pair_tables(rotary))
     return apply_rotary(x.to(dtype), cos, sin).to(x.dtype)
 
@@ -148,7 +153,7 @@ def _attend(
     """
     dtype, head_dim = query.dtype, query.shape[-1]
     if far is None:
-        return _softmax_attention(query, key, value, mask, head_dim).to(_sum_dtype(dtype))
+        return _softmax_attention(query, key, value, mask, head_dim).to(sum_dtype(dtype))
     far_output, logit = far
     spare = -(head_dim + 2) % _ALIGNMENT
     wanted = logit * math.sqrt(head_dim)
@@ -160,7 +165,7 @@ def _attend(
     value[..., -1, head_dim] = 1
     if mask is not None:
         mask = torch.nn.functional.pad(mask, (0, 1))
-    output = _softmax_attention(query, key, value, mask, head_dim).to(_sum_dtype(dtype))
+    output = _softmax_attention(query, key, value, mask, head_dim).to(sum_dtype(dtype))
     return output[..., :head_dim] + output[..., head_dim : head_dim + 1] * far_output
 
 
@@ -174,7 +179,3 @@ def _softmax_attention(
     query, key, value = (x.flatten(0, -3)[:, None] for x in (query, key, value))
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=head_dim**-0.5)
     return output.squeeze(1).unflatten(0, batch)
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -8,6 +8,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
+    from .transformer import TransformerCase
+
 bench = typer.Typer(help="Measure speed, side by side in one run.", no_args_is_help=True)
 
 _DEVICE = Annotated[str, typer.Option(help="auto, cpu, cuda, …")]
@@ -43,8 +45,8 @@ def bench_operation(
     place, precision = _place(device, dtype)
     shapes, budget = choose_shapes(shape, place.type), Budget(seconds)
     recorder = Recorder("op", place, precision, output)
+    compiled = _whether_to_compile(compile, place)
     for one in shapes:
-        compiled = _whether_to_compile(compile, place)
         recorder.add(benchmark_operation(one, place, precision, recorder.rates, budget, compile=compiled))
     recorder.finish()
 
@@ -103,21 +105,15 @@ def bench_transformer(
     output: _OUTPUT = _FOLDER,
 ) -> None:
     """Whole transformers with random weights: softmax through each backend against linear attentions."""
-    from .models import choose_sizes, find_models
     from .recorder import Recorder
     from .timing import Budget
-    from .transformer import TransformerCase, benchmark_transformer
+    from .transformer import benchmark_transformer
 
     place, precision = _place(device, dtype)
-    models, budget = find_models(model, place.type), Budget(seconds)
-    cases = [
-        TransformerCase(one, chosen, layers, place, precision)
-        for one in models
-        for chosen in choose_sizes(one, size, frames, place.type, batch)
-    ]
+    cases, budget = _transformer_cases(model, size, frames, layers, batch, place, precision), Budget(seconds)
     recorder = Recorder("transformer", place, precision, output)
+    compiled = _whether_to_compile(compile, place)
     for case in cases:
-        compiled = _whether_to_compile(compile, place)
         recorder.add(benchmark_transformer(case, recorder.rates, budget, compile=compiled))
     recorder.finish()
 
@@ -136,19 +132,12 @@ def bench_training(
     output: _OUTPUT = _FOLDER,
 ) -> None:
     """Forward, backward and optimizer step of whole transformers; all weights train."""
-    from .models import choose_sizes, find_models
     from .recorder import Recorder
     from .timing import Budget
     from .train import benchmark_training
-    from .transformer import TransformerCase
 
     place, precision = _place(device, dtype)
-    models, budget = find_models(model, place.type), Budget(seconds)
-    cases = [
-        TransformerCase(one, chosen, layers, place, precision)
-        for one in models
-        for chosen in choose_sizes(one, size, frames, place.type, batch)
-    ]
+    cases, budget = _transformer_cases(model, size, frames, layers, batch, place, precision), Budget(seconds)
     recorder = Recorder("train", place, precision, output)
     for case in cases:
         recorder.add(benchmark_training(case, recorder.rates, budget, checkpointing=checkpointing))
@@ -243,6 +232,30 @@ def bench_tiny(
         typer.echo(f"{name}: accuracy {result['accuracy']:.1%}, target {result['target']:.0%} {verdict}")
     if missed:
         raise typer.Exit(1)
+
+
+def _transformer_cases(
+    model: list[str] | None,
+    size: list[str] | None,
+    frames: list[int] | None,
+    layers: int | None,
+    batch: int,
+    device: "torch.device",
+    dtype: "torch.dtype",
+) -> "list[TransformerCase]":
+    """Every model at every size that was asked for.
+
+    Raises:
+        ValueError: a model is unknown or a size does not fit it.
+    """
+    from .models import choose_sizes, find_models
+    from .transformer import TransformerCase
+
+    return [
+        TransformerCase(one, chosen, layers, device, dtype)
+        for one in find_models(model, device.type)
+        for chosen in choose_sizes(one, size, frames, device.type, batch)
+    ]
 
 
 def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]":

@@ -10,7 +10,7 @@ from ..analysis.pictures import middle_of, side_by_side
 from ..generation import write_video
 from ..plotting import require_matplotlib
 from ..tiny.digits import FRAMES_PER_SECOND, Scene
-from .variants import BLOCKS
+from .variants import BLOCKS, file_name
 
 if TYPE_CHECKING:
     from .run import Outcome
@@ -45,7 +45,7 @@ def draw_pictures(outcomes: Sequence["Outcome"], scenes: Sequence[Scene], folder
     (folder / "clips").mkdir(exist_ok=True)
     for outcome in outcomes:
         for place, (scene, clip) in enumerate(zip(scenes, outcome.pictures, strict=True)):
-            name = f"{place:02d} {scene.caption} {outcome.row.name}".replace(" ", "-").replace("/", "-")
+            name = file_name(f"{place:02d} {scene.caption} {outcome.row.name}")
             write_video(clip[..., None].expand(-1, -1, -1, 3), folder / "clips" / f"{name}.mp4", FRAMES_PER_SECOND)
     return folder / "samples.gif"
 

@@ -1,7 +1,6 @@
 """Run the demo from beginning to end."""
 
 import gc
-import json
 import platform
 import random
 import sys
@@ -14,7 +13,9 @@ from typing import Any
 import torch
 
 from ..analysis import attention_matrices, mean_entropy, mean_rank
+from ..config import MHLAConfig
 from ..evaluation.metrics import frechet_distance
+from ..evaluation.results import write_json
 from ..generation import check_writable
 from ..patching import apply_mhla, mhla_layers
 from ..plotting import require_matplotlib
@@ -31,7 +32,7 @@ from ..training.diffusion import NoisedBatch, diffusion_process
 from .figures import draw_loss_curves, draw_mixing, draw_pictures
 from .page import write_page
 from .table import format_table
-from .variants import Variant, adaptation, variants
+from .variants import BLOCKS, Variant, adaptation, file_name, variants
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,13 @@ def _examine(variant: Variant, yardstick: _Yardstick) -> Outcome:
     losses: list[tuple[int, float]] = []
     before: dict[str, torch.Tensor] = {}
     patch = variant.patch
-    settings = adaptation(
-        config.family, patch or _any_patch(config), config.steps, config.held_out, Path(), config.seed
-    )
+    # the held-out loss takes the same settings for every row, the unpatched one too
+    any_patch = patch or MHLAConfig(blocks=BLOCKS[config.family])
+    settings = adaptation(config.family, any_patch, config.steps, config.held_out, Path(), config.seed)
     if patch is not None:
         apply_mhla(pipe, patch)
         before = _mixing(pipe)
-        losses = _adapt(pipe, yardstick, variant)
+        losses = _adapt(pipe, yardstick, patch)
     pipe.transformer.eval()
     after = _mixing(pipe)
     loss = _held_out_loss(pipe.transformer, yardstick.data, settings, config)
@@ -174,23 +175,14 @@ def _examine(variant: Variant, yardstick: _Yardstick) -> Outcome:
     return Outcome(row, pictures, losses, mixing)
 
 
-def _any_patch(config: DemoConfig) -> Any:
-    patch = variants(config.family)[-1].patch
-    assert patch is not None
-    return patch
-
-
 def _mixing(pipe: Any) -> dict[str, torch.Tensor]:
     return {name: layer.mixing.detach().cpu().clone() for name, layer in mhla_layers(pipe).items()}
 
 
-def _adapt(pipe: Any, yardstick: _Yardstick, variant: Variant) -> list[tuple[int, float]]:
+def _adapt(pipe: Any, yardstick: _Yardstick, patch: MHLAConfig) -> list[tuple[int, float]]:
     config = yardstick.config
-    assert variant.patch is not None
     with tempfile.TemporaryDirectory() as folder:
-        settings = adaptation(
-            config.family, variant.patch, config.steps, config.held_out, Path(folder) / "run", config.seed
-        )
+        settings = adaptation(config.family, patch, config.steps, config.held_out, Path(folder) / "run", config.seed)
         train(pipe.transformer, yardstick.data, settings)
         records = read_metrics(Path(settings.output) / "metrics.jsonl")
     return [(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record]
@@ -243,12 +235,12 @@ def _write_folder(
         "rows": [asdict(outcome.row) for outcome in outcomes],
         "losses": {outcome.row.name: outcome.losses for outcome in outcomes if outcome.losses},
     }
-    (config.output / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_json(results, config.output / "results.json")
     figures = {"What each attention generates from the same noise": draw_pictures(outcomes, scenes, config.output)}
     figures["Held-out loss during adaptation"] = draw_loss_curves(outcomes, config.output / "loss.png")
     for outcome in outcomes:
         if outcome.mixing:
-            file = config.output / f"mixing-{outcome.row.name.replace(' ', '-').replace('/', '-')}.png"
+            file = config.output / f"mixing-{file_name(outcome.row.name)}.png"
             figures[f"Mixing matrices of {outcome.row.name}"] = draw_mixing(outcome, config.family, file)
     write_page(config.output / "index.html", config.family, [o.row for o in outcomes], figures, circumstances)
 

@@ -18,11 +18,6 @@ class Variant:
     patch: MHLAConfig | None
     """None for the pipeline as it ships."""
 
-    @property
-    def file_name(self) -> str:
-        """The name as a folder can have it."""
-        return self.name.replace(" ", "-").replace("/", "-")
-
 
 def variants(family: str) -> list[Variant]:
     """The pipeline as it ships, then plain linear attention, MHLA, and MHLA in two thirds of the layers."""
@@ -34,6 +29,11 @@ def variants(family: str) -> list[Variant]:
         Variant("MHLA", MHLAConfig(blocks=blocks)),
         Variant("MHLA hybrid 2/3", MHLAConfig(blocks=blocks, layers="2/3")),
     ]
+
+
+def file_name(text: str) -> str:
+    """A name of a scene or variant as a file can have it."""
+    return text.replace(" ", "-").replace("/", "-")
 
 
 def adaptation(family: str, patch: MHLAConfig, steps: int, held_out: int, output: Path, seed: int) -> TrainingConfig:

@@ -1,6 +1,5 @@
 """Check that the tiny pipelines generate what they are asked for: ``mhla bench tiny``."""
 
-import json
 import platform
 import random
 import time
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from ..evaluation.metrics import frechet_distance
+from ..evaluation.results import write_json
 from .building import FAMILIES, check_family
 from .classifier import load_classifier, real_crops
 from .digits import load_digits, random_scene
@@ -101,5 +101,5 @@ def check_all(
     output.mkdir(parents=True, exist_ok=True)
     for name in ("classifier", *chosen):
         result = check_classifier() if name == "classifier" else check_pipeline(name, samples, device=device)
-        (output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(result, output / f"{name}.json")
         yield name, result

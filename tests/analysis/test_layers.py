@@ -12,13 +12,12 @@ from mhla_diffusers.analysis.pictures import draw_attention_maps, middle_of, pos
 from mhla_diffusers.analysis.run import analyze
 from mhla_diffusers.families import get_family
 from mhla_diffusers.sensitivity import TransformerCall, record_calls
-from mhla_diffusers.tiny import call_settings, checksums, load_tiny
+from mhla_diffusers.tiny import call_settings, load_tiny
+from mhla_diffusers.tiny.building import FAMILIES
 
 from .. import models
 from ..evaluation.pictures import mhla
 
-needs_dit = pytest.mark.skipif(not checksums.pipeline_folder("dit").is_dir(), reason="tiny-dit is not in this checkout")
-SHIPPED = [family for family in ("dit", "sana", "wan") if checksums.pipeline_folder(family).is_dir()]
 HEAD_DIM = 32
 
 
@@ -32,7 +31,7 @@ def real_call(pipe, family):
     return record_calls({"transformer": pipe.transformer}, run_tiny(pipe, family))["transformer"][1]
 
 
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rank_of_mhla_exceeds_the_head_dim_and_that_of_linear_attention_never_does(family):
     axes = get_family(load_tiny(family).transformer).axes
     ranks = {}
@@ -107,7 +106,6 @@ def test_brightest_point_of_a_map_is_where_the_attention_is(tmp_path):
         assert len(bright) > 500
 
 
-@needs_dit
 def test_everything_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     pipe = load_tiny("dit")
@@ -124,7 +122,6 @@ def test_everything_is_written(tmp_path):
         analyze(pipe, run_tiny(pipe, "dit"), tmp_path, layers=[4])
 
 
-@needs_dit
 def test_command(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "patch.yaml").write_text(
@@ -137,7 +134,6 @@ def test_command(tmp_path):
     assert (tmp_path / "out" / "analysis.json").is_file()
 
 
-@needs_dit
 def test_automatic_choice_moves_the_output_no_more_than_the_fixed_one():
     """On the untrained patch, judged on other noise and another class than it was chosen on."""
     pipe = load_tiny("dit")

@@ -4,14 +4,12 @@ import pytest
 
 from mhla_diffusers.benchmark.pipeline import PARTS, VARIANTS, WHOLE
 from mhla_diffusers.benchmark.results import read_runs
-from mhla_diffusers.tiny import checksums
+from mhla_diffusers.tiny.building import FAMILIES
 
 from .commands import bench, medians
 
-SHIPPED = [family for family in ("dit", "sana", "wan") if checksums.pipeline_folder(family).is_dir()]
 
-
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_and_its_parts(tmp_path, family):
     options = ("--steps", 2, "--repetitions", 1, "--device", "cpu", "--output", tmp_path)
     bench("pipeline", "--model", f"tiny-{family}", *options)

@@ -13,7 +13,6 @@ from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.evaluation.paper import paper_rows
 from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
 from mhla_diffusers.evaluation.sample_list import Sample, write_sample_list
-from mhla_diffusers.tiny import checksums
 from mhla_diffusers.tiny.digits import DIGIT_SIZES, Scene, compose, load_digits
 
 from .pictures import blocks, mhla, write_pictures
@@ -147,7 +146,6 @@ def test_command(folders, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not checksums.pipeline_folder("dit").is_dir(), reason="tiny-dit is not in this checkout")
 def test_variants_of_the_tiny_pipeline_in_one_report(tmp_path):
     digits, real = load_digits("held-out"), tmp_path / "real"
     real.mkdir()

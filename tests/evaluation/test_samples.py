@@ -20,12 +20,9 @@ from mhla_diffusers.evaluation.layouts import (
 )
 from mhla_diffusers.evaluation.sample_list import Sample
 from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
-from mhla_diffusers.tiny import checksums
 
 from .pictures import mhla, write_pictures
 
-needs_dit = pytest.mark.skipif(not checksums.pipeline_folder("dit").is_dir(), reason="tiny-dit is not in this checkout")
-needs_wan = pytest.mark.skipif(not checksums.pipeline_folder("wan").is_dir(), reason="tiny-wan is not in this checkout")
 FAST = {"num_inference_steps": 2}
 
 
@@ -48,7 +45,6 @@ def differences(first, second):
     return [max(high for _, high in ImageChops.difference(*pair).getextrema()) for pair in pairs]
 
 
-@needs_dit
 def test_samples_do_not_depend_on_batch_size_and_processes(tmp_path):
     assert make(config(tmp_path / "one")) == [0, 1, 2, 3, 4, 5]
     assert make(config(tmp_path / "batched", batch_size=3)) == [0, 3, 5]
@@ -61,7 +57,6 @@ def test_samples_do_not_depend_on_batch_size_and_processes(tmp_path):
     assert min(differences(tmp_path / "one", tmp_path / "other")) > 10
 
 
-@needs_dit
 def test_a_stopped_run_goes_on_and_a_longer_one_too(tmp_path):
     make(config(tmp_path))
     kept = (tmp_path / "000000.png").stat().st_mtime_ns
@@ -72,7 +67,6 @@ def test_a_stopped_run_goes_on_and_a_longer_one_too(tmp_path):
     assert json.loads((tmp_path / "samples.json").read_text())[5] == {"file": "000005.png", "text": "5"}
 
 
-@needs_dit
 def test_a_folder_of_other_samples_is_refused(tmp_path):
     make(config(tmp_path, count=2))
     for changes, message in (
@@ -146,7 +140,6 @@ def test_vbench_layout_is_found_in_the_suite(tmp_path):
     assert found[24] == Sample("a still frame-24.mp4", "a very still frame")
 
 
-@needs_dit
 def test_command_writes_geneval_s_layout_and_adm_s_npz(tmp_path):
     write_metadata(tmp_path / "metadata.jsonl")
     (tmp_path / "metadata.jsonl").write_text('{"tag": "counting", "prompt": "a seven"}\n')
@@ -160,14 +153,12 @@ def test_command_writes_geneval_s_layout_and_adm_s_npz(tmp_path):
     assert len(open_images(tmp_path / "out.npz")) == 4
 
 
-@needs_wan
 def test_videos_are_written(tmp_path):
     samples = prompt_samples(["a seven moving left"], 1, ".mp4")
     assert make(config(tmp_path, family="wan", samples=samples)) == [0, 1]
     assert (tmp_path / "00000-0.mp4").stat().st_size > 500
 
 
-@needs_dit
 @pytest.mark.slow
 def test_processes_of_accelerate_share_the_work(tmp_path):
     script = tmp_path / "command.py"

@@ -9,13 +9,12 @@ from mhla_diffusers.analysis import attention_matrices, mean_entropy, mean_rank
 from mhla_diffusers.demo import DemoConfig, run_demo
 from mhla_diffusers.demo.variants import BLOCKS, adaptation
 from mhla_diffusers.families import get_family
-from mhla_diffusers.tiny import checksums, load_tiny
+from mhla_diffusers.tiny import load_tiny
+from mhla_diffusers.tiny.building import FAMILIES
 from mhla_diffusers.tiny.latents import digit_latents
 from mhla_diffusers.training import TrainingConfig
 from mhla_diffusers.training.data import stack_samples
 from mhla_diffusers.training.diffusion import diffusion_process
-
-SHIPPED = [family for family in ("dit", "sana", "wan") if checksums.pipeline_folder(family).is_dir()]
 
 
 def fixed_batch(pipe, family):
@@ -29,7 +28,7 @@ def fixed_batch(pipe, family):
 
 @torch.no_grad()
 @pytest.mark.parametrize("patched", [False, True])
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_attention_matrix_is_the_one_that_the_model_uses(family, patched):
     pipe = load_tiny(family)
     if patched:
@@ -60,7 +59,6 @@ def test_rank_and_entropy_of_known_matrices():
     assert mean_entropy(uniform) == pytest.approx(torch.tensor(8.0).log().item())
 
 
-@pytest.mark.skipif("dit" not in SHIPPED, reason="tiny-dit is not in this checkout")
 def test_demo_writes_everything_and_repeats_itself(tmp_path):
     pytest.importorskip("matplotlib")
     tables = []

@@ -17,11 +17,8 @@ from mhla_diffusers.tiny import checksums
 from ..test_cli import mhla
 
 FAST = {"num_inference_steps": 2}
-needs_dit = pytest.mark.skipif(not checksums.pipeline_folder("dit").is_dir(), reason="tiny-dit is not in this checkout")
-needs_wan = pytest.mark.skipif(not checksums.pipeline_folder("wan").is_dir(), reason="tiny-wan is not in this checkout")
 
 
-@needs_dit
 def test_images_are_written_once_and_kept(tmp_path):
     config = GenerationConfig("dit", ("a seven", "3"), tmp_path / "out", seeds=(0, 5), settings=FAST)
     made = list(generate(config))
@@ -40,14 +37,12 @@ def test_images_are_written_once_and_kept(tmp_path):
     assert (config.output / "0000-0-a-seven.png").read_bytes() == first
 
 
-@needs_dit
 def test_folder_of_other_choices_is_refused(tmp_path):
     list(generate(GenerationConfig("dit", ("3",), tmp_path, settings=FAST)))
     with pytest.raises(ValueError, match="num_inference_steps': 2}, now {}.*another output folder"):
         next(generate(GenerationConfig("dit", ("3",), tmp_path)))
 
 
-@needs_dit
 def test_command_writes_into_the_folder(tmp_path):
     ended = mhla("generate", "dit", "seven", "3", "--output", str(tmp_path), "--set", "num_inference_steps=2")
     assert ended.returncode == 0, ended.stderr
@@ -55,7 +50,6 @@ def test_command_writes_into_the_folder(tmp_path):
     assert mhla("generate", "flux", "x").returncode == 1
 
 
-@needs_wan
 def test_video_has_its_frame_rate_and_length(tmp_path):
     av = pytest.importorskip("av")
     config = GenerationConfig("wan", ("a seven moving left",), tmp_path, frames_per_second=6, settings=FAST)
@@ -67,21 +61,18 @@ def test_video_has_its_frame_rate_and_length(tmp_path):
         assert sum(1 for _ in container.decode(stream)) == 9
 
 
-@needs_dit
 def test_patch_is_applied(tmp_path):
     patch = tmp_path / "tiny.yaml"
     patch.write_text("family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n")
     assert is_patched(load_pipeline(GenerationConfig("dit", ("1",), tmp_path, patch=str(patch))))
 
 
-@needs_dit
 def test_model_of_another_family_is_refused(tmp_path):
     config = GenerationConfig("wan", ("x",), tmp_path, model=str(checksums.pipeline_folder("dit")))
     with pytest.raises(ValueError, match="belongs to dit.*'wan'"):
         load_pipeline(config)
 
 
-@needs_dit
 def test_unknown_class_is_refused(tmp_path):
     config = GenerationConfig("dit", ("a cat",), tmp_path, settings=FAST)
     with pytest.raises(ValueError, match="'a cat' is no class.*eight"):

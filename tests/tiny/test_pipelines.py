@@ -16,21 +16,19 @@ from mhla_diffusers.tiny.digits import Scene, load_digits, random_scene
 from mhla_diffusers.tiny.judging import digit_accuracy, digit_features, generate_scenes, real_scenes
 from mhla_diffusers.tiny.latents import encode_pictures
 
-SHIPPED = [family for family in FAMILIES if checksums.pipeline_folder(family).is_dir()]
-
 
 def test_classifier_reaches_its_target():
     assert check_classifier()["accuracy"] >= CLASSIFIER_TARGET
 
 
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_files_are_small_and_safe(family):
     files = [path for path in checksums.pipeline_folder(family).rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 6_000_000
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}
 
 
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_generates_the_digits_that_it_is_asked_for(family):
     chance = random.Random(7)
     scenes = [random_scene(family, chance) for _ in range(4 if family == "wan" else 10)]
@@ -39,7 +37,7 @@ def test_generates_the_digits_that_it_is_asked_for(family):
     assert digit_accuracy(pictures, scenes, family, load_classifier()) >= 0.3
 
 
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_same_seed_gives_the_same_picture(family):
     pipe = load_tiny(family)
     scene = [Scene((3,), "left" if family == "wan" else None)]
@@ -50,7 +48,7 @@ def test_same_seed_gives_the_same_picture(family):
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("family", [family for family in SHIPPED if family != "dit"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "dit"])
 def test_unknown_words_still_work(family):
     output = load_tiny(family)(
         "an octopus and a seven, zwölf Ämter 🙂", **{**call_settings(family), "num_inference_steps": 1}
@@ -58,7 +56,6 @@ def test_unknown_words_still_work(family):
     assert output is not None
 
 
-@pytest.mark.skipif("wan" not in SHIPPED, reason="tiny-wan is not in this checkout")
 def test_video_has_at_least_512_tokens():
     pipe = load_tiny("wan")
     latents = encode_pictures(pipe, "wan", torch.zeros(1, 3, 9, 64, 64))
@@ -90,7 +87,7 @@ def copied_assets(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_damaged_file_is_named_with_the_way_to_restore_it(copied_assets, family):
     weights = copied_assets / f"tiny-{family}" / "transformer" / "diffusion_pytorch_model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -102,7 +99,7 @@ def test_damaged_file_is_named_with_the_way_to_restore_it(copied_assets, family)
         load_tiny(family)
 
 
-@pytest.mark.parametrize("family", SHIPPED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_missing_file_is_named(copied_assets, family):
     (copied_assets / f"tiny-{family}" / "model_index.json").unlink()
     with pytest.raises(DamagedAssetError, match=r"model_index.json \(missing\)"):
