@@ -44,6 +44,7 @@ PHASES = {
         Phase("longer", 2000, 48, 2e-3, frames=1),
         Phase("whole", 700, 8, 1e-3),
         Phase("longest", 1500, 8, 1e-3),
+        Phase("last", 2500, 8, 1e-3),
     ),
 }
 
