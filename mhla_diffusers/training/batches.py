@@ -112,16 +112,22 @@ class ValidationLoss:
 
     @torch.no_grad()
     def sum_over_samples(self, transformer: nn.Module, device: torch.device, rank: int, processes: int) -> torch.Tensor:
-        """Sum of the losses of every ``processes``-th held-out sample, from ``rank`` on: float64 ()."""
+        """Sum of the losses of every ``processes``-th held-out sample, from ``rank`` on: float64 ().
+
+        All processes run the transformer equally often, as a sharded one needs it; what is too much is not counted.
+        """
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for index in range(self._first + rank, len(self._data), processes):
+        last = len(self._data) - 1
+        for start in range(self._first, len(self._data), processes):
+            index = min(start + rank, last)
+            counted = start + rank <= last
             sample = _on_device({name: tensor[None] for name, tensor in self._data[index].items()}, device)
             latents = sample.pop("latents")
             noise = torch.randn(latents.shape, generator=generator_for(self._seed, "validation", index)).to(device)
             for quantile in self._quantiles.to(device):
                 batch = self._process.make_batch(latents, noise, quantile[None], sample)
                 loss = self._process.loss(batch.predict(transformer), batch)
-                total += loss.double().squeeze(0) / len(self._quantiles)
+                total += counted * loss.double().squeeze(0) / len(self._quantiles)
         return total
 
 

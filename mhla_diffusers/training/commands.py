@@ -22,6 +22,7 @@ from .folders import RunFolder
 from .loop import TrainingResult, train
 from .media import Clip, find_media
 from .sampling import PromptSampler
+from .sharding import sharding_is_asked_for
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +37,11 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
         resume: "latest" or the path of a checkpoint.
 
     Raises:
-        ValueError: what :func:`check_config` and :func:`train` raise.
+        ValueError: what :func:`check_config` and :func:`train` raise, or a way of sharding that is not supported.
         FileNotFoundError: no such model, data or checkpoint.
     """
     RunFolder(config.output).find(resume)
+    sharding_is_asked_for()
     check_config(config)
     data = _open_data(config)
     check_data_fits(build_on_meta(config), data)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from .diffusion import NoisedBatch, diffusion_process
 from .export import export_result
 from .folders import CheckpointError, RunFolder, RunState, Tensors, load_checkpoint
 from .interruption import StopRequest
+from .sharding import gathered, meta_copy, placed_like, shard, sharding_is_asked_for
 from .stage import StageTraining, Update
 from .teacher import Teacher
-from .trainable import add_adapters, changed_names
+from .trainable import add_adapters, changed_names, make_trainable
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +97,11 @@ class _Run:
         self.config = config
         self.folder = RunFolder(config.output)
         checkpoint = self.folder.find(resume)
+        asked_for = sharding_is_asked_for()
         self.accelerator = make_accelerator(config)
-        self.transformer: Any = transformer.to(self.accelerator.device)
+        self.sharded = asked_for and self.accelerator.num_processes > 1
+        # whole weights may not fit on the device, so sharding brings them there part by part
+        self.transformer: Any = transformer if self.sharded else transformer.to(self.accelerator.device)
         self.sampler = sampler
         self.process = diffusion_process(transformer, config.flow_shift)
         place = (self.accelerator.process_index, self.accelerator.num_processes)
@@ -122,8 +127,6 @@ class _Run:
             if stage.lora_rank is not None:
                 add_adapters(self.transformer, stage.lora_rank, self.config.seed)
         self.changed = changed_names(self.transformer, stages)
-        needs_teacher = any(stage.objectives.need_teacher for stage in stages)
-        self.teacher = Teacher(self.transformer, self.changed) if needs_teacher else None
         # DiT's own label dropout draws numbers that would differ between processes; prompt_dropout replaces it
         self.transformer.train()
         for module in self.transformer.modules():
@@ -131,6 +134,12 @@ class _Run:
                 module.eval()
         if self.config.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
+        if self.sharded:
+            self.unsharded = meta_copy(self.transformer)
+            make_trainable(self.transformer, self.changed)
+            shard(self.transformer, self.accelerator.device, self.accelerator.num_processes)
+        needs_teacher = any(stage.objectives.need_teacher for stage in stages)
+        self.teacher = Teacher(self.transformer, self.changed) if needs_teacher else None
 
     def _load(self, checkpoint: Path) -> None:
         saved, self.loaded = load_checkpoint(checkpoint)
@@ -139,7 +148,10 @@ class _Run:
         parameters = dict(self.transformer.named_parameters())
         with torch.no_grad():
             for name, value in self.loaded["weights"].items():
-                parameters[name].data = value.to(parameters[name].device)
+                if self.sharded:
+                    parameters[name].copy_(placed_like(value, parameters[name]))
+                else:  # frozen so far, perhaps in bfloat16, while the trained values are float32
+                    parameters[name].data = value.to(parameters[name].device)
         logger.info("Resuming from %s.", checkpoint)
 
     def train(self) -> TrainingResult:
@@ -237,9 +249,16 @@ class _Run:
         with training.averaged_weights(), self.accelerator.autocast():
             if self.config.validation.samples:
                 self._record_validation(training)
-            if self.sampler is not None and self.accelerator.is_main_process:
-                self.sampler(self.transformer, self.folder.path / "samples" / f"step-{self.state.step:08d}")
+            if self.sampler is not None:
+                self._sample(self.sampler)
         self.accelerator.wait_for_everyone()
+
+    def _sample(self, sampler: Sampler) -> None:
+        if self.accelerator.is_main_process:
+            sampler(self.transformer, self.folder.path / "samples" / f"step-{self.state.step:08d}")
+        elif self.sharded:  # the first process needs the others' weights, so all generate
+            with TemporaryDirectory() as folder:
+                sampler(self.transformer, Path(folder))
 
     def _record_validation(self, training: StageTraining) -> None:
         place = (self.accelerator.process_index, self.accelerator.num_processes)
@@ -251,11 +270,13 @@ class _Run:
         logger.info("Validation loss %.5f after step %d.", loss, self.state.step)
 
     def _save(self, training: StageTraining, must_succeed: bool) -> None:
-        if self.accelerator.is_main_process:
+        tensors: dict[str, Tensors] = {}
+        if self.accelerator.is_main_process or self.sharded:
             parameters = dict(self.transformer.named_parameters())
-            weights = {name: parameters[name].detach().cpu().contiguous() for name in self.changed}
+            tensors = {"weights": {name: gathered(parameters[name]) for name in self.changed}, **training.state()}
+        if self.accelerator.is_main_process:
             try:
-                self.folder.save(self.state, {"weights": weights, **training.state()}, self.config.keep_checkpoints)
+                self.folder.save(self.state, tensors, self.config.keep_checkpoints)
             except CheckpointError as error:
                 if must_succeed:
                     raise
@@ -265,10 +286,20 @@ class _Run:
     def _export(self, training: StageTraining) -> Path:
         folder = self.folder.path / "result"
         with training.averaged_weights():
+            transformer = self._whole_transformer()
             if self.accelerator.is_main_process:
-                export_result(self.transformer, self.config, folder)
+                export_result(transformer, self.config, folder)
         self.accelerator.wait_for_everyone()
         return folder
+
+    def _whole_transformer(self) -> Any:
+        """The transformer with all its weights, on the first process."""
+        if not self.sharded:
+            return self.transformer
+        state = {name: gathered(tensor) for name, tensor in self.transformer.state_dict().items()}
+        if self.accelerator.is_main_process:
+            self.unsharded.load_state_dict(state, assign=True)
+        return self.unsharded
 
     def _progress(self) -> Any:
         from tqdm.auto import tqdm
@@ -293,10 +324,10 @@ def make_accelerator(config: TrainingConfig) -> Any:
     """An ``Accelerator`` for the settings; where it runs is up to ``accelerate launch``.
 
     Raises:
-        ValueError: if the tracker is not installed, or weights would be sharded.
+        ValueError: if the tracker is not installed.
     """
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType, is_tensorboard_available, is_wandb_available
+    from accelerate.utils import AutocastKwargs, is_tensorboard_available, is_wandb_available
 
     available = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
     if config.tracker is not None and not available[config.tracker]():
@@ -304,16 +335,11 @@ def make_accelerator(config: TrainingConfig) -> Any:
             f"tracker={config.tracker} is not installed: pip install {config.tracker}, or set tracker: null. "
             "metrics.jsonl holds the same numbers."
         )
-    accelerator = Accelerator(
+    return Accelerator(
         gradient_accumulation_steps=config.gradient_accumulation,
         mixed_precision=config.precision,
         log_with=config.tracker,
         project_dir=config.output,
+        # a cache would hold a bfloat16 copy of all trained weights through the forward, where each is used once
+        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
     )
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        raise ValueError(
-            f"Sharded training ({accelerator.distributed_type.value}) is not supported; use accelerate's multi-GPU "
-            "mode (finetune/accelerate/ddp.yaml). --dry-run shows what that needs per GPU; LoRA and gradient "
-            "checkpointing lower it."
-        )
-    return accelerator

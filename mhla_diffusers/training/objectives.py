@@ -68,6 +68,37 @@ def transfer_attention(
     return total, prediction
 
 
+def transfer_attention_in_parts(
+    transformer: nn.Module,
+    teacher: Teacher,
+    batch: NoisedBatch,
+    backward: Callable[[torch.Tensor], None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as :func:`transfer_attention` for a sharded transformer.
+
+    In the middle of the teacher's forward the weights of the block are the teacher's and a backward pass would take
+    them away. So the teacher runs to its end first, and inputs and outputs of all layers are held until MHLA has run.
+    """
+    attentions = patched_attentions(transformer)
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = {}
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+            calls[name] = (args, kwargs, output)
+
+        return hook
+
+    with _hooks(attentions, record):
+        prediction = teacher_prediction(transformer, teacher, batch)
+    total = torch.zeros((), device=batch.latents.device)
+    for name, attn in attentions.items():
+        args, kwargs, output = calls.pop(name)
+        loss = (attn(*args, **kwargs).float() - output.float()).square().mean() / len(attentions)
+        backward(loss)
+        total = total + loss.detach()
+    return total, prediction
+
+
 @contextmanager
 def _hooks(attentions: dict[str, Any], make: Callable[[str], Callable[..., None]]) -> Iterator[None]:
     handles = [attn.register_forward_hook(make(name), with_kwargs=True) for name, attn in attentions.items()]

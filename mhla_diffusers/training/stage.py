@@ -13,9 +13,16 @@ from ..patching import mhla_layers, register_mixing_clip
 from .config import StageConfig, TrainingConfig
 from .diffusion import DiffusionProcess, NoisedBatch
 from .folders import Tensors
-from .objectives import diffusion_loss, distillation_loss, teacher_prediction, transfer_attention
+from .objectives import (
+    diffusion_loss,
+    distillation_loss,
+    teacher_prediction,
+    transfer_attention,
+    transfer_attention_in_parts,
+)
+from .sharding import gathered, is_sharded, placed_like
 from .teacher import Teacher
-from .trainable import set_trainable
+from .trainable import set_trainable, trainable_names
 
 _LOSSES = ("loss", "diffusion", "distillation", "transfer")
 
@@ -39,7 +46,7 @@ class StageTraining:
 
     Args:
         accelerator: of the run.
-        transformer: the model, unwrapped.
+        transformer: the model, unwrapped. If it is sharded, all that any stage trains takes gradients already.
         teacher: of the model; None if no objective needs it.
         process: how the family was trained.
         config: settings of the run.
@@ -65,13 +72,20 @@ class StageTraining:
         self._process = process
         self._stage = stage
         self._config = config
-        set_trainable(transformer, stage.trainable)
-        optimizer = _make_optimizer(transformer, stage, config)
+        self._sharded = is_sharded(transformer)
+        if not self._sharded:
+            set_trainable(transformer, stage.trainable)
+        names = set(trainable_names(transformer, stage.trainable))
+        self.trained = {name: p for name, p in transformer.named_parameters() if name in names}
+        optimizer = _make_optimizer(self.trained, stage, config)
         if mhla_layers(transformer):
             register_mixing_clip(optimizer, transformer)
-        self.model, self._optimizer = accelerator.prepare(transformer, optimizer)
+        self.model: Any = transformer
+        if self._sharded:
+            self._optimizer = accelerator.prepare_optimizer(optimizer)
+        else:
+            self.model, self._optimizer = accelerator.prepare(transformer, optimizer)
         self._schedule = _make_schedule(self._optimizer.optimizer, stage, first_step)
-        self.trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
         self._average = EMAModel(self.trained.values(), decay=config.ema_decay) if config.ema_decay else None
 
     @property
@@ -89,10 +103,13 @@ class StageTraining:
         totals = torch.zeros(len(_LOSSES), device=self._accelerator.device)
         for _ in range(self._config.gradient_accumulation):
             with self._accelerator.accumulate(self.model):
+                if self._sharded:
+                    self.model.set_requires_gradient_sync(self._accelerator.sync_gradients)
                 totals += self._backward(next(batches)) / self._config.gradient_accumulation
-        if not self._stage.objectives.need_prediction:
+        if not self._stage.objectives.need_prediction and not self._sharded:
             self._average_gradients()
-        gradient_norm = float(self._accelerator.clip_grad_norm_(self.trained.values(), self._config.max_gradient_norm))
+        norm = self._accelerator.clip_grad_norm_(self.trained.values(), self._config.max_gradient_norm)
+        gradient_norm = float(norm.full_tensor() if self._sharded else norm)
         wishes = torch.tensor([float(stop)], device=totals.device)
         *losses, stops = self._accelerator.reduce(torch.cat([totals, wishes]), reduction="mean").tolist()
         skipped = not (math.isfinite(losses[0]) and math.isfinite(gradient_norm))
@@ -100,7 +117,7 @@ class StageTraining:
             self._optimizer.step()
             if self._average is not None:
                 self._average.step(self.trained.values())
-        self._optimizer.zero_grad()
+        self._transformer.zero_grad()
         self._schedule.step()
         weights = {"loss": 1.0, **vars(self._stage.objectives)}
         named = {name: loss for name, loss in zip(_LOSSES, losses, strict=True) if weights[name]}
@@ -113,8 +130,9 @@ class StageTraining:
         target = None
         if weights.transfer:
             assert self._teacher is not None
+            transfer = transfer_attention_in_parts if self._sharded else transfer_attention
             with self._accelerator.autocast():
-                parts[3], target = transfer_attention(
+                parts[3], target = transfer(
                     self._transformer,
                     self._teacher,
                     batch,
@@ -159,17 +177,20 @@ class StageTraining:
             self._average.restore(self.trained.values())
 
     def state(self) -> dict[str, Tensors]:
-        """Optimizer and moving average as tensors by parameter name, on the CPU."""
+        """Optimizer and moving average as tensors by parameter name, on the CPU.
+
+        If the transformer is sharded, all processes must call it, and the first one gets them.
+        """
         optimizer = self._optimizer.optimizer
         moments = {
-            f"{name}/{key}": _on_cpu(value)
+            f"{name}/{key}": gathered(value)
             for name, parameter in self.trained.items()
             for key, value in optimizer.state[parameter].items()
         }
         if self._average is None:
             return {"optimizer": moments}
         shadows = zip(self.trained, self._average.shadow_params, strict=True)
-        average = {name: _on_cpu(shadow) for name, shadow in shadows}
+        average = {name: gathered(shadow) for name, shadow in shadows}
         average["updates"] = torch.tensor(self._average.optimization_step)
         return {"optimizer": moments, "ema": average}
 
@@ -180,24 +201,20 @@ class StageTraining:
         for key, value in state["optimizer"].items():
             name, _, part = key.rpartition("/")
             parameter = self.trained[name]
-            optimizer.state[parameter][part] = value if part == "step" else value.to(parameter.device)
+            optimizer.state[parameter][part] = value if part == "step" else placed_like(value, parameter)
         if self._average is not None:
             for index, (name, parameter) in enumerate(self.trained.items()):
-                self._average.shadow_params[index] = state["ema"][name].to(parameter.device)
+                self._average.shadow_params[index] = placed_like(state["ema"][name], parameter)
             self._average.optimization_step = int(state["ema"]["updates"])
 
     def close(self) -> None:
         """Free the optimizer and undo the wrapping, so that another stage can begin."""
         self._accelerator.free_memory(self._optimizer)
-        self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        if not self._sharded:
+            self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()
-
-
-def _make_optimizer(transformer: nn.Module, stage: StageConfig, config: TrainingConfig) -> torch.optim.AdamW:
-    trained = {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+def _make_optimizer(trained: dict[str, nn.Parameter], stage: StageConfig, config: TrainingConfig) -> torch.optim.AdamW:
     of_mixing = (".mhla.mixing", ".mhla.far_field_log_weight")
     mixing = [parameter for name, parameter in trained.items() if name.endswith(of_mixing)]
     rest = [parameter for name, parameter in trained.items() if not name.endswith(of_mixing)]

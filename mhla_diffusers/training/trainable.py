@@ -1,6 +1,6 @@
 """What a stage trains."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,13 +47,18 @@ def changed_names(transformer: nn.Module, stages: Sequence[StageConfig]) -> list
 
 def set_trainable(transformer: nn.Module, trainable: Trainable) -> dict[str, nn.Parameter]:
     """Make exactly one set of parameters take gradients, in float32, and return them by name."""
+    return make_trainable(transformer, trainable_names(transformer, trainable))
+
+
+def make_trainable(transformer: nn.Module, names: Collection[str]) -> dict[str, nn.Parameter]:
+    """Make exactly the parameters of these names take gradients, in float32, and return them by name."""
     from diffusers.training_utils import cast_training_params
 
-    names = set(trainable_names(transformer, trainable))
+    chosen = set(names)
     for name, parameter in transformer.named_parameters():
-        parameter.requires_grad_(name in names)
+        parameter.requires_grad_(name in chosen)
     cast_training_params(transformer)
-    return {name: parameter for name, parameter in transformer.named_parameters() if name in names}
+    return {name: parameter for name, parameter in transformer.named_parameters() if name in chosen}
 
 
 def add_adapters(transformer: nn.Module, rank: int, seed: int) -> None:

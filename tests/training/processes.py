@@ -8,21 +8,29 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from torch.distributed.tensor import DTensor
+
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.training import TrainingConfig, train
 
-from .models import tiny_wan, wan_data
+from .models import dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.training.preloaded"])
 
 
+_FAMILIES = {"wan": (tiny_wan, wan_data), "sana": (tiny_sana, sana_data), "dit": (tiny_dit, dit_data)}
+
+
 def start_training(
-    config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None
+    config: TrainingConfig,
+    resume: str | None = None,
+    environment: dict[str, str] | None = None,
+    family: str = "wan",
 ) -> BaseProcess:
-    """Begin to train a tiny patched Wan; the process exits with 0 when finished, 143 when stopped."""
+    """Begin to train a tiny patched model; the process exits with 0 when finished, 143 when stopped."""
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-    process = _context.Process(target=_train, args=(config.to_dict(), resume, environment or {}))
+    process = _context.Process(target=_train, args=(config.to_dict(), resume, environment or {}, family))
     process.start()
     return process
 
@@ -34,7 +42,9 @@ def start_process(function: Callable[..., object], *arguments: object) -> BasePr
     return process
 
 
-def start_distributed_training(config: TrainingConfig, processes: int, **environment: str) -> list[BaseProcess]:
+def start_distributed_training(
+    config: TrainingConfig, processes: int, resume: str | None = None, family: str = "wan", **environment: str
+) -> list[BaseProcess]:
     """The same in several processes that talk through gloo."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -42,6 +52,8 @@ def start_distributed_training(config: TrainingConfig, processes: int, **environ
     return [
         start_training(
             config,
+            resume,
+            family=family,
             environment={
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
@@ -57,11 +69,14 @@ def start_distributed_training(config: TrainingConfig, processes: int, **environ
     ]
 
 
-def _train(settings: dict[str, object], resume: str | None, environment: dict[str, str]) -> None:
+def _train(settings: dict[str, object], resume: str | None, environment: dict[str, str], family: str) -> None:
     os.environ.update(environment)
     config = TrainingConfig.from_dict(settings)
-    transformer = tiny_wan()
+    make, data = _FAMILIES[family]
+    transformer = make()
     if config.patch is not None:
         apply_mhla(transformer, config.patch)
-    result = train(transformer, wan_data(), config, resume=resume)
+    result = train(transformer, data(), config, resume=resume)
+    if "ACCELERATE_USE_FSDP" in environment:
+        assert all(isinstance(parameter, DTensor) for parameter in transformer.parameters())
     sys.exit(0 if result.finished else 143)

@@ -1,0 +1,107 @@
+"""FSDP2: weights, gradients and optimizer state in parts over the processes.
+
+accelerate starts the processes; PyTorch's ``fully_shard`` is called here, since accelerate wraps a model once together
+with one optimizer, while a run has a new optimizer in every stage.
+"""
+
+import copy
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..families import get_family
+from .trainable import patched_attentions
+
+
+def sharding_is_asked_for() -> bool:
+    """Whether ``accelerate launch`` was told to use FSDP2.
+
+    Raises:
+        ValueError: if it was told to use DeepSpeed, or FSDP in a way that training does not support.
+    """
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise ValueError(
+            "DeepSpeed is not supported in training: its engine clips, steps and saves by itself, so that updates that "
+            "are not finite could not be skipped and runs not be resumed exactly. FSDP2 shards the same and more; use "
+            "finetune/accelerate/fsdp2.yaml."
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return False
+    plugin = FullyShardedDataParallelPlugin()
+    refused = {
+        "fsdp_version: 1": plugin.fsdp_version != 2,
+        "fsdp_offload_params: true": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_activation_checkpointing: true": bool(plugin.activation_checkpointing),
+        "fsdp_cpu_ram_efficient_loading: true": bool(plugin.cpu_ram_efficient_loading),
+        "fsdp_reshard_after_forward: false": plugin.reshard_after_forward is not True,
+    }
+    for setting, found in refused.items():
+        if found:
+            raise ValueError(
+                f"{setting} of accelerate's configuration is not supported in training; use "
+                "finetune/accelerate/fsdp2.yaml. Gradient checkpointing is a setting of the training configuration."
+            )
+    return True
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a transformer went through :func:`shard`."""
+    return isinstance(module, FSDPModule)
+
+
+def shard(transformer: Any, device: torch.device, processes: int) -> None:
+    """Leave a part of every weight on each process, in place.
+
+    Every block is gathered while it runs. A patched self-attention is gathered by itself, so that attention transfer
+    can run it alone.
+
+    Args:
+        transformer: whole, the same on all processes, on any device; what takes gradients is of one dtype and stays
+            the same afterwards.
+        device: where the parts go.
+        processes: how many there are.
+    """
+    from diffusers.models.embeddings import CombinedTimestepLabelEmbeddings
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device.type, (processes,))
+    blocks = [block for name in get_family(transformer).block_lists for block in getattr(transformer, name, ())]
+    # DiT's last layer asks the embedding that lies in its first block
+    embeddings = [module for module in transformer.modules() if isinstance(module, CombinedTimestepLabelEmbeddings)]
+    for part in (*patched_attentions(transformer).values(), *embeddings, *blocks, transformer):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+
+
+def meta_copy(transformer: nn.Module) -> nn.Module:
+    """A copy with patch and LoRA, but without values; weights are put into it to be saved."""
+    emptied: dict[int, Any] = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        for parameter in transformer.parameters()
+    }
+    return copy.deepcopy(transformer, emptied)
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, on the CPU of the first process; the others get an empty one.
+
+    All processes must call it if the tensor is in parts; one that is not is just brought to the CPU.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().cpu().contiguous()
+    whole = tensor.detach().full_tensor()
+    return whole.cpu().contiguous() if torch.distributed.get_rank() == 0 else torch.empty(0)
+
+
+def placed_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A whole tensor where a parameter is: on its device, in parts if it is in parts."""
+    value = value.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
