@@ -29,7 +29,7 @@ def main() -> int:
             sys.stdout.write(f"{dry_run(config)}\n")
             return 0
         result = finetune(config, resume=arguments.resume)
-    except (ValueError, OSError, TrainingDivergedError) as error:
+    except (ValueError, OSError, ImportError, TrainingDivergedError) as error:
         parser.exit(1, f"Error: {error}\n")
     return 0 if result.finished else 143
 

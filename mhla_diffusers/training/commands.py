@@ -21,6 +21,7 @@ from .estimate import Estimate, estimate
 from .folders import RunFolder
 from .loop import TrainingResult, train
 from .media import Clip, find_media
+from .optimizer import optimizer_class
 from .sampling import PromptSampler
 from .sharding import sharding_is_asked_for
 
@@ -39,9 +40,11 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
     Raises:
         ValueError: what :func:`check_config` and :func:`train` raise, or a way of sharding that is not supported.
         FileNotFoundError: no such model, data or checkpoint.
+        ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
     """
     RunFolder(config.output).find(resume)
-    sharding_is_asked_for()
+    sharding_is_asked_for(config)
+    optimizer_class(config.optimizer)
     check_config(config)
     data = _open_data(config)
     check_data_fits(build_on_meta(config), data)

@@ -18,6 +18,8 @@ Trainable = Literal["mhla", "attention", "all", "lora"]
 """What a stage trains: the MHLA layers' own parameters; the whole of the patched self-attentions; the whole
 transformer; or LoRA on the patched self-attentions' projections with MHLA's own parameters in full."""
 
+OptimizerName = Literal["adamw", "adamw8bit"]
+
 
 @dataclass(frozen=True)
 class ObjectiveWeights:
@@ -135,6 +137,8 @@ class TrainingConfig:
     """Forwards per update."""
     precision: Literal["no", "bf16"] = "no"
     """bf16 keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
+    optimizer: OptimizerName = "adamw"
+    """adamw8bit holds AdamW's moments in 8 bits and needs bitsandbytes."""
     weight_decay: float = 0.0
     """Of AdamW; the mixing matrices are never decayed."""
     max_gradient_norm: float = 1.0
@@ -168,6 +172,7 @@ class TrainingConfig:
             _check(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive.")
         for name in ("weight_decay", "workers", "seed"):
             _check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be zero or positive.")
+        _check_choice("optimizer", self.optimizer, get_args(OptimizerName))
         _check_choice("precision", self.precision, ("no", "bf16"))
         _check_choice("tracker", self.tracker, ("tensorboard", "wandb", None))
         _check(0 <= self.prompt_dropout < 1, f"prompt_dropout={self.prompt_dropout} must be in [0, 1).")

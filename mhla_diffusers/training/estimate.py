@@ -95,6 +95,7 @@ def _estimate_stage(transformer: Any, sample: Sample, config: TrainingConfig, st
     trained = sum(parameter.numel() for parameter in set_trainable(transformer, stage.trainable).values())
     everything = sum(parameter.numel() for parameter in transformer.parameters())
     frozen_bytes = 2 if config.precision == "bf16" else 4
+    moments = 8 if config.optimizer == "adamw" else 2
     kept = 0
     if stage.objectives.need_teacher:
         kept = Teacher(transformer, changed_names(transformer, config.stages)).extra_parameters
@@ -106,7 +107,7 @@ def _estimate_stage(transformer: Any, sample: Sample, config: TrainingConfig, st
         trainable=stage.trainable,
         trainable_parameters=trained,
         weight_bytes=frozen_bytes * (everything - trained) + 4 * trained,
-        training_bytes=4 * ((3 + (config.ema_decay is not None)) * trained + kept),
+        training_bytes=4 * ((1 + (config.ema_decay is not None)) * trained + kept) + moments * trained,
         activation_bytes=activations,
         flops=flops * config.gradient_accumulation,
     )

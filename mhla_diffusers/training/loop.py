@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -97,7 +97,7 @@ class _Run:
         self.config = config
         self.folder = RunFolder(config.output)
         checkpoint = self.folder.find(resume)
-        asked_for = sharding_is_asked_for()
+        asked_for = sharding_is_asked_for(config)
         self.accelerator = make_accelerator(config)
         self.sharded = asked_for and self.accelerator.num_processes > 1
         # whole weights may not fit on the device, so sharding brings them there part by part
@@ -143,6 +143,8 @@ class _Run:
 
     def _load(self, checkpoint: Path) -> None:
         saved, self.loaded = load_checkpoint(checkpoint)
+        # settings that are younger than the checkpoint have their defaults there
+        saved = replace(saved, config=TrainingConfig.from_dict(saved.config).to_dict())
         self.state.check_same_run(saved, checkpoint)
         self.state = RunState(**{**vars(self.state), "step": saved.step, "skipped_in_row": saved.skipped_in_row})
         parameters = dict(self.transformer.named_parameters())

@@ -14,14 +14,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..families import get_family
+from .config import TrainingConfig
 from .trainable import patched_attentions
 
 
-def sharding_is_asked_for() -> bool:
+def sharding_is_asked_for(config: TrainingConfig) -> bool:
     """Whether ``accelerate launch`` was told to use FSDP2.
 
     Raises:
-        ValueError: if it was told to use DeepSpeed, or FSDP in a way that training does not support.
+        ValueError: if it was told to use DeepSpeed, or FSDP in a way or with settings that training does not support.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -48,6 +49,8 @@ def sharding_is_asked_for() -> bool:
                 f"{setting} of accelerate's configuration is not supported in training; use "
                 "finetune/accelerate/fsdp2.yaml. Gradient checkpointing is a setting of the training configuration."
             )
+    if config.optimizer == "adamw8bit":
+        raise ValueError("optimizer=adamw8bit does not work on weights in parts; set optimizer: adamw with FSDP2.")
     return True
 
 

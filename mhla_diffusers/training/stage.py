@@ -20,6 +20,7 @@ from .objectives import (
     transfer_attention,
     transfer_attention_in_parts,
 )
+from .optimizer import load_optimizer_state, make_optimizer, optimizer_state
 from .sharding import gathered, is_sharded, placed_like
 from .teacher import Teacher
 from .trainable import set_trainable, trainable_names
@@ -77,7 +78,7 @@ class StageTraining:
             set_trainable(transformer, stage.trainable)
         names = set(trainable_names(transformer, stage.trainable))
         self.trained = {name: p for name, p in transformer.named_parameters() if name in names}
-        optimizer = _make_optimizer(self.trained, stage, config)
+        optimizer = make_optimizer(self.trained, stage, config)
         if mhla_layers(transformer):
             register_mixing_clip(optimizer, transformer)
         self.model: Any = transformer
@@ -181,12 +182,7 @@ class StageTraining:
 
         If the transformer is sharded, all processes must call it, and the first one gets them.
         """
-        optimizer = self._optimizer.optimizer
-        moments = {
-            f"{name}/{key}": gathered(value)
-            for name, parameter in self.trained.items()
-            for key, value in optimizer.state[parameter].items()
-        }
+        moments = optimizer_state(self._optimizer.optimizer, self.trained)
         if self._average is None:
             return {"optimizer": moments}
         shadows = zip(self.trained, self._average.shadow_params, strict=True)
@@ -197,11 +193,7 @@ class StageTraining:
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensors]) -> None:
         """The inverse of :meth:`state`."""
-        optimizer = self._optimizer.optimizer
-        for key, value in state["optimizer"].items():
-            name, _, part = key.rpartition("/")
-            parameter = self.trained[name]
-            optimizer.state[parameter][part] = value if part == "step" else placed_like(value, parameter)
+        load_optimizer_state(self._optimizer.optimizer, self.trained, state["optimizer"])
         if self._average is not None:
             for index, (name, parameter) in enumerate(self.trained.items()):
                 self._average.shadow_params[index] = placed_like(state["ema"][name], parameter)
@@ -212,18 +204,6 @@ class StageTraining:
         self._accelerator.free_memory(self._optimizer)
         if not self._sharded:
             self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-
-
-def _make_optimizer(trained: dict[str, nn.Parameter], stage: StageConfig, config: TrainingConfig) -> torch.optim.AdamW:
-    of_mixing = (".mhla.mixing", ".mhla.far_field_log_weight")
-    mixing = [parameter for name, parameter in trained.items() if name.endswith(of_mixing)]
-    rest = [parameter for name, parameter in trained.items() if not name.endswith(of_mixing)]
-    mixing_rate = stage.mixing_learning_rate or stage.learning_rate
-    groups = [
-        {"params": rest, "lr": stage.learning_rate, "initial_lr": stage.learning_rate},
-        {"params": mixing, "lr": mixing_rate, "initial_lr": mixing_rate, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, weight_decay=config.weight_decay)
 
 
 def _make_schedule(

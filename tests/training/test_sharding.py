@@ -1,5 +1,6 @@
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,10 @@ def test_shipped_accelerate_configuration_is_supported(monkeypatch: pytest.Monke
     arguments, _, _ = _validate_launch_command(arguments)
     for name, value in prepare_multi_gpu_env(arguments).items():
         monkeypatch.setenv(name, value)
-    assert sharding_is_asked_for()
+    config = _config(Path("unused"), 1, TRANSFER_THEN_ALL)
+    assert sharding_is_asked_for(config)
+    with pytest.raises(ValueError, match="optimizer=adamw8bit does not work on weights in parts"):
+        sharding_is_asked_for(replace(config, optimizer="adamw8bit"))
 
 
 def test_meta_copy_takes_weights_and_leaves_the_original() -> None:
