@@ -91,7 +91,10 @@ def finetune(
 @app.command()
 def encode(
     model: Annotated[str, typer.Option(help="Hub id or folder of the pipeline.")],
-    source: Annotated[Path, typer.Option(help="Folder of videos or images with captions.")],
+    source: Annotated[
+        Path,
+        typer.Option(help="Folder of videos or images with captions, or webdataset's tar shards: folder or 'a/*.tar'."),
+    ],
     output: Annotated[Path, typer.Option(help="Folder for the latents.")],
     frames: Annotated[int | None, typer.Option(help="Per video; 81 for Wan if left out.")] = None,
     fps: Annotated[float | None, typer.Option(help="Frames per second; 16 for Wan if left out.")] = None,

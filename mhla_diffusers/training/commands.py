@@ -20,10 +20,11 @@ from .encoders import ENCODERS, component_identity, pipeline_file
 from .estimate import Estimate, estimate
 from .folders import RunFolder
 from .loop import TrainingResult, train
-from .media import Clip, find_media
+from .media import Clip
 from .optimizer import optimizer_class
 from .sampling import PromptSampler
 from .sharding import sharding_is_asked_for
+from .sources import find_media
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def encode(
 
     Args:
         model: Hub id or folder of the pipeline.
-        source: folder of videos or images with captions.
+        source: folder of videos or images with captions, or tar shards; see :func:`find_media`.
         output: folder of the cache.
         clip: what is cut out of every file; None for the family's default.
         device: where the pipeline runs; "auto" for a GPU if there is one.

@@ -126,8 +126,8 @@ class TrainingConfig:
     patch: str | MHLAConfig | None = None
     """Name or path of a patch, or its settings; None trains the model as it is."""
     data: str | None = None
-    """Folder made by ``mhla encode`` or ``mhla synthesize``, or one of videos or images with captions, which is encoded
-    first; None where the caller hands over the data."""
+    """Folder made by ``mhla encode`` or ``mhla synthesize``, or one of videos or images with captions (or webdataset's
+    tar shards), which is encoded first; None where the caller hands over the data."""
     clip: Clip | None = None
     """What is cut out of videos or images in ``data``; None for the family's default."""
     seed: int = 0

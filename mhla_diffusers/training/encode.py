@@ -14,8 +14,9 @@ from ..patching import is_patched
 from .cache import CacheHeader, CacheIndex, CacheWriter
 from .data import Sample
 from .encoders import ENCODERS, PipelineEncoder, component_identity
-from .media import Clip, Media, UnreadableMediaError, find_media, read_clip
+from .media import Clip, Media, UnreadableMediaError, read_clip
 from .randomness import generator_for
+from .sources import find_media
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ def encode_folder(
 ) -> CacheIndex:
     """Turn videos or images with captions into a cache; go on where an earlier call stopped.
 
-    Unreadable files are skipped, and listed in the log and in the index.
+    Unreadable files, and samples of tar shards without a caption, are skipped, and listed in the log and in the index.
 
     Args:
         pipe: the pipeline whose autoencoder and text encoder are used.
@@ -175,8 +176,10 @@ class _Reading(Dataset[tuple[Media, torch.Tensor | str]]):
 
     def __getitem__(self, index: int) -> tuple[Media, torch.Tensor | str]:
         item = self._media[index]
+        if item.problem is not None:
+            return item, item.problem
         try:
-            return item, read_clip(item.path, self._clip)
+            return item, read_clip(item.file, self._clip)
         except UnreadableMediaError as error:
             return item, str(error)
 
