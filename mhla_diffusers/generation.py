@@ -33,7 +33,7 @@ class ModelChoice:
     patch: str | None = None
     """Name or YAML file of a patch to apply, as it is before training."""
     weights: str | None = None
-    """Folder or Hub id of a trained patch, as ``load_mhla`` takes it."""
+    """Folder or Hub id of a trained patch, as ``load_mhla`` takes it; LoRA that lies in the folder is loaded too."""
     frames_per_second: int | None = None
     """Of videos; 16, as Wan was trained, or what the tiny pipeline was trained with, if left out."""
     device: str = "cpu"
@@ -198,7 +198,7 @@ def load_pipeline(config: ModelChoice) -> Any:
     """The pipeline, patched where the configuration asks for it.
 
     Raises:
-        ValueError: a model of another family, or a patch that does not fit.
+        ValueError: a model of another family, a patch that does not fit, or LoRA for a pipeline that takes none.
     """
     from diffusers import DiffusionPipeline
 
@@ -216,7 +216,19 @@ def load_pipeline(config: ModelChoice) -> Any:
         apply_mhla(pipe, config.patch)
     if config.weights is not None:
         load_mhla(pipe, config.weights)
+        _load_adapters(pipe, Path(config.weights))
     return pipe
+
+
+def _load_adapters(pipe: Any, folder: Path) -> None:
+    """LoRA that finetuning left beside the patch."""
+    from .training.export import LORA_FILE
+
+    if not (folder / LORA_FILE).is_file():
+        return
+    if not hasattr(pipe, "load_lora_weights"):
+        raise ValueError(f"{folder} holds LoRA, which diffusers cannot load into a {type(pipe).__name__}.")
+    pipe.load_lora_weights(folder, weight_name=LORA_FILE)
 
 
 def call_pipeline(pipe: Any, config: ModelChoice, prompt: str, seed: int) -> Any:

@@ -1,5 +1,7 @@
 import json
 import math
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 import yaml
 from typer.testing import CliRunner
 
-from mhla_diffusers import load_mhla
+from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.training import TrainingConfig, read_metrics
 from mhla_diffusers.training.commands import check_config, dry_run, finetune
@@ -142,13 +145,59 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_configs_are_valid_and_open_with_their_commands(path: Path) -> None:
+def test_shipped_configs_are_valid_and_open_with_commands_that_parse(path: Path) -> None:
     config = TrainingConfig.from_yaml(path)
-    text = path.read_text()
-    for command in ("mhla synthesize --model", "accelerate launch finetune/adapt.py --config", "--resume latest"):
-        assert command in text
-    assert f"finetune/configs/{path.name}" in text
     assert config.output == f"outputs/{path.stem}"
+    assert config.model is not None
+    commands = [_parse(line) for line in re.findall(r"^#.* ((?:mhla|accelerate launch) .*)$", path.read_text(), re.M)]
+    tiny = path.stem.startswith("tiny-")
+    expected = {"synthesize", "finetune", "samples"} | ({"compare"} if tiny else {"encode"})
+    assert {name for name, _ in commands} >= expected
+    for name, values in commands:
+        if name in ("encode", "synthesize"):
+            assert (values["model"], str(values["output"])) == (config.model, config.data)
+        elif name == "finetune":
+            assert values["config"] == Path("finetune/configs", path.name)
+        elif name == "samples":
+            assert values["weights"] == f"{config.output}/result" or (tiny and values["weights"] is None)
+            assert values["model"] == (None if tiny else config.model)
+            assert config.model.endswith(f"tiny-{values['family']}") or not tiny
+    assert sum(values.get("resume") == "latest" for _, values in commands) == 1
+    assert sum(values.get("dry_run", False) for _, values in commands) == 1
+
+
+def _parse(line: str) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of the mhla command in a line; finetune/adapt.py takes those of mhla finetune."""
+    words = shlex.split(line)
+    if words[:2] == ["accelerate", "launch"]:
+        words = words[2:]
+    if words[0] == "finetune/adapt.py":
+        words = ["mhla", "finetune", *words[1:]]
+    assert words[0] in ("mhla", "$(command -v mhla)")
+    command: Any = typer.main.get_command(app)
+    name, *arguments = words[1:]
+    command = command.commands[name]
+    while hasattr(command, "commands"):
+        name, *arguments = arguments
+        command = command.commands[name]
+    return name, command.make_context(name, arguments).params
+
+
+def test_lora_of_a_result_is_generated_with(tmp_path: Path, model: str) -> None:
+    from mhla_diffusers.generation import ModelChoice, load_pipeline
+    from mhla_diffusers.training import train
+
+    from .models import one_stage, wan_data
+
+    patch = MHLAConfig(blocks=(2, 2, 2))
+    config = one_stage(tmp_path / "run", patch=patch, trainable="lora", lora_rank=2, learning_rate=1e-2)
+    result = train(apply_mhla(wan_pipeline().transformer, patch), wan_data(), config).result
+    with_adapters = load_pipeline(ModelChoice("wan", model=model, weights=str(result))).transformer
+    without = load_mhla(wan_pipeline().transformer, str(result))
+    batch = {"hidden_states": torch.randn(1, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(1, 3, 8)}
+    with torch.no_grad():
+        outputs = [net.eval()(**batch, timestep=torch.tensor([5.0])).sample for net in (with_adapters, without)]
+    assert not torch.allclose(*outputs)
 
 
 @pytest.mark.parametrize(
