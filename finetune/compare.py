@@ -11,9 +11,11 @@ import argparse
 import csv
 import sys
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 from mhla_diffusers import MHLAConfig, apply_mhla
+from mhla_diffusers.evaluation.results import write_text
 from mhla_diffusers.tiny import load_tiny
 from mhla_diffusers.tiny.latents import digit_latents
 from mhla_diffusers.training import (
@@ -107,8 +109,9 @@ def main() -> None:
             folder = arguments.output / f"{recipe_name} {name}".replace(",", "").replace(" ", "-").replace("/", "-")
             losses = adapt(data, arguments.held_out, patch, recipe, folder, arguments.steps, arguments.batch_size)
             rows.append([recipe_name, name, *(f"{losses[step]:.4f}" if step in losses else "" for step in columns)])
-            with (arguments.output / "table.csv").open("w", newline="") as file:
-                csv.writer(file).writerows([["objectives", "attention", *columns], *rows])
+            table = StringIO()
+            csv.writer(table, lineterminator="\n").writerows([["objectives", "attention", *columns], *rows])
+            write_text(table.getvalue(), arguments.output / "table.csv")
     sys.stdout.write((arguments.output / "table.csv").read_text())
 
 
