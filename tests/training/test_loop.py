@@ -114,6 +114,28 @@ def test_dit_labels_are_dropped_by_prompt_dropout_alone(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "a" / "metrics.jsonl") == read_metrics(tmp_path / "b" / "metrics.jsonl")
 
 
+def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    validation = ValidationConfig(samples=2, every=3, timesteps=1)
+    train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=3, tracker="tensorboard", validation=validation))
+    (events,) = tmp_path.rglob("events.out.tfevents*")
+    shown = EventAccumulator(str(events))
+    shown.Reload()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    for name in ("loss", "learning_rate", "gradient_norm", "validation_loss"):
+        written = {record["step"]: record[name] for record in records if name in record}
+        assert {event.step: event.value for event in shown.Scalars(name)} == pytest.approx(written)
+    assert all(event.value > 0 for event in shown.Scalars("tokens_per_second"))
+
+
+def test_tracker_that_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.utils.is_tensorboard_available", lambda: False)
+    with pytest.raises(ValueError, match="tracker=tensorboard is not installed: pip install tensorboard, or set"):
+        train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", tracker="tensorboard"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
     train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=5, checkpoint_every=1, keep_checkpoints=2))
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
