@@ -115,7 +115,7 @@ def _read_frames(source: str | BytesIO, clip: Clip) -> Iterator[torch.Tensor]:
     last_time = 0.0
     previous: Any = None
     try:
-        with av.open(source) as container:
+        with av.open(source, "r") as container:
             start = None
             for frame in container.decode(video=0):
                 start = frame.time if start is None else start

@@ -98,7 +98,7 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu().contiguous()
-    whole = tensor.detach().full_tensor()
+    whole = tensor.full_tensor().detach()
     return whole.cpu().contiguous() if torch.distributed.get_rank() == 0 else torch.empty(0)
 
 
