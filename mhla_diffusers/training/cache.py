@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from .data import Sample
+from .media import Clip
 
 INDEX_NAME = "index.json"
 FORMAT_VERSION = 1
@@ -108,6 +109,28 @@ class LatentCache:
                 raise ValueError(
                     f"The cache {self.folder} was made with {what}={getattr(made, what)!r}, but {model} has "
                     f"{getattr(header, what)!r}. Encode the data again with mhla encode --model {model}."
+                )
+
+    def check_cut_as(self, clip: Clip) -> None:
+        """Raise unless the cache holds what a clip asks for.
+
+        Raises:
+            ValueError: naming frames, frames per second or sizes of both.
+        """
+        made = self.index.header.settings
+        sizes = [list(size) for size in clip.sizes]
+        fits = {
+            "frames": made.get("frames") == clip.frames,
+            "sizes": all(size in sizes for size in made.get("sizes", [])),
+            # what a model generated has no rate of its own, and images have none
+            "fps": clip.frames == 1 or made.get("fps", clip.fps) == clip.fps,
+        }
+        for name, fit in fits.items():
+            if not fit:
+                raise ValueError(
+                    f"The cache {self.folder} was made with {name}={made.get(name)}, but the configuration has "
+                    f"clip.{name}={getattr(clip, name)}. Encode the data again, or leave clip out to train on the "
+                    "cache as it is."
                 )
 
 

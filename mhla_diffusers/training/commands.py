@@ -168,7 +168,8 @@ def check_config(config: TrainingConfig) -> None:
     """Raise unless model, patch and data of a configuration belong together; no weights are read.
 
     Raises:
-        ValueError: no model or data named, a patch for another family, a cache of another model, missing captions.
+        ValueError: no model or data named, a patch for another family, a cache of another model or
+            resolution, missing captions.
         FileNotFoundError: no such model or data.
     """
     if config.model is None or config.data is None:
@@ -182,7 +183,10 @@ def check_config(config: TrainingConfig) -> None:
                 f"{config.model} belongs to {family!r}."
             )
     if Path(config.data, INDEX_NAME).is_file():
-        LatentCache(config.data).check_made_for(config.model, model_header(config.model, family))
+        cache = LatentCache(config.data)
+        cache.check_made_for(config.model, model_header(config.model, family))
+        if config.clip is not None:
+            cache.check_cut_as(config.clip)
 
 
 def build_on_meta(config: TrainingConfig) -> Any:

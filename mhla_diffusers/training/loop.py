@@ -60,7 +60,7 @@ def train(
     """Train a transformer, patched or not, through all stages.
 
     Settings of ``config`` that say what to load (``model``, ``patch``, ``data``) are not read here: transformer and
-    data are those given. The transformer is trained in place.
+    data are those given. The transformer is trained in place; with FSDP2 it is left in parts over the processes.
 
     Args:
         transformer: with its original weights, patched where the configuration has a patch.

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def find_media(source: str | Path) -> list[Media]:
     Raises:
         FileNotFoundError: nothing there, no videos or images in it, or files that the metadata names and that are not
             there.
-        ValueError: missing or empty captions beside files, or a folder of both files and shards.
+        ValueError: missing, empty or unreadable captions beside files, or a folder of both files and shards.
     """
     folder = Path(source)
     shards = find_shards(folder)
@@ -61,26 +61,47 @@ def _media_of_folder(folder: Path) -> list[Media]:
 
 def _metadata(folder: Path) -> dict[str, str] | None:
     """File name → caption, from the metadata file if there is one."""
-    lines, table = folder / "metadata.jsonl", folder / "metadata.csv"
-    if lines.is_file():
-        rows: Iterator[Any] = map(json.loads, filter(str.strip, lines.read_text(encoding="utf-8").splitlines()))
-        return dict(_name_and_caption(row, lines) for row in rows)
-    if table.is_file():
-        with table.open(encoding="utf-8", newline="") as file:
-            return dict(_name_and_caption(row, table) for row in csv.DictReader(file))
-    return None
+    file = next((folder / name for name in ("metadata.jsonl", "metadata.csv") if (folder / name).is_file()), None)
+    if file is None:
+        return None
+    text = _read_text(file)
+    rows: list[Any] = list(csv.DictReader(StringIO(text))) if file.suffix == ".csv" else _json_lines(text, file)
+    if not rows:
+        raise ValueError(f"{file} is empty; it needs a row with file_name and text for every file, or remove it.")
+    return dict(_name_and_caption(row, file) for row in rows)
 
 
-def _name_and_caption(row: Mapping[str, Any], path: Path) -> tuple[str, str]:
-    key = next((key for key in CAPTION_KEYS if key in row), None)
-    if "file_name" not in row or key is None:
-        raise ValueError(f"{path} must have file_name and text in every row; a row has {', '.join(map(str, row))}.")
+def _json_lines(text: str, file: Path) -> list[Any]:
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"Line {number} of {file} is no JSON: {error}.") from error
+    return rows
+
+
+def _read_text(file: Path) -> str:
+    """UTF-8, with or without a byte order mark."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8 text: {error}.") from error
+
+
+def _name_and_caption(row: Any, path: Path) -> tuple[str, str]:
+    names = row if isinstance(row, dict) else {}
+    key = next((key for key in CAPTION_KEYS if key in names), None)
+    if "file_name" not in names or key is None:
+        has = ", ".join(map(str, names)) or repr(row)
+        raise ValueError(f"{path} must have file_name and text in every row; a row has {has}.")
     return str(row["file_name"]), str("" if row[key] is None else row[key]).strip()
 
 
 def _text_beside(path: Path) -> str:
     text = path.with_suffix(".txt")
-    return text.read_text(encoding="utf-8").strip() if text.is_file() else ""
+    return _read_text(text).strip() if text.is_file() else ""
 
 
 def _some(names: list[str]) -> str:

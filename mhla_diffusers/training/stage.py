@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..patching import mhla_layers, register_mixing_clip
 from .config import StageConfig, TrainingConfig
@@ -110,7 +111,7 @@ class StageTraining:
         if not self._stage.objectives.need_prediction and not self._sharded:
             self._average_gradients()
         norm = self._accelerator.clip_grad_norm_(self.trained.values(), self._config.max_gradient_norm)
-        gradient_norm = float(norm.full_tensor() if self._sharded else norm)
+        gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         wishes = torch.tensor([float(stop)], device=totals.device)
         *losses, stops = self._accelerator.reduce(torch.cat([totals, wishes]), reduction="mean").tolist()
         skipped = not (math.isfinite(losses[0]) and math.isfinite(gradient_norm))

@@ -122,6 +122,15 @@ def test_cache_of_another_model_is_refused_with_both_names(wan: tuple[Any, str],
     message = r"vae='AutoencoderKLWan \(configuration \w+\)', but .*other has 'AutoencoderKLWan"
     with pytest.raises(ValueError, match=message):
         LatentCache(tmp_path / "cache").check_made_for(str(tmp_path / "other"), header)
+    cache = LatentCache(tmp_path / "cache")
+    cache.check_cut_as(Clip(5, 8.0, ((64, 32), (32, 32))))
+    for clip, difference in {
+        Clip(9, 8.0, ((32, 32),)): r"frames=5, but the configuration has clip.frames=9",
+        Clip(5, 16.0, ((32, 32),)): r"fps=8.0, but the configuration has clip.fps=16.0",
+        Clip(5, 8.0, ((64, 32),)): r"sizes=\[\[32, 32\]\], but the configuration has clip.sizes=\(\(64, 32\),\)",
+    }.items():
+        with pytest.raises(ValueError, match=difference):
+            cache.check_cut_as(clip)
     with pytest.raises(ValueError, match=r"made with frames=5, not 9; choose another folder"):
         encode_folder(pipe, model, videos, tmp_path / "cache", Clip(9, 8.0, ((32, 32),)))
 

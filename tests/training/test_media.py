@@ -92,3 +92,24 @@ def test_bad_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text('{"file": "c.png", "text": "x"}\n')
     with pytest.raises(ValueError, match="must have file_name and text in every row; a row has file, text"):
         find_media(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n[1]\n')
+    with pytest.raises(ValueError, match=r"in every row; a row has \[1\]"):
+        find_media(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n{"file_na\n')
+    with pytest.raises(ValueError, match=r"Line 2 of .*metadata.jsonl is no JSON"):
+        find_media(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"metadata.jsonl is empty; it needs a row"):
+        find_media(tmp_path)
+    (tmp_path / "metadata.jsonl").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"metadata.jsonl is no UTF-8 text"):
+        find_media(tmp_path)
+
+
+def test_captions_keep_unusual_line_separators_and_lose_the_byte_order_mark(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "red\u2028blue"}\n', encoding="utf-8")
+    assert find_media(tmp_path)[0].caption == "red\u2028blue"
+    (tmp_path / "metadata.jsonl").unlink()
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,red\n", encoding="utf-8-sig")
+    assert find_media(tmp_path)[0].caption == "red"
