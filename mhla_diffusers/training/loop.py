@@ -99,7 +99,8 @@ class _Run:
         checkpoint = self.folder.find(resume)
         asked_for = sharding_is_asked_for(config)
         self.accelerator = make_accelerator(config)
-        self.sharded = asked_for and self.accelerator.num_processes > 1
+        # a process that was started without a launcher has nobody to share with
+        self.sharded = asked_for and torch.distributed.is_initialized()
         # whole weights may not fit on the device, so sharding brings them there part by part
         self.transformer: Any = transformer if self.sharded else transformer.to(self.accelerator.device)
         self.sampler = sampler

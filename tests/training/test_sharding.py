@@ -57,7 +57,7 @@ def _config(output: Path, batch_size: int, stages: tuple[StageConfig, ...], **se
 
 def _finish(processes: list[BaseProcess]) -> None:
     for process in processes:
-        process.join(timeout=120)
+        process.join(timeout=300)
         assert process.exitcode == 0
 
 
