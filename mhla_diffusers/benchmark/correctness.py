@@ -25,7 +25,9 @@ def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple
     return tuple(torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(3))
 
 
-def check_operation(shape: Shape, device: torch.device, dtype: torch.dtype, backend: str) -> float:
+def check_operation(
+    shape: Shape, device: torch.device, dtype: torch.dtype, backend: str, *, near_field: bool = False
+) -> float:
     """Compare output and gradients with the float64 reference, with the blocks of a shape on a smaller grid.
 
     Returns:
@@ -36,19 +38,24 @@ def check_operation(shape: Shape, device: torch.device, dtype: torch.dtype, back
     """
     grid = tuple(2 * count for count in shape.blocks)
     small = Shape(shape.name, grid, shape.blocks, 2, shape.head_dim)
-    drawn = (*make_inputs(small, device, dtype), initial_mixing(shape.blocks).to(device))
+    drawn = [*make_inputs(small, device, dtype), initial_mixing(shape.blocks).to(device)]
+    if near_field:
+        drawn.append(torch.ones(small.heads, device=device))
     upstream = make_inputs(small, device, dtype)[0]
 
     def differentiate(attend: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         inputs = tuple(x.detach().requires_grad_() for x in drawn)
-        output = attend(*inputs, grid, shape.blocks, **options)
+        if near_field:
+            options["far_field_weight"] = inputs[-1]
+        output = attend(*inputs[:4], grid, shape.blocks, **options)
         return output, *torch.autograd.grad(output, inputs, upstream.to(output.dtype))
 
     found = differentiate(mhla_attention, backend=backend)
     expected = differentiate(reference_attention)
     error = relative_error(found[0], expected[0])
     _require(error, LARGEST_ERROR[dtype], f"The output of MHLA {backend}", device, dtype)
-    for name, one, other in zip(("query", "key", "value", "mixing"), found[1:], expected[1:], strict=True):
+    names = ("query", "key", "value", "mixing", "far_field_weight")[: len(drawn)]
+    for name, one, other in zip(names, found[1:], expected[1:], strict=True):
         what = f"The gradient of {name} of MHLA {backend}"
         _require(relative_error(one, other), LARGEST_GRADIENT_ERROR[dtype], what, device, dtype)
     return error

@@ -7,6 +7,7 @@ a kernel computes again is not counted.
 import math
 from dataclasses import dataclass
 
+from ..attention.blocks import block_sizes
 from .shapes import Shape
 
 _FLOAT32 = 4
@@ -41,6 +42,13 @@ def linear_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     flops = 4 * shape.tokens * summary + mixing
     summaries = 2 * _FLOAT32 * blocks * summary
     return Cost(flops * _passes(backward), _moved(shape, itemsize, backward) + summaries * (2 if backward else 1))
+
+
+def near_field_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
+    """Softmax attention inside every block on top of MHLA; its query, key and value are those that MHLA reads."""
+    pairs = sum(size**2 for size in block_sizes(shape.grid, shape.blocks))
+    far = linear_cost(shape, itemsize, backward)
+    return Cost(far.flops + 4 * pairs * shape.head_dim * shape.heads * _passes(backward), far.bytes)
 
 
 def _passes(backward: bool) -> int:

@@ -10,7 +10,7 @@ import torch
 from ..attention import initial_mixing, mhla_attention
 from ..attention.triton import why_not
 from .correctness import check_agreement, check_operation, make_inputs
-from .costs import linear_cost, softmax_cost
+from .costs import Cost, linear_cost, near_field_cost, softmax_cost
 from .rates import Rates
 from .results import Row, make_row
 from .shapes import Shape
@@ -18,8 +18,11 @@ from .softmax import SOFTMAX_BACKENDS, softmax_attention, why_no_softmax
 from .timing import Absent, Budget, Outcome, Variant, time_interleaved
 
 STAGES = ("forward", "forward+backward")
+NEAR_FIELD = "MHLA, near field"
+_BACKENDS = ("eager", "triton")
 
 Attend = Callable[[], torch.Tensor]
+CostOf = Callable[[Shape, int, bool], Cost]
 
 
 def benchmark_operation(
@@ -42,9 +45,10 @@ def benchmark_operation(
         IncorrectAttentionError: a backend is wrong here; then nothing is timed.
     """
     absent = {} if (reason := why_no_triton(shape, device, dtype)) is None else {"triton": reason}
-    for backend in ("eager", "triton"):
+    for backend in _BACKENDS:
         if backend not in absent:
-            check_operation(shape, device, dtype, backend)
+            for near_field in (False, True):
+                check_operation(shape, device, dtype, backend, near_field=near_field)
     if not compile:
         absent["torch.compile"] = "not asked for; add --compile"
     rows = []
@@ -59,14 +63,14 @@ def benchmark_operation(
             for name, (attend, inputs) in attends.items()
         }
         rows += [
-            operation_row(_with_blocks(shape, name), name, stage, dtype, outcome, rates, softmax="softmax" in name)
+            operation_row(_with_blocks(shape, name), name, stage, dtype, outcome, rates, _cost(name))
             for name, outcome in time_interleaved(variants, device, budget).items()
         ]
     return rows
 
 
 def operation_row(
-    shape: Shape, variant: str, stage: str, dtype: torch.dtype, outcome: Outcome, rates: Rates, *, softmax: bool
+    shape: Shape, variant: str, stage: str, dtype: torch.dtype, outcome: Outcome, rates: Rates, count: CostOf
 ) -> Row:
     """The row of one attention, with FLOPs and bytes counted.
 
@@ -77,10 +81,10 @@ def operation_row(
         dtype: of query, key and value.
         outcome: what was measured.
         rates: of the device.
-        softmax: whether it is softmax attention, which is what the others are compared with.
+        count: its cost; what costs as much as softmax attention is what the others are compared with.
     """
     backward = stage == "forward+backward"
-    cost = (softmax_cost if softmax else linear_cost)(shape, dtype.itemsize, backward)
+    cost, softmax = count(shape, dtype.itemsize, backward), count is softmax_cost
     return make_row(
         outcome,
         rates,
@@ -97,7 +101,11 @@ def operation_row(
 
 
 def linear_attention(
-    shape: Shape, inputs: Sequence[torch.Tensor], backend: str, mixing: torch.Tensor | None = None
+    shape: Shape,
+    inputs: Sequence[torch.Tensor],
+    backend: str,
+    mixing: torch.Tensor | None = None,
+    far_field_weight: torch.Tensor | None = None,
 ) -> Attend:
     """MHLA, or plain linear attention where the shape has one block.
 
@@ -106,13 +114,15 @@ def linear_attention(
         inputs: query, key and value.
         backend: of :func:`mhla_attention`, or "torch.compile" of the eager one.
         mixing: (M, M); the initial one if left out.
+        far_field_weight: (H,), for softmax attention inside a block.
     """
     matrix = initial_mixing(shape.blocks).to(inputs[0].device) if mixing is None else mixing
     query, key, value = inputs
     function: Any = mhla_attention
     if backend == "torch.compile":
         function, backend = torch.compile(mhla_attention, dynamic=False), "eager"
-    return lambda: function(query, key, value, matrix, shape.grid, shape.blocks, backend=backend)
+    options = {"far_field_weight": far_field_weight, "backend": backend}
+    return lambda: function(query, key, value, matrix, shape.grid, shape.blocks, **options)
 
 
 def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -134,7 +144,10 @@ def _attends(
             return Absent(absent[backend]), ()
         one = _with_blocks(shape, name)
         mixing = initial_mixing(one.blocks).to(device).requires_grad_(backward)
-        return linear_attention(one, inputs, backend, mixing), (*inputs, mixing)
+        if not name.startswith(NEAR_FIELD):
+            return linear_attention(one, inputs, backend, mixing), (*inputs, mixing)
+        far = torch.ones(shape.heads, device=device, requires_grad=backward)
+        return linear_attention(one, inputs, backend, mixing, far), (*inputs, mixing, far)
 
     def softmax(backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
         reason = why_no_softmax(backend, device, shape.tokens, shape.heads)
@@ -142,8 +155,8 @@ def _attends(
             return Absent(reason), ()
         return lambda: softmax_attention(backend, *inputs), inputs
 
-    names = ("MHLA eager", "MHLA triton", "MHLA torch.compile", "plain linear eager", "plain linear triton")
-    attends = {name: linear(name) for name in names}
+    kinds = {"MHLA": (*_BACKENDS, "torch.compile"), NEAR_FIELD: _BACKENDS, "plain linear": _BACKENDS}
+    attends = {f"{kind} {backend}": linear(f"{kind} {backend}") for kind, names in kinds.items() for backend in names}
     for backend in SOFTMAX_BACKENDS:
         attends[f"softmax {backend}"] = softmax(backend)
     return attends
@@ -166,6 +179,12 @@ def _check_at_full_size(
     eager = attends["MHLA eager"][0]
     if device.type == "cuda" and not isinstance(attend, Absent) and not isinstance(eager, Absent):
         check_agreement(attend(), eager(), "MHLA triton")
+
+
+def _cost(variant: str) -> CostOf:
+    if "softmax" in variant:
+        return softmax_cost
+    return near_field_cost if variant.startswith(NEAR_FIELD) else linear_cost
 
 
 def _with_blocks(shape: Shape, variant: str) -> Shape:

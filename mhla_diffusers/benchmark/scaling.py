@@ -9,6 +9,7 @@ import torch
 from rich.table import Table
 
 from .correctness import check_operation, make_inputs
+from .costs import linear_cost, softmax_cost
 from .operation import linear_attention, operation_row, why_no_triton
 from .rates import Rates
 from .results import Row, Run
@@ -95,7 +96,9 @@ def benchmark_scaling(
     }
     outcomes = time_interleaved({SOFTMAX: _softmax(config, tokens, inputs)} | variants, device, budget)
     return [
-        operation_row(shapes[name], name, "forward", dtype, outcome, rates, softmax=name == SOFTMAX)
+        operation_row(
+            shapes[name], name, "forward", dtype, outcome, rates, softmax_cost if name == SOFTMAX else linear_cost
+        )
         for name, outcome in outcomes.items()
     ]
 

@@ -6,6 +6,7 @@ interrupted. ``--install`` copies the result to where the package keeps it.
 """
 
 import argparse
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,10 @@ def install_pipeline(family: str, output: Path) -> None:
     """Copy a trained pipeline to where the package keeps it, and record the checksums."""
     shutil.rmtree(pipeline_folder(family), ignore_errors=True)
     shutil.copytree(output / "pipeline", pipeline_folder(family))
+    for file in pipeline_folder(family).glob("*/config.json"):
+        settings = json.loads(file.read_text())
+        settings.pop("_name_or_path", None)  # the folder it was trained in
+        file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     record_checksums()
 
 

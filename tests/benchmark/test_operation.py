@@ -7,7 +7,7 @@ import torch
 
 from mhla_diffusers.benchmark import correctness
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
-from mhla_diffusers.benchmark.costs import linear_cost, softmax_cost
+from mhla_diffusers.benchmark.costs import linear_cost, near_field_cost, softmax_cost
 from mhla_diffusers.benchmark.shapes import SHAPES, Shape, choose_shapes
 from mhla_diffusers.benchmark.softmax import softmax_attention
 
@@ -70,6 +70,16 @@ def test_costs_are_those_of_the_paper():
     assert mixed.flops / plain.flops == pytest.approx(1 + 105**2 / (2 * 31_500))
     assert softmax_cost(shape, 2, False).flops / plain.flops == pytest.approx(31_500**2 / (31_500 * 129))
     assert mixed.bytes == pytest.approx(0.55e9, rel=0.02)
+
+
+def test_near_field_adds_softmax_inside_the_blocks():
+    """300 tokens per block; every axis divides."""
+    shape = SHAPES["wan2.1-1.3b-480p"]
+    added = near_field_cost(shape, 2, False).flops - linear_cost(shape, 2, False).flops
+    assert added == softmax_cost(shape, 2, False).flops / 105
+    whole = replace(shape, blocks=(1, 1, 1))
+    added = near_field_cost(whole, 2, False).flops - linear_cost(whole, 2, False).flops
+    assert added == softmax_cost(shape, 2, False).flops
 
 
 def test_softmax_flops_are_those_that_pytorch_counts():

@@ -125,3 +125,9 @@ def test_checksums_cover_every_file():
 def test_family_without_pipeline_is_refused():
     with pytest.raises(ValueError, match="family='flux'.*dit, sana, wan"):
         load_tiny("flux")
+
+
+def test_no_folder_of_the_machine_that_trained_them_is_recorded():
+    configs = [file for family in FAMILIES for file in checksums.pipeline_folder(family).glob("*/config.json")]
+    assert len(configs) >= 8
+    assert not [file for file in configs if "_name_or_path" in file.read_text()]

@@ -1,3 +1,4 @@
+import csv
 import json
 import math
 import re
@@ -129,13 +130,19 @@ def test_script_trains_and_resumes(tmp_path: Path, model: str, config_file: Path
 
 
 @pytest.mark.slow
-def test_comparison_writes_its_table(tmp_path: Path) -> None:
-    steps = ["--samples", "20", "--held-out", "1", "--transfer-steps", "1", "--steps", "1"]
-    command = [sys.executable, str(ROOT / "finetune" / "compare.py"), "--output", str(tmp_path), *steps]
+def test_comparison_writes_its_table_and_goes_on(tmp_path: Path) -> None:
+    steps = ["--samples", "12", "--held-out", "1", "--steps", "1", "--batch-size", "1"]
+    command = [sys.executable, str(ROOT / "finetune" / "compare.py"), "near-field", "--output", str(tmp_path), *steps]
     subprocess.run(command, check=True, cwd=ROOT, env=_environment())
-    rows = (tmp_path / "table.csv").read_text().splitlines()
-    assert rows[0] == "objectives,attention,0,50,100,200,300"
-    assert len(rows) == 14
+    rows = (tmp_path / "near-field.csv").read_text().splitlines()
+    assert rows[0] == "losses,attention,0,ms forward+backward"
+    losses = {row[1]: float(row[2]) for row in csv.reader(rows[1:])}
+    assert losses["near field, blocks of 48"] < losses["MHLA, blocks of 48"]  # untrained: exact inside a block
+    runs = sorted(tmp_path.glob("*/metrics.jsonl"))
+    assert len(runs) == len(rows) - 1
+    before = [run.stat().st_mtime_ns for run in runs]
+    subprocess.run(command, check=True, cwd=ROOT, env=_environment())
+    assert [run.stat().st_mtime_ns for run in runs] == before
 
 
 def _environment() -> dict[str, str]:
