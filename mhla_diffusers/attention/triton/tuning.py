@@ -18,6 +18,8 @@ class Tiling(NamedTuple):
 
 SUMMARY_KERNELS = ("summary", "summary_gradient")
 """Kernels that add tokens up to summaries, ``channels`` columns at a time; the others read summaries."""
+ONE_TILE_KERNELS = ("near_field", "near_query_gradient", "near_key_value_gradient")
+"""Kernels with one program for each tile of a block; a program of the others works through its part of the block."""
 
 _Table = dict[str, Tiling]
 
@@ -28,6 +30,10 @@ _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D =
     "query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
     "summary_gradient": Tiling(tokens=32, channels=64, warps=8, stages=1),
     "key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "near_field": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "far_query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
+    "near_query_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "near_key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
 }
 _SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
 _SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
