@@ -30,12 +30,14 @@ _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D =
     "query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
     "summary_gradient": Tiling(tokens=32, channels=64, warps=8, stages=1),
     "key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
-    "near_field": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "near_field": Tiling(tokens=64, channels=64, warps=8, stages=2),
     "far_query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
-    "near_query_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
-    "near_key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "near_query_gradient": Tiling(tokens=64, channels=64, warps=8, stages=2),
+    "near_key_value_gradient": Tiling(tokens=32, channels=64, warps=8, stages=2),
 }
-_SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
+_SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1)) | dict.fromkeys(  # 99 KiB
+    ONE_TILE_KERNELS, Tiling(tokens=32, channels=64, warps=8, stages=2)
+)
 _SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
 _AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
 _INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))

@@ -21,6 +21,8 @@ from triton.compiler import ASTSource
 
 from mhla_diffusers.attention.triton import launches
 from mhla_diffusers.attention.triton.call import Call
+from mhla_diffusers.attention.triton.near_field import launches as near_field
+from mhla_diffusers.attention.triton.near_field.call import near_field_call
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -47,6 +49,35 @@ def call_of(head_dim: int, dtype: torch.dtype) -> Call:
     )
 
 
+def near_field_launches_of(call: Call, architecture: str) -> list[launches.Launch]:
+    """One launch of each kernel of the near field."""
+    heads = call.query.shape[2]
+    near = near_field_call(
+        call.query,
+        call.key,
+        call.value,
+        call.mixing,
+        torch.empty(heads, device="meta"),
+        call.grid,
+        call.blocks,
+        call.feature_map,
+        call.rotary,
+        call.rope_before,
+        call.eps,
+        call.key_mask,
+    )
+    state = torch.empty(near.far.state_shape, device="meta")
+    forward, output, log_sums = near_field.near_field_launch(near, state, architecture)
+    known = near_field.OutputSide(output, output, log_sums)
+    of_query, numbers = near_field.near_query_gradient_launch(near, known, output, architecture)
+    return [
+        forward,
+        near_field.far_query_gradient_launch(near, state, known, architecture)[0],
+        of_query,
+        near_field.near_key_value_gradient_launch(near, known, numbers, output, output, architecture),
+    ]
+
+
 def launches_of(call: Call, architecture: str) -> list[launches.Launch]:
     """One launch of each kernel."""
     state = torch.empty(call.state_shape, device="meta")
@@ -57,6 +88,7 @@ def launches_of(call: Call, architecture: str) -> list[launches.Launch]:
         query_gradient,
         launches.summary_gradient_launch(call, state, call.query, gradients.token_numbers, architecture)[0],
         launches.key_value_gradient_launch(call, state, architecture)[0],
+        *near_field_launches_of(call, architecture),
     ]
 
 

@@ -30,7 +30,10 @@ def product(a, b, total):
 @triton.jit
 def key_bias(key_mask, tile, layout):
     """What is added to the logits of a tile of keys, (tokens,): minus infinity for a key that takes no part."""
-    return tl.log(token_weight(key_mask, tile, layout))
+    if key_mask is None:
+        return tl.where(tile.exists, 0.0, float("-inf"))
+    else:
+        return tl.log(token_weight(key_mask, tile, layout))
 
 
 @triton.jit
