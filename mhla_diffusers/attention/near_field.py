@@ -1,4 +1,4 @@
-"""Softmax attention inside a block, MHLA across blocks, under one denominator.
+"""Softmax attention inside a block, MHLA across blocks, under one denominator, in PyTorch operations.
 
 For a query q in block i, s_t = q · k_t / √D (RoPE on q and k where the model has it) and λ the far field's weight::
 
@@ -6,7 +6,8 @@ For a query q in block i, s_t = q · k_t / √D (RoPE on q and k where the model
 
 The far field enters the softmax of the block as one more key, whose logit is log(λ φ(q)ᵀ Σ m_ib z_b) and whose value is
 MHLA's output over the other blocks. So a fused softmax attention does the near field, its maximum is common to both
-parts, and no N x N matrix is formed. The split is known from FMMformer (Nguyen et al. 2021) and, for language models,
+parts, and no N x N matrix is formed. The kernels in :mod:`mhla_diffusers.attention.triton.near_field` do the same
+without gathering the blocks. The split is known from FMMformer (Nguyen et al. 2021) and, for language models,
 from LoLCATs (Zhang et al. 2024).
 """
 

@@ -22,8 +22,8 @@ from .test_kernels import (
     EVERYTHING,
     FLOAT32_TOLERANCE,
     HALF_TO_EAGER,
-    check,
     channels_not_last,
+    check,
     fused_projection,
     on_device,
 )
@@ -178,7 +178,8 @@ def test_no_attention_of_pytorch_is_used(monkeypatch):
 
 
 def test_a_far_field_weight_on_another_device_is_refused():
-    tensors = on_device(make_problem((4,), (2,), **ONE_HEAD)).tensors | {"far_field_weight": torch.ones(1, device="meta")}
+    tensors = on_device(make_problem((4,), (2,), **ONE_HEAD)).tensors
+    tensors["far_field_weight"] = torch.ones(1, device="meta")
     with pytest.raises(ValueError, match="far_field_weight is on meta"):
         mhla_attention(**tensors, grid=(4,), blocks=(2,), backend="triton")
 

@@ -1,12 +1,12 @@
 """The kernels of the near field's backward pass.
 
 With L the stored logarithm of a query's sum of weights, p_t = exp(s_t − L) the weight of a key of its block and
-P = ∂o · o, the gradient of the logit is ∂s_t = p_t (∂o · v_t − P), as in every softmax attention. Of the far field, with
-n = fᵀS, d = fᵀz for the mixed summary and key sum without the own block, and c = exp(−L), the output holds λ c n and the
-sum of weights holds λ d: so ∂n = λ c ∂o, ∂d = −λ c P and ∂λ = c (∂o · n − P d).
+P = ∂o · o, the gradient of the logit is ∂s_t = p_t (∂o · v_t − P), as in every softmax attention. Of the far field,
+with f = φ(q), n = fᵀS, d = fᵀz for the mixed summary and key sum without the own block, and c = exp(−L), the output
+holds λ c n and the sum of weights holds λ d: so ∂n = λ c ∂o, ∂d = −λ c P and ∂λ = c (∂o · n − P d).
 
-Keys, queries and logits are formed again. The far field's kernels write the gradients of query, key and value first, and
-those of the near field add to them.
+Queries, keys and logits are formed again. The far field's kernels write the gradients of query, key and value first,
+and those of the near field add to them.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"

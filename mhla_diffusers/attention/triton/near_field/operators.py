@@ -33,9 +33,7 @@ def near_field_attention(
     from .passes import forward
 
     arguments = (feature_map, rotary, rope_before, eps, key_mask)
-    return forward(
-        near_field_call(query, key, value, mixing, far_field_weight, tuple(grid), tuple(blocks), *arguments)
-    )
+    return forward(near_field_call(query, key, value, mixing, far_field_weight, tuple(grid), tuple(blocks), *arguments))
 
 
 @torch.library.custom_op("mhla_diffusers::near_field_attention_backward", mutates_args=())

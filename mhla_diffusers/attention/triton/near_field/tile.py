@@ -11,11 +11,11 @@ from ..tile import to_bfloat16, tokens_in
 
 
 @triton.jit
-def operand(x, NUMBER: tl.constexpr):
+def operand(x, number: tl.constexpr):
     """A float32 tile rounded to the input's type, which is what softmax attention multiplies in."""
-    if NUMBER == tl.float32:
+    if number == tl.float32:
         return x
-    elif NUMBER == tl.bfloat16:
+    elif number == tl.bfloat16:
         return to_bfloat16(x)
     else:
         return x.to(tl.float16)
