@@ -81,7 +81,7 @@ def problems(draw):
 
 # Where the bound of float32 or of one rounding is passed, the eager backend's error is the measure; see test_kernels.
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_drawn_problems(problem, dtype):
     problem = on_device(problem)
