@@ -12,9 +12,13 @@ from .eager import eager_attention
 from .feature_maps import get_feature_map
 from .near_field import near_field_attention
 from .rotary import Rotary
-from .triton import triton_attention, why_not
+from .triton import triton_attention, triton_near_field_attention, why_not
 
 _BACKENDS: dict[str, Callable[..., torch.Tensor]] = {"eager": eager_attention, "triton": triton_attention}
+_NEAR_FIELD_BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
+    "eager": near_field_attention,
+    "triton": triton_near_field_attention,
+}
 
 
 def backend_names() -> list[str]:
@@ -112,20 +116,13 @@ def mhla_attention(
         "rope": rope,
         "eps": eps,
         "key_mask": key_mask,
+        "output_norm": output_norm,
+        "output_gate": output_gate,
     }
-    finishing: dict[str, Any] = {"output_norm": output_norm, "output_gate": output_gate}
-    attend = _BACKENDS[backend]
     if far_field_weight is None:
-        return attend(query, key, value, mixing, grid, blocks, normalize=normalize, **settings, **finishing)
+        return _BACKENDS[backend](query, key, value, mixing, grid, blocks, normalize=normalize, **settings)
     _check_far_field(far_field_weight, query, feature_map, normalize, eps)
-
-    def far_field(across: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        masked = {**settings, "key_mask": mask, **dict.fromkeys(finishing)}
-        return attend(query, key, value, across, grid, blocks, normalize=True, **masked)
-
-    return near_field_attention(
-        query, key, value, mixing, grid, blocks, far_field, far_field_weight, **settings, **finishing
-    )
+    return _NEAR_FIELD_BACKENDS[backend](query, key, value, mixing, grid, blocks, far_field_weight, **settings)
 
 
 def _check_far_field(

@@ -1,4 +1,4 @@
-"""Softmax attention inside a block, MHLA across blocks, under one denominator.
+"""Softmax attention inside a block, MHLA across blocks, under one denominator, in PyTorch operations.
 
 For a query q in block i, s_t = q · k_t / √D (RoPE on q and k where the model has it) and λ the far field's weight::
 
@@ -6,17 +6,18 @@ For a query q in block i, s_t = q · k_t / √D (RoPE on q and k where the model
 
 The far field enters the softmax of the block as one more key, whose logit is log(λ φ(q)ᵀ Σ m_ib z_b) and whose value is
 MHLA's output over the other blocks. So a fused softmax attention does the near field, its maximum is common to both
-parts, and no N x N matrix is formed. The split is known from FMMformer (Nguyen et al. 2021) and, for language models,
+parts, and no N x N matrix is formed. The kernels in :mod:`mhla_diffusers.attention.triton.near_field` do the same
+without gathering the blocks. The split is known from FMMformer (Nguyen et al. 2021) and, for language models,
 from LoLCATs (Zhang et al. 2024).
 """
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .blocks import Region, Shape, from_blocks, join_regions, regular_regions, to_blocks
-from .eager import eager_normaliser, finish, groups_of_heads, sum_dtype, without_autocast, working_set
+from .eager import eager_attention, eager_normaliser, finish, groups_of_heads, sum_dtype, without_autocast, working_set
 from .rotary import Rotary, apply_rotary, pair_tables
 
 _ALIGNMENT = 8
@@ -32,7 +33,6 @@ def near_field_attention(
     mixing: torch.Tensor,
     grid: Shape,
     blocks: Shape,
-    far_field: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     far_field_weight: torch.Tensor,
     *,
     feature_map: str,
@@ -43,7 +43,7 @@ def near_field_attention(
     output_norm: torch.Tensor | None,
     output_gate: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Near field exact, far field MHLA; arguments as in :func:`mhla_diffusers.attention.mhla_attention`.
+    """In PyTorch operations; arguments as in :func:`mhla_diffusers.attention.mhla_attention`, which has checked them.
 
     Args:
         query: (B, N, H, D).
@@ -52,7 +52,6 @@ def near_field_attention(
         mixing: (M, M) or (H, M, M); its diagonal is not used.
         grid: token grid.
         blocks: block count per axis.
-        far_field: normalised MHLA of query, key and value with a given mixing matrix and key mask, (B, N, H, D).
         far_field_weight: λ, (H,), positive.
         feature_map: φ of the far field.
         rotary: (cos, sin); the near field rotates query and key.
@@ -68,20 +67,17 @@ def near_field_attention(
     far = logit = None
     if math.prod(blocks) > 1:
         across = without_own_block(mixing)
-        mask = key_mask.float().clamp_min(_LEAST_MASK) if key_mask is not None else None
-        far = far_field(across, mask)
-        normaliser = eager_normaliser(
-            query,
-            key,
-            across,
-            grid,
-            blocks,
-            feature_map=feature_map,
-            rotary=rotary,
-            rope=rope,
-            eps=eps,
-            key_mask=mask,
+        settings: dict[str, Any] = {
+            "feature_map": feature_map,
+            "rotary": rotary,
+            "rope": rope,
+            "eps": eps,
+            "key_mask": far_field_mask(key_mask) if key_mask is not None else None,
+        }
+        far = eager_attention(
+            query, key, value, across, grid, blocks, normalize=True, output_norm=None, output_gate=None, **settings
         )
+        normaliser = eager_normaliser(query, key, across, grid, blocks, **settings)
         logit = (far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
     if rotary is not None:
         query, key = (rotated(x, rotary) for x in (query, key))
@@ -93,6 +89,11 @@ def near_field_attention(
 def without_own_block(mixing: torch.Tensor) -> torch.Tensor:
     """The mixing matrix (M, M) or (H, M, M) with a diagonal of zeros, so that a query block reads the others alone."""
     return mixing * (1 - torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device))
+
+
+def far_field_mask(key_mask: torch.Tensor) -> torch.Tensor:
+    """The key mask (B, N) of the far field, float32 and nowhere zero."""
+    return key_mask.float().clamp_min(_LEAST_MASK)
 
 
 def rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -8,7 +8,10 @@ from importlib.util import find_spec
 import torch
 
 from ..blocks import Shape
+from ..eager import finish
+from ..near_field import without_own_block
 from ..rotary import Rotary, pair_tables
+from .near_field.operators import near_field_attention as near_field_operator
 from .operators import attention
 
 logger = logging.getLogger(__name__)
@@ -61,11 +64,8 @@ def triton_attention(
     Raises:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.
     """
-    reason = why_not(query, feature_map, rotary)
-    if reason is not None:
-        raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
     tensors = {"mixing": mixing, "key_mask": key_mask, "output_norm": output_norm, "output_gate": output_gate}
-    _check_devices(query.device, tensors | dict(zip(("rotary cos", "rotary sin"), rotary or (), strict=False)))
+    _check(query, feature_map, rotary, tensors)
     output: torch.Tensor
     output, _ = attention(
         _usable(query, "query"),
@@ -86,11 +86,60 @@ def triton_attention(
     return output
 
 
-def _check_devices(device: torch.device, tensors: dict[str, torch.Tensor | None]) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
+def triton_near_field_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    grid: Shape,
+    blocks: Shape,
+    far_field_weight: torch.Tensor,
+    *,
+    feature_map: str,
+    rotary: Rotary | None,
+    rope: str,
+    eps: float,
+    key_mask: torch.Tensor | None,
+    output_norm: torch.Tensor | None,
+    output_gate: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same with a near field (:mod:`mhla_diffusers.attention.near_field`); norm and gate follow in PyTorch.
+
+    Raises:
+        ValueError: if the kernels cannot run this call, or its tensors are on several devices.
+    """
+    tensors = {"mixing": mixing, "key_mask": key_mask, "output_norm": output_norm, "output_gate": output_gate}
+    _check(query, feature_map, rotary, tensors | {"far_field_weight": far_field_weight})
+    output: torch.Tensor
+    output, *_ = near_field_operator(
+        _usable(query, "query"),
+        _usable(key, "key"),
+        _usable(value, "value"),
+        without_own_block(mixing),
+        far_field_weight.float().contiguous(),
+        grid,
+        blocks,
+        feature_map,
+        _rotary_table(rotary) if rotary is not None else None,
+        rope == "before",
+        eps,
+        key_mask.float().contiguous() if key_mask is not None else None,
+    )
+    if output_norm is None and output_gate is None:
+        return output
+    return finish(output.float(), output_norm, output_gate).to(query.dtype)
+
+
+def _check(
+    query: torch.Tensor, feature_map: str, rotary: Rotary | None, tensors: dict[str, torch.Tensor | None]
+) -> None:
+    reason = why_not(query, feature_map, rotary)
+    if reason is not None:
+        raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
+    for name, tensor in (tensors | dict(zip(("rotary cos", "rotary sin"), rotary or (), strict=False))).items():
+        if tensor is not None and tensor.device != query.device:
             raise ValueError(
-                f"{name} is on {tensor.device}, but query is on {device}; they must be on the same device."
+                f"{name} is on {tensor.device}, but query is on {query.device}; they must be on the same device."
             )
 
 

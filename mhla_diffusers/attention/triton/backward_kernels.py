@@ -35,7 +35,7 @@ SLOPE, SHRINK, NORMALISER_GRADIENT = tl.constexpr(0), tl.constexpr(1), tl.conste
 
 
 @triton.jit
-def _token_numbers(pointer, which: tl.constexpr, tile, layout):
+def token_numbers_at(pointer, which: tl.constexpr, tile, layout):
     """Addresses of one of the three numbers per token in a contiguous (B, H, 3, N)."""
     return pointer + ((tile.batch * layout.heads + tile.head) * 3 + which) * tokens_in(layout) + tile.tokens
 
@@ -112,10 +112,10 @@ def query_gradient_kernel(
             gradient = root[:, None] * gradient - shrink[:, None] * values
         normaliser_gradient = -slope * tl.sum(gradient * values, axis=1)
         gradient *= slope[:, None]
-        tl.store(_token_numbers(token_numbers, SLOPE, tile, layout), slope * root, mask=tile.exists)
-        tl.store(_token_numbers(token_numbers, SHRINK, tile, layout), shrink * slope * slope, mask=tile.exists)
+        tl.store(token_numbers_at(token_numbers, SLOPE, tile, layout), slope * root, mask=tile.exists)
+        tl.store(token_numbers_at(token_numbers, SHRINK, tile, layout), shrink * slope * slope, mask=tile.exists)
         tl.store(
-            _token_numbers(token_numbers, NORMALISER_GRADIENT, tile, layout), normaliser_gradient, mask=tile.exists
+            token_numbers_at(token_numbers, NORMALISER_GRADIENT, tile, layout), normaliser_gradient, mask=tile.exists
         )
         row_product = tl.sum(gradient * values, axis=1) * normaliser
         if NORMALIZE:
@@ -187,7 +187,7 @@ def summary_gradient_kernel(
         if output_gate is not None:
             gate = load_rows(output_gate, tile, columns, HEAD_DIM)
             gradient *= gate * tl.sigmoid(gate)
-        slope = tl.load(_token_numbers(token_numbers, SLOPE, tile, layout), mask=tile.exists, other=0.0)
+        slope = tl.load(token_numbers_at(token_numbers, SLOPE, tile, layout), mask=tile.exists, other=0.0)
         gradient *= slope[:, None]
         if output_norm is not None:
             values, _ = read_state(
@@ -204,12 +204,12 @@ def summary_gradient_kernel(
                 False,
                 number == tl.float32,
             )
-            shrink = tl.load(_token_numbers(token_numbers, SHRINK, tile, layout), mask=tile.exists, other=0.0)
+            shrink = tl.load(token_numbers_at(token_numbers, SHRINK, tile, layout), mask=tile.exists, other=0.0)
             gradient = gradient * weight[None, :] - shrink[:, None] * values
         summary = accurate_dot(tl.trans(rotated), gradient, summary, number == tl.float32, False, False)
         if NORMALIZE:
             normaliser_gradient = tl.load(
-                _token_numbers(token_numbers, NORMALISER_GRADIENT, tile, layout), mask=tile.exists, other=0.0
+                token_numbers_at(token_numbers, NORMALISER_GRADIENT, tile, layout), mask=tile.exists, other=0.0
             )
             key_sum += tl.sum(plain * normaliser_gradient[:, None], axis=0)
     store_part(summary_gradients, summary, key_sum, program, columns, layout, HEAD_DIM, NORMALIZE)

@@ -14,7 +14,7 @@ from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, 
 from .call import Call
 from .forward_kernels import output_kernel, summary_kernel
 from .memory import allocate
-from .tuning import SUMMARY_KERNELS, Tiling, architecture_of, parts_per_block, tiling
+from .tuning import ONE_TILE_KERNELS, SUMMARY_KERNELS, Tiling, architecture_of, parts_per_block, tiling
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Launch:
 
 def summary_launch(call: Call, architecture: str | None = None) -> tuple[Launch, torch.Tensor]:
     """KV summaries and key sums of all blocks: float32 (B, H, M, parts, D + normalize, D)."""
-    shape = _Shape(call, "summary", architecture)
+    shape = KernelShape(call, "summary", architecture)
     summaries = shape.new_partial_states()
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "rotary": _rotary(call),
+        "rotary": rotary_rows(call),
         "key_mask": call.key_mask,
         "summaries": summaries,
         "layout": shape.layout,
@@ -57,11 +57,11 @@ def summary_launch(call: Call, architecture: str | None = None) -> tuple[Launch,
 
 def output_launch(call: Call, mixed: torch.Tensor, architecture: str | None = None) -> tuple[Launch, torch.Tensor]:
     """Output (B, N, H, D) from the mixed summaries (B, H, M, D + normalize, D)."""
-    shape = _Shape(call, "output", architecture)
-    output = _like(call.query)
+    shape = KernelShape(call, "output", architecture)
+    output = like(call.query)
     arguments = {
         "query": rows(call.query),
-        "rotary": _rotary(call),
+        "rotary": rotary_rows(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional_rows(call.output_gate),
@@ -91,18 +91,18 @@ def query_gradient_launch(
     call: Call, mixed: torch.Tensor, output_gradient: torch.Tensor, architecture: str | None = None
 ) -> tuple[Launch, QueryGradients]:
     """Gradients of what belongs to the query's side."""
-    shape = _Shape(call, "query_gradient", architecture)
+    shape = KernelShape(call, "query_gradient", architecture)
     batch, tokens, heads, head_dim = call.query.shape
     device = call.query.device
     gradients = QueryGradients(
-        query=_like(call.query),
-        gate=_like(call.output_gate) if call.output_gate is not None else None,
+        query=like(call.query),
+        gate=like(call.output_gate) if call.output_gate is not None else None,
         norm=allocate((shape.programs, head_dim), torch.float32, device) if call.output_norm is not None else None,
         token_numbers=allocate((batch, heads, 3, tokens), torch.float32, device),
     )
     arguments = {
         "query": rows(call.query),
-        "rotary": _rotary(call),
+        "rotary": rotary_rows(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional_rows(call.output_gate),
@@ -126,11 +126,11 @@ def summary_gradient_launch(
     architecture: str | None = None,
 ) -> tuple[Launch, torch.Tensor]:
     """Gradient of the mixed summaries: float32 (B, H, M, parts, D + normalize, D)."""
-    shape = _Shape(call, "summary_gradient", architecture)
+    shape = KernelShape(call, "summary_gradient", architecture)
     gradients = shape.new_partial_states()
     arguments = {
         "query": rows(call.query),
-        "rotary": _rotary(call),
+        "rotary": rotary_rows(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional_rows(call.output_gate),
@@ -147,12 +147,12 @@ def key_value_gradient_launch(
     call: Call, summary_gradient: torch.Tensor, architecture: str | None = None
 ) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor]]:
     """Gradients of key and value (B, N, H, D) from that of the summaries (B, H, M, D + normalize, D)."""
-    shape = _Shape(call, "key_value_gradient", architecture)
-    key_gradient, value_gradient = _like(call.key), _like(call.value)
+    shape = KernelShape(call, "key_value_gradient", architecture)
+    key_gradient, value_gradient = like(call.key), like(call.value)
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "rotary": _rotary(call),
+        "rotary": rotary_rows(call),
         "key_mask": call.key_mask,
         "summary_gradient": summary_gradient,
         "key_gradient": key_gradient,
@@ -163,7 +163,7 @@ def key_value_gradient_launch(
     return shape.launch(key_value_gradient_kernel, arguments, "BLOCK_C"), (key_gradient, value_gradient)
 
 
-class _Shape:
+class KernelShape:
     """Tiles, programs and layout of one kernel for one call."""
 
     def __init__(self, call: Call, kernel: str, architecture: str | None) -> None:
@@ -174,7 +174,10 @@ class _Shape:
         self.tiles = tiling(kernel, head_dim, call.query.dtype, longest_block, architecture or architecture_of(device))
         columns = -(-head_dim // self.tiles.channels) if kernel in SUMMARY_KERNELS else 1
         whole_blocks = batch * heads * math.prod(call.blocks) * columns
-        parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, device)
+        if kernel in ONE_TILE_KERNELS:
+            parts = -(-longest_block // self.tiles.tokens)
+        else:
+            parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, device)
         self.programs = whole_blocks * parts
         self.layout: Layout = layout(heads, call.grid, call.blocks, parts)
 
@@ -184,7 +187,7 @@ class _Shape:
         return allocate((*blocks, self.layout.parts, channels, columns), torch.float32, self.call.query.device)
 
     def launch(self, kernel: Any, arguments: dict[str, Any], channels_name: str) -> Launch:
-        """``kernel`` with the constants that all kernels share; ``channels_name`` is BLOCK_C or BLOCK_E."""
+        """``kernel`` with those of the shared constants that it takes; ``channels_name`` is BLOCK_C or BLOCK_E."""
         head_dim = self.call.query.shape[3]
         constants = {
             "HEAD_DIM": head_dim,
@@ -195,14 +198,17 @@ class _Shape:
             "ROPE_BEFORE": self.call.rope_before,
             "NORMALIZE": self.call.normalize,
         }
-        return Launch(kernel, self.programs, arguments, constants, self.tiles)
+        taken = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        return Launch(kernel, self.programs, arguments, taken, self.tiles)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """An unfilled contiguous tensor of the same shape and type."""
     return allocate(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
-def _rotary(call: Call) -> Rows | None:
+def rotary_rows(call: Call) -> Rows | None:
+    """The RoPE table for a kernel."""
     return table_rows(call.rotary) if call.rotary is not None else None
 
 

@@ -56,8 +56,14 @@ def block_box(block, layout):
 
 
 @triton.jit
+def tiles_in(box, BLOCK_T: tl.constexpr):
+    """Tiles of a block."""
+    return tl.cdiv(box.length_0 * box.length_1 * box.length_2, BLOCK_T)
+
+
+@triton.jit
 def _tiles_per_part(box, layout, BLOCK_T: tl.constexpr):
-    return tl.cdiv(tl.cdiv(box.length_0 * box.length_1 * box.length_2, BLOCK_T), layout.parts)
+    return tl.cdiv(tiles_in(box, BLOCK_T), layout.parts)
 
 
 @triton.jit
@@ -69,8 +75,7 @@ def first_tile(program, box, layout, BLOCK_T: tl.constexpr):
 @triton.jit
 def end_tile(program, box, layout, BLOCK_T: tl.constexpr):
     """One past the last tile of the program's part of its block."""
-    tiles = tl.cdiv(box.length_0 * box.length_1 * box.length_2, BLOCK_T)
-    return tl.minimum((program.part + 1) * _tiles_per_part(box, layout, BLOCK_T), tiles)
+    return tl.minimum((program.part + 1) * _tiles_per_part(box, layout, BLOCK_T), tiles_in(box, BLOCK_T))
 
 
 @triton.jit

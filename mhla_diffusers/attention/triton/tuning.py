@@ -11,13 +11,15 @@ class Tiling(NamedTuple):
     tokens: int
     """Tokens per tile (BLOCK_T)."""
     channels: int
-    """Channels of the summary held at once (BLOCK_C or BLOCK_E)."""
+    """Channels of the summary held at once (BLOCK_C or BLOCK_E), where the kernel has to do with one."""
     warps: int
     stages: int
 
 
 SUMMARY_KERNELS = ("summary", "summary_gradient")
 """Kernels that add tokens up to summaries, ``channels`` columns at a time; the others read summaries."""
+ONE_TILE_KERNELS = ("near_field", "near_query_gradient", "near_key_value_gradient")
+"""Kernels with one program for each tile of a block; a program of the others works through its part of the block."""
 
 _Table = dict[str, Tiling]
 
@@ -28,10 +30,19 @@ _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D =
     "query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
     "summary_gradient": Tiling(tokens=32, channels=64, warps=8, stages=1),
     "key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "near_field": Tiling(tokens=64, channels=64, warps=8, stages=2),
+    "far_query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
+    "near_query_gradient": Tiling(tokens=64, channels=64, warps=8, stages=2),
+    "near_key_value_gradient": Tiling(tokens=32, channels=64, warps=8, stages=2),
 }
 _SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
-_SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
+_SMALL |= dict.fromkeys(ONE_TILE_KERNELS, Tiling(tokens=32, channels=32, warps=8, stages=2))
+_SM_80: _Table = _SMALL | {  # where a padded D = 72 spilled, and D = 32 in two stages
+    "output": Tiling(tokens=32, channels=32, warps=8, stages=1),
+    "near_query_gradient": Tiling(tokens=32, channels=32, warps=8, stages=1),
+}
 _AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
+_AMD["far_query_gradient"] = Tiling(tokens=32, channels=32, warps=4, stages=1)  # a padded D = 72 spilled
 _INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))
 _BY_ARCHITECTURE = {"sm_80": _SM_80, "sm_90": _LARGE, "sm_100": _LARGE, "sm_103": _LARGE, "interpreter": _INTERPRETER}
 """Cards that are not named here take the small tiles."""
@@ -45,8 +56,11 @@ def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, a
     if dtype == torch.float32 or padded > 128:
         # float32 products run outside the tensor cores on operands of twice the size; D = 256 doubles every row
         tokens, channels = min(tokens, 16), min(channels, 32)
-    if head_dim != padded and kernel in SUMMARY_KERNELS:
-        tokens = max(tokens // 2, 16)  # the masks of the padded channels take registers of their own
+    if head_dim != padded:  # the masks of the padded channels take registers of their own
+        if kernel in SUMMARY_KERNELS:
+            tokens = max(tokens // 2, 16)
+        if kernel == "near_field":
+            tokens, channels = min(tokens, 32), min(channels, 32)
     if padded <= 64 and architecture != "sm_120":  # which spills with 4 warps
         warps = 4
     return Tiling(min(tokens, _power_of_two(longest_block)), min(channels, padded), warps, stages)

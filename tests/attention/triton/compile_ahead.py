@@ -2,9 +2,10 @@
 
 A program of its own, because a kernel is made either for the interpreter or for a GPU:
 
-    python -m tests.attention.triton.compile_ahead sm_90 128
+    python -m tests.attention.triton.compile_ahead sm_90:128 gfx942:72 --near-field
 """
 
+import argparse
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from triton.compiler import ASTSource
 
 from mhla_diffusers.attention.triton import launches
 from mhla_diffusers.attention.triton.call import Call
+from mhla_diffusers.attention.triton.near_field import launches as near
+from mhla_diffusers.attention.triton.near_field.call import near_field_call
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -47,8 +50,37 @@ def call_of(head_dim: int, dtype: torch.dtype) -> Call:
     )
 
 
+def near_field_launches_of(call: Call, architecture: str) -> list[launches.Launch]:
+    """One launch of each kernel of the near field."""
+    heads = call.query.shape[2]
+    near_call = near_field_call(
+        call.query,
+        call.key,
+        call.value,
+        call.mixing,
+        torch.empty(heads, device="meta"),
+        call.grid,
+        call.blocks,
+        call.feature_map,
+        call.rotary,
+        call.rope_before,
+        call.eps,
+        call.key_mask,
+    )
+    state = torch.empty(near_call.far.state_shape, device="meta")
+    forward, output, log_sums = near.near_field_launch(near_call, state, architecture)
+    known = near.OutputSide(output, output, log_sums)
+    of_query, numbers = near.near_query_gradient_launch(near_call, known, output, architecture)
+    return [
+        forward,
+        near.far_query_gradient_launch(near_call, state, known, architecture)[0],
+        of_query,
+        near.near_key_value_gradient_launch(near_call, known, numbers, output, output, architecture),
+    ]
+
+
 def launches_of(call: Call, architecture: str) -> list[launches.Launch]:
-    """One launch of each kernel."""
+    """One launch of each kernel but the near field's."""
     state = torch.empty(call.state_shape, device="meta")
     query_gradient, gradients = launches.query_gradient_launch(call, state, call.query, architecture)
     return [
@@ -108,8 +140,9 @@ def stack_bytes(compiled: Any) -> int:
     return int(re.search(r"\.private_segment_fixed_size:\s*(\d+)", compiled.asm["amdgcn"])[1])
 
 
-def main(architecture: str, head_dim: int, dtype: torch.dtype) -> None:
-    for launch in launches_of(call_of(head_dim, dtype), architecture):
+def main(architecture: str, head_dim: int, dtype: torch.dtype, near_field: bool) -> None:
+    launches_here = near_field_launches_of if near_field else launches_of
+    for launch in launches_here(call_of(head_dim, dtype), architecture):
         compiled = triton.compile(source_of(launch), target=target_of(architecture), options=launch.options)
         report = {
             "kernel": launch.kernel.__name__,
@@ -126,4 +159,11 @@ def main(architecture: str, head_dim: int, dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET"):
         sys.exit("TRITON_INTERPRET is set: there is nothing to compile.")
-    main(sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3] if len(sys.argv) > 3 else "bfloat16"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("targets", nargs="+", help="architecture:head_dim")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--near-field", action="store_true", help="the near field's kernels instead of the others")
+    options = parser.parse_args()
+    for target in options.targets:
+        architecture, head_dim = target.split(":")
+        main(architecture, int(head_dim), getattr(torch, options.dtype), options.near_field)

@@ -21,21 +21,39 @@ SHARED_MEMORY = {
 """What one block (workgroup) may have; from the vendors' tables of limits per architecture."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [32, 72, 128])
-@pytest.mark.parametrize("architecture", SHARED_MEMORY)
-def test_kernels_fit(architecture, head_dim, tmp_path):
+def compile_ahead(arguments, cache):
+    """What each kernel needs, one dictionary per kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     output = subprocess.run(
-        [sys.executable, "-m", "tests.attention.triton.compile_ahead", architecture, str(head_dim)],
+        [sys.executable, "-m", "tests.attention.triton.compile_ahead", *arguments],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[3],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
     ).stdout
-    reports = [json.loads(line) for line in output.splitlines()]
-    assert len(reports) == 5
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def check(reports):
     for report in reports:
-        assert report["shared_bytes"] <= SHARED_MEMORY[architecture], report
+        assert report["shared_bytes"] <= SHARED_MEMORY[report["architecture"]], report
         assert report["stack_bytes"] == 0, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [32, 72, 128])
+@pytest.mark.parametrize("architecture", SHARED_MEMORY)
+def test_kernels_fit(architecture, head_dim, tmp_path):
+    reports = compile_ahead([f"{architecture}:{head_dim}"], tmp_path)
+    assert len(reports) == 5
+    check(reports)
+
+
+@pytest.mark.slow
+def test_kernels_of_the_near_field_fit(tmp_path):
+    """One head dim per architecture."""
+    targets = ["sm_80:72", "sm_86:128", "sm_89:32", "sm_90:128", "sm_100:32", "sm_120:72", "gfx942:32"]
+    reports = compile_ahead([*targets, "--near-field"], tmp_path)
+    assert len(reports) == 4 * len(targets)
+    check(reports)
