@@ -24,6 +24,9 @@ _ALIGNMENT = 8
 """Channels that fused attention kernels want the head dim to be a multiple of."""
 _LEAST_MASK = 1e-12
 """Weight of a masked key in the far field: where all other blocks are masked, there is still something to divide by."""
+_LEAST_MIXING = 1e-12
+"""Added to every weight of the far field: a row that mixes nothing, as of the identity, still has something to divide
+by, and a gradient to learn from."""
 
 
 def near_field_attention(
@@ -87,8 +90,12 @@ def near_field_attention(
 
 
 def without_own_block(mixing: torch.Tensor) -> torch.Tensor:
-    """The mixing matrix (M, M) or (H, M, M) with a diagonal of zeros, so that a query block reads the others alone."""
-    return mixing * (1 - torch.eye(mixing.shape[-1], dtype=mixing.dtype, device=mixing.device))
+    """The mixing matrix (M, M) or (H, M, M) with a diagonal of zeros, so that a query block reads the others alone.
+
+    Above it is nowhere exactly zero, at least float32.
+    """
+    matrix = mixing.to(sum_dtype(mixing.dtype)) + _LEAST_MIXING
+    return matrix * (1 - torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
 
 
 def far_field_mask(key_mask: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import mhla_attention, reference_attention
+from mhla_diffusers.attention.blocks import block_index
 from mhla_diffusers.attention.reference import reference_weights
 from mhla_diffusers.attention.rotary import apply_rotary, pair_tables
 
@@ -88,6 +89,21 @@ def test_small_far_field_weight_is_attention_within_blocks():
     q, k, v = (in_blocks(problem.tensors[name]) for name in ("query", "key", "value"))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     assert relative_error(in_blocks(found), expected) <= 1e-6
+
+
+def test_blocks_that_mix_nothing_are_attention_within_blocks_and_learn():
+    """The identity as mixing matrix: the far field is 0 / 0."""
+    query, key, value = (torch.randn(1, 24, 2, 16) for _ in range(3))
+    mixing = torch.eye(6, requires_grad=True)
+    output = mhla_attention(query, key, value, mixing, (4, 6), (2, 3), far_field_weight=torch.ones(2))
+    index = block_index((4, 6), (2, 3))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    same_block = index[:, None] == index[None, :]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, same_block).transpose(1, 2)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)  # rounding of float32
+    (gradient,) = torch.autograd.grad(output.square().sum(), mixing)
+    assert gradient.isfinite().all()
+    assert gradient[0, 1] != 0
 
 
 def test_weights_sum_to_one():
