@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from .checkpoints import load_mhla
 from .evaluation.results import write_json
 from .families import families, get_family
 from .patching import apply_mhla, find_transformers
+from .training.export import load_result
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ModelChoice:
     patch: str | None = None
     """Name or YAML file of a patch to apply, as it is before training."""
     weights: str | None = None
-    """Folder or Hub id of a trained patch, as ``load_mhla`` takes it; LoRA that lies in the folder is loaded too."""
+    """What ``mhla finetune`` has left, or the folder or Hub id of a patch."""
     frames_per_second: int | None = None
     """Of videos; 16, as Wan was trained, or what the tiny pipeline was trained with, if left out."""
     device: str = "cpu"
@@ -198,7 +198,7 @@ def load_pipeline(config: ModelChoice) -> Any:
     """The pipeline, patched where the configuration asks for it.
 
     Raises:
-        ValueError: a model of another family, a patch that does not fit, or LoRA for a pipeline that takes none.
+        ValueError: a model of another family, or a patch or weights that do not fit.
     """
     from diffusers import DiffusionPipeline
 
@@ -215,20 +215,8 @@ def load_pipeline(config: ModelChoice) -> Any:
     if config.patch is not None:
         apply_mhla(pipe, config.patch)
     if config.weights is not None:
-        load_mhla(pipe, config.weights)
-        _load_adapters(pipe, Path(config.weights))
+        load_result(pipe, config.weights)
     return pipe
-
-
-def _load_adapters(pipe: Any, folder: Path) -> None:
-    """LoRA that finetuning left beside the patch."""
-    from .training.export import LORA_FILE
-
-    if not (folder / LORA_FILE).is_file():
-        return
-    if not hasattr(pipe, "load_lora_weights"):
-        raise ValueError(f"{folder} holds LoRA, which diffusers cannot load into a {type(pipe).__name__}.")
-    pipe.load_lora_weights(folder, weight_name=LORA_FILE)
 
 
 def call_pipeline(pipe: Any, config: ModelChoice, prompt: str, seed: int) -> Any:

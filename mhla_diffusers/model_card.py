@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .describe import describe
 
 if TYPE_CHECKING:
-    from .checkpoints import PatchRecord
+    from .patch_record import PatchRecord
 
 _CARD = """\
 # {title}

@@ -12,7 +12,9 @@ def analyze(
     output: Annotated[Path, typer.Option(help="Folder for analysis.json and pictures.")] = Path("outputs/analysis"),
     model: Annotated[str | None, typer.Option(help="Hub id or folder; the tiny pipeline if left out.")] = None,
     patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch.")] = None,
-    weights: Annotated[str | None, typer.Option(help="Folder or Hub id of a trained patch.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="What mhla finetune left, or folder or Hub id of a patch.")
+    ] = None,
     layers: Annotated[list[int] | None, typer.Option("--layer", help="Index; several times; all if left out.")] = None,
     token: Annotated[int | None, typer.Option(help="Whose attention is drawn; the middle one if left out.")] = None,
     seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
@@ -21,8 +23,9 @@ def analyze(
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the pipeline's call.")] = None,
 ) -> None:
     """Rank, entropy and sensitivity of every layer's attention; attention maps and mixing matrices as pictures."""
+    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Column, Table
+    from rich.table import Table
 
     from ..generation import GenerationConfig, call_pipeline, load_pipeline, parse_settings
     from .run import analyze as analyze_model
@@ -43,14 +46,14 @@ def analyze(
     pipe = load_pipeline(config)
     pipe.set_progress_bar_config(disable=True)
     result = analyze_model(pipe, lambda: call_pipeline(pipe, config, prompt, seed), output, layers=layers, token=token)
-    table = Table(Column("layer", no_wrap=True), "attention", "tokens", "rank", "at most", "entropy", "alone moves")
+    table = Table("layer", "attention", "tokens", "rank", "at most", "entropy", "moves", box=SIMPLE, pad_edge=False)
     for layer in result.layers:
         change = "-" if result.sensitivity is None else f"{result.sensitivity.get(layer.name, 0.0) ** 0.5:.1%}"
         cells = (str(layer.tokens), f"{layer.rank:.1f}", str(layer.rank_bound), f"{layer.entropy:.2f}", change)
         table.add_row(layer.name, layer.attention, *cells)
     Console().print(table)
     typer.echo(
-        "Rank: singular values above 1/10000 of the largest. Entropy: of a query's weights, in nats. Alone moves: how "
+        "Rank: singular values above 1/10000 of the largest. Entropy: of a query's weights, in nats. Moves: how "
         "far the model's output moves when this layer alone is replaced, relative."
     )
     for picture in result.pictures:

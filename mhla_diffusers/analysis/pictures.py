@@ -10,6 +10,8 @@ import torch
 from ..plotting import require_matplotlib
 
 _COLUMNS = 4
+_NEARLY_POSITIVE = 0.01
+"""Negative values down to this part of the largest are drawn as zero."""
 
 
 def side_by_side(values: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
@@ -49,13 +51,13 @@ def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], t
     plt = require_matplotlib()
     maps = {name: side_by_side(row.float(), grid) for name, row in rows.items()}
     figure, axes = _sheet(plt, len(maps), wide=len(grid) == 3)
-    row, column = position_of(token, grid)
     for axis, (name, picture) in zip(axes, maps.items(), strict=False):
-        image = axis.imshow(picture, vmin=0, cmap="magma")
-        axis.plot(column, row, marker="s", markersize=9, markerfacecolor="none", markeredgecolor="cyan")
+        image = axis.imshow(picture, **_colours(rows[name]))
+        _mark(axis, position_of(token, grid))
         axis.set_title(name, fontsize=8)
         figure.colorbar(image, ax=axis, shrink=0.8)
-    figure.suptitle(f"Attention of token {token} over the grid {'x'.join(map(str, grid))}", fontsize=10)
+    title = f"Attention of token {token} over the grid {'x'.join(map(str, grid))}"
+    figure.suptitle(f"{title}, frames from left to right" if len(grid) == 3 else title, fontsize=10)
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file
@@ -73,32 +75,50 @@ def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], blocks: Sequence[
         ``file``.
     """
     plt = require_matplotlib()
-    shared = {
-        name: matrix.detach().float().cpu().reshape(-1, *matrix.shape[-2:]).mean(0) for name, matrix in matrices.items()
-    }
-    middle, largest = middle_of(blocks), max(float(matrix.max()) for matrix in shared.values())
+    shared = {name: _mean_over_heads(matrix) for name, matrix in matrices.items()}
+    middle, colours = middle_of(blocks), _colours(torch.stack(list(shared.values())))
     columns = min(_COLUMNS, len(shared))
     bands = math.ceil(len(shared) / columns)
-    size = (max(5.0, 2.6 * columns + 1), 5.4 * bands)
-    figure, axes = plt.subplots(2 * bands, columns, figsize=size, squeeze=False, layout="constrained")
+    height, width = side_by_side(shared[next(iter(shared))][middle], blocks).shape
+    ratios = [1.0, min(1.0, height / width)] * bands
+    size = (max(5.0, 2.6 * columns + 1), 2.2 * sum(ratios) + bands)
+    figure, axes = plt.subplots(
+        2 * bands, columns, figsize=size, squeeze=False, layout="constrained", height_ratios=ratios
+    )
     for axis in axes.flat:
         axis.set_axis_off()
-    row, column = position_of(middle, blocks)
     for place, (name, matrix) in enumerate(shared.items()):
         band, at = divmod(place, columns)
         above, below = axes[2 * band, at], axes[2 * band + 1, at]
         above.set_axis_on()
-        above.imshow(matrix, vmin=0, vmax=largest, cmap="magma")
+        above.imshow(matrix, **colours)
         above.set_title(name, fontsize=8)
         above.set_xlabel("key block", fontsize=8)
         above.set_ylabel("query block", fontsize=8)
-        image = below.imshow(side_by_side(matrix[middle], blocks), vmin=0, vmax=largest, cmap="magma")
-        below.plot(column, row, marker="s", markersize=9, markerfacecolor="none", markeredgecolor="cyan")
+        image = below.imshow(side_by_side(matrix[middle], blocks), **colours)
+        _mark(below, position_of(middle, blocks))
         below.set_title(f"row of query block {middle}", fontsize=8)
     figure.colorbar(image, ax=axes, shrink=0.6)
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file
+
+
+def _mark(axis: Any, position: tuple[int, int]) -> None:
+    """A frame around one token or block."""
+    from matplotlib.patches import Rectangle
+
+    row, column = position
+    axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=1.5))
+
+
+def _colours(values: torch.Tensor) -> dict[str, Any]:
+    """From zero to the largest value; on both sides of zero for signed ones, as RoPE and the paper's code make them."""
+    lowest, highest = float(values.min()), float(values.max())
+    if lowest > -_NEARLY_POSITIVE * highest:
+        return {"cmap": "magma", "vmin": 0, "vmax": highest}
+    largest = max(-lowest, highest)
+    return {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
 
 
 def _mean_over_heads(matrix: torch.Tensor) -> torch.Tensor:

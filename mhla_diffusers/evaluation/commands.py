@@ -72,6 +72,9 @@ def vbench(
     source: Annotated[list[Path] | None, typer.Option("--from", help="Results of VBench: files or folders.")] = None,
     suite: Annotated[Path | None, typer.Option(help="VBench_full_info.json, which comes with VBench.")] = None,
     vbench_python: Annotated[Path | None, typer.Option(help="Python of VBench's own environment.")] = None,
+    flickering: Annotated[
+        Path | None, typer.Option(help="The folder filtered_videos of VBench's static_filter.py, for its dimension.")
+    ] = None,
     dimensions: Annotated[list[str] | None, typer.Option("--dimension", help="Several times; all if left out.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for results, totals and the log.")] = Path("outputs/vbench"),
     device: _DEVICE = "cuda",
@@ -88,7 +91,7 @@ def vbench(
         raise ValueError("Give --from with results, or the folder of videos with --suite and --vbench-python.")
     else:
         chosen = tuple(dimensions or DIMENSIONS)
-        config = VBenchConfig(vbench_python, suite, videos, output, chosen, device)
+        config = VBenchConfig(vbench_python, suite, videos, output, chosen, device, flickering)
         for name, score, now in run_vbench(config):
             typer.echo(f"{name}: {score:.4f}{'' if now else ' (before)'}")
         if set(chosen) != set(DIMENSIONS):
@@ -113,7 +116,9 @@ def samples(
     all_flickering: Annotated[bool, typer.Option(help="25 videos of each temporal flickering prompt.")] = False,
     model: Annotated[str | None, typer.Option(help="Hub id or folder; the tiny pipeline if left out.")] = None,
     patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch.")] = None,
-    weights: Annotated[str | None, typer.Option(help="Folder or Hub id of a trained patch.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="What mhla finetune left, or folder or Hub id of a patch.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Samples per call of the pipeline.")] = 1,
     frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None,

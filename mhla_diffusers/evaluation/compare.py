@@ -14,14 +14,13 @@ from .description import Description, Progress, describe_images
 from .extractors import FeatureExtractor
 from .fid import compare
 from .images import FolderImages, read_sample
+from .known_scores import known_scores
 from .metrics import FeatureStatistics, frechet_distance
 from .paper import PaperRows, paper_rows
 from .reference import describe_reference
 from .results import read_json
 from .sample_list import Sample, require_samples
 
-SCORE_FILES = ("scores.json", "vbench.json", "geneval.json")
-"""Files in a set's folder whose numbers are taken into the table."""
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
 """Takes uint8 images (3, H, W) or videos (F, 3, H, W) and what they should show, gives a score for each: (B,)."""
 
@@ -29,7 +28,7 @@ _RECORD = "generation.json"
 _RESAMPLES = 1000
 _FRECHET_RESAMPLES = 200
 _FRECHET_CHANNELS = 256
-"""Channels up to which the Fréchet distance is bootstrapped; of 2048 every resample takes seconds."""
+"""Channels up to which the Fréchet distance is bootstrapped; of Inception's 2048 the resamples would take an hour."""
 _BATCH = 50
 
 
@@ -61,6 +60,8 @@ class Comparison:
     rows: list[Row]
     paper: PaperRows
     reference: Path | None
+    remarks: Sequence[str] = ()
+    """What a reader has to know of the differences."""
 
 
 def read_variants(folders: Sequence[Path]) -> list[Variant]:
@@ -107,7 +108,7 @@ def compare_sets(
 ) -> Comparison:
     """Measure every variant, and its differences from the first one over the same samples.
 
-    Numbers in ``scores.json``, ``vbench.json`` and ``geneval.json`` of a set's folder are taken into the table.
+    Scores that lie in a set's folder (``known_scores.SCORE_FILES``) are taken in as well.
 
     Args:
         folders: of the sets, the baseline first.
@@ -124,30 +125,37 @@ def compare_sets(
     if (reference is None) != (extractor is None):
         raise ValueError("A reference and an extractor belong together; give both or neither.")
     variants = read_variants(folders)
-    rows = [Row(variant, _known_scores(variant.folder)) for variant in variants]
+    rows = [Row(variant) for variant in variants]
+    _add_known_scores(rows)
+    remarks: list[str] = []
     if reference is not None and extractor is not None:
         expected = describe_reference(reference, extractor, extractor_name, batch_size=_BATCH, progress=progress)
-        _add_distances(rows, expected, extractor, progress)
+        remarks += _add_distances(rows, expected, extractor, progress)
     for name, score in (sample_scores or {}).items():
         _add_sample_scores(rows, name, score)
-    return Comparison(rows, paper_rows(variants[0].choices.get("model")), reference)
+    return Comparison(rows, paper_rows(variants[0].choices.get("model")), reference, remarks)
 
 
-def _known_scores(folder: Path) -> dict[str, float]:
-    scores: dict[str, float] = {}
-    for name in SCORE_FILES:
-        if (folder / name).is_file():
-            content = read_json(folder / name)
-            if not isinstance(content, dict):
-                raise ValueError(f"{folder / name} must map names to numbers.")
-            named = {"geneval": content["overall"]} if "overall" in content else content
-            scores |= {key: float(value) for key, value in named.items() if isinstance(value, int | float)}
-    return scores
+def _add_known_scores(rows: Sequence[Row]) -> None:
+    known = [known_scores(row.variant.folder) for row in rows]
+    for row, scores in zip(rows, known, strict=True):
+        row.scores |= {name: float(values.mean()) for name, values in scores.items()}
+    for row, scores in zip(rows[1:], known[1:], strict=True):
+        for name in scores.keys() & known[0].keys():
+            own, base = scores[name], known[0][name]
+            if len(own) != len(base):
+                raise ValueError(
+                    f"{rows[0].variant.folder} has {len(base)} values of {name}, {row.variant.folder} {len(own)}; they "
+                    "must be of the same things."
+                )
+            if len(own) > 1:
+                row.differences[name] = _mean_difference(own - base)
 
 
 def _add_distances(
     rows: Sequence[Row], expected: Description, extractor: FeatureExtractor, progress: Progress | None
-) -> None:
+) -> list[str]:
+    """Also differences of the distances; returns what there is to remark."""
     features: list[torch.Tensor] = []
     with TemporaryDirectory(prefix="mhla-features-") as folder:
         for number, row in enumerate(rows):
@@ -157,11 +165,16 @@ def _add_distances(
             row.scores |= {name: value for name, value in measured.items() if name not in ("samples", "reference")}
             assert found.features is not None
             features.append(found.features)
-        if features[0].shape[1] > _FRECHET_CHANNELS:
-            return
+        channels = features[0].shape[1]
+        if channels > _FRECHET_CHANNELS:
+            return [
+                f"The Fréchet distance of {channels} channels has no interval: it is bootstrapped up to "
+                f"{_FRECHET_CHANNELS} channels, above which the resamples would take an hour."
+            ]
         for row, own in zip(rows[1:], features[1:], strict=True):
             statistic = _distance_difference(own, features[0], expected)
             row.differences["fid"] = bootstrap(statistic, len(own), _FRECHET_RESAMPLES)
+    return []
 
 
 def _distance_difference(
@@ -178,12 +191,11 @@ def _add_sample_scores(rows: Sequence[Row], name: str, score: SampleScore) -> No
     for row, own in zip(rows, values, strict=True):
         row.scores[name] = float(own.mean())
         if own is not values[0]:
-            change = own - values[0]
-            row.differences[name] = bootstrap(_mean_of(change), len(change), _RESAMPLES)
+            row.differences[name] = _mean_difference(own - values[0])
 
 
-def _mean_of(values: torch.Tensor) -> Callable[[torch.Tensor], float]:
-    return lambda chosen: float(values[chosen].mean())
+def _mean_difference(change: torch.Tensor) -> Interval:
+    return bootstrap(lambda chosen: float(change[chosen].mean()), len(change), _RESAMPLES)
 
 
 def _score_samples(variant: Variant, score: SampleScore) -> torch.Tensor:

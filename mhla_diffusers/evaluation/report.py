@@ -104,7 +104,8 @@ def _html(comparison: Comparison, shown: int) -> str:
         if rows
         else ""
     )
-    body = f"{html_table(*score_table(comparison))}<p>{escape(_facts(comparison))}</p>{differences}"
+    remarks = "".join(f"<p>{escape(remark)}</p>" for remark in comparison.remarks)
+    body = f"{html_table(*score_table(comparison))}<p>{escape(_facts(comparison))}</p>{differences}{remarks}"
     return html_page(_TITLE, f"{body}<h2>The same noise and text</h2>{_side_by_side(comparison.rows, shown)}")
 
 
@@ -122,7 +123,7 @@ def _markdown(comparison: Comparison) -> str:
     header, rows = difference_table(comparison)
     if rows:
         parts += ["## Paired differences", _markdown_table(header, rows)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *comparison.remarks]) + "\n"
 
 
 def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

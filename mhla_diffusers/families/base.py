@@ -33,9 +33,15 @@ class Family(ABC):
             for index, block in enumerate(getattr(transformer, list_name, ()))
         }
 
-    @abstractmethod
     def token_grid(self, transformer: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
-        """Token grid that the transformer makes of its input ``hidden_states`` (latents)."""
+        """Token grid that the transformer makes of its input ``hidden_states``.
+
+        By default the latents (B, C, ...) are cut into patches of ``config.patch_size``, one size for all axes or one
+        for each.
+        """
+        sizes, patch = hidden_states.shape[2:], transformer.config.patch_size
+        patches = (patch,) * len(sizes) if isinstance(patch, int) else patch
+        return tuple(size // length for size, length in zip(sizes, patches, strict=True))
 
     @abstractmethod
     def self_attention_processor(self) -> Any:

@@ -7,8 +7,6 @@ Softmax self-attention only; positions are added to the tokens once, before the 
 
 from typing import Any
 
-import torch
-
 from ..config import MHLAConfig
 from .base import Family
 
@@ -21,11 +19,6 @@ class DiTFamily(Family):
     axes = 2
     block_lists = ("transformer_blocks",)
     default_config = MHLAConfig(blocks=(4, 4))
-
-    def token_grid(self, transformer: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
-        """Patches of the latents (B, C, H, W) along each axis."""
-        patch = transformer.config.patch_size
-        return hidden_states.shape[2] // patch, hidden_states.shape[3] // patch
 
     def self_attention_processor(self) -> Any:
         """``AttnProcessor2_0``."""

@@ -6,8 +6,6 @@ no positional embedding; the convolutional feed-forward needs the tokens in rast
 
 from typing import Any
 
-import torch
-
 from ..config import MHLAConfig
 from .base import Family
 
@@ -20,11 +18,6 @@ class SanaFamily(Family):
     axes = 2
     block_lists = ("transformer_blocks",)
     default_config = MHLAConfig(blocks=(4, 4))
-
-    def token_grid(self, transformer: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
-        """Patches of the latents (B, C, H, W) along each axis."""
-        patch = transformer.config.patch_size
-        return hidden_states.shape[2] // patch, hidden_states.shape[3] // patch
 
     def self_attention_processor(self) -> Any:
         """``SanaLinearAttnProcessor2_0``."""

@@ -7,8 +7,6 @@ the main ones. A Wan 2.2 A14B pipeline has two transformers, which are patched a
 
 from typing import Any
 
-import torch
-
 from ..config import MHLAConfig
 from .base import Family
 
@@ -21,11 +19,6 @@ class WanFamily(Family):
     axes = 3
     block_lists = ("blocks", "vace_blocks")
     default_config = MHLAConfig(blocks=(7, 3, 5))
-
-    def token_grid(self, transformer: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
-        """Patches of the latents (B, C, F, H, W) along each axis."""
-        sizes = zip(hidden_states.shape[2:], transformer.config.patch_size, strict=True)
-        return tuple(size // patch for size, patch in sizes)
 
     def self_attention_processor(self) -> Any:
         """``WanAttnProcessor``."""

@@ -8,7 +8,13 @@ from PIL import Image
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.analysis import analyze_layers, each_attention_matrix, rank
-from mhla_diffusers.analysis.pictures import draw_attention_maps, middle_of, position_of, side_by_side
+from mhla_diffusers.analysis.pictures import (
+    draw_attention_maps,
+    draw_mixing_matrices,
+    middle_of,
+    position_of,
+    side_by_side,
+)
 from mhla_diffusers.analysis.run import analyze
 from mhla_diffusers.families import get_family
 from mhla_diffusers.sensitivity import TransformerCall, record_calls
@@ -104,6 +110,17 @@ def test_brightest_point_of_a_map_is_where_the_attention_is(tmp_path):
         pixels = image.convert("L")
         bright = [i for i, value in enumerate(pixels.crop((0, 60, 330, 320)).tobytes()) if 200 < value < 254]
         assert len(bright) > 500
+
+
+def test_negative_weights_are_not_drawn_as_zero(tmp_path):
+    pytest.importorskip("matplotlib")
+    matrix = torch.zeros(4, 4)
+    matrix[1, 1], matrix[2, 2] = 1, -1
+    for weights, has_blue in ((matrix, True), (matrix.abs(), False)):
+        with Image.open(draw_mixing_matrices({"layer": weights}, (2, 2), tmp_path / "matrix.png")) as image:
+            red, _, blue = image.convert("RGB").crop((0, 0, 400, 300)).split()
+        pairs = zip(red.tobytes(), blue.tobytes(), strict=True)
+        assert (sum(r < 30 and b > 80 for r, b in pairs) > 300) == has_blue
 
 
 def test_everything_is_written(tmp_path):

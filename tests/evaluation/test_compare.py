@@ -65,6 +65,33 @@ def test_scores_and_paired_differences(folders):
     assert 0.8 < step.low < step.high < 1.2
 
 
+def test_lists_of_scores_are_paired(tmp_path):
+    losses = torch.rand(50, generator=torch.Generator().manual_seed(0))
+    first = write_set(tmp_path / "a", 128, held_out_loss=losses.tolist())
+    second = write_set(tmp_path / "b", 128, held_out_loss=(losses + 0.01).tolist())
+    row = compare_sets([first, second]).rows[1]
+    assert row.scores["held_out_loss"] == pytest.approx(float(losses.mean()) + 0.01)
+    # the losses differ by far more than 0.01, but those of one sample by 0.01 throughout
+    change = row.differences["held_out_loss"]
+    assert (change.low, change.value, change.high) == pytest.approx((0.01, 0.01, 0.01), rel=1e-3)
+    for wrong, message in (([0.1], "50 values of held_out_loss, .*b 1"), (["x"], "must be a number or a list")):
+        (second / "scores.json").write_text(json.dumps({"held_out_loss": wrong}))
+        with pytest.raises(ValueError, match=message):
+            compare_sets([first, second])
+
+
+def test_missing_interval_of_many_channels_is_said(folders, tmp_path):
+    def wide(images):
+        return torch.cat([blocks(images).pooled, torch.zeros(len(images), 300)], dim=1)
+
+    comparison = compared(folders, extractor=wide, extractor_name="wide", sample_scores={})
+    assert "fid" in comparison.rows[1].scores
+    assert "fid" not in comparison.rows[1].differences
+    page = write_report(comparison, tmp_path / "report")
+    for text in (page.read_text(), page.with_name("report.md").read_text()):
+        assert "channels has no interval" in text
+
+
 def test_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
     covered = 0
     for seed in range(100):

@@ -1,5 +1,6 @@
 """VBench's suite, totals, and driving it; a small stand-in package plays VBench."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -182,6 +183,21 @@ def test_results_of_other_videos_are_not_mixed(config):
     other = config.videos.rename(config.videos.with_name("other"))
     with pytest.raises(ValueError, match="holds results of .*videos, not of .*other"):
         next(run_vbench(VBenchConfig(config.python, config.suite, other, config.output, config.dimensions)))
+
+
+def test_flickering_is_evaluated_on_what_the_static_filter_has_left(config, tmp_path):
+    entries = [*read_suite(config.suite), {"prompt_en": "a still frame", "dimension": ["temporal_flickering"]}]
+    config.suite.write_text(json.dumps(entries))
+    filtered = tmp_path / "filtered_videos"
+    filtered.mkdir()
+    chosen = dataclasses.replace(config, dimensions=("scene", "temporal_flickering"), flickering_videos=filtered)
+    with pytest.raises(ValueError, match="holds no videos of temporal_flickering; give the folder filtered_videos"):
+        next(run_vbench(chosen))
+    for number in range(3):
+        (filtered / f"a still frame-{number}.mp4").touch()
+    assert list(run_vbench(chosen)) == [("scene", 1.0, True), ("temporal_flickering", 0.6, True)]
+    with pytest.raises(ValueError, match="holds results of .*videos, .*filtered_videos, not of"):
+        next(run_vbench(config))
 
 
 def test_environment_without_vbench_is_said(config, monkeypatch):

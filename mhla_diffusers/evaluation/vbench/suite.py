@@ -8,6 +8,8 @@ from ..results import read_json
 
 SAMPLES = 5
 """Videos per prompt."""
+FLICKERING = "temporal_flickering"
+"""The dimension whose videos VBench's static filter chooses."""
 FLICKERING_SAMPLES = 25
 """Videos per prompt of the temporal flickering dimension, from which VBench's static filter chooses."""
 
@@ -81,7 +83,7 @@ def suite_videos(
     """
     counts: dict[str, int] = {}
     for entry in entries:
-        flickering = all_flickering and "temporal_flickering" in entry["dimension"]
+        flickering = all_flickering and FLICKERING in entry["dimension"]
         prompt = entry["prompt_en"]
         counts[prompt] = max(counts.get(prompt, 0), FLICKERING_SAMPLES if flickering else SAMPLES)
     texts = augmented or {}

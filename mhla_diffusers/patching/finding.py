@@ -1,0 +1,87 @@
+"""Find what can be patched or is patched: transformers, their attentions, their MHLA layers."""
+
+from typing import Any
+
+from torch import nn
+
+from ..families import find_family, get_family
+from ..layer import MHLALayer
+from ..processor import MHLAProcessor
+
+
+def find_transformers(model: Any) -> dict[str, nn.Module]:
+    """The supported transformers of a pipeline by component name, or the transformer itself as ``transformer``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = supported_transformers(model)
+    if not found:
+        if isinstance(model, nn.Module):
+            get_family(_unwrap(model))
+        components = ", ".join(getattr(model, "components", {})) or "none"
+        raise ValueError(
+            f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). "
+            "Pass a DiT, SANA or Wan pipeline, or one of their transformers."
+        )
+    return found
+
+
+def supported_transformers(model: Any) -> dict[str, nn.Module]:
+    """Like :func:`find_transformers`, but empty if there is none."""
+    components = {"transformer": model} if isinstance(model, nn.Module) else getattr(model, "components", {})
+    modules = {name: _unwrap(part) for name, part in components.items() if isinstance(part, nn.Module)}
+    return {name: module for name, module in modules.items() if find_family(module) is not None}
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile`` or data parallelism."""
+    from accelerate.utils import extract_model_from_parallel
+
+    unwrapped: nn.Module = extract_model_from_parallel(module, keep_torch_compile=False)
+    return unwrapped
+
+
+def attentions_of(transformer: nn.Module) -> dict[str, Any]:
+    """Name and module of every attention, cross-attention included."""
+    return {name: module for name, module in transformer.named_modules() if hasattr(module, "set_processor")}
+
+
+def is_patched(model: Any) -> bool:
+    """Whether any attention of a pipeline or transformer runs MHLA or holds its weights."""
+    return any(
+        hasattr(attn, "mhla") or isinstance(attn.processor, MHLAProcessor)
+        for transformer in supported_transformers(model).values()
+        for attn in attentions_of(transformer).values()
+    )
+
+
+def mhla_layers(model: Any) -> dict[str, MHLALayer]:
+    """Name and module of every MHLA layer.
+
+    Names are those of ``named_modules()``; for a pipeline the component's name stands before them.
+    """
+    prefixes = {name: f"{name}." if not isinstance(model, nn.Module) else "" for name in supported_transformers(model)}
+    return {
+        f"{prefixes[name]}{path}": module
+        for name, transformer in supported_transformers(model).items()
+        for path, module in transformer.named_modules()
+        if isinstance(module, MHLALayer)
+    }
+
+
+def require_layers(model: Any) -> dict[str, MHLALayer]:
+    """Like :func:`mhla_layers`.
+
+    Raises:
+        ValueError: if there are none, with the way to get them.
+    """
+    layers = mhla_layers(model)
+    if not layers and is_patched(model):
+        raise ValueError(
+            "The model has no MHLA weights yet: diffusers' own set_attn_processor makes them at the first forward. "
+            "Run one, or use mhla_diffusers.set_attn_processor(transformer, processor)."
+        )
+    if not layers:
+        raise ValueError("The model is not patched with MHLA; call apply_mhla() first.")
+    return layers

@@ -1,0 +1,77 @@
+"""Take a patch away, for good or for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..families import Family, get_family
+from ..processor import MHLAProcessor
+from .finding import attentions_of, find_transformers, is_patched
+from .grid_hook import find_grid_hook
+
+Model = TypeVar("Model")
+"""A diffusers pipeline or a transformer."""
+
+
+def remove_mhla(model: Model) -> Model:
+    """Undo :func:`apply_mhla`: processors, modules, hooks and methods are those of before.
+
+    Attentions that were patched through diffusers' own ``set_attn_processor``, which keeps no record, get the
+    processors that diffusers gives a new model.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: if the model is not patched.
+    """
+    if not is_patched(model):
+        raise ValueError("The model is not patched with MHLA; there is nothing to remove.")
+    for transformer in find_transformers(model).values():
+        family = get_family(transformer)
+        for attn in attentions_of(transformer).values():
+            if isinstance(attn.processor, MHLAProcessor) or hasattr(attn, "mhla"):
+                attn.set_processor(original_processor(attn, family, transformer))
+            if hasattr(attn, "mhla"):
+                del attn.mhla
+        hook = find_grid_hook(transformer)
+        if hook is not None and hook.handle is not None:
+            hook.handle.remove()
+        family.restore(transformer)
+    return model
+
+
+@contextmanager
+def mhla_disabled(model: Any) -> Iterator[None]:
+    """Within the context the model attends as before the patch, with the same weights.
+
+    Raises:
+        ValueError: if the model is not patched.
+    """
+    if not is_patched(model):
+        raise ValueError("The model is not patched with MHLA; there is nothing to switch off.")
+    switched = []
+    for transformer in find_transformers(model).values():
+        family = get_family(transformer)
+        for attn in attentions_of(transformer).values():
+            if isinstance(attn.processor, MHLAProcessor):
+                switched.append((attn, attn.processor))
+                attn.set_processor(original_processor(attn, family, transformer))
+    try:
+        yield
+    finally:
+        for attn, processor in switched:
+            if hasattr(attn, "mhla"):  # the patch may have been removed meanwhile
+                attn.set_processor(processor)
+
+
+def original_processor(attn: Any, family: Family, transformer: nn.Module) -> Any:
+    """The processor that an attention had before the patch, or a fresh one where no record was kept."""
+    layer = getattr(attn, "mhla", None)
+    if layer is not None and layer.original_processor is not None:
+        return layer.original_processor
+    if any(attn is own for own in family.self_attentions(transformer).values()):
+        return family.self_attention_processor()
+    return family.cross_attention_processor()
