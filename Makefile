@@ -9,15 +9,16 @@ JOBS ?= 2
 .PHONY: demo test check clean
 
 # A machine with CUDA keeps the torch (and the triton that belongs to it) that it has; others get the pinned CPU one.
+# --no-compile: Python compiles what is imported when it is; pip would compile thousands of files that never are.
 $(VENV)/ready: pyproject.toml constraints.txt
 	@if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then \
 		$(PYTHON) -m venv --system-site-packages $(VENV) && \
 		grep -vE "^(torch|triton)==" constraints.txt > $(VENV)/constraints.txt; \
 	else \
 		$(PYTHON) -m venv $(VENV) && cp constraints.txt $(VENV)/constraints.txt && \
-		$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt torch; \
+		$(BIN)/pip install --quiet --no-compile --constraint $(VENV)/constraints.txt torch; \
 	fi
-	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --constraint $(VENV)/constraints.txt --editable ".[dev]"
 	touch $@
 
 demo: $(VENV)/ready
