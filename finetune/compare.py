@@ -3,6 +3,7 @@
 python finetune/compare.py recipes       # the diffusion loss alone, with distillation, attention transfer first
 python finetune/compare.py near-field    # softmax attention inside a block, by block size, and hybrids
 python finetune/compare.py settings      # MHLA's own settings
+python finetune/compare.py per-head      # a mixing matrix for every head, and what goes with it
 
 Every variant starts from the same trained softmax model and adapts for as many steps on the same data; held-out losses
 go to <table>.csv and <table>.md. Variants that are finished are kept, so a command goes on where it was stopped.
@@ -58,6 +59,9 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
     "MHLA, RoPE before": MHLAConfig(blocks=FINE, rope="before"),
     "MHLA, mixing per head": MHLAConfig(blocks=FINE, mixing_per_head=True),
     "MHLA, output norm and gate": MHLAConfig(blocks=FINE, output_norm=True, output_gate=True),
+    "MHLA, per head, norm and gate": MHLAConfig(blocks=FINE, mixing_per_head=True, output_norm=True, output_gate=True),
+    "MHLA hybrid 2/3, per head": MHLAConfig(blocks=FINE, layers="2/3", mixing_per_head=True),
+    "near field, blocks of 48, per head": MHLAConfig(blocks=COARSE, near_field="softmax", mixing_per_head=True),
 }
 
 
@@ -80,6 +84,15 @@ RECIPES = {
     "mixing learns slowly": Recipe(BOTH, mixing_learning_rate=5e-4),
     "mixing learns fast": Recipe(BOTH, mixing_learning_rate=2e-2),
 }
+SETTINGS = (
+    "MHLA",
+    "MHLA, blocks of 4",
+    "MHLA, elu+1",
+    "MHLA, softmax feature map",
+    "MHLA, RoPE before",
+    "MHLA, mixing per head",
+    "MHLA, output norm and gate",
+)
 _FOUR = ("softmax, trained on", "plain linear", "MHLA", "MHLA hybrid 2/3")
 TABLES: dict[str, list[tuple[str, str]]] = {
     "recipes": [
@@ -90,11 +103,15 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("distillation", name)
         for name in (*_FOUR[1:], *(name for name in ATTENTIONS if "auto" in name or "of 12" in name or "of 48" in name))
     ],
+    "per-head": [
+        ("distillation", "MHLA, mixing per head"),
+        ("transfer first", "MHLA, mixing per head"),
+        ("distillation", "near field, blocks of 48, per head"),
+        ("transfer first", "MHLA hybrid 2/3, per head"),
+        ("distillation", "MHLA, per head, norm and gate"),
+    ],
     "settings": [
-        *(
-            ("distillation", name)
-            for name in ("MHLA", *list(ATTENTIONS)[list(ATTENTIONS).index("MHLA, blocks of 4") :])
-        ),
+        *(("distillation", name) for name in SETTINGS),
         ("mixing learns slowly", "MHLA"),
         ("mixing learns fast", "MHLA"),
     ],

@@ -31,23 +31,24 @@ def main() -> None:
 def bench_operation(
     shape: Annotated[list[str] | None, typer.Option(help="Several times; all on a GPU, one on a CPU.")] = None,
     device: _DEVICE = "auto",
+    stage: Annotated[list[str] | None, typer.Option(help="forward or forward+backward; both if left out.")] = None,
     dtype: _DTYPE = None,
     compile: _COMPILE = None,
     seconds: _SECONDS = 1.0,
     output: _OUTPUT = _FOLDER,
 ) -> None:
     """One attention: MHLA and plain linear attention against softmax. Checks that MHLA is right before it times it."""
-    from .operation import benchmark_operation
+    from .operation import benchmark_operation, choose_stages
     from .recorder import Recorder
     from .shapes import choose_shapes
     from .timing import Budget
 
     place, precision = _place(device, dtype)
-    shapes, budget = choose_shapes(shape, place.type), Budget(seconds)
+    shapes, stages, budget = choose_shapes(shape, place.type), choose_stages(stage), Budget(seconds)
     recorder = Recorder("op", place, precision, output)
     compiled = _whether_to_compile(compile, place)
     for one in shapes:
-        recorder.add(benchmark_operation(one, place, precision, recorder.rates, budget, compile=compiled))
+        recorder.add(benchmark_operation(one, place, precision, recorder.rates, budget, stages, compile=compiled))
     recorder.finish()
 
 

@@ -25,8 +25,27 @@ Attend = Callable[[], torch.Tensor]
 CostOf = Callable[[Shape, int, bool], Cost]
 
 
+def choose_stages(names: Sequence[str] | None) -> Sequence[str]:
+    """Stages by name; None for all.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    for name in names or ():
+        if name not in STAGES:
+            raise ValueError(f"Unknown stage {name!r}; allowed: {', '.join(STAGES)}.")
+    return names or STAGES
+
+
 def benchmark_operation(
-    shape: Shape, device: torch.device, dtype: torch.dtype, rates: Rates, budget: Budget, *, compile: bool
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    rates: Rates,
+    budget: Budget,
+    stages: Sequence[str] = STAGES,
+    *,
+    compile: bool,
 ) -> list[Row]:
     """Check every MHLA backend against the reference, then time all variants in turns.
 
@@ -36,6 +55,7 @@ def benchmark_operation(
         dtype: of query, key and value.
         rates: of the device.
         budget: how often.
+        stages: of ``STAGES``.
         compile: whether to time torch.compile of the eager backend too, which takes a minute to compile.
 
     Returns:
@@ -52,7 +72,7 @@ def benchmark_operation(
     if not compile:
         absent["torch.compile"] = "not asked for; add --compile"
     rows = []
-    for stage in STAGES:
+    for stage in stages:
         backward = stage == "forward+backward"
         torch.compiler.reset()
         attends = _attends(shape, device, dtype, absent, backward)

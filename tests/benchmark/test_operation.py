@@ -17,7 +17,8 @@ from .commands import bench, measure, medians
 def test_every_variant_has_a_row(tmp_path):
     run = measure(tmp_path, "op", "--shape", "tiny")
     for stage in ("forward", "forward+backward"):
-        assert {"MHLA eager", "plain linear eager", "softmax flash", "softmax math"} <= set(medians(run, stage))
+        measured = set(medians(run, stage))
+        assert {"MHLA eager", "MHLA, near field eager", "plain linear eager", "softmax flash"} <= measured
     absent = {row.variant: row.reason for row in run.rows if row.status == "absent"}
     assert "GPUs only" in absent["softmax cudnn"]
     assert "--compile" in absent["MHLA torch.compile"]
@@ -26,6 +27,11 @@ def test_every_variant_has_a_row(tmp_path):
     row = run.rows[0]
     assert run.times_baseline(row) == pytest.approx(fastest / row.median)
     assert row.matmul_fraction == pytest.approx(row.flops / row.median / run.rates.matmul)
+
+
+def test_one_stage_alone(tmp_path):
+    run = measure(tmp_path, "op", "--shape", "tiny", "--stage", "forward")
+    assert {row.stage for row in run.rows} == {"forward"}
 
 
 @pytest.mark.slow
@@ -52,6 +58,8 @@ def test_unknown_names_are_refused(tmp_path):
         bench("op", "--shape", "wan", "--output", tmp_path)
     with pytest.raises(ValueError, match="'float8'.*bfloat16"):
         bench("op", "--dtype", "float8", "--output", tmp_path)
+    with pytest.raises(ValueError, match=r"'backward'.*allowed: forward, forward\+backward"):
+        bench("op", "--stage", "backward", "--output", tmp_path)
     with pytest.raises(ValueError, match=r"'gpu'.*auto, cpu or cuda"):
         bench("op", "--device", "gpu", "--output", tmp_path)
 
