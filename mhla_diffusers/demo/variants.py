@@ -23,11 +23,12 @@ def variants(family: str) -> list[Variant]:
     """The pipeline as it ships, then plain linear attention, MHLA, and MHLA in two thirds of the layers."""
     blocks = BLOCKS[family]
     one_block = (1,) * len(blocks)
+    per_head = family == "wan"  # as the ready patches of the family have it
     return [
         Variant("own linear attention" if family == "sana" else "softmax", None),
         Variant("plain linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
-        Variant("MHLA", MHLAConfig(blocks=blocks)),
-        Variant("MHLA hybrid 2/3", MHLAConfig(blocks=blocks, layers="2/3")),
+        Variant("MHLA", MHLAConfig(blocks=blocks, mixing_per_head=per_head)),
+        Variant("MHLA hybrid 2/3", MHLAConfig(blocks=blocks, mixing_per_head=per_head, layers="2/3")),
     ]
 
 
@@ -44,7 +45,12 @@ def adaptation(family: str, patch: MHLAConfig, steps: int, held_out: int, output
     transfer = 0 if family == "sana" else steps // 4
     stages = [
         StageConfig(
-            steps - transfer, 5e-4, "all", ObjectiveWeights(diffusion=1.0, distillation=1.0), mixing_learning_rate=5e-3
+            steps - transfer,
+            5e-4,
+            "all",
+            ObjectiveWeights(diffusion=1.0, distillation=1.0),
+            mixing_learning_rate=5e-3,
+            scheduler="cosine",
         )
     ]
     if transfer:
