@@ -265,16 +265,13 @@ def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]"
     Raises:
         ValueError: unknown.
     """
-    import torch
-
-    from .conditions import choose_device
+    from ..devices import FLOAT_TYPES, choose_device
 
     place = choose_device(device)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
-    if name not in dtypes:
-        raise ValueError(f"Unknown dtype {name!r}; allowed: {', '.join(dtypes)}.")
-    return place, dtypes[name]
+    if name not in FLOAT_TYPES:
+        raise ValueError(f"Unknown dtype {name!r}; allowed: {', '.join(FLOAT_TYPES)}.")
+    return place, FLOAT_TYPES[name]
 
 
 def _whether_to_compile(wish: bool | None, device: "torch.device") -> bool:
