@@ -203,7 +203,8 @@ def bench_all(
 
     require_matplotlib()
     models = ["tiny-dit"] if tiny else None
-    bench_operation(["tiny"] if tiny else None, device, dtype, compile, seconds, output)
+    shapes = ["tiny"] if tiny else None
+    bench_operation(shapes, device=device, dtype=dtype, compile=compile, seconds=seconds, output=output)
     if tiny:
         bench_scaling([16, 64], [4, 16], 1, 8, None, device, dtype, seconds, output)
     else:
