@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ import torch
 
 from .class_labels import class_label
 from .devices import FLOAT_TYPES, choose_device
-from .evaluation.images import IMAGE_SUFFIXES, VIDEO_SUFFIX
-from .evaluation.results import read_json, read_text, write_json
+from .evaluation.results import read_json, read_text
 from .families import families, get_family
 from .patching import apply_mhla, find_transformers
 from .pipeline_settings import check_settings, parse_settings
+from .sample_folder import check_writable, record_choices
 from .training.encoders import pipeline_file
 from .training.export import load_result
 
@@ -91,9 +91,6 @@ class GenerationConfig(ModelChoice):
 MAX_SEED = 2**63 - 1
 """Of torch's generators, which take a few more, but map negative ones to others."""
 
-RECORD_NAME = "generation.json"
-"""File beside what was generated that says how."""
-
 
 @dataclass(frozen=True)
 class Task:
@@ -115,21 +112,6 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     if not prompts:
         raise ValueError(f"Prompt file {path} holds no prompts; write one per line.")
     return prompts
-
-
-def check_writable(folder: Path) -> None:
-    """Make a folder and make sure that it can be written.
-
-    Raises:
-        OSError: if it cannot, with the reason.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OSError(f"Cannot write to the output folder {folder}: {error.strerror}. Choose another one.") from error
 
 
 def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
@@ -167,31 +149,6 @@ def model_choices(config: ModelChoice) -> dict[str, Any]:
     """What decides how a result looks, but for prompt and seed."""
     names = ("family", "model", "patch", "weights", "dtype", "settings")
     return {name: getattr(config, name) for name in names}
-
-
-def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Keep beside the files what they were made with, so that nothing made otherwise is taken for them later.
-
-    Raises:
-        ValueError: the folder holds files that were made with other choices.
-    """
-    file = folder / RECORD_NAME
-    # without samples it is what a run has left that failed, and speaks of nothing
-    if not file.exists() or first_sample(folder) is None:
-        write_json(choices, file)
-        return
-    recorded = read_json(file)
-    before = {name: recorded.get(name) for name in choices}
-    changed = [f"{name}={before[name]!r}, now {now!r}" for name, now in choices.items() if before[name] != now]
-    if changed:
-        raise ValueError(f"{folder} holds files made otherwise ({'; '.join(changed)}). Choose another output folder.")
-
-
-def first_sample(folder: Path) -> Path | None:
-    """Any image or video in a folder or those within it, or None if there is none."""
-    samples = (file for file in folder.rglob("*") if file.suffix.lower() in (*IMAGE_SUFFIXES, VIDEO_SUFFIX))
-    # a file that is being written has a dot before its name
-    return next((file for file in samples if not file.name.startswith(".")), None)
 
 
 def video_frames_per_second(config: ModelChoice) -> int:

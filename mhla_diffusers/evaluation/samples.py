@@ -8,20 +8,17 @@ from typing import Any
 
 from ..class_labels import class_label
 from ..generation import (
-    RECORD_NAME,
     ModelChoice,
     call_arguments,
     check_call,
     check_prompts,
-    check_writable,
-    first_sample,
     import_imageio,
     load_pipeline,
     model_choices,
-    record_choices,
     video_frames_per_second,
     write_video,
 )
+from ..sample_folder import RECORD_NAME, check_writable, first_sample, record_choices
 from ..training.randomness import generator_for
 from .sample_list import Sample, read_sample_list, write_sample_list
 

@@ -5,13 +5,13 @@ import pytest
 from mhla_diffusers.class_labels import class_label
 from mhla_diffusers.generation import (
     GenerationConfig,
-    check_writable,
     generate,
     load_pipeline,
     plan_tasks,
     read_prompts,
 )
 from mhla_diffusers.patching import is_patched
+from mhla_diffusers.sample_folder import check_writable
 from mhla_diffusers.tiny import checksums, load_tiny
 
 from ..evaluation.pictures import mhla as in_process
