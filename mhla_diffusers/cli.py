@@ -160,9 +160,8 @@ def demo(
     run_demo(DemoConfig(output=output, family=family, device=device, seed=seed, steps=steps))
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
+# what follows the family is read by the parser that the scripts in pipelines/ use
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def generate(context: typer.Context, family: Annotated[str, typer.Argument(help="dit, sana or wan.")]) -> None:
     """Generate images or videos: mhla generate wan "a seven moving left"; mhla generate wan --help for all options."""
     from .families import families

@@ -1,19 +1,23 @@
 """Generate images and videos from prompts into a folder: what ``pipelines/generate_*.py`` and ``mhla generate`` run."""
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .evaluation.results import write_json
+from .class_labels import class_label
+from .devices import FLOAT_TYPES, choose_device
+from .evaluation.results import read_json, read_text
 from .families import families, get_family
 from .patching import apply_mhla, find_transformers
+from .pipeline_settings import check_settings, parse_settings
+from .sample_folder import check_writable, record_choices
+from .training.encoders import pipeline_file
 from .training.export import load_result
 
 
@@ -37,6 +41,7 @@ class ModelChoice:
     frames_per_second: int | None = None
     """Of videos; 16, as Wan was trained, or what the tiny pipeline was trained with, if left out."""
     device: str = "cpu"
+    """For example cuda:1, or "auto" for a GPU if there is one."""
     dtype: str = "float32"
     """Of the weights, for example bfloat16."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -50,8 +55,9 @@ class ModelChoice:
             raise ValueError(
                 f"Give either patch ({self.patch}) or weights ({self.weights}); trained weights bring their own patch."
             )
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"dtype={self.dtype!r} is unknown; allowed: float32, bfloat16, float16.")
+        choose_device(self.device)
+        if self.dtype not in FLOAT_TYPES:
+            raise ValueError(f"dtype={self.dtype!r} is unknown; allowed: {', '.join(FLOAT_TYPES)}.")
         if self.frames_per_second is not None and self.frames_per_second < 1:
             raise ValueError(f"frames_per_second={self.frames_per_second} must be positive.")
 
@@ -77,10 +83,13 @@ class GenerationConfig(ModelChoice):
             raise ValueError("There are no prompts; give at least one, or a file with one prompt per line.")
         if not self.seeds:
             raise ValueError("There are no seeds; give at least one.")
+        wrong = next((seed for seed in self.seeds if not 0 <= seed <= MAX_SEED), None)
+        if wrong is not None:
+            raise ValueError(f"The seed {wrong} is out of range; allowed: 0 to {MAX_SEED}.")
 
 
-RECORD_NAME = "generation.json"
-"""File beside what was generated that says how."""
+MAX_SEED = 2**63 - 1
+"""Of torch's generators, which take a few more, but map negative ones to others."""
 
 
 @dataclass(frozen=True)
@@ -96,30 +105,13 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     """One prompt per line; empty lines are left out.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file without prompts.
+        OSError: no such file, or a folder.
+        ValueError: a file without prompts, or not of text.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"Prompt file {path} does not exist.")
-    prompts = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    prompts = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
     if not prompts:
         raise ValueError(f"Prompt file {path} holds no prompts; write one per line.")
     return prompts
-
-
-def check_writable(folder: Path) -> None:
-    """Make a folder and make sure that it can be written.
-
-    Raises:
-        OSError: if it cannot, with the reason.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OSError(f"Cannot write to the output folder {folder}: {error.strerror}. Choose another one.") from error
 
 
 def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
@@ -130,10 +122,11 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
 
     Raises:
         OSError: the output folder cannot be written; said before anything is loaded.
-        ValueError: unknown class label, a model of another family, a patch that does not fit, or a folder of files
-            that were made with other choices.
+        ValueError: a setting that the pipeline does not take, unknown class label, a model of another family, a patch
+            that does not fit, or a folder of files that were made with other choices.
     """
     check_writable(config.output)
+    check_call(config)
     record_choices(config.output, model_choices(config))
     if config.family == "wan":
         import_imageio()
@@ -142,7 +135,9 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
         if task.file.exists():
             yield task, False
             continue
-        pipe = pipe if pipe is not None else load_pipeline(config)
+        if pipe is None:
+            pipe = load_pipeline(config)
+            check_prompts(pipe, config.family, config.prompts)
         result = call_pipeline(pipe, config, task.prompt, task.seed)
         aside = task.file.with_name(f".{task.file.name}")
         _write(result, aside, video_frames_per_second(config))
@@ -154,23 +149,6 @@ def model_choices(config: ModelChoice) -> dict[str, Any]:
     """What decides how a result looks, but for prompt and seed."""
     names = ("family", "model", "patch", "weights", "dtype", "settings")
     return {name: getattr(config, name) for name in names}
-
-
-def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Keep beside the files what they were made with, so that nothing made otherwise is taken for them later.
-
-    Raises:
-        ValueError: the folder holds files that were made with other choices.
-    """
-    file = folder / RECORD_NAME
-    if not file.exists():
-        write_json(choices, file)
-        return
-    recorded = json.loads(file.read_text(encoding="utf-8"))
-    before = {name: recorded.get(name) for name in choices}
-    changed = [f"{name}={before[name]!r}, now {now!r}" for name, now in choices.items() if before[name] != now]
-    if changed:
-        raise ValueError(f"{folder} holds files made otherwise ({'; '.join(changed)}). Choose another output folder.")
 
 
 def video_frames_per_second(config: ModelChoice) -> int:
@@ -194,6 +172,39 @@ def plan_tasks(config: GenerationConfig) -> list[Task]:
     ]
 
 
+def check_call(config: ModelChoice) -> None:
+    """Check the settings of the pipeline's call, of which only the class is looked at.
+
+    Raises:
+        FileNotFoundError: no such model.
+        ValueError: a setting that the pipeline does not take.
+    """
+    import diffusers
+
+    from .tiny.checksums import pipeline_folder
+
+    if config.settings:
+        model = str(pipeline_folder(config.family)) if config.model is None else config.model
+        name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
+        pipeline = getattr(diffusers, str(name), None)
+        if pipeline is None:
+            raise ValueError(
+                f"{model} is a pipeline of the class {name}, which diffusers {diffusers.__version__} lacks."
+            )
+        check_settings(pipeline, config.settings)
+
+
+def check_prompts(pipe: Any, family: str, prompts: Iterable[str]) -> None:
+    """Check the prompts that a pipeline does not take as they are.
+
+    Raises:
+        ValueError: a class that a DiT does not have.
+    """
+    if family == "dit":
+        for prompt in prompts:
+            class_label(pipe, prompt)
+
+
 def load_pipeline(config: ModelChoice) -> Any:
     """The pipeline, patched where the configuration asks for it.
 
@@ -202,13 +213,14 @@ def load_pipeline(config: ModelChoice) -> Any:
     """
     from diffusers import DiffusionPipeline
 
+    device = str(choose_device(config.device))
     if config.model is None:
         from .tiny import load_tiny
 
-        pipe = load_tiny(config.family, config.device)
+        pipe = load_tiny(config.family, device)
     else:
-        pipe = DiffusionPipeline.from_pretrained(config.model, dtype=getattr(torch, config.dtype))
-        pipe = pipe.to(config.device)
+        pipe = DiffusionPipeline.from_pretrained(config.model, dtype=FLOAT_TYPES[config.dtype])
+        pipe = pipe.to(device)
     found = {get_family(transformer).name for transformer in find_transformers(pipe).values()}
     if found != {config.family}:
         raise ValueError(f"{config.model} belongs to {', '.join(found)}, but family={config.family!r} was asked for.")
@@ -236,17 +248,6 @@ def call_arguments(config: ModelChoice) -> dict[str, Any]:
 
         return {**call_settings(config.family), **config.settings}
     return dict(config.settings)
-
-
-def class_label(pipe: Any, prompt: str) -> int:
-    """The number of a class, given by number, by name, or as the last word of a phrase such as "a seven"."""
-    if prompt.isdigit():
-        return int(prompt)
-    for name in (prompt, prompt.split()[-1]):
-        if name in pipe.labels:
-            return int(pipe.labels[name])
-    known = ", ".join(sorted(pipe.labels)[:12])
-    raise ValueError(f"{prompt!r} is no class of this DiT; give a number or a name such as {known}.")
 
 
 def _write(result: Any, file: Path, frames_per_second: int) -> None:
@@ -292,23 +293,6 @@ def _file_name(prompt: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "empty"
 
 
-def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` arguments of the pipeline's call; values are YAML.
-
-    Raises:
-        ValueError: an argument without "=".
-    """
-    import yaml
-
-    settings = {}
-    for text in texts:
-        name, separator, value = text.partition("=")
-        if not separator or not name:
-            raise ValueError(f"Setting {text!r} must look like key=value, for example num_frames=81.")
-        settings[name] = yaml.safe_load(value)
-    return settings
-
-
 def run_command_line(family: str, description: str, arguments: Sequence[str] | None = None) -> None:
     """What the scripts ``pipelines/generate_*.py`` and ``mhla generate`` do.
 
@@ -333,7 +317,7 @@ def run_command_line(family: str, description: str, arguments: Sequence[str] | N
     parser.add_argument("--weights", help="folder or Hub id of a trained patch")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--frames-per-second", type=int)
-    parser.add_argument("--device", default=GenerationConfig.device)
+    parser.add_argument("--device", default=GenerationConfig.device, help="cpu, cuda, …, auto")
     parser.add_argument("--dtype", default=GenerationConfig.dtype)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="arguments of the pipeline's call")
     options = vars(parser.parse_args(arguments))

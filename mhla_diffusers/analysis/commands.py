@@ -18,7 +18,7 @@ def analyze(
     layers: Annotated[list[int] | None, typer.Option("--layer", help="Index; several times; all if left out.")] = None,
     token: Annotated[int | None, typer.Option(help="Whose attention is drawn; the middle one if left out.")] = None,
     seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the pipeline's call.")] = None,
 ) -> None:
@@ -27,7 +27,8 @@ def analyze(
     from rich.console import Console
     from rich.table import Table
 
-    from ..generation import GenerationConfig, call_pipeline, load_pipeline, parse_settings
+    from ..generation import GenerationConfig, call_pipeline, check_call, check_prompts, load_pipeline
+    from ..pipeline_settings import parse_settings
     from .run import analyze as analyze_model
 
     chosen = parse_settings(settings or [])
@@ -43,7 +44,9 @@ def analyze(
         dtype=dtype,
         settings={"num_inference_steps": 4, **chosen},
     )
+    check_call(config)
     pipe = load_pipeline(config)
+    check_prompts(pipe, family, config.prompts)
     pipe.set_progress_bar_config(disable=True)
     result = analyze_model(pipe, lambda: call_pipeline(pipe, config, prompt, seed), output, layers=layers, token=token)
     table = Table("layer", "attention", "tokens", "rank", "at most", "entropy", "moves", box=SIMPLE, pad_edge=False)

@@ -203,7 +203,8 @@ def bench_all(
 
     require_matplotlib()
     models = ["tiny-dit"] if tiny else None
-    bench_operation(["tiny"] if tiny else None, device, dtype, compile, seconds, output)
+    shapes = ["tiny"] if tiny else None
+    bench_operation(shapes, device=device, dtype=dtype, compile=compile, seconds=seconds, output=output)
     if tiny:
         bench_scaling([16, 64], [4, 16], 1, 8, None, device, dtype, seconds, output)
     else:
@@ -265,16 +266,13 @@ def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]"
     Raises:
         ValueError: unknown.
     """
-    import torch
-
-    from .conditions import choose_device
+    from ..devices import FLOAT_TYPES, choose_device
 
     place = choose_device(device)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
-    if name not in dtypes:
-        raise ValueError(f"Unknown dtype {name!r}; allowed: {', '.join(dtypes)}.")
-    return place, dtypes[name]
+    if name not in FLOAT_TYPES:
+        raise ValueError(f"Unknown dtype {name!r}; allowed: {', '.join(FLOAT_TYPES)}.")
+    return place, FLOAT_TYPES[name]
 
 
 def _whether_to_compile(wish: bool | None, device: "torch.device") -> bool:

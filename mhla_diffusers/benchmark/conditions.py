@@ -71,23 +71,6 @@ def gather_conditions(device: torch.device) -> Conditions:
     )
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of a name; "auto" is a GPU if there is one, else the CPU.
-
-    Raises:
-        ValueError: no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r} is unknown; write auto, cpu or cuda.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}: torch {torch.__version__} sees no such device here; use auto or cpu.")
-    return device
-
-
 def _other_device(device: torch.device) -> str:
     if device.type != "cpu":
         return f"{platform.machine()} {device.type}"

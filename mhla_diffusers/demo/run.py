@@ -16,9 +16,9 @@ from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..config import MHLAConfig
 from ..evaluation.metrics import frechet_distance
 from ..evaluation.results import write_json
-from ..generation import check_writable
 from ..patching import apply_mhla, mhla_layers
 from ..plotting import require_matplotlib
+from ..sample_folder import check_writable
 from ..tiny.building import check_family
 from ..tiny.classifier import DigitClassifier, load_classifier
 from ..tiny.digits import Scene, load_digits, random_scene

@@ -132,7 +132,7 @@ def samples(
 
     from accelerate import PartialState
 
-    from ..generation import parse_settings
+    from ..pipeline_settings import parse_settings
     from .geneval import write_geneval_metadata
     from .images import open_images
     from .layouts import choose_layout, read_geneval_metadata

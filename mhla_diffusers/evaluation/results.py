@@ -26,6 +26,24 @@ def write_json(result: Any, file: Path) -> None:
     write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", file)
 
 
+def read_text(file: Path) -> str:
+    """Read a text file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        IsADirectoryError: it is a folder.
+        ValueError: it holds something else than text.
+    """
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder; give a file.")
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no {file}.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text file: {error}.") from error
+
+
 def read_json(file: Path) -> Any:
     """Read a JSON file.
 
@@ -34,7 +52,7 @@ def read_json(file: Path) -> Any:
         ValueError: it is damaged.
     """
     try:
-        return json.loads(_read(file))
+        return json.loads(read_text(file))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no readable JSON file: {error}.") from error
 
@@ -47,18 +65,9 @@ def read_json_lines(file: Path) -> list[Any]:
         ValueError: it is damaged or holds nothing.
     """
     try:
-        values = [json.loads(line) for line in _read(file).splitlines() if line.strip()]
+        values = [json.loads(line) for line in read_text(file).splitlines() if line.strip()]
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no readable file of JSON lines: {error}.") from error
     if not values:
         raise ValueError(f"{file} is empty.")
     return values
-
-
-def _read(file: Path) -> str:
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no {file}.")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text file: {error}.") from error

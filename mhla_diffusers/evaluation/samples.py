@@ -6,21 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..class_labels import class_label
 from ..generation import (
-    RECORD_NAME,
     ModelChoice,
     call_arguments,
-    check_writable,
-    class_label,
+    check_call,
+    check_prompts,
     import_imageio,
     load_pipeline,
     model_choices,
-    record_choices,
     video_frames_per_second,
     write_video,
 )
+from ..sample_folder import RECORD_NAME, check_writable, first_sample, record_choices
 from ..training.randomness import generator_for
-from .images import IMAGE_SUFFIXES
 from .sample_list import Sample, read_sample_list, write_sample_list
 
 
@@ -75,7 +74,10 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
     missing = [sample for sample in own if not (config.output / sample.file).is_file()]
     done = len(own) - len(missing)
     yield done
-    pipe = load_pipeline(config) if missing else None
+    if not missing:
+        return
+    pipe = load_pipeline(config)
+    check_prompts(pipe, config.family, {sample.text for sample in config.samples})
     for start in range(0, len(missing), config.batch_size):
         batch = missing[start : start + config.batch_size]
         for sample, result in zip(batch, _call(pipe, config, batch), strict=True):
@@ -87,18 +89,19 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
 def prepare_folder(config: SampleConfig) -> None:
     """Make the folder and write down what goes into it. One process calls this before any generates.
 
-    A longer set may go on in the folder of a shorter one.
+    A longer set may go on in the folder of a shorter one. What is written down holds for files that are there.
 
     Raises:
         OSError: the folder cannot be written.
-        ValueError: the folder holds samples of another run.
+        ValueError: the folder holds samples of another run, or the pipeline does not take a setting.
     """
     check_writable(config.output)
+    check_call(config)
     _check_foreign_files(config.output)
     record_choices(config.output, {**model_choices(config), "seed": config.seed})
     planned = {sample.file: sample.text for sample in config.samples}
     for sample in read_sample_list(config.output) or ():
-        if planned.get(sample.file) != sample.text:
+        if planned.get(sample.file) != sample.text and (config.output / sample.file).is_file():
             raise ValueError(
                 f"{config.output} holds another set: {sample.file} shows {sample.text!r}, but this one has "
                 f"{planned.get(sample.file, 'no such file')!r} there. Choose another output folder."
@@ -109,7 +112,7 @@ def prepare_folder(config: SampleConfig) -> None:
 def _check_foreign_files(folder: Path) -> None:
     if (folder / RECORD_NAME).is_file():
         return
-    foreign = next((f for f in folder.rglob("*") if f.suffix.lower() in (*IMAGE_SUFFIXES, ".mp4")), None)
+    foreign = first_sample(folder)
     if foreign is not None:
         raise ValueError(
             f"{folder} holds files of unknown origin, such as {foreign.relative_to(folder)}. Choose an empty folder, "

@@ -151,6 +151,22 @@ def test_command(tmp_path):
     assert (tmp_path / "out" / "analysis.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("",), "'' is no class"),
+        (("1001",), "'1001' is no class"),
+        (("seven", "--device", "tpu9"), "device='tpu9'"),
+        (("seven", "--set", "num_inference_step=2"), "did you mean 'num_inference_steps'"),
+        (("seven", "--seed", "-1"), "seed -1 is out of range"),
+    ],
+)
+def test_command_refuses_what_cannot_be(tmp_path, arguments, message):
+    shown = mhla("analyze", "dit", *arguments, "--output", tmp_path / "out")
+    assert isinstance(shown.exception, ValueError)
+    assert message in str(shown.exception)
+
+
 def test_automatic_choice_moves_the_output_no_more_than_the_fixed_one():
     """On the untrained patch, judged on other noise and another class than it was chosen on."""
     pipe = load_tiny("dit")

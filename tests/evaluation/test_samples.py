@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,10 +82,29 @@ def test_a_folder_of_other_samples_is_refused(tmp_path):
         prepare_folder(config(write_pictures(tmp_path / "foreign", 1)))
 
 
+def test_a_run_that_failed_does_not_bind_the_folder(tmp_path):
+    for changes in (
+        {"settings": {"num_inference_step": 2}},
+        {"patch": "nope"},
+        {"seed": 3, "samples": [Sample("000000.png", "7"), Sample("000001.png", "5000")]},
+    ):
+        with pytest.raises((ValueError, OSError)):
+            make(config(tmp_path, **changes))
+    assert not list(tmp_path.glob("*.png"))
+    assert make(config(tmp_path, count=1)) == [0, 1]
+
+
+def test_classes_out_of_range_are_refused(tmp_path):
+    drawn = ("--classes", "4", "--labels", "5000", "--label-order", "random")
+    refused = mhla("eval", "samples", tmp_path, "--family", "dit", *drawn)
+    assert re.search(r"'\d+' is no class of this DiT.* 0 to 9", str(refused.exception))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"family": "flux"}, "family='flux'"),
+        ({"device": "tpu9"}, "device='tpu9'"),
         ({"samples": []}, "no samples"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"samples": [Sample("a.mp4", "1")]}, "dit generates .png files, but the samples are such as 'a.mp4'"),

@@ -2,18 +2,19 @@ import os
 
 import pytest
 
+from mhla_diffusers.class_labels import class_label
 from mhla_diffusers.generation import (
     GenerationConfig,
-    check_writable,
     generate,
     load_pipeline,
-    parse_settings,
     plan_tasks,
     read_prompts,
 )
 from mhla_diffusers.patching import is_patched
-from mhla_diffusers.tiny import checksums
+from mhla_diffusers.sample_folder import check_writable
+from mhla_diffusers.tiny import checksums, load_tiny
 
+from ..evaluation.pictures import mhla as in_process
 from ..test_cli import mhla
 
 FAST = {"num_inference_steps": 2}
@@ -50,6 +51,33 @@ def test_command_writes_into_the_folder(tmp_path):
     assert mhla("generate", "flux", "x").returncode == 1
 
 
+def test_command_helps():
+    shown = in_process("generate", "--help")
+    assert shown.exit_code == 0, shown.output
+    assert "dit, sana or wan" in shown.output
+    shown = in_process("generate", "wan", "--help")
+    assert shown.exit_code == 0, shown.output
+    assert "mhla generate wan" in shown.output
+    assert "--prompt-file" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1001",), "'1001' is no class"),
+        (("",), "'' is no class"),
+        (("seven", "--device", "tpu9"), "device='tpu9'"),
+        (("seven", "--set", "num_inference_steps=two"), "num_inference_steps='two'"),
+        (("seven", "--set", "num_inference_steps=2020-01-01"), "num_inference_steps="),
+    ],
+)
+def test_command_says_what_is_wrong(tmp_path, arguments, message):
+    ended = in_process("generate", "dit", *arguments, "--output", tmp_path)
+    assert ended.exit_code == 1
+    assert isinstance(ended.exception, SystemExit)
+    assert f"Error: {message}" in ended.output
+
+
 def test_video_has_its_frame_rate_and_length(tmp_path):
     av = pytest.importorskip("av")
     config = GenerationConfig("wan", ("a seven moving left",), tmp_path, frames_per_second=6, settings=FAST)
@@ -73,10 +101,47 @@ def test_model_of_another_family_is_refused(tmp_path):
         load_pipeline(config)
 
 
-def test_unknown_class_is_refused(tmp_path):
-    config = GenerationConfig("dit", ("a cat",), tmp_path, settings=FAST)
-    with pytest.raises(ValueError, match="'a cat' is no class.*eight"):
+def test_unknown_class_is_refused_before_any_picture_is_made(tmp_path):
+    config = GenerationConfig("dit", ("a seven", "a cat"), tmp_path, settings=FAST)
+    with pytest.raises(ValueError, match="'a cat' is no class.*0 to 9.*eight"):
         list(generate(config))
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_classes_are_given_by_number_name_or_phrase():
+    pipe = load_tiny("dit")
+    for prompt in ("7", "07", "seven", "a seven", "a Seven", "SEVEN "):
+        assert class_label(pipe, prompt) == 7
+    for prompt in ("", "  ", "²", "-1", "10", "99", "1000", "1001", "9" * 5000):
+        with pytest.raises(ValueError, match="is no class of this DiT.*0 to 9"):
+            class_label(pipe, prompt)
+    # "Cardigan" is a dog of ImageNet, "cardigan" a piece of clothing
+    pipe.labels = {"Cardigan": 264, "cardigan": 474}
+    assert [class_label(pipe, name) for name in ("Cardigan", "a cardigan")] == [264, 474]
+    pipe.labels = {}
+    assert class_label(pipe, "999") == 999
+    with pytest.raises(ValueError, match="'1000' is no class.*0 to 999"):
+        class_label(pipe, "1000")
+
+
+def test_a_run_that_failed_does_not_bind_the_folder(tmp_path):
+    failing = ({"settings": {"num_inference_step": 2}}, {"patch": "nope"}, {"weights": "./nope"}, {"model": "./nope"})
+    for changes in failing:
+        with pytest.raises((ValueError, OSError)):
+            list(generate(GenerationConfig("dit", ("3",), tmp_path, **changes)))
+    # what a run that was stopped while it wrote has left is no sample
+    (tmp_path / ".0000-0-3.png").write_text("")
+    ((_, made),) = generate(GenerationConfig("dit", ("3",), tmp_path, settings=FAST))
+    assert made
+    with pytest.raises(ValueError, match="files made otherwise"):
+        next(generate(GenerationConfig("dit", ("3",), tmp_path)))
+
+
+def test_settings_are_refused_before_the_folder_records_them(tmp_path):
+    for settings in ({"num_inference_step": 2}, {"num_inference_steps": 0}):
+        with pytest.raises(ValueError, match="num_inference_step"):
+            next(generate(GenerationConfig("dit", ("3",), tmp_path, settings=settings)))
+    assert not (tmp_path / "generation.json").exists()
 
 
 def test_folder_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
@@ -101,7 +166,11 @@ def test_folder_without_permission_is_said(tmp_path):
         ({"seeds": ()}, "no seeds"),
         ({"patch": "a", "weights": "b"}, "either patch"),
         ({"dtype": "float99"}, "dtype='float99'"),
+        ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"frames_per_second": 0}, "frames_per_second=0"),
+        ({"device": "tpu9"}, "device='tpu9'.*cpu"),
+        ({"seeds": (0, -1)}, "seed -1 .*0 to 9223372036854775807"),
+        ({"seeds": (2**63,)}, "seed 9223372036854775808 "),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, change, message):
@@ -116,21 +185,16 @@ def test_prompts_come_from_a_file(tmp_path):
     file.write_text("\n")
     with pytest.raises(ValueError, match="no prompts"):
         read_prompts(file)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"no .*none.txt"):
         read_prompts(tmp_path / "none.txt")
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match=r"prompts.txt is no text file"):
+        read_prompts(file)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        read_prompts(tmp_path)
 
 
 def test_file_names_are_safe(tmp_path):
     (task,) = plan_tasks(GenerationConfig("wan", ("../A cat/✨ " + "x" * 200,), tmp_path))
     assert task.file.parent == tmp_path
     assert len(task.file.name) < 80
-
-
-def test_settings_are_typed():
-    assert parse_settings(["height=480", "guidance_scale=2.5", "x=a"]) == {
-        "height": 480,
-        "guidance_scale": 2.5,
-        "x": "a",
-    }
-    with pytest.raises(ValueError, match="key=value"):
-        parse_settings(["height"])
