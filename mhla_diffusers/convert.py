@@ -107,8 +107,8 @@ def _check_names(checkpoint: str | Path, state: dict[str, torch.Tensor]) -> None
     if not any(name.removeprefix("model.diffusion_model.").startswith("blocks.") for name in mixing):
         raise ValueError(
             f"{checkpoint} is no checkpoint of the paper's Wan code: it has no name like blocks.0{_MIXING}, the mixing "
-            f"matrix of an MHLA layer; its first name is {min(state, default='none')!r}. What this package has saved or "
-            "trained needs no conversion: load_mhla(pipe, folder)."
+            f"matrix of an MHLA layer; its first name is {min(state, default='none')!r}. What this package has saved "
+            "or trained needs no conversion: load_mhla(pipe, folder)."
         )
 
 
