@@ -26,6 +26,7 @@ from .patch_record import (
     PatchRecord,
     TransformerRecord,
     Weights,
+    base_model_name,
     file_hash,
     read_record,
 )
@@ -45,7 +46,8 @@ def save_mhla(
         weights: "mhla": only MHLA's own tensors; "changed": also every other tensor that differs from ``base``;
             "all": the whole transformer.
         base: for "changed", the unpatched pipeline or transformer to compare with; None loads it from ``base_model``.
-        base_model: Hub id or path that is recorded; None for the one that the model was loaded from.
+        base_model: Hub id or path of the base; None for the one that the model was loaded from. Of a path only the
+            name of the folder is recorded.
 
     Returns:
         The folder.
@@ -66,7 +68,7 @@ def save_mhla(
     file, digest = _write_tensors(folder, tensors)
     record = PatchRecord(
         FORMAT_VERSION,
-        base_model,
+        base_model_name(base_model),
         diffusers.__version__,
         weights,
         file,
@@ -101,8 +103,13 @@ def push_mhla(
 
     Returns:
         Address of the commit.
+
+    Raises:
+        ValueError: what :func:`save_mhla` raises, or a ``repo_id`` that cannot be one.
+        OSError: the Hub cannot be reached, or refused.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # of the HTTP library, whose errors of connection are no OSErrors
 
     from .model_card import model_card
 
@@ -110,8 +117,15 @@ def push_mhla(
         save_mhla(model, folder, weights=weights, base=base)
         Path(folder, "README.md").write_text(model_card(model, repo_id, read_record(Path(folder))), encoding="utf-8")
         hub = HfApi(token=token)
-        hub.create_repo(repo_id, private=private, exist_ok=True)
-        commit = hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload MHLA patch")
+        try:
+            hub.create_repo(repo_id, private=private, exist_ok=True)
+            commit = hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload MHLA patch")
+        except (HTTPError, OSError) as error:
+            raise OSError(
+                f"The patch could not be uploaded to the Hub repository {repo_id!r}: {error} Check the connection, "
+                "HF_HUB_OFFLINE and the token (hf auth login) and call push_mhla again; until then "
+                "save_mhla(model, folder) keeps the patch here."
+            ) from error
     return str(commit.commit_url)
 
 

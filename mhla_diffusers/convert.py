@@ -21,6 +21,9 @@ from .patching import apply_mhla
 _KNOWN_BLOCKS = {105: (7, 3, 5), 150: (3, 5, 10)}
 """Block counts of the paper (Sec. 5.3) and of its code."""
 
+_MIXING = ".self_attn.block_attn.conv.weight"
+"""End of the mixing matrices' names."""
+
 _RENAMED = {
     ".block_attn.conv.weight": ".mhla.mixing",
     ".g_norm.weight": ".mhla.output_norm",
@@ -55,7 +58,14 @@ def convert_wan(
     """
     from diffusers import WanTransformer3DModel
 
-    state = convert_state_dict(_read(Path(checkpoint)))
+    if blocks is not None and len(blocks) != 3:
+        raise ValueError(
+            f"blocks={blocks} must be three block counts (frames, height, width), for example (3, 5, 10), which the "
+            "command line takes as --blocks 3,5,10."
+        )
+    original = _read(Path(checkpoint))
+    _check_names(checkpoint, original)
+    state = convert_state_dict(original)
     config = _mhla_config(state, blocks)
     with torch.device("meta"):
         transformer = WanTransformer3DModel(**_transformer_config(state))
@@ -92,10 +102,18 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{path} cannot be read: {error}.") from error
 
 
+def _check_names(checkpoint: str | Path, state: dict[str, torch.Tensor]) -> None:
+    mixing = [name for name in state if name.endswith(_MIXING)]
+    if not any(name.removeprefix("model.diffusion_model.").startswith("blocks.") for name in mixing):
+        raise ValueError(
+            f"{checkpoint} is no checkpoint of the paper's Wan code: it has no name like blocks.0{_MIXING}, the mixing "
+            f"matrix of an MHLA layer; its first name is {min(state, default='none')!r}. What this package has saved "
+            "or trained needs no conversion: load_mhla(pipe, folder)."
+        )
+
+
 def _mhla_config(state: dict[str, torch.Tensor], blocks: tuple[int, ...] | None) -> MHLAConfig:
     layers = sorted(int(name.split(".")[1]) for name in state if name.endswith(".mhla.mixing"))
-    if not layers:
-        raise ValueError("The checkpoint has no MHLA layer: no name ends in self_attn.block_attn.conv.weight.")
     prefix = f"blocks.{layers[0]}.attn1.mhla."
     count = len(state[prefix + "mixing"])
     blocks = blocks or _KNOWN_BLOCKS.get(count)

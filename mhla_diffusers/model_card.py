@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _CARD = """\
 # {title}
 
-A patch that gives [{base_model}](https://huggingface.co/{base_model}) Multi-Head Linear Attention (MHLA),
+A patch that gives {base_link} Multi-Head Linear Attention (MHLA),
 self-attention of linear cost, through [mhla_diffusers](https://pypi.org/project/mhla-diffusers).
 
 ```python
@@ -19,7 +19,7 @@ import torch
 from diffusers import DiffusionPipeline
 from mhla_diffusers import load_mhla
 
-pipe = DiffusionPipeline.from_pretrained("{base_model}", torch_dtype=torch.bfloat16)
+pipe = DiffusionPipeline.from_pretrained("{base_source}", torch_dtype=torch.bfloat16)
 load_mhla(pipe, "{repo_id}")
 ```
 
@@ -57,14 +57,18 @@ def model_card(model: Any, repo_id: str, record: "PatchRecord") -> str:
     """
     from huggingface_hub import ModelCardData
 
+    base, on_hub = record.base_model, "/" in record.base_model
     data = ModelCardData(
-        base_model=record.base_model or None, library_name="diffusers", tags=["mhla", "linear-attention"]
+        base_model=base if on_hub else None, library_name="diffusers", tags=["mhla", "linear-attention"]
     )
     settings = {name: part.mhla for name, part in record.transformers.items()}
     body = _CARD.format(
         title=repo_id.split("/")[-1],
         repo_id=repo_id,
-        base_model=record.base_model or "unknown",
+        base_link=f"[{base}](https://huggingface.co/{base})"
+        if on_hub
+        else f"the model {base or 'that it was made for'}",
+        base_source=base if on_hub else f"path/to/{base or 'the-model'}",
         holds=_HOLDS[record.weights],
         table=describe(model),
         settings=json.dumps(settings, indent=2),

@@ -35,11 +35,35 @@ class PatchRecord:
 
     format_version: int
     base_model: str
+    """Hub id, or the name of a local folder; empty where it is unknown."""
     diffusers_version: str
     weights: Weights
     file: str
     sha256: str
     transformers: dict[str, TransformerRecord]
+
+
+def base_model_name(source: str) -> str:
+    """What is recorded of where a model came from: a Hub id, or of a path the name alone, since a patch is published.
+
+    Args:
+        source: Hub id or path, also of the Hub's cache; of a pipeline or of one of its components.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    path = Path(source)
+    if not source or not path.exists():
+        try:
+            validate_repo_id(source or None)
+        except HFValidationError:
+            return path.resolve().name
+        return source
+    path = path.resolve()
+    cached = next((part for part in path.parts if part.startswith("models--")), None)
+    if cached is not None:
+        return "/".join(cached.split("--")[1:])
+    return path.parent.name if (path.parent / "model_index.json").is_file() else path.name
 
 
 def read_record(folder: Path) -> PatchRecord:

@@ -73,7 +73,7 @@ def test_changed_finds_its_base_where_the_model_came_from(tmp_path):
     assert {name for name in names if ".mhla." not in name} == {
         f"transformer.blocks.0.attn1.to_q.{kind}" for kind in ("weight", "bias")
     }
-    assert read_record(tmp_path / "patch").base_model == str(tmp_path / "base")
+    assert read_record(tmp_path / "patch").base_model == "base"
 
 
 def test_two_transformers(tmp_path):
@@ -275,6 +275,62 @@ def test_saving_refuses_what_it_cannot_save(tmp_path):
         save_mhla(model, tmp_path, weights="all")
     save_mhla(model, tmp_path, weights="mhla")
     assert (tmp_path / CONFIG_NAME).is_file()
+
+
+def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
+    snapshot = tmp_path / "hub" / "models--someone--base.v1" / "snapshots" / "0123abcd"
+    for folder in (tmp_path / "private" / "tiny", snapshot):
+        models.wan_pipeline().save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    for source, expected in {
+        str(tmp_path / "private" / "tiny"): "tiny",
+        "private/tiny": "tiny",
+        str(tmp_path / "private" / "removed") + "/": "removed",
+        str(snapshot): "someone/base.v1",
+        "someone/base.v1": "someone/base.v1",
+    }.items():
+        pipe = models.wan_pipeline()
+        pipe.register_to_config(_name_or_path=source)
+        apply_mhla(pipe, blocks=(3, 2, 1))
+        for given in (None, source):
+            save_mhla(pipe, tmp_path / "patch", base_model=given)
+            record = read_record(tmp_path / "patch")
+            card = model_card(pipe, "me/my-patch", record)
+            assert record.base_model == expected
+            for text in ((tmp_path / "patch" / CONFIG_NAME).read_text(), card):
+                assert str(tmp_path) not in text
+                assert "private" not in text
+            assert ("huggingface.co/" in card) == ("/" in expected)
+            assert card.startswith("---\nbase_model:") == ("/" in expected)
+    model = apply_mhla(type(models.wan()).from_pretrained(snapshot, subfolder="transformer"), blocks=(2, 2, 3))
+    save_mhla(model, tmp_path / "patch", weights="changed")
+    assert read_record(tmp_path / "patch").base_model == "someone/base.v1"
+    load_mhla(models.wan(), tmp_path / "patch")
+
+
+UNREACHABLE = """
+from mhla_diffusers import apply_mhla, push_mhla
+from tests import models
+try:
+    push_mhla(apply_mhla(models.wan(), blocks=(2, 2, 3)), "me/my-patch", token="hf_none")
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("setting", ["HF_HUB_OFFLINE=1", "HF_ENDPOINT=http://127.0.0.1:9"])
+def test_a_hub_that_cannot_be_reached_is_told(setting):
+    name, _, value = setting.partition("=")
+    ended = subprocess.run(
+        [sys.executable, "-c", UNREACHABLE],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"OMP_NUM_THREADS": "1", name: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Hub repository 'me/my-patch'" in ended.stdout, ended.stderr
+    assert "save_mhla" in ended.stdout
 
 
 def test_the_model_card_says_how_to_use_it(tmp_path):

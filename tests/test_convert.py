@@ -6,7 +6,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 from torch.nn.functional import conv3d, rms_norm, silu
 
-from mhla_diffusers import load_mhla, mhla_layers
+from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, save_mhla
 from mhla_diffusers.convert import convert_wan
 
 from . import models
@@ -163,10 +163,21 @@ def test_bad_checkpoints_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"M=12 blocks, blocks=\(2, 2, 2\) does not fit"):
         convert_wan(path, tmp_path / "patch", blocks=(2, 2, 2))
     save_file({"a": torch.ones(1)}, path)
-    with pytest.raises(ValueError, match="has no MHLA layer"):
+    with pytest.raises(ValueError, match="is no checkpoint of the paper's Wan code: .* its first name is 'a'"):
         convert_wan(path, tmp_path / "patch")
     with pytest.raises(ValueError, match="no safetensors file; pickle"):
         convert_wan(tmp_path / "paper.pth", tmp_path / "patch")
+    with pytest.raises(ValueError, match=r"blocks=\(3, 5\) must be three .*\(3, 5, 10\)"):
+        convert_wan(tmp_path / "absent.safetensors", tmp_path / "patch", blocks=(3, 5))
     path.write_bytes(b"short")
     with pytest.raises(ValueError, match="cannot be read"):
         convert_wan(path, tmp_path / "patch")
+
+
+@pytest.mark.parametrize("build", [models.wan, models.sana])
+def test_a_patch_of_this_package_is_no_checkpoint_of_the_paper(tmp_path, build):
+    save_mhla(apply_mhla(build()), tmp_path / "saved", weights="all")
+    saved = next((tmp_path / "saved").glob("*.safetensors"))
+    with pytest.raises(ValueError, match=r"is no checkpoint of the paper's Wan code.*load_mhla"):
+        convert_wan(saved, tmp_path / "patch", blocks=(3, 5, 10))
+    assert not (tmp_path / "patch").exists()

@@ -1006,9 +1006,28 @@ def test_a_new_family_takes_under_60_lines(pixart):
 
 
 def test_a_family_cannot_take_a_name_that_is_taken(pixart):
+    class OtherFamily(PixArtFamily):
+        pass
+
     mhla.register_family(PixArtFamily())
-    with pytest.raises(ValueError, match="'pixart' is already registered"):
-        mhla.register_family(PixArtFamily())
+    with pytest.raises(ValueError, match=r"'pixart' is already registered by .*PixArtFamily; .* for .*OtherFamily"):
+        mhla.register_family(OtherFamily())
+
+
+def test_a_family_may_be_defined_and_registered_again(pixart):
+    """As a notebook does when its cell is run again."""
+
+    def cell():
+        class AgainFamily(PixArtFamily):
+            pass
+
+        return AgainFamily()
+
+    first, second = cell(), cell()
+    assert type(first) is not type(second)
+    mhla.register_family(first)
+    mhla.register_family(second)
+    assert mhla.families.get_family(pixart[0]) is second
 
 
 def test_cross_attention_of_a_new_family_is_its_own_in_the_single_instance_form(pixart):

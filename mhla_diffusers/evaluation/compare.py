@@ -14,7 +14,7 @@ from .description import Description, Progress, describe_images
 from .extractors import FeatureExtractor
 from .fid import compare
 from .images import FolderImages, read_sample
-from .known_scores import known_scores
+from .known_scores import SCORE_FILES, known_scores
 from .metrics import FeatureStatistics, frechet_distance
 from .paper import PaperRows, paper_rows
 from .reference import describe_reference
@@ -120,13 +120,19 @@ def compare_sets(
 
     Raises:
         FileNotFoundError: a set or reference that is not there.
-        ValueError: sets that cannot be compared, or damaged files.
+        ValueError: sets that cannot be compared, nothing to compare them by, or damaged files.
     """
     if (reference is None) != (extractor is None):
         raise ValueError("A reference and an extractor belong together; give both or neither.")
     variants = read_variants(folders)
     rows = [Row(variant) for variant in variants]
     _add_known_scores(rows)
+    if reference is None and not sample_scores and not any(row.scores for row in rows):
+        raise ValueError(
+            f"There is nothing to compare {', '.join(variant.name for variant in variants)} by. Give --reference for "
+            "distances, --clip-model for the CLIP score or --score NAME=package.module:callable for one of your own, "
+            f"or put scores into the folders of the sets, as {', '.join(SCORE_FILES)}."
+        )
     remarks: list[str] = []
     if reference is not None and extractor is not None:
         expected = describe_reference(reference, extractor, extractor_name, batch_size=_BATCH, progress=progress)

@@ -13,12 +13,22 @@ _FAMILIES: dict[str, Family] = {family.name: family for family in (DiTFamily(), 
 def register_family(family: Family) -> None:
     """Make a family known to ``apply_mhla``.
 
+    A class that was defined again, as by a notebook cell that is run again, takes the place of its former self.
+
     Raises:
-        ValueError: if its name is taken.
+        ValueError: if its name is taken by another class.
     """
-    if family.name in _FAMILIES:
-        raise ValueError(f"Family {family.name!r} is already registered; choose another name.")
+    known = _FAMILIES.get(family.name)
+    if known is not None and _class_path(known) != _class_path(family):
+        raise ValueError(
+            f"Family {family.name!r} is already registered by {_class_path(known)}; choose another name for "
+            f"{_class_path(family)}."
+        )
     _FAMILIES[family.name] = family
+
+
+def _class_path(family: Family) -> str:
+    return f"{type(family).__module__}.{type(family).__qualname__}"
 
 
 def families() -> list[Family]:

@@ -7,7 +7,7 @@ import torch
 
 from ..evaluation.extractors import ImageFeatures
 from .classifier import DigitClassifier, load_classifier, scene_crops
-from .digits import DIGIT_SIZES, PICTURE_SIZE, Digits, Scene, compose, crop
+from .digits import DIGIT_SIZES, PICTURE_SIZE, Digits, Scene, compose, crop, parse_caption
 from .loading import call_settings
 
 _BATCH = 10
@@ -87,15 +87,23 @@ def picture_features(images: torch.Tensor) -> ImageFeatures:
 
 
 def digit_shown(images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
-    """Whether the classifier sees the class that was asked for: a score for ``mhla eval compare``.
+    """How many of the digits that were asked for the classifier sees: a score for ``mhla eval compare``.
 
     Args:
-        images: uint8, each (3, 64, 64), as the tiny DiT pipeline makes them.
-        texts: numbers of the classes.
+        images: uint8, each (3, 64, 64) or (F, 3, 64, 64), as the tiny pipelines make them.
+        texts: the number of a class for the tiny DiT pipeline, a caption for the others.
 
     Returns:
-        (B,) of 0 and 1.
+        (B,) part of the digits, over all frames.
+
+    Raises:
+        ValueError: a caption without a digit word.
     """
-    probabilities = picture_features(torch.stack(list(images))).probabilities
-    assert probabilities is not None
-    return (probabilities.argmax(dim=1) == torch.tensor([int(text) for text in texts])).float()
+    classifier = load_classifier()
+    parts = []
+    for image, text in zip(images, texts, strict=True):
+        scene = Scene((int(text),)) if text.isdigit() else parse_caption(text)
+        family = "dit" if text.isdigit() else "wan" if scene.motion else "sana"
+        picture = image.float().mean(dim=-3).view(-1, PICTURE_SIZE, PICTURE_SIZE) / 255
+        parts.append(digit_accuracy([picture], [scene], family, classifier))
+    return torch.tensor(parts)

@@ -2,8 +2,9 @@
 
 from .config import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
 from .data import InMemoryData, TrainingData
+from .divergence import TrainingDivergedError
 from .folders import CheckpointError, read_metrics
-from .loop import TrainingDivergedError, TrainingResult, train
+from .loop import TrainingResult, train
 
 __all__ = [
     "CheckpointError",

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,11 +126,14 @@ def synthesize_latents(
 
     Raises:
         FileNotFoundError: no such file of prompts.
+        ValueError: a file without prompts, or what ``synthesize`` raises.
     """
     path = Path(prompts)
     if not path.is_file():
         raise FileNotFoundError(f"The file of prompts {path} does not exist; it holds one prompt per line.")
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"The file of prompts {path} holds no prompts; write one per line.")
     pipe = _load_pipeline(model, device, precision)
     return synthesize(pipe, model, lines, output, clip, steps=steps, guidance=guidance, seed=seed)
 
@@ -255,12 +259,31 @@ def _open_data(config: TrainingConfig) -> LatentCache:
     if not (folder / INDEX_NAME).is_file():
         from accelerate import PartialState
 
-        find_media(folder)
+        try:
+            find_media(folder)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error} {_ways_to_data(config)}") from error
         folder = Path(config.output) / "latents"
         logger.info("%s holds no latents; encoding its files into %s.", config.data, folder)
         with PartialState().main_process_first():
             encode(config.model, config.data, folder, config.clip, precision=config.precision, workers=config.workers)
     return LatentCache(folder)
+
+
+def _ways_to_data(config: TrainingConfig) -> str:
+    """The commands that make the data of a configuration."""
+    common = ["--model", str(config.model), "--output", str(config.data), "--precision", config.precision]
+    encoding = ["mhla", "encode", "--source", "FOLDER", *common]
+    synthesizing = ["mhla", "synthesize", "--prompts", "PROMPTS.txt", *common]
+    if config.clip is not None:
+        sizes = [f"{height}x{width}" for height, width in config.clip.sizes]
+        encoding += ["--frames", str(config.clip.frames), "--fps", str(config.clip.fps)]
+        encoding += [word for size in sizes for word in ("--size", size)]
+        synthesizing += ["--frames", str(config.clip.frames), "--size", sizes[0]]
+    return (
+        f"Make the data from videos or images with captions in FOLDER: `{shlex.join(encoding)}`, or from prompts, "
+        f"one per line of PROMPTS.txt: `{shlex.join(synthesizing)}`."
+    )
 
 
 def _sample_of_clip(transformer: Any, config: TrainingConfig) -> Sample:

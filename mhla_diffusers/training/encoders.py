@@ -13,6 +13,8 @@ from .data import Sample
 from .media import Clip
 
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
+_SHOWN_LABELS = 12
+"""How many labels of a DiT an error lists; ImageNet's has a thousand."""
 
 
 class PipelineEncoder(ABC):
@@ -182,8 +184,11 @@ class DiTEncoder(PipelineEncoder):
             return {"class_labels": torch.tensor(classes)}
         if not caption.isdigit():
             if caption not in self.pipe.labels:
+                names = sorted(self.pipe.labels)
+                more = f" and {len(names) - _SHOWN_LABELS} more" if len(names) > _SHOWN_LABELS else ""
                 raise ValueError(
-                    f"{caption!r} is no label of this DiT; give a class from 0 to {classes - 1} or a label."
+                    f"{caption!r} is no label of this DiT; the caption must be nothing but a class from 0 to "
+                    f"{classes - 1} or one of its labels: {', '.join(names[:_SHOWN_LABELS]) or 'it has none'}{more}."
                 )
             return {"class_labels": torch.tensor(self.pipe.labels[caption])}
         if int(caption) >= classes:

@@ -85,6 +85,11 @@ class RunFolder:
         """Complete checkpoints, oldest first."""
         return sorted((self.path / "checkpoints").glob("step-*"))
 
+    def last_before(self, step: int) -> Path | None:
+        """The latest checkpoint of fewer than ``step`` updates."""
+        earlier = [path for path in self.checkpoints() if int(path.name.removeprefix("step-")) < step]
+        return earlier[-1] if earlier else None
+
     def find(self, resume: str | None) -> Path | None:
         """The checkpoint to resume from.
 

@@ -19,10 +19,11 @@ from .checks import check_data_fits
 from .config import StageConfig, TrainingConfig
 from .data import TrainingData
 from .diffusion import NoisedBatch, diffusion_process
+from .divergence import check_end, check_in_between
 from .export import export_result
 from .folders import CheckpointError, RunFolder, RunState, Tensors, load_checkpoint
 from .interruption import StopRequest
-from .sharding import gathered, meta_copy, placed_like, shard, sharding_is_asked_for
+from .sharding import gathered, meta_copy, own_part, placed_like, shard, sharding_is_asked_for
 from .stage import StageTraining, Update
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, make_trainable
@@ -31,10 +32,6 @@ logger = logging.getLogger(__name__)
 
 Sampler = Callable[[nn.Module, Path], None]
 """Generates with the transformer into a folder."""
-
-
-class TrainingDivergedError(RuntimeError):
-    """Too many updates in a row had a loss or gradient that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,8 @@ def train(
     Raises:
         ValueError: settings, data, transformer and the checkpoint to resume from do not fit each other.
         FileNotFoundError: no checkpoint to resume from.
-        TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped.
+        TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
+            skipped updates, weights or a validation loss that are not finite; then there is no result.
         CheckpointError: the last checkpoint or the result could not be written.
     """
     if mhla_layers(transformer) and config.patch is None:
@@ -121,6 +119,7 @@ class _Run:
             self._load(checkpoint)
         self.stop = StopRequest()
         self.tokens = 0
+        self.validation_loss: float | None = None
 
     def _prepare_transformer(self) -> None:
         stages = self.config.stages
@@ -210,6 +209,8 @@ class _Run:
             self._record(update, index, rate, time.perf_counter() - started, progress)
             if self._due(self.config.validation.every):
                 self._validate(training)
+            if self.state.step == self.config.total_steps:
+                self._check_end(training)  # before a last checkpoint takes the place of a good one
             stage_is_over = self.state.step == end
             if update.stop or stage_is_over or self.state.step % self.config.checkpoint_every == 0:
                 self._save(training, must_succeed=update.stop or stage_is_over)
@@ -225,13 +226,9 @@ class _Run:
         skipped = self.state.skipped_in_row + 1 if update.skipped else 0
         self.state = RunState(**{**vars(self.state), "step": self.state.step + 1, "skipped_in_row": skipped})
         if skipped:
-            logger.warning("Step %d was skipped: loss or gradient is not finite.", self.state.step)
-        if skipped > self.config.max_skipped:
-            raise TrainingDivergedError(
-                f"{skipped} updates in a row, up to step {self.state.step}, had a loss or gradient that is not finite "
-                f"(loss {update.losses['loss']}, gradient norm {update.gradient_norm}). Lower the learning rate, "
-                "lengthen the warm-up or check the data, and resume from the last checkpoint."
-            )
+            numbers = (self.state.step, update.losses["loss"], update.gradient_norm)
+            logger.warning("Step %d was skipped: not finite (loss %.4g, gradient norm %.4g).", *numbers)
+        check_in_between(self.state, self.folder, self.config.max_skipped)
 
     def _record(self, update: Update, stage: int, rate: float, seconds: float, progress: Any) -> None:
         if not self.accelerator.is_main_process:
@@ -267,10 +264,18 @@ class _Run:
         place = (self.accelerator.process_index, self.accelerator.num_processes)
         total = self.validation.sum_over_samples(training.model, self.accelerator.device, *place)
         loss = float(self.accelerator.reduce(total, reduction="sum")) / self.config.validation.samples
+        self.validation_loss = loss
         if self.accelerator.is_main_process:
             self._write_metrics({"step": self.state.step, "validation_loss": loss})
             self.accelerator.log({"validation_loss": loss}, step=self.state.step)
         logger.info("Validation loss %.5f after step %d.", loss, self.state.step)
+
+    def _check_end(self, training: StageTraining) -> None:
+        parameters = dict(self.transformer.named_parameters())
+        with training.averaged_weights():
+            finite = torch.stack([own_part(parameters[name]).isfinite().all() for name in self.changed]).all()
+        broken = float(self.accelerator.reduce((~finite).float(), reduction="sum"))
+        check_end(self.state, self.folder, broken == 0, self.validation_loss)
 
     def _save(self, training: StageTraining, must_succeed: bool) -> None:
         tensors: dict[str, Tensors] = {}

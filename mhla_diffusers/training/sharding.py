@@ -102,6 +102,11 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return whole.cpu().contiguous() if torch.distributed.get_rank() == 0 else torch.empty(0)
 
 
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor; all of one that is not in parts."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def placed_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A whole tensor where a parameter is: on its device, in parts if it is in parts."""
     value = value.to(parameter.device)

@@ -160,6 +160,16 @@ def test_sets_that_are_not_paired_are_refused(folders, tmp_path):
         compare_sets(folders, reference=folders[0])
 
 
+def test_nothing_to_compare_by_is_said(tmp_path):
+    sets = [write_set(tmp_path / name, 128) for name in ("a", "b")]
+    shown = mhla("eval", "compare", *sets, "--output", tmp_path / "report")
+    for way in ("--reference", "--clip-model", "--score", "scores.json"):
+        assert way in str(shown.exception)
+    assert not (tmp_path / "report").exists()
+    (sets[1] / "scores.json").write_text('{"held_out_loss": 0.5}')
+    assert compare_sets(sets).rows[1].scores == {"held_out_loss": 0.5}
+
+
 def test_command(folders, tmp_path):
     plug = "tests.evaluation.test_compare:brightness"
     shown = mhla(

@@ -251,8 +251,6 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path: Path, model: str
     refused("is no diffusers pipeline", f"model={tmp_path}", error=FileNotFoundError)
     refused("patch='sana-0.6b' is for the 'sana' family .* belongs to 'wan'", "patch=sana-0.6b")
     refused("The vae of .* is 'AutoencoderKLWan', which is not supported", "component=vae")
-    with pytest.raises(FileNotFoundError, match="is no folder"):
-        finetune(TrainingConfig.from_yaml(config_file))
     with pytest.raises(ValueError, match="too few for 9 blocks"):
         dry_run(
             TrainingConfig.from_yaml(
@@ -266,6 +264,33 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path: Path, model: str
     (tmp_path / "latents" / "index.json").write_text(json.dumps(index))
     (tmp_path / "latents" / "shard-00000.safetensors").touch()
     refused(r"made with vae='AutoencoderKLWan \(configuration 0\)', but .* has 'AutoencoderKLWan")
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_missing_data_names_the_commands_that_make_it(
+    exists: bool, tmp_path: Path, model: str, config_file: Path
+) -> None:
+    """They parse, and make what the configuration takes."""
+    latents = tmp_path / "latents"
+    if exists:
+        latents.mkdir()
+    config = TrainingConfig.from_yaml(config_file, ["clip={frames: 5, fps: 8, sizes: [[32, 32], [32, 48]]}"])
+    with pytest.raises(FileNotFoundError, match="latents") as raised:
+        finetune(config)
+    encode, synthesize = re.findall(r"`(mhla .*?)`", str(raised.value))
+    for command, name, sizes in ((encode, "encode", ["32x32", "32x48"]), (synthesize, "synthesize", ["32x32"])):
+        found, values = _parse(command)
+        assert (found, values["model"], values["output"]) == (name, model, latents)
+        assert (values["frames"], values["sizes"], values["precision"]) == (5, sizes, config.precision)
+    assert _parse(encode)[1]["fps"] == 8
+    assert not (tmp_path / "run").exists()
+
+
+def test_file_without_prompts_is_named(tmp_path: Path, model: str) -> None:
+    (tmp_path / "prompts.txt").write_text("\n  \n")
+    with pytest.raises(ValueError, match=r"prompts.txt holds no prompts; write one per line"):
+        _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents")
+    assert not (tmp_path / "latents").exists()
 
 
 def test_transformer_on_meta_has_no_values(config_file: Path) -> None:

@@ -161,7 +161,10 @@ def test_dit_captions_are_classes(tmp_path: Path) -> None:
     assert encoder.conditioning("dog")["class_labels"] == 5
     with pytest.raises(ValueError, match="Class 10 is out of range; this DiT knows 0 to 9"):
         encoder.conditioning("10")
-    with pytest.raises(ValueError, match="'horse' is no label"):
+    with pytest.raises(ValueError, match=r"'a dog' is no label .* 0 to 9 or one of its labels: cat, dog, house cat\."):
+        encoder.conditioning("a dog")
+    encoder.pipe.labels = {f"label-{number:03d}": number for number in range(1000)}
+    with pytest.raises(ValueError, match=r"label-000, label-001, .*label-011 and 988 more\."):
         encoder.conditioning("horse")
 
 

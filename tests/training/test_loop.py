@@ -13,6 +13,7 @@ from mhla_diffusers.training import (
     read_metrics,
     train,
 )
+from mhla_diffusers.training.data import BatchOrder
 
 from .models import dit_data, one_stage, tiny_dit, tiny_wan, wan_data
 from .processes import start_distributed_training
@@ -40,8 +41,55 @@ def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
     samples = [
         {**sample, "latents": sample["latents"] * float("inf")} for sample in map(wan_data().__getitem__, range(4))
     ]
-    with pytest.raises(TrainingDivergedError, match="4 updates in a row, up to step 4, had a loss or gradient"):
+    with pytest.raises(TrainingDivergedError, match="4 updates in a row, up to step 4, were skipped"):
         train(tiny_wan(), InMemoryData(samples), one_stage(tmp_path, steps=50, max_skipped=3))
+
+
+def _diverges(output: Path, message: str, data: InMemoryData | None = None, **settings: Any) -> None:
+    config = one_stage(output, **{"steps": 6, "learning_rate": 1e9, **settings})
+    for resume in (None, "latest"):
+        if resume and not (output / "checkpoints").exists():
+            break
+        with pytest.raises(TrainingDivergedError, match=message):
+            train(tiny_wan(), data or wan_data(), config, resume=resume)
+        assert not (output / "result").exists()
+
+
+def test_a_run_that_diverged_ends_with_an_error_and_without_a_result(tmp_path: Path) -> None:
+    """However it shows, and however often the run is resumed."""
+    advice = "Lower the learning rate .* in another output folder.* holds no good checkpoint"
+    _diverges(tmp_path / "a", f"all updates after step 1 were skipped.*{advice}")
+    validation = ValidationConfig(samples=2)
+    _diverges(tmp_path / "b", f"the validation loss after step 1 is nan.*{advice}", steps=1, validation=validation)
+    _diverges(tmp_path / "c", f"all updates after step 1 were skipped.*{advice}", checkpoint_every=1)
+
+
+def test_weights_that_no_loss_depends_on_are_looked_at_too(tmp_path: Path) -> None:
+    transformer = tiny_dit()
+    with torch.no_grad():
+        transformer.transformer_blocks[0].norm1.emb.class_embedder.embedding_table.weight[9] = float("inf")
+    with pytest.raises(TrainingDivergedError, match="weights after step 4 are not finite"):
+        train(transformer, dit_data(8), one_stage(tmp_path))
+    assert not (tmp_path / "result").exists()
+
+
+def test_the_last_checkpoint_before_the_divergence_is_named_and_resumes(tmp_path: Path) -> None:
+    """A sample that is not finite in the last update: mended, the run goes on to the end as if nothing had been."""
+    settings: dict[str, Any] = {"steps": 8, "learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 9}
+    last = BatchOrder([(4, 2, 8, 8)] * 16, batch_size=2, seed=0)[7][0]
+    _diverges(
+        tmp_path / "run",
+        "all updates after step 7 were skipped.*--resume .*/step-00000006",
+        _poisoned(last),
+        **settings,
+    )
+    resumed = train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", **settings), resume="latest")
+    alone = train(tiny_wan(), wan_data(), one_stage(tmp_path / "alone", **settings))
+    weights = [
+        next(Path(result.result).glob("*.safetensors")).read_bytes() for result in (resumed, alone) if result.result
+    ]
+    assert weights[0] == weights[1]
+    assert len(weights) == 2
 
 
 def test_from_scratch_and_reload(tmp_path: Path) -> None:
@@ -68,8 +116,6 @@ def test_validation_and_result_use_the_moving_average(tmp_path: Path) -> None:
 
 
 def test_order_of_samples_covers_every_epoch_and_keeps_shapes_apart() -> None:
-    from mhla_diffusers.training.data import BatchOrder
-
     shapes = [(4, 8, 8)] * 6 + [(4, 4, 16)] * 3
     order = BatchOrder(shapes, batch_size=2, seed=0)
     epoch = [order[step] for step in range(order.batches_per_epoch)]
