@@ -59,9 +59,7 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
     "MHLA, RoPE before": MHLAConfig(blocks=FINE, rope="before"),
     "MHLA, mixing per head": MHLAConfig(blocks=FINE, mixing_per_head=True),
     "MHLA, output norm and gate": MHLAConfig(blocks=FINE, output_norm=True, output_gate=True),
-    "MHLA, per head, norm and gate": MHLAConfig(blocks=FINE, mixing_per_head=True, output_norm=True, output_gate=True),
     "MHLA hybrid 2/3, per head": MHLAConfig(blocks=FINE, layers="2/3", mixing_per_head=True),
-    "near field, blocks of 48, per head": MHLAConfig(blocks=COARSE, near_field="softmax", mixing_per_head=True),
 }
 
 
@@ -106,9 +104,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
     "per-head": [
         ("distillation", "MHLA, mixing per head"),
         ("transfer first", "MHLA, mixing per head"),
-        ("distillation", "near field, blocks of 48, per head"),
         ("transfer first", "MHLA hybrid 2/3, per head"),
-        ("distillation", "MHLA, per head, norm and gate"),
     ],
     "settings": [
         *(("distillation", name) for name in SETTINGS),
