@@ -47,7 +47,7 @@ class DemoConfig:
     family: str = "wan"
     device: str = "cpu"
     seed: int = 0
-    steps: int = 200
+    steps: int = 160
     """Updates that adapt each patched variant."""
     scenes: int = 12
     """Scenes that every variant generates."""
@@ -176,7 +176,9 @@ def _examine(variant: Variant, yardstick: _Yardstick) -> Outcome:
 
 
 def _mixing(pipe: Any) -> dict[str, torch.Tensor]:
-    return {name: layer.mixing.detach().cpu().clone() for name, layer in mhla_layers(pipe).items()}
+    """Layer → its mixing matrix, the mean over heads where each has its own."""
+    matrices = {name: layer.mixing.detach().cpu().clone() for name, layer in mhla_layers(pipe).items()}
+    return {name: matrix.mean(dim=0) if matrix.ndim == 3 else matrix for name, matrix in matrices.items()}
 
 
 def _adapt(pipe: Any, yardstick: _Yardstick, patch: MHLAConfig) -> list[tuple[int, float]]:
