@@ -152,7 +152,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the table, pictures and page.")] = Path("outputs/demo"),
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     seed: Annotated[int, typer.Option(help="Same seed, same table on the same machine.")] = 0,
-    steps: Annotated[int, typer.Option(help="Updates that adapt each patched variant.")] = 160,
+    steps: Annotated[int, typer.Option(help="Updates that adapt each patched variant.")] = 120,
 ) -> None:
     """Softmax, plain linear attention and MHLA on a tiny trained pipeline: adapt, generate, compare, in minutes."""
     from .demo import DemoConfig, run_demo

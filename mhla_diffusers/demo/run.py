@@ -47,7 +47,7 @@ class DemoConfig:
     family: str = "wan"
     device: str = "cpu"
     seed: int = 0
-    steps: int = 160
+    steps: int = 120
     """Updates that adapt each patched variant."""
     scenes: int = 12
     """Scenes that every variant generates."""
