@@ -18,7 +18,7 @@ class WanFamily(Family):
     transformers = ("WanTransformer3DModel", "WanVACETransformer3DModel")
     axes = 3
     block_lists = ("blocks", "vace_blocks")
-    default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True)
+    default_config = MHLAConfig(blocks=(7, 3, 5))
 
     def self_attention_processor(self) -> Any:
         """``WanAttnProcessor``."""
