@@ -36,6 +36,11 @@ def position_of(index: int, grid: Sequence[int]) -> tuple[int, int]:
     return place // width, frame * (width + 1) + place % width
 
 
+def mean_over_heads(matrix: torch.Tensor) -> torch.Tensor:
+    """A mixing matrix (M, M), or (H, M, M) with one per head, as one float32 (M, M) on the CPU; a copy."""
+    return matrix.detach().float().cpu().reshape(-1, *matrix.shape[-2:]).mean(dim=0)
+
+
 def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], token: int, file: Path) -> Path:
     """How much one query token attends to every token of the grid, one map per layer; the token is marked.
 
@@ -75,7 +80,7 @@ def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], blocks: Sequence[
         ``file``.
     """
     plt = require_matplotlib()
-    shared = {name: _mean_over_heads(matrix) for name, matrix in matrices.items()}
+    shared = {name: mean_over_heads(matrix) for name, matrix in matrices.items()}
     middle, colours = middle_of(blocks), _colours(torch.stack(list(shared.values())))
     columns = min(_COLUMNS, len(shared))
     bands = math.ceil(len(shared) / columns)
@@ -119,10 +124,6 @@ def _colours(values: torch.Tensor) -> dict[str, Any]:
         return {"cmap": "magma", "vmin": 0, "vmax": highest}
     largest = max(-lowest, highest)
     return {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
-
-
-def _mean_over_heads(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.detach().float().cpu().reshape(-1, *matrix.shape[-2:]).mean(dim=0)
 
 
 def _sheet(plt: Any, count: int, wide: bool) -> tuple[Any, list[Any]]:

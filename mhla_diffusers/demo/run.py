@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..analysis import attention_matrices, mean_entropy, mean_rank
+from ..analysis.pictures import mean_over_heads
 from ..config import MHLAConfig
 from ..evaluation.metrics import frechet_distance
 from ..evaluation.results import write_json
@@ -177,8 +178,7 @@ def _examine(variant: Variant, yardstick: _Yardstick) -> Outcome:
 
 def _mixing(pipe: Any) -> dict[str, torch.Tensor]:
     """Layer → its mixing matrix, the mean over heads where each has its own."""
-    matrices = {name: layer.mixing.detach().cpu().clone() for name, layer in mhla_layers(pipe).items()}
-    return {name: matrix.mean(dim=0) if matrix.ndim == 3 else matrix for name, matrix in matrices.items()}
+    return {name: mean_over_heads(layer.mixing) for name, layer in mhla_layers(pipe).items()}
 
 
 def _adapt(pipe: Any, yardstick: _Yardstick, patch: MHLAConfig) -> list[tuple[int, float]]:

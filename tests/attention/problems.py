@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mhla_diffusers.attention import initial_mixing, mhla_attention, reference_attention
+from mhla_diffusers.attention.rotary import apply_rotary, pair_tables
 
 GRIDS = [
     # grid, blocks: even and ragged, one to three axes, one block to one token per block
@@ -96,6 +97,24 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """
     expected = expected.double()
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1.0))
+
+
+def softmax_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mixing: torch.Tensor,
+    far_field_weight: torch.Tensor,
+    grid: tuple[int, ...],
+    blocks: tuple[int, ...],
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """PyTorch's own attention on the inputs of a problem with a near field, for :meth:`Problem.run` in float64."""
+    if rotary is not None:
+        tables = pair_tables((rotary[0].double(), rotary[1].double()))
+        query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def errors_against_reference(problem: Problem, dtype: torch.dtype, backend: str) -> dict[str, float]:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from mhla_diffusers.attention import mhla_attention, reference_attention
 from mhla_diffusers.attention.blocks import block_index
 from mhla_diffusers.attention.reference import reference_weights
-from mhla_diffusers.attention.rotary import apply_rotary, pair_tables
 
-from .problems import GRIDS, errors_against_reference, make_problem, relative_error
+from .problems import GRIDS, errors_against_reference, make_problem, relative_error, softmax_attention
 
 # float32 sums of exponentials; what is seen is below 1e-6
 FLOAT32_TOLERANCE = 5e-6
@@ -66,14 +65,7 @@ def test_one_block_is_softmax_attention(rotary):
     problem = make_problem((4, 5, 3), (1, 1, 1), near_field=True, rotary=rotary, head_dim=16)
     found = problem.run(mhla_attention, torch.float64)
 
-    def softmax(query, key, value, mixing, far_field_weight, grid, blocks, rotary=None):
-        if rotary is not None:
-            tables = pair_tables(tuple(table.double() for table in rotary))
-            query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-    expected = problem.run(softmax, torch.float64)
+    expected = problem.run(softmax_attention, torch.float64)
     for name in ("output", "query", "key", "value"):
         assert relative_error(found[name], expected[name]) <= 1e-12
 

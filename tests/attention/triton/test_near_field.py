@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from mhla_diffusers.attention import mhla_attention, reference_attention
 from mhla_diffusers.attention.near_field import without_own_block
-from mhla_diffusers.attention.rotary import apply_rotary, pair_tables
 from mhla_diffusers.attention.triton import backend
 from mhla_diffusers.attention.triton.near_field import operators
 
-from ..problems import errors_against_reference, make_problem, relative_error
+from ..problems import errors_against_reference, make_problem, relative_error, softmax_attention
 from .test_kernels import (
     DEVICE,
     EVERYTHING,
@@ -98,14 +97,7 @@ def test_one_block_is_softmax_attention(rotary):
     problem = on_device(make_problem((4, 5, 2), (1, 1, 1), **ONE_HEAD, rotary=rotary, head_dim=16))
     found = problem.run(mhla_attention, backend="triton")
 
-    def softmax(query, key, value, mixing, far_field_weight, grid, blocks, rotary=None):
-        if rotary is not None:
-            tables = pair_tables(tuple(table.double() for table in rotary))
-            query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-    expected = problem.run(softmax, torch.float64)
+    expected = problem.run(softmax_attention, torch.float64)
     for name, tensor in found.items():
         assert relative_error(tensor, expected[name]) <= FLOAT32_TOLERANCE, name
 
