@@ -150,14 +150,16 @@ def synthesize(
 def demo(
     family: Annotated[str, typer.Option(help="dit, sana or wan.")] = "wan",
     output: Annotated[Path, typer.Option(help="Folder for the table, pictures and page.")] = Path("outputs/demo"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
     seed: Annotated[int, typer.Option(help="Same seed, same table on the same machine.")] = 0,
     steps: Annotated[int, typer.Option(help="Updates that adapt each patched variant.")] = 120,
 ) -> None:
     """Softmax, plain linear attention and MHLA on a tiny trained pipeline: adapt, generate, compare, in minutes."""
     from .demo import DemoConfig, run_demo
+    from .devices import choose_device
 
-    run_demo(DemoConfig(output=output, family=family, device=device, seed=seed, steps=steps))
+    place = str(choose_device(device))
+    run_demo(DemoConfig(output=output, family=family, device=place, seed=seed, steps=steps))
 
 
 # what follows the family is read by the parser that the scripts in pipelines/ use

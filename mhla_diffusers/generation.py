@@ -14,6 +14,7 @@ from .class_labels import class_label
 from .devices import FLOAT_TYPES, choose_device
 from .evaluation.results import read_json, read_text
 from .families import families, get_family
+from .patches import load_patch
 from .patching import apply_mhla, find_transformers
 from .pipeline_settings import check_settings, parse_settings
 from .sample_folder import check_writable, record_choices
@@ -173,16 +174,18 @@ def plan_tasks(config: GenerationConfig) -> list[Task]:
 
 
 def check_call(config: ModelChoice) -> None:
-    """Check the settings of the pipeline's call, of which only the class is looked at.
+    """Check the patch and the settings of the pipeline's call; of the pipeline, only the class is looked at.
 
     Raises:
-        FileNotFoundError: no such model.
-        ValueError: a setting that the pipeline does not take.
+        FileNotFoundError: no such model, or no such patch file.
+        ValueError: an unknown patch, or a setting that the pipeline does not take.
     """
     import diffusers
 
     from .tiny.checksums import pipeline_folder
 
+    if config.patch is not None:
+        load_patch(config.patch)
     if config.settings:
         model = str(pipeline_folder(config.family)) if config.model is None else config.model
         name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
@@ -217,7 +220,7 @@ def load_pipeline(config: ModelChoice) -> Any:
     if config.model is None:
         from .tiny import load_tiny
 
-        pipe = load_tiny(config.family, device)
+        pipe = load_tiny(config.family, device).to(FLOAT_TYPES[config.dtype])
     else:
         pipe = DiffusionPipeline.from_pretrained(config.model, dtype=FLOAT_TYPES[config.dtype])
         pipe = pipe.to(device)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..devices import choose_device
 from .description import Progress
 from .images import read_image
 from .sample_list import require_samples
@@ -16,17 +17,18 @@ class ClipScorer:
 
     Args:
         model: Hub id or folder of a CLIP model with its processor.
-        device: where it runs.
+        device: where it runs; "auto" for a GPU if there is one.
 
     Raises:
         OSError: there is no such model.
+        ValueError: no such device here.
     """
 
     def __init__(self, model: str, device: str = "cpu") -> None:
         from transformers import CLIPModel, CLIPProcessor
 
-        self._device = device
-        self._model = CLIPModel.from_pretrained(model).to(device).eval()
+        self._device = choose_device(device)
+        self._model = CLIPModel.from_pretrained(model).to(self._device).eval()
         self._processor = CLIPProcessor.from_pretrained(model)
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ _WEIGHTS = Annotated[Path | None, typer.Option(help="File with the weights of In
 _EXTRACTOR = Annotated[
     str, typer.Option(help="adm, clean, or package.module:callable that makes features of uint8 images (B, 3, H, W).")
 ]
-_DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …")]
+_DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …, auto")]
 
 
 @app.command()
@@ -77,7 +77,7 @@ def vbench(
     ] = None,
     dimensions: Annotated[list[str] | None, typer.Option("--dimension", help="Several times; all if left out.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for results, totals and the log.")] = Path("outputs/vbench"),
-    device: _DEVICE = "cuda",
+    device: Annotated[str, typer.Option(help="cpu, cuda, … of that environment.")] = "cuda",
 ) -> None:
     """Run VBench in its own environment, or read its results: Quality, Semantic, Total and the dimensions."""
     from dataclasses import asdict

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..devices import choose_device
+
 
 @dataclass(frozen=True)
 class ImageFeatures:
@@ -40,11 +42,12 @@ class CleanInception:
 
     Args:
         weights: the TorchScript file ``inception-2015-12-05.pt``.
-        device: where it runs.
+        device: where it runs; "auto" for a GPU if there is one.
 
     Raises:
         ImportError: clean-fid is missing.
         FileNotFoundError: no such file; the message says where to get it.
+        ValueError: no such device here.
     """
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
@@ -54,9 +57,9 @@ class CleanInception:
             from cleanfid.resize import build_resizer
         except ImportError as error:
             raise ImportError(f"clean-fid cannot be imported ({error}): pip install mhla_diffusers[eval]") from error
-        self._device = device
+        self._device = choose_device(device)
         self.resize = build_resizer("clean")
-        self._model = InceptionV3W(str(file.parent), download=False, resize_inside=False).to(device)
+        self._model = InceptionV3W(str(file.parent), download=False, resize_inside=False).to(self._device)
 
     @torch.no_grad()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
@@ -74,11 +77,12 @@ class AdmInception:
 
     Args:
         weights: ``weights-inception-2015-12-05-6726825d.pth``.
-        device: where it runs.
+        device: where it runs; "auto" for a GPU if there is one.
 
     Raises:
         ImportError: torch-fidelity is missing.
         FileNotFoundError: no such file; the message says where to get it.
+        ValueError: no such device here.
     """
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
@@ -89,10 +93,10 @@ class AdmInception:
             raise ImportError(
                 f"torch-fidelity cannot be imported ({error}): pip install mhla_diffusers[eval]"
             ) from error
-        self._device = device
+        self._device = choose_device(device)
         names = ["2048", "logits_unbiased"]
         self._model = FeatureExtractorInceptionV3("inception", names, feature_extractor_weights_path=str(file))
-        self._model.to(device).eval()
+        self._model.to(self._device).eval()
         self._spatial = torch.empty(0)
         self._model.Mixed_6d.branch1x1.register_forward_hook(self._note_spatial)
 
@@ -126,7 +130,7 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
     Args:
         choice: "adm", "clean", or ``package.module:name`` of a callable.
         weights: file with the weights of Inception.
-        device: where Inception runs.
+        device: where Inception runs; "auto" for a GPU if there is one.
 
     Raises:
         ValueError: unknown name, or weights given to a callable.

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..devices import choose_device
 from .building import check_family
 from .checksums import check_asset, pipeline_folder
 from .digits import FRAMES, PICTURE_SIZE
@@ -13,18 +14,19 @@ def load_tiny(family: str, device: str = "cpu") -> Any:
 
     Args:
         family: dit, sana or wan.
-        device: where it runs.
+        device: where it runs; "auto" for a GPU if there is one.
 
     Raises:
-        ValueError: unknown family.
+        ValueError: unknown family, or no such device here.
         DamagedAssetError: files are missing or damaged.
     """
     from diffusers import DiffusionPipeline
 
     check_family(family)
+    place = choose_device(device)
     folder = pipeline_folder(family)
     check_asset(folder)
-    pipe = DiffusionPipeline.from_pretrained(folder).to(device)
+    pipe = DiffusionPipeline.from_pretrained(folder).to(place)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..devices import choose_device
 from ..families import families
 from ..patches import load_patch
 from ..patching import apply_mhla
@@ -225,10 +226,9 @@ def _load_transformer(config: TrainingConfig) -> Any:
 def _load_pipeline(model: str, device: str, precision: str) -> Any:
     from diffusers import DiffusionPipeline
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = choose_device(device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return DiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
+    return DiffusionPipeline.from_pretrained(model, dtype=dtype).to(place)
 
 
 def _make_sampler(config: TrainingConfig) -> PromptSampler | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..class_labels import class_label
 from .media import Clip
 
 
@@ -19,15 +20,23 @@ class PromptSampler:
         clip: frames, frames per second and size.
         steps: of the sampler.
         component: which transformer of the pipeline is trained.
+
+    Raises:
+        ValueError: a prompt that is no class of a DiT.
     """
 
     def __init__(self, pipe: Any, prompts: Sequence[str], clip: Clip, steps: int, component: str) -> None:
+        from diffusers import DiTPipeline
+
         self._pipe = pipe
         self._prompts = prompts
         self._clip = clip
         self._steps = steps
         self._component = component
         pipe.set_progress_bar_config(disable=True)
+        if isinstance(pipe, DiTPipeline):
+            for prompt in prompts:
+                class_label(pipe, prompt)  # refused before the training, not at its first samples
 
     @torch.no_grad()
     def __call__(self, transformer: nn.Module, folder: Path) -> None:
@@ -48,8 +57,7 @@ class PromptSampler:
 
         how: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "num_inference_steps": self._steps}
         if isinstance(self._pipe, DiTPipeline):
-            label = int(prompt) if prompt.isdigit() else self._pipe.labels[prompt]
-            self._pipe([label], **how).images[0].save(path.with_suffix(".png"))
+            self._pipe([class_label(self._pipe, prompt)], **how).images[0].save(path.with_suffix(".png"))
             return
         height, width = self._clip.sizes[0]
         how |= {"height": height, "width": width}

@@ -1,6 +1,7 @@
 import os
 
 import pytest
+import torch
 
 from mhla_diffusers.class_labels import class_label
 from mhla_diffusers.generation import (
@@ -93,6 +94,17 @@ def test_patch_is_applied(tmp_path):
     patch = tmp_path / "tiny.yaml"
     patch.write_text("family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n")
     assert is_patched(load_pipeline(GenerationConfig("dit", ("1",), tmp_path, patch=str(patch))))
+
+
+def test_tiny_pipelines_take_the_dtype_too(tmp_path):
+    config = GenerationConfig("dit", ("1",), tmp_path, dtype="bfloat16", settings=FAST)
+    assert load_pipeline(config).transformer.dtype == torch.bfloat16
+    assert [made for _, made in generate(config)] == [True]
+
+
+def test_unknown_patch_is_refused_before_the_model_is_looked_for(tmp_path):
+    with pytest.raises(ValueError, match="Unknown patch 'nope'"):
+        next(generate(GenerationConfig("dit", ("1",), tmp_path, model="./no-such-model", patch="nope")))
 
 
 def test_model_of_another_family_is_refused(tmp_path):
