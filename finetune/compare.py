@@ -123,6 +123,7 @@ class Comparison:
     held_out: int
     steps: int
     batch_size: int
+    timing_seconds: float
     output: Path
 
     def adapt(self, recipe_name: str, attention: str) -> dict[int, float]:
@@ -168,7 +169,7 @@ class Comparison:
             return lambda: batch.predict(transformer).square().mean().backward()
 
         variants: dict[str, Variant] = {name: update(name) for name in attentions}
-        outcomes = time_interleaved(variants, torch.device("cpu"), Budget(seconds=5.0))
+        outcomes = time_interleaved(variants, torch.device("cpu"), Budget(seconds=self.timing_seconds))
         return {name: outcome.timing.median for name, outcome in outcomes.items() if outcome.timing}
 
     def _config(self, recipe: Recipe, patch: MHLAConfig | None, folder: Path) -> TrainingConfig:
@@ -209,9 +210,12 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=32)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--timing-seconds", type=float, default=5.0, help="per attention, once all have adapted")
     arguments = parser.parse_args()
     data = digit_latents(load_tiny("wan"), "wan", arguments.samples, arguments.held_out, seed=1)
-    comparison = Comparison(data, arguments.held_out, arguments.steps, arguments.batch_size, arguments.output)
+    comparison = Comparison(
+        data, arguments.held_out, arguments.steps, arguments.batch_size, arguments.timing_seconds, arguments.output
+    )
     columns = [column for column in COLUMNS if column <= arguments.steps]
     runs = TABLES[arguments.table]
     losses = {run: comparison.adapt(*run) for run in runs}

@@ -131,7 +131,7 @@ def test_script_trains_and_resumes(tmp_path: Path, model: str, config_file: Path
 
 @pytest.mark.slow
 def test_comparison_writes_its_table_and_goes_on(tmp_path: Path) -> None:
-    steps = ["--samples", "12", "--held-out", "1", "--steps", "1", "--batch-size", "1"]
+    steps = ["--samples", "12", "--held-out", "1", "--steps", "1", "--batch-size", "1", "--timing-seconds", "0.1"]
     command = [sys.executable, str(ROOT / "finetune" / "compare.py"), "near-field", "--output", str(tmp_path), *steps]
     subprocess.run(command, check=True, cwd=ROOT, env=_environment())
     rows = (tmp_path / "near-field.csv").read_text().splitlines()
