@@ -2,10 +2,10 @@
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -68,6 +68,7 @@ class Budget:
         return max(self.least, min(self.most, int(self.seconds / max(seconds, 1e-9))))
 
 
+Item = TypeVar("Item")
 Variant = Callable[[], object] | Absent
 """What to time, or why it cannot be."""
 
@@ -90,7 +91,7 @@ def time_interleaved(variants: Mapping[str, Variant], device: torch.device, budg
     counts: dict[str, int] = {}
     peaks: dict[str, int | None] = {}
     runs = {name: run for name, run in variants.items() if not isinstance(run, Absent)}
-    for name, run in runs.items():
+    for name, run in show_progress(runs.items(), "warming up"):
         first = _warm_up(run, device, budget)
         if isinstance(first, Outcome):
             outcomes[name] = first
@@ -99,12 +100,18 @@ def time_interleaved(variants: Mapping[str, Variant], device: torch.device, budg
         peaks[name] = peak_bytes(run, device)
     clock = Clock(device)  # after the peaks, which it would add to
     seconds: dict[str, list[float]] = {name: [] for name in counts}
-    for turn in range(max(counts.values(), default=0)):
-        for name, count in counts.items():
-            if turn < count:
-                seconds[name].append(clock.seconds(runs[name]))
+    turns = [name for turn in range(max(counts.values(), default=0)) for name in counts if turn < counts[name]]
+    for name in show_progress(turns, "timing"):
+        seconds[name].append(clock.seconds(runs[name]))
     outcomes |= {name: Outcome("measured", summarise(values), peaks[name]) for name, values in seconds.items()}
     return {name: outcomes[name] for name in variants}
+
+
+def show_progress(items: Collection[Item], what: str) -> Iterable[Item]:
+    """The items, with a bar in a terminal that goes away at the end."""
+    from tqdm.auto import tqdm
+
+    return tqdm(items, desc=what, leave=False, disable=None)
 
 
 class Clock:

@@ -14,7 +14,7 @@ from .models import Model, Size, build_transformer, make_forward_inputs, small_s
 from .parts import time_parts
 from .rates import Rates
 from .results import Row, make_row
-from .timing import Absent, Budget, Outcome, Variant, time_interleaved
+from .timing import Absent, Budget, Outcome, Variant, show_progress, time_interleaved
 from .variants import (
     COMPILED,
     Choice,
@@ -130,7 +130,7 @@ def benchmark_transformer(case: TransformerCase, rates: Rates, budget: Budget, *
     with torch._dynamo.config.patch(cache_size_limit=_RECOMPILE_LIMIT):
         outcomes = time_interleaved(variants, case.device, budget)
     rows = case_rows(case, shapes, choices, outcomes, rates, "forward", passes=1)
-    for name, choice in choices.items():
+    for name, choice in show_progress(choices.items(), "looking at parts"):
         run = variants[name]
         if outcomes[name].status == "measured" and not isinstance(run, Absent) and choice.name == name != REST:
             for part, timing in time_parts(models[name], run, case.device).items():
