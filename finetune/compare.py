@@ -60,6 +60,7 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
     "MHLA, mixing per head": MHLAConfig(blocks=FINE, mixing_per_head=True),
     "MHLA, output norm and gate": MHLAConfig(blocks=FINE, output_norm=True, output_gate=True),
     "MHLA hybrid 2/3, per head": MHLAConfig(blocks=FINE, layers="2/3", mixing_per_head=True),
+    "MHLA, per head, blocks of 4": MHLAConfig(blocks=(9, 4, 4), mixing_per_head=True),
 }
 
 
@@ -105,6 +106,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("distillation", "MHLA, mixing per head"),
         ("transfer first", "MHLA, mixing per head"),
         ("transfer first", "MHLA hybrid 2/3, per head"),
+        ("transfer first", "MHLA, per head, blocks of 4"),
     ],
     "settings": [
         *(("distillation", name) for name in SETTINGS),

@@ -22,14 +22,14 @@ _AXIS_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "
 
 
 class Region(NamedTuple):
-    """A box of the token grid in which all token blocks have the same shape."""
+    """A box of the token grid in which all token blocks, or the parts of one row of blocks, have the same shape."""
 
     tokens: tuple[slice, ...]
     """One slice per axis of the token grid."""
     blocks: tuple[slice, ...]
     """One slice per axis of the block grid."""
     block_shape: Shape
-    """Tokens per block along each axis."""
+    """Tokens per block, or per part of a block, along each axis."""
 
 
 def axis_names(dimensions: int) -> tuple[str, ...]:
@@ -99,7 +99,9 @@ def block_index(grid: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
     return index
 
 
-def regular_regions(grid: Sequence[int], blocks: Sequence[int], max_rows: int | None = None) -> list[Region]:
+def regular_regions(
+    grid: Sequence[int], blocks: Sequence[int], max_rows: int | None = None, max_length: int | None = None
+) -> list[Region]:
     """Cut the grid into boxes whose blocks all have one shape.
 
     A grid that its block counts divide is one region; another has at most ``2 ** axes``.
@@ -108,6 +110,7 @@ def regular_regions(grid: Sequence[int], blocks: Sequence[int], max_rows: int | 
         grid: token grid.
         blocks: block count per axis.
         max_rows: cut further, so that no region has more blocks than this along the first axis.
+        max_length: cut blocks too, so that no region of one row of blocks is longer along the first axis.
     """
     runs_per_axis = []
     for axis, (tokens, count) in enumerate(zip(grid, blocks, strict=True)):
@@ -119,8 +122,19 @@ def regular_regions(grid: Sequence[int], blocks: Sequence[int], max_rows: int | 
             for start in range(first, last, step):
                 stop = min(start + step, last)
                 runs.append((slice(start * length + offset, stop * length + offset), slice(start, stop), length))
+        if axis == 0 and max_length is not None:
+            runs = [part for run in runs for part in _cut_run(*run, max_length)]
         runs_per_axis.append(runs)
     return [Region(*(tuple(part) for part in zip(*runs, strict=True))) for runs in product(*runs_per_axis)]
+
+
+def _cut_run(tokens: slice, blocks: slice, length: int, max_length: int) -> list[tuple[slice, slice, int]]:
+    """The parts of a run of one block that is too long."""
+    if blocks.stop - blocks.start > 1 or length <= max_length:
+        return [(tokens, blocks, length)]
+    starts = range(tokens.start, tokens.stop, max_length)
+    parts = [slice(start, min(start + max_length, tokens.stop)) for start in starts]
+    return [(part, blocks, part.stop - part.start) for part in parts]
 
 
 def to_blocks(x: torch.Tensor, region: Region, dtype: torch.dtype) -> torch.Tensor:
@@ -164,10 +178,28 @@ def from_blocks(y: torch.Tensor, region: Region) -> torch.Tensor:
     return y
 
 
-def join_regions(pieces: list[torch.Tensor], regions: list[Region], first_axis: int) -> torch.Tensor:
-    """Concatenate one piece per region, whose grid axes begin at ``first_axis``, to the whole grid."""
-    for axis in reversed(range(len(regions[0].blocks))):
-        runs = len({region.blocks[axis].start for region in regions})
+def join_tokens(pieces: list[torch.Tensor], regions: list[Region], first_axis: int) -> torch.Tensor:
+    """Concatenate one piece per region, whose token axes begin at ``first_axis``, to the whole grid."""
+    return _join(pieces, [region.tokens for region in regions], first_axis)
+
+
+def join_blocks(pieces: list[torch.Tensor], regions: list[Region], first_axis: int) -> torch.Tensor:
+    """Concatenate sums over blocks, one piece per region, whose block axes begin at ``first_axis``.
+
+    Sums over parts of the same blocks are added.
+    """
+    sums: dict[tuple[int, ...], torch.Tensor] = {}
+    places = {}
+    for piece, region in zip(pieces, regions, strict=True):
+        start = tuple(axis.start for axis in region.blocks)
+        sums[start] = sums[start] + piece if start in sums else piece
+        places[start] = region.blocks
+    return _join(list(sums.values()), list(places.values()), first_axis)
+
+
+def _join(pieces: list[torch.Tensor], places: list[tuple[slice, ...]], first_axis: int) -> torch.Tensor:
+    for axis in reversed(range(len(places[0]))):
+        runs = len({place[axis].start for place in places})
         if runs > 1:
             groups = range(0, len(pieces), runs)
             pieces = [torch.cat(pieces[i : i + runs], dim=first_axis + axis) for i in groups]

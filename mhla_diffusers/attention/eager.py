@@ -1,8 +1,8 @@
 """MHLA in plain PyTorch operations, for any device.
 
 Sums are accumulated in float32 (float64 for float64 inputs) whatever the input type, under autocast too. The work
-is done for a few heads and a few rows of blocks at a time: that bounds the working memory and, on a CPU, keeps the
-working set in the cache.
+is done for a few heads and a few rows of blocks, or a part of one row, at a time: that bounds the working memory and,
+on a CPU, keeps the working set in the cache.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .blocks import Region, Shape, from_blocks, join_regions, regular_regions, to_blocks
+from .blocks import Region, Shape, from_blocks, join_blocks, join_tokens, regular_regions, to_blocks
 from .feature_maps import FeatureMap, get_feature_map
 from .reference import OUTPUT_NORM_EPS
 from .rotary import Rotary, apply_rotary, pair_tables
@@ -80,7 +80,7 @@ def eager_attention(
     dtype = sum_dtype(query.dtype)
     features = _Features(get_feature_map(feature_map), eps, rope, dtype)
     heads_at_once, rows_at_once = working_set(query, blocks)
-    regions = regular_regions(grid, blocks, rows_at_once)
+    regions = regular_regions(grid, blocks, rows_at_once, _length_at_once(query, grid))
     parts = [_make_part(region, grid, rotary, key_mask, dtype) for region in regions]
 
     def summarise(heads: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -100,7 +100,7 @@ def eager_attention(
             outputs = []
             for heads in groups:
                 mixed = summarise(heads)
-                outputs.append(join_regions([read(heads, mixed, part) for part in parts], regions, first_axis=1))
+                outputs.append(join_tokens([read(heads, mixed, part) for part in parts], regions, first_axis=1))
             return torch.cat(outputs, dim=-2).to(query.dtype).reshape(query.shape)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         on_grid = output.unflatten(1, grid)
@@ -129,10 +129,20 @@ def groups_of_heads(query: torch.Tensor, heads_at_once: int) -> list[slice]:
 def working_set(query: torch.Tensor, blocks: Shape) -> tuple[int, int]:
     """How many heads, and how many blocks along the first axis, to process together."""
     batch, tokens, heads, head_dim = query.shape
-    budget = _CPU_BYTES if query.device.type == "cpu" else _DEVICE_BYTES
+    budget = _budget(query)
     row_bytes = max(1, 4 * batch * tokens * head_dim // blocks[0])
     heads_at_once = max(1, min(heads, budget // row_bytes))
     return heads_at_once, max(1, budget // (row_bytes * heads_at_once))
+
+
+def _length_at_once(query: torch.Tensor, grid: Shape) -> int:
+    """How many tokens along the grid's first axis to process together, of one head."""
+    batch, tokens, _, head_dim = query.shape
+    return max(1, _budget(query) // (4 * batch * head_dim * (tokens // grid[0])))
+
+
+def _budget(query: torch.Tensor) -> int:
+    return _CPU_BYTES if query.device.type == "cpu" else _DEVICE_BYTES
 
 
 def _make_part(
@@ -159,8 +169,8 @@ def _summarise(
         summaries.append(rotated.mT @ to_blocks(value, part.region, features.dtype))
         key_sums.append(plain.sum(dim=-2))
     regions = [part.region for part in parts]
-    key_sum = join_regions(key_sums, regions, first_axis=2) if normalize else None
-    return join_regions(summaries, regions, first_axis=2), key_sum
+    key_sum = join_blocks(key_sums, regions, first_axis=2) if normalize else None
+    return join_blocks(summaries, regions, first_axis=2), key_sum
 
 
 def _mix(
@@ -217,20 +227,20 @@ def eager_normaliser(
     dtype = sum_dtype(query.dtype)
     features = _Features(get_feature_map(feature_map), eps, rope, dtype)
     heads_at_once, rows_at_once = working_set(query, blocks)
-    regions = regular_regions(grid, blocks, rows_at_once)
+    regions = regular_regions(grid, blocks, rows_at_once, _length_at_once(query, grid))
     parts = [_make_part(region, grid, rotary if rope == "before" else None, key_mask, dtype) for region in regions]
     outputs = []
     with without_autocast(query.device):
         for heads in groups_of_heads(query, heads_at_once):
             q, k = (x[:, :, heads].unflatten(1, grid) for x in (query, key))
             coefficients = (mixing[heads] if mixing.ndim == 3 else mixing).to(dtype)
-            sums = join_regions([_key_sum(features(k, part)[1], part) for part in parts], regions, first_axis=2)
+            sums = join_blocks([_key_sum(features(k, part)[1], part) for part in parts], regions, first_axis=2)
             mixed = (coefficients @ sums.flatten(2, -2)).view(sums.shape)
             pieces = []
             for part in parts:
                 here = (slice(None), slice(None), *part.region.blocks)
                 pieces.append(from_blocks(features(q, part)[1] @ mixed[here].unsqueeze(-1), part.region))
-            outputs.append(join_regions(pieces, regions, first_axis=1))
+            outputs.append(join_tokens(pieces, regions, first_axis=1))
     return torch.cat(outputs, dim=-2).reshape(*query.shape[:-1], 1)
 
 

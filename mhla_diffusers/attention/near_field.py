@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .blocks import Region, Shape, from_blocks, join_regions, regular_regions, to_blocks
+from .blocks import Region, Shape, from_blocks, join_tokens, regular_regions, to_blocks
 from .eager import eager_attention, eager_normaliser, finish, groups_of_heads, sum_dtype, without_autocast, working_set
 from .rotary import Rotary, apply_rotary, pair_tables
 
@@ -135,7 +135,7 @@ def _near_field(
                 far_here = (here(far), here(logit)) if far is not None and logit is not None else None
                 mask = to_blocks(bias.unflatten(1, grid), region, bias.dtype).mT if bias is not None else None
                 pieces.append(from_blocks(_attend(here(query), here(key), here(value), far_here, mask), region))
-            outputs.append(join_regions(pieces, regions, first_axis=1))
+            outputs.append(join_tokens(pieces, regions, first_axis=1))
     return torch.cat(outputs, dim=-2).reshape(query.shape)
 
 

@@ -11,7 +11,8 @@ from mhla_diffusers.attention.blocks import (
     block_sizes,
     check_layout,
     from_blocks,
-    join_regions,
+    join_blocks,
+    join_tokens,
     regular_regions,
     to_blocks,
 )
@@ -40,13 +41,32 @@ def test_every_token_has_one_block_of_the_stated_size(layout):
     assert torch.bincount(index).tolist() == block_sizes(*layout)
 
 
-@given(layouts(), st.none() | st.integers(1, 3))
-def test_regions_cover_the_grid_and_are_put_back(layout, max_rows):
+@given(layouts(), st.none() | st.integers(1, 3), st.none() | st.integers(1, 3))
+def test_regions_cover_the_grid_and_are_put_back(layout, max_rows, max_length):
     grid, blocks = layout
     x = torch.arange(2 * torch.Size(grid).numel() * 3 * 2.0).view(2, *grid, 3, 2)
-    regions = regular_regions(grid, blocks, max_rows)
+    regions = regular_regions(grid, blocks, max_rows, max_length)
     pieces = [from_blocks(to_blocks(x, region, torch.float64), region) for region in regions]
-    assert torch.equal(join_regions(pieces, regions, first_axis=1), x.double())
+    assert torch.equal(join_tokens(pieces, regions, first_axis=1), x.double())
+
+
+@given(layouts(), st.none() | st.integers(1, 3), st.none() | st.integers(1, 3))
+def test_sums_over_blocks_are_those_of_their_tokens(layout, max_rows, max_length):
+    grid, blocks = layout
+    numbers = torch.arange(torch.Size(grid).numel())
+    regions = regular_regions(grid, blocks, max_rows, max_length)
+    x = numbers.view(1, *grid, 1, 1)
+    sums = [to_blocks(x, region, torch.int64).sum(dim=-2) for region in regions]
+    expected = torch.zeros(torch.Size(blocks).numel(), dtype=torch.int64).index_add_(
+        0, block_index(grid, blocks), numbers
+    )
+    assert torch.equal(join_blocks(sums, regions, first_axis=2).flatten(), expected)
+
+
+@given(layouts(), st.integers(1, 3))
+def test_no_region_of_one_row_of_blocks_is_longer_than_asked(layout, max_length):
+    for region in regular_regions(*layout, max_rows=1, max_length=max_length):
+        assert region.tokens[0].stop - region.tokens[0].start == region.block_shape[0] <= max_length
 
 
 @given(layouts())
