@@ -98,17 +98,13 @@ def test_sharded_run_is_that_of_one_process_and_resumes_sharded_or_alone(way: di
     _assert_same_metrics(tmp_path / "one", tmp_path / "two")
     _assert_same_result(tmp_path / "one", tmp_path / "two")
     undisturbed = read_metrics(tmp_path / "two" / "metrics.jsonl")
-    shutil.copytree(tmp_path / "one", tmp_path / "resumed by two")
-    for run in ("two", "resumed by two"):
-        for name in ("checkpoints/step-00000004", "result"):
-            shutil.rmtree(tmp_path / run / name)
+    for name in ("checkpoints/step-00000004", "result"):
+        shutil.rmtree(tmp_path / "two" / name)
     shutil.copytree(tmp_path / "two", tmp_path / "resumed alone")
-    for run in ("two", "resumed by two"):
-        config = _config(tmp_path / run, 1, TRANSFER_THEN_ALL)
-        _finish(start_distributed_training(config, processes=2, resume="latest", **way))
-    _train_alone(_config(tmp_path / "resumed alone", 2, TRANSFER_THEN_ALL), resume="latest")
+    _finish(start_distributed_training(sharded, processes=2, resume="latest", **way))
     assert read_metrics(tmp_path / "two" / "metrics.jsonl") == undisturbed
-    for name in ("two", "resumed by two", "resumed alone"):
+    _train_alone(_config(tmp_path / "resumed alone", 2, TRANSFER_THEN_ALL), resume="latest")
+    for name in ("two", "resumed alone"):
         _assert_same_metrics(tmp_path / "one", tmp_path / name)
         _assert_same_result(tmp_path / "one", tmp_path / name)
 
@@ -126,23 +122,25 @@ def test_sharded_lora_with_gradient_checkpointing_is_that_of_one_process(way: di
     assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
 
 
+@needs_deepspeed
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_sharded_run_skips_what_one_process_skips(way: dict[str, str], tmp_path: Path) -> None:
+def test_deepspeed_resumes_a_run_of_one_process_and_skips_what_that_skips(tmp_path: Path) -> None:
     stage = StageConfig(8, 1e-3, "all", ObjectiveWeights(diffusion=1.0))
-    two, one = (
-        TrainingConfig(output=str(tmp_path / name), stages=(stage,), patch=PATCH, batch_size=size, ema_decay=0.9)
-        for name, size in (("two", 1), ("one", 2))
-    )
-    _finish(start_distributed_training(two, processes=2, family="broken wan", **way))
-    train(apply_mhla(tiny_wan(), PATCH), broken_wan_data(), one)
-    here, there = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
-    assert [record["skipped"] for record in here].count(True) == 2
+    settings: dict[str, Any] = {"stages": (stage,), "patch": PATCH, "checkpoint_every": 2, "keep_checkpoints": 9}
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(apply_mhla(tiny_wan(), PATCH), broken_wan_data(), TrainingConfig(str(one), batch_size=2, **settings))
+    shutil.copytree(one, two)
+    for name in ("checkpoints/step-00000004", "checkpoints/step-00000006", "checkpoints/step-00000008", "result"):
+        shutil.rmtree(two / name)
+    config = TrainingConfig(str(two), batch_size=1, **settings)
+    _finish(start_distributed_training(config, processes=2, resume="latest", family="broken wan", **ZERO))
+    here, there = (read_metrics(folder / "metrics.jsonl") for folder in (one, two))
+    assert [record["step"] for record in here if record["skipped"]] == [4, 5]
     for one_record, two_record in zip(here, there, strict=True):
         if one_record["skipped"]:
             del one_record["gradient_norm"], two_record["gradient_norm"]
         assert one_record == pytest.approx(two_record, rel=1e-4, nan_ok=True)
-    _assert_same_result(tmp_path / "one", tmp_path / "two")
+    _assert_same_result(one, two)
 
 
 @pytest.mark.slow
