@@ -84,6 +84,6 @@ def _train(settings: dict[str, object], resume: str | None, environment: dict[st
     result = train(transformer, data(), config, resume=resume)
     if "ACCELERATE_USE_FSDP" in environment:
         assert all(isinstance(parameter, DTensor) for parameter in transformer.parameters())
-    if "ACCELERATE_USE_DEEPSPEED" in environment:
+    if "ACCELERATE_USE_DEEPSPEED" in environment and "WORLD_SIZE" in environment:
         assert any(hasattr(parameter, "_hp_mapping") for parameter in transformer.parameters())
     sys.exit(0 if result.finished else 143)

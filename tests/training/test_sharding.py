@@ -25,7 +25,7 @@ from mhla_diffusers.training.sharding import gathered, meta_copy, sharding_is_as
 from mhla_diffusers.training.zero import zero_is_asked_for
 
 from .models import broken_wan_data, dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
-from .processes import start_distributed_training
+from .processes import start_distributed_training, start_training
 
 PATCH = MHLAConfig(blocks=(2, 2, 2), layers=(1,))
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
@@ -141,6 +141,17 @@ def test_deepspeed_resumes_a_run_of_one_process_and_skips_what_that_skips(tmp_pa
             del one_record["gradient_norm"], two_record["gradient_norm"]
         assert one_record == pytest.approx(two_record, rel=1e-4, nan_ok=True)
     _assert_same_result(one, two)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_process_without_a_launcher_trains_alone_and_in_bfloat16_whatever_accelerate_is_told(tmp_path: Path) -> None:
+    stage = StageConfig(2, 1e-3, "all", ObjectiveWeights(diffusion=1.0))
+    for name, environment in (("told", ZERO), ("not told", {})):
+        config = TrainingConfig(str(tmp_path / name), stages=(stage,), patch=PATCH, precision="bf16")
+        _finish([start_training(config, environment=environment)])
+    told, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("told", "not told"))
+    assert told == other
 
 
 @pytest.mark.slow
