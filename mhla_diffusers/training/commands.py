@@ -27,6 +27,7 @@ from .optimizer import optimizer_class
 from .sampling import PromptSampler
 from .sharding import sharding_is_asked_for
 from .sources import find_media
+from .zero import zero_is_asked_for
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,11 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
     Raises:
         ValueError: what :func:`check_config` and :func:`train` raise, or a way of sharding that is not supported.
         FileNotFoundError: no such model, data or checkpoint.
-        ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
+        ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``, or DeepSpeed where accelerate is to use it.
     """
     RunFolder(config.output).find(resume)
     sharding_is_asked_for(config)
+    zero_is_asked_for(config)
     optimizer_class(config.optimizer)
     check_config(config)
     data = _open_data(config)

@@ -27,6 +27,8 @@ from .sharding import gathered, meta_copy, own_part, placed_like, shard, shardin
 from .stage import StageTraining, Update
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, make_trainable
+from .updates import AcceleratedUpdates, Updates
+from .zero import ZeroUpdates, hidden_from_accelerate, zero_is_asked_for
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +97,13 @@ class _Run:
         self.config = config
         self.folder = RunFolder(config.output)
         checkpoint = self.folder.find(resume)
-        asked_for = sharding_is_asked_for(config)
-        self.accelerator = make_accelerator(config)
+        sharded, zero = sharding_is_asked_for(config), zero_is_asked_for(config)
+        with hidden_from_accelerate():
+            self.accelerator = make_accelerator(config)
         # a process that was started without a launcher has nobody to share with
-        self.sharded = asked_for and torch.distributed.is_initialized()
+        launched = torch.distributed.is_initialized()
+        self.sharded = sharded and launched
+        self.make_updates: Callable[..., Updates] = ZeroUpdates if zero and launched else AcceleratedUpdates
         # whole weights may not fit on the device, so sharding brings them there part by part
         self.transformer: Any = transformer if self.sharded else transformer.to(self.accelerator.device)
         self.sampler = sampler
@@ -189,7 +194,14 @@ class _Run:
 
     def _begin(self, stage: StageConfig, first_step: int) -> StageTraining:
         training = StageTraining(
-            self.accelerator, self.transformer, self.teacher, self.process, self.config, stage, first_step
+            self.accelerator,
+            self.transformer,
+            self.teacher,
+            self.process,
+            self.config,
+            stage,
+            first_step,
+            self.make_updates,
         )
         if first_step > 0:
             training.load_state(self.loaded)
@@ -279,7 +291,7 @@ class _Run:
 
     def _save(self, training: StageTraining, must_succeed: bool) -> None:
         tensors: dict[str, Tensors] = {}
-        if self.accelerator.is_main_process or self.sharded:
+        if self.accelerator.is_main_process or training.in_parts:
             parameters = dict(self.transformer.named_parameters())
             tensors = {"weights": {name: gathered(parameters[name]) for name in self.changed}, **training.state()}
         if self.accelerator.is_main_process:

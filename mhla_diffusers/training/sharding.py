@@ -22,17 +22,11 @@ def sharding_is_asked_for(config: TrainingConfig) -> bool:
     """Whether ``accelerate launch`` was told to use FSDP2.
 
     Raises:
-        ValueError: if it was told to use DeepSpeed, or FSDP in a way or with settings that training does not support.
+        ValueError: if it was told to use FSDP in a way or with settings that training does not support.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        raise ValueError(
-            "DeepSpeed is not supported in training: its engine clips, steps and saves by itself, so that updates that "
-            "are not finite could not be skipped and runs not be resumed exactly. FSDP2 shards the same and more; use "
-            "finetune/accelerate/fsdp2.yaml."
-        )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return False
     plugin = FullyShardedDataParallelPlugin()

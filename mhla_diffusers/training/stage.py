@@ -1,16 +1,14 @@
 """One stage at work: its optimizer, learning rates, moving average, and one update."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ..patching import mhla_layers, register_mixing_clip
 from .config import StageConfig, TrainingConfig
 from .diffusion import DiffusionProcess, NoisedBatch
 from .folders import Tensors
@@ -21,10 +19,11 @@ from .objectives import (
     transfer_attention,
     transfer_attention_in_parts,
 )
-from .optimizer import load_optimizer_state, make_optimizer, optimizer_state
+from .optimizer import make_optimizer
 from .sharding import gathered, is_sharded, placed_like
 from .teacher import Teacher
 from .trainable import set_trainable, trainable_names
+from .updates import Updates
 
 _LOSSES = ("loss", "diffusion", "distillation", "transfer")
 
@@ -54,6 +53,7 @@ class StageTraining:
         config: settings of the run.
         stage: settings of the stage.
         first_step: updates of this stage that an earlier run did.
+        make_updates: class of the updates, by the way that the processes share the training.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class StageTraining:
         config: TrainingConfig,
         stage: StageConfig,
         first_step: int,
+        make_updates: Callable[..., Updates],
     ) -> None:
         from diffusers.training_utils import EMAModel
 
@@ -80,14 +81,9 @@ class StageTraining:
         names = set(trainable_names(transformer, stage.trainable))
         self.trained = {name: p for name, p in transformer.named_parameters() if name in names}
         optimizer = make_optimizer(self.trained, stage, config)
-        if mhla_layers(transformer):
-            register_mixing_clip(optimizer, transformer)
-        self.model: Any = transformer
-        if self._sharded:
-            self._optimizer = accelerator.prepare_optimizer(optimizer)
-        else:
-            self.model, self._optimizer = accelerator.prepare(transformer, optimizer)
-        self._schedule = _make_schedule(self._optimizer.optimizer, stage, first_step)
+        self._updates = make_updates(accelerator, transformer, self.trained, optimizer, config, stage)
+        self.model = self._updates.model
+        self._schedule = _make_schedule(optimizer, stage, first_step)
         self._average = EMAModel(self.trained.values(), decay=config.ema_decay) if config.ema_decay else None
 
     @property
@@ -104,26 +100,17 @@ class StageTraining:
         """
         totals = torch.zeros(len(_LOSSES), device=self._accelerator.device)
         for _ in range(self._config.gradient_accumulation):
-            with self._accelerator.accumulate(self.model):
-                if self._sharded:
-                    self.model.set_requires_gradient_sync(self._accelerator.sync_gradients)
+            with self._updates.forward():
                 totals += self._backward(next(batches)) / self._config.gradient_accumulation
-        if not self._stage.objectives.need_prediction and not self._sharded:
-            self._average_gradients()
-        norm = self._accelerator.clip_grad_norm_(self.trained.values(), self._config.max_gradient_norm)
-        gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         wishes = torch.tensor([float(stop)], device=totals.device)
         *losses, stops = self._accelerator.reduce(torch.cat([totals, wishes]), reduction="mean").tolist()
-        skipped = not (math.isfinite(losses[0]) and math.isfinite(gradient_norm))
-        if not skipped:
-            self._optimizer.step()
-            if self._average is not None:
-                self._average.step(self.trained.values())
-        self._transformer.zero_grad()
+        gradient_norm, stepped = self._updates.step(math.isfinite(losses[0]))
+        if stepped and self._average is not None:
+            self._average.step(self.trained.values())
         self._schedule.step()
         weights = {"loss": 1.0, **vars(self._stage.objectives)}
         named = {name: loss for name, loss in zip(_LOSSES, losses, strict=True) if weights[name]}
-        return Update(named, gradient_norm, skipped, stops > 0)
+        return Update(named, gradient_norm, not stepped, stops > 0)
 
     def _backward(self, batch: NoisedBatch) -> torch.Tensor:
         """Accumulate the gradients of one forward; return the losses in the order of ``_LOSSES``."""
@@ -138,7 +125,7 @@ class StageTraining:
                     self._transformer,
                     self._teacher,
                     batch,
-                    lambda loss: self._accelerator.backward(weights.transfer * loss),
+                    lambda loss: self._updates.backward(weights.transfer * loss),
                 )
         elif weights.distillation:
             assert self._teacher is not None
@@ -155,15 +142,9 @@ class StageTraining:
                 assert target is not None
                 part = distillation_loss(prediction, target)
                 loss, parts[2] = loss + weights.distillation * part, part.detach()
-            self._accelerator.backward(loss)
+            self._updates.backward(loss)
         parts[0] = weights.diffusion * parts[1] + weights.distillation * parts[2] + weights.transfer * parts[3]
         return parts
-
-    def _average_gradients(self) -> None:
-        """Over processes; attention transfer runs layers by themselves, which DistributedDataParallel does not see."""
-        for parameter in self.trained.values():
-            if parameter.grad is not None:
-                parameter.grad = self._accelerator.reduce(parameter.grad, reduction="mean")
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -178,12 +159,17 @@ class StageTraining:
         finally:
             self._average.restore(self.trained.values())
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether all processes must call :meth:`state`."""
+        return self._updates.parts
+
     def state(self) -> dict[str, Tensors]:
         """Optimizer and moving average as tensors by parameter name, on the CPU.
 
-        If the transformer is sharded, all processes must call it, and the first one gets them.
+        If they are in parts, all processes must call it, and the first one gets them.
         """
-        moments = optimizer_state(self._optimizer.optimizer, self.trained)
+        moments = self._updates.state()
         if self._average is None:
             return {"optimizer": moments}
         shadows = zip(self.trained, self._average.shadow_params, strict=True)
@@ -194,7 +180,7 @@ class StageTraining:
     @torch.no_grad()
     def load_state(self, state: dict[str, Tensors]) -> None:
         """The inverse of :meth:`state`."""
-        load_optimizer_state(self._optimizer.optimizer, self.trained, state["optimizer"])
+        self._updates.load_state(state["optimizer"])
         if self._average is not None:
             for index, (name, parameter) in enumerate(self.trained.items()):
                 self._average.shadow_params[index] = placed_like(state["ema"][name], parameter)
@@ -202,9 +188,7 @@ class StageTraining:
 
     def close(self) -> None:
         """Free the optimizer and undo the wrapping, so that another stage can begin."""
-        self._accelerator.free_memory(self._optimizer)
-        if not self._sharded:
-            self._accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        self._updates.close()
 
 
 def _make_schedule(

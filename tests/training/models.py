@@ -70,6 +70,15 @@ def wan_data(count: int = 16) -> InMemoryData:
     return InMemoryData(samples, {"encoder_hidden_states": torch.zeros(3, 8)})
 
 
+def broken_wan_data() -> InMemoryData:
+    """Samples 3 and 10 give a loss that is not finite; the gradient of the latter is."""
+    data = wan_data()
+    samples = [dict(data[place]) for place in range(len(data))]
+    for index, value in ((3, float("nan")), (10, 2e18)):
+        samples[index]["latents"] = torch.full_like(samples[index]["latents"], value)
+    return InMemoryData(samples, data.empty)
+
+
 def sana_data(count: int = 16) -> InMemoryData:
     generator = torch.Generator().manual_seed(1)
     samples = [

@@ -13,13 +13,18 @@ from torch.distributed.tensor import DTensor
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.training import TrainingConfig, train
 
-from .models import dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
+from .models import broken_wan_data, dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.training.preloaded"])
 
 
-_FAMILIES = {"wan": (tiny_wan, wan_data), "sana": (tiny_sana, sana_data), "dit": (tiny_dit, dit_data)}
+_FAMILIES = {
+    "wan": (tiny_wan, wan_data),
+    "broken wan": (tiny_wan, broken_wan_data),
+    "sana": (tiny_sana, sana_data),
+    "dit": (tiny_dit, dit_data),
+}
 
 
 def start_training(
@@ -79,4 +84,6 @@ def _train(settings: dict[str, object], resume: str | None, environment: dict[st
     result = train(transformer, data(), config, resume=resume)
     if "ACCELERATE_USE_FSDP" in environment:
         assert all(isinstance(parameter, DTensor) for parameter in transformer.parameters())
+    if "ACCELERATE_USE_DEEPSPEED" in environment and "WORLD_SIZE" in environment:
+        assert any(hasattr(parameter, "_hp_mapping") for parameter in transformer.parameters())
     sys.exit(0 if result.finished else 143)
