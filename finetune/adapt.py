@@ -2,7 +2,7 @@
 
 accelerate launch finetune/adapt.py --config finetune/configs/wan2.1-t2v-1.3b-hybrid.yaml
 accelerate launch finetune/adapt.py --config … --resume latest
-accelerate launch --config_file finetune/accelerate/fsdp2.yaml finetune/adapt.py --config …
+accelerate launch --config_file finetune/accelerate/fsdp2.yaml --num_processes 8 finetune/adapt.py --config …
 python finetune/adapt.py --config … --dry-run
 SIGTERM saves and stops; with one process accelerate launch does not pass it on, so send it to this script's process.
 Settings are overridden by key=value, for example: stages.0.steps=200 batch_size=2

@@ -124,7 +124,7 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
     Raises:
         OSError: the output folder cannot be written; said before anything is loaded.
         ValueError: a setting that the pipeline does not take, unknown class label, a model of another family, a patch
-            that does not fit, or a folder of files that were made with other choices.
+            that is unknown or does not fit, or a folder of files that were made with other choices.
     """
     check_writable(config.output)
     check_call(config)

@@ -27,7 +27,7 @@ from .optimizer import optimizer_class
 from .sampling import PromptSampler
 from .sharding import sharding_is_asked_for
 from .sources import find_media
-from .zero import zero_is_asked_for
+from .zero import hidden_from_accelerate, zero_is_asked_for
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,10 @@ def encode(
         device: where the pipeline runs; "auto" for a GPU if there is one.
         precision: "bf16" or "no" for float32.
         workers: processes that read files.
+
+    Raises:
+        ValueError: no such device here, or what ``encode_folder`` raises.
+        FileNotFoundError: nothing to encode there, or no such model.
     """
     find_media(source)
     return encode_folder(_load_pipeline(model, device, precision), model, source, output, clip, workers)
@@ -129,7 +133,7 @@ def synthesize_latents(
 
     Raises:
         FileNotFoundError: no such file of prompts.
-        ValueError: a file without prompts, or what ``synthesize`` raises.
+        ValueError: a file without prompts, no such device here, or what ``synthesize`` raises.
     """
     path = Path(prompts)
     if not path.is_file():
@@ -236,12 +240,18 @@ def _load_pipeline(model: str, device: str, precision: str) -> Any:
 def _make_sampler(config: TrainingConfig) -> PromptSampler | None:
     if not config.validation.prompts:
         return None
-    from accelerate import PartialState
-
     assert config.model is not None
     clip = config.clip or ENCODERS[_family_of(config.model, config.component)].default_clip
-    pipe = _load_pipeline(config.model, str(PartialState().device), config.precision)
+    pipe = _load_pipeline(config.model, str(_processes().device), config.precision)
     return PromptSampler(pipe, config.validation.prompts, clip, config.validation.inference_steps, config.component)
+
+
+def _processes() -> Any:
+    """The state that accelerate has of this process among the others; the training's accelerator takes it over."""
+    from accelerate import PartialState
+
+    with hidden_from_accelerate():
+        return PartialState()
 
 
 def _family_of(model: str, component: str) -> str:
@@ -259,15 +269,13 @@ def _open_data(config: TrainingConfig) -> LatentCache:
     assert config.data is not None
     folder = Path(config.data)
     if not (folder / INDEX_NAME).is_file():
-        from accelerate import PartialState
-
         try:
             find_media(folder)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error} {_ways_to_data(config)}") from error
         folder = Path(config.output) / "latents"
         logger.info("%s holds no latents; encoding its files into %s.", config.data, folder)
-        with PartialState().main_process_first():
+        with _processes().main_process_first():
             encode(config.model, config.data, folder, config.clip, precision=config.precision, workers=config.workers)
     return LatentCache(folder)
 

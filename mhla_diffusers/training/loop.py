@@ -69,8 +69,10 @@ def train(
         sampler: called at every validation with the transformer and a folder to generate into.
 
     Raises:
-        ValueError: settings, data, transformer and the checkpoint to resume from do not fit each other.
+        ValueError: settings, data, transformer and the checkpoint to resume from do not fit each other, or a way of
+            sharding that is not supported.
         FileNotFoundError: no checkpoint to resume from.
+        ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``, or DeepSpeed where accelerate is to use it.
         TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
             skipped updates, weights or a validation loss that are not finite; then there is no result.
         CheckpointError: the last checkpoint or the result could not be written.

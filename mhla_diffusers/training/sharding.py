@@ -88,12 +88,12 @@ def meta_copy(transformer: nn.Module) -> nn.Module:
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor, on the CPU of the first process; the others get an empty one.
 
-    All processes must call it if the tensor is in parts; one that is not is just brought to the CPU.
+    All processes must call it if the tensor is in parts.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().cpu().contiguous()
-    whole = tensor.full_tensor().detach()
-    return whole.cpu().contiguous() if torch.distributed.get_rank() == 0 else torch.empty(0)
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return torch.empty(0)
+    return whole.detach().cpu().contiguous()
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,6 @@ class Updates(Protocol):
 
     model: Any
     """What predicts while it is trained."""
-    optimizer: torch.optim.Optimizer
-    """Whose learning rates may be changed."""
     parts: bool
     """Whether the optimizer's state lies in parts over the processes, so that all must call :meth:`state`."""
 
@@ -73,7 +71,7 @@ class AcceleratedUpdates:
         config: TrainingConfig,
         stage: StageConfig,
     ) -> None:
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self.parts = is_sharded(transformer)
         self._accelerator = accelerator
         self._transformer = transformer
@@ -117,11 +115,11 @@ class AcceleratedUpdates:
 
     def state(self) -> Tensors:
         """See :class:`Updates`."""
-        return optimizer_state(self.optimizer, self._trained)
+        return optimizer_state(self._optimizer, self._trained)
 
     def load_state(self, tensors: Tensors) -> None:
         """See :class:`Updates`."""
-        load_optimizer_state(self.optimizer, self._trained, tensors)
+        load_optimizer_state(self._optimizer, self._trained, tensors)
 
     def close(self) -> None:
         """See :class:`Updates`."""

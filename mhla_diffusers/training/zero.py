@@ -38,14 +38,15 @@ def zero_is_asked_for(config: TrainingConfig) -> bool:
         "offload_optimizer_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
         "offload_param_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
         "deepspeed_config_file": ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"),
-        "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto"),
-        "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", "auto"),
+        "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None),
+        "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", None),
     }
     for setting, (variable, value) in supported.items():
         found = os.environ.get(variable, value)
         if found != value:
             raise ValueError(
-                f"{setting}: {found} of accelerate's configuration is not supported in training, only {value} is. Use "
+                f"{setting}: {found} of accelerate's configuration is not supported in training; "
+                f"{'leave it out' if value is None else f'only {value} is'}. Use "
                 "finetune/accelerate/deepspeed.yaml, or fsdp2.yaml for weights in parts as well. Accumulation and "
                 "clipping are settings of the training configuration."
             )
@@ -97,7 +98,7 @@ class ZeroUpdates:
         import deepspeed
 
         self.model: Any = transformer
-        self.optimizer = optimizer
+        self._optimizer = optimizer
         self._accelerator = accelerator
         self._trained = trained
         names = {parameter: name for name, parameter in trained.items()}
@@ -146,8 +147,8 @@ class ZeroUpdates:
         tensors: Tensors = {}
         for flat, names in self._flat_parts():
             # DeepSpeed does it after the first step of the first group, when the others have no state yet
-            lazy_init_hp_params_optimizer_state([self._trained[name] for name in names], flat, self.optimizer.state)
-            for part, value in self.optimizer.state[flat].items():
+            lazy_init_hp_params_optimizer_state([self._trained[name] for name in names], flat, self._optimizer.state)
+            for part, value in self._optimizer.state[flat].items():
                 for name in names:
                     whole = value if part == "step" else safe_get_full_optimizer_state(self._trained[name], part)
                     if self._accelerator.is_main_process:
@@ -164,8 +165,8 @@ class ZeroUpdates:
             for part, having in saved.items():
                 if having:
                     whole = tensors[f"{having[0]}/{part}"]
-                    self.optimizer.state[flat][part] = whole if part == "step" else torch.zeros_like(flat)
-            lazy_init_hp_params_optimizer_state([self._trained[name] for name in names], flat, self.optimizer.state)
+                    self._optimizer.state[flat][part] = whole if part == "step" else torch.zeros_like(flat)
+            lazy_init_hp_params_optimizer_state([self._trained[name] for name in names], flat, self._optimizer.state)
             for part in ("exp_avg", "exp_avg_sq"):
                 for name in saved[part]:
                     whole = tensors[f"{name}/{part}"].to(flat.device)
@@ -179,5 +180,5 @@ class ZeroUpdates:
 
     def _flat_parts(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
         """For every parameter group, what the optimizer steps on this process, and the names of the parameters."""
-        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
             yield group["params"][0], names

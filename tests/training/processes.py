@@ -51,25 +51,27 @@ def start_distributed_training(
     config: TrainingConfig, processes: int, resume: str | None = None, family: str = "wan", **environment: str
 ) -> list[BaseProcess]:
     """The same in several processes that talk through gloo."""
+    return [
+        start_training(config, resume, family=family, environment={**place, **environment})
+        for place in launch_environments(processes)
+    ]
+
+
+def launch_environments(processes: int) -> list[dict[str, str]]:
+    """What a launcher tells each of several processes on a CPU."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return [
-        start_training(
-            config,
-            resume,
-            family=family,
-            environment={
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(processes),
-                "LOCAL_WORLD_SIZE": str(processes),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "ACCELERATE_USE_CPU": "true",
-                **environment,
-            },
-        )
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ACCELERATE_USE_CPU": "true",
+        }
         for rank in range(processes)
     ]
 

@@ -1,6 +1,8 @@
 import csv
+import importlib.util
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -21,7 +23,7 @@ from mhla_diffusers.training import TrainingConfig, read_metrics
 from mhla_diffusers.training.commands import check_config, dry_run, finetune
 
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_video
-from .processes import start_process
+from .processes import launch_environments, start_process
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "finetune" / "configs").glob("*.yaml"))
@@ -95,6 +97,31 @@ def test_samples_are_generated_at_every_validation(tmp_path: Path, model: str, c
     assert written == ["samples/step-00000000/00.mp4", "samples/step-00000004/00.mp4"]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing")
+@pytest.mark.slow
+def test_samples_are_generated_under_deepspeed_too(tmp_path: Path, model: str, config_file: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red ball\n")
+    how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "no")
+    _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
+    validation = "validation={prompts: [a blue ball], every: 4, inference_steps: 2}"
+    clip = "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"
+    config = TrainingConfig.from_yaml(config_file, [clip, validation, "precision=bf16"])
+    zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    processes = [
+        start_process(_finetune, config.to_dict(), {**place, **zero}) for place in launch_environments(processes=2)
+    ]
+    for process in processes:
+        process.join(timeout=300)
+        assert process.exitcode == 0
+    written = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / "samples").rglob("*.mp4"))
+    assert written == ["samples/step-00000000/00.mp4", "samples/step-00000004/00.mp4"]
+
+
+def _finetune(settings: dict[str, object], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    assert finetune(TrainingConfig.from_dict(settings)).finished
+
+
 @pytest.mark.parametrize("trainable", ["all", "lora"])
 def test_bfloat16_keeps_frozen_weights_small_and_trains(
     trainable: str, tmp_path: Path, model: str, config_file: Path
@@ -146,8 +173,6 @@ def test_comparison_writes_its_table_and_goes_on(tmp_path: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
