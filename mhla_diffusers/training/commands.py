@@ -249,9 +249,11 @@ def _make_sampler(config: TrainingConfig) -> PromptSampler | None:
 def _processes() -> Any:
     """The state that accelerate has of this process among the others; the training's accelerator takes it over."""
     from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
 
     with hidden_from_accelerate():
-        return PartialState()
+        # an Accelerator looks at this by itself
+        return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
 def _family_of(model: str, component: str) -> str:

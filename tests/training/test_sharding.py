@@ -149,7 +149,7 @@ def test_deepspeed_resumes_a_run_of_one_process_and_skips_what_that_skips(tmp_pa
 def test_deepspeed_trains_in_bfloat16_as_one_process_does(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precision": "bf16"}
     _finish(start_distributed_training(_config(tmp_path / "two", 1, TRANSFER_THEN_ALL, **settings), 2, **ZERO))
-    _train_alone(_config(tmp_path / "one", 2, TRANSFER_THEN_ALL, **settings))
+    _finish([start_training(_config(tmp_path / "one", 2, TRANSFER_THEN_ALL, **settings))])
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [record["step"] for record in one] == [record["step"] for record in two]
     for there, here in zip(one, two, strict=True):
