@@ -105,7 +105,7 @@ class _Run:
         # a process that was started without a launcher has nobody to share with
         launched = torch.distributed.is_initialized()
         self.sharded = sharded and launched
-        self.make_updates: Callable[..., Updates] = ZeroUpdates if zero and launched else AcceleratedUpdates
+        self.make_updates: type[Updates] = ZeroUpdates if zero and launched else AcceleratedUpdates
         # whole weights may not fit on the device, so sharding brings them there part by part
         self.transformer: Any = transformer if self.sharded else transformer.to(self.accelerator.device)
         self.sampler = sampler

@@ -1,7 +1,7 @@
 """One stage at work: its optimizer, learning rates, moving average, and one update."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,7 @@ class StageTraining:
         config: TrainingConfig,
         stage: StageConfig,
         first_step: int,
-        make_updates: Callable[..., Updates],
+        make_updates: type[Updates],
     ) -> None:
         from diffusers.training_utils import EMAModel
 

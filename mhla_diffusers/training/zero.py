@@ -8,14 +8,13 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
-from torch import nn
 
 from ..patching import mhla_layers
 from .config import StageConfig, TrainingConfig
 from .folders import Tensors
+from .updates import Updates
 
 _SWITCH = "ACCELERATE_USE_DEEPSPEED"
 _STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -72,37 +71,16 @@ def hidden_from_accelerate() -> Iterator[None]:
             os.environ[_SWITCH] = switch
 
 
-class ZeroUpdates:
-    """Updates by DeepSpeed's engine; see :class:`mhla_diffusers.training.updates.Updates`.
-
-    Args:
-        accelerator: of the run.
-        transformer: the model.
-        trained: its trained parameters by name, in float32.
-        optimizer: of those parameters.
-        config: settings of the run.
-        stage: settings of the stage.
-    """
+class ZeroUpdates(Updates):
+    """Updates by DeepSpeed's engine."""
 
     parts = True
 
-    def __init__(
-        self,
-        accelerator: Any,
-        transformer: nn.Module,
-        trained: dict[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        config: TrainingConfig,
-        stage: StageConfig,
-    ) -> None:
+    def _prepare(self, config: TrainingConfig, stage: StageConfig) -> None:
         import deepspeed
 
-        self.model: Any = transformer
-        self._optimizer = optimizer
-        self._accelerator = accelerator
-        self._trained = trained
-        names = {parameter: name for name, parameter in trained.items()}
-        groups = [group["params"] for group in optimizer.param_groups if group["params"]]
+        names = {parameter: name for name, parameter in self._trained.items()}
+        groups = [group["params"] for group in self._optimizer.param_groups if group["params"]]
         self._names = [[names[parameter] for parameter in group] for group in groups]
         settings = {
             "train_micro_batch_size_per_gpu": config.batch_size,
@@ -113,7 +91,7 @@ class ZeroUpdates:
             # a bucket of 200 MB; DeepSpeed's own would take 2 GB
             "zero_optimization": {"stage": 2, "reduce_bucket_size": 50_000_000},
         }
-        self._engine, *_ = deepspeed.initialize(model=transformer, optimizer=optimizer, config=settings)
+        self._engine, *_ = deepspeed.initialize(model=self._transformer, optimizer=self._optimizer, config=settings)
         # they measure time, and would keep the engine in memory
         self._engine.module_forward_pre_hook.remove()
         self._engine.module_forward_post_hook.remove()
