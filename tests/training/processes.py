@@ -1,13 +1,15 @@
 """Trainings in processes of their own, forked from one that has imported everything, so that they start at once."""
 
+import importlib.util
 import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
 from torch.distributed.tensor import DTensor
 
 from mhla_diffusers import apply_mhla
@@ -18,6 +20,11 @@ from .models import broken_wan_data, dit_data, sana_data, tiny_dit, tiny_sana, t
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.training.preloaded"])
 
+
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing, which make test installs"
+)
 
 _FAMILIES = {
     "wan": (tiny_wan, wan_data),
@@ -74,6 +81,13 @@ def launch_environments(processes: int) -> list[dict[str, str]]:
         }
         for rank in range(processes)
     ]
+
+
+def finish(processes: Sequence[BaseProcess], timeout: float = 300) -> None:
+    """Wait so many seconds for each of some processes, all of which must succeed."""
+    for process in processes:
+        process.join(timeout)
+        assert process.exitcode == 0
 
 
 def _train(settings: dict[str, object], resume: str | None, environment: dict[str, str], family: str) -> None:

@@ -1,5 +1,4 @@
 import csv
-import importlib.util
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from mhla_diffusers.training import TrainingConfig, read_metrics
 from mhla_diffusers.training.commands import check_config, dry_run, finetune
 
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_video
-from .processes import launch_environments, start_process
+from .processes import ZERO, finish, launch_environments, needs_deepspeed, start_process
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "finetune" / "configs").glob("*.yaml"))
@@ -97,7 +96,7 @@ def test_samples_are_generated_at_every_validation(tmp_path: Path, model: str, c
     assert written == ["samples/step-00000000/00.mp4", "samples/step-00000004/00.mp4"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing")
+@needs_deepspeed
 @pytest.mark.slow
 def test_samples_are_generated_under_deepspeed_too(tmp_path: Path, model: str, config_file: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a red ball\n")
@@ -106,13 +105,8 @@ def test_samples_are_generated_under_deepspeed_too(tmp_path: Path, model: str, c
     validation = "validation={prompts: [a blue ball], every: 4, inference_steps: 2}"
     clip = "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"
     config = TrainingConfig.from_yaml(config_file, [clip, validation, "precision=bf16"])
-    zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
-    processes = [
-        start_process(_finetune, config.to_dict(), {**place, **zero}) for place in launch_environments(processes=2)
-    ]
-    for process in processes:
-        process.join(timeout=300)
-        assert process.exitcode == 0
+    places = launch_environments(processes=2)
+    finish([start_process(_finetune, config.to_dict(), {**place, **ZERO}) for place in places])
     written = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / "samples").rglob("*.mp4"))
     assert written == ["samples/step-00000000/00.mp4", "samples/step-00000004/00.mp4"]
 
@@ -132,9 +126,7 @@ def test_bfloat16_keeps_frozen_weights_small_and_trains(
     changed = ["precision=bf16", f"stages.1.trainable={trainable}", "gradient_checkpointing=true", "ema_decay=0.9"]
     changed += ["stages.1.lora_rank=2"] if trainable == "lora" else []
     config = TrainingConfig.from_yaml(config_file, changed)
-    process = start_process(finetune, config)
-    process.join(timeout=120)
-    assert process.exitcode == 0
+    finish([start_process(finetune, config)], timeout=120)
     losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert len(losses) == 4
     assert all(math.isfinite(loss) for loss in losses)

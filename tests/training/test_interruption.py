@@ -12,7 +12,7 @@ from mhla_diffusers import MHLAConfig, apply_mhla
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, read_metrics, train
 
 from .models import one_stage, tiny_wan, wan_data
-from .processes import start_training
+from .processes import finish, start_training
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
 
@@ -60,9 +60,7 @@ def test_killed_and_resumed_gives_the_same_losses(tmp_path: Path) -> None:
         process.kill()
         process.join()
     last = start_training(interrupted, "latest")
-    for process in (undisturbed, last):
-        process.join()
-        assert process.exitcode == 0
+    finish([undisturbed, last])
     alone, killed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("alone", "killed"))
     assert len(alone) == 30
     assert killed == alone

@@ -16,7 +16,7 @@ from mhla_diffusers.training import (
 from mhla_diffusers.training.data import BatchOrder
 
 from .models import dit_data, one_stage, tiny_dit, tiny_wan, wan_data
-from .processes import start_distributed_training
+from .processes import finish, start_distributed_training
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
 
@@ -134,9 +134,7 @@ def test_two_processes_are_one_with_twice_the_batch(settings: dict[str, Any], tm
     )
     transformer = apply_mhla(tiny_wan(), PATCH) if "patch" in settings else tiny_wan()
     train(transformer, wan_data(), one_stage(tmp_path / "one", batch_size=2, validation=validation, **common))
-    for process in two:
-        process.join(timeout=120)
-        assert process.exitcode == 0
+    finish(two, timeout=120)
     records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
     assert len(records[0]) == len(records[1]) == 9
     for one, other in zip(*records, strict=True):

@@ -1,9 +1,7 @@
-import importlib.util
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,10 @@ from mhla_diffusers.training.sharding import gathered, meta_copy, sharding_is_as
 from mhla_diffusers.training.zero import zero_is_asked_for
 
 from .models import broken_wan_data, dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
-from .processes import start_distributed_training, start_training
+from .processes import ZERO, finish, needs_deepspeed, start_distributed_training, start_training
 
 PATCH = MHLAConfig(blocks=(2, 2, 2), layers=(1,))
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
-ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing, which make test installs"
-)
 WAYS = [pytest.param(FSDP2, id="fsdp2"), pytest.param(ZERO, id="zero", marks=needs_deepspeed)]
 BOTH = ObjectiveWeights(diffusion=1.0, distillation=1.0)
 TRANSFER_THEN_ALL = (
@@ -63,12 +57,6 @@ def _config(output: Path, batch_size: int, stages: tuple[StageConfig, ...], **se
     )
 
 
-def _finish(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        process.join(timeout=300)
-        assert process.exitcode == 0
-
-
 def _train_alone(config: TrainingConfig, resume: str | None = None) -> Any:
     transformer = apply_mhla(tiny_wan(), PATCH)
     train(transformer, wan_data(), config, resume=resume)
@@ -94,7 +82,7 @@ def _assert_same_result(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_sharded_run_is_that_of_one_process_and_resumes_sharded_or_alone(way: dict[str, str], tmp_path: Path) -> None:
     sharded, alone = (_config(tmp_path / name, size, TRANSFER_THEN_ALL) for name, size in (("two", 1), ("one", 2)))
-    _finish(start_distributed_training(sharded, processes=2, **way))
+    finish(start_distributed_training(sharded, processes=2, **way))
     _train_alone(alone)
     _assert_same_metrics(tmp_path / "one", tmp_path / "two")
     _assert_same_result(tmp_path / "one", tmp_path / "two")
@@ -102,7 +90,7 @@ def test_sharded_run_is_that_of_one_process_and_resumes_sharded_or_alone(way: di
     for name in ("checkpoints/step-00000004", "result"):
         shutil.rmtree(tmp_path / "two" / name)
     shutil.copytree(tmp_path / "two", tmp_path / "resumed alone")
-    _finish(start_distributed_training(sharded, processes=2, resume="latest", **way))
+    finish(start_distributed_training(sharded, processes=2, resume="latest", **way))
     assert read_metrics(tmp_path / "two" / "metrics.jsonl") == undisturbed
     _train_alone(_config(tmp_path / "resumed alone", 2, TRANSFER_THEN_ALL), resume="latest")
     for name in ("two", "resumed alone"):
@@ -114,7 +102,7 @@ def test_sharded_run_is_that_of_one_process_and_resumes_sharded_or_alone(way: di
 @pytest.mark.parametrize("way", WAYS)
 def test_sharded_lora_with_gradient_checkpointing_is_that_of_one_process(way: dict[str, str], tmp_path: Path) -> None:
     settings = {"gradient_checkpointing": True, "stages": MHLA_THEN_LORA}
-    _finish(start_distributed_training(_config(tmp_path / "two", 1, **settings), processes=2, **way))
+    finish(start_distributed_training(_config(tmp_path / "two", 1, **settings), processes=2, **way))
     _train_alone(_config(tmp_path / "one", 2, **settings))
     _assert_same_metrics(tmp_path / "one", tmp_path / "two")
     _assert_same_result(tmp_path / "one", tmp_path / "two")
@@ -134,7 +122,7 @@ def test_deepspeed_resumes_a_run_of_one_process_and_skips_what_that_skips(tmp_pa
     for name in ("checkpoints/step-00000004", "checkpoints/step-00000006", "checkpoints/step-00000008", "result"):
         shutil.rmtree(two / name)
     config = TrainingConfig(str(two), batch_size=1, **settings)
-    _finish(start_distributed_training(config, processes=2, resume="latest", family="broken wan", **ZERO))
+    finish(start_distributed_training(config, processes=2, resume="latest", family="broken wan", **ZERO))
     here, there = (read_metrics(folder / "metrics.jsonl") for folder in (one, two))
     assert [record["step"] for record in here if record["skipped"]] == [4, 5]
     for one_record, two_record in zip(here, there, strict=True):
@@ -148,8 +136,8 @@ def test_deepspeed_resumes_a_run_of_one_process_and_skips_what_that_skips(tmp_pa
 @pytest.mark.slow
 def test_deepspeed_trains_in_bfloat16_as_one_process_does(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precision": "bf16"}
-    _finish(start_distributed_training(_config(tmp_path / "two", 1, TRANSFER_THEN_ALL, **settings), 2, **ZERO))
-    _finish([start_training(_config(tmp_path / "one", 2, TRANSFER_THEN_ALL, **settings))])
+    finish(start_distributed_training(_config(tmp_path / "two", 1, TRANSFER_THEN_ALL, **settings), 2, **ZERO))
+    finish([start_training(_config(tmp_path / "one", 2, TRANSFER_THEN_ALL, **settings))])
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [record["step"] for record in one] == [record["step"] for record in two]
     for there, here in zip(one, two, strict=True):
@@ -164,7 +152,7 @@ def test_process_without_a_launcher_trains_alone_and_in_bfloat16_whatever_accele
     stage = StageConfig(2, 1e-3, "all", ObjectiveWeights(diffusion=1.0))
     for name, environment in (("told", ZERO), ("not told", {})):
         config = TrainingConfig(str(tmp_path / name), stages=(stage,), patch=PATCH, precision="bf16")
-        _finish([start_training(config, environment=environment)])
+        finish([start_training(config, environment=environment)])
     told, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("told", "not told"))
     assert told == other
 
@@ -180,7 +168,7 @@ def test_other_families_are_sharded(
         TrainingConfig(output=str(tmp_path / name), stages=(stage,), patch=patch, batch_size=size)
         for name, size in (("two", 1), ("one", 2))
     )
-    _finish(start_distributed_training(two, processes=2, family=family, **FSDP2))
+    finish(start_distributed_training(two, processes=2, family=family, **FSDP2))
     train(apply_mhla(make(), patch), data(), one)
     here, there = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert here[0] == pytest.approx(there[0], rel=1e-4)
