@@ -12,11 +12,12 @@ import torch
 
 from .class_labels import class_label
 from .devices import FLOAT_TYPES, choose_device
-from .evaluation.results import read_json, read_text
+from .evaluation.results import read_json
 from .families import families, get_family
 from .patches import load_patch
 from .patching import apply_mhla, find_transformers
 from .pipeline_settings import check_settings, parse_settings
+from .prompts import read_prompts
 from .sample_folder import check_writable, record_choices
 from .training.encoders import pipeline_file
 from .training.export import load_result
@@ -100,19 +101,6 @@ class Task:
     prompt: str
     seed: int
     file: Path
-
-
-def read_prompts(path: Path) -> tuple[str, ...]:
-    """One prompt per line; empty lines are left out.
-
-    Raises:
-        OSError: no such file, or a folder.
-        ValueError: a file without prompts, or not of text.
-    """
-    prompts = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
-    if not prompts:
-        raise ValueError(f"Prompt file {path} holds no prompts; write one per line.")
-    return prompts
 
 
 def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..generation import read_prompts
+from ..prompts import read_prompts
 from .geneval import GENEVAL_SAMPLES
 from .results import read_json_lines
 from .sample_list import Sample

@@ -13,6 +13,7 @@ from ..devices import choose_device
 from ..families import families
 from ..patches import load_patch
 from ..patching import apply_mhla
+from ..prompts import read_prompts
 from .cache import INDEX_NAME, CacheIndex, LatentCache
 from .checks import check_data_fits
 from .config import TrainingConfig
@@ -132,15 +133,10 @@ def synthesize_latents(
         precision: "bf16" or "no" for float32.
 
     Raises:
-        FileNotFoundError: no such file of prompts.
+        OSError: no such file of prompts, or a folder.
         ValueError: a file without prompts, no such device here, or what ``synthesize`` raises.
     """
-    path = Path(prompts)
-    if not path.is_file():
-        raise FileNotFoundError(f"The file of prompts {path} does not exist; it holds one prompt per line.")
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"The file of prompts {path} holds no prompts; write one per line.")
+    lines = read_prompts(Path(prompts))
     pipe = _load_pipeline(model, device, precision)
     return synthesize(pipe, model, lines, output, clip, steps=steps, guidance=guidance, seed=seed)
 

@@ -9,9 +9,9 @@ from mhla_diffusers.generation import (
     generate,
     load_pipeline,
     plan_tasks,
-    read_prompts,
 )
 from mhla_diffusers.patching import is_patched
+from mhla_diffusers.prompts import read_prompts
 from mhla_diffusers.sample_folder import check_writable
 from mhla_diffusers.tiny import checksums, load_tiny
 
