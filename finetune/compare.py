@@ -23,9 +23,9 @@ import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla
 from mhla_diffusers.benchmark.timing import Budget, Variant, time_interleaved
-from mhla_diffusers.evaluation.results import write_text
+from mhla_diffusers.files import write_text
 from mhla_diffusers.tiny import load_tiny
-from mhla_diffusers.tiny.latents import digit_latents
+from mhla_diffusers.demo.latents import digit_latents
 from mhla_diffusers.training import (
     InMemoryData,
     ObjectiveWeights,
@@ -35,8 +35,8 @@ from mhla_diffusers.training import (
     read_metrics,
     train,
 )
-from mhla_diffusers.training.data import stack_samples
-from mhla_diffusers.training.diffusion import NoisedBatch, diffusion_process
+from mhla_diffusers.training.latents.data import stack_samples
+from mhla_diffusers.families.processes import NoisedBatch, diffusion_process
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""

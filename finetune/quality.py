@@ -21,14 +21,14 @@ from mhla_diffusers import MHLAConfig, apply_mhla, mhla_layers
 from mhla_diffusers.evaluation.compare import Comparison, compare_sets
 from mhla_diffusers.evaluation.layouts import class_samples
 from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
-from mhla_diffusers.evaluation.results import write_json
+from mhla_diffusers.files import write_json
 from mhla_diffusers.evaluation.sample_list import Sample
 from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
-from mhla_diffusers.plotting import require_matplotlib
+from mhla_diffusers.reporting import require_matplotlib
 from mhla_diffusers.tiny import load_tiny
 from mhla_diffusers.tiny.digits import DIGIT_SIZES, Scene, compose, load_digits
-from mhla_diffusers.tiny.judging import digit_shown, picture_features
-from mhla_diffusers.tiny.latents import digit_latents
+from mhla_diffusers.demo.judging import digit_shown, picture_features
+from mhla_diffusers.demo.latents import digit_latents
 from mhla_diffusers.training import (
     InMemoryData,
     ObjectiveWeights,
@@ -37,8 +37,8 @@ from mhla_diffusers.training import (
     ValidationConfig,
     train,
 )
-from mhla_diffusers.training.batches import ValidationLoss
-from mhla_diffusers.training.diffusion import diffusion_process
+from mhla_diffusers.training.latents.batches import ValidationLoss
+from mhla_diffusers.families.processes import diffusion_process
 from mhla_diffusers.training.export import load_result
 
 CLASSES = 10
@@ -179,7 +179,7 @@ def compare(output: Path, reference: Path) -> None:
             [output / "samples" / name for name in names],
             reference=reference,
             extractor=picture_features,
-            extractor_name="mhla_diffusers.tiny.judging:picture_features",
+            extractor_name="mhla_diffusers.demo.judging:picture_features",
             sample_scores={"digits recognised": digit_shown},
         )
         folder = output / ("report" if len(names) > 2 else f"report-{'-and-'.join(names)}")

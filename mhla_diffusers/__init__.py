@@ -1,25 +1,27 @@
 """Linear-cost attention for diffusers pipelines: Multi-Head Linear Attention (MHLA)."""
 
 from .attention import mhla_attention, register_feature_map
-from .calibration import calibrate_far_field, calibrate_output_norm
-from .checkpoints import load_mhla, push_mhla, save_mhla
-from .config import MHLAConfig
-from .describe import describe
+from .config import MHLAConfig, patch_names
 from .families import Family, register_family
-from .layer import MHLALayer
-from .patches import patch_names
 from .patching import (
+    MHLALayer,
+    MHLAProcessor,
     apply_mhla,
     attn_processors,
+    calibrate_far_field,
+    calibrate_output_norm,
+    describe,
     is_patched,
     layer_sensitivity,
+    load_mhla,
     mhla_disabled,
     mhla_layers,
+    push_mhla,
     register_mixing_clip,
     remove_mhla,
+    save_mhla,
     set_attn_processor,
 )
-from .processor import MHLAProcessor
 
 __version__ = "0.1.0"
 

@@ -50,7 +50,7 @@ def convert(
     base_model: Annotated[str, typer.Option(help="Hub id to record.")] = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
 ) -> None:
     """Convert a Wan checkpoint of the paper's code into a patch for load_mhla."""
-    from .convert import convert_wan
+    from .patching.conversion import convert_wan
 
     typer.echo(f"Wrote {convert_wan(checkpoint, folder, blocks=_parse_blocks(blocks), base_model=base_model)}")
 
@@ -167,7 +167,7 @@ def demo(
 def generate(context: typer.Context, family: Annotated[str, typer.Argument(help="dit, sana or wan.")]) -> None:
     """Generate images or videos: mhla generate wan "a seven moving left"; mhla generate wan --help for all options."""
     from .families import families
-    from .generation import run_command_line
+    from .generation.generate import run_command_line
 
     allowed = [known.name for known in families()]
     if family not in allowed:

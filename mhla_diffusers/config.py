@@ -1,10 +1,16 @@
-"""Settings of a patch: one validated, immutable, serialisable object."""
+"""Settings of a patch, one validated, immutable, serialisable object; and the ready patches, which hold such settings.
+
+Ready patches are the YAML files of the ``patches/`` folder, which also ship in the wheel.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+import yaml
 
 from .attention import get_feature_map
 from .attention.blocks import check_blocks
@@ -63,7 +69,7 @@ class MHLAConfig:
         object.__setattr__(self, "blocks", check_blocks(self.blocks))
         if isinstance(self.layers, list | tuple | range):
             object.__setattr__(self, "layers", tuple(self.layers))
-        _parse_layers(self.layers)
+        parse_layers(self.layers)
         for name in _BOOLEANS:
             _check_type(name, getattr(self, name), bool, "True or False")
         _check_type("feature_map", self.feature_map, str, "the name of a feature map")
@@ -140,7 +146,7 @@ def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}.")
 
 
-def _parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
+def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
     """The choice as the fraction of layers to replace, or as indices."""
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         for index in choice:
@@ -174,34 +180,75 @@ def is_automatic(choice: LayerChoice) -> bool:
     return isinstance(choice, str) and choice.startswith(AUTOMATIC)
 
 
-def automatic_count(choice: LayerChoice, count: int) -> int:
-    """How many of ``count`` layers an automatic choice replaces: as many as the same fraction without "auto:"."""
-    return len(choose_layers(str(choice).removeprefix(AUTOMATIC), count))
+@dataclass(frozen=True)
+class Patch:
+    """One patch file.
+
+    Attributes:
+        family: name of the model family that it is for.
+        base_model: Hub id that it was made for.
+        description: one line.
+        config: the settings.
+    """
+
+    family: str
+    base_model: str
+    description: str
+    config: MHLAConfig
 
 
-def choose_layers(choice: LayerChoice, count: int) -> list[int]:
-    """Indices of the layers to replace, ascending.
+def patch_folder() -> Path:
+    """Where the ready patches lie: inside an installed package, or at the root of a source checkout."""
+    package = Path(__file__).parent
+    installed = package / "patches"
+    return installed if installed.is_dir() else package.parent / "patches"
 
-    A fraction keeps the remaining layers evenly spread, beginning with layer 0: "2/3" keeps layers 0, 3, 6, …, the
-    hybrid of the paper's Sec. 5.3.
 
-    Args:
-        choice: "all", a fraction as text or number, or indices; negative indices count from the end.
-        count: number of self-attentions of the model.
+def patch_names() -> list[str]:
+    """Names of the ready patches."""
+    return sorted(path.stem for path in patch_folder().glob("*.yaml"))
+
+
+def load_patch(name_or_path: str | Path) -> Patch:
+    """Read a patch by its name or from a YAML file.
 
     Raises:
-        ValueError: unknown choice, an index out of range, or a choice that is made by measuring.
+        ValueError: unknown name (the nearest ones are given), or a file with unknown or missing keys.
+        FileNotFoundError: a path that does not exist.
     """
-    parsed = _parse_layers(choice)
-    if is_automatic(choice):
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        if str(name_or_path) not in patch_names():
+            near = get_close_matches(str(name_or_path), patch_names(), n=3, cutoff=0.4)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+            if path.is_dir():
+                hint = f": {path} is a folder; open a saved patch with load_mhla(model, {str(name_or_path)!r})."
+            raise ValueError(
+                f"Unknown patch {str(name_or_path)!r}{hint} "
+                f"Ready patches: {', '.join(patch_names())}; or give the path of a .yaml file."
+            )
+        path = patch_folder() / f"{name_or_path}.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"Patch file {path} does not exist.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return _parse_patch(content)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"Patch file {path}: {error}") from error
+
+
+def _parse_patch(content: Any) -> Patch:
+    keys = {"family", "base_model", "description", "mhla"}
+    found = set(content) if isinstance(content, Mapping) else set()
+    if found != keys:
         raise ValueError(
-            f"layers={choice!r} is chosen by measuring the model: call apply_mhla(pipe, layers={choice!r}, "
-            'calibration=lambda: pipe("a cat", num_inference_steps=4)), or give the list of layers that it chose.'
+            f"expected exactly the keys {', '.join(sorted(keys))}; "
+            f"unknown: {', '.join(sorted(map(str, found - keys))) or 'none'}, "
+            f"missing: {', '.join(sorted(keys - found)) or 'none'}."
         )
-    if isinstance(parsed, Fraction):
-        kept = 1 - parsed
-        return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]
-    for index in parsed:
-        if not -count <= index < count:
-            raise ValueError(f"Layer {index} is out of range: the model has {count} layers, {-count} to {count - 1}.")
-    return sorted({index % count for index in parsed})
+    settings = content["mhla"]
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"mhla must hold settings such as blocks, got {settings!r}.")
+    if isinstance(settings.get("eps"), str):  # YAML reads 1e-6, without a point, as text
+        settings = {**settings, "eps": float(settings["eps"])}
+    return Patch(content["family"], content["base_model"], content["description"], MHLAConfig.from_dict(settings))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from .attention import backend_names, feature_map_names
 from .families import families
-from .patches import load_patch, patch_names
+from .config import load_patch, patch_names
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 

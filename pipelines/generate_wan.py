@@ -13,7 +13,7 @@ With the real model:
 seed; files that are there already are kept, so a run that was interrupted goes on where it stopped.
 """
 
-from mhla_diffusers.generation import run_command_line
+from mhla_diffusers.generation.generate import run_command_line
 
 if __name__ == "__main__":
     run_command_line("wan", __doc__)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla
-from mhla_diffusers.checkpoints import CONFIG_NAME, read_record
-from mhla_diffusers.model_card import model_card
+from mhla_diffusers.patching.saving import CONFIG_NAME, read_record
+from mhla_diffusers.patching.model_card import model_card
 
 from . import models
 

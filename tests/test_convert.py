@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import conv3d, rms_norm, silu
 
 from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, save_mhla
-from mhla_diffusers.convert import convert_wan
+from mhla_diffusers.patching.conversion import convert_wan
 
 from . import models
 

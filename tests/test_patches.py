@@ -4,7 +4,7 @@ import pytest
 
 from mhla_diffusers import apply_mhla, mhla_layers, patch_names
 from mhla_diffusers.families import families
-from mhla_diffusers.patches import load_patch
+from mhla_diffusers.config import load_patch
 
 from . import models
 

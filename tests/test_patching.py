@@ -21,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import reference_attention
-from mhla_diffusers.config import choose_layers
-from mhla_diffusers.processor import project
+from mhla_diffusers.patching.plan import choose_layers
+from mhla_diffusers.patching.processor import project
 
 from .models import (
     FAMILIES,

@@ -3,7 +3,7 @@
 import pytest
 from diffusers import DiTPipeline, SanaPipeline, WanPipeline
 
-from mhla_diffusers.pipeline_settings import check_settings, parse_settings
+from mhla_diffusers.generation.settings import check_settings, parse_settings
 from mhla_diffusers.tiny import call_settings
 
 

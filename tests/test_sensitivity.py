@@ -13,7 +13,7 @@ from mhla_diffusers import (
     save_mhla,
 )
 from mhla_diffusers.config import choose_layers
-from mhla_diffusers.describe import describe
+from mhla_diffusers.patching.describe import describe
 from mhla_diffusers.families import get_family
 
 from . import models

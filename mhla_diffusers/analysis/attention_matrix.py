@@ -9,7 +9,7 @@ from torch import nn
 from ..attention.reference import reference_weights
 from ..attention.rotary import Rotary, apply_rotary, pair_tables
 from ..families import get_family
-from ..processor import MHLAProcessor, project
+from ..patching.processor import MHLAProcessor, project
 
 RANK_TOLERANCE = 1e-4
 """Singular values above this part of the largest count."""

@@ -27,8 +27,8 @@ def analyze(
     from rich.console import Console
     from rich.table import Table
 
-    from ..generation import GenerationConfig, call_pipeline, check_call, check_prompts, load_pipeline
-    from ..pipeline_settings import parse_settings
+    from ..generation.generate import GenerationConfig, call_pipeline, check_call, check_prompts, load_pipeline
+    from ..generation.settings import parse_settings
     from .run import analyze as analyze_model
 
     chosen = parse_settings(settings or [])

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..attention.blocks import block_sizes
 from ..families import get_family
-from ..processor import MHLAProcessor
+from ..patching.processor import MHLAProcessor
 from .attention_matrix import TransformerInput, each_attention_matrix, entropy, rank
 
 LARGEST_GRID = 4096

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..plotting import require_matplotlib
+from ..reporting import require_matplotlib
 
 _COLUMNS = 4
 _NEARLY_POSITIVE = 0.01

@@ -199,7 +199,7 @@ def bench_all(
     seconds: _SECONDS = 1.0,
 ) -> None:
     """All of the above with their defaults, and the report."""
-    from ..plotting import require_matplotlib
+    from ..reporting import require_matplotlib
 
     require_matplotlib()
     models = ["tiny-dit"] if tiny else None

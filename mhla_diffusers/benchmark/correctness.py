@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..attention import initial_mixing, mhla_attention, reference_attention
-from ..layer import MHLALayer
+from ..patching.layer import MHLALayer
 from ..patching import mhla_layers
 from .shapes import Shape
 

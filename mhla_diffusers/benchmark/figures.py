@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..plotting import require_matplotlib
+from ..reporting import require_matplotlib
 from .results import Row, Run
 from .scaling import SOFTMAX, fitted_exponent, mixing_overhead
 from .series import COLOURS, colour_of, fastest_by_group

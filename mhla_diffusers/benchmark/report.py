@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..plotting import require_matplotlib
+from ..reporting import require_matplotlib
 from .figures import FIGURES
 from .results import Run, read_runs
 from .series import COLOURS

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..analysis.pictures import middle_of, side_by_side
-from ..generation import write_video
-from ..plotting import require_matplotlib
+from ..generation.generate import write_video
+from ..reporting import require_matplotlib
 from ..tiny.digits import FRAMES_PER_SECOND, Scene
 from .variants import BLOCKS, file_name
 

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..evaluation.page import html_media, html_page, html_table
+from ..reporting import html_media, html_page, html_table
 from .table import HEADER, cells
 
 if TYPE_CHECKING:

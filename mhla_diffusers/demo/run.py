@@ -16,20 +16,20 @@ from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import mean_over_heads
 from ..config import MHLAConfig
 from ..evaluation.metrics import frechet_distance
-from ..evaluation.results import write_json
+from ..files import write_json
 from ..patching import apply_mhla, mhla_layers
-from ..plotting import require_matplotlib
-from ..sample_folder import check_writable
-from ..tiny.building import check_family
-from ..tiny.classifier import DigitClassifier, load_classifier
+from ..reporting import require_matplotlib
+from ..generation.folder import check_writable
+from .building import check_family
+from .classifier import DigitClassifier, load_classifier
 from ..tiny.digits import Scene, load_digits, random_scene
-from ..tiny.judging import digit_accuracy, digit_features, generate_scenes, real_scenes
-from ..tiny.latents import digit_latents
+from .judging import digit_accuracy, digit_features, generate_scenes, real_scenes
+from .latents import digit_latents
 from ..tiny.loading import load_tiny
 from ..training import InMemoryData, TrainingConfig, read_metrics, train
-from ..training.batches import ValidationLoss
-from ..training.data import stack_samples
-from ..training.diffusion import NoisedBatch, diffusion_process
+from ..training.latents.batches import ValidationLoss
+from ..training.latents.data import stack_samples
+from ..families.processes import NoisedBatch, diffusion_process
 from .figures import draw_loss_curves, draw_mixing, draw_pictures
 from .page import write_page
 from .table import format_table

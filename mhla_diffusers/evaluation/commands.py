@@ -58,7 +58,7 @@ def _show_progress(done: int, total: int) -> None:
 
 def _report(result: dict[str, Any], output: Path | None) -> None:
     """Print a result line by line, and write it where that is asked for."""
-    from .results import write_json
+    from ..files import write_json
 
     for name, value in result.items():
         typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
@@ -132,7 +132,7 @@ def samples(
 
     from accelerate import PartialState
 
-    from ..pipeline_settings import parse_settings
+    from ..generation.settings import parse_settings
     from .geneval import write_geneval_metadata
     from .images import open_images
     from .layouts import choose_layout, read_geneval_metadata

@@ -18,7 +18,7 @@ from .known_scores import SCORE_FILES, known_scores
 from .metrics import FeatureStatistics, frechet_distance
 from .paper import PaperRows, paper_rows
 from .reference import describe_reference
-from .results import read_json
+from ..files import read_json
 from .sample_list import Sample, require_samples
 
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .results import read_json_lines, write_text
+from ..files import read_json_lines, write_text
 
 GENEVAL_SAMPLES = 4
 """Pictures per prompt."""

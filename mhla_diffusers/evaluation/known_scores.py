@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from .results import read_json
+from ..files import read_json
 
 SCORE_FILES = ("scores.json", "vbench.json", "geneval.json")
 """Files in a set's folder whose numbers are taken into a comparison: name → number, or list of numbers.

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..prompts import read_prompts
+from ..generation.prompts import read_prompts
 from .geneval import GENEVAL_SAMPLES
-from .results import read_json_lines
+from ..files import read_json_lines
 from .sample_list import Sample
 from .vbench.suite import SuiteVideo, read_augmented, read_suite, suite_videos
 

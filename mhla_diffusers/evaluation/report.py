@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from .compare import Comparison, Row
-from .page import html_media, html_page, html_table, html_table_of
-from .results import write_json, write_text
+from ..reporting import html_media, html_page, html_table, html_table_of
+from ..files import write_json, write_text
 
 _TITLE = "Attention variants compared"
 _HEADINGS = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .results import read_json, write_json
+from ..files import read_json, write_json
 
 SAMPLE_LIST = "samples.json"
 """Name of the list: [{"file": …, "text": …}, …]."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..class_labels import class_label
-from ..generation import (
+from ..families.class_labels import class_label
+from ..generation.generate import (
     ModelChoice,
     call_arguments,
     check_call,
@@ -18,8 +18,8 @@ from ..generation import (
     video_frames_per_second,
     write_video,
 )
-from ..sample_folder import RECORD_NAME, check_writable, first_sample, record_choices
-from ..training.randomness import generator_for
+from ..generation.folder import RECORD_NAME, check_writable, first_sample, record_choices
+from ..generation.noise import generator_for
 from .sample_list import Sample, read_sample_list, write_sample_list
 
 

@@ -2,8 +2,11 @@
 
 from typing import Any
 
-from .base import Family
+from .base import Family, Sample
+from .clip import Clip
 from .dit import DiTFamily
+from .measured import Model
+from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .sana import SanaFamily
 from .wan import WanFamily
 
@@ -53,9 +56,34 @@ def get_family(transformer: Any) -> Family:
         supported = ", ".join(name for known in families() for name in known.transformers)
         raise ValueError(
             f"{type(transformer).__name__} is not supported; supported are {supported}. "
-            'The section "Add a model" of the README shows how to add one with register_family().'
+            'The page "Add a model" of the documentation shows how to add one with register_family().'
         )
     return family
 
 
-__all__ = ["Family", "families", "find_family", "get_family", "register_family"]
+def cross_attention_processor(attn: Any) -> Any:
+    """A processor that does what diffusers' own does for a cross-attention of the class ``Attention``.
+
+    Such a module does not tell which model it is in, so the families are asked whether they recognise it.
+    """
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    known = next((family for family in families() if family.recognises_cross_attention(attn)), None)
+    return AttnProcessor2_0() if known is None else known.cross_attention_processor()
+
+
+__all__ = [
+    "Clip",
+    "DiffusionProcess",
+    "Family",
+    "FlowMatching",
+    "LearnedVarianceDDPM",
+    "Model",
+    "NoisedBatch",
+    "Sample",
+    "cross_attention_processor",
+    "families",
+    "find_family",
+    "get_family",
+    "register_family",
+]

@@ -1,21 +1,38 @@
-"""What is particular to one model family: where its self-attentions are and how its tokens lie."""
+"""What is particular to one model family; everything else in the package asks a family.
 
+A family has no state: it tells where the self-attentions of a transformer are and how its tokens lie, how the model was
+trained, what conditions it, how its pipeline is called, and at which sizes it is measured.
+"""
+
+import inspect
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 
 from ..config import MHLAConfig
+from .clip import Clip
+from .measured import Model
+from .processes import DiffusionProcess
+
+Sample = Mapping[str, torch.Tensor]
+"""``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""
+
+_STRIDES = ("vae_scale_factor_spatial", "vae_scale_factor")
+"""Attributes of diffusers' pipelines: pixels per latent along height and width."""
 
 
 class Family(ABC):
-    """Tells the patching code about one family of diffusers transformers.
+    """Tells everything about one family of diffusers transformers.
 
-    To add a model, subclass this, fill in what is abstract and pass an instance to :func:`register_family`.
+    To add a model, subclass this, fill in what is abstract, change what differs from a text-to-image pipeline with an
+    ``encode_prompt``, and pass an instance to :func:`register_family`; ``docs/add-a-model.md`` shows one.
     """
 
     name: ClassVar[str]
-    """Name in patch files and messages."""
+    """Name in patch files, on the command line and in messages."""
     transformers: ClassVar[tuple[str, ...]]
     """Class names of the transformers, for example ``("WanTransformer3DModel",)``."""
     axes: ClassVar[int]
@@ -24,14 +41,44 @@ class Family(ABC):
     """Attributes that hold transformer blocks, each with its self-attention as ``attn1``; absent ones are passed."""
     default_config: ClassVar[MHLAConfig]
     """What ``apply_mhla(pipe)`` uses when it is told nothing else."""
+    own_attention: ClassVar[Literal["softmax", "linear"]] = "softmax"
+    """What the self-attentions compute without a patch."""
+    own_attention_eps: ClassVar[float] = 0.0
+    """Added to the normaliser by a family whose own attention is linear with φ = ReLU."""
+    squares_only: ClassVar[bool] = False
+    """Whether height and width must be equal."""
+    dispatches_attention: ClassVar[bool] = False
+    """Whether its attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
+    default_clip: ClassVar[Clip] = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
+    """What is encoded or generated when nothing else is said: frames, rate and size."""
+    prompts_are_classes: ClassVar[bool] = False
+    """Whether the model is conditioned on classes, given by number or name, and not on text."""
+    models: ClassVar[tuple[Model, ...]] = ()
+    """Configurations that ``mhla bench`` builds with random weights."""
 
-    def self_attentions(self, transformer: Any) -> dict[str, Any]:
-        """Name and module of every self-attention, in the order of the layer indices."""
+    @property
+    def makes_videos(self) -> bool:
+        """Whether a sample has frames."""
+        return self.axes == 3
+
+    @property
+    def suffix(self) -> str:
+        """Of the files that hold what is generated: ``.mp4`` or ``.png``."""
+        return ".mp4" if self.makes_videos else ".png"
+
+    # Patching
+
+    def blocks_of(self, transformer: Any) -> dict[str, Any]:
+        """Name and module of every transformer block that has a self-attention, in the order of the layer indices."""
         return {
-            f"{list_name}.{index}.attn1": block.attn1
+            f"{list_name}.{index}": block
             for list_name in self.block_lists
             for index, block in enumerate(getattr(transformer, list_name, ()))
         }
+
+    def self_attentions(self, transformer: Any) -> dict[str, Any]:
+        """Name and module of every self-attention, in the order of the layer indices."""
+        return {f"{name}.attn1": block.attn1 for name, block in self.blocks_of(transformer).items()}
 
     def token_grid(self, transformer: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
         """Token grid that the transformer makes of its input ``hidden_states``.
@@ -47,14 +94,155 @@ class Family(ABC):
     def self_attention_processor(self) -> Any:
         """A fresh processor of the kind that diffusers gives the self-attentions of this family."""
 
+    def softmax_processor(self) -> Any:
+        """A processor that computes softmax attention in a self-attention; by default the family's own."""
+        return self.self_attention_processor()
+
     def cross_attention_processor(self) -> Any:
         """A fresh processor of the kind that diffusers gives the cross-attentions, ``AttnProcessor2_0`` by default."""
         from diffusers.models.attention_processor import AttnProcessor2_0
 
         return AttnProcessor2_0()
 
+    def recognises_cross_attention(self, attn: Any) -> bool:
+        """Whether a cross-attention, in whatever model it is, needs this family's processor."""
+        return False
+
     def prepare(self, transformer: Any) -> None:  # noqa: B027 - most families need nothing here
         """Called once when a transformer is patched."""
 
     def restore(self, transformer: Any) -> None:  # noqa: B027
         """Called once when the patch is removed; undoes :meth:`prepare`."""
+
+    # Training
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """The process that the model was trained with.
+
+        Args:
+            transformer: whose configuration may change it.
+            flow_shift: shift of the timesteps, for families trained with flow matching.
+
+        Raises:
+            ValueError: the family does not tell.
+        """
+        raise self._unknown("how the model was trained", "process")
+
+    def prepare_for_training(self, transformer: nn.Module) -> None:  # noqa: B027
+        """Called once after ``transformer.train()``: switches off what draws random numbers of its own."""
+
+    def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
+        """Modules that more than one block uses, which FSDP2 must gather by themselves."""
+        return []
+
+    # Latents and conditioning
+
+    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Latents of clips, of the scale that the transformer takes; by default with the VAE's ``scaling_factor``.
+
+        Args:
+            pipe: pipeline with its autoencoder.
+            pixels: (B, 3, F, H, W) in [-1, 1], on the autoencoder's device and in its type.
+
+        Returns:
+            float32 (B, C, F, H, W), or (B, C, H, W) for images.
+        """
+        encoded = pipe.vae.encode(pixels if self.makes_videos else pixels[:, :, 0])
+        latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+        scaled: torch.Tensor = latents.float() * pipe.vae.config.scaling_factor
+        return scaled
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """Arguments of the transformer's forward for a prompt, without a batch axis; "" for the empty prompt.
+
+        A name with a dot is an entry of an argument that is a mapping, such as ``added_cond_kwargs.resolution``.
+
+        Args:
+            pipe: pipeline with its text encoder.
+            prompt: text, or a class.
+            settings: of the pipeline's call; those that its ``encode_prompt`` takes change how text is encoded.
+
+        Raises:
+            ValueError: a prompt that the model does not know, or the family does not tell.
+        """
+        raise self._unknown("how prompts are encoded", "encode_prompt")
+
+    def conditioning_shapes(self, transformer: Any) -> Sample:
+        """What :meth:`encode_prompt` gives, without values, on the meta device.
+
+        Args:
+            transformer: configuration of the transformer.
+
+        Raises:
+            ValueError: the family does not tell.
+        """
+        raise self._unknown("what conditions the model", "conditioning_shapes")
+
+    def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
+        """Shape of a sample's latents; by default (C, H, W) of an autoencoder that halves between two of its stages.
+
+        Args:
+            transformer: configuration of the transformer.
+            vae: configuration of the autoencoder.
+            clip: frames and size.
+        """
+        stages = vae.get("encoder_block_out_channels") or vae["block_out_channels"]
+        stride, (height, width) = 2 ** (len(stages) - 1), clip.sizes[0]
+        return int(transformer.in_channels), height // stride, width // stride
+
+    def encode_text(self, pipe: Any, prompt: str, settings: Mapping[str, Any]) -> Any:
+        """What the pipeline's ``encode_prompt`` gives without guidance; settings that it does not take are left out."""
+        known = inspect.signature(pipe.encode_prompt).parameters
+        chosen = {name: value for name, value in settings.items() if name in known}
+        return pipe.encode_prompt(prompt, do_classifier_free_guidance=False, **chosen)
+
+    def spatial_stride(self, pipe: Any) -> int:
+        """Pixels per latent along height and width."""
+        found = next((getattr(pipe, name) for name in _STRIDES if hasattr(pipe, name)), None)
+        return int(found) if found is not None else 2 ** (len(pipe.vae.config.block_out_channels) - 1)
+
+    # Calling the pipeline
+
+    def check_prompt(self, pipe: Any, prompt: str) -> None:  # noqa: B027 - text needs no check
+        """Raise unless the pipeline can be asked for a prompt.
+
+        Raises:
+            ValueError: a class that the model does not have.
+        """
+
+    def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> dict[str, Any]:
+        """The argument of the pipeline's call that takes the prompts."""
+        return {"prompt": list(prompts)}
+
+    def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
+        """Arguments of the pipeline's call for frames and size, those that it has."""
+        height, width = clip.sizes[0]
+        asked = {"height": height, "width": width, "num_frames": clip.frames, "use_resolution_binning": False}
+        known = inspect.signature(pipe.__call__).parameters
+        return {name: value for name, value in asked.items() if name in known}
+
+    def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
+        """Generate one sample per prompt.
+
+        Args:
+            pipe: the pipeline, patched or not.
+            prompts: text or classes.
+            generators: noise of every sample; on the CPU for noise that does not depend on the device.
+            **settings: further arguments of the pipeline's call.
+
+        Returns:
+            For every prompt a PIL image, or frames (F, H, W, 3) in [0, 1]; with ``output_type`` what that asks for.
+        """
+        output = pipe(**self.prompt_arguments(pipe, prompts), generator=list(generators), **settings)
+        return output.frames if self.makes_videos else output.images
+
+    def generate_latents(
+        self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
+    ) -> torch.Tensor:
+        """What the pipeline hands to its autoencoder, of the scale that the transformer takes: (C, ...)."""
+        settings = {"num_inference_steps": steps, "guidance_scale": guidance, "output_type": "latent"}
+        latents: torch.Tensor = self.call(pipe, [prompt], [generator], **self.clip_arguments(pipe, clip), **settings)[0]
+        return latents
+
+    def _unknown(self, what: str, method: str) -> ValueError:
+        return ValueError(f"The {self.name!r} family does not tell {what}: give {type(self).__name__} a {method}().")

@@ -5,10 +5,54 @@ Self-attention is softmax with RMSNorm over all channels of query and key and 3-
 the main ones. A Wan 2.2 A14B pipeline has two transformers, which are patched alike.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ..config import MHLAConfig
-from .base import Family
+from .base import Family, Sample
+from .clip import Clip
+from .measured import Model
+from .processes import DiffusionProcess, FlowMatching
+
+_TEXT_TOKENS = 512
+"""Length that the pipeline pads text to in training; its text is not masked, so the length matters."""
+
+
+def _model(name: str, heads: int, ffn_dim: int, layers: int) -> Model:
+    return Model(
+        name,
+        "WanTransformer3DModel",
+        {"num_attention_heads": heads, "ffn_dim": ffn_dim},
+        heads,
+        128,
+        layers,
+        blocks=(7, 3, 5),
+        stride=8,
+        patch=2,
+        sizes=((480, 832), (720, 1280)),
+        frames=81,
+        temporal_stride=4,
+        # 480p is 480x800 here, the paper's setting (Sec. 5.3)
+        grids={"480p": (21, 30, 50), "720p": (21, 45, 80)},
+    )
+
+
+_TINY = Model(
+    "tiny-wan",
+    "WanTransformer3DModel",
+    {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "text_dim": 32, "freq_dim": 16},
+    2,
+    12,
+    3,
+    blocks=(1, 2, 2),
+    stride=8,
+    patch=2,
+    sizes=((64, 96),),
+    frames=9,
+    temporal_stride=4,
+)
 
 
 class WanFamily(Family):
@@ -19,6 +63,9 @@ class WanFamily(Family):
     axes = 3
     block_lists = ("blocks", "vace_blocks")
     default_config = MHLAConfig(blocks=(7, 3, 5))
+    dispatches_attention = True
+    default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
+    models = (_model("wan2.1-1.3b", 12, 8960, 30), _model("wan2.1-14b", 40, 13824, 40), _TINY)
 
     def self_attention_processor(self) -> Any:
         """``WanAttnProcessor``."""
@@ -29,3 +76,32 @@ class WanFamily(Family):
     def cross_attention_processor(self) -> Any:
         """``WanAttnProcessor`` as well."""
         return self.self_attention_processor()
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """Flow matching."""
+        return FlowMatching(flow_shift)
+
+    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """(B, 16, F, H, W): the mean of the posterior, normalised per channel."""
+        latents = pipe.vae.encode(pixels).latent_dist.mode().float()
+        mean, std = (
+            torch.tensor(values, device=latents.device).view(1, -1, 1, 1, 1)
+            for values in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std)
+        )
+        return (latents - mean) / std
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """``encoder_hidden_states`` (512, channels): UMT5 embeddings, padded."""
+        chosen = {"max_sequence_length": _TEXT_TOKENS, **(settings or {})}
+        embeddings, _ = self.encode_text(pipe, prompt, chosen)
+        return {"encoder_hidden_states": embeddings[0]}
+
+    def conditioning_shapes(self, transformer: Any) -> Sample:
+        """``encoder_hidden_states`` (512, channels)."""
+        return {"encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.text_dim, device="meta")}
+
+    def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
+        """(C, F, H, W); the first frame becomes a latent frame of its own."""
+        stride, (height, width) = vae.get("scale_factor_spatial", 8), clip.sizes[0]
+        frames = (clip.frames - 1) // vae.get("scale_factor_temporal", 4) + 1
+        return int(transformer.in_channels), frames, height // stride, width // stride

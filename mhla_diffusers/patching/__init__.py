@@ -1,24 +1,51 @@
-"""Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it."""
+"""Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
 
-from .apply import apply_mhla
-from .automatic import layer_sensitivity
-from .finding import find_transformers, is_patched, mhla_layers, require_layers
-from .grid_hook import TokenGridHook
-from .mixing_clip import register_mixing_clip
-from .processors import attn_processors, set_attn_processor
+from .calibration import calibrate_far_field, calibrate_output_norm
+from .choosing import TransformerCall, layer_sensitivity, record_calls
+from .conversion import convert_wan
+from .describe import describe
+from .finding import (
+    attn_processors,
+    find_transformers,
+    is_patched,
+    mhla_layers,
+    register_mixing_clip,
+    require_layers,
+)
+from .layer import MHLALayer
+from .loading import load_mhla
+from .processor import MHLAProcessor, project
+from .record import CONFIG_NAME, Weights, read_record
 from .removal import mhla_disabled, remove_mhla
+from .replacing import apply_mhla, set_attn_processor
+from .saving import save_mhla
+from .sharing import push_mhla
 
 __all__ = [
-    "TokenGridHook",
+    "CONFIG_NAME",
+    "MHLALayer",
+    "MHLAProcessor",
+    "TransformerCall",
+    "Weights",
     "apply_mhla",
     "attn_processors",
+    "calibrate_far_field",
+    "calibrate_output_norm",
+    "convert_wan",
+    "describe",
     "find_transformers",
     "is_patched",
     "layer_sensitivity",
+    "load_mhla",
     "mhla_disabled",
     "mhla_layers",
+    "project",
+    "push_mhla",
+    "read_record",
+    "record_calls",
     "register_mixing_clip",
     "remove_mhla",
     "require_layers",
+    "save_mhla",
     "set_attn_processor",
 ]

@@ -1,12 +1,14 @@
-"""Find what can be patched or is patched: transformers, their attentions, their MHLA layers."""
+"""Find what can be patched or is patched: transformers, their attentions and processors, their MHLA layers."""
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..families import find_family, get_family
-from ..layer import MHLALayer
-from ..processor import MHLAProcessor
+from .layer import MHLALayer
+from .processor import MHLAProcessor
 
 
 def find_transformers(model: Any) -> dict[str, nn.Module]:
@@ -85,3 +87,32 @@ def require_layers(model: Any) -> dict[str, MHLALayer]:
     if not layers:
         raise ValueError("The model is not patched with MHLA; call apply_mhla() first.")
     return layers
+
+
+def attn_processors(transformer: Any) -> dict[str, Any]:
+    """Like diffusers' ``attn_processors``, for a transformer of any family, DiT included: name → processor."""
+    return {f"{name}.processor": module.get_processor() for name, module in attentions_of(transformer).items()}
+
+
+def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> RemovableHandle:
+    """Clip every mixing matrix into (0, 1) after each step of ``optimizer``, as the paper does (Sec. 4.2).
+
+    Layers whose configuration has ``mixing_clip=False`` are left alone.
+
+    Raises:
+        ValueError: if the model has no MHLA layers, or ``optimizer`` was made before them and lacks a matrix that
+            takes gradients.
+    """
+    layers = list(require_layers(model).values())
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(layer.mixing.requires_grad and id(layer.mixing) not in optimized for layer in layers):
+        raise ValueError(
+            "The optimizer lacks a mixing matrix that takes gradients. Make the optimizer after apply_mhla(), or "
+            "freeze the matrices with mixing_learnable=False."
+        )
+
+    def clip(*_: Any) -> None:
+        for layer in layers:
+            layer.clip_mixing_()
+
+    return optimizer.register_step_post_hook(clip)

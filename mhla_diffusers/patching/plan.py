@@ -1,16 +1,18 @@
-"""One transformer's patch: check everything first, then carry it out."""
+"""One transformer's patch: which layers, checked first, then carried out; and how its layers learn the token grid."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ..config import choose_layers
+from ..config import AUTOMATIC, LayerChoice, is_automatic, parse_layers
 from ..families import Family, get_family
-from ..layer import MHLALayer
-from ..processor import MHLAProcessor, make_layer
 from .finding import is_patched
-from .grid_hook import TokenGridHook
+from .layer import MHLALayer, TokenGrid
+from .processor import MHLAProcessor, make_layer
 
 
 @dataclass(frozen=True)
@@ -63,3 +65,63 @@ def carry_out(plan: Plan) -> None:
         attn.set_processor(plan.processor)
     hook.handle = plan.transformer.register_forward_pre_hook(hook, with_kwargs=True)
     plan.family.prepare(plan.transformer)
+
+
+class TokenGridHook:
+    """Forward pre-hook of a patched transformer: notes the token grid of its input for all layers.
+
+    Under gradient checkpointing a layer runs again during the backward pass and finds the grid of the latest forward;
+    so run forward and backward of one resolution before the forward of another.
+    """
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self.token_grid = TokenGrid()
+        self.handle: RemovableHandle | None = None
+
+    def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the grid off ``hidden_states``, the first argument of every supported transformer."""
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
+        for axis in range(2, hidden_states.ndim):
+            torch._dynamo.mark_static(hidden_states, axis)
+        self.token_grid.shape = tuple(int(size) for size in self.family.token_grid(transformer, hidden_states))
+
+
+def find_grid_hook(transformer: nn.Module) -> TokenGridHook | None:
+    """The hook that a patched transformer has."""
+    hooks = transformer._forward_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, TokenGridHook)), None)
+
+
+def automatic_count(choice: LayerChoice, count: int) -> int:
+    """How many of ``count`` layers an automatic choice replaces: as many as the same fraction without "auto:"."""
+    return len(choose_layers(str(choice).removeprefix(AUTOMATIC), count))
+
+
+def choose_layers(choice: LayerChoice, count: int) -> list[int]:
+    """Indices of the layers to replace, ascending.
+
+    A fraction keeps the remaining layers evenly spread, beginning with layer 0: "2/3" keeps layers 0, 3, 6, …, the
+    hybrid of the paper's Sec. 5.3.
+
+    Args:
+        choice: "all", a fraction as text or number, or indices; negative indices count from the end.
+        count: number of self-attentions of the model.
+
+    Raises:
+        ValueError: unknown choice, an index out of range, or a choice that is made by measuring.
+    """
+    parsed = parse_layers(choice)
+    if is_automatic(choice):
+        raise ValueError(
+            f"layers={choice!r} is chosen by measuring the model: call apply_mhla(pipe, layers={choice!r}, "
+            'calibration=lambda: pipe("a cat", num_inference_steps=4)), or give the list of layers that it chose.'
+        )
+    if isinstance(parsed, Fraction):
+        kept = 1 - parsed
+        return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]
+    for index in parsed:
+        if not -count <= index < count:
+            raise ValueError(f"Layer {index} is out of range: the model has {count} layers, {-count} to {count - 1}.")
+    return sorted({index % count for index in parsed})

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..families import Family, get_family
-from ..processor import MHLAProcessor
 from .finding import attentions_of, find_transformers, is_patched
-from .grid_hook import find_grid_hook
+from .plan import find_grid_hook
+from .processor import MHLAProcessor
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""

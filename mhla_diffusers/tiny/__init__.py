@@ -1,6 +1,15 @@
 """Tiny pipelines that ship with the package: real diffusers classes, trained on real handwritten digits."""
 
-from .checksums import DamagedAssetError
+from .checksums import DamagedAssetError, pipeline_folder
 from .loading import call_settings, load_tiny
+from .pipelines import TINY, TinyPipeline, tiny_pipeline
 
-__all__ = ["DamagedAssetError", "call_settings", "load_tiny"]
+__all__ = [
+    "TINY",
+    "DamagedAssetError",
+    "TinyPipeline",
+    "call_settings",
+    "load_tiny",
+    "pipeline_folder",
+    "tiny_pipeline",
+]

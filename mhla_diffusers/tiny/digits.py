@@ -18,8 +18,6 @@ FRAMES = 9
 """Frames of a clip; the tiny video autoencoder makes a latent frame of each."""
 FRAMES_PER_SECOND = 6
 """At which clips are meant to be played."""
-DIGIT_SIZES = {"dit": 52, "sana": 28, "wan": 28}
-"""Height and width in pixels of a drawn digit, by model family."""
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 """Motion → (vertical, horizontal) sign, vertical pointing down."""
@@ -108,13 +106,6 @@ def parse_caption(caption: str) -> Scene:
     if not 1 <= len(labels) <= 2:
         raise ValueError(f"Caption {caption!r} must name one or two digits ({', '.join(NAMES)}).")
     return Scene(labels, next((word for word in words if word in MOTIONS), None))
-
-
-def random_scene(family: str, chance: random.Random) -> Scene:
-    """One digit for DiT, one or two for SANA, one or two in motion for Wan."""
-    count = 1 if family == "dit" else chance.choice((1, 1, 2))
-    labels = tuple(chance.randrange(10) for _ in range(count))
-    return Scene(labels, chance.choice(MOTIONS) if family == "wan" else None)
 
 
 def compose(scene: Scene, digits: Digits, size: int, seed: int) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
 from typing import Any
 
+import torch
+
 from ..devices import choose_device
-from .building import check_family
 from .checksums import check_asset, pipeline_folder
-from .digits import FRAMES, PICTURE_SIZE
-from .text import MAX_TOKENS
+from .pipelines import tiny_pipeline
 
 
-def load_tiny(family: str, device: str = "cpu") -> Any:
+def load_tiny(family: str, device: str | torch.device = "cpu") -> Any:
     """The tiny pipeline of a family: a ``DiTPipeline``, ``SanaPipeline`` or ``WanPipeline`` in float32.
 
     Args:
@@ -22,8 +22,8 @@ def load_tiny(family: str, device: str = "cpu") -> Any:
     """
     from diffusers import DiffusionPipeline
 
-    check_family(family)
-    place = choose_device(device)
+    tiny_pipeline(family)
+    place = choose_device(str(device))
     folder = pipeline_folder(family)
     check_asset(folder)
     pipe = DiffusionPipeline.from_pretrained(folder).to(place)
@@ -35,18 +35,8 @@ def call_settings(family: str) -> dict[str, Any]:
     """Arguments of the pipeline's call that the tiny pipeline of a family was trained for.
 
     For example ``load_tiny("wan")("a seven moving left", **call_settings("wan")).frames[0]``.
+
+    Raises:
+        ValueError: unknown family.
     """
-    check_family(family)
-    if family == "dit":
-        return {"num_inference_steps": 30, "guidance_scale": 4.0}
-    size = {"height": PICTURE_SIZE, "width": PICTURE_SIZE, "max_sequence_length": MAX_TOKENS}
-    if family == "wan":
-        # WanPipeline rounds the number of frames to a multiple of the temporal stride and adds one
-        return {**size, "num_frames": FRAMES - 1, "num_inference_steps": 20, "guidance_scale": 3.0}
-    return {
-        **size,
-        "num_inference_steps": 20,
-        "guidance_scale": 3.0,
-        "use_resolution_binning": False,
-        "complex_human_instruction": None,
-    }
+    return dict(tiny_pipeline(family).call_settings)

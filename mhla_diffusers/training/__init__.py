@@ -1,7 +1,7 @@
 """Fast adaptation: train the weights of a patched model, or a small model from scratch."""
 
 from .config import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
-from .data import InMemoryData, TrainingData
+from .latents.data import InMemoryData, TrainingData
 from .divergence import TrainingDivergedError
 from .folders import CheckpointError, read_metrics
 from .loop import TrainingResult, train

@@ -7,7 +7,7 @@ import torch
 from ..attention.blocks import check_layout
 from ..families import get_family
 from ..patching import mhla_layers
-from .data import TrainingData
+from .latents.data import TrainingData
 
 
 def check_data_fits(transformer: Any, data: TrainingData) -> None:

@@ -11,23 +11,23 @@ import torch
 
 from ..devices import choose_device
 from ..families import families
-from ..patches import load_patch
+from ..config import load_patch
 from ..patching import apply_mhla
-from ..prompts import read_prompts
-from .cache import INDEX_NAME, CacheIndex, LatentCache
+from ..generation.prompts import read_prompts
+from .latents.cache import INDEX_NAME, CacheIndex, LatentCache
 from .checks import check_data_fits
 from .config import TrainingConfig
-from .data import InMemoryData, Sample
-from .encode import encode_folder, model_header, synthesize
-from .encoders import ENCODERS, component_identity, pipeline_file
+from .latents.data import InMemoryData, Sample
+from .latents.encode import encode_folder, model_header, synthesize
+from .latents.encoders import ENCODERS, component_identity, pipeline_file
 from .estimate import Estimate, estimate
 from .folders import RunFolder
 from .loop import TrainingResult, train
-from .media import Clip
+from .latents.media import Clip
 from .optimizer import optimizer_class
-from .sampling import PromptSampler
+from .latents.sampling import PromptSampler
 from .sharding import sharding_is_asked_for
-from .sources import find_media
+from .latents.sources import find_media
 from .zero import hidden_from_accelerate, zero_is_asked_for
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def encode(
     precision: str = "bf16",
     workers: int = 4,
 ) -> CacheIndex:
-    """Encode videos or images with the parts of a pipeline; see :func:`mhla_diffusers.training.encode.encode_folder`.
+    """Encode videos or images with the parts of a pipeline; see :func:`mhla_diffusers.training.latents.encode.encode_folder`.
 
     Args:
         model: Hub id or folder of the pipeline.
@@ -119,7 +119,7 @@ def synthesize_latents(
     device: str = "auto",
     precision: str = "bf16",
 ) -> CacheIndex:
-    """Generate latents with the unpatched pipeline; see :func:`mhla_diffusers.training.encode.synthesize`.
+    """Generate latents with the unpatched pipeline; see :func:`mhla_diffusers.training.latents.encode.synthesize`.
 
     Args:
         model: Hub id or folder of the pipeline.

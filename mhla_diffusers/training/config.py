@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import yaml
 
 from ..config import MHLAConfig
-from .media import Clip
+from .latents.media import Clip
 
 Settings = TypeVar("Settings")
 

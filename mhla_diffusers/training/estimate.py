@@ -13,8 +13,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ..families import get_family
 from .config import StageConfig, TrainingConfig
-from .data import Sample
-from .diffusion import DiffusionProcess, diffusion_process
+from .latents.data import Sample
+from ..families.processes import DiffusionProcess, diffusion_process
 from .objectives import diffusion_loss, distillation_loss, teacher_prediction, transfer_attention
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, set_trainable

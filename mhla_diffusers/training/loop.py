@@ -14,11 +14,11 @@ from torch import nn
 
 from ..families import get_family
 from ..patching import mhla_layers
-from .batches import NoisedBatches, ValidationLoss
+from .latents.batches import NoisedBatches, ValidationLoss
 from .checks import check_data_fits
 from .config import StageConfig, TrainingConfig
-from .data import TrainingData
-from .diffusion import NoisedBatch, diffusion_process
+from .latents.data import TrainingData
+from ..families.processes import NoisedBatch, diffusion_process
 from .divergence import check_end, check_in_between
 from .export import export_result
 from .folders import CheckpointError, RunFolder, RunState, Tensors, load_checkpoint

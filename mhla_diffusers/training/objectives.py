@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .diffusion import DiffusionProcess, NoisedBatch
+from ..families.processes import DiffusionProcess, NoisedBatch
 from .teacher import Teacher
 from .trainable import patched_attentions
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .config import StageConfig, TrainingConfig
-from .diffusion import DiffusionProcess, NoisedBatch
+from ..families.processes import DiffusionProcess, NoisedBatch
 from .folders import Tensors
 from .objectives import (
     diffusion_loss,

@@ -17,9 +17,9 @@ from mhla_diffusers.analysis.pictures import (
 )
 from mhla_diffusers.analysis.run import analyze
 from mhla_diffusers.families import get_family
-from mhla_diffusers.sensitivity import TransformerCall, record_calls
+from mhla_diffusers.patching.sensitivity import TransformerCall, record_calls
 from mhla_diffusers.tiny import call_settings, load_tiny
-from mhla_diffusers.tiny.building import FAMILIES
+from mhla_diffusers.demo.building import FAMILIES
 
 from .. import models
 from ..evaluation.pictures import mhla

@@ -4,7 +4,7 @@ import pytest
 
 from mhla_diffusers.benchmark.pipeline import PARTS, VARIANTS, WHOLE
 from mhla_diffusers.benchmark.results import read_runs
-from mhla_diffusers.tiny.building import FAMILIES
+from mhla_diffusers.demo.building import FAMILIES
 
 from .commands import bench, medians
 

@@ -204,8 +204,8 @@ def test_variants_of_the_tiny_pipeline_in_one_report(tmp_path):
         assert made.exit_code == 0, made.output
     shown = mhla(
         *("eval", "compare", *(tmp_path / name for name in patches), "--reference", real, "--output", tmp_path / "out"),
-        *("--extractor", "mhla_diffusers.tiny.judging:picture_features"),
-        *("--score", "digit_shown=mhla_diffusers.tiny.judging:digit_shown"),
+        *("--extractor", "mhla_diffusers.demo.judging:picture_features"),
+        *("--score", "digit_shown=mhla_diffusers.demo.judging:digit_shown"),
     )
     assert shown.exit_code == 0, shown.output
     variants = json.loads((tmp_path / "out" / "comparison.json").read_text())["variants"]

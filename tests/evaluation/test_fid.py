@@ -13,7 +13,7 @@ from mhla_diffusers.evaluation.images import UnreadableImageError, open_images
 from mhla_diffusers.evaluation.metrics import FeatureStatistics, frechet_distance
 from mhla_diffusers.evaluation.npz import write_array
 from mhla_diffusers.evaluation.reference import statistics_file
-from mhla_diffusers.generation import write_video
+from mhla_diffusers.generation.generate import write_video
 
 from .pictures import blocks, mhla, write_pictures
 
@@ -183,9 +183,9 @@ def test_unknown_extractors_are_refused(tmp_path):
     with pytest.raises(ValueError, match="allowed: adm, clean, or package.module:callable"):
         load_extractor("vgg")
     with pytest.raises(ValueError, match="no callable named 'none'"):
-        load_extractor("mhla_diffusers.tiny.judging:none")
+        load_extractor("mhla_diffusers.demo.judging:none")
     with pytest.raises(ValueError, match="brings its own"):
-        load_extractor("mhla_diffusers.tiny.judging:picture_features", tmp_path)
+        load_extractor("mhla_diffusers.demo.judging:picture_features", tmp_path)
 
 
 class Backbone(torch.nn.Module):

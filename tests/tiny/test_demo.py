@@ -10,11 +10,11 @@ from mhla_diffusers.demo import DemoConfig, run_demo
 from mhla_diffusers.demo.variants import BLOCKS, adaptation
 from mhla_diffusers.families import get_family
 from mhla_diffusers.tiny import load_tiny
-from mhla_diffusers.tiny.building import FAMILIES
-from mhla_diffusers.tiny.latents import digit_latents
+from mhla_diffusers.demo.building import FAMILIES
+from mhla_diffusers.demo.latents import digit_latents
 from mhla_diffusers.training import TrainingConfig
-from mhla_diffusers.training.data import stack_samples
-from mhla_diffusers.training.diffusion import diffusion_process
+from mhla_diffusers.training.latents.data import stack_samples
+from mhla_diffusers.families.processes import diffusion_process
 
 
 def fixed_batch(pipe, family):

@@ -3,16 +3,16 @@ import os
 import pytest
 import torch
 
-from mhla_diffusers.class_labels import class_label
-from mhla_diffusers.generation import (
+from mhla_diffusers.families.class_labels import class_label
+from mhla_diffusers.generation.generate import (
     GenerationConfig,
     generate,
     load_pipeline,
     plan_tasks,
 )
 from mhla_diffusers.patching import is_patched
-from mhla_diffusers.prompts import read_prompts
-from mhla_diffusers.sample_folder import check_writable
+from mhla_diffusers.generation.prompts import read_prompts
+from mhla_diffusers.generation.folder import check_writable
 from mhla_diffusers.tiny import checksums, load_tiny
 
 from ..evaluation.pictures import mhla as in_process

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mhla_diffusers.tiny.digits import DIGIT_SIZES, Scene, compose, load_digits, parse_caption
-from mhla_diffusers.tiny.judging import digit_shown
+from mhla_diffusers.demo.judging import digit_shown
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def _parse(line: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_lora_of_a_result_is_generated_with(tmp_path: Path, model: str) -> None:
-    from mhla_diffusers.generation import ModelChoice, load_pipeline
+    from mhla_diffusers.generation.generate import ModelChoice, load_pipeline
     from mhla_diffusers.training import train
 
     from .models import one_stage, wan_data

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from mhla_diffusers.training.diffusion import FlowMatching, LearnedVarianceDDPM, diffusion_process
+from mhla_diffusers.families.processes import FlowMatching, LearnedVarianceDDPM, diffusion_process
 
 from .models import tiny_dit, tiny_sana, tiny_wan
 

@@ -8,9 +8,9 @@ import torch
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.training import train
-from mhla_diffusers.training.cache import CacheHeader, CacheWriter, LatentCache
-from mhla_diffusers.training.encode import encode_folder, model_header, synthesize
-from mhla_diffusers.training.media import Clip
+from mhla_diffusers.training.latents.cache import CacheHeader, CacheWriter, LatentCache
+from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
+from mhla_diffusers.training.latents.media import Clip
 
 from .models import one_stage
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
@@ -50,7 +50,7 @@ def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tm
 
 
 def test_latents_are_those_that_the_pipeline_decodes(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
-    from mhla_diffusers.training.media import read_clip
+    from mhla_diffusers.training.latents.media import read_clip
 
     pipe, model = wan
     encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
@@ -155,7 +155,7 @@ def test_bad_prompts_and_patched_teachers_are_refused(wan: tuple[Any, str], tmp_
 
 
 def test_dit_captions_are_classes(tmp_path: Path) -> None:
-    from mhla_diffusers.training.encoders import DiTEncoder
+    from mhla_diffusers.training.latents.encoders import DiTEncoder
 
     encoder = DiTEncoder(dit_pipeline())
     assert encoder.conditioning("dog")["class_labels"] == 5

@@ -13,7 +13,7 @@ from mhla_diffusers.training import (
     read_metrics,
     train,
 )
-from mhla_diffusers.training.data import BatchOrder
+from mhla_diffusers.training.latents.data import BatchOrder
 
 from .models import dit_data, one_stage, tiny_dit, tiny_wan, wan_data
 from .processes import finish, start_distributed_training

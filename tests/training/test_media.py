@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from mhla_diffusers.training.media import Clip, UnreadableMediaError, read_clip
-from mhla_diffusers.training.sources import find_media
+from mhla_diffusers.training.latents.media import Clip, UnreadableMediaError, read_clip
+from mhla_diffusers.training.latents.sources import find_media
 
 from .pipelines import write_image, write_video
 

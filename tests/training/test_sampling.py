@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mhla_diffusers.tiny import load_tiny
-from mhla_diffusers.training.media import Clip
-from mhla_diffusers.training.sampling import PromptSampler
+from mhla_diffusers.training.latents.media import Clip
+from mhla_diffusers.training.latents.sampling import PromptSampler
 
 PICTURES = Clip(frames=1, fps=1.0, sizes=((32, 32),))
 

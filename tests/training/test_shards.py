@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mhla_diffusers.training.cache import LatentCache
-from mhla_diffusers.training.encode import encode_folder
-from mhla_diffusers.training.media import Clip, TarMember, read_clip
-from mhla_diffusers.training.sources import find_media
+from mhla_diffusers.training.latents.cache import LatentCache
+from mhla_diffusers.training.latents.encode import encode_folder
+from mhla_diffusers.training.latents.media import Clip, TarMember, read_clip
+from mhla_diffusers.training.latents.sources import find_media
 
 from .pipelines import wan_pipeline, write_image, write_video
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..results import read_json, write_json
+from ...files import read_json, write_json
 from .scores import DIMENSIONS, read_results
 from .suite import FLICKERING, missing_videos, read_suite, suite_videos
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..results import read_json
+from ...files import read_json
 
 
 @dataclass(frozen=True)

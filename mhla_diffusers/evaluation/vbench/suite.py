@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..results import read_json
+from ...files import read_json
 
 SAMPLES = 5
 """Videos per prompt."""

@@ -1,0 +1,218 @@
+"""The process that each model family was trained with: how latents are noised and what the model learns to predict.
+
+Shapes: B batch, C channels, the rest the axes of the latents.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class NoisedBatch:
+    """What one forward of the transformer gets, and what its output is compared with."""
+
+    latents: torch.Tensor
+    """(B, C, ...), clean."""
+    noise: torch.Tensor
+    """Like ``latents``."""
+    time: torch.Tensor
+    """(B,): σ in (0, 1) for flow matching, the integer step for DDPM."""
+    hidden_states: torch.Tensor
+    """Like ``latents``, noised: the transformer's input."""
+    timestep: torch.Tensor
+    """(B,), as the transformer takes it."""
+    conditioning: Mapping[str, torch.Tensor]
+    """Further arguments of the transformer's forward by name, each (B, ...); see :func:`nested`."""
+
+    def predict(self, transformer: nn.Module) -> torch.Tensor:
+        """Output of the transformer for this batch: (B, output channels, ...)."""
+        arguments = {"hidden_states": self.hidden_states, "timestep": self.timestep, **nested(self.conditioning)}
+        prediction: torch.Tensor = transformer(**arguments, return_dict=False)[0]
+        return prediction
+
+
+def nested(arguments: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Arguments of a forward, those with a dot in their name as entries of mappings.
+
+    ``{"added_cond_kwargs.resolution": x}`` becomes ``{"added_cond_kwargs": {"resolution": x}}``.
+    """
+    result: dict[str, Any] = {}
+    for name, tensor in arguments.items():
+        argument, _, entry = name.partition(".")
+        if entry:
+            result.setdefault(argument, {})[entry] = tensor
+        else:
+            result[argument] = tensor
+    return result
+
+
+class DiffusionProcess(ABC):
+    """How a family was trained."""
+
+    @abstractmethod
+    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
+        """Time at quantiles in (0, 1) of the training distribution: float32 (B,) to (B,)."""
+
+    @abstractmethod
+    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """Latents at a time, like ``latents``."""
+
+    @abstractmethod
+    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+        """The transformer's argument for a time: (B,) to (B,)."""
+
+    @abstractmethod
+    def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+        """Training loss per sample: float32 (B,)."""
+
+    def make_batch(
+        self,
+        latents: torch.Tensor,
+        noise: torch.Tensor,
+        quantile: torch.Tensor,
+        conditioning: Mapping[str, torch.Tensor],
+    ) -> NoisedBatch:
+        """Noise latents to the times at the quantiles."""
+        time = self.time_at(quantile)
+        hidden_states = self.noised(latents, noise, time)
+        return NoisedBatch(latents, noise, time, hidden_states, self.timestep(time), conditioning)
+
+
+class FlowMatching(DiffusionProcess):
+    """Wan and SANA: straight paths to the noise; the model predicts the velocity, noise − latents.
+
+    σ follows a shifted logit-normal distribution; the transformer takes 1000 σ.
+
+    Args:
+        shift: σ ↦ shift σ / (1 + (shift − 1) σ); 3.0 for Wan at 480p and SANA, 1.0 for none.
+        timestep_scale: factor on the timestep, 1.0 but for some SANA models.
+    """
+
+    def __init__(self, shift: float, timestep_scale: float = 1.0) -> None:
+        self.shift = shift
+        self.timestep_scale = timestep_scale
+
+    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
+        """σ of the quantiles: the sigmoid of a standard normal variable, shifted."""
+        sigma = torch.special.ndtri(quantile.double()).sigmoid()
+        return (self.shift * sigma / (1 + (self.shift - 1) * sigma)).float()
+
+    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """(1 − σ) latents + σ noise."""
+        sigma = _per_sample(time, latents)
+        return (1 - sigma) * latents + sigma * noise
+
+    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+        """1000 σ."""
+        return time * 1000 * self.timestep_scale
+
+    def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+        """Mean squared error to the velocity."""
+        velocity = batch.noise - batch.latents
+        error = prediction[:, : velocity.shape[1]].float() - velocity.float()
+        return error.square().flatten(1).mean(dim=1)
+
+
+class LearnedVarianceDDPM(DiffusionProcess):
+    """DiT: the model predicts the noise and, in as many further channels, where the variance lies.
+
+    Loss as in improved DDPM: mean squared error of the noise, plus the variational bound in bits per dimension, whose
+    gradient reaches the variance alone.
+
+    Args:
+        steps: number of timesteps of the linear schedule from β = 0.0001 to 0.02.
+    """
+
+    def __init__(self, steps: int = 1000) -> None:
+        self.steps = steps
+        betas = torch.linspace(1e-4, 0.02, steps, dtype=torch.float64)
+        self.kept = (1 - betas).cumprod(dim=0)
+        """ᾱ of every step: float64 (steps,)."""
+        before = torch.cat([torch.ones(1, dtype=torch.float64), self.kept[:-1]])
+        variance = betas * (1 - before) / (1 - self.kept)
+        self.max_log_variance = betas.log()
+        self.min_log_variance = torch.cat([variance[1:2], variance[1:]]).log()
+        self.latents_weight = before.sqrt() * betas / (1 - self.kept)
+        """Weights of the clean and the noised latents in the mean of the posterior."""
+        self.noised_weight = (1 - before) * (1 - betas).sqrt() / (1 - self.kept)
+
+    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
+        """Every step is equally likely: int64."""
+        return (quantile.double() * self.steps).long().clamp(0, self.steps - 1)
+
+    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """√ᾱ latents + √(1 − ᾱ) noise."""
+        kept, lost = self._at(self.kept, time, latents), self._at(1 - self.kept, time, latents)
+        return kept.sqrt() * latents + lost.sqrt() * noise
+
+    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+        """The step itself."""
+        return time
+
+    def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+        """Squared error of the noise plus the variational bound of the variance.
+
+        Raises:
+            ValueError: if the model has no channels for the variance.
+        """
+        channels = batch.latents.shape[1]
+        if prediction.shape[1] != 2 * channels:
+            raise ValueError(
+                f"A DiT with learned variance predicts {2 * channels} channels for {channels} of latents, "
+                f"got {prediction.shape[1]}."
+            )
+        noise, fraction = prediction.float().split(channels, dim=1)
+        simple = (noise - batch.noise.float()).square().flatten(1).mean(dim=1)
+        return simple + self._bound(noise.detach(), (fraction + 1) / 2, batch)
+
+    def _bound(self, noise: torch.Tensor, fraction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+        """Variational bound per sample in bits per dimension.
+
+        Args:
+            noise: predicted, (B, C, ...), without gradient.
+            fraction: 0 for the smallest, 1 for the largest variance on a log scale, like ``noise``.
+            batch: what was noised.
+        """
+        latents, hidden_states, time = batch.latents.float(), batch.hidden_states.float(), batch.time
+        kept, lost = self._at(self.kept, time, latents), self._at(1 - self.kept, time, latents)
+        predicted = (hidden_states - lost.sqrt() * noise) / kept.sqrt()
+        low, high = (self._at(table, time, latents) for table in (self.min_log_variance, self.max_log_variance))
+        log_variance = fraction * high + (1 - fraction) * low
+        true_mean, mean = (self._posterior_mean(clean, hidden_states, time) for clean in (latents, predicted))
+        divergence = 0.5 * (
+            log_variance - low + (low - log_variance).exp() - 1 + (true_mean - mean).square() * (-log_variance).exp()
+        )
+        at_zero = _per_sample(time == 0, latents)
+        bound = torch.where(at_zero, _discretised_negative_log_likelihood(latents, mean, log_variance), divergence)
+        return bound.flatten(1).mean(dim=1) / math.log(2)
+
+    def _posterior_mean(self, latents: torch.Tensor, hidden_states: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        latents_weight = self._at(self.latents_weight, time, latents)
+        return latents_weight * latents + self._at(self.noised_weight, time, latents) * hidden_states
+
+    def _at(self, table: torch.Tensor, time: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return _per_sample(table.to(time.device)[time].to(torch.float32), like)
+
+
+def _per_sample(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(B,) as (B, 1, ...)."""
+    return value.view(-1, *[1] * (like.ndim - 1))
+
+
+def _discretised_negative_log_likelihood(
+    latents: torch.Tensor, mean: torch.Tensor, log_variance: torch.Tensor
+) -> torch.Tensor:
+    """−log of the probability of an interval of 1/255 around each value, for values from −1 to 1; in nats."""
+    inverse = (-0.5 * log_variance).exp()
+    upper = torch.special.log_ndtr((latents - mean + 1 / 255) * inverse)
+    lower = torch.special.log_ndtr((latents - mean - 1 / 255) * inverse)
+    above_lower = torch.special.log_ndtr((mean - latents + 1 / 255) * inverse)
+    inside = upper + torch.log1p(-(lower - upper).clamp(max=-1e-7).exp())
+    log_probability = torch.where(latents < -0.999, upper, torch.where(latents > 0.999, above_lower, inside))
+    return -log_probability

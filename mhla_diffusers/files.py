@@ -1,0 +1,154 @@
+"""Files and folders that are whole or absent: written aside and renamed. Reading, with errors that name the file."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
+
+
+@contextmanager
+def written_aside(file: Path) -> Iterator[Path]:
+    """Within the context write to the path given; it takes the place of ``file`` at the end, or vanishes on an error.
+
+    The name ends like that of ``file``, since writers go by the suffix, and holds the process, since two may write.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{os.getpid()}-{file.name}")
+    try:
+        yield aside
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_text(text: str, file: Path) -> None:
+    """Write a text file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with written_aside(file) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(result: Any, file: Path) -> None:
+    """Write a result as JSON.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", file)
+
+
+def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder so that it is complete or absent, whenever the process ends; its files reach the disk before.
+
+    Args:
+        folder: is made, or replaced.
+        write: puts the files into the folder that it is given.
+
+    Raises:
+        OSError: the files cannot be written; nothing is left behind.
+    """
+    aside = folder.with_name(f".{folder.name}.aside")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        for file in aside.iterdir():
+            _flush_to_disk(file)
+        if folder.exists():
+            shutil.rmtree(folder)
+        aside.replace(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _flush_to_disk(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder and make sure that it can be written.
+
+    Raises:
+        OSError: if it cannot, with the reason.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(f"Cannot write to the output folder {folder}: {error.strerror}. Choose another one.") from error
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_text(file: Path) -> str:
+    """Read a text file, with or without a byte order mark.
+
+    Raises:
+        FileNotFoundError: no such file.
+        IsADirectoryError: it is a folder.
+        ValueError: it holds something else than UTF-8 text.
+    """
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder; give a file.")
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no {file}.")
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8 text: {error}.") from error
+
+
+def read_json(file: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is damaged.
+    """
+    try:
+        return json.loads(read_text(file))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no readable JSON file: {error}.") from error
+
+
+def read_json_lines(file: Path) -> list[Any]:
+    """Read a file with one JSON value per line; empty lines are passed over.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is damaged, naming the line, or holds nothing.
+    """
+    values = []
+    # not splitlines(), which also cuts at characters that JSON may hold
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
+        if line.strip():
+            try:
+                values.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"Line {number} of {file} is no JSON: {error}.") from error
+    if not values:
+        raise ValueError(f"{file} is empty.")
+    return values

@@ -1,0 +1,100 @@
+"""What users write, checked: files of prompts, and arguments of a pipeline's call."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from ..files import read_text
+
+_WRITABLE = {bool, int, float, str, list, dict}
+"""Types that a setting can have: tensors, generators and functions cannot be written down beside the results."""
+
+_GIVEN = {
+    "prompt",
+    "class_labels",
+    "generator",
+    "num_images_per_prompt",
+    "num_videos_per_prompt",
+    "output_type",
+    "return_dict",
+}
+"""Arguments that come from elsewhere, or that would change what a call returns."""
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """One prompt per line; empty lines are left out.
+
+    Raises:
+        OSError: no such file, or a folder.
+        ValueError: a file without prompts, or not of text.
+    """
+    prompts = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
+    if not prompts:
+        raise ValueError(f"Prompt file {path} holds no prompts; write one per line.")
+    return prompts
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` arguments of the pipeline's call; values are YAML.
+
+    Raises:
+        ValueError: an argument without "=", or a value that is no YAML.
+    """
+    import yaml
+
+    settings = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise ValueError(f"Setting {text!r} must look like key=value, for example num_frames=81.")
+        try:
+            settings[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"Setting {text!r} is no YAML: {error}.") from error
+    return settings
+
+
+def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
+    """Check settings against the annotations of a pipeline's call.
+
+    Args:
+        pipeline: class of a diffusers pipeline.
+        settings: name and value of arguments.
+
+    Raises:
+        ValueError: a name that the call does not have, or a value that it does not take.
+    """
+    allowed = {
+        name: _types(parameter.annotation) & _WRITABLE
+        for name, parameter in inspect.signature(pipeline.__call__, eval_str=True).parameters.items()
+        if name not in _GIVEN and _types(parameter.annotation) & _WRITABLE
+    }
+    for name, value in settings.items():
+        if name not in allowed:
+            near = get_close_matches(name, allowed, n=2)
+            hint = f"did you mean {' or '.join(map(repr, near))}? Allowed" if near else "allowed"
+            raise ValueError(
+                f"{name!r} is no setting of a call of {pipeline.__name__}; {hint}: {', '.join(sorted(allowed))}."
+            )
+        types = allowed[name]
+        is_number = types <= {int, float}
+        # annotations of diffusers often leave None out
+        fits = type(value) in types or (type(value) is int and float in types) or (value is None and not is_number)
+        if not fits:
+            names = " or ".join(sorted(kind.__name__ for kind in types))
+            raise ValueError(
+                f"{name}={value!r} is of type {type(value).__name__}, but {pipeline.__name__} takes {names}."
+            )
+        if types == {int} and value < 1:  # the whole numbers of these pipelines are sizes and counts
+            raise ValueError(f"{name}={value} must be 1 or more.")
+
+
+def _types(annotation: Any) -> set[type]:
+    """The classes that an annotation allows, those within containers left aside."""
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(_types, get_args(annotation)))
+    found = get_origin(annotation) or annotation
+    return {found} if isinstance(found, type) else set()

@@ -1,0 +1,240 @@
+"""Which pipeline generates, patched how; and what can be told of a pipeline without loading it."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import load_patch
+from ..devices import FLOAT_TYPES, choose_device
+from ..families import Family, families, get_family
+from ..files import read_json
+from ..patching import CONFIG_NAME, apply_mhla, find_transformers, load_mhla
+from ..tiny import call_settings, load_tiny, pipeline_folder
+from ..tiny.digits import FRAMES_PER_SECOND
+from .names import check_settings
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""Name under which diffusers looks for LoRA."""
+
+_NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
+
+
+@dataclass(frozen=True)
+class PipelineChoice:
+    """Which pipeline generates, and how it is called.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+
+    family: str
+    """dit, sana, wan, or the name of a registered family."""
+    _: KW_ONLY
+    model: str | None = None
+    """Hub id or folder; None for the tiny pipeline that ships with the package."""
+    patch: str | None = None
+    """Name or YAML file of a patch to apply, as it is before training."""
+    weights: str | None = None
+    """What ``mhla finetune`` has left, or the folder or Hub id of a patch."""
+    frames_per_second: int | None = None
+    """Of videos; that of the family's clips, or of the tiny pipeline's, if left out."""
+    device: str = "cpu"
+    """For example cuda:1, or "auto" for a GPU if there is one."""
+    dtype: str = "float32"
+    """Of the weights, for example bfloat16."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the pipeline's call, for example height, width, num_frames, num_inference_steps."""
+
+    def __post_init__(self) -> None:
+        allowed = [family.name for family in families()]
+        if self.family not in allowed:
+            raise ValueError(f"family={self.family!r} is unknown; allowed: {', '.join(allowed)}.")
+        if self.patch is not None and self.weights is not None:
+            raise ValueError(
+                f"Give either patch ({self.patch}) or weights ({self.weights}); trained weights bring their own patch."
+            )
+        choose_device(self.device)
+        if self.dtype not in FLOAT_TYPES:
+            raise ValueError(f"dtype={self.dtype!r} is unknown; allowed: {', '.join(FLOAT_TYPES)}.")
+        if self.frames_per_second is not None and self.frames_per_second < 1:
+            raise ValueError(f"frames_per_second={self.frames_per_second} must be positive.")
+
+    @property
+    def of_family(self) -> Family:
+        """The family itself."""
+        return next(family for family in families() if family.name == self.family)
+
+    @property
+    def video_rate(self) -> int:
+        """Frames per second of the videos that are written."""
+        if self.frames_per_second is not None:
+            return self.frames_per_second
+        return FRAMES_PER_SECOND if self.model is None else round(self.of_family.default_clip.fps)
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What decides how a result looks, but for prompt and seed."""
+        names = ("family", "model", "patch", "weights", "dtype", "settings")
+        return {name: getattr(self, name) for name in names}
+
+    def check(self) -> None:
+        """Check the patch and the settings of the pipeline's call; of the pipeline, only the class is looked at.
+
+        Raises:
+            FileNotFoundError: no such model, or no such patch file.
+            ValueError: an unknown patch, or a setting that the pipeline does not take.
+        """
+        import diffusers
+
+        if self.patch is not None:
+            load_patch(self.patch)
+        if self.settings:
+            model = str(pipeline_folder(self.family)) if self.model is None else self.model
+            name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
+            pipeline = getattr(diffusers, str(name), None)
+            if pipeline is None:
+                raise ValueError(
+                    f"{model} is a pipeline of the class {name}, which diffusers {diffusers.__version__} lacks."
+                )
+            check_settings(pipeline, self.settings)
+
+    def load(self, prompts: Sequence[str] = ()) -> Any:
+        """The pipeline, patched where that is asked for, on its device.
+
+        Args:
+            prompts: what it will be asked for, checked before anything is generated.
+
+        Raises:
+            ValueError: a model of another family, a patch or weights that do not fit, or a prompt that is refused.
+        """
+        pipe = load_pipeline(self.model, self.family, self.device, FLOAT_TYPES[self.dtype])
+        found = {get_family(transformer).name for transformer in find_transformers(pipe).values()}
+        if found != {self.family}:
+            raise ValueError(f"{self.model} belongs to {', '.join(found)}, but family={self.family!r} was asked for.")
+        for prompt in prompts:
+            self.of_family.check_prompt(pipe, prompt)
+        if self.patch is not None:
+            apply_mhla(pipe, self.patch)
+        if self.weights is not None:
+            load_result(pipe, self.weights)
+        return pipe
+
+    def generate(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
+        """One sample per prompt, see :meth:`Family.call`; a tiny pipeline has the settings that it was trained for."""
+        defaults = call_settings(self.family) if self.model is None else {}
+        return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings})
+
+
+def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtype) -> Any:
+    """A pipeline without progress bars.
+
+    Args:
+        model: Hub id or folder; None for the tiny pipeline.
+        family: of the tiny pipeline.
+        device: where it runs; "auto" for a GPU if there is one.
+        dtype: of its weights.
+
+    Raises:
+        ValueError: no such device here, or no tiny pipeline of the family.
+        OSError: no such pipeline.
+    """
+    from diffusers import DiffusionPipeline
+
+    place = choose_device(device)
+    if model is None:
+        pipe = load_tiny(family, place).to(dtype)
+    else:
+        pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype).to(place)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def load_result(pipe: Any, result: str | Path) -> None:
+    """Give a pipeline what a finished run has left: a trained patch, LoRA beside it, or a whole unpatched transformer.
+
+    Args:
+        pipe: unpatched, of the model that was trained.
+        result: folder of a run, or the folder or Hub id of a patch.
+
+    Raises:
+        ValueError: another model's weights, LoRA for a pipeline that diffusers has no LoRA for, or what
+            :func:`mhla_diffusers.load_mhla` raises.
+        FileNotFoundError: nothing there.
+    """
+    folder = Path(result)
+    if (folder / "config.json").is_file() and not (folder / CONFIG_NAME).is_file():
+        made_for = read_json(folder / "config.json").get("_class_name")
+        if made_for != type(pipe.transformer).__name__:
+            raise ValueError(f"{folder} holds a {made_for}, but the pipeline has a {type(pipe.transformer).__name__}.")
+        trained = type(pipe.transformer).from_pretrained(folder, dtype=pipe.transformer.dtype)
+        pipe.transformer = trained.to(pipe.transformer.device)
+        return
+    load_mhla(pipe, result)
+    if (folder / LORA_FILE).is_file():
+        if not hasattr(pipe, "load_lora_weights"):
+            raise ValueError(f"{folder} holds LoRA, but {type(pipe).__name__} takes none; fuse it before saving.")
+        pipe.load_lora_weights(folder)
+
+
+def component_identity(model: str, component: str) -> str:
+    """Class and configuration of a pipeline's component, read without its weights.
+
+    Args:
+        model: Hub id or folder of the pipeline.
+        component: for example ``vae``.
+
+    Returns:
+        For example ``"AutoencoderKLWan (configuration 3f2a91c07d55)"``, or "none" if there is no such component.
+
+    Raises:
+        FileNotFoundError: no such pipeline.
+    """
+    _, name = read_json(pipeline_file(model, "model_index.json")).get(component) or (None, None)
+    if name is None:
+        return "none"
+    config = read_json(pipeline_file(model, f"{component}/config.json"))
+    kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NOT_IDENTITY}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return f"{name} (configuration {digest[:12]})"
+
+
+def family_of(model: str, component: str = "transformer") -> Family:
+    """The family of a pipeline's transformer, told by its class without its weights.
+
+    Raises:
+        FileNotFoundError: no such pipeline.
+        ValueError: a transformer that is not supported.
+    """
+    name = component_identity(model, component).split(" ")[0]
+    for family in families():
+        if name in family.transformers:
+            return family
+    supported = ", ".join(name for family in families() for name in family.transformers)
+    raise ValueError(f"The {component} of {model} is {name!r}, which is not supported; supported are {supported}.")
+
+
+def pipeline_file(model: str, name: str) -> Path:
+    """A file of a pipeline, here or from the Hub.
+
+    Raises:
+        FileNotFoundError: no such pipeline or file.
+    """
+    if Path(model).is_dir():
+        path = Path(model, name)
+        if not path.is_file():
+            raise FileNotFoundError(f"{model} is no diffusers pipeline: {name} is missing.")
+        return path
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model, name))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"{model} is neither a folder here nor a pipeline that the Hub gave: {error}"
+        ) from error

@@ -1,0 +1,88 @@
+"""A folder of generated files: writing them, and the record of how they were made."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_json, write_json, written_aside
+
+RECORD_NAME = "generation.json"
+"""File beside what was generated that says how."""
+
+
+def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
+    """Keep beside the files what they were made with, so that nothing made otherwise is taken for them later.
+
+    Raises:
+        ValueError: the folder holds files that were made with other choices.
+    """
+    file = folder / RECORD_NAME
+    # without samples it is what a run has left that failed, and speaks of nothing
+    if not file.exists() or first_sample(folder) is None:
+        write_json(choices, file)
+        return
+    recorded = read_json(file)
+    before = {name: recorded.get(name) for name in choices}
+    changed = [f"{name}={before[name]!r}, now {now!r}" for name, now in choices.items() if before[name] != now]
+    if changed:
+        raise ValueError(f"{folder} holds files made otherwise ({'; '.join(changed)}). Choose another output folder.")
+
+
+def first_sample(folder: Path) -> Path | None:
+    """Any image or video in a folder or those within it, or None if there is none."""
+    samples = (file for file in folder.rglob("*") if file.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
+    # a file that is being written has a dot before its name
+    return next((file for file in samples if not file.name.startswith(".")), None)
+
+
+def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:
+    """Write what a pipeline generated, whole or not at all.
+
+    Args:
+        sample: a PIL image, or frames (F, H, W, 3) in [0, 1].
+        file: ``.png`` for an image, ``.mp4`` for frames.
+        frames_per_second: of a video.
+
+    Raises:
+        OSError: the file cannot be written.
+        ImportError: frames, and imageio is missing.
+    """
+    with written_aside(file) as aside:
+        if file.suffix == ".mp4":
+            write_video(sample, aside, frames_per_second)
+        else:
+            sample.save(aside)
+
+
+def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
+    """Write an MP4 (H.264).
+
+    Args:
+        frames: (F, H, W, 3) in [0, 1].
+        file: where to.
+        frames_per_second: how fast it plays.
+
+    Raises:
+        ImportError: imageio is missing.
+    """
+    imageio = import_imageio()
+    pixels = [(255 * torch.as_tensor(frame).clamp(0, 1)).round().to(torch.uint8).numpy() for frame in frames]
+    imageio.mimwrite(file, pixels, format="FFMPEG", fps=frames_per_second, macro_block_size=2, quality=9)
+
+
+def import_imageio() -> Any:
+    """imageio, which writes MP4 through imageio-ffmpeg.
+
+    Raises:
+        ImportError: one of the two is missing.
+    """
+    try:
+        import imageio.v2 as imageio
+        import imageio_ffmpeg  # noqa: F401 - imageio writes MP4 through it
+    except ImportError as error:
+        raise ImportError(
+            "Writing videos needs imageio and imageio-ffmpeg: pip install mhla_diffusers[video]"
+        ) from error
+    return imageio

@@ -1,0 +1,174 @@
+"""How much each layer's replacement alone changes the output, and the choice of the layers that hurt least."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import MHLAConfig, is_automatic
+from ..families import get_family
+from .finding import find_transformers, is_patched, require_layers
+from .plan import automatic_count, carry_out, make_plan
+from .processor import MHLAProcessor
+from .removal import mhla_disabled, original_processor, remove_mhla
+
+
+def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]:
+    """How much each patched layer alone moves the output, all others attending as before the patch.
+
+    Args:
+        model: a patched pipeline or transformer.
+        run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``. The inputs
+            that the transformer gets with the patch switched off are those that are compared on.
+
+    Returns:
+        Name of the attention, for a pipeline with the component's name before it → relative squared change of the
+        transformer's output.
+
+    Raises:
+        ValueError: the model is not patched, or ``run`` did not reach it.
+    """
+    require_layers(model)
+    transformers = {name: part for name, part in find_transformers(model).items() if is_patched(part)}
+    with mhla_disabled(model):
+        calls = record_calls(transformers, run)
+    prefixes = {name: "" if isinstance(model, nn.Module) else f"{name}." for name in transformers}
+    return {
+        f"{prefixes[name]}{layer}": value
+        for name, transformer in transformers.items()
+        for layer, value in measure_sensitivity(transformer, _patched_pairs(transformer), calls[name]).items()
+    }
+
+
+def _patched_pairs(transformer: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Name of every patched self-attention → it and its processor of before."""
+    family = get_family(transformer)
+    return {
+        name: (attn, original_processor(attn, family, transformer))
+        for name, attn in family.self_attentions(transformer).items()
+        if isinstance(attn.processor, MHLAProcessor)
+    }
+
+
+def choose_automatically(
+    transformers: Mapping[str, nn.Module],
+    configs: Mapping[str, MHLAConfig],
+    calibration: Callable[[], object],
+    backend: str,
+) -> dict[str, MHLAConfig]:
+    """The configurations with the layers that hurt least in place of "auto:…". Leaves the transformers as they are."""
+    for config in configs.values():
+        if not is_automatic(config.layers):
+            raise ValueError(
+                f"calibration chooses layers, but layers={config.layers!r} names them; write layers='auto:2/3'."
+            )
+        if config.output_norm:
+            raise ValueError(
+                "layers='auto:…' cannot judge an output norm that is not fitted yet. Patch all layers, call "
+                "calibrate_output_norm(), look at layer_sensitivity(), and patch anew with the list of layers."
+            )
+    plans = {
+        name: make_plan(transformers[name], MHLAProcessor(config.replace(layers="all"), backend=backend))
+        for name, config in configs.items()
+    }
+    calls = record_calls(transformers, calibration)
+    chosen = {}
+    for name, plan in plans.items():
+        carry_out(plan)
+        try:
+            sensitivities = measure_sensitivity(plan.transformer, _patched_pairs(plan.transformer), calls[name])
+        finally:
+            remove_mhla(plan.transformer)
+        values = list(sensitivities.values())
+        least = sorted(range(len(values)), key=values.__getitem__)
+        count = automatic_count(configs[name].layers, len(values))
+        chosen[name] = configs[name].replace(layers=tuple(sorted(least[:count])))
+    return chosen
+
+
+@dataclass(frozen=True)
+class TransformerCall:
+    """One forward of a transformer, to be run again."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def hidden_states(self) -> torch.Tensor:
+        """The latents (B, C, ...), first argument of every supported transformer."""
+        latents: torch.Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
+        return latents
+
+    def predict(self, transformer: nn.Module) -> torch.Tensor:
+        """Output of the transformer: (B, output channels, ...)."""
+        prediction: torch.Tensor = transformer(*self.args, **{**self.kwargs, "return_dict": False})[0]
+        return prediction
+
+
+def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[TransformerCall]]:
+    """Run something and keep the inputs of every forward of the transformers.
+
+    Raises:
+        ValueError: ``run`` did not reach a transformer.
+    """
+    calls: dict[str, list[TransformerCall]] = {name: [] for name in transformers}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            copied = {key: _copy(value) for key, value in kwargs.items()}
+            calls[name].append(TransformerCall(tuple(map(_copy, args)), copied))
+
+        return note
+
+    handles = [t.register_forward_pre_hook(watch(name), with_kwargs=True) for name, t in transformers.items()]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    missed = [name for name in transformers if not calls[name]]
+    if missed:
+        raise ValueError(f"The calibration did not run {', '.join(missed)}; it must call the pipeline or transformer.")
+    return calls
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+@torch.no_grad()
+def measure_sensitivity(
+    transformer: nn.Module, attentions: Mapping[str, tuple[Any, Any]], calls: list[TransformerCall]
+) -> dict[str, float]:
+    """Replace one patched attention at a time and compare the transformer's output with that of none.
+
+    Args:
+        transformer: with all these attentions patched; it is left as it is.
+        attentions: name → attention and its processor of before the patch.
+        calls: inputs to compare on.
+
+    Returns:
+        Name → ‖output − output of none‖² / ‖output of none‖², averaged over the calls.
+    """
+    patched = {name: attn.processor for name, (attn, _) in attentions.items()}
+    sensitivities = {}
+    try:
+        for attn, original in attentions.values():
+            attn.set_processor(original)
+        expected = [call.predict(transformer).float() for call in calls]
+        for name, (attn, original) in attentions.items():
+            attn.set_processor(patched[name])
+            changes = [_change(call.predict(transformer).float(), e) for call, e in zip(calls, expected, strict=True)]
+            sensitivities[name] = sum(changes) / len(changes)
+            attn.set_processor(original)
+    finally:
+        for name, (attn, _) in attentions.items():
+            attn.set_processor(patched[name])
+    return sensitivities
+
+
+def _change(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((output - expected).square().sum() / expected.square().sum())

@@ -1,0 +1,170 @@
+"""The learnable part of one patched attention: the submodule ``attn.mhla``."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import clip_mixing_, initial_mixing, mhla_attention, reference_weights
+from ..attention.rotary import Rotary
+from ..config import MHLAConfig
+
+_UNIT_GATE = 1.2784645427610738
+"""The number whose SiLU is 1, so that a fresh gate changes nothing."""
+
+_CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+class TokenGrid:
+    """The token grid of a transformer's current input, shared by all its layers."""
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] | None = None
+
+
+class MHLALayer(nn.Module):
+    """Mixing matrix and, where configured, far field weight, output norm, gate and convolution of one attention.
+
+    Each is initialised so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is
+    1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. With a near field, λ
+    is 1.
+
+    Args:
+        config: settings.
+        heads: H.
+        head_dim: D.
+        hidden_size: channels of the attention's input, which the gate projects.
+    """
+
+    def __init__(self, config: MHLAConfig, heads: int, head_dim: int, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = heads
+        self.head_dim = head_dim
+        self.original_processor: Any = None
+        """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
+        self.token_grid: TokenGrid | None = None
+        """Grid of the tokens that come next, kept up to date by a hook of the transformer."""
+        inner_size = heads * head_dim
+        mixing = initial_mixing(config.blocks, config.mixing_init)
+        if config.mixing_per_head:
+            mixing = mixing.repeat(heads, 1, 1)
+        self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
+        self.far_field_log_weight: nn.Parameter | None = None
+        """Log of λ, (H,); a single block has no far field."""
+        if config.near_field == "softmax" and math.prod(config.blocks) > 1:
+            self.far_field_log_weight = nn.Parameter(torch.zeros(heads))
+        self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
+        self.gate = nn.Linear(hidden_size, inner_size) if config.output_gate else None
+        self.convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d | None = None
+        if config.convolution is not None:
+            self.convolution = _CONVOLUTIONS[len(config.blocks)](
+                inner_size, inner_size, config.convolution, padding=config.convolution // 2, groups=inner_size
+            )
+        self._set_neutral()
+
+    @torch.no_grad()
+    def _set_neutral(self) -> None:
+        if self.gate is not None:
+            self.gate.weight.zero_()
+            self.gate.bias.fill_(_UNIT_GATE)
+        if self.convolution is not None:
+            for parameter in self.convolution.parameters():
+                parameter.zero_()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        hidden_states: torch.Tensor,
+        grid: tuple[int, ...],
+        rotary: Rotary | None = None,
+        key_mask: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: (B, N, H, D).
+            key: (B, N, H, D).
+            value: (B, N, H, D).
+            hidden_states: (B, N, hidden size), the input of the attention, for the gate.
+            grid: token grid, whose product is N.
+            rotary: (cos, sin), each (1 or B, N, 1, D).
+            key_mask: (B, N), see :func:`mhla_attention`.
+            backend: see :func:`mhla_attention`.
+
+        Returns:
+            (B, N, H, D), before the output projection of the attention.
+        """
+        gate = self.gate(hidden_states).unflatten(-1, (self.heads, -1)) if self.gate is not None else None
+        output = mhla_attention(
+            query,
+            key,
+            value,
+            self.mixing,
+            grid,
+            self.config.blocks,
+            rotary=rotary,
+            key_mask=key_mask,
+            output_norm=self.output_norm,
+            output_gate=gate,
+            backend=backend,
+            **self._settings(),
+        )
+        if self.convolution is not None:
+            values = value.flatten(2).unflatten(1, grid).movedim(-1, 1)
+            output = output + self.convolution(values).flatten(2).mT.unflatten(-1, (self.heads, -1))
+        return output
+
+    @torch.no_grad()
+    def weights(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        grid: tuple[int, ...],
+        rotary: Rotary | None = None,
+        key_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What every query gives to every key: the effective attention matrix of :meth:`forward`, before norm and gate.
+
+        Args:
+            query: (B, N, H, D).
+            key: (B, N, H, D).
+            grid: token grid, whose product is N.
+            rotary: (cos, sin), each (1 or B, N, 1, D).
+            key_mask: (B, N).
+
+        Returns:
+            float64 (B, H, N, N); rows are queries.
+        """
+        return reference_weights(
+            query, key, self.mixing, grid, self.config.blocks, rotary=rotary, key_mask=key_mask, **self._settings()
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        """Arguments of the attention that do not depend on the input."""
+        config, far_field_weight = self.config, None
+        if config.near_field == "softmax":
+            log_weight = self.far_field_log_weight
+            far_field_weight = self.mixing.new_ones(self.heads) if log_weight is None else log_weight.exp()
+        return {
+            "feature_map": config.feature_map,
+            "rope": config.rope,
+            "normalize": config.normalize,
+            "eps": config.eps,
+            "far_field_weight": far_field_weight,
+        }
+
+    @torch.no_grad()
+    def clip_mixing_(self) -> None:
+        """Clip the mixing matrix into (0, 1), unless the configuration turns clipping off."""
+        if self.config.mixing_clip:
+            clip_mixing_(self.mixing)
+
+    def extra_repr(self) -> str:
+        """Blocks and shape, for ``print(model)``."""
+        blocks = "x".join(map(str, self.config.blocks))
+        return f"blocks={blocks} ({math.prod(self.config.blocks)}), heads={self.heads}, head_dim={self.head_dim}"

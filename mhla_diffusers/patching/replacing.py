@@ -1,0 +1,103 @@
+"""Replace the self-attention of a pipeline or transformer by MHLA, through ``apply_mhla`` or diffusers' own form."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..config import MHLAConfig, Patch, load_patch
+from ..families import Family, get_family
+from .choosing import choose_automatically
+from .finding import attentions_of, find_transformers
+from .plan import carry_out, make_plan
+from .processor import MHLAProcessor
+
+Model = TypeVar("Model")
+"""A diffusers pipeline or a transformer."""
+
+
+def apply_mhla(
+    model: Model,
+    patch: MHLAConfig | str | Path | None = None,
+    *,
+    backend: str = "auto",
+    calibration: Callable[[], object] | None = None,
+    **settings: Any,
+) -> Model:
+    """Replace the self-attention of a pipeline or transformer by MHLA, in place.
+
+    ``apply_mhla(pipe)`` takes the family's defaults, ``apply_mhla(pipe, blocks=(7, 3, 5), layers="2/3")`` changes some
+    of them, ``apply_mhla(pipe, "wan2.1-t2v-1.3b-hybrid")`` takes a ready patch. Cross-attention stays as it is. If
+    anything is refused, the model is unchanged.
+
+    Args:
+        model: a pipeline (all its supported transformers are patched) or one transformer.
+        patch: settings, the name of a ready patch, or the path of a patch YAML; None for the family's defaults.
+        backend: see :func:`mhla_diffusers.attention.mhla_attention`.
+        calibration: for ``layers="auto:2/3"``: runs the model on typical inputs, for example
+            ``lambda: pipe("a cat", num_inference_steps=4)``. The layers whose replacement alone moves the output least
+            are replaced, and their list is recorded in the configuration. Costs one run of each call per layer.
+        **settings: fields of :class:`MHLAConfig` that replace those of ``patch``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: unsupported model, already patched, a patch for another family, or settings that do not fit.
+    """
+    transformers = find_transformers(model)
+    if not isinstance(patch, MHLAConfig | str | Path | None):
+        raise ValueError(
+            f"patch={patch!r} must be a MHLAConfig, the name of a ready patch or the path of a patch YAML; "
+            "single settings are keywords, for example blocks=(7, 3, 5)."
+        )
+    chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
+    configs = {
+        name: _choose_config(get_family(transformer), chosen).replace(**settings)
+        for name, transformer in transformers.items()
+    }
+    if calibration is not None:
+        configs = choose_automatically(transformers, configs, calibration, backend)
+    plans = [make_plan(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
+    for plan in plans:
+        carry_out(plan)
+    return model
+
+
+def _choose_config(family: Family, chosen: MHLAConfig | Patch | None) -> MHLAConfig:
+    if chosen is None:
+        return family.default_config
+    if isinstance(chosen, MHLAConfig):
+        return chosen
+    if chosen.family != family.name:
+        raise ValueError(
+            f"This patch is for the {chosen.family!r} family (made for {chosen.base_model}), "
+            f"but the model belongs to {family.name!r}."
+        )
+    return chosen.config
+
+
+def set_attn_processor(transformer: Any, processor: Any) -> None:
+    """Like diffusers' ``set_attn_processor``, for a transformer of any family, DiT included.
+
+    A :class:`MHLAProcessor` goes to the self-attentions that its configuration chooses and makes their weights at once.
+    Another processor goes to every attention, and a dict (name → processor, as :func:`attn_processors` returns) gives
+    each its own; the dict is left as it is.
+
+    Raises:
+        ValueError: unsupported transformer, already patched, or a dict whose names are not those of the attentions.
+    """
+    if isinstance(processor, MHLAProcessor):
+        carry_out(make_plan(transformer, processor))
+        return
+    get_family(transformer)
+    attentions = attentions_of(transformer)
+    names = {f"{name}.processor": module for name, module in attentions.items()}
+    if isinstance(processor, Mapping):
+        if set(processor) != set(names):
+            wrong = sorted(set(processor) ^ set(names))
+            raise ValueError(f"The processors' names do not match the attentions'; differing: {', '.join(wrong[:6])}.")
+        for name, module in names.items():
+            module.set_processor(processor[name])
+    else:
+        for module in names.values():
+            module.set_processor(processor)

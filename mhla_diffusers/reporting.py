@@ -1,0 +1,87 @@
+"""What results are shown with: text tables, self-contained HTML pages, and matplotlib without a screen."""
+
+import base64
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; width: 100%; }
+th, td { padding: 0.4rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+img, video { max-width: 100%; }
+td img, td video { min-width: 96px; }
+"""
+_KINDS = {".png": "image/png", ".gif": "image/gif", ".jpg": "image/jpeg", ".webp": "image/webp", ".mp4": "video/mp4"}
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
+    """A table with aligned columns.
+
+    Args:
+        header: names of the columns.
+        rows: texts of the cells.
+        right: align all columns but the first to the right, as numbers are.
+    """
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right and column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def html_page(title: str, body: str) -> str:
+    """A whole page; ``body`` is HTML."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
+    )
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts."""
+    return html_table_of(header, ([escape(cell) for cell in row] for row in rows))
+
+
+def html_table_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose cells are HTML."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in header)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def html_media(file: Path, description: str) -> str:
+    """An image or a looping video, its content inside the page.
+
+    Raises:
+        ValueError: a kind of file that pages do not show.
+    """
+    if file.suffix.lower() not in _KINDS:
+        raise ValueError(f"{file} cannot be shown on a page; allowed: {', '.join(_KINDS)}.")
+    kind = _KINDS[file.suffix.lower()]
+    source = f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode('ascii')}"
+    if kind.startswith("video"):
+        return f'<video src="{source}" autoplay loop muted playsinline title="{escape(description)}"></video>'
+    return f'<img src="{source}" alt="{escape(description)}">'
+
+
+def require_matplotlib() -> Any:
+    """Matplotlib's pyplot.
+
+    Raises:
+        ImportError: it is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("Plots need matplotlib: pip install mhla_diffusers[demo]") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

@@ -1,0 +1,211 @@
+"""Make a cache of latents: from files, or from prompts alone."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ...families import get_family
+from ...patching import is_patched
+from .cache import CacheHeader, CacheIndex, CacheWriter
+from .data import Sample
+from .encoders import ENCODERS, PipelineEncoder, component_identity
+from .media import Clip, Media, UnreadableMediaError, read_clip
+from ...generation.noise import generator_for
+from .sources import find_media
+
+logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def encode_folder(
+    pipe: Any, model: str, source: str | Path, output: str | Path, clip: Clip | None = None, workers: int = 0
+) -> CacheIndex:
+    """Turn videos or images with captions into a cache; go on where an earlier call stopped.
+
+    Unreadable files, and samples of tar shards without a caption, are skipped, and listed in the log and in the index.
+
+    Args:
+        pipe: the pipeline whose autoencoder and text encoder are used.
+        model: Hub id or folder that the pipeline came from.
+        source: see :func:`find_media`.
+        output: folder of the cache.
+        clip: what is cut out of every file; None for the family's default.
+        workers: processes that read files.
+
+    Raises:
+        FileNotFoundError: nothing to encode.
+        ValueError: missing captions, sizes that the model cannot take, a cache that was made otherwise, or not one
+            readable file.
+    """
+    encoder, header = _prepare(pipe, model)
+    clip = clip or encoder.default_clip
+    _check_clip(pipe, clip)
+    media = find_media(source)
+    settings = {"frames": clip.frames, "fps": clip.fps, "sizes": [list(size) for size in clip.sizes]}
+    writer = CacheWriter(output, replace(header, settings=settings))
+    writer.set_empty(_on_cpu(encoder.conditioning("")))
+    left = [item for item in media if item.name not in writer.done]
+    for item, pixels in _progress(_read(left, clip, workers), len(media), len(media) - len(left), "encode"):
+        if isinstance(pixels, str):
+            writer.skip(item.name, pixels)
+            continue
+        sample = {"latents": encoder.latents(pixels), **encoder.conditioning(item.caption)}
+        writer.add(item.name, item.caption, _on_cpu(sample))
+    writer.flush()
+    _report(writer.index)
+    if not writer.index.samples:
+        raise ValueError(f"None of the {len(media)} files in {source} could be encoded: {writer.index.skipped}.")
+    return writer.index
+
+
+@torch.no_grad()
+def synthesize(
+    pipe: Any,
+    model: str,
+    prompts: Sequence[str],
+    output: str | Path,
+    clip: Clip | None = None,
+    *,
+    steps: int = 50,
+    guidance: float = 5.0,
+    seed: int = 0,
+) -> CacheIndex:
+    """Make a cache of the latents that the unpatched pipeline generates; go on where an earlier call stopped.
+
+    Args:
+        pipe: unpatched pipeline.
+        model: Hub id or folder that it came from.
+        prompts: one sample each; classes for DiT.
+        output: folder of the cache.
+        clip: frames and size; None for the family's default.
+        steps: of the sampler.
+        guidance: scale of classifier-free guidance.
+        seed: the noise of a sample depends on it and on the sample's number.
+
+    Raises:
+        ValueError: no prompts or empty ones, a patched pipeline, sizes that the model cannot take, or a cache that was
+            made otherwise.
+    """
+    if is_patched(pipe):
+        raise ValueError("The pipeline is patched, but its own latents are wanted; call remove_mhla() first.")
+    empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
+    if empty or not prompts:
+        raise ValueError(
+            f"There must be prompts, none of them empty; empty: number {', '.join(empty) or 'none given'}."
+        )
+    encoder, header = _prepare(pipe, model)
+    clip = clip or encoder.default_clip
+    _check_clip(pipe, clip)
+    settings = {
+        "frames": clip.frames,
+        "sizes": [list(clip.sizes[0])],
+        "steps": steps,
+        "guidance": guidance,
+        "seed": seed,
+    }
+    writer = CacheWriter(output, replace(header, settings=settings))
+    writer.set_empty(_on_cpu(encoder.conditioning("")))
+    left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" not in writer.done]
+    pipe.set_progress_bar_config(disable=True)
+    for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
+        generator = generator_for(seed, "synthesize", number)
+        latents = encoder.generate(prompt, clip, steps, guidance, generator)
+        writer.add(f"{number}: {prompt}", prompt, _on_cpu({"latents": latents, **encoder.conditioning(prompt)}))
+    writer.flush()
+    return writer.index
+
+
+def model_header(model: str, family: str) -> CacheHeader:
+    """What a cache for a model says of the model, read without its weights.
+
+    Raises:
+        FileNotFoundError: no such pipeline.
+    """
+    return CacheHeader(family, component_identity(model, "vae"), component_identity(model, "text_encoder"), {})
+
+
+def _prepare(pipe: Any, model: str) -> tuple[PipelineEncoder, CacheHeader]:
+    family = get_family(pipe.transformer).name
+    if family not in ENCODERS:
+        raise ValueError(f"It is not known how to encode for the {family!r} family; known: {', '.join(ENCODERS)}.")
+    return ENCODERS[family](pipe), model_header(model, family)
+
+
+def _check_clip(pipe: Any, clip: Clip) -> None:
+    """Raise unless the model can take the frames and sizes.
+
+    Raises:
+        ValueError: naming the nearest that it can.
+    """
+    patch = pipe.transformer.config.patch_size
+    step = _spatial_stride(pipe) * (patch if isinstance(patch, int) else patch[-1])
+    for size in clip.sizes:
+        if any(side <= 0 or side % step for side in size):
+            nearest = tuple(max(step, round(side / step) * step) for side in size)
+            raise ValueError(f"Size {size} must be divisible by {step}; the nearest is {nearest}.")
+    if get_family(pipe.transformer).axes == 3:
+        step = pipe.vae_scale_factor_temporal
+        if clip.frames < 1 or (clip.frames - 1) % step:
+            nearest_count = max(0, round((clip.frames - 1) / step)) * step + 1
+            raise ValueError(f"frames={clip.frames} must be 1 more than a multiple of {step}; try {nearest_count}.")
+    elif clip.frames != 1:
+        raise ValueError(f"frames={clip.frames} is for video models; this one makes images, so frames must be 1.")
+
+
+def _spatial_stride(pipe: Any) -> int:
+    for name in ("vae_scale_factor_spatial", "vae_scale_factor"):
+        if hasattr(pipe, name):
+            return int(getattr(pipe, name))
+    return 2 ** (len(pipe.vae.config.block_out_channels) - 1)
+
+
+class _Reading(Dataset[tuple[Media, torch.Tensor | str]]):
+    """Pixels of files, or why there are none."""
+
+    def __init__(self, media: Sequence[Media], clip: Clip) -> None:
+        self._media = media
+        self._clip = clip
+
+    def __len__(self) -> int:
+        return len(self._media)
+
+    def __getitem__(self, index: int) -> tuple[Media, torch.Tensor | str]:
+        item = self._media[index]
+        if item.problem is not None:
+            return item, item.problem
+        try:
+            return item, read_clip(item.file, self._clip)
+        except UnreadableMediaError as error:
+            return item, str(error)
+
+
+def _read(media: Sequence[Media], clip: Clip, workers: int) -> Iterator[tuple[Media, torch.Tensor | str]]:
+    reading = _Reading(media, clip)
+    yield from DataLoader(reading, batch_size=None, num_workers=workers, collate_fn=_unchanged)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _progress(items: Iterable[Any], total: int, done: int, name: str) -> Iterator[Any]:
+    from tqdm.auto import tqdm
+
+    yield from tqdm(items, total=total, initial=done, desc=name, dynamic_ncols=True)
+
+
+def _on_cpu(sample: Sample) -> dict[str, torch.Tensor]:
+    """Latents in float32; conditioning in bfloat16, as the text encoders run, to halve the cache."""
+    types = {name: torch.float32 if name == "latents" else torch.bfloat16 for name in sample}
+    return {name: (x.to(types[name]) if x.is_floating_point() else x).cpu() for name, x in sample.items()}
+
+
+def _report(index: CacheIndex) -> None:
+    for name, reason in index.skipped.items():
+        logger.warning("Skipped %s: %s.", name, reason)
+    logger.info("%d samples encoded, %d files skipped.", len(index.samples), len(index.skipped))
