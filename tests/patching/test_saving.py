@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla
-from mhla_diffusers.patching.saving import CONFIG_NAME, read_record
-from mhla_diffusers.patching.model_card import model_card
+from mhla_diffusers.patching.record import CONFIG_NAME, read_record
+from mhla_diffusers.patching.sharing import model_card
 
-from . import models
+from .. import models
 
 SETTINGS = {"layers": "2/3", "output_gate": True, "output_norm": True, "convolution": 3, "mixing_per_head": True}
 
@@ -122,32 +122,33 @@ def test_saving_replaces_the_old_patch(tmp_path):
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from mhla_diffusers import apply_mhla, checkpoints, save_mhla
+from mhla_diffusers import apply_mhla, save_mhla
+from mhla_diffusers.patching import saving
 from tests import models
 model = apply_mhla(models.wan(), blocks=(2, 2, 3), mixing_init="uniform")
-original = getattr(checkpoints, {step!r})
+original = getattr(saving, {step!r})
 def killed(*arguments, **options):
     if {before}:
         os.kill(os.getpid(), signal.SIGKILL)
     original(*arguments, **options)
     os.kill(os.getpid(), signal.SIGKILL)
-setattr(checkpoints, {step!r}, killed)
+setattr(saving, {step!r}, killed)
 save_mhla(model, {folder!r})
 """
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("step", ["save_file", "_write_text"])
+@pytest.mark.parametrize("step", ["save_file", "write_json"])
 def test_a_kill_while_saving_leaves_a_whole_patch(tmp_path, step, before):
     model = apply_mhla(models.wan(), blocks=(2, 2, 3))
     save_mhla(model, tmp_path)
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     script = KILLED.format(root=root, step=step, before=before, folder=str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", script], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert ended.returncode == -signal.SIGKILL
     loaded = load_mhla(models.wan(), tmp_path)
     mixing = mhla_layers(loaded)["blocks.0.attn1.mhla"].mixing
-    saved_new = step == "_write_text" and not before
+    saved_new = step == "write_json" and not before
     is_uniform = bool((mixing == mixing[0, 0]).all())
     assert is_uniform == saved_new
 
@@ -323,7 +324,7 @@ def test_a_hub_that_cannot_be_reached_is_told(setting):
     name, _, value = setting.partition("=")
     ended = subprocess.run(
         [sys.executable, "-c", UNREACHABLE],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env=os.environ | {"OMP_NUM_THREADS": "1", name: value},
         capture_output=True,
         text=True,

@@ -12,11 +12,11 @@ from mhla_diffusers import (
     remove_mhla,
     save_mhla,
 )
-from mhla_diffusers.config import choose_layers
-from mhla_diffusers.patching.describe import describe
 from mhla_diffusers.families import get_family
+from mhla_diffusers.patching.describe import describe
+from mhla_diffusers.patching.plan import choose_layers
 
-from . import models
+from .. import models
 
 NAMES = ["dit", "sana_qk_norm", "wan", "wan_i2v", "wan_vace"]
 

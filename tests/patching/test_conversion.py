@@ -9,7 +9,7 @@ from torch.nn.functional import conv3d, rms_norm, silu
 from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, save_mhla
 from mhla_diffusers.patching.conversion import convert_wan
 
-from . import models
+from .. import models
 
 HEADS, HEAD_DIM, BLOCKS = 2, 12, (2, 2, 3)
 DIM, M = HEADS * HEAD_DIM, 12
