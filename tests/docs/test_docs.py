@@ -21,7 +21,7 @@ from mhla_diffusers.tiny import load_tiny
 
 from .. import models
 from ..families.pixart_tiny import save_pixart
-from ..test_convert import paper_checkpoint
+from ..patching.test_conversion import paper_checkpoint
 from .running import ONLY_CHECKED, SUBSTITUTIONS, Reader, check_push
 from .snippets import PAGES, ROOT, snippets
 
