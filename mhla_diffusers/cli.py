@@ -8,6 +8,7 @@ import typer
 from .analysis.commands import analyze
 from .benchmark.commands import bench
 from .evaluation.commands import app as evaluation
+from .generation.generate import generate_command
 
 app = typer.Typer(
     help="Linear-cost attention for diffusers pipelines.", no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -162,19 +163,7 @@ def demo(
     run_demo(DemoConfig(output=output, family=family, device=place, seed=seed, steps=steps))
 
 
-# what follows the family is read by the parser that the scripts in pipelines/ use
-@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
-def generate(context: typer.Context, family: Annotated[str, typer.Argument(help="dit, sana or wan.")]) -> None:
-    """Generate images or videos: mhla generate wan "a seven moving left"; mhla generate wan --help for all options."""
-    from .families import families
-    from .generation.generate import run_command_line
-
-    allowed = [known.name for known in families()]
-    if family not in allowed:
-        raise ValueError(f"family={family!r} is unknown; write mhla generate {'|'.join(allowed)} …")
-    run_command_line(family, f"Generate with {family}, patched with MHLA or not.", context.args)
-
-
+app.command("generate")(generate_command)
 app.command()(analyze)
 app.add_typer(evaluation, name="eval")
 

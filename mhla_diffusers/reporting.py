@@ -1,6 +1,7 @@
 """What results are shown with: text tables, self-contained HTML pages, and matplotlib without a screen."""
 
 import base64
+import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -34,6 +35,13 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool
         ).rstrip()
         for line in lines
     )
+
+
+def show_progress(done: int, total: int) -> None:
+    """Count on one line of the terminal; nothing where the output goes into a file."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{done} / {total}" + ("\n" if done == total else ""))
+        sys.stderr.flush()
 
 
 def html_page(title: str, body: str) -> str:

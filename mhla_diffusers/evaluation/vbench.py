@@ -1,10 +1,87 @@
-"""The sixteen dimensions of VBench and their totals."""
+"""VBench: the videos of its suite, and its sixteen dimensions with their totals."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ...files import read_json
+from ..files import read_json, read_text
+from .sets import Sample
+
+VIDEOS_PER_PROMPT = 5
+FLICKERING = "temporal_flickering"
+"""The dimension whose videos VBench's static filter chooses."""
+FLICKERING_VIDEOS = 25
+"""Videos per prompt of the temporal flickering dimension, from which VBench's static filter chooses."""
+
+
+def read_suite(file: str | Path) -> list[dict[str, Any]]:
+    """The entries of ``VBench_full_info.json``, which comes with VBench.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is no suite.
+    """
+    entries = read_json(Path(file))
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and {"prompt_en", "dimension"} <= entry.keys() for entry in entries
+    ):
+        raise ValueError(f"{file} is no prompt suite of VBench: a list of entries with prompt_en and dimension.")
+    return entries
+
+
+def read_augmented(file: str | Path, entries: list[dict[str, Any]]) -> dict[str, str]:
+    """Prompts and what is generated instead, from a text file with one line per entry of the suite, in its order.
+
+    Wan's are such a file in VBench's repository. Of a prompt that occurs twice the first line counts.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another number of lines than of entries or of distinct prompts.
+    """
+    lines = [line.strip() for line in read_text(Path(file)).splitlines() if line.strip()]
+    prompts = [entry["prompt_en"] for entry in entries]
+    distinct = list(dict.fromkeys(prompts))
+    matching = next((some for some in (prompts, distinct) if len(some) == len(lines)), None)
+    if matching is None:
+        raise ValueError(
+            f"{file} holds {len(lines)} lines, but the suite has {len(prompts)} entries with {len(distinct)} distinct "
+            "prompts; there must be one line for each, in the suite's order."
+        )
+    return dict(reversed(list(zip(matching, lines, strict=True))))
+
+
+def suite_videos(
+    entries: list[dict[str, Any]], augmented: Mapping[str, str] | None = None, *, all_flickering: bool = False
+) -> list[Sample]:
+    """Every video of the suite, ``{prompt}-{number}.mp4``: 4 720, or 6 220 with all of the flickering dimension.
+
+    Two prompts of VBench occur twice and share their videos. Files are named after VBench's own prompts, by which it
+    finds them in one flat folder, also where the model is given their augmented form.
+
+    Args:
+        entries: see :func:`read_suite`.
+        augmented: prompt → what the model is given instead.
+        all_flickering: 25 instead of 5 videos of the flickering prompts, for VBench's static filter.
+    """
+    counts: dict[str, int] = {}
+    for entry in entries:
+        flickering = all_flickering and FLICKERING in entry["dimension"]
+        prompt = entry["prompt_en"]
+        counts[prompt] = max(counts.get(prompt, 0), FLICKERING_VIDEOS if flickering else VIDEOS_PER_PROMPT)
+    texts = augmented or {}
+    return [
+        Sample(f"{prompt}-{number}.mp4", texts.get(prompt, prompt))
+        for prompt, count in counts.items()
+        for number in range(count)
+    ]
+
+
+def missing_videos(entries: list[dict[str, Any]], dimension: str, folder: Path) -> list[str]:
+    """Names of the videos that a dimension needs and that are not there; VBench itself only warns of them."""
+    wanted = [entry for entry in entries if dimension in entry["dimension"]]
+    present = {file.name for file in folder.iterdir()}
+    return [video.file for video in suite_videos(wanted) if video.file not in present]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...files import read_json, write_json
-from .scores import DIMENSIONS, read_results
-from .suite import FLICKERING, missing_videos, read_suite, suite_videos
+from ..files import read_json, write_json
+from .vbench import DIMENSIONS, FLICKERING, missing_videos, read_results, read_suite, suite_videos
 
 LOG_NAME = "vbench.log"
 _RECORD_NAME = "vbench_run.json"

@@ -1,5 +1,6 @@
-"""What every file of a sample set shows, written beside the files."""
+"""Sets of samples: which files they consist of, what every file shows, and the list of that beside the files."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,42 @@ class Sample:
     """Path inside the folder of the set."""
     text: str
     """What the model is given: a prompt, or the number of a class."""
+
+
+def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 0) -> list[Sample]:
+    """Class-conditional images ``000000.png`` …: 50 000 of 1000 classes for ImageNet.
+
+    Args:
+        count: how many.
+        labels: number of classes.
+        order: "balanced" goes through the classes again and again, "random" draws them.
+        seed: of the drawing.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    if count < 1 or labels < 1:
+        raise ValueError(f"count={count} and labels={labels} must be positive.")
+    if order not in ("balanced", "random"):
+        raise ValueError(f"order={order!r} is unknown; allowed: 'balanced', 'random'.")
+    chance = random.Random(seed)
+    chosen = [number % labels if order == "balanced" else chance.randrange(labels) for number in range(count)]
+    return [Sample(f"{number:06d}.png", str(label)) for number, label in enumerate(chosen)]
+
+
+def prompt_samples(prompts: Sequence[str], per_prompt: int, suffix: str) -> list[Sample]:
+    """``{prompt number}-{sample number}`` with a suffix of .png or .mp4.
+
+    Raises:
+        ValueError: ``per_prompt`` is not positive.
+    """
+    if per_prompt < 1:
+        raise ValueError(f"per_prompt={per_prompt} must be positive.")
+    return [
+        Sample(f"{place:05d}-{number}{suffix}", prompt)
+        for place, prompt in enumerate(prompts)
+        for number in range(per_prompt)
+    ]
 
 
 def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:

@@ -1,18 +1,17 @@
+"""Generating into a folder, from Python and by the command."""
+
+import json
 import os
 
 import pytest
 import torch
 
-from mhla_diffusers.families.class_labels import class_label
-from mhla_diffusers.generation.generate import (
-    GenerationConfig,
-    generate,
-    load_pipeline,
-    plan_tasks,
-)
+from mhla_diffusers import families
+from mhla_diffusers.families.dit import DiTFamily, class_label
+from mhla_diffusers.files import check_writable
+from mhla_diffusers.generation import PipelineChoice
+from mhla_diffusers.generation.generate import GenerationConfig, generate, plan_tasks
 from mhla_diffusers.patching import is_patched
-from mhla_diffusers.generation.prompts import read_prompts
-from mhla_diffusers.generation.folder import check_writable
 from mhla_diffusers.tiny import checksums, load_tiny
 
 from ..evaluation.pictures import mhla as in_process
@@ -45,38 +44,53 @@ def test_folder_of_other_choices_is_refused(tmp_path):
         next(generate(GenerationConfig("dit", ("3",), tmp_path)))
 
 
-def test_command_writes_into_the_folder(tmp_path):
-    ended = mhla("generate", "dit", "seven", "3", "--output", str(tmp_path), "--set", "num_inference_steps=2")
-    assert ended.returncode == 0, ended.stderr
-    assert {path.name for path in tmp_path.glob("*.png")} == {"0000-0-seven.png", "0001-0-3.png"}
-    assert in_process("generate", "flux", "x").exit_code == 1
+def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a four\n")
+    asked = ("seven", "3", "--prompt-file", file, "--seed", "0", "--seed", "5", "--set", "num_inference_steps=2")
+    ended = in_process("generate", "dit", *asked, "--set", "guidance_scale=2", "--output", tmp_path)
+    assert ended.exit_code == 0, ended.output
+    names = {f"{place:04d}-{seed}-{name}.png" for place, name in enumerate(("seven", "3", "a-four")) for seed in (0, 5)}
+    assert {path.name for path in tmp_path.glob("*.png")} == names
+    assert ended.output.count("wrote ") == 6
+    recorded = json.loads((tmp_path / "generation.json").read_text())
+    assert recorded["settings"] == {"num_inference_steps": 2, "guidance_scale": 2}
 
 
 def test_command_helps():
     shown = in_process("generate", "--help")
     assert shown.exit_code == 0, shown.output
-    assert "dit, sana or wan" in shown.output
-    shown = in_process("generate", "wan", "--help")
-    assert shown.exit_code == 0, shown.output
-    assert "mhla generate wan" in shown.output
-    assert "--prompt-file" in shown.output
+    for text in ("dit, sana or wan", "mhla generate wan", "--prompt-file", "--set", "several times"):
+        assert text in shown.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1001",), "'1001' is no class"),
-        (("",), "'' is no class"),
-        (("seven", "--device", "tpu9"), "device='tpu9'"),
-        (("seven", "--set", "num_inference_steps=two"), "num_inference_steps='two'"),
-        (("seven", "--set", "num_inference_steps=2020-01-01"), "num_inference_steps="),
+        (("flux", "x"), "family='flux' is unknown; allowed: dit, sana, wan"),
+        (("dit",), "no prompts"),
+        (("dit", "1001"), "'1001' is no class"),
+        (("dit", ""), "'' is no class"),
+        (("dit", "seven", "--device", "tpu9"), "device='tpu9'"),
+        (("dit", "seven", "--set", "num_inference_steps"), "must look like key=value"),
+        (("dit", "seven", "--set", "num_inference_steps=two"), "num_inference_steps='two'"),
+        (("dit", "seven", "--set", "num_inference_steps=2020-01-01"), "num_inference_steps="),
+        (("dit", "seven", "--patch", "nope"), "Unknown patch 'nope'"),
+        (("dit", "seven", "--prompt-file", "nowhere.txt"), "There is no nowhere.txt"),
     ],
 )
 def test_command_says_what_is_wrong(tmp_path, arguments, message):
-    ended = in_process("generate", "dit", *arguments, "--output", tmp_path)
+    ended = in_process("generate", *arguments, "--output", tmp_path)
     assert ended.exit_code == 1
-    assert isinstance(ended.exception, SystemExit)
-    assert f"Error: {message}" in ended.output
+    assert isinstance(ended.exception, ValueError | OSError)
+    assert message in str(ended.exception)
+
+
+def test_command_that_fails_leaves_no_traceback(tmp_path):
+    ended = mhla("generate", "dit", "seven", "--output", str(tmp_path), "--set", "num_inference_step=2")
+    assert ended.returncode == 1
+    assert "Error: 'num_inference_step' is no setting" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_video_has_its_frame_rate_and_length(tmp_path):
@@ -93,12 +107,12 @@ def test_video_has_its_frame_rate_and_length(tmp_path):
 def test_patch_is_applied(tmp_path):
     patch = tmp_path / "tiny.yaml"
     patch.write_text("family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n")
-    assert is_patched(load_pipeline(GenerationConfig("dit", ("1",), tmp_path, patch=str(patch))))
+    assert is_patched(GenerationConfig("dit", ("1",), tmp_path, patch=str(patch)).load())
 
 
 def test_tiny_pipelines_take_the_dtype_too(tmp_path):
     config = GenerationConfig("dit", ("1",), tmp_path, dtype="bfloat16", settings=FAST)
-    assert load_pipeline(config).transformer.dtype == torch.bfloat16
+    assert config.load().transformer.dtype == torch.bfloat16
     assert [made for _, made in generate(config)] == [True]
 
 
@@ -110,7 +124,7 @@ def test_unknown_patch_is_refused_before_the_model_is_looked_for(tmp_path):
 def test_model_of_another_family_is_refused(tmp_path):
     config = GenerationConfig("wan", ("x",), tmp_path, model=str(checksums.pipeline_folder("dit")))
     with pytest.raises(ValueError, match="belongs to dit.*'wan'"):
-        load_pipeline(config)
+        config.load()
 
 
 def test_unknown_class_is_refused_before_any_picture_is_made(tmp_path):
@@ -170,6 +184,17 @@ def test_folder_without_permission_is_said(tmp_path):
         check_writable(tmp_path)
 
 
+def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
+    class Other(DiTFamily):
+        name = "other"
+
+    monkeypatch.setattr("mhla_diffusers.families._FAMILIES", dict(families._FAMILIES))
+    families.register_family(Other())
+    with pytest.raises(ValueError, match="family='other' has no tiny pipeline; give model"):
+        PipelineChoice("other")
+    assert PipelineChoice("other", model="a/folder").of_family.name == "other"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -188,22 +213,6 @@ def test_folder_without_permission_is_said(tmp_path):
 def test_bad_settings_are_refused(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         GenerationConfig(**{"family": "dit", "prompts": ("1",), "output": tmp_path, **change})
-
-
-def test_prompts_come_from_a_file(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("a seven\n\n a four \n")
-    assert read_prompts(file) == ("a seven", "a four")
-    file.write_text("\n")
-    with pytest.raises(ValueError, match="no prompts"):
-        read_prompts(file)
-    with pytest.raises(FileNotFoundError, match=r"no .*none.txt"):
-        read_prompts(tmp_path / "none.txt")
-    file.write_bytes(bytes(range(256)))
-    with pytest.raises(ValueError, match=r"prompts.txt is no text file"):
-        read_prompts(file)
-    with pytest.raises(IsADirectoryError, match="is a folder"):
-        read_prompts(tmp_path)
 
 
 def test_file_names_are_safe(tmp_path):

@@ -1,9 +1,9 @@
-"""Arguments of a pipeline's call, as users write them."""
+"""Files of prompts, and arguments of a pipeline's call, as users write them."""
 
 import pytest
 from diffusers import DiTPipeline, SanaPipeline, WanPipeline
 
-from mhla_diffusers.generation.settings import check_settings, parse_settings
+from mhla_diffusers.generation.names import check_settings, parse_settings, read_prompts
 from mhla_diffusers.tiny import call_settings
 
 
@@ -55,3 +55,19 @@ def test_settings_of_the_call_pass(pipeline, settings):
 def test_settings_that_the_call_does_not_take_are_refused(pipeline, settings, message):
     with pytest.raises(ValueError, match=message):
         check_settings(pipeline, settings)
+
+
+def test_prompts_come_from_a_file(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a seven\n\n a four \n")
+    assert read_prompts(file) == ("a seven", "a four")
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="no prompts"):
+        read_prompts(file)
+    with pytest.raises(FileNotFoundError, match=r"no .*none.txt"):
+        read_prompts(tmp_path / "none.txt")
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match=r"prompts.txt is no UTF-8 text"):
+        read_prompts(file)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        read_prompts(tmp_path)
