@@ -4,13 +4,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..reporting import require_matplotlib
+from .candidates import COMPILED, HYBRID, PLAIN
 from .results import Row, Run
 from .scaling import SOFTMAX, fitted_exponent, mixing_overhead
-from .series import COLOURS, colour_of, fastest_by_group
-from .table import PART
-from .variants import COMPILED
 
 Figure = Any
+COLOURS = {
+    SOFTMAX: "#555555",
+    "own linear": "#009e73",
+    PLAIN: "#e69f00",
+    HYBRID: "#56b4e9",
+    "MHLA": "#0072b2",
+    "unpatched": "#555555",
+    "self-attention": "#0072b2",
+    "projections": "#56b4e9",
+    "cross-attention": "#e69f00",
+    "feed-forward": "#009e73",
+    "text encoding": "#e69f00",
+    "denoising": "#0072b2",
+    "VAE": "#009e73",
+    "rest": "#cccccc",
+}
+"""Of variants and parts; told apart by colour-blind people too."""
 _COLUMNS = 2
 
 
@@ -129,20 +144,19 @@ def draw_frames(run: Run) -> Figure | None:
 
 def draw_parts(run: Run) -> Figure | None:
     """Milliseconds of each part, a panel per case, one bar per attention."""
-    rows = [row for row in _measured(run) if row.stage.startswith(PART)]
+    rows = [row for row in _measured(run) if row.part is not None]
     cases = list(dict.fromkeys(row.case for row in rows))
     if not cases:
         return None
-    names = list(dict.fromkeys(row.stage for row in rows))
+    parts = list(dict.fromkeys(row.part for row in rows if row.part is not None))
     chosen = {case: _shown_variants(run, case) for case in cases}
     figure, axes = _panels(len(cases), width=6.2, height=1.4 + 0.36 * max(len(shown) for shown in chosen.values()))
     for axis, case in zip(axes, cases, strict=True):
-        medians = {(row.variant, row.stage): 1000 * (row.median or 0) for row in rows if row.case == case}
-        shown = [variant for variant in chosen[case] if (variant, names[0]) in medians]
+        medians = {(row.variant, row.part): 1000 * (row.median or 0) for row in rows if row.case == case}
+        shown = [variant for variant in chosen[case] if (variant, parts[0]) in medians]
         left = [0.0] * len(shown)
-        for name in names:
-            part = name.removeprefix(PART)
-            widths = [max(0.0, medians.get((variant, name), 0.0)) for variant in shown]
+        for part in parts:
+            widths = [max(0.0, medians.get((variant, part), 0.0)) for variant in shown]
             axis.barh(shown, widths, left=left, label=part, color=COLOURS[part], edgecolor="white", linewidth=0.6)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axis.invert_yaxis()
@@ -160,9 +174,36 @@ def draw_steps(run: Run) -> Figure | None:
     return _bar_panels([panel for panel in panels if panel[1]], "milliseconds", lambda row: 1000 * (row.median or 0))
 
 
+def group_of(variant: str) -> str:
+    """What a variant is drawn as: all softmax backends are one."""
+    name = variant.removesuffix(COMPILED)
+    return next((group for group in (SOFTMAX, HYBRID, "MHLA", PLAIN) if name.startswith(group)), name)
+
+
+def colour_of(variant: str) -> str:
+    """Of a variant or part."""
+    return COLOURS.get(group_of(variant), "#cccccc")
+
+
+def fastest_by_group(rows: Sequence[Row]) -> dict[str, Row]:
+    """Group → its fastest measured row, compiled variants apart: of the softmax backends the best is shown."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row.median is None or row.layers == 0:
+            continue
+        compiled = COMPILED if row.variant.endswith(COMPILED) else ""
+        name = group_of(row.variant) + compiled
+        if name not in best or row.median < (best[name].median or 0):
+            best[name] = row
+    order = list(COLOURS)
+    return dict(
+        sorted(best.items(), key=lambda item: order.index(group_of(item[0])) if group_of(item[0]) in order else 0)
+    )
+
+
 def _shown_variants(run: Run, case: str) -> list[str]:
     """The fastest softmax, and everything else that is not compiled."""
-    rows = [row for row in run.rows if row.case == case and not row.stage.startswith(PART)]
+    rows = [row for row in run.rows if row.case == case and row.part is None]
     return [row.variant for name, row in fastest_by_group(rows).items() if not name.endswith(COMPILED)]
 
 
