@@ -8,7 +8,8 @@ from typing import Any
 
 from ..files import write_text
 from ..reporting import html_media, html_page, html_table, html_table_of, require_matplotlib
-from .figures import COLOURS, FIGURES
+from .figures import FIGURES
+from .panels import COLOURS
 from .results import WORDS, Run, read_runs
 
 _INTRODUCTION = (

@@ -23,7 +23,7 @@ class PixArt(Family):
             {
                 "num_attention_heads": 2,
                 "attention_head_dim": 12,
-                "cross_attention_dim": 16,
+                "cross_attention_dim": 24,
                 "caption_channels": 8,
                 "use_additional_conditions": True,
             },
