@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from .attention import backend_names, feature_map_names
-from .families import families
 from .config import load_patch, patch_names
+from .families import families
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
+
+_AXES = ("frames", "height", "width")
 
 
 def print_info() -> None:
@@ -27,7 +29,7 @@ def print_info() -> None:
     console.print(f"Backends: {', '.join(backend_names())}; feature maps: {', '.join(feature_map_names())}")
     models = Table("family", "transformers", "token grid", "default blocks", title="Supported models")
     for family in families():
-        axes = {2: "height x width", 3: "frames x height x width"}[family.axes]
+        axes = " x ".join(_AXES[-family.axes :])
         models.add_row(family.name, ", ".join(family.transformers), axes, str(family.default_config.blocks))
     console.print(models)
     patches = Table("name", "blocks", "layers", "base model", title="Ready patches")

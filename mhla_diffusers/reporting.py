@@ -15,7 +15,14 @@ th:first-child, td:first-child { text-align: left; }
 img, video { max-width: 100%; }
 td img, td video { min-width: 96px; }
 """
-_KINDS = {".png": "image/png", ".gif": "image/gif", ".jpg": "image/jpeg", ".webp": "image/webp", ".mp4": "video/mp4"}
+_KINDS = {
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+    ".gif": "image/gif",
+    ".jpg": "image/jpeg",
+    ".webp": "image/webp",
+    ".mp4": "video/mp4",
+}
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
