@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from mhla_diffusers.demo.building import FAMILIES
+from mhla_diffusers.patching.sensitivity import TransformerCall, record_calls
 from PIL import Image
 
 from mhla_diffusers import apply_mhla
@@ -17,9 +19,7 @@ from mhla_diffusers.analysis.pictures import (
 )
 from mhla_diffusers.analysis.run import analyze
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching.sensitivity import TransformerCall, record_calls
 from mhla_diffusers.tiny import call_settings, load_tiny
-from mhla_diffusers.demo.building import FAMILIES
 
 from .. import models
 from ..evaluation.pictures import mhla

@@ -8,13 +8,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.attention import reference_attention
 from mhla_diffusers.patching.processor import project
 
-from ..models import (
-    FAMILIES,
-    assert_changed,
-    inputs,
-    output,
-    patched,
-)
+from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import MODELS
 
 

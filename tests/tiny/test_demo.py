@@ -3,18 +3,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from mhla_diffusers.demo.building import FAMILIES
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.analysis import attention_matrices, mean_entropy, mean_rank
 from mhla_diffusers.demo import DemoConfig, run_demo
+from mhla_diffusers.demo.latents import digit_latents
 from mhla_diffusers.demo.variants import BLOCKS, adaptation
 from mhla_diffusers.families import get_family
+from mhla_diffusers.families.processes import diffusion_process
 from mhla_diffusers.tiny import load_tiny
-from mhla_diffusers.demo.building import FAMILIES
-from mhla_diffusers.demo.latents import digit_latents
 from mhla_diffusers.training import TrainingConfig
 from mhla_diffusers.training.latents.data import stack_samples
-from mhla_diffusers.families.processes import diffusion_process
 
 
 def fixed_batch(pipe, family):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mhla_diffusers.tiny.digits import DIGIT_SIZES, Scene, compose, load_digits, parse_caption
 from mhla_diffusers.demo.judging import digit_shown
+from mhla_diffusers.tiny.digits import DIGIT_SIZES, Scene, compose, load_digits, parse_caption
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ import shutil
 
 import pytest
 import torch
-
-from mhla_diffusers.evaluation.metrics import frechet_distance
-from mhla_diffusers.tiny import DamagedAssetError, call_settings, checksums, load_tiny
-from mhla_diffusers.tiny.benchmark import CLASSIFIER_TARGET, check_classifier
 from mhla_diffusers.demo.building import FAMILIES
+from mhla_diffusers.tiny.benchmark import CLASSIFIER_TARGET, check_classifier
+
 from mhla_diffusers.demo.classifier import load_classifier
-from mhla_diffusers.tiny.digits import Scene, load_digits, random_scene
 from mhla_diffusers.demo.judging import digit_accuracy, digit_features, generate_scenes, real_scenes
 from mhla_diffusers.demo.latents import encode_pictures
+from mhla_diffusers.evaluation.metrics import frechet_distance
+from mhla_diffusers.tiny import DamagedAssetError, call_settings, checksums, load_tiny
+from mhla_diffusers.tiny.digits import Scene, load_digits, random_scene
 
 
 def test_classifier_reaches_its_target():

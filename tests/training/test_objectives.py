@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla, mhla_layers
+from mhla_diffusers.families.processes import NoisedBatch, diffusion_process
 from mhla_diffusers.training import InMemoryData, TrainingConfig, read_metrics, train
 from mhla_diffusers.training.latents.batches import NoisedBatches
-from mhla_diffusers.families.processes import NoisedBatch, diffusion_process
 from mhla_diffusers.training.objectives import distillation_loss, teacher_prediction, transfer_attention
 from mhla_diffusers.training.teacher import Teacher
 from mhla_diffusers.training.trainable import add_adapters, changed_names, set_trainable
