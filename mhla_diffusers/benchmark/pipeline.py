@@ -218,5 +218,5 @@ def _check(transformer: Any, case: PipelineCase) -> None:
     blocks = family.default_config.blocks
     shape = Shape(case.model, blocks, blocks, attn.heads, attn.inner_dim // attn.heads)
     query = torch.empty(1, 0, shape.heads, shape.head_dim, device=case.device, dtype=case.dtype)
-    fused = case.device.type == "cuda" and why_not(query, "relu", None) is None
+    fused = case.device.type == "cuda" and why_not(query, "relu") is None
     check_operation(shape, case.device, case.dtype, "triton" if fused else "eager")
