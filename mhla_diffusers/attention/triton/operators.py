@@ -49,9 +49,9 @@ def save_call(ctx: Any, call: Call, *tensors: torch.Tensor) -> None:
 
 def saved_call(ctx: Any) -> tuple[Call, list[torch.Tensor]]:
     """What :func:`save_call` kept."""
-    count = len(ctx.names)
-    named = dict(zip(ctx.names, ctx.saved_tensors[:count], strict=True))
-    return Call(**named, **ctx.settings), list(ctx.saved_tensors[count:])
+    tensors = ctx.saved_tensors  # read once, as activation checkpointing wants it
+    named = dict(zip(ctx.names, tensors, strict=False))
+    return Call(**named, **ctx.settings), list(tensors[len(named) :])
 
 
 def one_per_argument(gradients: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
