@@ -24,6 +24,7 @@ _TYPES: dict[Any, str] = {
     float: "float",
 }
 _FIELDS = {field.name: _TYPES[field.type] for field in fields(Call)}
+_TENSORS = [name for name, kind in _FIELDS.items() if kind.startswith("Tensor")]
 ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
 """The fields of :class:`Call` in the language of PyTorch's operator schemas."""
 
@@ -35,23 +36,22 @@ def flat(call: Call) -> tuple[Any, ...]:
 
 def call_of(arguments: Sequence[Any]) -> Call:
     """The call from the arguments of an operator, which come with lists for tuples."""
-    fields_of = {name: tuple(x) if isinstance(x, list) else x for name, x in zip(_FIELDS, arguments, strict=True)}
-    return Call(**fields_of)
+    given: dict[str, Any] = dict(zip(_FIELDS, arguments, strict=True))
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return Call(**given)
 
 
 def save_call(ctx: Any, call: Call, *tensors: torch.Tensor) -> None:
     """Keep a call and further tensors for the backward pass."""
-    kept = {name: getattr(call, name) for name in _FIELDS}
-    ctx.names = [name for name, kind in _FIELDS.items() if kind.startswith("Tensor")]
-    ctx.settings = {name: value for name, value in kept.items() if name not in ctx.names}
-    ctx.save_for_backward(*(kept[name] for name in ctx.names), *tensors)
+    ctx.settings = {name: getattr(call, name) for name in _FIELDS if name not in _TENSORS}
+    ctx.save_for_backward(*(getattr(call, name) for name in _TENSORS), *tensors)
 
 
-def saved_call(ctx: Any) -> tuple[Call, list[torch.Tensor]]:
+def saved_call(ctx: Any) -> tuple[Call, tuple[torch.Tensor, ...]]:
     """What :func:`save_call` kept."""
-    tensors = ctx.saved_tensors  # read once, as activation checkpointing wants it
-    named = dict(zip(ctx.names, tensors, strict=False))
-    return Call(**named, **ctx.settings), list(tensors[len(named) :])
+    kept = ctx.saved_tensors  # read once, as activation checkpointing wants it
+    named = dict(zip(_TENSORS, kept, strict=False))
+    return Call(**named, **ctx.settings), kept[len(_TENSORS) :]
 
 
 def one_per_argument(gradients: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
