@@ -157,7 +157,7 @@ def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str
     """Why the fused kernels cannot be timed; None if they can."""
     if device.type == "cpu":
         return "the fused kernels run on CUDA and ROCm devices"  # their interpreter is for tests and has no speed
-    return why_not(torch.empty(1, 0, shape.heads, shape.head_dim, device=device, dtype=dtype), "relu", None)
+    return why_not(torch.empty(1, 0, shape.heads, shape.head_dim, device=device, dtype=dtype), "relu")
 
 
 def fastest_backend(shape: Shape, device: torch.device, dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ from mhla_diffusers import (
     save_mhla,
 )
 
-from . import models
+from .. import models
 
 
 def inputs_and_output(name):
