@@ -37,7 +37,9 @@ def test_an_unpatched_run_leaves_a_transformer_for_its_pipeline(tmp_path: Path) 
     RunFolder(tmp_path).export(trained, one_stage("unused"))
     pipe = wan_pipeline()
     load_result(pipe, tmp_path / "result")
-    assert torch.equal(_output(pipe.transformer), _output(trained))
+    loaded = pipe.transformer.state_dict()  # not outputs, whose last digit depends on where weights lie in memory
+    assert loaded.keys() == trained.state_dict().keys()
+    assert all(torch.equal(loaded[name], value) for name, value in trained.state_dict().items())
     with pytest.raises(ValueError, match="holds a WanTransformer3DModel, but the pipeline has a SanaTransformer2D"):
         load_result(sana_pipeline(), tmp_path / "result")
 
