@@ -201,6 +201,10 @@ class Family(ABC):
         found = next((getattr(pipe, name) for name in _STRIDES if hasattr(pipe, name)), None)
         return int(found) if found is not None else 2 ** (len(pipe.vae.config.block_out_channels) - 1)
 
+    def temporal_stride(self, pipe: Any) -> int:
+        """Frames of a video per latent frame, after the first one."""
+        return int(pipe.vae_scale_factor_temporal)
+
     # Calling the pipeline
 
     def check_prompt(self, pipe: Any, prompt: str) -> None:  # noqa: B027 - text needs no check

@@ -1,4 +1,4 @@
-"""The folder of a run: checkpoints that are complete or absent, and the metrics so far.
+"""The folder of a run: checkpoints that are complete or absent, the metrics so far, and the result.
 
 ::
 
@@ -9,7 +9,7 @@
 """
 
 import json
-import os
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +19,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from ..files import read_json, write_json, write_text, write_whole_folder
+from ..generation.pipelines import LORA_FILE
+from ..patching import save_mhla
+from ..patching.record import Weights
+from .config import TrainingConfig
+from .trainable import is_adapter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -74,12 +81,21 @@ class RunState:
         return {"samples per update": self.samples_per_update, "training samples": self.training_samples}
 
 
+class CheckpointError(OSError):
+    """A checkpoint could not be written."""
+
+
+class TrainingDivergedError(RuntimeError):
+    """Loss, gradient or weights are not finite, and nothing that a run could do by itself would mend them."""
+
+
 class RunFolder:
     """The output folder of a run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
+        self.result = self.path / "result"
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -125,9 +141,9 @@ class RunFolder:
         def write(aside: Path) -> None:
             for name, part in tensors.items():
                 save_file(part, aside / f"{name}.safetensors")
-            (aside / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+            write_json(asdict(state), aside / _STATE)
 
-        write_whole_folder(folder, write)
+        _write_whole(folder, write)
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
         return folder
@@ -137,13 +153,83 @@ class RunFolder:
         if not self.metrics.is_file():
             return
         kept = [json.dumps(record) for record in read_metrics(self.metrics) if record["step"] <= step]
-        aside = self.metrics.with_suffix(".aside")
-        aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        aside.replace(self.metrics)
+        write_text("".join(f"{line}\n" for line in kept), self.metrics)
 
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        """Append one line."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
-class CheckpointError(OSError):
-    """A checkpoint could not be written."""
+    def export(self, transformer: Any, config: TrainingConfig) -> None:
+        """Write the trained weights for use, into ``result/``.
+
+        A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
+        trained them, the model's. LoRA lies beside it for ``pipe.load_lora_weights(folder)``. An unpatched transformer
+        is saved whole, for ``from_pretrained``.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+
+        def write(aside: Path) -> None:
+            if config.patch is None:
+                transformer.save_pretrained(aside)
+                return
+            save_mhla(transformer, aside, weights=_weights(config), base_model=config.model)
+            adapters = {
+                f"{config.component}.{name.replace('.default.', '.')}": parameter.detach().cpu().contiguous()
+                for name, parameter in transformer.named_parameters()
+                if is_adapter(name)
+            }
+            if adapters:
+                save_file(adapters, aside / LORA_FILE, metadata={"format": "pt"})
+
+        _write_whole(self.result, write)
+
+    def check_in_between(self, state: RunState, max_skipped: int) -> None:
+        """Raise if too many updates in a row were skipped.
+
+        Raises:
+            TrainingDivergedError: more than ``max_skipped``.
+        """
+        if state.skipped_in_row > max_skipped:
+            raise self._diverged(
+                f"{state.skipped_in_row} updates in a row, up to step {state.step}, were skipped", state
+            )
+
+    def check_end(self, state: RunState, weights_are_finite: bool, validation_loss: float | None) -> None:
+        """Raise unless a run has ended with a model of which nothing bad is known.
+
+        One skipped update is enough if it is the last one, since no later update shows that the weights still work.
+
+        Args:
+            state: after the last update.
+            weights_are_finite: all those that would be the result.
+            validation_loss: after the last update; None without validation.
+
+        Raises:
+            TrainingDivergedError: naming what is not finite and the last good checkpoint.
+        """
+        if state.skipped_in_row:
+            raise self._diverged(f"all updates after step {state.step - state.skipped_in_row} were skipped", state)
+        if not weights_are_finite:
+            raise self._diverged(f"weights after step {state.step} are not finite", state)
+        if validation_loss is not None and not math.isfinite(validation_loss):
+            raise self._diverged(f"the validation loss after step {state.step} is {validation_loss}", state)
+
+    def _diverged(self, what: str, state: RunState) -> TrainingDivergedError:
+        # that an update was not skipped shows that the weights before it worked, but says nothing of those after it
+        good = self.last_before(state.step - state.skipped_in_row)
+        from_there = (
+            f"{good} is the last good checkpoint: if a sample of the data is at fault, mend it and resume from there "
+            f"with --resume {good}."
+            if good is not None
+            else f"{self.path} holds no good checkpoint."
+        )
+        return TrainingDivergedError(
+            f"Training has diverged: {what}. Updates are skipped where loss or gradient is not finite. Lower the "
+            f"learning rate or lengthen the warm-up, and start again in another output folder. {from_there}"
+        )
 
 
 def load_checkpoint(folder: Path) -> tuple[RunState, dict[str, Tensors]]:
@@ -153,7 +239,7 @@ def load_checkpoint(folder: Path) -> tuple[RunState, dict[str, Tensors]]:
         ValueError: if a file is damaged.
     """
     try:
-        state = RunState(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
+        state = RunState(**read_json(folder / _STATE))
         tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
     except (ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"Checkpoint {folder} is damaged ({error}); resume from an earlier one.") from error
@@ -166,37 +252,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder so that it is complete or absent, whenever the process ends.
-
-    Args:
-        folder: is made, or replaced.
-        write: puts the files into the folder that it is given.
-
-    Raises:
-        CheckpointError: if the files cannot be written, for example to a full disk; nothing is left behind.
-    """
-    aside = folder.with_name(f".{folder.name}.aside")
-    shutil.rmtree(aside, ignore_errors=True)
+def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     try:
-        aside.mkdir(parents=True)
-        write(aside)
-        for file in aside.iterdir():
-            _flush_to_disk(file)
-        if folder.exists():
-            shutil.rmtree(folder)
-        aside.replace(folder)
+        write_whole_folder(folder, write)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(f"{folder} could not be written: {error}. Is the disk full?") from error
 
 
-def _flush_to_disk(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _weights(config: TrainingConfig) -> Weights:
+    if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
+        return "mhla"
+    return "changed" if config.model is not None else "all"
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from mhla_diffusers.families.processes import FlowMatching, LearnedVarianceDDPM, diffusion_process
+from mhla_diffusers.families import FlowMatching, LearnedVarianceDDPM, get_family
 
-from .models import tiny_dit, tiny_sana, tiny_wan
+from ..training.models import tiny_dit, tiny_sana, tiny_wan
 
 
 def test_flow_matching_agrees_with_diffusers_scheduler() -> None:
@@ -113,6 +113,6 @@ def test_model_without_variance_is_refused() -> None:
 
 
 def test_process_of_each_family() -> None:
-    assert isinstance(diffusion_process(tiny_wan(), 5.0), FlowMatching)
-    assert isinstance(diffusion_process(tiny_sana(), 3.0), FlowMatching)
-    assert isinstance(diffusion_process(tiny_dit(), 3.0), LearnedVarianceDDPM)
+    for make, process in ((tiny_wan, FlowMatching), (tiny_sana, FlowMatching), (tiny_dit, LearnedVarianceDDPM)):
+        transformer = make()
+        assert isinstance(get_family(transformer).process(transformer, 5.0), process)

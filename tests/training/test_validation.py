@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from mhla_diffusers.families import Clip
 from mhla_diffusers.tiny import load_tiny
-from mhla_diffusers.training.latents.media import Clip
-from mhla_diffusers.training.latents.sampling import PromptSampler
+from mhla_diffusers.training.validation import PromptSampler
 
 PICTURES = Clip(frames=1, fps=1.0, sizes=((32, 32),))
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from mhla_diffusers.families import Clip
 from mhla_diffusers.training.latents.cache import LatentCache
 from mhla_diffusers.training.latents.encode import encode_folder
-from mhla_diffusers.training.latents.media import Clip, TarMember, read_clip
+from mhla_diffusers.training.latents.media import TarMember, read_clip
 from mhla_diffusers.training.latents.sources import find_media
 
-from .pipelines import wan_pipeline, write_image, write_video
+from ..pipelines import wan_pipeline, write_image, write_video
 
 CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
 
@@ -145,3 +146,55 @@ def test_shards_are_encoded_and_gone_on_with(tmp_path: Path, video: bytes) -> No
 def test_member_is_read_from_its_place(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"0123456789")
     assert TarMember(tmp_path / "file", "x", 3, 4).read() == b"3456"
+
+
+def test_captions_from_text_files_jsonl_and_csv(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("a.png", "deep/b.png"):
+        write_image(tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text(f"caption of {name}\n")
+    expected = {"a.png": "caption of a.png", "deep/b.png": "caption of deep/b.png"}
+    assert {media.name: media.caption for media in find_media(tmp_path)} == expected
+    (tmp_path / "metadata.csv").write_text('file_name,caption\na.png,"from, csv"\n')
+    assert [(media.name, media.caption) for media in find_media(tmp_path)] == [("a.png", "from, csv")]
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "deep/b.png", "text": "from jsonl"}\n\n')
+    assert [(media.name, media.caption) for media in find_media(tmp_path)] == [("deep/b.png", "from jsonl")]
+
+
+def test_bad_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        find_media(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="holds no videos or images"):
+        find_media(tmp_path)
+    write_image(tmp_path / "a.png")
+    write_image(tmp_path / "b.png")
+    (tmp_path / "b.txt").write_text("  \n")
+    with pytest.raises(ValueError, match=r"2 of 2 files have no caption or an empty one: a.png, b.png"):
+        find_media(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "c.png", "text": "x"}\n')
+    with pytest.raises(FileNotFoundError, match=r"the metadata names c.png, which are not there"):
+        find_media(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file": "c.png", "text": "x"}\n')
+    with pytest.raises(ValueError, match="must have file_name and text in every row; a row has file, text"):
+        find_media(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n[1]\n')
+    with pytest.raises(ValueError, match=r"in every row; a row has \[1\]"):
+        find_media(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n{"file_na\n')
+    with pytest.raises(ValueError, match=r"Line 2 of .*metadata.jsonl is no JSON"):
+        find_media(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"metadata.jsonl is empty; it needs a row"):
+        find_media(tmp_path)
+    (tmp_path / "metadata.jsonl").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"metadata.jsonl is no UTF-8 text"):
+        find_media(tmp_path)
+
+
+def test_captions_keep_unusual_line_separators_and_lose_the_byte_order_mark(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "red\u2028blue"}\n', encoding="utf-8")
+    assert find_media(tmp_path)[0].caption == "red\u2028blue"
+    (tmp_path / "metadata.jsonl").unlink()
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,red\n", encoding="utf-8-sig")
+    assert find_media(tmp_path)[0].caption == "red"

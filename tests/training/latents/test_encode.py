@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from mhla_diffusers import apply_mhla
+from mhla_diffusers.families import Clip, get_family
 from mhla_diffusers.training import train
 from mhla_diffusers.training.latents.cache import CacheHeader, CacheWriter, LatentCache
 from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
-from mhla_diffusers.training.latents.media import Clip
 
-from .models import one_stage
-from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
+from ..models import one_stage
+from ..pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
 
 WAN_CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
 IMAGE_CLIP = Clip(frames=1, fps=1.0, sizes=((16, 16),))
@@ -118,7 +118,7 @@ def test_cache_of_another_model_is_refused_with_both_names(wan: tuple[Any, str],
     encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
     other = wan_pipeline(latent_channels=8)
     other.save_pretrained(tmp_path / "other")
-    header = model_header(str(tmp_path / "other"), "wan")
+    header = model_header(str(tmp_path / "other"), get_family(other.transformer))
     message = r"vae='AutoencoderKLWan \(configuration \w+\)', but .*other has 'AutoencoderKLWan"
     with pytest.raises(ValueError, match=message):
         LatentCache(tmp_path / "cache").check_made_for(str(tmp_path / "other"), header)
@@ -154,18 +154,13 @@ def test_bad_prompts_and_patched_teachers_are_refused(wan: tuple[Any, str], tmp_
         synthesize(pipe, model, ["a ball"], tmp_path / "cache", WAN_CLIP)
 
 
-def test_dit_captions_are_classes(tmp_path: Path) -> None:
-    from mhla_diffusers.training.latents.encoders import DiTEncoder
-
-    encoder = DiTEncoder(dit_pipeline())
-    assert encoder.conditioning("dog")["class_labels"] == 5
-    with pytest.raises(ValueError, match="Class 10 is out of range; this DiT knows 0 to 9"):
-        encoder.conditioning("10")
-    with pytest.raises(ValueError, match=r"'a dog' is no label .* 0 to 9 or one of its labels: cat, dog, house cat\."):
-        encoder.conditioning("a dog")
-    encoder.pipe.labels = {f"label-{number:03d}": number for number in range(1000)}
-    with pytest.raises(ValueError, match=r"label-000, label-001, .*label-011 and 988 more\."):
-        encoder.conditioning("horse")
+def test_classes_that_a_dit_does_not_know_are_refused_before_anything_is_generated(tmp_path: Path) -> None:
+    pipe = dit_pipeline()
+    with pytest.raises(ValueError, match=r"'horse' is no class of this DiT.*cat, dog, house cat"):
+        synthesize(pipe, "unused", ["dog", "horse"], tmp_path / "cache", IMAGE_CLIP)
+    with pytest.raises(ValueError, match=r"Size \(16, 32\) is no square"):
+        synthesize(pipe, "unused", ["dog"], tmp_path / "cache", Clip(1, 1.0, ((16, 32),)))
+    assert not (tmp_path / "cache").exists()
 
 
 def test_killed_writer_leaves_a_good_cache_and_damage_is_named(tmp_path: Path) -> None:
