@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from ..families import get_family
 from .config import StageConfig, TrainingConfig
 from .latents.data import Sample
-from ..families.processes import DiffusionProcess, diffusion_process
+from ..families.processes import DiffusionProcess
 from .objectives import diffusion_loss, distillation_loss, teacher_prediction, transfer_attention
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, set_trainable
@@ -117,7 +117,7 @@ def _measure(
     transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, dtype: torch.dtype
 ) -> tuple[int, int]:
     """FLOPs and the most bytes alive in one forward and backward."""
-    process = diffusion_process(transformer, config.flow_shift)
+    process = get_family(transformer).process(transformer, config.flow_shift)
     batch_of: Mapping[str, torch.Tensor] = {
         name: torch.empty(
             (config.batch_size, *x.shape), dtype=dtype if x.is_floating_point() else x.dtype, device="meta"

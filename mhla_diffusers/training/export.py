@@ -6,7 +6,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from ..patching.saving import CONFIG_NAME, Weights, load_mhla, save_mhla
+from ..patching import CONFIG_NAME, Weights, load_mhla, save_mhla
 from .config import TrainingConfig
 from .folders import write_whole_folder
 from .trainable import is_adapter

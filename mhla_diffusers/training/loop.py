@@ -18,7 +18,7 @@ from .latents.batches import NoisedBatches, ValidationLoss
 from .checks import check_data_fits
 from .config import StageConfig, TrainingConfig
 from .latents.data import TrainingData
-from ..families.processes import NoisedBatch, diffusion_process
+from ..families.processes import NoisedBatch
 from .divergence import check_end, check_in_between
 from .export import export_result
 from .folders import CheckpointError, RunFolder, RunState, Tensors, load_checkpoint
@@ -109,7 +109,7 @@ class _Run:
         # whole weights may not fit on the device, so sharding brings them there part by part
         self.transformer: Any = transformer if self.sharded else transformer.to(self.accelerator.device)
         self.sampler = sampler
-        self.process = diffusion_process(transformer, config.flow_shift)
+        self.process = get_family(transformer).process(transformer, config.flow_shift)
         place = (self.accelerator.process_index, self.accelerator.num_processes)
         self.batches = NoisedBatches(data, self.process, config, self.accelerator.device, *place)
         self.validation = ValidationLoss(data, self.process, config)
