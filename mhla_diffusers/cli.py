@@ -7,6 +7,7 @@ import typer
 
 from .analysis.commands import analyze
 from .benchmark.commands import bench
+from .demo.commands import demo
 from .evaluation.commands import app as evaluation
 
 app = typer.Typer(
@@ -146,22 +147,6 @@ def synthesize(
     typer.echo(f"{output} holds {len(index.samples)} samples.")
 
 
-@app.command()
-def demo(
-    family: Annotated[str, typer.Option(help="dit, sana or wan.")] = "wan",
-    output: Annotated[Path, typer.Option(help="Folder for the table, pictures and page.")] = Path("outputs/demo"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Same seed, same table on the same machine.")] = 0,
-    steps: Annotated[int, typer.Option(help="Updates that adapt each patched variant.")] = 120,
-) -> None:
-    """Softmax, plain linear attention and MHLA on a tiny trained pipeline: adapt, generate, compare, in minutes."""
-    from .demo import DemoConfig, run_demo
-    from .devices import choose_device
-
-    place = str(choose_device(device))
-    run_demo(DemoConfig(output=output, family=family, device=place, seed=seed, steps=steps))
-
-
 # what follows the family is read by the parser that the scripts in pipelines/ use
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def generate(context: typer.Context, family: Annotated[str, typer.Argument(help="dit, sana or wan.")]) -> None:
@@ -176,6 +161,7 @@ def generate(context: typer.Context, family: Annotated[str, typer.Argument(help=
 
 
 app.command()(analyze)
+app.command()(demo)
 app.add_typer(evaluation, name="eval")
 
 
