@@ -6,6 +6,7 @@ scenes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,12 +52,12 @@ class Recipe:
     @property
     def stages(self) -> tuple[StageConfig, ...]:
         """Stages of the training loop."""
-        mixing = {"mixing_learning_rate": self.mixing_learning_rate}
-        end_to_end = StageConfig(self.steps, 5e-4, "all", self.objectives, scheduler=self.scheduler, **mixing)
+        mixing = self.mixing_learning_rate
+        end_to_end = StageConfig(self.steps, 5e-4, "all", self.objectives, mixing, scheduler=self.scheduler)
         if not self.transfer_steps:
             return (end_to_end,)
         transfer = ObjectiveWeights(transfer=1.0)
-        return StageConfig(self.transfer_steps, 2e-3, "attention", transfer, **mixing), end_to_end
+        return StageConfig(self.transfer_steps, 2e-3, "attention", transfer, mixing), end_to_end
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class Adaptation:
         """
         pipe = load_tiny(self.tiny.family, self.device)
         if patch is not None:
-            automatic = calibration is not None and str(patch.layers).startswith("auto")
-            apply_mhla(pipe, patch, calibration=(lambda: calibration(pipe)) if automatic else None)
+            automatic = str(patch.layers).startswith("auto")
+            apply_mhla(pipe, patch, calibration=partial(calibration, pipe) if calibration and automatic else None)
         return pipe
 
     def config(self, recipe: Recipe, patch: MHLAConfig | None, output: Path) -> TrainingConfig:
@@ -133,12 +134,13 @@ class Adaptation:
             samples: indices.
             quantiles: (B,) of the training distribution of timesteps.
         """
-        stacked = stack_samples([self.data[index] for index in samples])
-        latents = stacked.pop("latents")
-        noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
-        conditioning = {name: tensor.to(self.device) for name, tensor in stacked.items()}
-        places = (tensor.to(self.device) for tensor in (latents, noise, quantiles))
-        return _process(transformer).make_batch(*places, conditioning)
+        conditioning = {
+            name: tensor.to(self.device)
+            for name, tensor in stack_samples([self.data[index] for index in samples]).items()
+        }
+        latents = conditioning.pop("latents")
+        noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0)).to(self.device)
+        return _process(transformer).make_batch(latents, noise, quantiles.to(self.device), conditioning)
 
 
 def train_or_go_on(transformer: Any, data: InMemoryData, config: TrainingConfig) -> TrainingResult:
