@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..generation.names import read_prompts
-from ..generation.options import PipelineOptions, expand_options
+from ..generation.names import PipelineOptions, expand_options, read_prompts
 from ..generation.pipelines import family_named
 from ..reporting import show_progress
 from .geneval import geneval_samples, read_geneval_metadata, write_geneval_metadata

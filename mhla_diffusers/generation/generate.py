@@ -10,8 +10,7 @@ import torch
 import typer
 
 from ..files import check_writable
-from .names import read_prompts
-from .options import PipelineOptions, expand_options
+from .names import PipelineOptions, expand_options, read_prompts
 from .pipelines import PipelineChoice
 from .record import import_imageio, record_choices, write_sample
 

@@ -12,7 +12,7 @@ from mhla_diffusers.files import check_writable
 from mhla_diffusers.generation import PipelineChoice
 from mhla_diffusers.generation.generate import GenerationConfig, generate, plan_tasks
 from mhla_diffusers.patching import is_patched
-from mhla_diffusers.tiny import checksums, load_tiny
+from mhla_diffusers.tiny import load_tiny, loading
 
 from ..evaluation.pictures import mhla as in_process
 from ..test_cli import mhla
@@ -122,7 +122,7 @@ def test_unknown_patch_is_refused_before_the_model_is_looked_for(tmp_path):
 
 
 def test_model_of_another_family_is_refused(tmp_path):
-    config = GenerationConfig("wan", ("x",), tmp_path, model=str(checksums.pipeline_folder("dit")))
+    config = GenerationConfig("wan", ("x",), tmp_path, model=str(loading.pipeline_folder("dit")))
     with pytest.raises(ValueError, match="belongs to dit.*'wan'"):
         config.load()
 
