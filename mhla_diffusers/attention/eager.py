@@ -140,6 +140,8 @@ def _summarise(call: Call, heads: slice, parts: list[_Part]) -> list[torch.Tenso
 def _mix(call: Call, heads: slice, summaries: list[torch.Tensor]) -> list[torch.Tensor]:
     """Multi-Head Mixing: the mixture of summaries, and of key sums, that each query block sees."""
     coefficients = (call.mixing[heads] if call.mixing.ndim == 3 else call.mixing).to(summaries[0].dtype)
+    # expanded, since torch.matmul folds a single matrix that takes gradients into a product of transposing copies
+    coefficients = coefficients.expand(*summaries[0].shape[:2], -1, -1)
     return [(coefficients @ x.flatten(2, -3).flatten(3)).view(x.shape) for x in summaries]
 
 

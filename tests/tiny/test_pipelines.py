@@ -77,8 +77,8 @@ def test_call_settings_are_a_copy():
 def copied_assets(tmp_path, monkeypatch):
     folder = tmp_path / "assets"
     shutil.copytree(loading.ASSET_FOLDER, folder)
-    monkeypatch.setattr(checksums, "ASSET_FOLDER", folder)
-    monkeypatch.setattr(checksums, "CHECKSUM_FILE", folder / "loading.json")
+    monkeypatch.setattr(loading, "ASSET_FOLDER", folder)
+    monkeypatch.setattr(loading, "CHECKSUM_FILE", folder / "checksums.json")
     return folder
 
 
@@ -102,15 +102,15 @@ def test_missing_file_is_named(copied_assets, family):
 
 
 def test_unreadable_checksums_are_named(copied_assets):
-    (copied_assets / "loading.json").write_text("{")
-    with pytest.raises(DamagedAssetError, match="loading.json"):
+    (copied_assets / "checksums.json").write_text("{")
+    with pytest.raises(DamagedAssetError, match="checksums.json"):
         loading.check_asset(copied_assets / "classifier.safetensors")
 
 
 def test_checksums_cover_every_file():
     recorded = json.loads(loading.CHECKSUM_FILE.read_text())
     files = {p.relative_to(loading.ASSET_FOLDER).as_posix() for p in loading.ASSET_FOLDER.rglob("*") if p.is_file()}
-    assert files - {"loading.json"} == set(recorded)
+    assert files - {"checksums.json"} == set(recorded)
 
 
 def test_family_without_pipeline_is_refused():
