@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mhla_diffusers.evaluation.sets import Sample, class_samples
 from PIL import Image
 
 from mhla_diffusers import MHLAConfig
@@ -25,6 +24,7 @@ from mhla_diffusers.demo.latents import digit_latents
 from mhla_diffusers.evaluation.compare import Comparison, compare_sets
 from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
 from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
+from mhla_diffusers.evaluation.sets import Sample, class_samples
 from mhla_diffusers.files import write_json
 from mhla_diffusers.generation import load_result
 from mhla_diffusers.reporting import require_matplotlib, text_table

@@ -26,8 +26,8 @@ from ..training import (
     read_metrics,
     train,
 )
-from ..training.latents.batches import ValidationLoss
 from ..training.latents.data import stack_samples
+from ..training.validation import ValidationLoss
 
 DIFFUSION = ObjectiveWeights(diffusion=1.0)
 """The loss that the model was trained with, alone."""

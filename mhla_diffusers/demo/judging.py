@@ -10,8 +10,8 @@ from torch import nn
 from ..evaluation.extractors import ImageFeatures
 from ..families import get_family
 from ..tiny import TINY, TinyPipeline
-from ..tiny.checksums import ASSET_FOLDER, check_asset
 from ..tiny.digits import PICTURE_SIZE, Digits, Scene, compose, crop, load_digits
+from ..tiny.loading import ASSET_FOLDER, check_asset
 
 CLASSIFIER_FILE = ASSET_FOLDER / "classifier.safetensors"
 

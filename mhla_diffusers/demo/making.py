@@ -15,8 +15,8 @@ import torch
 
 from ..tiny import TINY, TinyPipeline
 from ..tiny.base import Phase
-from ..tiny.checksums import pipeline_folder, record_checksums
 from ..tiny.digits import FRAMES
+from ..tiny.loading import pipeline_folder, record_checksums
 from ..training import InMemoryData, ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
 from .adaptation import train_or_go_on
 from .autoencoders import train_autoencoder

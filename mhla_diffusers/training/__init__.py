@@ -2,9 +2,8 @@
 
 from .config import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
 from .latents.data import InMemoryData, TrainingData
-from .divergence import TrainingDivergedError
-from .folders import CheckpointError, read_metrics
 from .loop import TrainingResult, train
+from .run_folder import CheckpointError, TrainingDivergedError, read_metrics
 
 __all__ = [
     "CheckpointError",

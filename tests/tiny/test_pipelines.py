@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from mhla_diffusers.families import get_family
-from mhla_diffusers.tiny import TINY, DamagedAssetError, call_settings, checksums, load_tiny, tiny_pipeline
+from mhla_diffusers.tiny import TINY, DamagedAssetError, call_settings, load_tiny, loading, tiny_pipeline
 
 WITH_TEXT = [name for name, tiny in TINY.items() if tiny.text_marks]
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_files_are_small_and_safe(family):
-    files = [path for path in checksums.pipeline_folder(family).rglob("*") if path.is_file()]
+    files = [path for path in loading.pipeline_folder(family).rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 6_000_000
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}
 
@@ -78,9 +78,9 @@ def test_call_settings_are_a_copy():
 @pytest.fixture
 def copied_assets(tmp_path, monkeypatch):
     folder = tmp_path / "assets"
-    shutil.copytree(checksums.ASSET_FOLDER, folder)
-    monkeypatch.setattr(checksums, "ASSET_FOLDER", folder)
-    monkeypatch.setattr(checksums, "CHECKSUM_FILE", folder / "checksums.json")
+    shutil.copytree(loading.ASSET_FOLDER, folder)
+    monkeypatch.setattr(loading, "ASSET_FOLDER", folder)
+    monkeypatch.setattr(loading, "CHECKSUM_FILE", folder / "checksums.json")
     return folder
 
 
@@ -106,12 +106,12 @@ def test_missing_file_is_named(copied_assets, family):
 def test_unreadable_checksums_are_named(copied_assets):
     (copied_assets / "checksums.json").write_text("{")
     with pytest.raises(DamagedAssetError, match="checksums.json"):
-        checksums.check_asset(copied_assets / "classifier.safetensors")
+        loading.check_asset(copied_assets / "classifier.safetensors")
 
 
 def test_checksums_cover_every_file():
-    recorded = json.loads(checksums.CHECKSUM_FILE.read_text())
-    files = {p.relative_to(checksums.ASSET_FOLDER).as_posix() for p in checksums.ASSET_FOLDER.rglob("*") if p.is_file()}
+    recorded = json.loads(loading.CHECKSUM_FILE.read_text())
+    files = {p.relative_to(loading.ASSET_FOLDER).as_posix() for p in loading.ASSET_FOLDER.rglob("*") if p.is_file()}
     assert files - {"checksums.json"} == set(recorded)
 
 
@@ -121,6 +121,6 @@ def test_family_without_pipeline_is_refused():
 
 
 def test_no_folder_of_the_machine_that_trained_them_is_recorded():
-    configs = [file for family in TINY for file in checksums.pipeline_folder(family).glob("*/config.json")]
+    configs = [file for family in TINY for file in loading.pipeline_folder(family).glob("*/config.json")]
     assert len(configs) >= 8
     assert not [file for file in configs if "_name_or_path" in file.read_text()]
