@@ -23,6 +23,7 @@ def test_rank_and_entropy_of_known_matrices():
     assert mean_entropy(uniform) == pytest.approx(torch.tensor(8.0).log().item())
 
 
+@pytest.mark.slow
 def test_demo_writes_everything_and_repeats_itself(tmp_path):
     pytest.importorskip("matplotlib")
     tables = []
