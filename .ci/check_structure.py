@@ -1,4 +1,6 @@
-"""Fail on what makes a house hard to find one's way in: circles, imports that point upwards, models known in two places.
+"""Fail on circles, on imports that point upwards, and on models known in two places.
+
+These make a house hard to find one's way in.
 
 The floors are the layers of the import contract in pyproject.toml. Every import counts, also one inside a function or
 for type checking alone. Run from anywhere: python .ci/check_structure.py

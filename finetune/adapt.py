@@ -13,7 +13,7 @@ import logging
 import sys
 
 from mhla_diffusers.training import TrainingConfig, TrainingDivergedError
-from mhla_diffusers.training.commands import dry_run, finetune
+from mhla_diffusers.training.finetune import dry_run, finetune
 
 
 def main() -> int:

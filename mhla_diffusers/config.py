@@ -3,7 +3,7 @@
 Ready patches are the YAML files of the ``patches/`` folder, which also ship in the wheel.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -74,9 +74,9 @@ class MHLAConfig:
             _check_type(name, getattr(self, name), bool, "True or False")
         _check_type("feature_map", self.feature_map, str, "the name of a feature map")
         get_feature_map(self.feature_map)
-        _check_choice("rope", self.rope, ("after", "before"))
-        _check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
-        _check_choice("near_field", self.near_field, ("none", "softmax"))
+        check_choice("rope", self.rope, ("after", "before"))
+        check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
+        check_choice("near_field", self.near_field, ("none", "softmax"))
         _check_type("eps", self.eps, int | float, "a number")
         if not self.eps >= 0:
             raise ValueError(f"eps={self.eps} must be zero or positive.")
@@ -106,7 +106,7 @@ class MHLAConfig:
         Raises:
             ValueError: unknown field or value that is not allowed.
         """
-        _check_names(settings)
+        check_names(settings, [field.name for field in fields(self)], "MHLA setting")
         return replace(self, **settings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,30 +120,53 @@ class MHLAConfig:
         Raises:
             ValueError: unknown field, missing ``blocks``, or value that is not allowed.
         """
-        _check_names(settings)
+        check_names(settings, [field.name for field in fields(cls)], "MHLA setting")
         if "blocks" not in settings:
             raise ValueError("MHLA settings need blocks, the block count per axis, for example blocks=(7, 3, 5).")
         return cls(**settings)
 
 
-def _check_names(settings: Mapping[str, Any]) -> None:
-    names = [field.name for field in fields(MHLAConfig)]
+def check(condition: bool, message: str) -> None:
+    """Raise unless a condition holds.
+
+    Raises:
+        ValueError: with the message.
+    """
+    if not condition:
+        raise ValueError(message)
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise unless a setting has one of the values allowed.
+
+    Raises:
+        ValueError: naming them.
+    """
+    check(value in allowed, f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}.")
+
+
+def check_names(settings: Iterable[str], allowed: Sequence[str], what: str, path: str = "") -> None:
+    """Raise unless all names of settings are known.
+
+    Args:
+        settings: names that were given.
+        allowed: names that there are.
+        what: such as "MHLA setting".
+        path: stands before a name in the error, such as "stages.0.".
+
+    Raises:
+        ValueError: naming an unknown one and those like it.
+    """
     for name in settings:
-        if name not in names:
-            near = get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"Unknown MHLA setting {name!r}; {hint}Allowed: {', '.join(names)}.")
+        if name not in allowed:
+            near = get_close_matches(str(name), allowed, n=2)
+            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            raise ValueError(f"Unknown {what} {path + str(name)!r}; {hint}Allowed: {', '.join(allowed)}.")
 
 
 def _check_type(name: str, value: object, wanted: Any, words: str) -> None:
     is_number_for_bool = isinstance(value, bool) and wanted is not bool
-    if not isinstance(value, wanted) or is_number_for_bool:
-        raise ValueError(f"{name}={value!r} must be {words}.")
-
-
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}.")
+    check(isinstance(value, wanted) and not is_number_for_bool, f"{name}={value!r} must be {words}.")
 
 
 def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
-from .clip import Clip
-from .measured import Model
 from .processes import DiffusionProcess
+from .sizes import Clip, Model
 
 Sample = Mapping[str, torch.Tensor]
 """``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""
@@ -200,6 +199,10 @@ class Family(ABC):
         """Pixels per latent along height and width."""
         found = next((getattr(pipe, name) for name in _STRIDES if hasattr(pipe, name)), None)
         return int(found) if found is not None else 2 ** (len(pipe.vae.config.block_out_channels) - 1)
+
+    def temporal_stride(self, pipe: Any) -> int:
+        """Frames of a video per latent frame, after the first one."""
+        return int(pipe.vae_scale_factor_temporal)
 
     # Calling the pipeline
 

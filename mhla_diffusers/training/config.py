@@ -1,18 +1,13 @@
 """Settings of a training run: frozen, validated, read from YAML with ``key=value`` overrides."""
 
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
 
-import yaml
-
-from ..config import MHLAConfig
-from .latents.media import Clip
-
-Settings = TypeVar("Settings")
+from ..config import MHLAConfig, check, check_choice
+from ..families import Clip
+from .settings import as_plain, from_mapping, read_yaml
 
 Trainable = Literal["mhla", "attention", "all", "lora"]
 """What a stage trains: the MHLA layers' own parameters; the whole of the patched self-attentions; the whole
@@ -36,8 +31,8 @@ class ObjectiveWeights:
     def __post_init__(self) -> None:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         for name, value in values.items():
-            _check(value >= 0, f"objectives.{name}={value} must be zero or positive.")
-        _check(any(values.values()), f"objectives needs at least one positive weight of {', '.join(values)}.")
+            check(value >= 0, f"objectives.{name}={value} must be zero or positive.")
+        check(any(values.values()), f"objectives needs at least one positive weight of {', '.join(values)}.")
 
     @property
     def need_teacher(self) -> bool:
@@ -67,20 +62,20 @@ class StageConfig:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        _check(self.steps > 0, f"steps={self.steps} must be positive.")
-        _check(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive.")
-        _check_choice("trainable", self.trainable, get_args(Trainable))
-        _check_choice("scheduler", self.scheduler, ("constant", "cosine"))
+        check(self.steps > 0, f"steps={self.steps} must be positive.")
+        check(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive.")
+        check_choice("trainable", self.trainable, get_args(Trainable))
+        check_choice("scheduler", self.scheduler, ("constant", "cosine"))
         rate = self.mixing_learning_rate
-        _check(rate is None or rate > 0, f"mixing_learning_rate={rate} must be positive, or null for learning_rate.")
-        _check(
+        check(rate is None or rate > 0, f"mixing_learning_rate={rate} must be positive, or null for learning_rate.")
+        check(
             0 <= self.warmup_steps <= self.steps,
             f"warmup_steps={self.warmup_steps} must be between 0 and the stage's steps={self.steps}.",
         )
         if self.trainable == "lora":
-            _check(bool(self.lora_rank and self.lora_rank > 0), "trainable=lora needs a positive lora_rank.")
+            check(bool(self.lora_rank and self.lora_rank > 0), "trainable=lora needs a positive lora_rank.")
         else:
-            _check(
+            check(
                 self.lora_rank is None, f"lora_rank={self.lora_rank} is for trainable=lora, not for {self.trainable!r}."
             )
 
@@ -102,10 +97,10 @@ class ValidationConfig:
     """Of the sampler, for ``prompts``."""
 
     def __post_init__(self) -> None:
-        _check(self.samples >= 0, f"validation.samples={self.samples} must be zero or positive.")
-        _check(self.every > 0, f"validation.every={self.every} must be positive.")
-        _check(self.inference_steps > 0, f"validation.inference_steps={self.inference_steps} must be positive.")
-        _check(self.timesteps > 0, f"validation.timesteps={self.timesteps} must be positive.")
+        check(self.samples >= 0, f"validation.samples={self.samples} must be zero or positive.")
+        check(self.every > 0, f"validation.every={self.every} must be positive.")
+        check(self.inference_steps > 0, f"validation.inference_steps={self.inference_steps} must be positive.")
+        check(self.timesteps > 0, f"validation.timesteps={self.timesteps} must be positive.")
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,7 @@ class TrainingConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def __post_init__(self) -> None:
-        _check(bool(self.stages), "stages must hold at least one stage.")
+        check(bool(self.stages), "stages must hold at least one stage.")
         for name in (
             "batch_size",
             "gradient_accumulation",
@@ -169,20 +164,20 @@ class TrainingConfig:
             "keep_checkpoints",
             "max_skipped",
         ):
-            _check(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive.")
+            check(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive.")
         for name in ("weight_decay", "workers", "seed"):
-            _check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be zero or positive.")
-        _check_choice("optimizer", self.optimizer, get_args(OptimizerName))
-        _check_choice("precision", self.precision, ("no", "bf16"))
-        _check_choice("tracker", self.tracker, ("tensorboard", "wandb", None))
-        _check(0 <= self.prompt_dropout < 1, f"prompt_dropout={self.prompt_dropout} must be in [0, 1).")
+            check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be zero or positive.")
+        check_choice("optimizer", self.optimizer, get_args(OptimizerName))
+        check_choice("precision", self.precision, ("no", "bf16"))
+        check_choice("tracker", self.tracker, ("tensorboard", "wandb", None))
+        check(0 <= self.prompt_dropout < 1, f"prompt_dropout={self.prompt_dropout} must be in [0, 1).")
         decay = self.ema_decay
-        _check(decay is None or 0 < decay < 1, f"ema_decay={decay} must be in (0, 1), or null for no moving average.")
+        check(decay is None or 0 < decay < 1, f"ema_decay={decay} must be in (0, 1), or null for no moving average.")
         ranks = {stage.lora_rank for stage in self.stages if stage.lora_rank is not None}
-        _check(len(ranks) <= 1, f"All LoRA stages train the same adapter, so they need one lora_rank; got {ranks}.")
+        check(len(ranks) <= 1, f"All LoRA stages train the same adapter, so they need one lora_rank; got {ranks}.")
         if ranks:
             for index, stage in enumerate(self.stages):
-                _check(
+                check(
                     stage.trainable in ("mhla", "lora"),
                     f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA is an addition to; "
                     "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
@@ -192,12 +187,12 @@ class TrainingConfig:
 
     def _check_unpatched(self) -> None:
         for index, stage in enumerate(self.stages):
-            _check(
+            check(
                 not stage.objectives.need_teacher,
                 f"stages.{index}: distillation and transfer compare with the unpatched model, so they need a patch; "
                 "set patch, or train with objectives.diffusion alone.",
             )
-            _check(
+            check(
                 stage.trainable in ("attention", "all"),
                 f"stages.{index}: trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
                 "set patch, or use trainable: attention or all.",
@@ -206,11 +201,15 @@ class TrainingConfig:
     @property
     def total_steps(self) -> int:
         """Updates of all stages."""
-        return sum(stage.steps for stage in self.stages)
+        return self.end_of(len(self.stages) - 1)
+
+    def end_of(self, stage: int) -> int:
+        """Updates of all stages up to the end of one, given by its number from 0."""
+        return sum(stage.steps for stage in self.stages[: stage + 1])
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON and YAML can hold them."""
-        result: dict[str, Any] = _plain(self)
+        result: dict[str, Any] = as_plain(self)
         return result
 
     @classmethod
@@ -220,7 +219,7 @@ class TrainingConfig:
         Raises:
             ValueError: unknown or missing keys, or values that are not allowed.
         """
-        return _build(cls, settings, "")
+        return from_mapping(cls, settings)
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
@@ -234,118 +233,8 @@ class TrainingConfig:
             FileNotFoundError: if there is no such file.
             ValueError: what :meth:`from_dict` raises, or a malformed file or override.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"Training configuration {path} does not exist.")
-        try:
-            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from error
-        if not isinstance(settings, dict):
-            raise ValueError(f"{path} must hold settings such as output and stages, got {settings!r}.")
-        for override in overrides:
-            _override(settings, override)
+        settings = read_yaml(Path(path), overrides)
         try:
             return cls.from_dict(settings)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    _check(value in allowed, f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}.")
-
-
-def _override(settings: dict[str, Any], override: str) -> None:
-    """Set one ``dotted.key=value`` in nested settings."""
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ValueError(f"Override {override!r} must look like key=value, for example stages.0.steps=100.")
-    *parents, last = key.split(".")
-    where: Any = settings
-    for name in parents:
-        where = where.setdefault(name, {}) if isinstance(where, dict) else _item(where, name, override)
-    if isinstance(where, dict):
-        where[last] = yaml.safe_load(text)
-    else:
-        _item(where, last, override)
-        where[int(last)] = yaml.safe_load(text)
-
-
-def _item(where: Any, name: str, override: str) -> Any:
-    if not isinstance(where, list) or not name.isdigit() or int(name) >= len(where):
-        count = f"; the list has {len(where)} entries, counted from 0" if isinstance(where, list) else ""
-        raise ValueError(f"Override {override!r}: there is no {name!r} to set{count}.")
-    return where[int(name)]
-
-
-def _build(cls: type[Settings], settings: Any, path: str) -> Settings:
-    """A settings dataclass from nested mappings, with the dotted path in every error."""
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"{path.rstrip('.') or 'the configuration'} must hold named settings, got {settings!r}.")
-    kinds = get_type_hints(cls)
-    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
-    for name in settings:
-        if name not in known:
-            near = get_close_matches(str(name), known, n=2)
-            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-            raise ValueError(f"Unknown setting {path + str(name)!r}; {hint}Allowed: {', '.join(known)}.")
-    missing = [
-        name
-        for name, item in known.items()
-        if name not in settings and item.default is MISSING and item.default_factory is MISSING
-    ]
-    if missing:
-        raise ValueError(f"{path.rstrip('.') or 'The configuration'} lacks {', '.join(missing)}.")
-    values = {name: _convert(kinds[name], value, path + name) for name, value in settings.items()}
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise ValueError(f"{path.rstrip('.')}: {error}" if path else str(error)) from error
-
-
-def _convert(kind: Any, value: Any, path: str) -> Any:
-    """``value`` as the annotation ``kind`` wants it."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return _convert_union(kind, value, path)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise ValueError(f"{path} must be a list, got {value!r}.")
-        return tuple(_convert(get_args(kind)[0], item, f"{path}.{index}") for index, item in enumerate(value))
-    if is_dataclass(kind) and isinstance(kind, type):
-        return value if isinstance(value, kind) else _build(kind, value, f"{path}.")
-    if get_origin(kind) is Literal:
-        return value
-    if kind is float and isinstance(value, str | int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{path}={value!r} must be of type {kind.__name__}, got {type(value).__name__}.")
-    return value
-
-
-def _convert_union(kind: Any, value: Any, path: str) -> Any:
-    choices = get_args(kind)
-    if value is None and type(None) in choices:
-        return None
-    if MHLAConfig in choices:
-        if isinstance(value, str | MHLAConfig):
-            return value
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{path} must be the name of a patch, a path, or settings such as blocks; got {value!r}.")
-        return MHLAConfig.from_dict(value)
-    return _convert(next(choice for choice in choices if choice is not type(None)), value, path)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, MHLAConfig):
-        return value.to_dict()
-    if is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,21 +1,21 @@
 """What a run will need, told from shapes alone: the model is built on the meta device and has no values."""
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from ..families import get_family
+from ..families import Sample, get_family
 from .config import StageConfig, TrainingConfig
-from .latents.data import Sample
-from ..families.processes import DiffusionProcess, diffusion_process
-from .objectives import diffusion_loss, distillation_loss, teacher_prediction, transfer_attention
+from .objectives import Objectives
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, set_trainable
 
@@ -81,7 +81,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig) -> Estima
             add_adapters(transformer, stage.lora_rank, config.seed)
     transformer.train()
     if config.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
+        transformer.enable_gradient_checkpointing(_checkpointed)
     latents = torch.empty(config.batch_size, *sample["latents"].shape, device="meta")
     return Estimate(
         parameters=sum(parameter.numel() for parameter in transformer.parameters()),
@@ -102,62 +102,46 @@ def _estimate_stage(transformer: Any, sample: Sample, config: TrainingConfig, st
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(dtype)
-    flops, activations = _measure(transformer, sample, config, stage, dtype)
+    work = _one_batch(transformer, sample, config, stage, dtype)
+    with _gradients_dropped(transformer):
+        with FlopCounterMode(display=False) as counter:
+            work()
+        # by itself, since PyTorch's counter keeps checkpointed activations alive
+        with _PeakMemory() as memory:
+            work()
     return StageEstimate(
         trainable=stage.trainable,
         trainable_parameters=trained,
         weight_bytes=frozen_bytes * (everything - trained) + 4 * trained,
         training_bytes=4 * ((1 + (config.ema_decay is not None)) * trained + kept) + moments * trained,
-        activation_bytes=activations,
-        flops=flops * config.gradient_accumulation,
+        activation_bytes=memory.peak,
+        flops=counter.get_total_flops() * config.gradient_accumulation,
     )
 
 
-def _measure(
+def _one_batch(
     transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, dtype: torch.dtype
-) -> tuple[int, int]:
-    """FLOPs and the most bytes alive in one forward and backward."""
-    process = diffusion_process(transformer, config.flow_shift)
-    batch_of: Mapping[str, torch.Tensor] = {
+) -> Callable[[], None]:
+    """What runs one batch forward and backward."""
+    process = get_family(transformer).process(transformer, config.flow_shift)
+    tensors = {
         name: torch.empty(
             (config.batch_size, *x.shape), dtype=dtype if x.is_floating_point() else x.dtype, device="meta"
         )
         for name, x in sample.items()
     }
-    costs = _Costs()
-    with ExitStack() as stack:
-        stack.enter_context(_gradients_dropped(transformer))
-        stack.enter_context(_fused_attention())
-        stack.enter_context(costs)
-        _forward_and_backward(transformer, process, batch_of, stage, dtype)
-    return costs.flops, costs.peak
-
-
-def _forward_and_backward(
-    transformer: nn.Module,
-    process: DiffusionProcess,
-    sample: Mapping[str, torch.Tensor],
-    stage: StageConfig,
-    dtype: torch.dtype,
-) -> None:
-    conditioning = {name: tensor for name, tensor in sample.items() if name != "latents"}
-    latents = sample["latents"]
+    latents = tensors.pop("latents")
     quantile = torch.empty(len(latents), device="meta")
-    batch = process.make_batch(latents, latents, quantile, conditioning)
-    batch = type(batch)(**{**vars(batch), "hidden_states": batch.hidden_states.to(dtype)})
-    weights = stage.objectives
-    teacher = Teacher(transformer, ()) if weights.need_teacher else None
-    target = None
-    if weights.transfer and teacher is not None:
-        _, target = transfer_attention(transformer, teacher, batch, lambda loss: loss.backward())
-    elif weights.distillation and teacher is not None:
-        target = teacher_prediction(transformer, teacher, batch)
-    if weights.need_prediction:
-        prediction = batch.predict(transformer)
-        loss = diffusion_loss(process, prediction, batch) if weights.diffusion else prediction.new_zeros(())
-        if weights.distillation and target is not None:
-            loss = loss + distillation_loss(prediction, target)
-        loss.backward()
+    teacher = Teacher(transformer, ()) if stage.objectives.need_teacher else None
+    objectives = Objectives(stage.objectives, process, transformer, teacher)
+
+    def run() -> None:
+        batch = process.make_batch(latents, latents, quantile, tensors)
+        batch = replace(batch, hidden_states=batch.hidden_states.to(dtype))
+        with _FusedAttention():
+            objectives.backward(transformer, batch, lambda loss: loss.backward())
+
+    return run
 
 
 @contextmanager
@@ -176,36 +160,31 @@ def _gradients_dropped(transformer: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-@contextmanager
-def _fused_attention() -> Iterator[None]:
-    """Softmax attention as the fused kernel that a GPU runs; on the meta device PyTorch would write out all scores.
-
-    The function itself is exchanged, since a torch function mode is not in force when checkpointed blocks run again.
-    """
-    original = nn.functional.scaled_dot_product_attention
-
-    def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        if args or options.get("attn_mask") is not None:
-            return original(query, key, value, *args, **options)
-        output: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-        return output
-
-    nn.functional.scaled_dot_product_attention = fused
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = original
+def _checkpointed(module: nn.Module, *args: Any) -> Any:
+    """As diffusers does by itself, but that a torch function mode is in force where a block runs again, too."""
+    return checkpoint(
+        module.__call__, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _FusedAttention())
+    )
 
 
-class _Costs(TorchDispatchMode):
-    """Counts FLOPs, and follows the bytes of the tensors that are made and freed.
+class _FusedAttention(TorchFunctionMode):
+    """Softmax attention as the fused kernel that a GPU runs; on the meta device PyTorch would write out all scores."""
 
-    PyTorch's ``FlopCounterMode`` keeps checkpointed activations alive, so only its formulas are used.
-    """
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention or options.get("attn_mask") is not None:
+            return func(*args, **options)
+        inputs = [*args, *(options[name] for name in ("query", "key", "value") if name in options)]
+        return torch.ops.aten._scaled_dot_product_flash_attention(*inputs)[0]
+
+
+class _PeakMemory(TorchDispatchMode):
+    """Follows the bytes of the tensors that are made and freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
         self.peak = 0
         self._alive = 0
         self._storages: set[int] = set()
@@ -214,9 +193,6 @@ class _Costs(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.flops += int(formula(*args, **(kwargs or {}), out_val=output))
         known = {
             x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)
         }

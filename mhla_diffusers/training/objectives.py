@@ -1,15 +1,73 @@
 """The losses of a stage: diffusion, teacher output distillation and attention transfer."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..families.processes import DiffusionProcess, NoisedBatch
+from ..families import DiffusionProcess, NoisedBatch
+from .config import ObjectiveWeights
+from .sharding import is_sharded
 from .teacher import Teacher
 from .trainable import patched_attentions
+
+LOSSES = ("loss", "diffusion", "distillation", "transfer")
+"""The weighted sum, and its parts."""
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """What a stage minimises."""
+
+    weights: ObjectiveWeights
+    process: DiffusionProcess
+    """How the family was trained."""
+    transformer: nn.Module
+    """The model, unwrapped."""
+    teacher: Teacher | None
+    """Of the model; None if no objective needs it."""
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Within it the forwards run."""
+
+    def backward(self, model: nn.Module, batch: NoisedBatch, backward: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Run one batch forward and backward.
+
+        Args:
+            model: the transformer, or what wraps it in training.
+            batch: what to run on.
+            backward: accumulates the gradients of a weighted loss, or of a part of it.
+
+        Returns:
+            The losses in the order of ``LOSSES``, without gradient: float32 (4,).
+        """
+        weights = self.weights
+        parts = torch.zeros(len(LOSSES), device=batch.latents.device)
+        target = None
+        if self.teacher is not None and weights.need_teacher:
+            with self.autocast():
+                if weights.transfer:
+                    transfer = transfer_attention_in_parts if is_sharded(self.transformer) else transfer_attention
+                    parts[3], target = transfer(
+                        self.transformer, self.teacher, batch, lambda loss: backward(weights.transfer * loss)
+                    )
+                else:
+                    target = teacher_prediction(self.transformer, self.teacher, batch)
+        if weights.need_prediction:
+            with self.autocast():
+                prediction = batch.predict(model)
+            loss = torch.zeros((), device=prediction.device)
+            if weights.diffusion:
+                part = diffusion_loss(self.process, prediction, batch)
+                loss, parts[1] = loss + weights.diffusion * part, part.detach()
+            if target is not None and weights.distillation:
+                part = distillation_loss(prediction, target)
+                loss, parts[2] = loss + weights.distillation * part, part.detach()
+            backward(loss)
+        parts[0] = weights.diffusion * parts[1] + weights.distillation * parts[2] + weights.transfer * parts[3]
+        return parts
 
 
 def teacher_prediction(transformer: nn.Module, teacher: Teacher, batch: NoisedBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""AdamW with a learning rate of its own for the mixing matrices, and its state as tensors by name."""
+"""AdamW with a learning rate of its own for the mixing matrices, its schedule, and its state as tensors by name."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .config import OptimizerName, StageConfig, TrainingConfig
-from .folders import Tensors
+from .run_folder import Tensors
 from .sharding import gathered, placed_like
 
 
@@ -55,6 +55,27 @@ def make_optimizer(
     make: Any = optimizer_class(config.optimizer)
     optimizer: torch.optim.Optimizer = make(groups, weight_decay=config.weight_decay)
     return optimizer
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, stage: StageConfig, first_step: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Warm-up, then what the stage says.
+
+    Args:
+        optimizer: of the stage.
+        stage: settings of the stage.
+        first_step: updates of this stage that an earlier run did.
+    """
+    from diffusers.optimization import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+
+    last = first_step - 1
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    if stage.scheduler == "cosine":
+        schedule = get_cosine_schedule_with_warmup(optimizer, stage.warmup_steps, stage.steps, last_epoch=last)
+    else:
+        schedule = get_constant_schedule_with_warmup(optimizer, stage.warmup_steps, last_epoch=last)
+    return schedule
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, trained: dict[str, nn.Parameter]) -> Tensors:

@@ -22,12 +22,17 @@ def sharding_is_asked_for(config: TrainingConfig) -> bool:
     """Whether ``accelerate launch`` was told to use FSDP2.
 
     Raises:
-        ValueError: if it was told to use FSDP in a way or with settings that training does not support.
+        ValueError: if it was told to use DeepSpeed, or FSDP with settings that training does not support.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+    if _is_set("ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError(
+            "accelerate was told to use DeepSpeed, which training does not support; use "
+            "finetune/accelerate/fsdp2.yaml, which spreads weights, gradients and optimizer state over the processes."
+        )
+    if not _is_set("ACCELERATE_USE_FSDP"):
         return False
     plugin = FullyShardedDataParallelPlugin()
     refused = {
@@ -48,6 +53,10 @@ def sharding_is_asked_for(config: TrainingConfig) -> bool:
     return True
 
 
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether a transformer went through :func:`shard`."""
     return isinstance(module, FSDPModule)
@@ -65,14 +74,12 @@ def shard(transformer: Any, device: torch.device, processes: int) -> None:
         device: where the parts go.
         processes: how many there are.
     """
-    from diffusers.models.embeddings import CombinedTimestepLabelEmbeddings
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(device.type, (processes,))
-    blocks = [block for name in get_family(transformer).block_lists for block in getattr(transformer, name, ())]
-    # DiT's last layer asks the embedding that lies in its first block
-    embeddings = [module for module in transformer.modules() if isinstance(module, CombinedTimestepLabelEmbeddings)]
-    for part in (*patched_attentions(transformer).values(), *embeddings, *blocks, transformer):
+    family = get_family(transformer)
+    attentions, blocks = patched_attentions(transformer).values(), family.blocks_of(transformer).values()
+    for part in (*attentions, *family.parts_to_gather(transformer), *blocks, transformer):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
 
 

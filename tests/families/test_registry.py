@@ -12,10 +12,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    assert_changed,
-    output,
-)
+from ..models import assert_changed, output
 from ..patching.shared import assert_same_footprint, footprint
 
 

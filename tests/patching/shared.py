@@ -10,9 +10,7 @@ from peft import LoraConfig, inject_adapter_in_model
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-)
+from ..models import FAMILIES
 
 MODELS = list(FAMILIES)
 

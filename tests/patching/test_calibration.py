@@ -5,15 +5,8 @@ import torch
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    PIPELINES,
-    generate,
-    inputs,
-    output,
-    patched,
-    wan22_pipeline,
-)
+from ..models import FAMILIES, inputs, output, patched
+from ..pipelines import PIPELINES, generate, wan22_pipeline
 from .shared import MODELS, assert_same_footprint, footprint
 
 

@@ -16,7 +16,7 @@ from mhla_diffusers.families import get_family
 from mhla_diffusers.patching.describe import describe
 from mhla_diffusers.patching.plan import choose_layers
 
-from .. import models
+from .. import models, pipelines
 
 NAMES = ["dit", "sana_qk_norm", "wan", "wan_i2v", "wan_vace"]
 
@@ -56,14 +56,14 @@ def test_automatic_choice_takes_the_layers_that_hurt_least_and_records_them(name
 
 
 def test_every_transformer_of_a_pipeline_gets_its_own_choice_and_keeps_it(tmp_path):
-    pipe = models.wan22_pipeline()
-    call = models.PIPELINES["wan22"].call
+    pipe = pipelines.wan22_pipeline()
+    call = pipelines.PIPELINES["wan22"].call
     settings = {"blocks": (1, 2, 2), "layers": "auto:1/2"}
     apply_mhla(pipe, **settings, calibration=lambda: pipe(**call, generator=torch.Generator().manual_seed(0)))
     chosen = [layer.name for layer in describe(pipe) if layer.replaced]
     assert {name.split(".")[0] for name in chosen} == {"transformer", "transformer_2"}
     save_mhla(pipe, tmp_path)
-    loaded = load_mhla(models.wan22_pipeline(), tmp_path)
+    loaded = load_mhla(pipelines.wan22_pipeline(), tmp_path)
     assert [layer.name for layer in describe(loaded) if layer.replaced] == chosen
     assert set(layer_sensitivity(pipe, lambda: pipe(**call))) == set(chosen)
 

@@ -6,13 +6,8 @@ import pytest
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    inputs,
-    output,
-    patched,
-    wan22_pipeline,
-)
+from ..models import FAMILIES, inputs, output, patched
+from ..pipelines import wan22_pipeline
 from .shared import MODELS, unet
 
 

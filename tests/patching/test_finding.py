@@ -5,10 +5,7 @@ import torch
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    patched,
-)
+from ..models import FAMILIES, patched
 from .shared import MODELS, OWN_METHODS
 
 

@@ -5,16 +5,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention import reference_attention
+from mhla_diffusers.attention import Call, reference_attention
+from mhla_diffusers.attention.rotary import rotary_table
 from mhla_diffusers.patching.processor import project
 
-from ..models import (
-    FAMILIES,
-    assert_changed,
-    inputs,
-    output,
-    patched,
-)
+from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import MODELS
 
 
@@ -46,7 +41,8 @@ def test_every_layer_computes_equation_4_on_the_grid_of_the_input(name, ragged):
     for path, (arguments, result) in calls.items():
         query, key, value, _, _, rotary, *_ = arguments
         mixing = mhla.mhla_layers(model)[path].mixing.detach()
-        expected = reference_attention(query, key, value, mixing, grid, case.blocks, rotary=rotary)
+        table = rotary_table(rotary) if rotary is not None else None
+        expected = reference_attention(Call(query, key, value, mixing, grid, case.blocks, rotary=table))
         # float32 sums of at most 96 tokens; RoPE makes the numerator's terms cancel, hence the absolute part
         torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
         assert (rotary is not None) == name.startswith("wan")

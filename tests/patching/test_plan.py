@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 import mhla_diffusers as mhla
 from mhla_diffusers.patching.plan import choose_layers
 
-from ..models import (
-    FAMILIES,
-    assert_changed,
-    inputs,
-    output,
-    patched,
-)
+from ..models import FAMILIES, assert_changed, inputs, output, patched
 
 LAYER_CHOICES = [
     ("all", [0, 1, 2, 3]),

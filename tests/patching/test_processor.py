@@ -7,13 +7,7 @@ import torch
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    assert_changed,
-    inputs,
-    output,
-    patched,
-)
+from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import OWN_METHODS
 
 

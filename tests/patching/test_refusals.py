@@ -11,13 +11,8 @@ from diffusers import (
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    inputs,
-    output,
-    patched,
-    wan22_pipeline,
-)
+from ..models import FAMILIES, inputs, output, patched
+from ..pipelines import wan22_pipeline
 from .shared import MODELS, assert_same_footprint, footprint, unet
 
 REFUSED = {

@@ -5,12 +5,7 @@ import torch
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    inputs,
-    output,
-    patched,
-)
+from ..models import FAMILIES, inputs, output, patched
 from .shared import MODELS, assert_same_footprint, footprint
 
 

@@ -14,17 +14,8 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    PIPELINES,
-    assert_changed,
-    generate,
-    inputs,
-    output,
-    patched,
-    relative_change,
-    wan22_pipeline,
-)
+from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
+from ..pipelines import PIPELINES, generate, wan22_pipeline
 from .shared import MODELS, assert_same_footprint, footprint, unet
 
 

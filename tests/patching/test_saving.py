@@ -15,7 +15,7 @@ from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, remove_mhla, save
 from mhla_diffusers.patching.record import CONFIG_NAME, read_record
 from mhla_diffusers.patching.sharing import model_card
 
-from .. import models
+from .. import models, pipelines
 
 SETTINGS = {"layers": "2/3", "output_gate": True, "output_norm": True, "convolution": 3, "mixing_per_head": True}
 
@@ -77,14 +77,14 @@ def test_changed_finds_its_base_where_the_model_came_from(tmp_path):
 
 
 def test_two_transformers(tmp_path):
-    pipe = apply_mhla(models.wan22_pipeline(), blocks=(3, 2, 1))
+    pipe = apply_mhla(pipelines.wan22_pipeline(), blocks=(3, 2, 1))
     shake(mhla_layers(pipe.transformer_2)["blocks.0.attn1.mhla"].parameters())
     save_mhla(pipe, tmp_path)
-    other = load_mhla(models.wan22_pipeline(), tmp_path)
+    other = load_mhla(pipelines.wan22_pipeline(), tmp_path)
     for name, layer in mhla_layers(pipe).items():
         assert torch.equal(mhla_layers(other)[name].mixing, layer.mixing)
     with pytest.raises(ValueError, match="patch is for transformer, transformer_2 .* but the model has transformer"):
-        load_mhla(models.wan_pipeline(), tmp_path)
+        load_mhla(pipelines.wan_pipeline(), tmp_path)
 
 
 def test_opening_at_other_block_counts(tmp_path):
@@ -124,7 +124,7 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 from mhla_diffusers import apply_mhla, save_mhla
 from mhla_diffusers.patching import saving
-from tests import models
+from tests import models, pipelines
 model = apply_mhla(models.wan(), blocks=(2, 2, 3), mixing_init="uniform")
 original = getattr(saving, {step!r})
 def killed(*arguments, **options):
@@ -281,7 +281,7 @@ def test_saving_refuses_what_it_cannot_save(tmp_path):
 def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
     snapshot = tmp_path / "hub" / "models--someone--base.v1" / "snapshots" / "0123abcd"
     for folder in (tmp_path / "private" / "tiny", snapshot):
-        models.wan_pipeline().save_pretrained(folder)
+        pipelines.wan_pipeline().save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
     for source, expected in {
         str(tmp_path / "private" / "tiny"): "tiny",
@@ -290,7 +290,7 @@ def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
         str(snapshot): "someone/base.v1",
         "someone/base.v1": "someone/base.v1",
     }.items():
-        pipe = models.wan_pipeline()
+        pipe = pipelines.wan_pipeline()
         pipe.register_to_config(_name_or_path=source)
         apply_mhla(pipe, blocks=(3, 2, 1))
         for given in (None, source):
@@ -311,7 +311,7 @@ def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
 
 UNREACHABLE = """
 from mhla_diffusers import apply_mhla, push_mhla
-from tests import models
+from tests import models, pipelines
 try:
     push_mhla(apply_mhla(models.wan(), blocks=(2, 2, 3)), "me/my-patch", token="hf_none")
 except OSError as error:
@@ -335,7 +335,7 @@ def test_a_hub_that_cannot_be_reached_is_told(setting):
 
 
 def test_the_model_card_says_how_to_use_it(tmp_path):
-    pipe = apply_mhla(models.wan_pipeline(), blocks=(3, 2, 1), layers="2/3")
+    pipe = apply_mhla(pipelines.wan_pipeline(), blocks=(3, 2, 1), layers="2/3")
     save_mhla(pipe, tmp_path, base_model="someone/base")
     card = model_card(pipe, "me/my-patch", read_record(tmp_path))
     assert card.startswith("---\nbase_model: someone/base\n")

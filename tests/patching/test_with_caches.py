@@ -7,12 +7,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    inputs,
-    output,
-    patched,
-)
+from ..models import FAMILIES, inputs, output, patched
 from .shared import assert_equal_up_to_order
 
 

@@ -6,13 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    assert_changed,
-    inputs,
-    output,
-    patched,
-)
+from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import EVERYTHING, ONE_PER_CLASS, assert_equal_up_to_order
 
 

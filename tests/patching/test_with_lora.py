@@ -9,14 +9,8 @@ from safetensors.torch import load_file
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    assert_changed,
-    inputs,
-    output,
-    patched,
-    wan_pipeline,
-)
+from ..models import FAMILIES, assert_changed, inputs, output, patched
+from ..pipelines import wan_pipeline
 from .shared import ONE_PER_CLASS, PROJECTIONS, assert_equal_up_to_order, mixings, with_lora
 
 

@@ -6,13 +6,7 @@ from accelerate import cpu_offload
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    inputs,
-    output,
-    patched,
-    relative_change,
-)
+from ..models import FAMILIES, inputs, output, patched, relative_change
 from .shared import EVERYTHING, MODELS, ONE_PER_CLASS, mixings
 
 GROUPS = [{"offload_type": "block_level", "num_blocks_per_group": 1}, {"offload_type": "leaf_level"}]

@@ -10,13 +10,8 @@ from safetensors.torch import load_file
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    dit_pipeline,
-    inputs,
-    output,
-    patched,
-)
+from ..models import FAMILIES, inputs, output, patched
+from ..pipelines import dit_pipeline
 from .shared import MODELS, ONE_PER_CLASS, PROJECTIONS, with_lora
 
 

@@ -5,13 +5,7 @@ import torch
 
 import mhla_diffusers as mhla
 
-from ..models import (
-    FAMILIES,
-    inputs,
-    output,
-    patched,
-    relative_change,
-)
+from ..models import FAMILIES, inputs, output, patched, relative_change
 from .shared import EVERYTHING, MODELS, ONE_PER_CLASS, mixings
 
 

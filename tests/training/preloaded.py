@@ -1,8 +1,5 @@
 """What the processes of the tests have imported when they start."""
 
-import importlib.util
-import os
-
 import accelerate  # noqa: F401
 import peft  # noqa: F401
 import torch
@@ -13,13 +10,3 @@ from diffusers.training_utils import EMAModel  # noqa: F401
 import mhla_diffusers.training  # noqa: F401
 
 torch.set_num_threads(1)
-
-if importlib.util.find_spec("deepspeed"):
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    # DeepSpeed's first use would import this, which takes seconds
-    import deepspeed.runtime.zero.muon.muon_optimizer
-
-    # on a CPU it would compile collectives of its own before the first training
-    deepspeed.ops.__compatible_ops__ = {}

@@ -1,6 +1,5 @@
 """Trainings in processes of their own, forked from one that has imported everything, so that they start at once."""
 
-import importlib.util
 import multiprocessing
 import os
 import socket
@@ -9,7 +8,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import pytest
 from torch.distributed.tensor import DTensor
 
 from mhla_diffusers import apply_mhla
@@ -20,11 +18,6 @@ from .models import broken_wan_data, dit_data, sana_data, tiny_dit, tiny_sana, t
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.training.preloaded"])
 
-
-ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing, which make test installs"
-)
 
 _FAMILIES = {
     "wan": (tiny_wan, wan_data),
@@ -100,6 +93,4 @@ def _train(settings: dict[str, object], resume: str | None, environment: dict[st
     result = train(transformer, data(), config, resume=resume)
     if "ACCELERATE_USE_FSDP" in environment:
         assert all(isinstance(parameter, DTensor) for parameter in transformer.parameters())
-    if "ACCELERATE_USE_DEEPSPEED" in environment and "WORLD_SIZE" in environment:
-        assert any(hasattr(parameter, "_hp_mapping") for parameter in transformer.parameters())
     sys.exit(0 if result.finished else 143)

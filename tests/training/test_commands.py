@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.training import TrainingConfig, read_metrics
-from mhla_diffusers.training.commands import check_config, dry_run, finetune
+from mhla_diffusers.training.finetune import ResolvedRun, dry_run, finetune
 
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_video
-from .processes import ZERO, finish, launch_environments, needs_deepspeed, start_process
+from .processes import finish, start_process
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "finetune" / "configs").glob("*.yaml"))
@@ -94,26 +94,6 @@ def test_samples_are_generated_at_every_validation(tmp_path: Path, model: str, c
     finetune(config)
     written = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / "samples").rglob("*.mp4"))
     assert written == ["samples/step-00000000/00.mp4", "samples/step-00000004/00.mp4"]
-
-
-@needs_deepspeed
-@pytest.mark.slow
-def test_samples_are_generated_under_deepspeed_too(tmp_path: Path, model: str, config_file: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("a red ball\n")
-    how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "no")
-    _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
-    validation = "validation={prompts: [a blue ball], every: 4, inference_steps: 2}"
-    clip = "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"
-    config = TrainingConfig.from_yaml(config_file, [clip, validation, "precision=bf16"])
-    places = launch_environments(processes=2)
-    finish([start_process(_finetune, config.to_dict(), {**place, **ZERO}) for place in places])
-    written = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / "samples").rglob("*.mp4"))
-    assert written == ["samples/step-00000000/00.mp4", "samples/step-00000004/00.mp4"]
-
-
-def _finetune(settings: dict[str, object], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    assert finetune(TrainingConfig.from_dict(settings)).finished
 
 
 @pytest.mark.parametrize("trainable", ["all", "lora"])
@@ -208,7 +188,7 @@ def _parse(line: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_lora_of_a_result_is_generated_with(tmp_path: Path, model: str) -> None:
-    from mhla_diffusers.generation.generate import ModelChoice, load_pipeline
+    from mhla_diffusers.generation import PipelineChoice
     from mhla_diffusers.training import train
 
     from .models import one_stage, wan_data
@@ -216,7 +196,7 @@ def test_lora_of_a_result_is_generated_with(tmp_path: Path, model: str) -> None:
     patch = MHLAConfig(blocks=(2, 2, 2))
     config = one_stage(tmp_path / "run", patch=patch, trainable="lora", lora_rank=2, learning_rate=1e-2)
     result = train(apply_mhla(wan_pipeline().transformer, patch), wan_data(), config).result
-    with_adapters = load_pipeline(ModelChoice("wan", model=model, weights=str(result))).transformer
+    with_adapters = PipelineChoice("wan", model=model, weights=str(result)).load().transformer
     without = load_mhla(wan_pipeline().transformer, str(result))
     batch = {"hidden_states": torch.randn(1, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(1, 3, 8)}
     with torch.no_grad():
@@ -247,22 +227,39 @@ def test_dry_run_of_every_family(
     assert estimate.stages[1].flops > estimate.stages[0].flops > 0
 
 
-def test_dry_run_counts_the_flops_of_softmax_attention(tmp_path: Path, config_file: Path) -> None:
+@pytest.mark.parametrize(("checkpointing", "passes"), [("false", 3.5), ("true", 4.5)])
+def test_dry_run_counts_the_flops_of_softmax_attention(
+    checkpointing: str, passes: float, tmp_path: Path, config_file: Path
+) -> None:
+    """Forward, backward of a fused kernel, which is 2.5 forwards, and the forward that checkpointing adds."""
     both = []
     for layers in ("all", "0.5"):
         stage = "stages=[{steps: 1, learning_rate: 1, trainable: all, objectives: {diffusion: 1}}]"
         clip = "clip={frames: 9, fps: 8, sizes: [[512, 512]]}"
-        both.append(dry_run(TrainingConfig.from_yaml(config_file, [stage, clip, f"patch.layers={layers}"])))
+        changed = [stage, clip, f"patch.layers={layers}", f"gradient_checkpointing={checkpointing}"]
+        both.append(dry_run(TrainingConfig.from_yaml(config_file, changed)))
     tokens, width = both[0].tokens, 24
-    kept_softmax = 3.5 * 4 * tokens**2 * width
+    kept_softmax = passes * 4 * tokens**2 * width
     assert both[1].stages[0].flops - both[0].stages[0].flops == pytest.approx(kept_softmax, rel=0.1)
+    # nobody holds the scores of all tokens with all tokens
+    assert both[1].stages[0].activation_bytes < 2 * 4 * tokens**2
+
+
+def test_dry_run_shows_what_gradient_checkpointing_saves(config_file: Path) -> None:
+    clip = "clip={frames: 9, fps: 8, sizes: [[512, 512]]}"
+    with_it, without = (
+        dry_run(TrainingConfig.from_yaml(config_file, [clip, f"gradient_checkpointing={value}"])).stages[1]
+        for value in ("true", "false")
+    )
+    assert with_it.activation_bytes < 0.8 * without.activation_bytes
+    assert with_it.flops > without.flops
 
 
 def test_bad_input_is_refused_before_weights_are_read(tmp_path: Path, model: str, config_file: Path) -> None:
     def refused(message: str, *overrides: str, error: type[Exception] = ValueError) -> None:
         config = TrainingConfig.from_yaml(config_file, overrides)
         with pytest.raises(error, match=message):
-            check_config(config)
+            ResolvedRun.of(config)
 
     refused("must name model and data", "data=null")
     refused("is no diffusers pipeline", f"model={tmp_path}", error=FileNotFoundError)
@@ -311,7 +308,5 @@ def test_file_without_prompts_is_named(tmp_path: Path, model: str) -> None:
 
 
 def test_transformer_on_meta_has_no_values(config_file: Path) -> None:
-    from mhla_diffusers.training.commands import build_on_meta
-
-    transformer = build_on_meta(TrainingConfig.from_yaml(config_file))
+    transformer = ResolvedRun.of(TrainingConfig.from_yaml(config_file)).without_weights()
     assert all(parameter.device == torch.device("meta") for parameter in transformer.parameters())

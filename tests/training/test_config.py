@@ -77,7 +77,7 @@ def test_missing_settings_and_file(path: Path) -> None:
     path.write_text("a: [")
     with pytest.raises(ValueError, match="not valid YAML"):
         TrainingConfig.from_yaml(path)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match="There is no"):
         TrainingConfig.from_yaml(path.with_name("none.yaml"))
 
 

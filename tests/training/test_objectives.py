@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla, mhla_layers
+from mhla_diffusers.families import NoisedBatch, get_family
 from mhla_diffusers.training import InMemoryData, TrainingConfig, read_metrics, train
-from mhla_diffusers.training.latents.batches import NoisedBatches
-from mhla_diffusers.families.processes import NoisedBatch, diffusion_process
+from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.objectives import distillation_loss, teacher_prediction, transfer_attention
 from mhla_diffusers.training.teacher import Teacher
 from mhla_diffusers.training.trainable import add_adapters, changed_names, set_trainable
@@ -27,7 +27,7 @@ def _losses(output: Path, name: str) -> list[float]:
 
 
 def _one_batch(transformer: Any, data: InMemoryData) -> NoisedBatch:
-    process = diffusion_process(transformer, 3.0)
+    process = get_family(transformer).process(transformer, 3.0)
     config = one_stage("unused", batch_size=2)
     return next(NoisedBatches(data, process, config, torch.device("cpu")).from_step(0))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mhla_diffusers.training import TrainingConfig, read_metrics, train
-from mhla_diffusers.training.commands import finetune
+from mhla_diffusers.training.finetune import finetune
 
 from .models import one_stage, tiny_wan, wan_data
 

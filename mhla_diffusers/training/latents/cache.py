@@ -8,7 +8,6 @@
       shard-00000.safetensors     tensors "<sample>/latents", "<sample>/encoder_hidden_states", …
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from .data import Sample
-from .media import Clip
+from ...families import Clip, Sample
+from ...files import read_json, write_json, written_aside
 
 INDEX_NAME = "index.json"
 FORMAT_VERSION = 1
@@ -164,7 +163,8 @@ class CacheWriter:
 
     def set_empty(self, sample: Sample) -> None:
         """Store the conditioning of the empty prompt."""
-        save_file({name: tensor.contiguous() for name, tensor in sample.items()}, self.folder / _EMPTY_NAME)
+        with written_aside(self.folder / _EMPTY_NAME) as aside:
+            save_file({name: tensor.contiguous() for name, tensor in sample.items()}, aside)
 
     def add(self, source: str, caption: str, sample: Sample) -> None:
         """Add one sample."""
@@ -182,15 +182,11 @@ class CacheWriter:
     def flush(self) -> None:
         """Write what was added since the last shard, then the index."""
         if self._entries:
-            aside = self.folder / ".shard.aside"
-            save_file(self._tensors, aside)
-            aside.replace(self.folder / self._shard_name())
+            with written_aside(self.folder / self._shard_name()) as aside:
+                save_file(self._tensors, aside)
             self.index.samples += self._entries
             self._tensors, self._entries = {}, []
-        aside = self.folder / ".index.aside"
-        content = {"format_version": FORMAT_VERSION, **asdict(self.index)}
-        aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        aside.replace(self.folder / INDEX_NAME)
+        write_json({"format_version": FORMAT_VERSION, **asdict(self.index)}, self.folder / INDEX_NAME)
 
     def _shard_name(self) -> str:
         return f"shard-{len({sample.shard for sample in self.index.samples}):05d}.safetensors"
@@ -207,7 +203,7 @@ def read_index(folder: Path) -> CacheIndex:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no latents: {INDEX_NAME} is missing. Make them with mhla encode.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if content["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format version {content['format_version']!r} is unknown; known: {FORMAT_VERSION}")
         samples = [CachedSample(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["samples"]]

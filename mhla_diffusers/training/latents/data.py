@@ -1,4 +1,4 @@
-"""Training samples and their order.
+"""From samples to noised batches: which samples, in which order, with which noise.
 
 A sample is a mapping of tensors: ``latents`` as the transformer takes them, (C, F, H, W) or (C, H, W), and the further
 arguments of its forward by name, for example ``encoder_hidden_states`` (L, channels) or ``class_labels`` ().
@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
+from torch.utils.data import DataLoader
 
+from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
-
-Sample = Mapping[str, torch.Tensor]
+from ..config import TrainingConfig
 
 
 class TrainingData(Protocol):
@@ -56,6 +57,87 @@ class InMemoryData:
 
     def __getitem__(self, index: int) -> Sample:
         return self._samples[index]
+
+
+class NoisedBatches:
+    """The noised batches of one process.
+
+    Noise, time and prompt dropout of a sample depend on the seed, the step and its position in the step's batch, so
+    they are the same for any number of processes.
+
+    Args:
+        data: all samples; the last ``config.validation.samples`` of them are left out.
+        process: how the family was trained.
+        config: settings.
+        device: where batches go.
+        rank: index of this process.
+        processes: how many there are.
+
+    Raises:
+        ValueError: if nothing is left to train on, or prompts are to be dropped but the data has no empty prompt.
+    """
+
+    def __init__(
+        self,
+        data: TrainingData,
+        process: DiffusionProcess,
+        config: TrainingConfig,
+        device: torch.device,
+        rank: int = 0,
+        processes: int = 1,
+    ) -> None:
+        if len(data) <= config.validation.samples:
+            raise ValueError(
+                f"The data holds {len(data)} samples and validation.samples={config.validation.samples} of them are "
+                "held out, which leaves none to train on."
+            )
+        if config.prompt_dropout > 0 and data.empty is None:
+            raise ValueError(
+                f"prompt_dropout={config.prompt_dropout} needs the empty prompt's conditioning, which the data lacks; "
+                "encode the data with it, or set prompt_dropout: 0."
+            )
+        self._data = data
+        self._process = process
+        self._config = config
+        self._device = device
+        self._rank = rank
+        self._processes = processes
+        self.training_samples = len(data) - config.validation.samples
+        size = config.batch_size * config.gradient_accumulation * processes
+        self._order = BatchOrder(data.shapes[: self.training_samples], size, config.seed)
+
+    def from_step(self, step: int) -> Iterator[NoisedBatch]:
+        """The batch of every forward, beginning with the first one of a step, without end."""
+        config = self._config
+        sampler = ForwardBatches(self._order, step, config.batch_size, self._rank, self._processes)
+        loader: DataLoader[Sample] = DataLoader(
+            self._data,  # type: ignore[arg-type]
+            batch_sampler=sampler,
+            collate_fn=stack_samples,
+            num_workers=config.workers,
+        )
+        for forward, batch in enumerate(loader, start=step * config.gradient_accumulation):
+            this_step, accumulated = divmod(forward, config.gradient_accumulation)
+            first = (accumulated * self._processes + self._rank) * config.batch_size
+            yield self._noise(batch, this_step, first)
+
+    def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int) -> NoisedBatch:
+        latents = batch.pop("latents").float()
+        noise, quantiles, dropped = [], [], []
+        for position in range(first, first + len(latents)):
+            generator = generator_for(self._config.seed, "noise", step, position)
+            quantiles.append(_inside_unit_interval(torch.rand((), dtype=torch.float64, generator=generator)))
+            dropped.append(torch.rand((), generator=generator) < self._config.prompt_dropout)
+            noise.append(torch.randn(latents.shape[1:], generator=generator))
+        conditioning = batch
+        if self._data.empty is not None:
+            conditioning = drop_prompts(batch, self._data.empty, torch.stack(dropped))
+        return self._process.make_batch(
+            latents.to(self._device),
+            torch.stack(noise).to(self._device),
+            torch.stack(quantiles).to(self._device),
+            on_device(conditioning, self._device),
+        )
 
 
 class BatchOrder:
@@ -148,3 +230,28 @@ def stack_samples(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
                     f"{tuple(sample[name].shape)}."
                 )
     return {name: torch.stack([sample[name] for sample in samples]) for name in names}
+
+
+def drop_prompts(
+    conditioning: Mapping[str, torch.Tensor], empty: Sample, dropped: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Replace the conditioning of some samples by the empty prompt's.
+
+    Args:
+        conditioning: each (B, ...).
+        empty: of the same names, each (...).
+        dropped: bool (B,).
+    """
+    return {
+        name: torch.where(dropped.view(-1, *[1] * (tensor.ndim - 1)), empty[name].to(tensor.dtype), tensor)
+        for name, tensor in conditioning.items()
+    }
+
+
+def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Floating-point tensors in float32, whatever they were stored in."""
+    return {name: (x.float() if x.is_floating_point() else x).to(device) for name, x in tensors.items()}
+
+
+def _inside_unit_interval(quantile: torch.Tensor) -> torch.Tensor:
+    return quantile.clamp(1e-6, 1 - 1e-6)

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ...families import get_family
+from ...families import Clip, Family, Sample, get_family
+from ...generation import component_identity, generator_for
 from ...patching import is_patched
 from .cache import CacheHeader, CacheIndex, CacheWriter
-from .data import Sample
-from .encoders import ENCODERS, PipelineEncoder, component_identity
-from .media import Clip, Media, UnreadableMediaError, read_clip
-from ...generation.noise import generator_for
+from .media import Media, UnreadableMediaError, read_clip
 from .sources import find_media
 
 logger = logging.getLogger(__name__)
@@ -42,19 +40,20 @@ def encode_folder(
         ValueError: missing captions, sizes that the model cannot take, a cache that was made otherwise, or not one
             readable file.
     """
-    encoder, header = _prepare(pipe, model)
-    clip = clip or encoder.default_clip
-    _check_clip(pipe, clip)
+    family = get_family(pipe.transformer)
+    clip = clip or family.default_clip
+    _check_clip(family, pipe, clip)
     media = find_media(source)
     settings = {"frames": clip.frames, "fps": clip.fps, "sizes": [list(size) for size in clip.sizes]}
-    writer = CacheWriter(output, replace(header, settings=settings))
-    writer.set_empty(_on_cpu(encoder.conditioning("")))
+    writer = CacheWriter(output, replace(model_header(model, family), settings=settings))
+    writer.set_empty(_on_cpu(family.encode_prompt(pipe, "")))
     left = [item for item in media if item.name not in writer.done]
     for item, pixels in _progress(_read(left, clip, workers), len(media), len(media) - len(left), "encode"):
         if isinstance(pixels, str):
             writer.skip(item.name, pixels)
             continue
-        sample = {"latents": encoder.latents(pixels), **encoder.conditioning(item.caption)}
+        latents = family.encode_pixels(pipe, _for_autoencoder(pipe, pixels))[0]
+        sample = {"latents": latents, **family.encode_prompt(pipe, item.caption)}
         writer.add(item.name, item.caption, _on_cpu(sample))
     writer.flush()
     _report(writer.index)
@@ -88,8 +87,8 @@ def synthesize(
         seed: the noise of a sample depends on it and on the sample's number.
 
     Raises:
-        ValueError: no prompts or empty ones, a patched pipeline, sizes that the model cannot take, or a cache that was
-            made otherwise.
+        ValueError: no prompts, empty ones or such as the model does not know, a patched pipeline, sizes that the model
+            cannot take, or a cache that was made otherwise.
     """
     if is_patched(pipe):
         raise ValueError("The pipeline is patched, but its own latents are wanted; call remove_mhla() first.")
@@ -98,9 +97,11 @@ def synthesize(
         raise ValueError(
             f"There must be prompts, none of them empty; empty: number {', '.join(empty) or 'none given'}."
         )
-    encoder, header = _prepare(pipe, model)
-    clip = clip or encoder.default_clip
-    _check_clip(pipe, clip)
+    family = get_family(pipe.transformer)
+    for prompt in prompts:
+        family.check_prompt(pipe, prompt)
+    clip = clip or family.default_clip
+    _check_clip(family, pipe, clip)
     settings = {
         "frames": clip.frames,
         "sizes": [list(clip.sizes[0])],
@@ -108,48 +109,44 @@ def synthesize(
         "guidance": guidance,
         "seed": seed,
     }
-    writer = CacheWriter(output, replace(header, settings=settings))
-    writer.set_empty(_on_cpu(encoder.conditioning("")))
+    writer = CacheWriter(output, replace(model_header(model, family), settings=settings))
+    writer.set_empty(_on_cpu(family.encode_prompt(pipe, "")))
     left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" not in writer.done]
     pipe.set_progress_bar_config(disable=True)
     for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
         generator = generator_for(seed, "synthesize", number)
-        latents = encoder.generate(prompt, clip, steps, guidance, generator)
-        writer.add(f"{number}: {prompt}", prompt, _on_cpu({"latents": latents, **encoder.conditioning(prompt)}))
+        latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
+        sample = {"latents": latents, **family.encode_prompt(pipe, prompt)}
+        writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample))
     writer.flush()
     return writer.index
 
 
-def model_header(model: str, family: str) -> CacheHeader:
+def model_header(model: str, family: Family) -> CacheHeader:
     """What a cache for a model says of the model, read without its weights.
 
     Raises:
         FileNotFoundError: no such pipeline.
     """
-    return CacheHeader(family, component_identity(model, "vae"), component_identity(model, "text_encoder"), {})
+    return CacheHeader(family.name, component_identity(model, "vae"), component_identity(model, "text_encoder"), {})
 
 
-def _prepare(pipe: Any, model: str) -> tuple[PipelineEncoder, CacheHeader]:
-    family = get_family(pipe.transformer).name
-    if family not in ENCODERS:
-        raise ValueError(f"It is not known how to encode for the {family!r} family; known: {', '.join(ENCODERS)}.")
-    return ENCODERS[family](pipe), model_header(model, family)
-
-
-def _check_clip(pipe: Any, clip: Clip) -> None:
+def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
     """Raise unless the model can take the frames and sizes.
 
     Raises:
         ValueError: naming the nearest that it can.
     """
     patch = pipe.transformer.config.patch_size
-    step = _spatial_stride(pipe) * (patch if isinstance(patch, int) else patch[-1])
+    step = family.spatial_stride(pipe) * (patch if isinstance(patch, int) else patch[-1])
     for size in clip.sizes:
         if any(side <= 0 or side % step for side in size):
             nearest = tuple(max(step, round(side / step) * step) for side in size)
             raise ValueError(f"Size {size} must be divisible by {step}; the nearest is {nearest}.")
-    if get_family(pipe.transformer).axes == 3:
-        step = pipe.vae_scale_factor_temporal
+        if family.squares_only and size[0] != size[1]:
+            raise ValueError(f"Size {size} is no square, and {family.name} makes squares alone; try {(size[0],) * 2}.")
+    if family.makes_videos:
+        step = family.temporal_stride(pipe)
         if clip.frames < 1 or (clip.frames - 1) % step:
             nearest_count = max(0, round((clip.frames - 1) / step)) * step + 1
             raise ValueError(f"frames={clip.frames} must be 1 more than a multiple of {step}; try {nearest_count}.")
@@ -157,11 +154,9 @@ def _check_clip(pipe: Any, clip: Clip) -> None:
         raise ValueError(f"frames={clip.frames} is for video models; this one makes images, so frames must be 1.")
 
 
-def _spatial_stride(pipe: Any) -> int:
-    for name in ("vae_scale_factor_spatial", "vae_scale_factor"):
-        if hasattr(pipe, name):
-            return int(getattr(pipe, name))
-    return 2 ** (len(pipe.vae.config.block_out_channels) - 1)
+def _for_autoencoder(pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """uint8 (3, F, H, W) as the autoencoder takes them: (1, 3, F, H, W) in [-1, 1], on its device and in its type."""
+    return (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
 
 
 class _Reading(Dataset[tuple[Media, torch.Tensor | str]]):

@@ -1,6 +1,5 @@
 """Videos and images with captions, and reading them."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -9,8 +8,8 @@ from typing import Any
 
 import torch
 
-VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+from ...families import Clip
+from ...files import IMAGE_SUFFIXES
 
 
 class UnreadableMediaError(ValueError):
@@ -42,25 +41,9 @@ class Media:
     name: str
     """Path inside the folder, that of a tar archive before it."""
     caption: str
-    """Prompt; for DiT the number of the class."""
+    """Prompt; for DiT the class."""
     problem: str | None = None
     """Why it cannot be used, if that is known without reading it."""
-
-
-@dataclass(frozen=True)
-class Clip:
-    """What is cut out of every file."""
-
-    frames: int
-    """1 for images."""
-    fps: float
-    """Frames per second that a video is sampled at."""
-    sizes: tuple[tuple[int, int], ...]
-    """(height, width) in pixels; a file gets the one that is nearest to its aspect ratio."""
-
-    def size_for(self, height: int, width: int) -> tuple[int, int]:
-        """The size nearest in aspect ratio."""
-        return min(self.sizes, key=lambda size: abs(math.log(size[0] / size[1]) - math.log(height / width)))
 
 
 def read_clip(file: Path | TarMember, clip: Clip) -> torch.Tensor:

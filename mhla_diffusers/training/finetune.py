@@ -1,0 +1,204 @@
+"""Adapt a pipeline by name: what a configuration names is found and checked before any weights are loaded."""
+
+import logging
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import load_patch
+from ..families import Clip, Family, Sample
+from ..files import read_json
+from ..generation import family_of, load_pipeline, pipeline_file
+from ..patching import apply_mhla
+from .config import TrainingConfig
+from .estimate import Estimate, estimate
+from .latents.cache import INDEX_NAME, LatentCache
+from .latents.data import InMemoryData
+from .latents.encode import encode_folder, model_header
+from .latents.sources import find_media
+from .loop import TrainingResult, train
+from .run import Start, check_fits
+from .validation import PromptSampler
+
+logger = logging.getLogger(__name__)
+
+
+def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResult:
+    """Adapt the transformer of a pipeline as a configuration says.
+
+    Model, patch, data and the checkpoint to resume from are checked against each other before weights are loaded.
+
+    Args:
+        config: with ``model`` and ``data``.
+        resume: "latest" or the path of a checkpoint.
+
+    Raises:
+        ValueError: what :meth:`ResolvedRun.of` and :func:`train` raise.
+        FileNotFoundError: no such model, data or checkpoint.
+        ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
+    """
+    Start.of(config, resume)
+    run = ResolvedRun.of(config)
+    data = run.open_data()
+    check_fits(run.without_weights(), data, config)
+    return train(run.with_weights(), data, config, resume=resume, sampler=run.sampler())
+
+
+def dry_run(config: TrainingConfig) -> Estimate:
+    """Trainable parameters, memory and FLOPs of a run, without weights and without data.
+
+    Shapes are those of the encoded data if it is there, else those of ``config.clip`` or the family's default.
+
+    Raises:
+        ValueError: what :meth:`ResolvedRun.of` raises.
+        FileNotFoundError: no such model.
+    """
+    run = ResolvedRun.of(config)
+    transformer = run.without_weights()
+    sample = run.open_data()[0] if run.is_encoded else run.sample_shapes(transformer.config)
+    check_fits(transformer, InMemoryData([sample]), config)
+    return estimate(transformer, sample, config)
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """What a configuration names, found without reading weights."""
+
+    config: TrainingConfig
+    model: str
+    """Hub id or folder of the pipeline."""
+    family: Family
+    data: Path
+    """Folder of latents, or what is to be encoded."""
+    clip: Clip
+    """That of the configuration, or the family's default."""
+    settings: Mapping[str, Any]
+    """``config.json`` of the transformer."""
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> "ResolvedRun":
+        """Find model, family and data, and check that they and the patch belong together.
+
+        Raises:
+            ValueError: no model or data named, a patch for another family, a cache of another model or resolution.
+            FileNotFoundError: no such model.
+        """
+        if config.model is None or config.data is None:
+            raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
+        family = family_of(config.model, config.component)
+        if isinstance(config.patch, str):
+            patch = load_patch(config.patch)
+            if patch.family != family.name:
+                raise ValueError(
+                    f"patch={config.patch!r} is for the {patch.family!r} family (made for {patch.base_model}), but "
+                    f"{config.model} belongs to {family.name!r}."
+                )
+        settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
+        clip = config.clip or family.default_clip
+        run = cls(config, config.model, family, Path(config.data), clip, settings)
+        if run.is_encoded:
+            cache = LatentCache(run.data)
+            cache.check_made_for(run.model, model_header(run.model, family))
+            if config.clip is not None:
+                cache.check_cut_as(config.clip)
+        return run
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the data holds latents."""
+        return (self.data / INDEX_NAME).is_file()
+
+    @property
+    def transformer_class(self) -> Any:
+        """Of diffusers."""
+        import diffusers
+
+        return getattr(diffusers, self.settings["_class_name"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the frozen weights."""
+        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+
+    def without_weights(self) -> Any:
+        """The transformer, patched, on the meta device.
+
+        Raises:
+            ValueError: a patch that does not fit.
+        """
+        with torch.device("meta"):
+            return self._patched(self.transformer_class.from_config(self.settings))
+
+    def with_weights(self) -> Any:
+        """The transformer, patched, on the CPU."""
+        cls, component = self.transformer_class, self.config.component
+        return self._patched(cls.from_pretrained(self.model, subfolder=component, dtype=self.dtype))
+
+    def _patched(self, transformer: Any) -> Any:
+        return transformer if self.config.patch is None else apply_mhla(transformer, self.config.patch)
+
+    def open_data(self) -> LatentCache:
+        """The latents; videos or images are encoded into the output folder first.
+
+        Raises:
+            FileNotFoundError: no data, naming the commands that make it.
+            ValueError: what :func:`encode_folder` raises.
+        """
+        if self.is_encoded:
+            return LatentCache(self.data)
+        try:
+            find_media(self.data)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error} {self._ways_to_data()}") from error
+        folder = Path(self.config.output) / "latents"
+        logger.info("%s holds no latents; encoding its files into %s.", self.data, folder)
+        with _processes().main_process_first():
+            pipe = load_pipeline(self.model, self.family.name, "auto", self.dtype)
+            encode_folder(pipe, self.model, self.data, folder, self.clip, self.config.workers)
+        return LatentCache(folder)
+
+    def sample_shapes(self, transformer: Any) -> Sample:
+        """A sample of the clip without values, on the meta device.
+
+        Args:
+            transformer: its configuration.
+        """
+        vae = read_json(pipeline_file(self.model, "vae/config.json"))
+        latents = torch.empty(self.family.latent_shape(transformer, vae, self.clip), device="meta")
+        return {"latents": latents, **self.family.conditioning_shapes(transformer)}
+
+    def sampler(self) -> PromptSampler | None:
+        """What generates at every validation, if the configuration has prompts for it."""
+        validation = self.config.validation
+        if not validation.prompts:
+            return None
+        pipe = load_pipeline(self.model, self.family.name, str(_processes().device), self.dtype)
+        return PromptSampler(pipe, validation.prompts, self.clip, validation.inference_steps, self.config.component)
+
+    def _ways_to_data(self) -> str:
+        """The commands that make the data."""
+        common = ["--model", self.model, "--output", str(self.data), "--precision", self.config.precision]
+        encoding = ["mhla", "encode", "--source", "FOLDER", *common]
+        synthesizing = ["mhla", "synthesize", "--prompts", "PROMPTS.txt", *common]
+        if self.config.clip is not None:
+            sizes = [f"{height}x{width}" for height, width in self.clip.sizes]
+            encoding += ["--frames", str(self.clip.frames), "--fps", str(self.clip.fps)]
+            encoding += [word for size in sizes for word in ("--size", size)]
+            synthesizing += ["--frames", str(self.clip.frames), "--size", sizes[0]]
+        return (
+            f"Make the data from videos or images with captions in FOLDER: `{shlex.join(encoding)}`, or from prompts, "
+            f"one per line of PROMPTS.txt: `{shlex.join(synthesizing)}`."
+        )
+
+
+def _processes() -> Any:
+    """The state that accelerate has of this process among the others; the training's accelerator takes it over."""
+    from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
+
+    # an Accelerator looks at this by itself
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))

@@ -1,0 +1,273 @@
+"""The folder of a run: checkpoints that are complete or absent, the metrics so far, and the result.
+
+::
+
+    output/
+      metrics.jsonl                     one line per update and per validation
+      checkpoints/step-00000500/        state.json, weights.safetensors, optimizer.safetensors, ema.safetensors
+      result/                           what load_mhla (or from_pretrained) loads after the last stage
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ..files import read_json, write_json, write_text, write_whole_folder
+from ..generation.pipelines import LORA_FILE
+from ..patching import save_mhla
+from ..patching.record import Weights
+from .config import TrainingConfig
+from .trainable import is_adapter
+
+Tensors = dict[str, torch.Tensor]
+
+_STATE = "state.json"
+_FREE_TO_CHANGE = {
+    "output",
+    "batch_size",
+    "gradient_accumulation",
+    "gradient_checkpointing",
+    "workers",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "max_skipped",
+    "tracker",
+    "validation",
+}
+"""Settings that a resumed run may have otherwise, since they do not change what is trained.
+The number of samples per update and of training samples is compared by itself."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands and which run it is. Random numbers need no state: they follow from the seed and the step."""
+
+    step: int
+    """Updates done, over all stages, skipped ones included."""
+    skipped_in_row: int
+    """Updates skipped since the last one that was not."""
+    samples_per_update: int
+    training_samples: int
+    config: dict[str, Any]
+    """``TrainingConfig.to_dict()``."""
+
+    def check_same_run(self, other: "RunState", folder: Path) -> None:
+        """Raise unless ``other``, read from ``folder``, is a state of the same run.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        mine, saved = ({**_flat(state.config), **state._sizes()} for state in (self, other))
+        different = [
+            f"{name} is {mine.get(name)!r} here and {saved.get(name)!r} there"
+            for name in sorted(mine.keys() | saved.keys())
+            if mine.get(name) != saved.get(name) and name.split(".")[0] not in _FREE_TO_CHANGE
+        ]
+        if different:
+            raise ValueError(
+                f"{folder} belongs to another run: {'; '.join(different[:4])}. Resume with the configuration of that "
+                "run, or start this one in another output folder."
+            )
+
+    def _sizes(self) -> dict[str, int]:
+        return {"samples per update": self.samples_per_update, "training samples": self.training_samples}
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written."""
+
+
+class TrainingDivergedError(RuntimeError):
+    """Loss, gradient or weights are not finite, and nothing that a run could do by itself would mend them."""
+
+
+class RunFolder:
+    """The output folder of a run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+        self.result = self.path / "result"
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return sorted((self.path / "checkpoints").glob("step-*"))
+
+    def last_before(self, step: int) -> Path | None:
+        """The latest checkpoint of fewer than ``step`` updates."""
+        earlier = [path for path in self.checkpoints() if int(path.name.removeprefix("step-")) < step]
+        return earlier[-1] if earlier else None
+
+    def find(self, resume: str | None) -> Path | None:
+        """The checkpoint to resume from.
+
+        Args:
+            resume: "latest", the path of a checkpoint, or None to begin anew.
+
+        Raises:
+            ValueError: to begin anew where there are checkpoints.
+            FileNotFoundError: no checkpoint to resume from.
+        """
+        checkpoints = self.checkpoints()
+        if resume is None:
+            if checkpoints:
+                raise ValueError(
+                    f"{self.path} already holds a run, up to {checkpoints[-1].name}. Resume it with resume='latest' "
+                    "(--resume latest), or choose another output folder."
+                )
+            return None
+        chosen = Path(resume) if resume != "latest" else checkpoints[-1] if checkpoints else None
+        if chosen is None or not (chosen / _STATE).is_file():
+            where = chosen or self.path / "checkpoints"
+            raise FileNotFoundError(f"There is no checkpoint to resume from in {where}.")
+        return chosen
+
+    def save(self, state: RunState, tensors: Mapping[str, Tensors], keep: int) -> Path:
+        """Write a checkpoint and remove all but the ``keep`` latest.
+
+        Raises:
+            CheckpointError: if it cannot be written; the earlier checkpoints stay.
+        """
+        folder = self.path / "checkpoints" / f"step-{state.step:08d}"
+
+        def write(aside: Path) -> None:
+            for name, part in tensors.items():
+                save_file(part, aside / f"{name}.safetensors")
+            write_json(asdict(state), aside / _STATE)
+
+        _write_whole(folder, write)
+        for old in self.checkpoints()[:-keep]:
+            shutil.rmtree(old)
+        return folder
+
+    def keep_metrics_until(self, step: int) -> None:
+        """Drop the metrics after a step, and a line that a killed run left unfinished."""
+        if not self.metrics.is_file():
+            return
+        kept = [json.dumps(record) for record in read_metrics(self.metrics) if record["step"] <= step]
+        write_text("".join(f"{line}\n" for line in kept), self.metrics)
+
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        """Append one line."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def export(self, transformer: Any, config: TrainingConfig) -> None:
+        """Write the trained weights for use, into ``result/``.
+
+        A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
+        trained them, the model's. LoRA lies beside it for ``pipe.load_lora_weights(folder)``. An unpatched transformer
+        is saved whole, for ``from_pretrained``.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+
+        def write(aside: Path) -> None:
+            if config.patch is None:
+                transformer.save_pretrained(aside)
+                return
+            save_mhla(transformer, aside, weights=_weights(config), base_model=config.model)
+            adapters = {
+                f"{config.component}.{name.replace('.default.', '.')}": parameter.detach().cpu().contiguous()
+                for name, parameter in transformer.named_parameters()
+                if is_adapter(name)
+            }
+            if adapters:
+                save_file(adapters, aside / LORA_FILE, metadata={"format": "pt"})
+
+        _write_whole(self.result, write)
+
+    def check_in_between(self, state: RunState, max_skipped: int) -> None:
+        """Raise if too many updates in a row were skipped.
+
+        Raises:
+            TrainingDivergedError: more than ``max_skipped``.
+        """
+        if state.skipped_in_row > max_skipped:
+            raise self._diverged(
+                f"{state.skipped_in_row} updates in a row, up to step {state.step}, were skipped", state
+            )
+
+    def check_end(self, state: RunState, weights_are_finite: bool, validation_loss: float | None) -> None:
+        """Raise unless a run has ended with a model of which nothing bad is known.
+
+        One skipped update is enough if it is the last one, since no later update shows that the weights still work.
+
+        Args:
+            state: after the last update.
+            weights_are_finite: all those that would be the result.
+            validation_loss: after the last update; None without validation.
+
+        Raises:
+            TrainingDivergedError: naming what is not finite and the last good checkpoint.
+        """
+        if state.skipped_in_row:
+            raise self._diverged(f"all updates after step {state.step - state.skipped_in_row} were skipped", state)
+        if not weights_are_finite:
+            raise self._diverged(f"weights after step {state.step} are not finite", state)
+        if validation_loss is not None and not math.isfinite(validation_loss):
+            raise self._diverged(f"the validation loss after step {state.step} is {validation_loss}", state)
+
+    def _diverged(self, what: str, state: RunState) -> TrainingDivergedError:
+        # that an update was not skipped shows that the weights before it worked, but says nothing of those after it
+        good = self.last_before(state.step - state.skipped_in_row)
+        from_there = (
+            f"{good} is the last good checkpoint: if a sample of the data is at fault, mend it and resume from there "
+            f"with --resume {good}."
+            if good is not None
+            else f"{self.path} holds no good checkpoint."
+        )
+        return TrainingDivergedError(
+            f"Training has diverged: {what}. Updates are skipped where loss or gradient is not finite. Lower the "
+            f"learning rate or lengthen the warm-up, and start again in another output folder. {from_there}"
+        )
+
+
+def load_checkpoint(folder: Path) -> tuple[RunState, dict[str, Tensors]]:
+    """State and tensors of a checkpoint.
+
+    Raises:
+        ValueError: if a file is damaged.
+    """
+    try:
+        state = RunState(**read_json(folder / _STATE))
+        tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    except (ValueError, TypeError, SafetensorError) as error:
+        raise ValueError(f"Checkpoint {folder} is damaged ({error}); resume from an earlier one.") from error
+    return state, tensors
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``, but for an unfinished last line."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    try:
+        write_whole_folder(folder, write)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} could not be written: {error}. Is the disk full?") from error
+
+
+def _weights(config: TrainingConfig) -> Weights:
+    if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
+        return "mhla"
+    return "changed" if config.model is not None else "all"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    if isinstance(value, dict | list) and value:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {name: leaf for key, item in items for name, leaf in _flat(item, f"{prefix}{key}.").items()}
+    return {prefix.rstrip("."): value}

@@ -1,0 +1,131 @@
+"""Settings as people write them: YAML with ``key=value`` overrides, read into nested dataclasses and checked."""
+
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from ..config import check_names
+from ..files import read_text
+
+Settings = TypeVar("Settings")
+
+
+def read_yaml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Nested settings of a YAML file.
+
+    Args:
+        path: the file.
+        overrides: ``key=value`` with dotted keys, for example ``stages.0.steps=100``; values are YAML.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: a malformed file or override.
+    """
+    try:
+        settings = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must hold named settings, got {settings!r}.")
+    for override in overrides:
+        _override(settings, override)
+    return settings
+
+
+def from_mapping(cls: type[Settings], settings: Any, path: str = "") -> Settings:
+    """A dataclass from nested mappings. Numbers may be text, since YAML reads ``1e-4`` so.
+
+    Args:
+        cls: the dataclass; a nested one that has a ``from_dict`` is made by it.
+        settings: name → value.
+        path: dotted, stands before the names in errors, for example ``stages.0.``.
+
+    Raises:
+        ValueError: unknown or missing names, or values that are not allowed.
+    """
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{path.rstrip('.') or 'the configuration'} must hold named settings, got {settings!r}.")
+    kinds = get_type_hints(cls)
+    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
+    check_names(settings, list(known), "setting", path)
+    missing = [
+        name
+        for name, item in known.items()
+        if name not in settings and item.default is MISSING and item.default_factory is MISSING
+    ]
+    if missing:
+        raise ValueError(f"{path.rstrip('.') or 'The configuration'} lacks {', '.join(missing)}.")
+    values = {name: _convert(kinds[name], value, path + name) for name, value in settings.items()}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{path.rstrip('.')}: {error}" if path else str(error)) from error
+
+
+def as_plain(value: Any) -> Any:
+    """A dataclass as JSON and YAML can hold it; the inverse of :func:`from_mapping`."""
+    if is_dataclass(value):
+        return {item.name: as_plain(getattr(value, item.name)) for item in fields(value)}
+    return [as_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _override(settings: dict[str, Any], override: str) -> None:
+    """Set one ``dotted.key=value`` in nested settings."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ValueError(f"Override {override!r} must look like key=value, for example stages.0.steps=100.")
+    *parents, last = key.split(".")
+    where: Any = settings
+    for name in parents:
+        where = where.setdefault(name, {}) if isinstance(where, dict) else _item(where, name, override)
+    if isinstance(where, dict):
+        where[last] = yaml.safe_load(text)
+    else:
+        _item(where, last, override)
+        where[int(last)] = yaml.safe_load(text)
+
+
+def _item(where: Any, name: str, override: str) -> Any:
+    if not isinstance(where, list) or not name.isdigit() or int(name) >= len(where):
+        count = f"; the list has {len(where)} entries, counted from 0" if isinstance(where, list) else ""
+        raise ValueError(f"Override {override!r}: there is no {name!r} to set{count}.")
+    return where[int(name)]
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    """``value`` as the annotation ``kind`` wants it."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return _convert_union(get_args(kind), value, path)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError(f"{path} must be a list, got {value!r}.")
+        return tuple(_convert(get_args(kind)[0], item, f"{path}.{index}") for index, item in enumerate(value))
+    if is_dataclass(kind) and isinstance(kind, type):
+        if isinstance(value, kind):
+            return value
+        make = getattr(kind, "from_dict", None)
+        return from_mapping(kind, value, f"{path}.") if make is None else make(value)
+    if get_origin(kind) is Literal:
+        return value
+    if kind is float and isinstance(value, str | int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{path}={value!r} must be of type {kind.__name__}, got {type(value).__name__}.")
+    return value
+
+
+def _convert_union(kinds: tuple[Any, ...], value: Any, path: str) -> Any:
+    """``None`` or a name where the annotation allows them, else what the annotation has beside them."""
+    if type(value) in kinds:
+        return value
+    others = [kind for kind in kinds if kind not in (str, type(None))] or [str]
+    if str in kinds and others != [str] and not isinstance(value, Mapping):
+        raise ValueError(f"{path} must be a name, a path, or settings such as blocks; got {value!r}.")
+    return _convert(others[0], value, path)

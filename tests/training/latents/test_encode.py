@@ -1,0 +1,190 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mhla_diffusers import apply_mhla
+from mhla_diffusers.families import Clip, get_family
+from mhla_diffusers.training import train
+from mhla_diffusers.training.latents.cache import CacheHeader, CacheWriter, LatentCache
+from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
+
+from ..models import one_stage
+from ..pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
+
+WAN_CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
+IMAGE_CLIP = Clip(frames=1, fps=1.0, sizes=((16, 16),))
+
+
+@pytest.fixture
+def wan(tmp_path: Path) -> tuple[Any, str]:
+    pipe = wan_pipeline()
+    pipe.save_pretrained(tmp_path / "wan")
+    return pipe, str(tmp_path / "wan")
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Path:
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for index in range(4):
+        write_video(folder / f"{index}.mp4")
+        (folder / f"{index}.txt").write_text("a red ball moves")
+    (folder / "2.mp4").write_bytes(b"")
+    return folder
+
+
+def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+    pipe, model = wan
+    index = encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    assert [sample.source for sample in index.samples] == ["0.mp4", "1.mp4", "3.mp4"]
+    assert index.skipped == {"2.mp4": "the file is empty"}
+    cache = LatentCache(tmp_path / "cache")
+    assert cache.shapes == [(4, 2, 4, 4)] * 3
+    assert cache[0]["encoder_hidden_states"].shape == (512, 8)
+    assert cache.empty is not None
+    assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
+
+
+def test_latents_are_those_that_the_pipeline_decodes(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+    from mhla_diffusers.training.latents.media import read_clip
+
+    pipe, model = wan
+    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    latents = LatentCache(tmp_path / "cache")[1]["latents"]
+    pixels = read_clip(videos / "1.mp4", WAN_CLIP)[None].float() / 127.5 - 1
+    with torch.no_grad():
+        raw = pipe.vae.encode(pixels).latent_dist.mode()[0]
+    assert torch.allclose(latents * 0.5 + 0.1, raw, atol=1e-5)
+
+
+def test_encoding_goes_on_where_it_stopped(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+    pipe, model = wan
+    (videos / "3.mp4").rename(tmp_path / "3.mp4")
+    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    (tmp_path / "3.mp4").rename(videos / "3.mp4")
+    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    cache = LatentCache(tmp_path / "cache")
+    assert [sample.source for sample in cache.index.samples] == ["0.mp4", "1.mp4", "3.mp4"]
+    assert torch.equal(cache[2]["latents"], cache[0]["latents"])
+
+
+def test_workers_read_the_same(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+    pipe, model = wan
+    for workers in (0, 2):
+        encode_folder(pipe, model, videos, tmp_path / f"cache-{workers}", WAN_CLIP, workers=workers)
+    alone, several = (LatentCache(tmp_path / f"cache-{workers}") for workers in (0, 2))
+    assert alone.index == several.index
+    assert torch.equal(alone[2]["latents"], several[2]["latents"])
+
+
+@pytest.mark.parametrize(
+    ("make", "clip", "shape"),
+    [
+        (wan_pipeline, WAN_CLIP, (4, 2, 4, 4)),
+        (sana_pipeline, Clip(1, 1.0, ((32, 32),)), (4, 16, 16)),
+        (dit_pipeline, Clip(1, 1.0, ((16, 16),)), (4, 8, 8)),
+    ],
+)
+def test_synthesized_latents_train(make: Callable[[], Any], clip: Clip, shape: tuple[int, ...], tmp_path: Path) -> None:
+    pipe = make()
+    pipe.save_pretrained(tmp_path / "model")
+    prompts = ["3", "dog"] if make is dit_pipeline else ["a red ball", "a blue ball moves"]
+    synthesize(pipe, str(tmp_path / "model"), prompts[:1], tmp_path / "cache", clip, steps=2)
+    synthesize(pipe, str(tmp_path / "model"), prompts, tmp_path / "cache", clip, steps=2)
+    cache = LatentCache(tmp_path / "cache")
+    assert cache.shapes == [shape] * 2
+    assert all(cache[index]["latents"].isfinite().all() for index in range(2))
+    assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
+
+
+@pytest.mark.parametrize("make", [sana_pipeline, dit_pipeline])
+def test_images_become_samples(make: Callable[[], Any], tmp_path: Path) -> None:
+    pipe = make()
+    pipe.save_pretrained(tmp_path / "model")
+    (tmp_path / "images").mkdir()
+    for name in ("a", "b"):
+        write_image(tmp_path / "images" / f"{name}.png")
+        (tmp_path / "images" / f"{name}.txt").write_text("3" if make is dit_pipeline else "a red ball")
+    encode_folder(pipe, str(tmp_path / "model"), tmp_path / "images", tmp_path / "cache", IMAGE_CLIP)
+    assert LatentCache(tmp_path / "cache").shapes == [(4, 8, 8)] * 2
+
+
+def test_cache_of_another_model_is_refused_with_both_names(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+    pipe, model = wan
+    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    other = wan_pipeline(latent_channels=8)
+    other.save_pretrained(tmp_path / "other")
+    header = model_header(str(tmp_path / "other"), get_family(other.transformer))
+    message = r"vae='AutoencoderKLWan \(configuration \w+\)', but .*other has 'AutoencoderKLWan"
+    with pytest.raises(ValueError, match=message):
+        LatentCache(tmp_path / "cache").check_made_for(str(tmp_path / "other"), header)
+    cache = LatentCache(tmp_path / "cache")
+    cache.check_cut_as(Clip(5, 8.0, ((64, 32), (32, 32))))
+    for clip, difference in {
+        Clip(9, 8.0, ((32, 32),)): r"frames=5, but the configuration has clip.frames=9",
+        Clip(5, 16.0, ((32, 32),)): r"fps=8.0, but the configuration has clip.fps=16.0",
+        Clip(5, 8.0, ((64, 32),)): r"sizes=\[\[32, 32\]\], but the configuration has clip.sizes=\(\(64, 32\),\)",
+    }.items():
+        with pytest.raises(ValueError, match=difference):
+            cache.check_cut_as(clip)
+    with pytest.raises(ValueError, match=r"made with frames=5, not 9; choose another folder"):
+        encode_folder(pipe, model, videos, tmp_path / "cache", Clip(9, 8.0, ((32, 32),)))
+
+
+def test_clips_that_the_model_cannot_take_are_refused(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+    pipe, model = wan
+    with pytest.raises(ValueError, match=r"Size \(36, 32\) must be divisible by 16; the nearest is \(32, 32\)"):
+        encode_folder(pipe, model, videos, tmp_path / "cache", Clip(5, 8.0, ((36, 32),)))
+    with pytest.raises(ValueError, match="frames=6 must be 1 more than a multiple of 4; try 5"):
+        encode_folder(pipe, model, videos, tmp_path / "cache", Clip(6, 8.0, ((32, 32),)))
+    with pytest.raises(ValueError, match="None of the 4 files"):
+        encode_folder(pipe, model, videos, tmp_path / "cache", Clip(41, 8.0, ((32, 32),)))
+
+
+def test_bad_prompts_and_patched_teachers_are_refused(wan: tuple[Any, str], tmp_path: Path) -> None:
+    pipe, model = wan
+    with pytest.raises(ValueError, match="none of them empty; empty: number 1"):
+        synthesize(pipe, model, ["a ball", " "], tmp_path / "cache", WAN_CLIP)
+    apply_mhla(pipe, blocks=(2, 2, 2))
+    with pytest.raises(ValueError, match="The pipeline is patched"):
+        synthesize(pipe, model, ["a ball"], tmp_path / "cache", WAN_CLIP)
+
+
+def test_classes_that_a_dit_does_not_know_are_refused_before_anything_is_generated(tmp_path: Path) -> None:
+    pipe = dit_pipeline()
+    with pytest.raises(ValueError, match=r"'horse' is no class of this DiT.*cat, dog, house cat"):
+        synthesize(pipe, "unused", ["dog", "horse"], tmp_path / "cache", IMAGE_CLIP)
+    with pytest.raises(ValueError, match=r"Size \(16, 32\) is no square"):
+        synthesize(pipe, "unused", ["dog"], tmp_path / "cache", Clip(1, 1.0, ((16, 32),)))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_killed_writer_leaves_a_good_cache_and_damage_is_named(tmp_path: Path) -> None:
+    header = CacheHeader("wan", "vae", "text", {})
+    writer = CacheWriter(tmp_path, header, shard_bytes=100)
+    for index in range(3):
+        writer.add(str(index), "caption", {"latents": torch.full((4, 4, 4), float(index))})
+    writer.add("lost", "caption", {"latents": torch.zeros(2)})
+    again = CacheWriter(tmp_path, header, shard_bytes=100)
+    assert again.done == {"0", "1", "2"}
+    again.add("3", "caption", {"latents": torch.full((4, 4, 4), 3.0)})
+    again.flush()
+    cache = LatentCache(tmp_path)
+    assert [float(cache[index]["latents"][0, 0, 0]) for index in range(4)] == [0, 1, 2, 3]
+    (tmp_path / "shard-00001.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match=r"shard-00001.safetensors is damaged"):
+        cache[1]
+    (tmp_path / "shard-00001.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks shard-00001.safetensors; encode it again"):
+        LatentCache(tmp_path)
+    content = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({**content, "format_version": 9}))
+    with pytest.raises(ValueError, match="format version 9 is unknown"):
+        LatentCache(tmp_path)
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no latents: index.json is missing"):
+        LatentCache(tmp_path)
