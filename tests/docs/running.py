@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pytest
 import torch
 import typer
 from typer.testing import CliRunner
@@ -30,6 +31,9 @@ WAN_SET = "--set num_inference_steps=1 --set num_frames=8 --set max_sequence_len
 SANA_SET = "--set num_inference_steps=1 --set height=64 --set width=64 --set use_resolution_binning=false"
 DIGITS = "--extractor mhla_diffusers.demo.judging:picture_features"
 SHORT = "validation.samples=0 stages.1.steps=1 batch_size=1"
+
+FAMILIES = dict(families._FAMILIES)
+"""Those that the package knows by itself."""
 
 SUBSTITUTIONS: list[tuple[str, str]] = [
     # models of the Hub
@@ -120,7 +124,7 @@ class Reader:
             return
         command = Snippet(snippet.page, snippet.line, "bash", text).arguments
         only_checked = any(re.search(pattern, snippet.text) for pattern, _ in ONLY_CHECKED)
-        with only_the_families_of_the_package():
+        with own_process():
             (check if only_checked else run)(command)
 
     def _python(self, text: str, snippet: Snippet) -> None:
@@ -141,16 +145,11 @@ def inputs_of_tiny_wan() -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def only_the_families_of_the_package() -> Iterator[None]:
-    """A command begins without what was registered before, and leaves nothing registered."""
-    known = dict(families._FAMILIES)
-    for name in set(known) - {"dit", "sana", "wan"}:
-        del families._FAMILIES[name]
-    try:
+def own_process() -> Iterator[None]:
+    """A command knows the families of the package alone, and leaves nothing registered."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "_FAMILIES", dict(FAMILIES))
         yield
-    finally:
-        families._FAMILIES.clear()
-        families._FAMILIES.update(known)
 
 
 def run(command: list[str]) -> None:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from mhla_diffusers import apply_mhla, save_mhla
+from mhla_diffusers import apply_mhla, families, save_mhla
 from mhla_diffusers.generation.record import write_video
 from mhla_diffusers.tiny import load_tiny
 
@@ -96,6 +96,7 @@ def test_every_command_and_snippet_runs(page, belongings, tmp_path, monkeypatch)
     """Each page by itself, from top to bottom."""
     folder = shutil.copytree(belongings, tmp_path / "reader", symlinks=True)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     reader, failed = Reader(folder), []
     for snippet in (snippet for snippet in CODE if snippet.page == page):
         try:
