@@ -26,8 +26,8 @@ from mhla_diffusers.tiny import load_tiny, pipeline_folder
 from .snippets import ROOT, Snippet
 
 TINY_DIT, TINY_SANA, TINY_WAN = (str(pipeline_folder(family)) for family in ("dit", "sana", "wan"))
-WAN_CALL = 'num_inference_steps=1, num_frames=8, height=64, width=64, max_sequence_length=10, output_type="latent"'
-WAN_SET = "--set num_inference_steps=1 --set num_frames=8 --set max_sequence_length=10"
+WAN_CALL = 'num_inference_steps=1, num_frames=6, height=64, width=64, max_sequence_length=10, output_type="latent"'
+WAN_SET = "--set num_inference_steps=1 --set num_frames=6 --set max_sequence_length=10"
 SANA_SET = "--set num_inference_steps=1 --set height=64 --set width=64 --set use_resolution_binning=false"
 DIGITS = "--extractor mhla_diffusers.demo.judging:picture_features"
 SHORT = "validation.samples=0 stages.1.steps=1 batch_size=1"
@@ -47,14 +47,15 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'\.to\("cuda"\)', '.to("cpu")'),
     (r'pipe\("a cat", num_inference_steps=4\)', f'pipe("a cat", {WAN_CALL})'),
     (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
-    (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1}'),
+    (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
     # generation
     (r"--device cuda|--dtype bfloat16", ""),
     (r"--set (height=480|width=832|num_frames=81|num_inference_steps=2)", ""),
     (rf"^mhla generate wan .*--model {TINY_WAN}.*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),
     (r"^mhla (generate|analyze) (wan|sana|dit) .*", r"\g<0> --set num_inference_steps=1"),
-    (r"^python pipelines/generate_wan.py .*", rf"\g<0> --model {TINY_WAN} --frames 8 --height 64 --width 64 --steps 1"),
+    (r"^mhla generate wan (?!.*--(model|weights)).*", r"\g<0> --set num_frames=2"),
+    (r"^python pipelines/generate_wan.py .*", rf"\g<0> --model {TINY_WAN} --frames 6 --height 64 --width 64 --steps 1"),
     (r"^python pipelines/generate_sana.py .*", rf"\g<0> --model {TINY_SANA} --height 64 --width 64 --steps 1"),
     (r'^(python pipelines/generate_dit.py) "golden retriever"(.*)', rf"\1 seven \2 --model {TINY_DIT} --steps 1"),
     (r"^python mhla_pixart.py generate .*", rf"\g<0> {SANA_SET} --set num_inference_steps=2"),
@@ -78,13 +79,12 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--weights outputs/tiny-dit/result", "--weights my-dit-patch"),
     (r"--blocks 3,5,10", "--blocks 2,2,3"),
     # measuring
-    (r"^mhla bench all", "mhla bench all --tiny --seconds 0.01"),
     (r"--shape wan2.1-1.3b-480p", "--shape tiny --seconds 0.01"),
     (r"^mhla bench scaling", r"\g<0> --tokens 16 --tokens 64 --blocks 4 --heads 1 --head-dim 8 --seconds 0.01"),
     (r"--model wan2.1-1.3b --layers 3", "--model tiny-wan --layers 1 --seconds 0.01"),
     (r"--model dit-s-2 --size 512", "--model tiny-dit --seconds 0.01"),
     (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
-    (r"^mhla bench report results elsewhere", "mhla bench report results results"),
+    (r"^mhla bench report results elsewhere", "mhla bench report outputs/benchmark outputs/benchmark"),
 ]  # fmt: skip
 """What stands in the pages → what is run: tiny models for those of the Hub, few steps, small sizes. In this order."""
 
@@ -94,6 +94,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^pip install ", "it would change the environment"),
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
+    (r"^mhla bench all ", "it is the commands below it in a row; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
     (r"^python finetune/(quality|compare)\.py", "it takes minutes to hours"),
