@@ -26,13 +26,13 @@ from .models import dit, sana, seeded, wan
 _WORDS = ("a", "the", "cat", "dog", "surfing", "on", "red", "blue", "wave", "ball", "moves")
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
     """Words to numbers, without a download."""
     vocabulary = {word: index for index, word in enumerate(("<pad>", "</s>", "<unk>", *_WORDS))}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
+    words = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="</s>", unk_token="<unk>"
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", bos_token="</s>", unk_token="<unk>"
     )
 
 
@@ -46,7 +46,7 @@ def _wan_parts(text_channels: int, vae: dict[str, Any]) -> dict[str, Any]:
         "temperal_downsample": [False, True, True],
     }
     return {
-        "tokenizer": _tokenizer(),
+        "tokenizer": tokenizer(),
         "text_encoder": seeded(UMT5EncoderModel, config=encoder),
         "vae": seeded(AutoencoderKLWan, noise=0.05, **(settings | vae)),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -63,7 +63,7 @@ def wan_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **c
     """
     transformer = transformer or wan()
     parts = _wan_parts(transformer.config.text_dim, vae or {})
-    return _quiet(WanPipeline(**{"transformer": transformer, **parts, **components}))
+    return quiet(WanPipeline(**{"transformer": transformer, **parts, **components}))
 
 
 def wan22_pipeline() -> WanPipeline:
@@ -85,7 +85,7 @@ def dit_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **c
         "vae": seeded(AutoencoderKL, noise=0.05, **(settings | (vae or {}))),
         "scheduler": DDIMScheduler(),
     }
-    return _quiet(DiTPipeline(**{**parts, **components}))
+    return quiet(DiTPipeline(**{**parts, **components}))
 
 
 def sana_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **components: Any) -> SanaPipeline:
@@ -115,16 +115,16 @@ def sana_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **
         "upsample_block_type": "interpolate",
     }
     parts = {
-        "tokenizer": _tokenizer(),
+        "tokenizer": tokenizer(),
         "text_encoder": seeded(Gemma2Model, config=encoder),
         "vae": seeded(AutoencoderDC, noise=0.05, **(settings | (vae or {}))),
         "transformer": transformer or sana(),
         "scheduler": DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
     }
-    return _quiet(SanaPipeline(**{**parts, **components}))
+    return quiet(SanaPipeline(**{**parts, **components}))
 
 
-def _quiet(pipe: Any) -> Any:
+def quiet(pipe: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
