@@ -15,28 +15,17 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mhla_diffusers import MHLAConfig, apply_mhla
+from mhla_diffusers import MHLAConfig
 from mhla_diffusers.benchmark.timing import Budget, Variant, time_interleaved
-from mhla_diffusers.files import write_text
-from mhla_diffusers.tiny import load_tiny
+from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, held_out_curve
 from mhla_diffusers.demo.latents import digit_latents
-from mhla_diffusers.training import (
-    InMemoryData,
-    ObjectiveWeights,
-    StageConfig,
-    TrainingConfig,
-    ValidationConfig,
-    read_metrics,
-    train,
-)
-from mhla_diffusers.training.latents.data import stack_samples
-from mhla_diffusers.families.processes import NoisedBatch, diffusion_process
+from mhla_diffusers.files import write_text
+from mhla_diffusers.tiny import TINY, load_tiny
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""
@@ -64,25 +53,16 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
 }
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a variant adapts."""
-
-    objectives: ObjectiveWeights
-    """Of the steps end to end."""
-    transfer_steps: int = 0
-    """Cheap steps of attention transfer that come first."""
-    mixing_learning_rate: float = 5e-3
-
-
-BOTH = ObjectiveWeights(diffusion=1.0, distillation=1.0)
-RECIPES = {
-    "diffusion": Recipe(ObjectiveWeights(diffusion=1.0)),
-    "distillation": Recipe(BOTH),
-    "transfer first": Recipe(BOTH, transfer_steps=100),
-    "mixing learns slowly": Recipe(BOTH, mixing_learning_rate=5e-4),
-    "mixing learns fast": Recipe(BOTH, mixing_learning_rate=2e-2),
+TRANSFER = 100
+"""Steps of attention transfer, which come before those end to end."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "diffusion": {"objectives": DIFFUSION},
+    "distillation": {},
+    "transfer first": {"transfer_steps": TRANSFER},
+    "mixing learns slowly": {"mixing_learning_rate": 5e-4},
+    "mixing learns fast": {"mixing_learning_rate": 2e-2},
 }
+"""What differs from the diffusion loss with distillation, see :class:`Recipe`."""
 SETTINGS = (
     "MHLA",
     "MHLA, blocks of 4",
@@ -121,76 +101,41 @@ COLUMNS = (0, 25, 50, 100, 200, 300)
 class Comparison:
     """What all variants have in common."""
 
-    data: InMemoryData
-    held_out: int
+    adaptation: Adaptation
     steps: int
-    batch_size: int
+    """End to end."""
     timing_seconds: float
     output: Path
 
-    def adapt(self, recipe_name: str, attention: str) -> dict[int, float]:
+    def adapt(self, name: str, attention: str) -> dict[int, float]:
         """Held-out loss by steps end to end."""
-        recipe, patch = RECIPES[recipe_name], ATTENTIONS[attention]
-        folder = self.output / f"{recipe_name} {attention}".translate({ord(","): None, ord(" "): "-", ord("/"): "-"})
+        recipe = Recipe(self.steps, scheduler="constant", **RECIPES[name])
+        folder = self.output / f"{name} {attention}".translate({ord(","): None, ord(" "): "-", ord("/"): "-"})
         if not (folder / "result").is_dir():
-            transformer = load_tiny("wan").transformer
-            config = self._config(recipe, patch, folder)
-            self.patch(transformer, patch)
-            train(transformer, self.data, config, resume="latest" if (folder / "checkpoints").is_dir() else None)
-        records = read_metrics(folder / "metrics.jsonl")
-        return {
-            record["step"] - recipe.transfer_steps: record["validation_loss"]
-            for record in records
-            if "validation_loss" in record
-        }
+            self.adaptation.adapt(self.patched(attention), recipe, folder)
+        return {step - recipe.transfer_steps: loss for step, loss in held_out_curve(folder)}
 
-    def patch(self, transformer: Any, patch: MHLAConfig | None) -> None:
-        """Replace the attention; automatic hybrids choose their layers on a fixed batch."""
-        if patch is None:
-            return
-        if isinstance(patch.layers, str) and patch.layers.startswith("auto"):
-            apply_mhla(transformer, patch, calibration=partial(self.batch(transformer, 8).predict, transformer))
-        else:
-            apply_mhla(transformer, patch)
+    def patched(self, attention: str) -> Any:
+        """A fresh pipeline; automatic hybrids choose their layers on a fixed batch."""
+        return self.adaptation.patched(
+            ATTENTIONS[attention], lambda pipe: self.batch(pipe.transformer, 8).predict(pipe.transformer)
+        )
 
-    def batch(self, transformer: Any, samples: int) -> NoisedBatch:
+    def batch(self, transformer: Any, samples: int) -> Any:
         """The first samples, noised to equally spaced timesteps."""
-        stacked = stack_samples([self.data[index] for index in range(samples)])
-        latents = stacked.pop("latents")
-        noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
-        times = (torch.arange(samples) + 0.5) / samples
-        return diffusion_process(transformer, 3.0).make_batch(latents, noise, times, stacked)
+        return self.adaptation.batch(transformer, range(samples), (torch.arange(samples) + 0.5) / samples)
 
     def seconds(self, attentions: list[str]) -> dict[str, float]:
         """Median time of a forward and backward pass, all variants in turns."""
 
         def update(name: str) -> Callable[[], object]:
-            transformer = load_tiny("wan").transformer
-            self.patch(transformer, ATTENTIONS[name])
-            batch = self.batch(transformer, self.batch_size)
+            transformer = self.patched(name).transformer
+            batch = self.batch(transformer, self.adaptation.batch_size)
             return lambda: batch.predict(transformer).square().mean().backward()
 
         variants: dict[str, Variant] = {name: update(name) for name in attentions}
         outcomes = time_interleaved(variants, torch.device("cpu"), Budget(seconds=self.timing_seconds))
         return {name: outcome.timing.median for name, outcome in outcomes.items() if outcome.timing}
-
-    def _config(self, recipe: Recipe, patch: MHLAConfig | None, folder: Path) -> TrainingConfig:
-        rate = recipe.mixing_learning_rate
-        stages = [StageConfig(self.steps, 5e-4, "all", recipe.objectives, mixing_learning_rate=rate)]
-        if recipe.transfer_steps:
-            transfer = ObjectiveWeights(transfer=1.0)
-            stages.insert(0, StageConfig(recipe.transfer_steps, 2e-3, "attention", transfer, mixing_learning_rate=rate))
-        return TrainingConfig(
-            output=str(folder),
-            stages=tuple(stages),
-            patch=patch,
-            batch_size=self.batch_size,
-            prompt_dropout=0.1,
-            seed=1,
-            checkpoint_every=100,
-            keep_checkpoints=1,
-            validation=ValidationConfig(self.held_out, every=25),
-        )
 
 
 def write_table(rows: list[list[str]], header: list[str], output: Path, name: str) -> None:
@@ -214,10 +159,16 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--timing-seconds", type=float, default=5.0, help="per attention, once all have adapted")
     arguments = parser.parse_args()
-    data = digit_latents(load_tiny("wan"), "wan", arguments.samples, arguments.held_out, seed=1)
-    comparison = Comparison(
-        data, arguments.held_out, arguments.steps, arguments.batch_size, arguments.timing_seconds, arguments.output
+    tiny = TINY["wan"]
+    adaptation = Adaptation(
+        tiny,
+        digit_latents(load_tiny(tiny.family), tiny, arguments.samples, arguments.held_out, seed=1),
+        held_out=arguments.held_out,
+        seed=1,
+        validate_every=25,
+        batch_size=arguments.batch_size,
     )
+    comparison = Comparison(adaptation, arguments.steps, arguments.timing_seconds, arguments.output)
     columns = [column for column in COLUMNS if column <= arguments.steps]
     runs = TABLES[arguments.table]
     losses = {run: comparison.adapt(*run) for run in runs}

@@ -17,33 +17,24 @@ from typing import Any
 import torch
 from PIL import Image
 
-from mhla_diffusers import MHLAConfig, apply_mhla, mhla_layers
-from mhla_diffusers.evaluation.compare import Comparison, compare_sets
-from mhla_diffusers.evaluation.layouts import class_samples
-from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
-from mhla_diffusers.files import write_json
-from mhla_diffusers.evaluation.sample_list import Sample
-from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
-from mhla_diffusers.reporting import require_matplotlib
-from mhla_diffusers.tiny import load_tiny
-from mhla_diffusers.tiny.digits import DIGIT_SIZES, Scene, compose, load_digits
-from mhla_diffusers.demo.judging import digit_shown, picture_features
+from mhla_diffusers import MHLAConfig
+from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe
+from mhla_diffusers.demo.judging import digit_shown, picture_features, real_scenes
 from mhla_diffusers.demo.latents import digit_latents
-from mhla_diffusers.training import (
-    InMemoryData,
-    ObjectiveWeights,
-    StageConfig,
-    TrainingConfig,
-    ValidationConfig,
-    train,
-)
-from mhla_diffusers.training.latents.batches import ValidationLoss
-from mhla_diffusers.families.processes import diffusion_process
-from mhla_diffusers.training.export import load_result
+from mhla_diffusers.evaluation.compare import Comparison, compare_sets
+from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
+from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
+from mhla_diffusers.evaluation.sets import Sample, class_samples
+from mhla_diffusers.files import write_json
+from mhla_diffusers.generation import load_result
+from mhla_diffusers.reporting import require_matplotlib, text_table
+from mhla_diffusers.tiny import TINY, load_tiny
+from mhla_diffusers.tiny.digits import Scene, load_digits
 
+TINY_DIT = TINY["dit"]
 CLASSES = 10
 UNTOUCHED = "softmax-untouched"
-BLOCKS = (4, 4)
+BLOCKS = TINY_DIT.blocks
 VARIANTS: dict[str, MHLAConfig | None] = {
     "softmax": None,
     "MHLA-hybrid": MHLAConfig(blocks=BLOCKS, layers="2/3"),
@@ -56,61 +47,32 @@ PAIRS = (("MHLA", "linear"), ("MHLA-hybrid", "MHLA-auto"))
 """Further differences that the report is asked for."""
 
 
-def settings(arguments: argparse.Namespace, patch: MHLAConfig | None, output: Path) -> TrainingConfig:
-    """The same for every variant but for the patch."""
-    stage = StageConfig(
-        arguments.steps,
-        5e-4,
-        "all",
-        ObjectiveWeights(diffusion=1.0),
-        mixing_learning_rate=5e-3,
-        scheduler="cosine",
-    )
-    return TrainingConfig(
-        output=str(output),
-        patch=patch,
-        stages=(stage,),
-        seed=arguments.seed,
-        batch_size=16,
-        prompt_dropout=0.1,
-        validation=ValidationConfig(arguments.held_out, every=arguments.steps),
-    )
-
-
-def adapt(data: InMemoryData, patch: MHLAConfig | None, output: Path, arguments: argparse.Namespace) -> Path:
+def adapt(adaptation: Adaptation, patch: MHLAConfig | None, steps: int, output: Path) -> Path:
     """Folder with the adapted weights."""
     result = output / "result"
     if not result.is_dir():
-        pipe = load_tiny("dit")
-        if patch is not None:
-            apply_mhla(pipe, patch, calibration=calibration(pipe) if patch.layers == "auto:2/3" else None)
-            patch = next(iter(mhla_layers(pipe).values())).config
-        resume = "latest" if (output / "checkpoints").is_dir() else None
-        train(pipe.transformer, data, settings(arguments, patch, output), resume=resume)
+        adaptation.adapt(adaptation.patched(patch, few_steps), Recipe(steps, objectives=DIFFUSION), output)
     return result
 
 
-def calibration(pipe: Any) -> Any:
-    """A few steps of every class."""
+def few_steps(pipe: Any) -> None:
+    """Generate every class, for automatic hybrids to choose their layers on."""
     generators = [torch.Generator().manual_seed(label) for label in range(CLASSES)]
-    return lambda: pipe(class_labels=list(range(CLASSES)), generator=generators, num_inference_steps=4)
+    pipe(class_labels=list(range(CLASSES)), generator=generators, num_inference_steps=4)
 
 
-def held_out_losses(data: InMemoryData, weights: Path | None, arguments: argparse.Namespace) -> list[float]:
+def held_out_losses(adaptation: Adaptation, weights: Path | None) -> list[float]:
     """Loss of every held-out sample."""
-    pipe = load_tiny("dit")
+    pipe = load_tiny(TINY_DIT.family)
     if weights is not None:
         load_result(pipe, weights)
-    process = diffusion_process(pipe.transformer, 1.0)
-    loss = ValidationLoss(data, process, settings(arguments, None, arguments.output))
-    count = arguments.held_out
-    return [float(loss.sum_over_samples(pipe.transformer, torch.device("cpu"), i, count)) for i in range(count)]
+    return adaptation.held_out_losses(pipe)
 
 
 def sample(weights: Path | None, samples: list[Sample], output: Path, arguments: argparse.Namespace) -> None:
     """The sample set of one variant, as ``mhla eval samples`` makes it."""
     config = SampleConfig(
-        "dit",
+        TINY_DIT.family,
         weights=None if weights is None else str(weights),
         samples=samples,
         output=output,
@@ -126,12 +88,10 @@ def sample(weights: Path | None, samples: list[Sample], output: Path, arguments:
 def draw_real_digits(count: int, folder: Path) -> Path:
     """Pictures of held-out digits, as many of each class."""
     folder.mkdir(parents=True, exist_ok=True)
-    digits = load_digits("held-out")
-    for number in range(count):
-        picture = compose(Scene((number % CLASSES,)), digits, DIGIT_SIZES["dit"], number)[0]
-        Image.fromarray((255 * picture).round().to(torch.uint8).numpy()).convert("RGB").save(
-            folder / f"{number:06d}.png"
-        )
+    scenes = [Scene((number % CLASSES,)) for number in range(count)]
+    for number, picture in enumerate(real_scenes(scenes, TINY_DIT, load_digits("held-out"), seed=0)):
+        pixels = (255 * picture[0]).round().to(torch.uint8)
+        Image.fromarray(pixels.numpy()).convert("RGB").save(folder / f"{number:06d}.png")
     return folder
 
 
@@ -162,13 +122,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     output: Path = arguments.output
-    data = digit_latents(load_tiny("dit"), "dit", arguments.scenes, arguments.held_out, arguments.seed + 1)
+    adaptation = Adaptation(
+        TINY_DIT,
+        digit_latents(
+            load_tiny(TINY_DIT.family), TINY_DIT, arguments.scenes, arguments.held_out, seed=arguments.seed + 1
+        ),
+        held_out=arguments.held_out,
+        seed=arguments.seed,
+        validate_every=arguments.steps,
+        batch_size=TINY_DIT.batch_size,
+    )
     samples = class_samples(arguments.samples, CLASSES)
     for name, patch in {**VARIANTS, UNTOUCHED: None}.items():
-        weights = None if name == UNTOUCHED else adapt(data, patch, output / "training" / name, arguments)
+        training = output / "training" / name
+        weights = None if name == UNTOUCHED else adapt(adaptation, patch, arguments.steps, training)
         sample(weights, samples, output / "samples" / name, arguments)
-        losses = held_out_losses(data, weights, arguments)
-        write_json({"held_out_loss": losses}, output / "samples" / name / "scores.json")
+        write_json({"held_out_loss": held_out_losses(adaptation, weights)}, output / "samples" / name / "scores.json")
     compare(output, draw_real_digits(arguments.samples, output / "real"))
 
 
@@ -185,7 +154,7 @@ def compare(output: Path, reference: Path) -> None:
         folder = output / ("report" if len(names) > 2 else f"report-{'-and-'.join(names)}")
         page = write_report(comparison, folder, CLASSES)
         for header, rows in (score_table(comparison), difference_table(comparison)):
-            sys.stdout.write("\n" + "\n".join(" | ".join(line) for line in (header, *rows)) + "\n")
+            sys.stdout.write(f"\n{text_table(header, rows)}\n")
         sys.stdout.write(f"Wrote {page}\n")
         if len(names) > 2:
             draw_samples(comparison, folder / "samples.png")

@@ -1,4 +1,4 @@
-"""The ``mhla`` command."""
+"""The ``mhla`` command: one line per subcommand, each written in the room that it belongs to."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,10 @@ import typer
 
 from .analysis.commands import analyze
 from .benchmark.commands import bench
+from .demo.commands import demo
 from .evaluation.commands import app as evaluation
+from .generation.generate import generate_command
+from .info import info_command
 from .training.commands import encode_command, finetune_command, synthesize_command
 
 app = typer.Typer(
@@ -15,7 +18,22 @@ app = typer.Typer(
 )
 
 
-app.add_typer(bench, name="bench")
+@app.callback()
+def main() -> None:
+    """Linear-cost attention for diffusers pipelines."""
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(help="Safetensors file trained with the paper's Wan code.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write the patch.")],
+    blocks: Annotated[str | None, typer.Option(help="Block counts, for example 3,5,10.")] = None,
+    base_model: Annotated[str, typer.Option(help="Hub id to record.")] = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+) -> None:
+    """Convert a Wan checkpoint of the paper's code into a patch for load_mhla."""
+    from .patching import convert_wan
+
+    typer.echo(f"Wrote {convert_wan(checkpoint, folder, blocks=_parse_blocks(blocks), base_model=base_model)}")
 
 
 def _parse_blocks(text: str | None) -> tuple[int, ...] | None:
@@ -27,71 +45,15 @@ def _parse_blocks(text: str | None) -> tuple[int, ...] | None:
         raise typer.BadParameter(f"{text!r} is no list of block counts; write for example 7,3,5.") from None
 
 
-@app.callback()
-def main() -> None:
-    """Linear-cost attention for diffusers pipelines."""
-
-
-@app.command()
-def info(patch: Annotated[str | None, typer.Option(help="Show one patch: name or YAML path.")] = None) -> None:
-    """Versions, devices, backends, supported models and ready patches."""
-    from .info import print_info, print_patch
-
-    if patch is None:
-        print_info()
-    else:
-        print_patch(patch)
-
-
-@app.command()
-def convert(
-    checkpoint: Annotated[Path, typer.Argument(help="Safetensors file trained with the paper's Wan code.")],
-    folder: Annotated[Path, typer.Argument(help="Where to write the patch.")],
-    blocks: Annotated[str | None, typer.Option(help="Block counts, for example 3,5,10.")] = None,
-    base_model: Annotated[str, typer.Option(help="Hub id to record.")] = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-) -> None:
-    """Convert a Wan checkpoint of the paper's code into a patch for load_mhla."""
-    from .patching.conversion import convert_wan
-
-    typer.echo(f"Wrote {convert_wan(checkpoint, folder, blocks=_parse_blocks(blocks), base_model=base_model)}")
-
-
+app.command("info")(info_command)
+app.command("generate")(generate_command)
 app.command("finetune")(finetune_command)
 app.command("encode")(encode_command)
 app.command("synthesize")(synthesize_command)
-
-
-@app.command()
-def demo(
-    family: Annotated[str, typer.Option(help="dit, sana or wan.")] = "wan",
-    output: Annotated[Path, typer.Option(help="Folder for the table, pictures and page.")] = Path("outputs/demo"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Same seed, same table on the same machine.")] = 0,
-    steps: Annotated[int, typer.Option(help="Updates that adapt each patched variant.")] = 120,
-) -> None:
-    """Softmax, plain linear attention and MHLA on a tiny trained pipeline: adapt, generate, compare, in minutes."""
-    from .demo import DemoConfig, run_demo
-    from .devices import choose_device
-
-    place = str(choose_device(device))
-    run_demo(DemoConfig(output=output, family=family, device=place, seed=seed, steps=steps))
-
-
-# what follows the family is read by the parser that the scripts in pipelines/ use
-@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
-def generate(context: typer.Context, family: Annotated[str, typer.Argument(help="dit, sana or wan.")]) -> None:
-    """Generate images or videos: mhla generate wan "a seven moving left"; mhla generate wan --help for all options."""
-    from .families import families
-    from .generation.generate import run_command_line
-
-    allowed = [known.name for known in families()]
-    if family not in allowed:
-        raise ValueError(f"family={family!r} is unknown; write mhla generate {'|'.join(allowed)} …")
-    run_command_line(family, f"Generate with {family}, patched with MHLA or not.", context.args)
-
-
-app.command()(analyze)
+app.command("analyze")(analyze)
+app.command("demo")(demo)
 app.add_typer(evaluation, name="eval")
+app.add_typer(bench, name="bench")
 
 
 def run() -> None:

@@ -1,18 +1,30 @@
-"""What ``mhla info`` prints."""
+"""``mhla info``: versions, devices, backends, supported models and ready patches."""
 
 import importlib.metadata
 import math
 import platform
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from .attention import backend_names, feature_map_names
-from .families import families
 from .config import load_patch, patch_names
+from .families import families
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
+
+_AXES = ("frames", "height", "width")
+
+
+def info_command(patch: Annotated[str | None, typer.Option(help="Show one patch: name or YAML path.")] = None) -> None:
+    """Versions, devices, backends, supported models and ready patches."""
+    if patch is None:
+        print_info()
+    else:
+        print_patch(patch)
 
 
 def print_info() -> None:
@@ -27,7 +39,7 @@ def print_info() -> None:
     console.print(f"Backends: {', '.join(backend_names())}; feature maps: {', '.join(feature_map_names())}")
     models = Table("family", "transformers", "token grid", "default blocks", title="Supported models")
     for family in families():
-        axes = {2: "height x width", 3: "frames x height x width"}[family.axes]
+        axes = " x ".join(_AXES[-family.axes :])
         models.add_row(family.name, ", ".join(family.transformers), axes, str(family.default_config.blocks))
     console.print(models)
     patches = Table("name", "blocks", "layers", "base model", title="Ready patches")

@@ -1,6 +1,7 @@
 """What results are shown with: text tables, self-contained HTML pages, and matplotlib without a screen."""
 
 import base64
+import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -14,7 +15,14 @@ th:first-child, td:first-child { text-align: left; }
 img, video { max-width: 100%; }
 td img, td video { min-width: 96px; }
 """
-_KINDS = {".png": "image/png", ".gif": "image/gif", ".jpg": "image/jpeg", ".webp": "image/webp", ".mp4": "video/mp4"}
+_KINDS = {
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+    ".gif": "image/gif",
+    ".jpg": "image/jpeg",
+    ".webp": "image/webp",
+    ".mp4": "video/mp4",
+}
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
@@ -34,6 +42,13 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool
         ).rstrip()
         for line in lines
     )
+
+
+def show_progress(done: int, total: int) -> None:
+    """Count on one line of the terminal; nothing where the output goes into a file."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{done} / {total}" + ("\n" if done == total else ""))
+        sys.stderr.flush()
 
 
 def html_page(title: str, body: str) -> str:

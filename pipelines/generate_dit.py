@@ -1,19 +1,37 @@
-r"""Generate images with DiT, patched with MHLA or not.
+"""Generate an image with DiT and MHLA. A script to copy and edit; `mhla generate dit` does many classes and seeds.
 
-Without a GPU, with the tiny pipeline that ships with the package:
-
-    python pipelines/generate_dit.py "seven"
-
-With the real model:
-
-    python pipelines/generate_dit.py "golden retriever" --model facebook/DiT-XL-2-256 \
-        --patch dit-xl-2-256 --device cuda --dtype bfloat16 --set num_inference_steps=50
-
---patch applies a patch as it is before training; --weights loads a trained one. Every prompt becomes one PNG file per
-seed; files that are there already are kept, so a run that was interrupted goes on where it stopped.
+python pipelines/generate_dit.py "golden retriever" --weights my-patch            # adapted: a folder or Hub id
+python pipelines/generate_dit.py "golden retriever" --patch dit-xl-2-256          # as it is before it is adapted
 """
 
-from mhla_diffusers.generation.generate import run_command_line
+import argparse
 
-if __name__ == "__main__":
-    run_command_line("dit", __doc__)
+import torch
+from diffusers import DiTPipeline
+
+from mhla_diffusers import apply_mhla, load_mhla
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("label", help="name of a class, as pipe.labels has it")
+parser.add_argument("--model", default="facebook/DiT-XL-2-256", help="Hub id or folder")
+which = parser.add_mutually_exclusive_group(required=True)
+which.add_argument("--weights", help="what mhla finetune left, or folder or Hub id of a patch")
+which.add_argument("--patch", help="name or YAML file of a patch")
+parser.add_argument("--output", default="image.png")
+parser.add_argument("--steps", type=int, default=50, help="of the sampler")
+arguments = parser.parse_args()
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+pipe = DiTPipeline.from_pretrained(arguments.model, dtype=torch.bfloat16).to(device)
+
+if arguments.weights:
+    load_mhla(pipe, arguments.weights)
+else:
+    apply_mhla(pipe, arguments.patch)
+
+image = pipe(
+    class_labels=pipe.get_label_ids([arguments.label]),
+    num_inference_steps=arguments.steps,
+    generator=torch.Generator().manual_seed(0),
+).images[0]
+image.save(arguments.output)

@@ -1,19 +1,42 @@
-r"""Generate images with SANA, patched with MHLA or not.
+"""Generate an image with SANA and MHLA. A script to copy and edit; `mhla generate sana` does many prompts and seeds.
 
-Without a GPU, with the tiny pipeline that ships with the package:
-
-    python pipelines/generate_sana.py "a three and an eight"
-
-With the real model:
-
-    python pipelines/generate_sana.py "a cat surfing" --model Efficient-Large-Model/Sana_600M_1024px_diffusers \
-        --patch sana-0.6b --device cuda --dtype bfloat16 --set height=1024 width=1024
-
---patch applies a patch as it is before training; --weights loads a trained one. Every prompt becomes one PNG file per
-seed; files that are there already are kept, so a run that was interrupted goes on where it stopped.
+python pipelines/generate_sana.py "a cat surfing" --weights my-patch      # adapted: a folder or Hub id
+python pipelines/generate_sana.py "a cat surfing" --patch sana-0.6b       # as it is before it is adapted
 """
 
-from mhla_diffusers.generation.generate import run_command_line
+import argparse
 
-if __name__ == "__main__":
-    run_command_line("sana", __doc__)
+import torch
+from diffusers import SanaPipeline
+
+from mhla_diffusers import apply_mhla, load_mhla
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("prompt")
+parser.add_argument("--model", default="Efficient-Large-Model/Sana_600M_1024px_diffusers", help="Hub id or folder")
+which = parser.add_mutually_exclusive_group(required=True)
+which.add_argument("--weights", help="what mhla finetune left, or folder or Hub id of a patch")
+which.add_argument("--patch", help="name or YAML file of a patch")
+parser.add_argument("--output", default="image.png")
+parser.add_argument("--height", type=int, default=1024)
+parser.add_argument("--width", type=int, default=1024)
+parser.add_argument("--steps", type=int, default=20, help="of the sampler")
+arguments = parser.parse_args()
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+pipe = SanaPipeline.from_pretrained(arguments.model, dtype=torch.bfloat16).to(device)
+
+if arguments.weights:
+    load_mhla(pipe, arguments.weights)
+else:
+    apply_mhla(pipe, arguments.patch)
+
+image = pipe(
+    arguments.prompt,
+    height=arguments.height,
+    width=arguments.width,
+    num_inference_steps=arguments.steps,
+    use_resolution_binning=False,  # the size that was asked for, also where SANA was not trained at it
+    generator=torch.Generator().manual_seed(0),
+).images[0]
+image.save(arguments.output)

@@ -1,19 +1,44 @@
-r"""Generate videos with Wan, patched with MHLA or not.
+"""Generate a video with Wan and MHLA. A script to copy and edit; `mhla generate wan` does many prompts and seeds.
 
-Without a GPU, with the tiny pipeline that ships with the package:
-
-    python pipelines/generate_wan.py "a seven moving left"
-
-With the real model:
-
-    python pipelines/generate_wan.py "a cat surfing" --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers \
-        --patch wan2.1-t2v-1.3b-hybrid --device cuda --dtype bfloat16 --set height=480 width=832 num_frames=81
-
---patch applies a patch as it is before training; --weights loads a trained one. Every prompt becomes one MP4 file per
-seed; files that are there already are kept, so a run that was interrupted goes on where it stopped.
+python pipelines/generate_wan.py "a cat surfing" --weights my-patch                  # adapted: a folder or Hub id
+python pipelines/generate_wan.py "a cat surfing" --patch wan2.1-t2v-1.3b-hybrid      # as it is before it is adapted
 """
 
-from mhla_diffusers.generation.generate import run_command_line
+import argparse
 
-if __name__ == "__main__":
-    run_command_line("wan", __doc__)
+import torch
+from diffusers import WanPipeline
+from diffusers.utils import export_to_video
+
+from mhla_diffusers import apply_mhla, load_mhla
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("prompt")
+parser.add_argument("--model", default="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", help="Hub id or folder")
+which = parser.add_mutually_exclusive_group(required=True)
+which.add_argument("--weights", help="what mhla finetune left, or folder or Hub id of a patch")
+which.add_argument("--patch", help="name or YAML file of a patch")
+parser.add_argument("--output", default="video.mp4")
+parser.add_argument("--frames", type=int, default=81)
+parser.add_argument("--height", type=int, default=480)
+parser.add_argument("--width", type=int, default=832)
+parser.add_argument("--steps", type=int, default=50, help="of the sampler")
+arguments = parser.parse_args()
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+pipe = WanPipeline.from_pretrained(arguments.model, dtype=torch.bfloat16).to(device)
+
+if arguments.weights:
+    load_mhla(pipe, arguments.weights)
+else:
+    apply_mhla(pipe, arguments.patch)
+
+video = pipe(
+    arguments.prompt,
+    num_frames=arguments.frames,
+    height=arguments.height,
+    width=arguments.width,
+    num_inference_steps=arguments.steps,
+    generator=torch.Generator().manual_seed(0),
+).frames[0]
+export_to_video(video, arguments.output, fps=16)

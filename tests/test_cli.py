@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from mhla_diffusers import load_mhla, patch_names
 
 from . import models
-from .test_convert import paper_checkpoint
+from .patching.test_conversion import paper_checkpoint
 
 
 def mhla(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -3,11 +3,8 @@
 import dataclasses
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.config import choose_layers
 
 
 def test_round_trip_and_immutability():
@@ -40,24 +37,3 @@ def test_round_trip_and_immutability():
 def test_bad_settings_are_named(settings, words):
     with pytest.raises(ValueError, match=words):
         MHLAConfig.from_dict(settings)
-
-
-def test_the_paper_s_hybrid_keeps_every_third_layer_from_the_first():
-    kept = sorted(set(range(30)) - set(choose_layers("2/3", 30)))
-    assert kept == list(range(0, 30, 3))
-    assert sorted(set(range(28)) - set(choose_layers("2/3", 28))) == list(range(0, 28, 3))
-    assert choose_layers(2 / 3, 30) == choose_layers("2/3", 30)
-
-
-def test_other_choices():
-    assert choose_layers("all", 4) == [0, 1, 2, 3]
-    assert choose_layers("1/2", 6) == [1, 3, 5]
-    assert choose_layers([0, -1, 2, 0], 5) == [0, 2, 4]
-    with pytest.raises(ValueError, match="Layer 5 is out of range: the model has 5 layers, -5 to 4"):
-        choose_layers([1, 5], 5)
-
-
-@given(st.fractions(min_value="1/10", max_value=1, max_denominator=20), st.integers(1, 60))
-def test_a_fraction_replaces_about_that_many_layers(fraction, count):
-    replaced = choose_layers(str(fraction), count)
-    assert abs(len(replaced) - fraction * count) <= 1

@@ -23,12 +23,13 @@ def analyze(
     settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the pipeline's call.")] = None,
 ) -> None:
     """Rank, entropy and sensitivity of every layer's attention; attention maps and mixing matrices as pictures."""
+    import torch
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    from ..generation.generate import GenerationConfig, call_pipeline, check_call, check_prompts, load_pipeline
-    from ..generation.settings import parse_settings
+    from ..generation.generate import GenerationConfig
+    from ..generation.names import parse_settings
     from .run import analyze as analyze_model
 
     chosen = parse_settings(settings or [])
@@ -44,11 +45,13 @@ def analyze(
         dtype=dtype,
         settings={"num_inference_steps": 4, **chosen},
     )
-    check_call(config)
-    pipe = load_pipeline(config)
-    check_prompts(pipe, family, config.prompts)
-    pipe.set_progress_bar_config(disable=True)
-    result = analyze_model(pipe, lambda: call_pipeline(pipe, config, prompt, seed), output, layers=layers, token=token)
+    config.check()
+    pipe = config.load(config.prompts)
+
+    def run() -> None:
+        config.generate(pipe, [prompt], [torch.Generator().manual_seed(seed)])
+
+    result = analyze_model(pipe, run, output, layers=layers, token=token)
     table = Table("layer", "attention", "tokens", "rank", "at most", "entropy", "moves", box=SIMPLE, pad_edge=False)
     for layer in result.layers:
         change = "-" if result.sensitivity is None else f"{result.sensitivity.get(layer.name, 0.0) ** 0.5:.1%}"

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from ..files import write_json
 from ..families import get_family
-from ..patching import find_transformers, is_patched, layer_sensitivity, mhla_layers
+from ..files import write_json
+from ..patching import TransformerCall, find_transformers, is_patched, layer_sensitivity, mhla_layers, record_calls
 from ..reporting import require_matplotlib
-from ..patching.sensitivity import TransformerCall, record_calls
-from .layers import LayerAnalysis, analyze_layers
+from .matrices import LayerAnalysis, analyze_layers
 from .pictures import draw_attention_maps, draw_mixing_matrices, middle_of
 
 

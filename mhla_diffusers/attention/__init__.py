@@ -1,11 +1,13 @@
 """The mathematics of MHLA: torch only, no diffusers."""
 
+from .call import Call
 from .feature_maps import feature_map_names, get_feature_map, register_feature_map
 from .functional import backend_names, check_backend, mhla_attention
 from .mixing import clip_mixing_, initial_mixing, resize_mixing
 from .reference import reference_attention, reference_weights
 
 __all__ = [
+    "Call",
     "backend_names",
     "check_backend",
     "clip_mixing_",

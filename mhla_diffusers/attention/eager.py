@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import Region, Shape, from_blocks, join_blocks, join_tokens, regular_regions, to_blocks
-from .feature_maps import FeatureMap, get_feature_map
+from .call import Call
+from .feature_maps import get_feature_map
 from .reference import OUTPUT_NORM_EPS
-from .rotary import Rotary, apply_rotary, pair_tables
+from .rotary import apply_rotary
 
 _CPU_BYTES = 2**23
 _DEVICE_BYTES = 2**30
@@ -25,90 +26,43 @@ class _Part:
     """A region of the grid with what its tokens carry besides query, key and value."""
 
     region: Region
-    rotary: Rotary | None
-    """(cos, sin), each (1 or B, 1, *block counts, tokens per block, D / 2)."""
+    rotary: torch.Tensor | None
+    """(1 or B, 1, *block counts, tokens per block, D)."""
     key_mask: torch.Tensor | None
     """(B, 1, *block counts, tokens per block, 1)."""
 
 
-@dataclass(frozen=True)
-class _Features:
-    """Feature map of query or key, with RoPE before or after it."""
+def eager_attention(call: Call) -> tuple[torch.Tensor, ...]:
+    """MHLA throughout, without a near field.
 
-    feature_map: FeatureMap
-    eps: float
-    rope: str
-    dtype: torch.dtype
-
-    def __call__(self, x: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features of one region's tokens for the numerator and for the normaliser.
-
-        Args:
-            x: (B, *grid, H, D).
-            part: the region.
-
-        Returns:
-            Twice (B, H, *block counts, tokens per block, D).
-        """
-        x = to_blocks(x, part.region, self.dtype)
-        if part.rotary is not None and self.rope == "before":
-            x = apply_rotary(x, *part.rotary)
-        features = self.feature_map(x, self.eps)
-        if part.rotary is not None and self.rope == "after":
-            return apply_rotary(features, *part.rotary), features
-        return features, features
-
-
-def eager_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    grid: Shape,
-    blocks: Shape,
-    *,
-    feature_map: str,
-    rotary: Rotary | None,
-    rope: str,
-    normalize: bool,
-    eps: float,
-    key_mask: torch.Tensor | None,
-    output_norm: torch.Tensor | None,
-    output_gate: torch.Tensor | None,
-) -> torch.Tensor:
-    """Torch backend of :func:`mhla_diffusers.attention.mhla_attention`, which has checked the arguments."""
-    dtype = sum_dtype(query.dtype)
-    features = _Features(get_feature_map(feature_map), eps, rope, dtype)
-    heads_at_once, rows_at_once = working_set(query, blocks)
-    regions = regular_regions(grid, blocks, rows_at_once, _length_at_once(query, grid))
-    parts = [_make_part(region, grid, rotary, key_mask, dtype) for region in regions]
-
-    def summarise(heads: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        coefficients = (mixing[heads] if mixing.ndim == 3 else mixing).to(dtype)
-        k, v = (x[:, :, heads].unflatten(1, grid) for x in (key, value))
-        return _mix(coefficients, *_summarise(k, v, parts, features, normalize))
-
-    def read(heads: slice, mixed: tuple[torch.Tensor, torch.Tensor | None], part: _Part) -> torch.Tensor:
-        output = _read(query[:, :, heads].unflatten(1, grid), *mixed, part, features)
-        gate = output_gate[:, :, heads].unflatten(1, grid) if output_gate is not None else None
-        return finish(output, output_norm, gate[(slice(None), *part.region.tokens)] if gate is not None else None)
-
+    Returns:
+        The output (B, N, H, D) in the type of the query, and with ``normalize`` the normaliser of Eq. 4,
+        φ(q)ᵀ Σ_b m_ib z_b, as (B, N, H, 1) in float32 (float64 for float64 inputs).
+    """
+    query, grid = call.query, call.grid
+    heads_at_once, rows_at_once = working_set(query, call.blocks)
+    regions = regular_regions(grid, call.blocks, rows_at_once, _length_at_once(query, grid))
+    parts = [_make_part(call, region) for region in regions]
     groups = groups_of_heads(query, heads_at_once)
     with without_autocast(query.device):
         if torch.is_grad_enabled():
             # writing into one tensor would make the backward pass copy the whole gradient once for every write
-            outputs = []
+            joined = []
             for heads in groups:
-                mixed = summarise(heads)
-                outputs.append(join_tokens([read(heads, mixed, part) for part in parts], regions, first_axis=1))
-            return torch.cat(outputs, dim=-2).to(query.dtype).reshape(query.shape)
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        on_grid = output.unflatten(1, grid)
+                summaries = _mix(call, heads, _summarise(call, heads, parts))
+                pieces = zip(*[_read(call, heads, part, summaries) for part in parts], strict=True)
+                joined.append([join_tokens(list(found), regions, first_axis=1) for found in pieces])
+            output, *normaliser = (torch.cat(found, dim=-2).flatten(1, -3) for found in zip(*joined, strict=True))
+            return output.to(query.dtype), *normaliser
+        shapes = [(query.shape, query.dtype), ((*query.shape[:-1], 1), sum_dtype(query.dtype))][: 1 + call.normalize]
+        whole = [torch.empty(shape, dtype=dtype, device=query.device) for shape, dtype in shapes]
         for heads in groups:
-            mixed = summarise(heads)
+            summaries = _mix(call, heads, _summarise(call, heads, parts))
             for part in parts:
-                on_grid[(slice(None), *part.region.tokens, heads)] = read(heads, mixed, part)
-        return output
+                here = (slice(None), *part.region.tokens, heads)
+                for tensor, piece in zip(whole, _read(call, heads, part, summaries), strict=True):
+                    tensor.unflatten(1, grid)[here] = piece
+        return tuple(whole)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -145,60 +99,65 @@ def _budget(query: torch.Tensor) -> int:
     return _CPU_BYTES if query.device.type == "cpu" else _DEVICE_BYTES
 
 
-def _make_part(
-    region: Region, grid: Shape, rotary: Rotary | None, key_mask: torch.Tensor | None, dtype: torch.dtype
-) -> _Part:
-    tables = mask = None
-    if rotary is not None:
-        cos, sin = (to_blocks(table.unflatten(1, grid), region, dtype) for table in pair_tables(rotary))
-        tables = (cos, sin)
-    if key_mask is not None:
-        mask = to_blocks(key_mask[:, :, None, None].unflatten(1, grid), region, dtype)
-    return _Part(region, tables, mask)
+def _make_part(call: Call, region: Region) -> _Part:
+    dtype = sum_dtype(call.query.dtype)
+    table = mask = None
+    if call.rotary is not None:
+        table = to_blocks(call.rotary.unflatten(1, call.grid), region, dtype)
+    if call.key_mask is not None:
+        mask = to_blocks(call.key_mask[:, :, None, None].unflatten(1, call.grid), region, dtype)
+    return _Part(region, table, mask)
 
 
-def _summarise(
-    key: torch.Tensor, value: torch.Tensor, parts: list[_Part], features: _Features, normalize: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """KV summaries (B, H, *blocks, D, D) and key sums (B, H, *blocks, D) of all blocks (paper, Eq. 3)."""
+def _in_blocks(call: Call, x: torch.Tensor, heads: slice, part: _Part) -> torch.Tensor:
+    """Tokens of one region and some heads of (B, N, H, D): (B, heads, *block counts, tokens per block, D)."""
+    return to_blocks(x[:, :, heads].unflatten(1, call.grid), part.region, sum_dtype(call.query.dtype))
+
+
+def _features(call: Call, x: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of tokens from :func:`_in_blocks` for the numerator and for the normaliser, in the same shape."""
+    if part.rotary is not None and call.rope == "before":
+        x = apply_rotary(x, part.rotary)
+    features = get_feature_map(call.feature_map)(x, call.eps)
+    if part.rotary is not None and call.rope == "after":
+        return apply_rotary(features, part.rotary), features
+    return features, features
+
+
+def _summarise(call: Call, heads: slice, parts: list[_Part]) -> list[torch.Tensor]:
+    """KV summaries (B, H, *blocks, D, D) and, to normalise, key sums (B, H, *blocks, D, 1) of all blocks (Eq. 3)."""
     summaries, key_sums = [], []
     for part in parts:
-        rotated, plain = features(key, part)
+        rotated, plain = _features(call, _in_blocks(call, call.key, heads, part), part)
         if part.key_mask is not None:
             rotated, plain = rotated * part.key_mask, plain * part.key_mask
-        summaries.append(rotated.mT @ to_blocks(value, part.region, features.dtype))
-        key_sums.append(plain.sum(dim=-2))
+        summaries.append(rotated.mT @ _in_blocks(call, call.value, heads, part))
+        key_sums.append(plain.sum(dim=-2).unsqueeze(-1))
     regions = [part.region for part in parts]
-    key_sum = join_blocks(key_sums, regions, first_axis=2) if normalize else None
-    return join_blocks(summaries, regions, first_axis=2), key_sum
+    return [join_blocks(sums, regions, first_axis=2) for sums in (summaries, key_sums)[: 1 + call.normalize]]
 
 
-def _mix(
-    coefficients: torch.Tensor, summary: torch.Tensor, key_sum: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _mix(call: Call, heads: slice, summaries: list[torch.Tensor]) -> list[torch.Tensor]:
     """Multi-Head Mixing: the mixture of summaries, and of key sums, that each query block sees."""
-
-    def mix(x: torch.Tensor, channel_axes: int) -> torch.Tensor:
-        rows = x.flatten(2, -1 - channel_axes).flatten(3)
-        return (coefficients @ rows).view(x.shape)
-
-    return mix(summary, 2), mix(key_sum, 1) if key_sum is not None else None
+    coefficients = (call.mixing[heads] if call.mixing.ndim == 3 else call.mixing).to(summaries[0].dtype)
+    # expanded, since torch.matmul folds a single matrix that takes gradients into a product of transposing copies
+    coefficients = coefficients.expand(*summaries[0].shape[:2], -1, -1)
+    return [(coefficients @ x.flatten(2, -3).flatten(3)).view(x.shape) for x in summaries]
 
 
-def _read(
-    query: torch.Tensor,
-    summary: torch.Tensor,
-    key_sum: torch.Tensor | None,
-    part: _Part,
-    features: _Features,
-) -> torch.Tensor:
-    """Output (B, *tokens, H, D) of one region's queries from their blocks' mixed summaries (paper, Eq. 4)."""
-    rotated, plain = features(query, part)
+def _read(call: Call, heads: slice, part: _Part, summaries: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Output (B, *tokens, H, D) and normaliser (B, *tokens, H, 1) of one region's queries (paper, Eq. 4)."""
+    rotated, plain = _features(call, _in_blocks(call, call.query, heads, part), part)
     here = (slice(None), slice(None), *part.region.blocks)
-    output = rotated @ summary[here]
-    if key_sum is not None:
-        output = output.div_(plain @ key_sum[here].unsqueeze(-1))
-    return from_blocks(output, part.region)
+    output = rotated @ summaries[0][here]
+    normaliser = [plain @ key_sum[here] for key_sum in summaries[1:]]
+    for divisor in normaliser:
+        output = output.div_(divisor)
+    gate = None
+    if call.output_gate is not None:
+        gate = call.output_gate[:, :, heads].unflatten(1, call.grid)[(slice(None), *part.region.tokens)]
+    output = finish(from_blocks(output, part.region), call.output_norm, gate)
+    return output, *(from_blocks(x, part.region) for x in normaliser)
 
 
 def finish(output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None) -> torch.Tensor:
@@ -208,42 +167,3 @@ def finish(output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: 
     if output_gate is not None:
         output = output * torch.nn.functional.silu(output_gate.to(output.dtype))
     return output
-
-
-def eager_normaliser(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mixing: torch.Tensor,
-    grid: Shape,
-    blocks: Shape,
-    *,
-    feature_map: str,
-    rotary: Rotary | None,
-    rope: str,
-    eps: float,
-    key_mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """The normaliser of Eq. 4 by itself, φ(q)ᵀ Σ_b m_ib z_b: (B, N, H, 1) in float32 (float64 for float64 inputs)."""
-    dtype = sum_dtype(query.dtype)
-    features = _Features(get_feature_map(feature_map), eps, rope, dtype)
-    heads_at_once, rows_at_once = working_set(query, blocks)
-    regions = regular_regions(grid, blocks, rows_at_once, _length_at_once(query, grid))
-    parts = [_make_part(region, grid, rotary if rope == "before" else None, key_mask, dtype) for region in regions]
-    outputs = []
-    with without_autocast(query.device):
-        for heads in groups_of_heads(query, heads_at_once):
-            q, k = (x[:, :, heads].unflatten(1, grid) for x in (query, key))
-            coefficients = (mixing[heads] if mixing.ndim == 3 else mixing).to(dtype)
-            sums = join_blocks([_key_sum(features(k, part)[1], part) for part in parts], regions, first_axis=2)
-            mixed = (coefficients @ sums.flatten(2, -2)).view(sums.shape)
-            pieces = []
-            for part in parts:
-                here = (slice(None), slice(None), *part.region.blocks)
-                pieces.append(from_blocks(features(q, part)[1] @ mixed[here].unsqueeze(-1), part.region))
-            outputs.append(join_tokens(pieces, regions, first_axis=1))
-    return torch.cat(outputs, dim=-2).reshape(*query.shape[:-1], 1)
-
-
-def _key_sum(features: torch.Tensor, part: _Part) -> torch.Tensor:
-    """Sum of a block's masked keys: (B, H, *block counts, D)."""
-    return (features if part.key_mask is None else features * part.key_mask).sum(dim=-2)

@@ -3,22 +3,23 @@
 import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 
 from .blocks import check_layout
+from .call import Call
 from .eager import eager_attention
 from .feature_maps import get_feature_map
 from .near_field import near_field_attention
-from .rotary import Rotary
-from .triton import triton_attention, triton_near_field_attention, why_not
+from .rotary import Rotary, rotary_table
+from .triton import triton_attention, why_not
 
-_BACKENDS: dict[str, Callable[..., torch.Tensor]] = {"eager": eager_attention, "triton": triton_attention}
-_NEAR_FIELD_BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
-    "eager": near_field_attention,
-    "triton": triton_near_field_attention,
-}
+
+def _attend_eagerly(call: Call) -> torch.Tensor:
+    return eager_attention(call)[0] if call.far_field_weight is None else near_field_attention(call)
+
+
+_BACKENDS: dict[str, Callable[[Call], torch.Tensor]] = {"eager": _attend_eagerly, "triton": triton_attention}
 
 
 def backend_names() -> list[str]:
@@ -102,38 +103,31 @@ def mhla_attention(
     get_feature_map(feature_map)
     check_backend(backend)
     _check_tensors(query, key, value)
-    _check_grid(query, grid)
-    _check_mixing(mixing, query.shape[2], math.prod(blocks))
-    _check_options(query, rotary, rope, key_mask, output_norm, output_gate)
+    if rotary is not None:
+        _check_rotary(rotary, query)
+    call = Call(
+        query,
+        key,
+        value,
+        mixing,
+        grid,
+        blocks,
+        feature_map,
+        rotary_table(rotary) if rotary is not None else None,
+        rope,
+        normalize,
+        eps,
+        key_mask,
+        output_norm,
+        output_gate,
+        far_field_weight,
+    )
+    _check(call)
     if query.numel() == 0:
         return torch.empty_like(query)
     if backend == "auto":
-        fused = query.device.type == "cuda" and why_not(query, feature_map, rotary) is None
-        backend = "triton" if fused else "eager"
-    settings: dict[str, Any] = {
-        "feature_map": feature_map,
-        "rotary": rotary,
-        "rope": rope,
-        "eps": eps,
-        "key_mask": key_mask,
-        "output_norm": output_norm,
-        "output_gate": output_gate,
-    }
-    if far_field_weight is None:
-        return _BACKENDS[backend](query, key, value, mixing, grid, blocks, normalize=normalize, **settings)
-    _check_far_field(far_field_weight, query, feature_map, normalize, eps)
-    return _NEAR_FIELD_BACKENDS[backend](query, key, value, mixing, grid, blocks, far_field_weight, **settings)
-
-
-def _check_far_field(
-    far_field_weight: torch.Tensor, query: torch.Tensor, feature_map: str, normalize: bool, eps: float
-) -> None:
-    if tuple(far_field_weight.shape) != (query.shape[2],):
-        raise ValueError(f"far_field_weight must have shape ({query.shape[2]},), got {tuple(far_field_weight.shape)}.")
-    if not normalize:
-        raise ValueError("A near field shares one denominator with the far field; it needs normalize=True.")
-    if feature_map == "relu" and not eps > 0:
-        raise ValueError(f"eps={eps} lets a query of the relu feature map have no far field; it must be positive.")
+        backend = "triton" if query.device.type == "cuda" and why_not(query, feature_map) is None else "eager"
+    return _BACKENDS[backend](call)
 
 
 def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -148,40 +142,43 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
                 raise ValueError(f"{name} has {what} {found}, but query has {expected}; they must be the same.")
 
 
-def _check_grid(query: torch.Tensor, grid: tuple[int, ...]) -> None:
-    if math.prod(grid) != query.shape[1]:
-        raise ValueError(
-            f"Token grid {grid} holds {math.prod(grid)} tokens, but query has N={query.shape[1]}; "
-            "the product of the grid must be N."
-        )
-
-
-def _check_mixing(mixing: torch.Tensor, heads: int, blocks: int) -> None:
-    if tuple(mixing.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
-        raise ValueError(
-            f"mixing has shape {tuple(mixing.shape)}; for {blocks} blocks and {heads} heads it must be "
-            f"({blocks}, {blocks}) or ({heads}, {blocks}, {blocks})."
-        )
-
-
-def _check_options(
-    query: torch.Tensor,
-    rotary: Rotary | None,
-    rope: str,
-    key_mask: torch.Tensor | None,
-    output_norm: torch.Tensor | None,
-    output_gate: torch.Tensor | None,
-) -> None:
+def _check_rotary(rotary: Rotary, query: torch.Tensor) -> None:
     batch, tokens, _, head_dim = query.shape
-    if rope not in ("after", "before"):
-        raise ValueError(f"Unknown rope={rope!r}; allowed: 'after' or 'before' (the feature map).")
-    for table in rotary or ():
+    for table in rotary:
         if table.shape[0] not in (1, batch) or tuple(table.shape[1:]) != (tokens, 1, head_dim):
             raise ValueError(
                 f"rotary tables must be (1 or {batch}, {tokens}, 1, {head_dim}), got {tuple(table.shape)}."
             )
-    expected = {"key_mask": (batch, tokens), "output_norm": (head_dim,), "output_gate": tuple(query.shape)}
-    given = {"key_mask": key_mask, "output_norm": output_norm, "output_gate": output_gate}
-    for name, tensor in given.items():
-        if tensor is not None and tuple(tensor.shape) != expected[name]:
-            raise ValueError(f"{name} must have shape {expected[name]}, got {tuple(tensor.shape)}.")
+    if head_dim % 2:
+        raise ValueError(f"RoPE turns pairs of channels, and the head dim is {head_dim}; it must be even.")
+
+
+def _check(call: Call) -> None:
+    batch, tokens, heads, head_dim = call.query.shape
+    if math.prod(call.grid) != tokens:
+        raise ValueError(
+            f"Token grid {call.grid} holds {math.prod(call.grid)} tokens, but query has N={tokens}; "
+            "the product of the grid must be N."
+        )
+    blocks = math.prod(call.blocks)
+    if tuple(call.mixing.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
+        raise ValueError(
+            f"mixing has shape {tuple(call.mixing.shape)}; for {blocks} blocks and {heads} heads it must be "
+            f"({blocks}, {blocks}) or ({heads}, {blocks}, {blocks})."
+        )
+    if call.rope not in ("after", "before"):
+        raise ValueError(f"Unknown rope={call.rope!r}; allowed: 'after' or 'before' (the feature map).")
+    expected = {
+        "key_mask": (batch, tokens),
+        "output_norm": (head_dim,),
+        "output_gate": tuple(call.query.shape),
+        "far_field_weight": (heads,),
+    }
+    for name, shape in expected.items():
+        tensor = getattr(call, name)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
+    if call.far_field_weight is not None and not call.normalize:
+        raise ValueError("A near field shares one denominator with the far field; it needs normalize=True.")
+    if call.far_field_weight is not None and call.feature_map == "relu" and not call.eps > 0:
+        raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")

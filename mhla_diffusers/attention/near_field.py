@@ -12,13 +12,14 @@ from LoLCATs (Zhang et al. 2024).
 """
 
 import math
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from .blocks import Region, Shape, from_blocks, join_tokens, regular_regions, to_blocks
-from .eager import eager_attention, eager_normaliser, finish, groups_of_heads, sum_dtype, without_autocast, working_set
-from .rotary import Rotary, apply_rotary, pair_tables
+from .blocks import Region, from_blocks, join_tokens, regular_regions, to_blocks
+from .call import Call
+from .eager import eager_attention, finish, groups_of_heads, sum_dtype, without_autocast, working_set
+from .rotary import apply_rotary
 
 _ALIGNMENT = 8
 """Channels that fused attention kernels want the head dim to be a multiple of."""
@@ -29,64 +30,26 @@ _LEAST_MIXING = 1e-12
 by, and a gradient to learn from."""
 
 
-def near_field_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    grid: Shape,
-    blocks: Shape,
-    far_field_weight: torch.Tensor,
-    *,
-    feature_map: str,
-    rotary: Rotary | None,
-    rope: str,
-    eps: float,
-    key_mask: torch.Tensor | None,
-    output_norm: torch.Tensor | None,
-    output_gate: torch.Tensor | None,
-) -> torch.Tensor:
-    """In PyTorch operations; arguments as in :func:`mhla_diffusers.attention.mhla_attention`, which has checked them.
-
-    Args:
-        query: (B, N, H, D).
-        key: like ``query``.
-        value: like ``query``.
-        mixing: (M, M) or (H, M, M); its diagonal is not used.
-        grid: token grid.
-        blocks: block count per axis.
-        far_field_weight: λ, (H,), positive.
-        feature_map: φ of the far field.
-        rotary: (cos, sin); the near field rotates query and key.
-        rope: where the far field rotates.
-        eps: of the feature map.
-        key_mask: (B, N).
-        output_norm: (D,).
-        output_gate: (B, N, H, D).
-
-    Returns:
-        (B, N, H, D).
-    """
+def near_field_attention(call: Call) -> torch.Tensor:
+    """The near field and the far field in PyTorch operations: (B, N, H, D) in the type of the query."""
     far = logit = None
-    if math.prod(blocks) > 1:
-        across = without_own_block(mixing)
-        settings: dict[str, Any] = {
-            "feature_map": feature_map,
-            "rotary": rotary,
-            "rope": rope,
-            "eps": eps,
-            "key_mask": far_field_mask(key_mask) if key_mask is not None else None,
-        }
-        far = eager_attention(
-            query, key, value, across, grid, blocks, normalize=True, output_norm=None, output_gate=None, **settings
-        )
-        normaliser = eager_normaliser(query, key, across, grid, blocks, **settings)
-        logit = (far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
-    if rotary is not None:
-        query, key = (rotated(x, rotary) for x in (query, key))
-    bias = key_mask.to(query.dtype).log()[:, :, None, None] if key_mask is not None else None
-    output = _near_field(query, key, value, far, logit, bias, grid, blocks)
-    return finish(output, output_norm, output_gate).to(query.dtype)
+    if math.prod(call.blocks) > 1 and call.far_field_weight is not None:
+        far, normaliser = eager_attention(far_field(call))
+        logit = (call.far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
+    output = _near_field(call, far, logit)
+    return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
+
+
+def far_field(call: Call) -> Call:
+    """MHLA over the other blocks: what a call with a near field leaves to the summaries, without λ, norm and gate."""
+    return replace(
+        call,
+        mixing=without_own_block(call.mixing),
+        key_mask=far_field_mask(call.key_mask) if call.key_mask is not None else None,
+        output_norm=None,
+        output_gate=None,
+        far_field_weight=None,
+    )
 
 
 def without_own_block(mixing: torch.Tensor) -> torch.Tensor:
@@ -103,26 +66,20 @@ def far_field_mask(key_mask: torch.Tensor) -> torch.Tensor:
     return key_mask.float().clamp_min(_LEAST_MASK)
 
 
-def rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """(B, N, H, D) after RoPE, computed in float32 (float64 for float64), in the type of ``x``."""
+def rotated(x: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+    """(B, N, H, D) after RoPE, if any, computed in float32 (float64 for float64), in the type of ``x``."""
+    if table is None:
+        return x
     dtype = sum_dtype(x.dtype)
-    cos, sin = (table.to(dtype) for table in pair_tables(rotary))
-    return apply_rotary(x.to(dtype), cos, sin).to(x.dtype)
+    return apply_rotary(x.to(dtype), table.to(dtype)).to(x.dtype)
 
 
-def _near_field(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    far: torch.Tensor | None,
-    logit: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    grid: Shape,
-    blocks: Shape,
-) -> torch.Tensor:
+def _near_field(call: Call, far: torch.Tensor | None, logit: torch.Tensor | None) -> torch.Tensor:
     """Softmax attention over the block and the far field: (B, N, H, D) in float32 (float64 for float64)."""
-    heads_at_once, rows_at_once = working_set(query, blocks)
-    regions = regular_regions(grid, blocks, rows_at_once)
+    query, key = rotated(call.query, call.rotary), rotated(call.key, call.rotary)
+    bias = call.key_mask.to(query.dtype).log()[:, :, None, None] if call.key_mask is not None else None
+    heads_at_once, rows_at_once = working_set(query, call.blocks)
+    regions = regular_regions(call.grid, call.blocks, rows_at_once)
     outputs = []
     with without_autocast(query.device):
         for heads in groups_of_heads(query, heads_at_once):
@@ -130,11 +87,11 @@ def _near_field(
             for region in regions:
 
                 def here(x: torch.Tensor, heads: slice = heads, region: Region = region) -> torch.Tensor:
-                    return to_blocks(x[:, :, heads].unflatten(1, grid), region, x.dtype)
+                    return to_blocks(x[:, :, heads].unflatten(1, call.grid), region, x.dtype)
 
                 far_here = (here(far), here(logit)) if far is not None and logit is not None else None
-                mask = to_blocks(bias.unflatten(1, grid), region, bias.dtype).mT if bias is not None else None
-                pieces.append(from_blocks(_attend(here(query), here(key), here(value), far_here, mask), region))
+                mask = to_blocks(bias.unflatten(1, call.grid), region, bias.dtype).mT if bias is not None else None
+                pieces.append(from_blocks(_attend(here(query), here(key), here(call.value), far_here, mask), region))
             outputs.append(join_tokens(pieces, regions, first_axis=1))
     return torch.cat(outputs, dim=-2).reshape(query.shape)
 

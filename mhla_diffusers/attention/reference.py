@@ -3,109 +3,62 @@
 Nothing here is fast: the N x N weights of the paper's Eq. 5 are formed one query-key pair at a time.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from .blocks import block_index
+from .call import Call
 from .feature_maps import get_feature_map
-from .rotary import Rotary, apply_rotary, pair_tables
+from .rotary import apply_rotary
 
 OUTPUT_NORM_EPS = 1e-6
 """Epsilon of the output RMSNorm; the value of the paper's Wan code."""
 
 
-def reference_weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mixing: torch.Tensor,
-    grid: Sequence[int],
-    blocks: Sequence[int],
-    *,
-    feature_map: str = "relu",
-    rotary: Rotary | None = None,
-    rope: str = "after",
-    normalize: bool = True,
-    eps: float = 1e-6,
-    key_mask: torch.Tensor | None = None,
-    far_field_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
+def reference_weights(call: Call) -> torch.Tensor:
     """The effective attention matrix (paper, Eq. 5): float64 (B, H, N, N), row = query token.
 
-    Arguments are those of :func:`mhla_diffusers.attention.mhla_attention`.
+    It belongs to the attention before output norm and gate; the value is not read.
     """
-    phi = get_feature_map(feature_map)
-    query, key = query.to(torch.float64, copy=True), key.to(torch.float64, copy=True)
-    mixing = mixing.double()
+    phi = get_feature_map(call.feature_map)
+    query, key = call.query.to(torch.float64, copy=True), call.key.to(torch.float64, copy=True)
     near_query, near_key = query.clone(), key.clone()
-    tables = pair_tables((rotary[0].double(), rotary[1].double())) if rotary is not None else None
-    if tables is not None:
-        near_query, near_key = apply_rotary(query, *tables), apply_rotary(key, *tables)
-    if tables is not None and rope == "before":
-        query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
-    query, key = phi(query, eps), phi(key, eps)
-    if key_mask is not None:
-        key = key * key_mask[:, :, None, None]
+    table = call.rotary.double() if call.rotary is not None else None
+    if table is not None:
+        near_query, near_key = apply_rotary(query, table), apply_rotary(key, table)
+    if table is not None and call.rope == "before":
+        query, key = apply_rotary(query, table), apply_rotary(key, table)
+    query, key = phi(query, call.eps), phi(key, call.eps)
+    if call.key_mask is not None:
+        key = key * call.key_mask[:, :, None, None]
 
-    block_of = block_index(grid, blocks).to(query.device)
-    coefficients = mixing[..., block_of[:, None], block_of[None, :]]
+    block_of = block_index(call.grid, call.blocks).to(query.device)
+    coefficients = call.mixing.double()[..., block_of[:, None], block_of[None, :]]
     plain = torch.einsum("bqhd,bkhd->bhqk", query, key)
-    if tables is not None and rope == "after":
-        query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
+    if table is not None and call.rope == "after":
+        query, key = apply_rotary(query, table), apply_rotary(key, table)
     weights = coefficients * torch.einsum("bqhd,bkhd->bhqk", query, key)
     normaliser = coefficients * plain
-    if far_field_weight is not None:
+    if call.far_field_weight is not None:
         scores = torch.einsum("bqhd,bkhd->bhqk", near_query, near_key) / near_query.shape[-1] ** 0.5
         # a common factor of numerator and denominator, which keeps large scores finite
         largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
         near = (scores - largest).exp()
-        if key_mask is not None:
-            near = near * key_mask[:, None, None, :]
-        far = far_field_weight.double()[:, None, None] * (-largest).exp()
+        if call.key_mask is not None:
+            near = near * call.key_mask[:, None, None, :]
+        far = call.far_field_weight.double()[:, None, None] * (-largest).exp()
         same_block = block_of[:, None] == block_of[None, :]
         weights, normaliser = (torch.where(same_block, near, far * x) for x in (weights, normaliser))
-    if normalize:
+    if call.normalize:
         weights = weights / normaliser.sum(dim=-1, keepdim=True)
     return weights
 
 
-def reference_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    grid: Sequence[int],
-    blocks: Sequence[int],
-    *,
-    feature_map: str = "relu",
-    rotary: Rotary | None = None,
-    rope: str = "after",
-    normalize: bool = True,
-    eps: float = 1e-6,
-    key_mask: torch.Tensor | None = None,
-    output_norm: torch.Tensor | None = None,
-    output_gate: torch.Tensor | None = None,
-    far_field_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """MHLA in float64: (B, N, H, D). Arguments are those of :func:`mhla_diffusers.attention.mhla_attention`."""
-    weights = reference_weights(
-        query,
-        key,
-        mixing,
-        grid,
-        blocks,
-        feature_map=feature_map,
-        rotary=rotary,
-        rope=rope,
-        normalize=normalize,
-        eps=eps,
-        key_mask=key_mask,
-        far_field_weight=far_field_weight,
-    )
-    output = torch.einsum("bhqk,bkhd->bqhd", weights, value.double())
-    if output_norm is not None:
+def reference_attention(call: Call) -> torch.Tensor:
+    """MHLA in float64: (B, N, H, D)."""
+    output = torch.einsum("bhqk,bkhd->bqhd", reference_weights(call), call.value.double())
+    if call.output_norm is not None:
         mean_square = output.square().mean(dim=-1, keepdim=True)
-        output = output * torch.rsqrt(mean_square + OUTPUT_NORM_EPS) * output_norm.double()
-    if output_gate is not None:
-        output = output * torch.nn.functional.silu(output_gate.double())
+        output = output * torch.rsqrt(mean_square + OUTPUT_NORM_EPS) * call.output_norm.double()
+    if call.output_gate is not None:
+        output = output * torch.nn.functional.silu(call.output_gate.double())
     return output

@@ -6,19 +6,19 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 """(cos, sin), each (1 or B, N, 1, D): the angle of channel pair (2i, 2i + 1) stands at both channels."""
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotary_table(rotary: Rotary) -> torch.Tensor:
+    """(cos, sin) of every channel pair at the places of the pair: one table (1 or B, N, 1, D)."""
+    cos, sin = rotary
+    return torch.stack((cos[..., 0::2], sin[..., 1::2]), dim=-1).flatten(-2)
+
+
+def apply_rotary(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate neighbouring channel pairs (2i, 2i + 1) of ``x``.
 
     Args:
         x: (..., D).
-        cos: broadcastable to (..., D / 2), one value per pair.
-        sin: like ``cos``.
+        table: from :func:`rotary_table`, broadcastable to (..., D).
     """
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = table.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-
-
-def pair_tables(rotary: Rotary) -> Rotary:
-    """(cos, sin) with one value per channel pair: each (..., D) becomes (..., D / 2)."""
-    cos, sin = rotary
-    return cos[..., 0::2], sin[..., 1::2]

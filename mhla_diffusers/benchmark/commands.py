@@ -135,7 +135,7 @@ def bench_training(
     """Forward, backward and optimizer step of whole transformers; all weights train."""
     from .recorder import Recorder
     from .timing import Budget
-    from .train import benchmark_training
+    from .transformer import benchmark_training
 
     place, precision = _place(device, dtype)
     cases, budget = _transformer_cases(model, size, frames, layers, batch, place, precision), Budget(seconds)
@@ -150,7 +150,7 @@ def bench_pipeline(
     model: Annotated[str, typer.Option(help="tiny-dit, tiny-sana, tiny-wan, or Hub id or folder.")] = "tiny-dit",
     steps: Annotated[int | None, typer.Option(help="Of the sampler.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
-    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; not for DiT.")] = None,
+    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
     repetitions: Annotated[int, typer.Option(help="Calls of each variant, after one to warm up.")] = 3,
     device: _DEVICE = "auto",
@@ -159,7 +159,7 @@ def bench_pipeline(
 ) -> None:
     """A whole call of a pipeline, and its parts: text encoding, denoising, VAE."""
     from .models import parse_size
-    from .pipeline import PipelineCase, benchmark_pipeline
+    from .pipeline import benchmark_pipeline, choose_pipeline
     from .recorder import Recorder
 
     place, precision = _place(device, dtype)
@@ -172,7 +172,7 @@ def bench_pipeline(
         "num_frames": frames,
     }
     settings = {name: value for name, value in asked.items() if value is not None}
-    case = PipelineCase(model, place, precision, repetitions, settings=settings)
+    case = choose_pipeline(model, place, precision, repetitions, settings)
     recorder = Recorder("pipeline", place, precision, output)
     recorder.add(benchmark_pipeline(case, recorder.rates))
     recorder.finish()
@@ -214,26 +214,6 @@ def bench_all(
     steps, repetitions = (2, 1) if tiny else (None, 3)
     bench_pipeline(steps=steps, repetitions=repetitions, device=device, dtype=dtype, output=output)
     bench_report([output])
-
-
-@bench.command("tiny")
-def bench_tiny(
-    families: Annotated[list[str] | None, typer.Option("--family", help="Several times; all if left out.")] = None,
-    samples: Annotated[int, typer.Option(help="Scenes per pipeline.")] = 100,
-    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    output: Annotated[Path, typer.Option(help="Folder for one JSON file each.")] = Path("outputs/tiny"),
-) -> None:
-    """Whether the tiny pipelines generate the digits that they are asked for."""
-    from ..tiny.benchmark import check_all
-
-    missed = False
-    for name, result in check_all(families, samples, device, output):
-        reached = result["accuracy"] >= result["target"]
-        missed = missed or not reached
-        verdict = "reached" if reached else "MISSED"
-        typer.echo(f"{name}: accuracy {result['accuracy']:.1%}, target {result['target']:.0%} {verdict}")
-    if missed:
-        raise typer.Exit(1)
 
 
 def _transformer_cases(

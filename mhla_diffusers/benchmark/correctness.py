@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from ..attention import initial_mixing, mhla_attention, reference_attention
-from ..patching.layer import MHLALayer
-from ..patching import mhla_layers
+from ..attention import Call, initial_mixing, mhla_attention, reference_attention
+from ..patching import MHLALayer, mhla_layers
 from .shapes import Shape
 
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -51,7 +50,7 @@ def check_operation(
         return output, *torch.autograd.grad(output, inputs, upstream.to(output.dtype))
 
     found = differentiate(mhla_attention, backend=backend)
-    expected = differentiate(reference_attention)
+    expected = differentiate(lambda *inputs, **options: reference_attention(Call(*inputs, **options)))
     error = relative_error(found[0], expected[0])
     _require(error, LARGEST_ERROR[dtype], f"The output of MHLA {backend}", device, dtype)
     names = ("query", "key", "value", "mixing", "far_field_weight")[: len(drawn)]
@@ -94,19 +93,8 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> float:
 
     def compare(layer: MHLALayer, args: tuple[Any, ...], output: torch.Tensor) -> None:
         query, key, value, _, grid, rotary = args[:6]
-        config = layer.config
-        expected = reference_attention(
-            query,
-            key,
-            value,
-            layer.mixing,
-            grid,
-            config.blocks,
-            feature_map=config.feature_map,
-            rotary=rotary,
-            rope=config.rope,
-            eps=config.eps,
-        )
+        weights = layer.weights(query, key, grid, rotary)
+        expected = torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype))
         errors.append(relative_error(output, expected))
         types.append(output.dtype)
 
@@ -116,14 +104,8 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> float:
     finally:
         for handle in handles:
             handle.remove()
-    _require(max(errors), LARGEST_ERROR[types[0]], "The patched attention", query_device(inputs), types[0])
+    _require(max(errors), LARGEST_ERROR[types[0]], "The patched attention", inputs["hidden_states"].device, types[0])
     return max(errors)
-
-
-def query_device(inputs: dict[str, Any]) -> torch.device:
-    """Where the inputs of a transformer are."""
-    device: torch.device = inputs["hidden_states"].device
-    return device
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

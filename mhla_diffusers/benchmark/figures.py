@@ -4,14 +4,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..reporting import require_matplotlib
+from .candidates import COMPILED
+from .panels import (
+    COLOURS,
+    Figure,
+    bar_panels,
+    colour_of,
+    fastest_by_group,
+    legend_below,
+    line_panels,
+    logarithmic,
+    make_panels,
+    thousands,
+)
 from .results import Row, Run
 from .scaling import SOFTMAX, fitted_exponent, mixing_overhead
-from .series import COLOURS, colour_of, fastest_by_group
-from .table import PART
-from .variants import COMPILED
-
-Figure = Any
-_COLUMNS = 2
 
 
 def draw_operations(run: Run) -> Figure | None:
@@ -22,7 +29,7 @@ def draw_operations(run: Run) -> Figure | None:
         for stage in ("forward", "forward+backward")
         if (rows := [row for row in _measured(run) if (row.case, row.stage) == (case, stage)])
     ]
-    return _bar_panels(panels, "milliseconds", lambda row: 1000 * (row.median or 0))
+    return bar_panels(panels, "milliseconds", lambda row: 1000 * (row.median or 0))
 
 
 def draw_growth(run: Run) -> Figure | None:
@@ -33,7 +40,7 @@ def draw_growth(run: Run) -> Figure | None:
     panels: list[tuple[str, Callable[[Row], float | None]]] = [("milliseconds", lambda row: 1000 * (row.median or 0))]
     if any(row.peak_bytes for row in rows):
         panels.append(("peak memory, GiB", lambda row: None if row.peak_bytes is None else row.peak_bytes / 2**30))
-    figure, axes = _panels(len(panels), width=6.2, height=4.2)
+    figure, axes = make_panels(len(panels), width=6.2, height=4.2)
     counts = sorted({row.blocks for row in rows if row.blocks and row.blocks > 1})
     for axis, (label, value) in zip(axes, panels, strict=True):
         for variant in dict.fromkeys(row.variant for row in rows):
@@ -45,9 +52,9 @@ def draw_growth(run: Run) -> Figure | None:
                 axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, **_line(mine[0], counts))
         axis.set_xscale("log", base=2)
         tokens = sorted({row.tokens for row in rows if row.tokens})
-        axis.set_xticks(tokens, [_thousands(n) for n in tokens], fontsize=8)
+        axis.set_xticks(tokens, [thousands(n) for n in tokens], fontsize=8)
         axis.minorticks_off()
-        _logarithmic(axis)
+        logarithmic(axis)
         axis.set_xlabel("tokens N")
         axis.set_ylabel(label)
         axis.grid(alpha=0.25)
@@ -84,7 +91,7 @@ def draw_overhead(run: Run) -> Figure | None:
                 axis.add_patch(
                     plt.Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="///", edgecolor="#00000030", lw=0)
                 )
-    axis.set_xticks(range(len(tokens)), [_thousands(n) for n in tokens])
+    axis.set_xticks(range(len(tokens)), [thousands(n) for n in tokens])
     axis.set_yticks(range(len(counts)), [str(m) for m in counts])
     axis.set_xlabel("tokens N")
     axis.set_ylabel("token blocks M")
@@ -99,7 +106,7 @@ def draw_throughput(run: Run) -> Figure | None:
         model: [row for row in rows if (row.frames or 0) == longest[model]] for model, rows in _by_model(run).items()
     }
     panels = {model: rows for model, rows in panels.items() if len({_pixels(row) for row in rows}) > 1}
-    return _line_panels(
+    return line_panels(
         panels,
         key=_pixels,
         label=lambda row: f"{row.height}" if row.height == row.width else f"{row.height}x{row.width}",
@@ -117,7 +124,7 @@ def draw_frames(run: Run) -> Figure | None:
             if row.frames is not None:
                 panels.setdefault(f"{model} {row.height}x{row.width}", []).append(row)
     panels = {name: rows for name, rows in panels.items() if len({row.frames for row in rows}) > 1}
-    return _line_panels(
+    return line_panels(
         panels,
         key=lambda row: row.frames or 0,
         label=lambda row: str(row.frames),
@@ -129,26 +136,25 @@ def draw_frames(run: Run) -> Figure | None:
 
 def draw_parts(run: Run) -> Figure | None:
     """Milliseconds of each part, a panel per case, one bar per attention."""
-    rows = [row for row in _measured(run) if row.stage.startswith(PART)]
+    rows = [row for row in _measured(run) if row.part is not None]
     cases = list(dict.fromkeys(row.case for row in rows))
     if not cases:
         return None
-    names = list(dict.fromkeys(row.stage for row in rows))
+    parts = list(dict.fromkeys(row.part for row in rows if row.part is not None))
     chosen = {case: _shown_variants(run, case) for case in cases}
-    figure, axes = _panels(len(cases), width=6.2, height=1.4 + 0.36 * max(len(shown) for shown in chosen.values()))
+    figure, axes = make_panels(len(cases), width=6.2, height=1.4 + 0.36 * max(len(shown) for shown in chosen.values()))
     for axis, case in zip(axes, cases, strict=True):
-        medians = {(row.variant, row.stage): 1000 * (row.median or 0) for row in rows if row.case == case}
-        shown = [variant for variant in chosen[case] if (variant, names[0]) in medians]
+        medians = {(row.variant, row.part): 1000 * (row.median or 0) for row in rows if row.case == case}
+        shown = [variant for variant in chosen[case] if (variant, parts[0]) in medians]
         left = [0.0] * len(shown)
-        for name in names:
-            part = name.removeprefix(PART)
-            widths = [max(0.0, medians.get((variant, name), 0.0)) for variant in shown]
+        for part in parts:
+            widths = [max(0.0, medians.get((variant, part), 0.0)) for variant in shown]
             axis.barh(shown, widths, left=left, label=part, color=COLOURS[part], edgecolor="white", linewidth=0.6)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axis.invert_yaxis()
         axis.set_title(case, fontsize=10, loc="left")
         axis.set_xlabel("milliseconds")
-    _legend_below(figure, axes[0])
+    legend_below(figure, axes[0])
     return figure
 
 
@@ -157,101 +163,13 @@ def draw_steps(run: Run) -> Figure | None:
     panels = [
         (case, list(fastest_by_group([row for row in run.rows if row.case == case]).values())) for case in _cases(run)
     ]
-    return _bar_panels([panel for panel in panels if panel[1]], "milliseconds", lambda row: 1000 * (row.median or 0))
+    return bar_panels([panel for panel in panels if panel[1]], "milliseconds", lambda row: 1000 * (row.median or 0))
 
 
 def _shown_variants(run: Run, case: str) -> list[str]:
     """The fastest softmax, and everything else that is not compiled."""
-    rows = [row for row in run.rows if row.case == case and not row.stage.startswith(PART)]
+    rows = [row for row in run.rows if row.case == case and row.part is None]
     return [row.variant for name, row in fastest_by_group(rows).items() if not name.endswith(COMPILED)]
-
-
-def _bar_panels(panels: list[tuple[str, list[Row]]], label: str, value: Callable[[Row], float]) -> Figure | None:
-    """Horizontal bars with their values, on a logarithmic axis where they differ much."""
-    if not panels:
-        return None
-    figure, axes = _panels(len(panels), width=6.2, height=1.1 + 0.3 * max(len(rows) for _, rows in panels))
-    for axis, (title, rows) in zip(axes, panels, strict=True):
-        values = [value(row) for row in rows]
-        bars = axis.barh([row.variant for row in rows], values, color=[colour_of(row.variant) for row in rows])
-        if max(values) > 20 * min(values):
-            axis.set_xscale("log")
-            axis.set_xlim(min(values) / 2, max(values) * 4)
-        else:
-            axis.set_xlim(0, max(values) * 1.2)
-        axis.bar_label(bars, [f"{x:.3g}" for x in values], padding=3, fontsize=8)
-        axis.invert_yaxis()
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.set_xlabel(label)
-    return figure
-
-
-def _line_panels(
-    panels: dict[str, list[Row]],
-    key: Callable[[Row], int],
-    label: Callable[[Row], str],
-    value: Callable[[Row], float | None],
-    xlabel: str,
-    ylabel: str,
-) -> Figure | None:
-    """A line per attention over evenly spaced places, on a logarithmic axis."""
-    if not panels:
-        return None
-    figure, axes = _panels(len(panels), width=5.6, height=3.6)
-    for axis, (title, rows) in zip(axes, panels.items(), strict=True):
-        places = {number: place for place, number in enumerate(sorted({key(row) for row in rows}))}
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for number, place in places.items():
-            for name, row in fastest_by_group([row for row in rows if key(row) == number]).items():
-                y = value(row)
-                if y is not None:
-                    lines.setdefault(name, []).append((place, y))
-        for name, points in lines.items():
-            style = ":" if name.endswith(COMPILED) else "-"
-            axis.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=colour_of(name), label=name)
-        labels = {places[key(row)]: label(row) for row in rows}
-        axis.set_xticks(list(labels), list(labels.values()))
-        _logarithmic(axis)
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.set_xlabel(xlabel)
-        axis.set_ylabel(ylabel)
-        axis.grid(alpha=0.25, which="both", axis="y")
-        axis.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
-    """A figure of panels, two in a row."""
-    columns = min(count, _COLUMNS)
-    lines = -(-count // columns)
-    figure, axes = require_matplotlib().subplots(
-        lines, columns, figsize=(width * columns, height * lines), layout="constrained", squeeze=False
-    )
-    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    for spare in axes.flat[count:]:
-        spare.set_visible(False)
-    return figure, list(axes.flat[:count])
-
-
-def _logarithmic(axis: Any) -> None:
-    """A logarithmic y axis whose ticks are written as plain numbers."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _thousands(number: int) -> str:
-    return f"{number:,}".replace(",", " ")
-
-
-def _legend_below(figure: Figure, axis: Any) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
 
 
 def _measured(run: Run) -> list[Row]:

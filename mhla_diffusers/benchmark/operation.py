@@ -9,12 +9,20 @@ import torch
 
 from ..attention import initial_mixing, mhla_attention
 from ..attention.triton import why_not
+from .candidates import PLAIN
+from .conditions import Rates
 from .correctness import check_agreement, check_operation, make_inputs
-from .costs import Cost, linear_cost, near_field_cost, softmax_cost
-from .rates import Rates
 from .results import Row, make_row
-from .shapes import Shape
-from .softmax import SOFTMAX_BACKENDS, softmax_attention, why_no_softmax
+from .shapes import (
+    SOFTMAX_BACKENDS,
+    Cost,
+    Shape,
+    linear_cost,
+    near_field_cost,
+    softmax_attention,
+    softmax_cost,
+    why_no_softmax,
+)
 from .timing import Absent, Budget, Outcome, Variant, time_interleaved
 
 STAGES = ("forward", "forward+backward")
@@ -149,7 +157,12 @@ def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str
     """Why the fused kernels cannot be timed; None if they can."""
     if device.type == "cpu":
         return "the fused kernels run on CUDA and ROCm devices"  # their interpreter is for tests and has no speed
-    return why_not(torch.empty(1, 0, shape.heads, shape.head_dim, device=device, dtype=dtype), "relu", None)
+    return why_not(torch.empty(1, 0, shape.heads, shape.head_dim, device=device, dtype=dtype), "relu")
+
+
+def fastest_backend(shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
+    """The fused kernels where they can run, else eager."""
+    return "triton" if why_no_triton(shape, device, dtype) is None else "eager"
 
 
 def _attends(
@@ -175,7 +188,7 @@ def _attends(
             return Absent(reason), ()
         return lambda: softmax_attention(backend, *inputs), inputs
 
-    kinds = {"MHLA": (*_BACKENDS, "torch.compile"), NEAR_FIELD: _BACKENDS, "plain linear": _BACKENDS}
+    kinds = {"MHLA": (*_BACKENDS, "torch.compile"), NEAR_FIELD: _BACKENDS, PLAIN: _BACKENDS}
     attends = {f"{kind} {backend}": linear(f"{kind} {backend}") for kind, names in kinds.items() for backend in names}
     for backend in SOFTMAX_BACKENDS:
         attends[f"softmax {backend}"] = softmax(backend)
@@ -209,4 +222,4 @@ def _cost(variant: str) -> CostOf:
 
 def _with_blocks(shape: Shape, variant: str) -> Shape:
     """The shape of a variant: plain linear attention has one block."""
-    return replace(shape, blocks=(1,) * len(shape.blocks)) if variant.startswith("plain") else shape
+    return replace(shape, blocks=(1,) * len(shape.blocks)) if variant.startswith(PLAIN) else shape

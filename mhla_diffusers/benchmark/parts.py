@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..families import get_family
 from .timing import Timing, summarise, synchronize
-from .variants import repeated_blocks
 
 PARTS = ("self-attention", "projections", "cross-attention", "feed-forward", "rest")
 _REPETITIONS = 3
@@ -71,10 +70,11 @@ def _once(transformer: Any, run: Callable[[], object], device: torch.device) -> 
 
 
 def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
-    for attn in get_family(transformer).self_attentions(transformer).values():
+    family = get_family(transformer)
+    for attn in family.self_attentions(transformer).values():
         yield "self-attention", attn
         yield from (("projections", linear) for linear in (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]))
-    for block in repeated_blocks(transformer):
+    for block in family.blocks_of(transformer).values():
         for part, names in (("cross-attention", ("attn2",)), ("feed-forward", ("ff", "ffn"))):
             for name in names:
                 module = getattr(block, name, None)

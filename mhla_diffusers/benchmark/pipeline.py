@@ -1,6 +1,5 @@
 """A whole call of a pipeline and its parts: text encoding, denoising, VAE."""
 
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,67 +8,118 @@ from typing import Any
 
 import torch
 
-from ..attention.triton import why_not
-from ..families import get_family
+from ..devices import FLOAT_TYPES, choose_device
+from ..generation import PipelineChoice, family_of, generator_for
 from ..patching import apply_mhla, find_transformers, remove_mhla
-from ..tiny import call_settings, load_tiny
+from ..tiny import tiny_pipeline
+from .candidates import LINEAR_KINDS, patch_settings
+from .conditions import Rates
 from .correctness import check_operation
-from .rates import Rates
-from .results import Row, make_row
+from .operation import fastest_backend
+from .results import PART, Row, make_row
 from .shapes import Shape
-from .table import PART
-from .timing import Outcome, outcome_of, peak_bytes, summarise, synchronize
-from .variants import HYBRID
+from .timing import Outcome, Timing, outcome_of, peak_bytes, summarise, synchronize
 
 WHOLE = "whole call"
 PARTS = ("text encoding", "denoising", "VAE", "rest")
-VARIANTS = ("unpatched", "plain linear", "MHLA", HYBRID)
+UNPATCHED = "unpatched"
+VARIANTS = (UNPATCHED, *LINEAR_KINDS)
 _TINY = "tiny-"
 
 
 @dataclass(frozen=True)
-class PipelineCase:
-    """Which pipeline is called how.
+class PipelineCase(PipelineChoice):
+    """Which pipeline is called how, and how often.
 
     Raises:
         ValueError: a value that is not allowed.
     """
 
-    model: str
-    """tiny-dit, tiny-sana, tiny-wan, or the Hub id or folder of a pipeline."""
-    device: torch.device
-    dtype: torch.dtype
     repetitions: int = 3
-    prompt: str = "a seven"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the call, such as num_inference_steps, guidance_scale, height, width, num_frames."""
+    """Calls of each variant, after one to warm up."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.repetitions < 1:
             raise ValueError(f"repetitions={self.repetitions} must be positive.")
 
-    def load(self) -> Any:
-        """The pipeline on its device.
+    @property
+    def name(self) -> str:
+        """The pipeline as it was asked for."""
+        return self.model or f"{_TINY}{self.family}"
 
-        Raises:
-            OSError: no such pipeline.
-            ValueError: it has no transformer that MHLA supports.
-        """
-        if self.model.startswith(_TINY):
-            pipe = load_tiny(self.model.removeprefix(_TINY), str(self.device))
-            return pipe if self.dtype == torch.float32 else pipe.to(self.dtype)
-        from diffusers import DiffusionPipeline
+    @property
+    def place(self) -> torch.device:
+        """Where it runs."""
+        return choose_device(self.device)
 
-        pipe = DiffusionPipeline.from_pretrained(self.model, dtype=self.dtype).to(self.device)
-        pipe.set_progress_bar_config(disable=True)
-        find_transformers(pipe)
-        return pipe
+    def run(self, pipe: Any) -> None:
+        """Generate one sample, always the same."""
+        prompt = "3" if self.of_family.prompts_are_classes else "a seven"
+        self.generate(pipe, [prompt], [generator_for(0)])
 
-    def arguments(self, family: str) -> dict[str, Any]:
-        """Of the call."""
-        defaults = call_settings(family) if self.model.startswith(_TINY) else {}
-        what: dict[str, Any] = {"class_labels": [3]} if family == "dit" else {"prompt": self.prompt}
-        return {**defaults, **self.settings, **what, "generator": torch.Generator().manual_seed(0)}
+    def row(self, outcome: Outcome, rates: Rates, stage: str, variant: str) -> Row:
+        """A row of this case."""
+        described = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return make_row(
+            outcome,
+            rates,
+            case=f"{self.name}, {described}" if described else self.name,
+            stage=stage,
+            variant=variant,
+            baseline=variant == UNPATCHED,
+            dtype=self.dtype,
+            model=self.name,
+            **{name: self.settings.get(key) for name, key in _SIZES.items()},
+        )
+
+
+_SIZES = {"frames": "num_frames", "height": "height", "width": "width"}
+"""Column of the results → setting of the call."""
+
+
+def choose_pipeline(
+    name: str, device: torch.device, dtype: torch.dtype, repetitions: int, settings: Mapping[str, Any]
+) -> PipelineCase:
+    """A pipeline by name, checked with its settings before anything is loaded.
+
+    Args:
+        name: tiny-dit, tiny-sana, tiny-wan, or the Hub id or folder of a pipeline.
+        device: where.
+        dtype: of its weights.
+        repetitions: calls of each variant.
+        settings: arguments of the call, such as num_inference_steps, guidance_scale, height, width, num_frames.
+
+    Raises:
+        FileNotFoundError: no such pipeline.
+        ValueError: it has no transformer that MHLA supports, or does not take a setting.
+    """
+    if name.startswith(_TINY):
+        model, family = None, tiny_pipeline(name.removeprefix(_TINY)).family
+    else:
+        model, family = name, family_of(name).name
+    types = {dtype: name for name, dtype in FLOAT_TYPES.items()}
+    case = PipelineCase(
+        family, repetitions, model=model, device=str(device), dtype=types[dtype], settings=dict(settings)
+    )
+    case.check()
+    return case
+
+
+@dataclass
+class Calls:
+    """What became of the calls with one attention."""
+
+    variant: str
+    seconds: list[dict[str, float]] = field(default_factory=list)
+    """Of every call: the whole and its parts."""
+    peak_bytes: int | None = None
+    refused: Outcome | None = None
+    """Why there are none."""
+
+    def timing(self, part: str) -> Timing:
+        """Of ``WHOLE`` or a part."""
+        return summarise([call[part] for call in self.seconds])
 
 
 def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
@@ -85,86 +135,55 @@ def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
     Raises:
         IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
         OSError: no such pipeline.
-        ValueError: it has no transformer that MHLA supports, or the call is refused.
+        ValueError: it is of another family, or the call is refused.
     """
     pipe = case.load()
-    _check_arguments(pipe, case)
-    transformer = next(iter(find_transformers(pipe).values()))
-    _check(transformer, case)
-    family = get_family(transformer).name
-    found: dict[str, list[dict[str, float]]] = {}
-    peaks: dict[str, int | None] = {}
-    refused: dict[str, Outcome] = {}
-    for variant in VARIANTS:
-        with _patched(pipe, variant):
+    _check(pipe, case)
+    found = [Calls(variant) for variant in VARIANTS]
+    for calls in found:
+        with _patched(pipe, case, calls.variant):
             try:
-                peaks[variant] = _warm_up(pipe, case, family)
-                found[variant] = []
+                case.run(pipe)
+                calls.peak_bytes = peak_bytes(lambda: case.run(pipe), case.place)
             except RuntimeError as error:
-                refused[variant] = outcome_of(error)
+                calls.refused = outcome_of(error)
     for _ in range(case.repetitions):
-        for variant, calls in found.items():
-            with _patched(pipe, variant):
-                calls.append(_call(pipe, case, family))
-    rows = []
-    for variant in VARIANTS:
-        if variant in refused:
-            rows.append(_row(case, refused[variant], rates, WHOLE, variant))
-            continue
-        for part in (WHOLE, *PARTS):
-            timing = summarise([call[part] for call in found[variant]])
-            stage, peak = (WHOLE, peaks[variant]) if part == WHOLE else (PART + part, None)
-            rows.append(_row(case, Outcome("measured", timing, peak), rates, stage, variant))
-    return rows
+        for calls in found:
+            if calls.refused is None:
+                with _patched(pipe, case, calls.variant):
+                    calls.seconds.append(_timed_call(pipe, case))
+    return [row for calls in found for row in _rows(case, calls, rates)]
 
 
-def _row(case: PipelineCase, outcome: Outcome, rates: Rates, stage: str, variant: str) -> Row:
-    described = ", ".join(f"{name}={value}" for name, value in case.settings.items())
-    settings = case.settings
-    return make_row(
-        outcome,
-        rates,
-        case=f"{case.model}, {described}" if described else case.model,
-        stage=stage,
-        variant=variant,
-        baseline=variant == "unpatched",
-        dtype=str(case.dtype).removeprefix("torch."),
-        model=case.model,
-        frames=settings.get("num_frames"),
-        height=settings.get("height"),
-        width=settings.get("width"),
-    )
+def _rows(case: PipelineCase, calls: Calls, rates: Rates) -> list[Row]:
+    if calls.refused is not None:
+        return [case.row(calls.refused, rates, WHOLE, calls.variant)]
+    whole = Outcome("measured", calls.timing(WHOLE), calls.peak_bytes)
+    parts = [(PART + part, Outcome("measured", calls.timing(part))) for part in PARTS]
+    return [case.row(outcome, rates, stage, calls.variant) for stage, outcome in ((WHOLE, whole), *parts)]
 
 
 @contextmanager
-def _patched(pipe: Any, variant: str) -> Iterator[None]:
+def _patched(pipe: Any, case: PipelineCase, variant: str) -> Iterator[None]:
     """The pipeline with another attention; patching takes no part in the time."""
-    if variant == "unpatched":
+    if variant == UNPATCHED:
         yield
         return
-    family = get_family(next(iter(find_transformers(pipe).values())))
-    blocks = (1,) * family.axes if variant == "plain linear" else family.default_config.blocks
-    apply_mhla(pipe, blocks=blocks, layers="2/3" if variant == HYBRID else "all")
+    apply_mhla(pipe, **patch_settings(variant, case.of_family.default_config.blocks))
     try:
         yield
     finally:
         remove_mhla(pipe)
 
 
-def _warm_up(pipe: Any, case: PipelineCase, family: str) -> int | None:
-    """Call once; the most bytes that the CUDA allocator held."""
-    pipe(**case.arguments(family))
-    return peak_bytes(lambda: pipe(**case.arguments(family)), case.device)
-
-
-def _call(pipe: Any, case: PipelineCase, family: str) -> dict[str, float]:
+def _timed_call(pipe: Any, case: PipelineCase) -> dict[str, float]:
     """Seconds of the whole call and of each part."""
     seconds = dict.fromkeys(PARTS, 0.0)
-    with _watch(pipe, case.device, seconds):
-        synchronize(case.device)
+    with _watch(pipe, case.place, seconds):
+        synchronize(case.place)
         start = time.perf_counter()
-        pipe(**case.arguments(family))
-        synchronize(case.device)
+        case.run(pipe)
+        synchronize(case.place)
         whole = time.perf_counter() - start
     seconds["rest"] = whole - sum(seconds[part] for part in PARTS if part != "rest")
     return {WHOLE: whole, **seconds}
@@ -204,19 +223,10 @@ def _put_back(owner: Any, name: str, own: Any) -> None:
         setattr(owner, name, own)
 
 
-def _check_arguments(pipe: Any, case: PipelineCase) -> None:
-    known = inspect.signature(pipe.__call__).parameters
-    for name, value in case.settings.items():
-        if name not in known:
-            raise ValueError(f"{name}={value}: a {type(pipe).__name__} takes no such argument; leave it out.")
-
-
-def _check(transformer: Any, case: PipelineCase) -> None:
-    """MHLA with this transformer's heads against the reference."""
-    family = get_family(transformer)
-    attn = next(iter(family.self_attentions(transformer).values()))
-    blocks = family.default_config.blocks
-    shape = Shape(case.model, blocks, blocks, attn.heads, attn.inner_dim // attn.heads)
-    query = torch.empty(1, 0, shape.heads, shape.head_dim, device=case.device, dtype=case.dtype)
-    fused = case.device.type == "cuda" and why_not(query, "relu", None) is None
-    check_operation(shape, case.device, case.dtype, "triton" if fused else "eager")
+def _check(pipe: Any, case: PipelineCase) -> None:
+    """MHLA with the heads of the pipeline's transformer against the reference."""
+    transformer = next(iter(find_transformers(pipe).values()))
+    attn = next(iter(case.of_family.self_attentions(transformer).values()))
+    blocks, dtype = case.of_family.default_config.blocks, FLOAT_TYPES[case.dtype]
+    shape = Shape(case.name, blocks, blocks, attn.heads, attn.inner_dim // attn.heads)
+    check_operation(shape, case.place, dtype, fastest_backend(shape, case.place, dtype))

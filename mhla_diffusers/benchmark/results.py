@@ -2,15 +2,21 @@
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .conditions import Conditions
-from .rates import Rates
+from ..files import read_json, write_json, write_text
+from .conditions import Conditions, Rates
 from .timing import Outcome
+
+COMMANDS = ("op", "scaling", "transformer", "train", "pipeline")
+"""Commands that write results, in the order of a report."""
+PART = "part: "
+"""How the stage of a row begins that holds a part of a variant's time."""
+WORDS = ("variant", "stage", "remark")
+"""Columns that hold no numbers."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,11 @@ class Row:
         """What is compared: the time of the whole model or attention; None for a part that is no variant."""
         return self.median if self.layers is None else self.whole_seconds
 
+    @property
+    def part(self) -> str | None:
+        """Name of the part of a variant that was timed; None for the whole."""
+        return self.stage.removeprefix(PART) if self.stage.startswith(PART) else None
+
 
 def make_row(outcome: Outcome, rates: Rates, *, flops: int | None = None, bytes: int | None = None, **what: Any) -> Row:
     """A row from the outcome of a variant.
@@ -112,6 +123,34 @@ class Run:
         baseline = min((seconds for other in beside if (seconds := other.seconds) is not None), default=None)
         return baseline / row.seconds if baseline and row.seconds else None
 
+    def table(self, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+        """Header and cells of some rows, those columns in which something stands."""
+        cells = [self._cells(row) for row in rows]
+        used = [name for name in cells[0] if any(line[name] for line in cells)]
+        return used, [[line[name] for name in used] for line in cells]
+
+    def _cells(self, row: Row) -> dict[str, str]:
+        """Column → text; empty where nothing was measured."""
+        remark = row.reason
+        if row.status != "measured":
+            remark = f"{row.status}: {row.reason}" if row.reason else row.status
+        return {
+            "variant": row.variant,
+            "stage": row.stage,
+            "median ms": _text(row.median, "{:.3g}", 1000),
+            "p20": _text(row.p20, "{:.3g}", 1000),
+            "p80": _text(row.p80, "{:.3g}", 1000),
+            "peak GiB": _text(row.peak_bytes, "{:.2f}", 2**-30),
+            "of matmul rate": _text(row.matmul_fraction, "{:.0%}"),
+            "of copy rate": _text(row.copy_fraction, "{:.0%}"),
+            "times baseline": _text(self.times_baseline(row), "{:.2f}"),
+            "remark": remark,
+        }
+
+
+def _text(number: float | None, form: str, factor: float = 1) -> str:
+    return "" if number is None else form.format(factor * number)
+
 
 def write_run(run: Run, output: Path) -> Path:
     """Write ``{command}.json`` and ``{command}.csv`` into the device's folder inside ``output``.
@@ -126,14 +165,13 @@ def write_run(run: Run, output: Path) -> Path:
     """
     folder = output / run.conditions.folder_name
     check_device(folder, run.conditions)
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{run.command}.json"
-    _write(file, json.dumps(asdict(run), indent=1) + "\n")
+    write_json(asdict(run), file)
     text = io.StringIO()
     writer = csv.DictWriter(text, [column.name for column in fields(Row)], lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(row) for row in run.rows)
-    _write(file.with_suffix(".csv"), text.getvalue())
+    write_text(text.getvalue(), file.with_suffix(".csv"))
     return file
 
 
@@ -158,20 +196,16 @@ def read_run(file: Path) -> Run:
         OSError: no such file.
         ValueError: not a result of a benchmark.
     """
+    saved = read_json(file)
     try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
         return Run(
             saved["command"],
             Conditions(**saved["conditions"]),
             Rates(**saved["rates"]),
             [Row(**row) for row in saved["rows"]],
         )
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is no result of mhla bench: {error}.") from error
-
-
-COMMANDS = ("op", "scaling", "transformer", "train", "pipeline")
-"""Commands that write results, in the order of a report."""
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -183,10 +217,3 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def _results(folder: Path, command: str) -> Iterable[Path]:
     return [*folder.glob(f"{command}.json"), *sorted(folder.glob(f"*/{command}.json"))]
-
-
-def _write(file: Path, text: str) -> None:
-    """Write aside and rename, so that a kill leaves the earlier file whole."""
-    aside = file.with_name(f".{file.name}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(file)

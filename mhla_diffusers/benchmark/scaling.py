@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
+from .candidates import PLAIN
+from .conditions import Rates
 from .correctness import check_operation, make_inputs
-from .costs import linear_cost, softmax_cost
-from .operation import linear_attention, operation_row, why_no_triton
-from .rates import Rates
+from .operation import fastest_backend, linear_attention, operation_row
+from .recorder import console
 from .results import Row, Run
-from .shapes import Shape
-from .table import console
+from .shapes import Shape, linear_cost, softmax_cost
 from .timing import Absent, Budget, Variant, time_interleaved
 
 SOFTMAX = "softmax"
@@ -69,7 +69,7 @@ def check_scaling(config: ScalingConfig, device: torch.device, dtype: torch.dtyp
     """
     for count in config.blocks:
         shape = _shape(config, min(config.tokens), count)
-        check_operation(shape, device, dtype, _backend(shape, device, dtype))
+        check_operation(shape, device, dtype, fastest_backend(shape, device, dtype))
 
 
 def benchmark_scaling(
@@ -86,8 +86,8 @@ def benchmark_scaling(
         budget: how often.
     """
     whole = _shape(config, tokens, 1)
-    backend, inputs = _backend(whole, device, dtype), make_inputs(whole, device, dtype)
-    shapes = {SOFTMAX: whole, "plain linear": whole}
+    backend, inputs = fastest_backend(whole, device, dtype), make_inputs(whole, device, dtype)
+    shapes = {SOFTMAX: whole, PLAIN: whole}
     shapes |= {f"MHLA M={count}": _shape(config, tokens, count) for count in sorted(config.blocks) if count <= tokens}
     variants: dict[str, Variant] = {
         name: torch.no_grad()(linear_attention(shape, inputs, backend))
@@ -120,9 +120,7 @@ def fitted_exponent(rows: Sequence[Row], variant: str) -> float | None:
 
 def mixing_overhead(run: Run, row: Row) -> float | None:
     """Time of an MHLA row beyond plain linear attention with the same N, as a fraction of the latter's."""
-    plain = next(
-        (other.median for other in run.rows if other.case == row.case and other.variant == "plain linear"), None
-    )
+    plain = next((other.median for other in run.rows if other.case == row.case and other.variant == PLAIN), None)
     if plain is None or row.median is None or row.blocks is None or row.blocks == 1:
         return None
     return row.median / plain - 1
@@ -149,10 +147,6 @@ def print_summary(run: Run) -> None:
 def _shape(config: ScalingConfig, tokens: int, count: int) -> Shape:
     side = math.isqrt(tokens)
     return Shape(f"N={tokens}", (side, side), (math.isqrt(count),) * 2, config.heads, config.head_dim)
-
-
-def _backend(shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
-    return "triton" if why_no_triton(shape, device, dtype) is None else "eager"
 
 
 def _softmax(config: ScalingConfig, tokens: int, inputs: Sequence[torch.Tensor]) -> Variant:

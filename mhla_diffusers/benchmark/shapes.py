@@ -1,7 +1,16 @@
-"""Attentions of real models, as ``mhla bench op`` measures them."""
+"""Attentions by themselves: shapes of real models, what each costs, and softmax through PyTorch's backends."""
 
 import math
 from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..attention.blocks import block_sizes
+from .models import models
+from .timing import free_bytes
+
+_FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -21,46 +30,123 @@ class Shape:
         return math.prod(self.grid)
 
 
-def _wan(name: str, height: int, width: int, heads: int) -> Shape:
-    """81 frames: 21 of latents; VAE stride 8, patches of 2."""
-    return Shape(name, (21, height // 16, width // 16), (7, 3, 5), heads, 128)
+TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16)
+"""For trying the command out."""
 
 
-def _image(name: str, side: int, heads: int, head_dim: int) -> Shape:
-    return Shape(name, (side, side), (4, 4), heads, head_dim)
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16),
-        _wan("wan2.1-1.3b-480p", 480, 800, 12),
-        _wan("wan2.1-1.3b-720p", 720, 1280, 12),
-        _wan("wan2.1-14b-480p", 480, 800, 40),
-        _wan("wan2.1-14b-720p", 720, 1280, 40),
-        _image("sana-1.6b-1024px", 32, 70, 32),
-        _image("sana-1.6b-2048px", 64, 70, 32),
-        _image("sana-1.6b-4096px", 128, 70, 32),
-        _image("dit-xl-2-512px", 32, 16, 72),
-        _image("dit-xl-2-1024px", 64, 16, 72),
-        _image("dit-xl-2-2048px", 128, 16, 72),
-    )
-}
-"""480p is 480x800 here, the paper's setting (Sec. 5.3); tiny is for trying the command out."""
-
-CPU_SHAPES = ("dit-xl-2-512px",)
-"""What is measured on a CPU unless other shapes are asked for."""
+def shapes() -> dict[str, Shape]:
+    """Name → attention: the tiny one, and those of the models of all families, such as wan2.1-1.3b-480p."""
+    found = [
+        Shape(f"{model.name}-{label}", grid, model.blocks, model.heads, model.head_dim)
+        for model in models().values()
+        for label, grid in model.grids.items()
+    ]
+    return {shape.name: shape for shape in (TINY, *found)}
 
 
 def choose_shapes(names: list[str] | None, device_type: str) -> list[Shape]:
-    """Shapes by name; for None all on a GPU and a small one on a CPU.
+    """Shapes by name; for None all real ones on a GPU, and the cheapest of them on a CPU.
 
     Raises:
         ValueError: unknown name.
     """
-    if not names:
-        names = list(CPU_SHAPES) if device_type == "cpu" else [name for name in SHAPES if name != "tiny"]
-    for name in names:
-        if name not in SHAPES:
-            raise ValueError(f"Unknown shape {name!r}; allowed: {', '.join(SHAPES)}.")
-    return [SHAPES[name] for name in names]
+    known = shapes()
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"Unknown shape {name!r}; allowed: {', '.join(known)}.")
+    if names:
+        return [known[name] for name in names]
+    real = [shape for shape in known.values() if shape != TINY]
+    return real if device_type != "cpu" else [min(real, key=lambda shape: softmax_cost(shape, 1, False).flops)]
+
+
+# Costs. A multiplication and an addition count two. The backward pass counts twice the forward, for every attention
+# alike; what a kernel computes again is not counted.
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one forward, or one forward and backward."""
+
+    flops: int
+    bytes: int
+    """The least that must move: inputs are read once and outputs written once, and so are KV summaries."""
+
+
+def softmax_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
+    """Two products of N x D with D x N for each head."""
+    flops = 4 * shape.tokens**2 * shape.head_dim * shape.heads
+    return Cost(flops * _passes(backward), _moved(shape, itemsize, backward))
+
+
+def linear_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
+    """KV summaries, Multi-Head Mixing and reading, each with the normaliser.
+
+    Args:
+        shape: the attention; plain linear attention has one block and mixes nothing.
+        itemsize: bytes per element of query, key and value.
+        backward: count forward and backward.
+    """
+    blocks = math.prod(shape.blocks)
+    summary = shape.head_dim * (shape.head_dim + 1) * shape.heads
+    mixing = 2 * blocks**2 * summary if blocks > 1 else 0
+    flops = 4 * shape.tokens * summary + mixing
+    summaries = 2 * _FLOAT32 * blocks * summary
+    return Cost(flops * _passes(backward), _moved(shape, itemsize, backward) + summaries * (2 if backward else 1))
+
+
+def near_field_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
+    """Softmax attention inside every block on top of MHLA; its query, key and value are those that MHLA reads."""
+    pairs = sum(size**2 for size in block_sizes(shape.grid, shape.blocks))
+    far = linear_cost(shape, itemsize, backward)
+    return Cost(far.flops + 4 * pairs * shape.head_dim * shape.heads * _passes(backward), far.bytes)
+
+
+def _passes(backward: bool) -> int:
+    return 3 if backward else 1
+
+
+def _moved(shape: Shape, itemsize: int, backward: bool) -> int:
+    """Query, key, value and output; in the backward pass query, key, value and four gradients."""
+    return (4 + 7 * backward) * shape.tokens * shape.heads * shape.head_dim * itemsize
+
+
+SOFTMAX_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""Of PyTorch's scaled_dot_product_attention."""
+
+
+def softmax_attention(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """PyTorch's softmax attention of (B, N, H, D) tensors by one backend.
+
+    Raises:
+        RuntimeError: that backend cannot run the call.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    with sdpa_kernel([SOFTMAX_BACKENDS[backend]]):
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    return output.transpose(1, 2)
+
+
+def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) -> str | None:
+    """Why a backend is not to be tried; None if it is, which does not mean that it can run the call.
+
+    Args:
+        backend: key of ``SOFTMAX_BACKENDS``, or flex.
+        device: where.
+        tokens: N.
+        heads: H, times the batch size.
+    """
+    if device.type != "cpu":
+        return None
+    if backend in ("cudnn", "efficient"):
+        return "PyTorch has this backend on GPUs only"
+    # Linux promises memory that it does not have and ends the process that takes it, so this must be told beforehand
+    needed, free = 2 * 4 * heads * tokens**2, free_bytes(device)
+    if backend in ("math", "flex") and needed > free:
+        return f"its N x N weights need {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free"
+    return None

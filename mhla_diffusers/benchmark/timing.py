@@ -1,5 +1,7 @@
-"""Timing of several variants, interleaved, so that a slow spell of the machine meets all of them."""
+"""Time and memory of several variants, interleaved, so that a slow spell of the machine meets all of them."""
 
+import gc
+import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -152,6 +154,15 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that are free on a CUDA device, or in the machine for any other; what nothing uses is given back first."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def summarise(seconds: Sequence[float]) -> Timing:

@@ -1,34 +1,29 @@
-"""A whole transformer with random weights: softmax through every backend against linear attentions."""
+"""A whole transformer with random weights, a forward or a training step: softmax against linear attentions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..families import get_family
+from ..families import Model, get_family
+from .candidates import REST, Candidate, Choice, attention_choices, make_candidate, make_variant
+from .conditions import Rates
 from .correctness import check_patched
-from .memory import free_bytes
-from .models import Model, Size, build_transformer, make_forward_inputs, small_size
+from .models import Size, build_transformer, make_forward_inputs, small_size
 from .parts import time_parts
-from .rates import Rates
-from .results import Row, make_row
-from .timing import Absent, Budget, Outcome, Variant, show_progress, time_interleaved
-from .variants import (
-    COMPILED,
-    Choice,
-    attention_choices,
-    can_compile,
-    compile_layers,
-    make_context,
-    make_variant,
-    without_layers,
-)
+from .results import PART, Row, make_row
+from .timing import Absent, Budget, Outcome, free_bytes, show_progress, time_interleaved
 
-REST = "without layers"
+FORWARD = "forward"
+TRAINING_STEP = "training step"
 _RECOMPILE_LIMIT = 64
 """Every variant compiles the same code anew; beyond the limit torch would silently stop compiling."""
+_TRAINING_COPIES = 4
+"""Weights, gradients and both moments of AdamW."""
+_TRAINING_PASSES = 3
+"""A backward pass counts two forwards."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +46,22 @@ class TransformerCase:
         """Whether times must be extrapolated to the whole model."""
         return self.layers is not None and self.layers < self.model.layers
 
-    def build(self) -> Any:
-        """The transformer."""
-        return build_transformer(self.model, self.size, self.layers, self.device, self.dtype)
+    @property
+    def layers_built(self) -> int:
+        """How many layers are timed."""
+        return self.layers or self.model.layers
+
+    def build(self, device: torch.device | None = None) -> Any:
+        """The transformer, on the device of the case or on another."""
+        return build_transformer(self.model, self.size, self.layers, device or self.device, self.dtype)
 
     def inputs(self, transformer: Any, size: Size | None = None) -> dict[str, Any]:
-        """Of the forward."""
-        return make_forward_inputs(self.model, transformer, size or self.size, self.device, self.dtype)
+        """Of the forward, on the transformer's device."""
+        return make_forward_inputs(self.model, transformer, size or self.size, transformer.device, self.dtype)
 
     def row(self, outcome: Outcome, rates: Rates, **what: Any) -> Row:
         """A row of this case."""
-        layers = {"layers": self.layers or self.model.layers, "all_layers": self.model.layers} | what
+        layers = {"layers": self.layers_built, "all_layers": self.model.layers} | what
         return make_row(
             outcome,
             rates,
@@ -77,7 +77,7 @@ class TransformerCase:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Counts:
     """What is told by the shapes of a case alone."""
 
     tokens: int
@@ -88,7 +88,7 @@ class Shapes:
 
 
 def benchmark_transformer(case: TransformerCase, rates: Rates, budget: Budget, *, compile: bool) -> list[Row]:
-    """Check the patched attention, then time all variants in turns, and then the parts of each.
+    """Check the patched attention, then time a forward of all variants in turns, and then the parts of each.
 
     Args:
         case: what to measure.
@@ -103,50 +103,65 @@ def benchmark_transformer(case: TransformerCase, rates: Rates, budget: Budget, *
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
         ValueError: more layers than the model has.
     """
-    shapes = look_at_shapes(case)
-    refused = refuse_for_memory(case, shapes.weight_bytes, rates, "forward")
-    if refused is not None:
+    counts = count(case)
+    if (refused := _refuse_for_memory(case, counts.weight_bytes, rates, FORWARD)) is not None:
         return [refused]
     transformer = case.build()
     check_case(case, transformer)
     inputs = case.inputs(transformer)
-    models: dict[str, Any] = {}
-    variants: dict[str, Variant] = {}
-    choices: dict[str, Choice] = {}
-    for choice in shapes.choices:
-        for suffix in ("", COMPILED) if compile else ("",):
-            name = choice.name + suffix
-            choices[name] = choice
-            absent = can_compile(choice) if suffix else Absent(choice.absent) if choice.absent else None
-            if absent is None:
-                models[name] = make_variant(transformer, case.model, choice)
-                if suffix:
-                    compile_layers(models[name])
-            variants[name] = absent or _forward(models[name], choice, inputs)
-    if case.is_cut:
-        models[REST] = without_layers(transformer)
-        choices[REST] = Choice(REST, REST, baseline=False)
-        variants[REST] = _forward(models[REST], choices[REST], inputs)
+    candidates = _make_candidates(case, transformer, counts.choices, compile=compile)
+    for candidate in _runnable(candidates):
+        candidate.run = _forward(candidate, inputs)
     with torch._dynamo.config.patch(cache_size_limit=_RECOMPILE_LIMIT):
-        outcomes = time_interleaved(variants, case.device, budget)
-    rows = case_rows(case, shapes, choices, outcomes, rates, "forward", passes=1)
-    for name, choice in show_progress(choices.items(), "looking at parts"):
-        run = variants[name]
-        if outcomes[name].status == "measured" and not isinstance(run, Absent) and choice.name == name != REST:
-            for part, timing in time_parts(models[name], run, case.device).items():
-                outcome = Outcome("measured", timing)
-                rows.append(case.row(outcome, rates, stage=f"part: {part}", variant=name, baseline=False))
+        _measure(candidates, case.device, budget)
+    rows = _rows(case, counts, candidates, rates, FORWARD, passes=1)
+    for candidate in show_progress(candidates, "looking at parts"):
+        rows += _part_rows(case, candidate, rates)
     torch.compiler.reset()
     return rows
 
 
-def look_at_shapes(case: TransformerCase) -> Shapes:
+def benchmark_training(case: TransformerCase, rates: Rates, budget: Budget, *, checkpointing: bool) -> list[Row]:
+    """Check the patched attention, then time a step of every variant in turns; all weights train.
+
+    Args:
+        case: what to measure.
+        rates: of the device.
+        budget: how often.
+        checkpointing: compute activations again in the backward pass instead of keeping them.
+
+    Returns:
+        A row per variant.
+
+    Raises:
+        IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
+        ValueError: more layers than the model has.
+    """
+    counts = count(case)
+    if (refused := _refuse_for_memory(case, _TRAINING_COPIES * counts.weight_bytes, rates, TRAINING_STEP)) is not None:
+        return [refused]
+    transformer = case.build()
+    check_case(case, transformer)
+    inputs = case.inputs(transformer)
+    candidates = _make_candidates(case, transformer, counts.choices, compile=False)
+    weights = {id(weight): weight for one in _runnable(candidates) for weight in one.model.parameters()}
+    # a learning rate of 0 moves the same bytes and leaves every repetition the same weights
+    optimizer = torch.optim.AdamW(list(weights.values()), lr=0.0)
+    for candidate in _runnable(candidates):
+        candidate.model.train()
+        if checkpointing:
+            candidate.model.enable_gradient_checkpointing()
+        candidate.run = _training_step(candidate, inputs, optimizer)
+    _measure(candidates, case.device, budget)
+    return _rows(case, counts, candidates, rates, TRAINING_STEP, _TRAINING_PASSES)
+
+
+def count(case: TransformerCase) -> Counts:
     """Build the transformer on the meta device, where it costs nothing, and count."""
-    meta = torch.device("meta")
-    transformer = build_transformer(case.model, case.size, case.layers, meta, case.dtype)
-    inputs = make_forward_inputs(case.model, transformer, case.size, meta, case.dtype)
-    tokens = torch.Size(get_family(transformer).token_grid(transformer, inputs["hidden_states"])).numel()
-    choices = attention_choices(case.model, transformer, tokens * case.size.batch, case.device)
+    transformer = case.build(torch.device("meta"))
+    inputs, family = case.inputs(transformer), get_family(transformer)
+    tokens = torch.Size(family.token_grid(transformer, inputs["hidden_states"])).numel()
+    choices = attention_choices(family, case.model, case.layers_built, tokens * case.size.batch, case.device)
     flops = {}
     for kind in dict.fromkeys(choice.kind for choice in choices if choice.absent is None):
         variant = make_variant(transformer, case.model, Choice(kind, kind, baseline=False))
@@ -154,10 +169,10 @@ def look_at_shapes(case: TransformerCase) -> Shapes:
             variant(**inputs)
         flops[kind] = counter.get_total_flops()
     weights = sum(parameter.numel() * parameter.itemsize for parameter in transformer.parameters())
-    return Shapes(tokens, weights, choices, flops)
+    return Counts(tokens, weights, choices, flops)
 
 
-def refuse_for_memory(case: TransformerCase, needed: int, rates: Rates, stage: str) -> Row | None:
+def _refuse_for_memory(case: TransformerCase, needed: int, rates: Rates, stage: str) -> Row | None:
     """A row that says so if not even the weights fit; asked beforehand, as Linux ends a process that tries."""
     free = free_bytes(case.device)
     if needed <= free:
@@ -173,71 +188,115 @@ def check_case(case: TransformerCase, transformer: Any) -> None:
         IncorrectAttentionError: it is wrong here.
     """
     patched = make_variant(transformer, case.model, Choice("MHLA", "MHLA", baseline=False))
-    check_patched(patched, case.inputs(patched, small_size(case.model, case.size)))
+    check_patched(patched, case.inputs(patched, small_size(case.model)))
 
 
-def _forward(transformer: Any, choice: Choice, inputs: dict[str, Any]) -> Callable[[], object]:
-    context = make_context(transformer, choice)
+def _make_candidates(
+    case: TransformerCase, transformer: Any, choices: Sequence[Choice], *, compile: bool
+) -> list[Candidate]:
+    found = [
+        make_candidate(transformer, case.model, choice, compiled=compiled)
+        for choice in choices
+        for compiled in ((False, True) if compile else (False,))
+    ]
+    return [*found, make_candidate(transformer, case.model, REST)] if case.is_cut else found
+
+
+def _runnable(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.model is not None]
+
+
+def _forward(candidate: Candidate, inputs: dict[str, Any]) -> Callable[[], object]:
+    context = candidate.context
 
     @torch.no_grad()
     def run() -> object:
         with context():
-            return transformer(**inputs)
+            return candidate.model(**inputs)
 
     return run
 
 
-def case_rows(
-    case: TransformerCase,
-    shapes: Shapes,
-    choices: Mapping[str, Choice],
-    outcomes: Mapping[str, Outcome],
-    rates: Rates,
-    stage: str,
-    passes: int,
+def _training_step(
+    candidate: Candidate, inputs: dict[str, Any], optimizer: torch.optim.Optimizer
+) -> Callable[[], object]:
+    context = candidate.context
+
+    def run() -> None:
+        try:
+            with context():
+                output = candidate.model(**inputs)[0]
+                output.float().square().mean().backward()
+            optimizer.step()
+        finally:
+            optimizer.zero_grad(set_to_none=True)  # also after running out of memory
+
+    return run
+
+
+def _measure(candidates: Sequence[Candidate], device: torch.device, budget: Budget) -> None:
+    """Time all in turns and give each its outcome."""
+    outcomes = time_interleaved({candidate.name: candidate.run for candidate in candidates}, device, budget)
+    for candidate in candidates:
+        candidate.outcome = outcomes[candidate.name]
+
+
+def _rows(
+    case: TransformerCase, counts: Counts, candidates: Sequence[Candidate], rates: Rates, stage: str, passes: int
 ) -> list[Row]:
-    """A row per variant; where layers are cut, with the time of all layers, extrapolated from the time of one.
+    """A row per candidate; where layers are cut, with the time of all layers, extrapolated from the time of one.
 
     Args:
         case: what was measured.
-        shapes: of the case.
-        choices: variant → its self-attention.
-        outcomes: variant → what was measured; ``REST`` among them where layers are cut.
+        counts: of the case.
+        candidates: with their outcomes; ``REST`` among them where layers are cut.
         rates: of the device.
         stage: of the rows.
         passes: how many times the arithmetic of a forward it is.
     """
+    rest = next((one.outcome for one in candidates if one.choice == REST), None)
     rows = []
-    for name, outcome in outcomes.items():
-        choice, flops = choices[name], shapes.flops.get(choices[name].kind)
-        whole = _whole_seconds(case, outcomes, name)
+    for candidate in candidates:
+        choice, flops = candidate.choice, counts.flops.get(candidate.choice.kind)
+        whole = None if choice == REST else _whole_seconds(case, candidate.outcome, rest)
         note = ""
         if case.is_cut and whole is not None:
             note = f"{case.layers} of {case.model.layers} layers; all would take {1000 * whole:.3g} ms"
         rows.append(
             case.row(
-                outcome,
+                candidate.outcome,
                 rates,
                 stage=stage,
-                variant=name,
+                variant=candidate.name,
                 baseline=choice.baseline,
                 blocks=choice.blocks,
-                tokens=shapes.tokens,
+                tokens=counts.tokens,
                 flops=None if flops is None else passes * flops,
                 whole_seconds=whole,
                 note=note,
-                **({"layers": 0} if name == REST else {}),
+                **({"layers": 0} if choice == REST else {}),
             )
         )
     return rows
 
 
-def _whole_seconds(case: TransformerCase, outcomes: Mapping[str, Outcome], name: str) -> float | None:
+def _whole_seconds(case: TransformerCase, outcome: Outcome, rest: Outcome | None) -> float | None:
     """Median of a variant with all layers of the model."""
-    timing = outcomes[name].timing
-    if timing is None or name == REST:
+    if outcome.timing is None or not case.is_cut:
+        return None if outcome.timing is None else outcome.timing.median
+    if rest is None or rest.timing is None:
         return None
-    if not case.is_cut or case.layers is None:
-        return timing.median
-    rest = outcomes[REST].timing
-    return None if rest is None else rest.median + (timing.median - rest.median) * case.model.layers / case.layers
+    of_layers = outcome.timing.median - rest.timing.median
+    return rest.timing.median + of_layers * case.model.layers / case.layers_built
+
+
+def _part_rows(case: TransformerCase, candidate: Candidate, rates: Rates) -> list[Row]:
+    """A row per part of a candidate that was measured; parts of what is compiled are not told apart."""
+    run = candidate.run
+    measured = candidate.outcome.status == "measured"
+    if not measured or isinstance(run, Absent) or candidate.compiled or candidate.choice == REST:
+        return []
+    return [
+        case.row(Outcome("measured", timing), rates, stage=PART + part, variant=candidate.name, baseline=False)
+        for part, timing in time_parts(candidate.model, run, case.device).items()
+    ]

@@ -1,19 +1,18 @@
-"""Pictures of the demo: samples side by side, loss curves, mixing matrices."""
+"""What the demo shows: samples side by side, loss curves, mixing matrices, and the page with all of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..analysis.pictures import middle_of, side_by_side
-from ..generation.generate import write_video
-from ..reporting import require_matplotlib
+from ..files import write_text
+from ..generation.record import write_video
+from ..reporting import html_media, html_page, html_table, require_matplotlib
 from ..tiny.digits import FRAMES_PER_SECOND, Scene
-from .variants import BLOCKS, file_name
-
-if TYPE_CHECKING:
-    from .run import Outcome
+from .results import HEADER, Outcome, Row
 
 _SHOWN = 6
 _SCALE = 2
@@ -21,7 +20,7 @@ _LABEL = 26
 _GAP = 4
 
 
-def draw_pictures(outcomes: Sequence["Outcome"], scenes: Sequence[Scene], folder: Path) -> Path:
+def draw_pictures(outcomes: Sequence[Outcome], scenes: Sequence[Scene], folder: Path) -> Path:
     """Samples side by side, one row per attention and one column per scene.
 
     Writes ``samples.png``, and for clips ``samples.mp4`` and ``samples.gif`` too; each clip goes as well into a file of
@@ -79,7 +78,7 @@ def _as_tensor(image: Any) -> torch.Tensor:
     return (pixels / 255).expand(-1, -1, 3)
 
 
-def draw_loss_curves(outcomes: Sequence["Outcome"], file: Path) -> Path:
+def draw_loss_curves(outcomes: Sequence[Outcome], file: Path) -> Path:
     """Held-out loss over the updates of each adaptation, with the unpatched pipeline's as a line."""
     plt = require_matplotlib()
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
@@ -95,11 +94,16 @@ def draw_loss_curves(outcomes: Sequence["Outcome"], file: Path) -> Path:
     return file
 
 
-def draw_mixing(outcome: "Outcome", family: str, file: Path) -> Path:
-    """The first replaced layer's mixing matrix before and after, and the row of its middle block on the block grid."""
+def draw_mixing(outcome: Outcome, blocks: Sequence[int], file: Path) -> Path:
+    """The first replaced layer's mixing matrix before and after, and the row of its middle block on the block grid.
+
+    Args:
+        outcome: of a variant that learns to mix.
+        blocks: block counts.
+        file: where to.
+    """
     plt = require_matplotlib()
     name, pair = next(iter(outcome.mixing.items()))
-    blocks = BLOCKS[family]
     figure, axes = plt.subplots(2, 2, figsize=(8, 6.4), layout="constrained")
     middle = middle_of(blocks)
     largest = max(float(matrix.max()) for matrix in pair)
@@ -118,3 +122,34 @@ def draw_mixing(outcome: "Outcome", family: str, file: Path) -> Path:
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file
+
+
+def file_name(text: str) -> str:
+    """A name of a scene or variant as a file can have it."""
+    return text.replace(" ", "-").replace("/", "-")
+
+
+def write_page(
+    file: Path,
+    title: str,
+    rows: Sequence[Row],
+    figures: Mapping[str, Path],
+    circumstances: Mapping[str, str],
+) -> None:
+    """Write the page; images are inside it, so that the file can be sent alone.
+
+    Args:
+        file: where to.
+        title: of the page.
+        rows: of the table.
+        figures: heading → image file.
+        circumstances: machine, date and the like.
+    """
+    table = html_table(HEADER, (row.cells for row in rows))
+    images = "".join(f"<h2>{escape(heading)}</h2>{html_media(path, heading)}" for heading, path in figures.items())
+    facts = ", ".join(f"{escape(name)}: {escape(value)}" for name, value in circumstances.items())
+    body = (
+        "<p>Every patched row began from the same trained weights and was adapted on the same digits for the same "
+        f"number of updates. Everything on this page was computed in one run.</p>{table}<p>{facts}</p>{images}"
+    )
+    write_text(html_page(title, body), file)

@@ -8,46 +8,23 @@ interrupted. ``--install`` copies the result to where the package keeps it.
 import argparse
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..training import InMemoryData, ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, train
-from .autoencoders import AUTOENCODER_STEPS, build_autoencoder, train_autoencoder
-from .building import FAMILIES, build_pipeline
-from ..tiny.checksums import pipeline_folder, record_checksums
-from .classifier import CLASSIFIER_FILE, train_classifier
+import torch
+
+from ..tiny import TINY, TinyPipeline
+from ..tiny.base import Phase
 from ..tiny.digits import FRAMES
+from ..tiny.loading import pipeline_folder, record_checksums
+from ..training import InMemoryData, ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
+from .adaptation import train_or_go_on
+from .autoencoders import train_autoencoder
+from .judging import CLASSIFIER_FILE, train_classifier
 from .latents import cut_clips, digit_latents
+from .text import build_tokenizer, train_text_encoder
 
 HELD_OUT = 32
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One run of the training loop."""
-
-    name: str
-    steps: int
-    batch_size: int
-    learning_rate: float
-    frames: int = FRAMES
-    """Length of the clips; single frames teach the shapes of the digits at a fraction of the cost."""
-
-
-SAMPLES = {"dit": 6000, "sana": 6000, "wan": 1500}
-"""Scenes that a transformer is trained on."""
-PHASES = {
-    "dit": (Phase("whole", 6000, 32, 1.5e-3),),
-    "sana": (Phase("whole", 2500, 32, 1e-3), Phase("longer", 3000, 32, 1e-3)),
-    "wan": (
-        Phase("single", 2500, 48, 2e-3, frames=1),
-        Phase("longer", 2000, 48, 2e-3, frames=1),
-        Phase("whole", 700, 8, 1e-3),
-        Phase("longest", 1500, 8, 1e-3),
-        Phase("last", 2500, 8, 1e-3),
-    ),
-}
 
 
 def training_config(phase: Phase, output: Path, seed: int) -> TrainingConfig:
@@ -72,21 +49,30 @@ def training_config(phase: Phase, output: Path, seed: int) -> TrainingConfig:
     )
 
 
-def train_pipeline(family: str, output: Path, seed: int = 0) -> Any:
+def build_pipeline(tiny: TinyPipeline, autoencoder: Any, seed: int = 0) -> Any:
+    """A pipeline with a trained autoencoder, a trained text encoder and an untrained transformer."""
+    torch.manual_seed(seed)
+    parts = {"transformer": tiny.build_transformer(), "vae": autoencoder, "scheduler": tiny.build_scheduler()}
+    if tiny.text_marks:
+        tokenizer = build_tokenizer(tiny)
+        parts |= {"tokenizer": tokenizer, "text_encoder": train_text_encoder(tiny, tokenizer, seed)}
+    return tiny.assemble(parts)
+
+
+def train_pipeline(tiny: TinyPipeline, output: Path, seed: int = 0) -> Any:
     """Train all parts of one tiny pipeline; parts that are in the output folder already are taken from there.
 
     Args:
-        family: dit, sana or wan.
+        tiny: which one.
         output: folder for the autoencoder, the runs of the training loop and the finished ``pipeline``.
         seed: the same seed gives the same pipeline.
 
     Returns:
         The pipeline, saved to ``output / "pipeline"`` as well.
     """
-    autoencoder = _autoencoder(family, output / "autoencoder", seed)
-    pipe = build_pipeline(family, autoencoder, seed)
-    data = digit_latents(pipe, family, SAMPLES[family], HELD_OUT, seed)
-    for phase in PHASES[family]:
+    pipe = build_pipeline(tiny, _autoencoder(tiny, output / "autoencoder", seed), seed)
+    data = digit_latents(pipe, tiny, tiny.training_scenes, HELD_OUT, seed)
+    for phase in tiny.phases:
         folder = output / phase.name
         if not (folder / "result").is_dir():
             _train_phase(pipe, data, phase, folder, seed)
@@ -98,25 +84,23 @@ def train_pipeline(family: str, output: Path, seed: int = 0) -> Any:
 def _train_phase(pipe: Any, data: InMemoryData, phase: Phase, folder: Path, seed: int) -> None:
     if phase.frames < FRAMES:
         data = cut_clips(data, phase.frames, HELD_OUT)
-    resume = "latest" if (folder / "checkpoints").is_dir() else None
-    result = train(pipe.transformer, data, training_config(phase, folder, seed), resume=resume)
+    result = train_or_go_on(pipe.transformer, data, training_config(phase, folder, seed))
     if result.result is None:
         raise SystemExit(f"Stopped after step {result.step}; the same command goes on.")
 
 
-def _autoencoder(family: str, folder: Path, seed: int) -> Any:
+def _autoencoder(tiny: TinyPipeline, folder: Path, seed: int) -> Any:
     if folder.is_dir():
-        return type(build_autoencoder(family)).from_pretrained(folder).eval()
+        return type(tiny.build_autoencoder()).from_pretrained(folder).eval()
     from tqdm.auto import tqdm
 
-    steps = AUTOENCODER_STEPS[family]
-    with tqdm(total=steps, desc="autoencoder", unit="step") as progress:
+    with tqdm(total=tiny.autoencoder_steps, desc="autoencoder", unit="step") as progress:
 
         def report(step: int, error: float) -> None:
             progress.update(step - progress.n)
             progress.set_postfix(error=f"{error:.4g}")
 
-        autoencoder = train_autoencoder(family, report, seed)
+        autoencoder = train_autoencoder(tiny, report, seed)
     autoencoder.save_pretrained(folder)
     return autoencoder
 
@@ -136,7 +120,6 @@ def install_classifier(seed: int = 0) -> None:
     """Train the classifier and put it where the package keeps it."""
     from safetensors.torch import save_file
 
-    CLASSIFIER_FILE.parent.mkdir(exist_ok=True)
     save_file(train_classifier(seed).state_dict(), CLASSIFIER_FILE)
     record_checksums()
 
@@ -144,7 +127,7 @@ def install_classifier(seed: int = 0) -> None:
 def main() -> None:
     """Command line of this module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=[*FAMILIES, "classifier"])
+    parser.add_argument("what", choices=[*TINY, "classifier"])
     parser.add_argument("--output", type=Path, help="folder for everything; outputs/tiny-<family> if left out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--install", action="store_true", help="make it the one that the package ships")
@@ -153,7 +136,7 @@ def main() -> None:
         install_classifier(arguments.seed)
         return
     output = arguments.output or Path("outputs") / f"tiny-{arguments.what}"
-    train_pipeline(arguments.what, output, arguments.seed)
+    train_pipeline(TINY[arguments.what], output, arguments.seed)
     if arguments.install:
         install_pipeline(arguments.what, output)
 

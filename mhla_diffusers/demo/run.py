@@ -6,8 +6,9 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -16,24 +17,24 @@ from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import mean_over_heads
 from ..config import MHLAConfig
 from ..evaluation.metrics import frechet_distance
-from ..files import write_json
-from ..patching import apply_mhla, mhla_layers
+from ..families import Family, NoisedBatch, get_family
+from ..files import check_writable, write_json
+from ..patching import mhla_layers
 from ..reporting import require_matplotlib
-from ..generation.folder import check_writable
-from .building import check_family
-from .classifier import DigitClassifier, load_classifier
-from ..tiny.digits import Scene, load_digits, random_scene
-from .judging import digit_accuracy, digit_features, generate_scenes, real_scenes
+from ..tiny import TinyPipeline, load_tiny, tiny_pipeline
+from ..tiny.digits import Scene, load_digits
+from .adaptation import Adaptation, Recipe, held_out_curve
+from .figures import draw_loss_curves, draw_mixing, draw_pictures, file_name, write_page
+from .judging import (
+    DigitClassifier,
+    digit_accuracy,
+    digit_features,
+    generate_scenes,
+    load_classifier,
+    real_scenes,
+)
 from .latents import digit_latents
-from ..tiny.loading import load_tiny
-from ..training import InMemoryData, TrainingConfig, read_metrics, train
-from ..training.latents.batches import ValidationLoss
-from ..training.latents.data import stack_samples
-from ..families.processes import NoisedBatch, diffusion_process
-from .figures import draw_loss_curves, draw_mixing, draw_pictures
-from .page import write_page
-from .table import format_table
-from .variants import BLOCKS, Variant, adaptation, file_name, variants
+from .results import Outcome, Row, format_table
 
 
 @dataclass(frozen=True)
@@ -58,45 +59,54 @@ class DemoConfig:
     """Scenes of held-out digits for the loss."""
 
     def __post_init__(self) -> None:
-        check_family(self.family)
+        tiny_pipeline(self.family)
         for name, least in (("steps", 4), ("scenes", 2), ("samples", 16), ("held_out", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
 
 
-@dataclass
-class Row:
-    """What was measured of one variant."""
+@dataclass(frozen=True)
+class Variant:
+    """One row of the demo's table."""
 
     name: str
-    held_out_loss: float
-    digit_accuracy: float
-    frechet_distance: float
-    rank: float
-    entropy: float
-    seconds_per_step: float
+    patch: MHLAConfig | None
+    """None for the pipeline as it ships."""
 
 
-@dataclass
-class Outcome:
-    """One variant: its row, what it generated, and how its adaptation went."""
+def variants(tiny: TinyPipeline, family: Family) -> list[Variant]:
+    """The pipeline as it ships, then plain linear attention, MHLA, and MHLA in two thirds of the layers."""
+    own = "softmax" if family.own_attention == "softmax" else f"own {family.own_attention} attention"
+    one_block = (1,) * len(tiny.blocks)
+    mhla = MHLAConfig(blocks=tiny.blocks, mixing_per_head=tiny.mixing_per_head)
+    return [
+        Variant(own, None),
+        Variant("plain linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
+        Variant("MHLA", mhla),
+        Variant("MHLA hybrid 2/3", mhla.replace(layers="2/3")),
+    ]
 
-    row: Row
-    pictures: list[torch.Tensor]
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    """(step, held-out loss)."""
-    mixing: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Layer → its mixing matrix before and after."""
+
+def shipped_recipe(family: Family, steps: int) -> Recipe:
+    """The recipe of ``finetune/configs/tiny-*.yaml``, shortened: attention transfer, then all weights end to end.
+
+    A model that was trained with linear attention, which MHLA begins close to, has no softmax attention to transfer
+    from.
+    """
+    transfer = steps // 4 if family.own_attention == "softmax" else 0
+    return Recipe(steps - transfer, transfer)
 
 
 @dataclass(frozen=True)
 class _Yardstick:
     """What all variants are measured with."""
 
-    config: DemoConfig
-    data: InMemoryData
+    adaptation: Adaptation
+    recipe: Recipe
+    variants: list[Variant]
     scenes: list[Scene]
     real: list[torch.Tensor]
+    """The scenes composed of real digits: (F, 64, 64) each."""
     classifier: DigitClassifier
 
 
@@ -117,7 +127,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
     _say(f"Preparing digits for tiny-{config.family} …")
     yardstick = _prepare(config)
     outcomes = []
-    for variant in variants(config.family):
+    for variant in yardstick.variants:
         _say(f"{variant.name} …")
         outcomes.append(_examine(variant, yardstick))
         gc.collect()
@@ -134,85 +144,59 @@ def run_demo(config: DemoConfig) -> list[Row]:
 
 
 def _prepare(config: DemoConfig) -> _Yardstick:
-    pipe = load_tiny(config.family)
-    data = digit_latents(pipe, config.family, config.samples, config.held_out, config.seed)
+    tiny, pipe = tiny_pipeline(config.family), load_tiny(config.family)
+    family = get_family(pipe.transformer)
     chance = random.Random(config.seed)
-    scenes = [random_scene(config.family, chance) for _ in range(config.scenes)]
-    real = real_scenes(scenes, config.family, load_digits("held-out"), config.seed)
-    return _Yardstick(config, data, scenes, real, load_classifier())
+    scenes = [tiny.random_scene(chance) for _ in range(config.scenes)]
+    return _Yardstick(
+        Adaptation(
+            tiny,
+            digit_latents(pipe, tiny, config.samples, config.held_out, config.seed),
+            held_out=config.held_out,
+            seed=config.seed,
+            validate_every=max(1, config.steps // 5),
+            batch_size=tiny.batch_size,
+            device=config.device,
+        ),
+        shipped_recipe(family, config.steps),
+        variants(tiny, family),
+        scenes,
+        real_scenes(scenes, tiny, load_digits("held-out"), config.seed),
+        load_classifier(),
+    )
 
 
 def _examine(variant: Variant, yardstick: _Yardstick) -> Outcome:
     """Patch and adapt a fresh pipeline, and measure it."""
-    config = yardstick.config
-    pipe = load_tiny(config.family, config.device)
-    losses: list[tuple[int, float]] = []
-    before: dict[str, torch.Tensor] = {}
-    patch = variant.patch
-    # the held-out loss takes the same settings for every row, the unpatched one too
-    any_patch = patch or MHLAConfig(blocks=BLOCKS[config.family])
-    settings = adaptation(config.family, any_patch, config.steps, config.held_out, Path(), config.seed)
-    if patch is not None:
-        apply_mhla(pipe, patch)
-        before = _mixing(pipe)
-        losses = _adapt(pipe, yardstick, patch)
-    pipe.transformer.eval()
-    after = _mixing(pipe)
-    loss = _held_out_loss(pipe.transformer, yardstick.data, settings, config)
-    pictures = generate_scenes(pipe, config.family, yardstick.scenes, config.seed)
-    batch = _fixed_batch(pipe.transformer, yardstick.data, settings, config)
+    adaptation, scenes, classifier = yardstick.adaptation, yardstick.scenes, yardstick.classifier
+    tiny, seed = adaptation.tiny, adaptation.seed
+    pipe = adaptation.patched(variant.patch)
+    before, losses = _mixing(pipe), []
+    if variant.patch is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            adaptation.adapt(pipe, yardstick.recipe, Path(folder))
+            losses = held_out_curve(Path(folder))
+    pictures = generate_scenes(pipe, tiny, scenes, seed)
+    features = [digit_features(some, scenes, tiny, classifier) for some in (yardstick.real, pictures)]
+    last = len(adaptation.data) - 1
+    batch = adaptation.batch(pipe.transformer, (last - 1, last), torch.tensor([0.5, 0.5]))
     matrices = attention_matrices(pipe.transformer, batch)
     row = Row(
         name=variant.name,
-        held_out_loss=loss,
-        digit_accuracy=digit_accuracy(pictures, yardstick.scenes, config.family, yardstick.classifier),
-        frechet_distance=_distance(pictures, yardstick),
+        held_out_loss=fmean(adaptation.held_out_losses(pipe)),
+        digit_accuracy=digit_accuracy(pictures, scenes, tiny, classifier),
+        frechet_distance=frechet_distance(*features),
         rank=mean_rank(matrices),
         entropy=mean_entropy(matrices),
         seconds_per_step=_seconds(pipe.transformer, batch),
     )
-    learnt = variant.patch is not None and len(next(iter(after.values()))) > 1
-    mixing = {name: (before[name], after[name]) for name in after} if learnt else {}
-    return Outcome(row, pictures, losses, mixing)
+    after = {name: matrix for name, matrix in _mixing(pipe).items() if len(matrix) > 1}
+    return Outcome(row, pictures, losses, {name: (before[name], matrix) for name, matrix in after.items()})
 
 
 def _mixing(pipe: Any) -> dict[str, torch.Tensor]:
     """Layer → its mixing matrix, the mean over heads where each has its own."""
     return {name: mean_over_heads(layer.mixing) for name, layer in mhla_layers(pipe).items()}
-
-
-def _adapt(pipe: Any, yardstick: _Yardstick, patch: MHLAConfig) -> list[tuple[int, float]]:
-    config = yardstick.config
-    with tempfile.TemporaryDirectory() as folder:
-        settings = adaptation(config.family, patch, config.steps, config.held_out, Path(folder) / "run", config.seed)
-        train(pipe.transformer, yardstick.data, settings)
-        records = read_metrics(Path(settings.output) / "metrics.jsonl")
-    return [(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record]
-
-
-def _held_out_loss(transformer: Any, data: InMemoryData, settings: TrainingConfig, config: DemoConfig) -> float:
-    loss = ValidationLoss(data, diffusion_process(transformer, settings.flow_shift), settings)
-    return float(loss.sum_over_samples(transformer, torch.device(config.device), 0, 1)) / config.held_out
-
-
-def _fixed_batch(transformer: Any, data: InMemoryData, settings: TrainingConfig, config: DemoConfig) -> NoisedBatch:
-    """Two held-out samples, half way to the noise."""
-    stacked = {
-        name: tensor.to(config.device)
-        for name, tensor in stack_samples([data[len(data) - 2], data[len(data) - 1]]).items()
-    }
-    latents = stacked.pop("latents")
-    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(config.seed)).to(config.device)
-    process = diffusion_process(transformer, settings.flow_shift)
-    return process.make_batch(latents, noise, torch.tensor([0.5, 0.5], device=config.device), stacked)
-
-
-def _distance(pictures: list[torch.Tensor], yardstick: _Yardstick) -> float:
-    features = [
-        digit_features(some, yardstick.scenes, yardstick.config.family, yardstick.classifier)
-        for some in (yardstick.real, pictures)
-    ]
-    return frechet_distance(*features)
 
 
 @torch.no_grad()
@@ -243,8 +227,10 @@ def _write_folder(
     for outcome in outcomes:
         if outcome.mixing:
             file = config.output / f"mixing-{file_name(outcome.row.name)}.png"
-            figures[f"Mixing matrices of {outcome.row.name}"] = draw_mixing(outcome, config.family, file)
-    write_page(config.output / "index.html", config.family, [o.row for o in outcomes], figures, circumstances)
+            blocks = tiny_pipeline(config.family).blocks
+            figures[f"Mixing matrices of {outcome.row.name}"] = draw_mixing(outcome, blocks, file)
+    title, rows = f"MHLA on tiny-{config.family}", [outcome.row for outcome in outcomes]
+    write_page(config.output / "index.html", title, rows, figures, circumstances)
 
 
 def _say(text: str) -> None:

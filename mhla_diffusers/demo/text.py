@@ -10,97 +10,52 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tiny import TinyPipeline
+from ..tiny.base import TEXT_CHANNELS
 from ..tiny.digits import MOTIONS, Scene
-
-MAX_TOKENS = 10
-"""Length that prompts are padded to; the longest caption has eight tokens."""
-TEXT_CHANNELS = 64
 
 _STEPS = 300
 _NOTHING = 10
 
 
-def captions(family: str) -> list[str]:
-    """Every caption of a family."""
-    return [scene.caption for scene in _scenes(family)]
-
-
-def _scenes(family: str) -> list[Scene]:
+def all_scenes(tiny: TinyPipeline) -> list[Scene]:
+    """Every scene that a caption can ask of a pipeline: one or two digits with each motion."""
     pairs = [(first,) for first in range(10)] + list(itertools.product(range(10), repeat=2))
-    motions = MOTIONS if family == "wan" else (None,)
-    return [Scene(labels, motion) for labels in pairs for motion in motions]
+    return [Scene(labels, motion) for labels in pairs for motion in tiny.motions]
 
 
-def build_tokenizer(family: str) -> Any:
+def build_tokenizer(tiny: TinyPipeline) -> Any:
     """A byte-level BPE tokenizer that knows the words of the captions and spells every other word in bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    wan = family == "wan"
-    special = ["<pad>", "</s>"] if wan else ["<pad>", "<bos>"]
+    ((kind, mark),) = tiny.text_marks.items()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=special,
+        special_tokens=["<pad>", mark],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(captions(family), trainer)
-    template = "$A </s>" if wan else "<bos> $A"
-    mark = special[1]
+    tokenizer.train_from_iterator([scene.caption for scene in all_scenes(tiny)], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=[(mark, tokenizer.token_to_id(mark))]
+        single=f"{mark} $A" if kind == "bos_token" else f"$A {mark}",
+        special_tokens=[(mark, tokenizer.token_to_id(mark))],
     )
-    marks = {"eos_token": "</s>"} if wan else {"bos_token": "<bos>"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", padding_side="right", model_max_length=512, **marks
+        tokenizer_object=tokenizer, pad_token="<pad>", padding_side="right", model_max_length=512, **{kind: mark}
     )
 
 
-def build_text_encoder(family: str, tokenizer: Any) -> Any:
-    """An untrained UMT5 encoder (wan) or Gemma2 (sana) for a tokenizer's vocabulary."""
-    from transformers import Gemma2Config, Gemma2Model, UMT5Config, UMT5EncoderModel
-
-    if family == "wan":
-        return UMT5EncoderModel(
-            UMT5Config(
-                vocab_size=len(tokenizer),
-                d_model=TEXT_CHANNELS,
-                d_kv=16,
-                d_ff=128,
-                num_layers=2,
-                num_heads=4,
-                dropout_rate=0.0,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-        )
-    return Gemma2Model(
-        Gemma2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=TEXT_CHANNELS,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            query_pre_attn_scalar=16,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=None,
-        )
-    )
-
-
-def train_text_encoder(family: str, tokenizer: Any, seed: int = 0) -> Any:
-    """A text encoder that tells all captions of its family apart; a few seconds."""
+def train_text_encoder(tiny: TinyPipeline, tokenizer: Any, seed: int = 0) -> Any:
+    """A text encoder that tells all captions of its pipeline apart; a few seconds."""
     torch.manual_seed(seed)
-    encoder = build_text_encoder(family, tokenizer)
+    encoder: Any = tiny.build_text_encoder(tokenizer)
     # random heads that stay as they are: the encoder itself has to bring what a caption says far apart
     heads = nn.functional.normalize(torch.randn(10 + 11 + len(MOTIONS) + 1, TEXT_CHANNELS), dim=1)
-    scenes = _scenes(family)
+    scenes = all_scenes(tiny)
     targets = torch.tensor([_target(scene) for scene in scenes])
     tokens = tokenizer([scene.caption for scene in scenes], padding=True, return_tensors="pt")
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=2e-3, weight_decay=0.0)

@@ -9,7 +9,7 @@ import torch
 from ..devices import choose_device
 from .description import Progress
 from .images import read_image
-from .sample_list import require_samples
+from .sets import require_samples
 
 
 class ClipScorer:

@@ -1,19 +1,26 @@
 """``mhla eval``."""
 
-import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..files import write_json
+from ..reporting import show_progress, text_table
+from .clip import ClipScorer, score_samples
+from .compare import compare_sets
+from .extractors import load_callable, load_extractor
+from .fid import FewSamplesWarning, measure_images
+from .geneval import geneval_score
+from .report import score_table, write_report
+from .sample_commands import app as samples
+from .vbench import DIMENSIONS, read_results, total_scores
+from .vbench_run import VBenchConfig, run_vbench
+
 app = typer.Typer(help="Quality of what a model generates.", no_args_is_help=True)
-
-
-@app.callback()
-def main() -> None:
-    """Quality of what a model generates."""
-
+app.add_typer(samples, name="samples")
 
 _OUTPUT = Annotated[Path | None, typer.Option(help="JSON file to write as well.")]
 _WEIGHTS = Annotated[Path | None, typer.Option(help="File with the weights of Inception.")]
@@ -34,13 +41,10 @@ def fid(
     output: _OUTPUT = None,
 ) -> None:
     """FID and, where the extractor has features for them, sFID, Inception score, precision, recall and KID."""
-    from .extractors import load_extractor
-    from .fid import FewSamplesWarning, measure_images
-
     chosen = load_extractor(extractor, weights, device)
     with warnings.catch_warnings(record=True) as said:
         scores = measure_images(
-            samples, reference, chosen, name=extractor, batch_size=batch_size, progress=_show_progress
+            samples, reference, chosen, name=extractor, batch_size=batch_size, progress=show_progress
         )
     for warning in said:
         if issubclass(warning.category, FewSamplesWarning):
@@ -50,16 +54,8 @@ def fid(
     _report({"extractor": extractor, **scores.measured()}, output)
 
 
-def _show_progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{done} / {total}" + ("\n" if done == total else ""))
-        sys.stderr.flush()
-
-
 def _report(result: dict[str, Any], output: Path | None) -> None:
     """Print a result line by line, and write it where that is asked for."""
-    from ..files import write_json
-
     for name, value in result.items():
         typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
     if output is not None:
@@ -80,11 +76,6 @@ def vbench(
     device: Annotated[str, typer.Option(help="cpu, cuda, … of that environment.")] = "cuda",
 ) -> None:
     """Run VBench in its own environment, or read its results: Quality, Semantic, Total and the dimensions."""
-    from dataclasses import asdict
-
-    from .vbench.run import VBenchConfig, run_vbench
-    from .vbench.scores import DIMENSIONS, read_results, total_scores
-
     if source:
         scores = read_results(source)
     elif videos is None or suite is None or vbench_python is None:
@@ -102,90 +93,6 @@ def vbench(
 
 
 @app.command()
-def samples(
-    output: Annotated[Path, typer.Argument(help="Folder of the set.")],
-    family: Annotated[str, typer.Option(help="dit, sana or wan.")],
-    classes: Annotated[int | None, typer.Option(help="Class-conditional: how many images, 50000 for ImageNet.")] = None,
-    labels: Annotated[int, typer.Option(help="Number of classes.")] = 1000,
-    label_order: Annotated[str, typer.Option(help="balanced or random.")] = "balanced",
-    prompts: Annotated[Path | None, typer.Option(help="File with one prompt per line.")] = None,
-    per_prompt: Annotated[int, typer.Option(help="Samples per prompt of that file.")] = 1,
-    geneval: Annotated[Path | None, typer.Option(help="GenEval's evaluation_metadata.jsonl.")] = None,
-    vbench: Annotated[Path | None, typer.Option(help="VBench_full_info.json.")] = None,
-    augmented: Annotated[Path | None, typer.Option(help="Augmented prompts of VBench, a line per entry.")] = None,
-    all_flickering: Annotated[bool, typer.Option(help="25 videos of each temporal flickering prompt.")] = False,
-    model: Annotated[str | None, typer.Option(help="Hub id or folder; the tiny pipeline if left out.")] = None,
-    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch.")] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="What mhla finetune left, or folder or Hub id of a patch.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Samples per call of the pipeline.")] = 1,
-    frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None,
-    device: Annotated[str, typer.Option(help='cpu, cuda, …; "auto" for that of each process.')] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the pipeline's call.")] = None,
-    npz: Annotated[Path | None, typer.Option(help="Write all images into this npz as well, as ADM's.")] = None,
-) -> None:
-    """Generate a sample set; run by accelerate launch it shares the work. Goes on where it stopped."""
-    from datetime import timedelta
-
-    from accelerate import PartialState
-
-    from ..generation.settings import parse_settings
-    from .geneval import write_geneval_metadata
-    from .images import open_images
-    from .layouts import choose_layout, read_geneval_metadata
-    from .npz import write_array
-    from .samples import SampleConfig, generate_samples, prepare_folder
-
-    # processes wait for the slowest one at the end, which may take longer than the usual half an hour
-    state = PartialState(timeout=timedelta(days=7))
-    chosen = choose_layout(
-        family,
-        classes=classes,
-        labels=labels,
-        order=label_order,
-        seed=seed,
-        prompts=prompts,
-        per_prompt=per_prompt,
-        geneval=geneval,
-        vbench=vbench,
-        augmented=augmented,
-        all_flickering=all_flickering,
-    )
-    config = SampleConfig(
-        family=family,
-        samples=chosen,
-        output=output,
-        model=model,
-        patch=patch,
-        weights=weights,
-        seed=seed,
-        batch_size=batch_size,
-        frames_per_second=frames_per_second,
-        device=str(state.device) if device == "auto" else device,
-        dtype=dtype,
-        settings=parse_settings(settings or []),
-    )
-    with state.main_process_first():
-        if state.is_main_process:
-            prepare_folder(config)
-            if geneval is not None:
-                write_geneval_metadata(read_geneval_metadata(geneval), output)
-    own = len(chosen[state.process_index :: state.num_processes])
-    for done in generate_samples(config, state.process_index, state.num_processes):
-        if state.is_main_process:
-            _show_progress(done, own)
-    state.wait_for_everyone()
-    if state.is_main_process:
-        if npz is not None:
-            images = open_images(output)
-            write_array(images.batches(100), len(images), npz)
-        typer.echo(f"{output} holds {len(chosen)} samples.")
-
-
-@app.command()
 def clip(
     samples: Annotated[Path, typer.Argument(help="Folder of a sample set, with its samples.json.")],
     model: Annotated[str, typer.Option(help="Hub id or folder of a CLIP model.")] = "openai/clip-vit-large-patch14",
@@ -194,9 +101,7 @@ def clip(
     output: _OUTPUT = None,
 ) -> None:
     """CLIP score as SANA reports it: 100 times the cosine of image and prompt, averaged."""
-    from .clip import ClipScorer, score_samples
-
-    scores = score_samples(samples, ClipScorer(model, device), batch_size, _show_progress)
+    scores = score_samples(samples, ClipScorer(model, device), batch_size, show_progress)
     mean = sum(scores.values()) / len(scores)
     _report({"model": model, "samples": len(scores), "clip_score": mean}, output)
 
@@ -206,9 +111,7 @@ def geneval_results(
     results: Annotated[Path, typer.Argument(help="results.jsonl of GenEval's evaluate_images.py.")],
     output: _OUTPUT = None,
 ) -> None:
-    """GenEval's score from its evaluator's results; mhla eval samples --geneval makes what it evaluates."""
-    from .geneval import geneval_score
-
+    """GenEval's score from its evaluator's results; mhla eval samples geneval makes what it evaluates."""
     _report(geneval_score(results), output)
 
 
@@ -227,10 +130,6 @@ def compare_variants(
     device: _DEVICE = "cpu",
 ) -> None:
     """One table and report over several variants: scores, paired differences, the same samples side by side."""
-    from .compare import compare_sets
-    from .extractors import load_callable, load_extractor
-    from .report import score_table, write_report
-
     scores = {}
     for text in score or ():
         name, separator, place = text.partition("=")
@@ -238,8 +137,6 @@ def compare_variants(
             raise ValueError(f"--score {text!r} must look like NAME=package.module:callable.")
         scores[name] = load_callable(place)
     if clip_model is not None:
-        from .clip import ClipScorer
-
         scores["clip_score"] = ClipScorer(clip_model, device)
     comparison = compare_sets(
         sets,
@@ -247,10 +144,7 @@ def compare_variants(
         extractor=load_extractor(extractor, weights, device) if reference is not None else None,
         extractor_name=extractor,
         sample_scores=scores,
-        progress=_show_progress,
+        progress=show_progress,
     )
-    header, rows = score_table(comparison)
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    for row in (header, *rows):
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    typer.echo(text_table(*score_table(comparison)))
     typer.echo(f"Wrote {write_report(comparison, output, shown)}")

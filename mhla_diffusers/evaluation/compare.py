@@ -9,27 +9,60 @@ from typing import Any
 
 import torch
 
-from .bootstrap import Interval, bootstrap
-from .description import Description, Progress, describe_images
-from .extractors import FeatureExtractor
-from .fid import compare
-from .images import FolderImages, read_sample
-from .known_scores import SCORE_FILES, known_scores
-from .metrics import FeatureStatistics, frechet_distance
-from .paper import PaperRows, paper_rows
-from .reference import describe_reference
 from ..files import read_json
-from .sample_list import Sample, require_samples
+from ..generation.record import RECORD_NAME
+from .description import Description, Progress, describe_images, describe_reference
+from .extractors import FeatureExtractor
+from .fid import score_description
+from .images import FolderImages, read_sample
+from .metrics import FeatureStatistics, frechet_distance
+from .published import SCORE_FILES, PaperRows, known_scores, paper_rows
+from .sets import Sample, require_samples
 
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
 """Takes uint8 images (3, H, W) or videos (F, 3, H, W) and what they should show, gives a score for each: (B,)."""
 
-_RECORD = "generation.json"
 _RESAMPLES = 1000
 _FRECHET_RESAMPLES = 200
 _FRECHET_CHANNELS = 256
 """Channels up to which the Fréchet distance is bootstrapped; of Inception's 2048 the resamples would take an hour."""
 _BATCH = 50
+_LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the sign is settled."""
+        return self.low > 0 or self.high < 0
+
+
+def bootstrap(statistic: Callable[[torch.Tensor], float], count: int, resamples: int, seed: int = 0) -> Interval:
+    """A statistic of paired samples, and its percentile interval over sets drawn anew from them.
+
+    Args:
+        statistic: of the samples at some indices (count,), int64, which may occur several times.
+        count: of the samples.
+        resamples: how many sets are drawn.
+        seed: of the drawing.
+
+    Raises:
+        ValueError: fewer than two samples or resamples.
+    """
+    if count < 2 or resamples < 2:
+        raise ValueError(f"A bootstrap needs at least 2 samples and resamples, got {count} and {resamples}.")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [statistic(torch.randint(count, (count,), generator=generator)) for _ in range(resamples)]
+    ends = torch.tensor([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], dtype=torch.float64)
+    low, high = torch.tensor(drawn, dtype=torch.float64).quantile(ends).tolist()
+    return Interval(statistic(torch.arange(count)), low, high)
 
 
 @dataclass(frozen=True)
@@ -74,7 +107,7 @@ def read_variants(folders: Sequence[Path]) -> list[Variant]:
     if len(folders) < 2:
         raise ValueError(f"A comparison needs at least two sample sets, got {len(folders)}.")
     variants = [
-        Variant(folder.resolve().name, folder, require_samples(folder), read_json(folder / _RECORD))
+        Variant(folder.resolve().name, folder, require_samples(folder), read_json(folder / RECORD_NAME))
         for folder in folders
     ]
     names = [variant.name for variant in variants]
@@ -108,7 +141,7 @@ def compare_sets(
 ) -> Comparison:
     """Measure every variant, and its differences from the first one over the same samples.
 
-    Scores that lie in a set's folder (``known_scores.SCORE_FILES``) are taken in as well.
+    Scores that lie in a set's folder (``published.SCORE_FILES``) are taken in as well.
 
     Args:
         folders: of the sets, the baseline first.
@@ -167,7 +200,7 @@ def _add_distances(
         for number, row in enumerate(rows):
             images, store = FolderImages(row.variant.folder), Path(folder) / str(number)
             found = describe_images(images, extractor, _BATCH, store, progress)
-            measured = compare(found, expected).measured()
+            measured = score_description(found, expected).measured()
             row.scores |= {name: value for name, value in measured.items() if name not in ("samples", "reference")}
             assert found.features is not None
             features.append(found.features)

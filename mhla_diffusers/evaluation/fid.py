@@ -5,11 +5,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .description import Description, Progress, describe_images
+from .description import Description, Progress, describe_images, describe_reference
 from .extractors import FeatureExtractor
 from .images import open_images
 from .metrics import frechet_distance, kernel_distance, precision_recall
-from .reference import describe_reference
 
 _STABLE = 5
 """Samples per channel from which on a Fréchet distance is stable: 10 240 for the 2048 channels of Inception."""
@@ -77,10 +76,10 @@ def measure_images(
         )
         found = describe_images(images, extractor, batch_size, stores[1], progress)
         _warn_of_few(images.path, found)
-        return compare(found, expected)
+        return score_description(found, expected)
 
 
-def compare(found: Description, expected: Description) -> ImageScores:
+def score_description(found: Description, expected: Description) -> ImageScores:
     """The scores of one description against another."""
     precision = recall = kid = sfid = None
     real, generated = expected.features, found.features

@@ -1,4 +1,4 @@
-"""GenEval: its metadata beside the pictures, and the score of its evaluator's results."""
+"""GenEval: its prompts and the metadata beside the pictures, and the score of its evaluator's results."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,35 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_json_lines, write_text
+from .sets import Sample
 
 GENEVAL_SAMPLES = 4
 """Pictures per prompt."""
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 """The six tasks, in the order of GenEval's tables."""
+
+
+def read_geneval_metadata(file: str | Path) -> list[dict[str, Any]]:
+    """GenEval's ``evaluation_metadata.jsonl``: 553 prompts with what must be in the picture.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a line without a prompt and a tag.
+    """
+    entries = read_json_lines(Path(file))
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not {"prompt", "tag"} <= entry.keys():
+            raise ValueError(f"Line {number + 1} of {file} is no metadata of GenEval: it needs prompt and tag.")
+    return entries
+
+
+def geneval_samples(entries: Sequence[Mapping[str, Any]]) -> list[Sample]:
+    """Four pictures per prompt, ``{prompt number}/samples/{sample number}.png``, as GenEval reads them."""
+    return [
+        Sample(f"{place:05d}/samples/{number:04d}.png", entry["prompt"])
+        for place, entry in enumerate(entries)
+        for number in range(GENEVAL_SAMPLES)
+    ]
 
 
 def write_geneval_metadata(entries: Sequence[Mapping[str, Any]], folder: Path) -> None:

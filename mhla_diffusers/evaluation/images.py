@@ -1,16 +1,22 @@
 """Sets of images or videos: a folder of files, or the npz of the ADM suite. Read in batches, never whole."""
 
 import hashlib
+import io
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import torch
 
-from .npz import open_array
+from ..files import IMAGE_SUFFIXES, written_aside
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEO_SUFFIX = ".mp4"
+_ARRAY = "arr_0.npy"
+_BATCH = 100
+"""Images that are read at a time to be written into an npz."""
 
 
 class UnreadableImageError(ValueError):
@@ -87,7 +93,7 @@ class NpzImages(Images):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        with open_array(path) as (_, shape):
+        with _open_array(path) as (_, shape):
             self._shape = shape
 
     def __len__(self) -> int:
@@ -95,7 +101,7 @@ class NpzImages(Images):
 
     def batches(self, size: int) -> Iterator[torch.Tensor]:
         """See :meth:`Images.batches`."""
-        with open_array(self.path) as (stream, (count, *shape)):
+        with _open_array(self.path) as (stream, (count, *shape)):
             bytes_per_image = shape[0] * shape[1] * 3
             for start in range(0, count, size):
                 wanted = min(size, count - start) * bytes_per_image
@@ -174,3 +180,68 @@ def _digest(root: Path, files: list[Path]) -> str:
         status = file.stat()
         digest.update(f"{file.relative_to(root)} {status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
+
+
+@contextmanager
+def _open_array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
+    """The stream of ``arr_0``, standing behind its header, and its shape.
+
+    Raises:
+        ValueError: no npz file, or one without such an array.
+    """
+    try:
+        archive = zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is no npz file: {error}.") from error
+    with archive:
+        if _ARRAY not in archive.namelist():
+            raise ValueError(f"{path} holds no array arr_0, only {', '.join(archive.namelist())}.")
+        with archive.open(_ARRAY) as stream:
+            yield stream, _read_header(stream, path)
+
+
+def _read_header(stream: IO[bytes], path: Path) -> tuple[int, ...]:
+    from numpy.lib import format as npy
+
+    read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
+    shape, column_major, dtype = read(stream)
+    if dtype != "uint8" or len(shape) != 4 or shape[3] != 3 or column_major:
+        raise ValueError(f"{path} must hold arr_0 as uint8 (n, H, W, 3), got {dtype} {shape}.")
+    return tuple(shape)
+
+
+def write_npz(images: Images, path: Path) -> None:
+    """Write images of one resolution as ``arr_0`` of an npz, uint8 (n, H, W, 3), which OpenAI's evaluator reads.
+
+    Raises:
+        ValueError: videos, or images of several resolutions.
+        UnreadableImageError: a damaged image, named.
+        OSError: the file cannot be written.
+    """
+    shape: tuple[int, ...] | None = None
+    with (
+        written_aside(path) as aside,
+        zipfile.ZipFile(aside, "w") as archive,
+        archive.open(_ARRAY, "w", force_zip64=True) as stream,
+    ):
+        for batch in images.batches(_BATCH):
+            if batch.ndim != 4:
+                raise ValueError(f"An npz holds images, but {images.path} holds videos.")
+            pixels = batch.permute(0, 2, 3, 1).contiguous()
+            if shape is None:
+                shape = tuple(pixels.shape[1:])
+                stream.write(_header((len(images), *shape)))
+            if tuple(pixels.shape[1:]) != shape:
+                raise ValueError(
+                    f"An npz holds images of one size, but there are {shape[0]}x{shape[1]} and "
+                    f"{pixels.shape[1]}x{pixels.shape[2]}."
+                )
+            stream.write(pixels.numpy().tobytes())
+
+
+def _header(shape: tuple[int, ...]) -> bytes:
+    from numpy.lib import format as npy
+
+    header = io.BytesIO()
+    npy.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    return header.getvalue()

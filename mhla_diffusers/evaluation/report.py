@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from .compare import Comparison, Row
-from ..reporting import html_media, html_page, html_table, html_table_of
 from ..files import write_json, write_text
+from ..reporting import html_media, html_page, html_table, html_table_of
+from .compare import Comparison, Row
 
 _TITLE = "Attention variants compared"
 _HEADINGS = {

@@ -1,30 +1,17 @@
 """Generate a set of samples: the same files whatever the batch size and the number of processes."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ..families.class_labels import class_label
-from ..generation.generate import (
-    ModelChoice,
-    call_arguments,
-    check_call,
-    check_prompts,
-    import_imageio,
-    load_pipeline,
-    model_choices,
-    video_frames_per_second,
-    write_video,
-)
-from ..generation.folder import RECORD_NAME, check_writable, first_sample, record_choices
-from ..generation.noise import generator_for
-from .sample_list import Sample, read_sample_list, write_sample_list
+from ..files import check_writable
+from ..generation import PipelineChoice, generator_for
+from ..generation.record import RECORD_NAME, first_sample, import_imageio, record_choices, write_sample
+from .sets import Sample, read_sample_list, write_sample_list
 
 
 @dataclass(frozen=True)
-class SampleConfig(ModelChoice):
+class SampleConfig(PipelineChoice):
     """Which samples, of which model, to where.
 
     Raises:
@@ -32,7 +19,7 @@ class SampleConfig(ModelChoice):
     """
 
     samples: Sequence[Sample]
-    """See :mod:`mhla_diffusers.evaluation.layouts`."""
+    """See :mod:`mhla_diffusers.evaluation.sets`."""
     output: Path
     """Folder of the set."""
     seed: int = 0
@@ -46,7 +33,7 @@ class SampleConfig(ModelChoice):
             raise ValueError("There are no samples to generate.")
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} must be positive.")
-        suffix = ".mp4" if self.family == "wan" else ".png"
+        suffix = self.of_family.suffix
         wrong = next((sample.file for sample in self.samples if not sample.file.endswith(suffix)), None)
         if wrong is not None:
             raise ValueError(f"{self.family} generates {suffix} files, but the samples are such as {wrong!r}.")
@@ -64,11 +51,11 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
         The number of this process's samples that are there, first as it begins.
 
     Raises:
-        OSError: the folder cannot be written; said before anything is loaded.
-        ValueError: the folder holds samples of another run, or the model is refused.
+        OSError: a file cannot be written.
+        ValueError: the model is refused, or a class that it does not have.
         ImportError: imageio is missing and there are videos to write.
     """
-    if config.family == "wan":
+    if config.of_family.makes_videos:
         import_imageio()
     own = config.samples[process::processes]
     missing = [sample for sample in own if not (config.output / sample.file).is_file()]
@@ -76,12 +63,13 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
     yield done
     if not missing:
         return
-    pipe = load_pipeline(config)
-    check_prompts(pipe, config.family, {sample.text for sample in config.samples})
+    pipe = config.load(sorted({sample.text for sample in config.samples}))
     for start in range(0, len(missing), config.batch_size):
         batch = missing[start : start + config.batch_size]
-        for sample, result in zip(batch, _call(pipe, config, batch), strict=True):
-            _write(result, config.output / sample.file, config)
+        noise = [generator_for(config.seed, "sample", sample.file) for sample in batch]
+        results = config.generate(pipe, [sample.text for sample in batch], noise)
+        for sample, result in zip(batch, results, strict=True):
+            write_sample(result, config.output / sample.file, config.video_rate)
         done += len(batch)
         yield done
 
@@ -96,9 +84,9 @@ def prepare_folder(config: SampleConfig) -> None:
         ValueError: the folder holds samples of another run, or the pipeline does not take a setting.
     """
     check_writable(config.output)
-    check_call(config)
+    config.check()
     _check_foreign_files(config.output)
-    record_choices(config.output, {**model_choices(config), "seed": config.seed})
+    record_choices(config.output, {**config.choices, "seed": config.seed})
     planned = {sample.file: sample.text for sample in config.samples}
     for sample in read_sample_list(config.output) or ():
         if planned.get(sample.file) != sample.text and (config.output / sample.file).is_file():
@@ -118,28 +106,3 @@ def _check_foreign_files(folder: Path) -> None:
             f"{folder} holds files of unknown origin, such as {foreign.relative_to(folder)}. Choose an empty folder, "
             "so that sets do not mix."
         )
-
-
-def _call(pipe: Any, config: SampleConfig, batch: Sequence[Sample]) -> Sequence[Any]:
-    """PIL images, or frames (B, F, H, W, 3) in [0, 1]."""
-    settings = call_arguments(config)
-    settings["generator"] = [generator_for(config.seed, "sample", sample.file) for sample in batch]
-    texts = [sample.text for sample in batch]
-    pipe.set_progress_bar_config(disable=True)
-    if config.family == "dit":
-        images: Sequence[Any] = pipe(class_labels=[class_label(pipe, text) for text in texts], **settings).images
-        return images
-    output = pipe(texts, **settings)
-    results: Sequence[Any] = output.frames if config.family == "wan" else output.images
-    return results
-
-
-def _write(result: Any, file: Path, config: SampleConfig) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # two processes never write the same sample, but two runs may
-    aside = file.with_name(f".{os.getpid()}-{file.name}")
-    if file.suffix == ".png":
-        result.save(aside)
-    else:
-        write_video(result, aside, video_frames_per_second(config))
-    aside.replace(file)

@@ -3,11 +3,10 @@
 from typing import Any
 
 from .base import Family, Sample
-from .clip import Clip
 from .dit import DiTFamily
-from .measured import Model
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .sana import SanaFamily
+from .sizes import Clip, Model
 from .wan import WanFamily
 
 _FAMILIES: dict[str, Family] = {family.name: family for family in (DiTFamily(), SanaFamily(), WanFamily())}

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
-from .clip import Clip
-from .measured import Model
 from .processes import DiffusionProcess
+from .sizes import Clip, Model
 
 Sample = Mapping[str, torch.Tensor]
 """``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""

@@ -14,9 +14,8 @@ from torch import nn
 
 from ..config import MHLAConfig
 from .base import Family, Sample
-from .clip import Clip
-from .measured import Model
 from .processes import DiffusionProcess, LearnedVarianceDDPM
+from .sizes import Clip, Model
 
 _SHOWN_LABELS = 12
 """How many names of classes an error lists; ImageNet has a thousand."""

@@ -12,9 +12,8 @@ import torch
 
 from ..config import MHLAConfig
 from .base import Family, Sample
-from .clip import Clip
-from .measured import Model
 from .processes import DiffusionProcess, FlowMatching
+from .sizes import Clip, Model
 
 _TEXT_TOKENS = 300
 

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from ..files import check_writable
-from .names import parse_settings, read_prompts
+from .names import PipelineOptions, expand_options, read_prompts
 from .pipelines import PipelineChoice
 from .record import import_imageio, record_choices, write_sample
 
@@ -95,36 +95,29 @@ def _file_name(prompt: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "empty"
 
 
+@expand_options
 def generate_command(
     family: Annotated[str, typer.Argument(help="dit, sana or wan.")],
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; classes by number or name for dit.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="One prompt per line.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder; outputs/<family> if left out.")] = None,
-    model: Annotated[str | None, typer.Option(help="Hub id or folder; the tiny pipeline if left out.")] = None,
-    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch.")] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="What mhla finetune left, or folder or Hub id of a patch.")
+    options: PipelineOptions,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="One or more prompts; classes by number or name for dit.")
     ] = None,
-    seeds: Annotated[list[int] | None, typer.Option("--seed", help="Of the noise; several times.")] = None,
-    frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the pipeline's call.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Further prompts, one per line.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder; outputs/<family> if left out.")] = None,
+    seeds: Annotated[
+        list[int] | None, typer.Option("--seed", help="Of the noise, 0 if left out; several times for more samples.")
+    ] = None,
 ) -> None:
-    """Generate images or videos: mhla generate wan "a seven moving left". Goes on where it stopped."""
-    asked = tuple(prompts or ())
+    """Generate images or videos, one per prompt and seed. Goes on where it stopped.
+
+    mhla generate wan "a seven moving left" "a three" --seed 0 --seed 1 --set num_inference_steps=20
+    """
     config = GenerationConfig(
         family,
-        asked + (read_prompts(prompt_file) if prompt_file is not None else ()),
+        (*(prompts or ()), *(read_prompts(prompt_file) if prompt_file is not None else ())),
         output or Path("outputs", family),
         tuple(seeds or (0,)),
-        model=model,
-        patch=patch,
-        weights=weights,
-        frames_per_second=frames_per_second,
-        device=device,
-        dtype=dtype,
-        settings=parse_settings(settings or []),
+        **options.arguments(),
     )
     for task, made in generate(config):
         typer.echo(f"{'wrote' if made else 'kept '} {task.file}")

@@ -1,11 +1,15 @@
-"""What users write, checked: files of prompts, and arguments of a pipeline's call."""
+"""What users write, checked: files of prompts, arguments of a pipeline's call, and the options that name a pipeline."""
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import typer
 
 from ..files import read_text
 
@@ -98,3 +102,50 @@ def _types(annotation: Any) -> set[type]:
         return set().union(*map(_types, get_args(annotation)))
     found = get_origin(annotation) or annotation
     return {found} if isinstance(found, type) else set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """Which pipeline, patched how, called with what: :class:`PipelineChoice` as it is written on the command line."""
+
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; the tiny pipeline if left out.")] = None
+    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch, as it is before training.")] = None
+    weights: Annotated[str | None, typer.Option(help="What mhla finetune left, or folder or Hub id of a patch.")] = None
+    frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None
+    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu"
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32"
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Argument of the pipeline's call; several times."),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The options as arguments of :class:`PipelineChoice`.
+
+        Raises:
+            ValueError: a setting that is not ``KEY=VALUE``.
+        """
+        return {**vars(self), "settings": parse_settings(self.settings or [])}
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take a dataclass as its parameter ``options``, each of whose fields is an option of the command.
+
+    typer knows functions alone; the fields of the dataclass are annotated as the parameters of a command are.
+    """
+    own = inspect.signature(command)
+    kind = own.parameters["options"].annotation
+    shared = inspect.signature(kind).parameters
+
+    def flat(**given: Any) -> None:
+        options = kind(**{name: given.pop(name) for name in shared})
+        command(**given, options=options)
+
+    parameters = [*(own.parameters[name] for name in own.parameters if name != "options"), *shared.values()]
+    expanded: Any = functools.wraps(command)(flat)
+    expanded.__signature__ = own.replace(
+        # a keyword each, since required ones may follow those with a default
+        parameters=[parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    )
+    result: Callable[..., None] = expanded
+    return result

@@ -14,7 +14,7 @@ from ..devices import FLOAT_TYPES, choose_device
 from ..families import Family, families, get_family
 from ..files import read_json
 from ..patching import CONFIG_NAME, apply_mhla, find_transformers, load_mhla
-from ..tiny import call_settings, load_tiny, pipeline_folder
+from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES_PER_SECOND
 from .names import check_settings
 
@@ -51,9 +51,12 @@ class PipelineChoice:
     """Further arguments of the pipeline's call, for example height, width, num_frames, num_inference_steps."""
 
     def __post_init__(self) -> None:
-        allowed = [family.name for family in families()]
-        if self.family not in allowed:
-            raise ValueError(f"family={self.family!r} is unknown; allowed: {', '.join(allowed)}.")
+        family_named(self.family)
+        if self.model is None and self.family not in TINY:
+            raise ValueError(
+                f"family={self.family!r} has no tiny pipeline; give model, the Hub id or folder of a pipeline. Tiny "
+                f"ones are there for: {', '.join(TINY)}."
+            )
         if self.patch is not None and self.weights is not None:
             raise ValueError(
                 f"Give either patch ({self.patch}) or weights ({self.weights}); trained weights bring their own patch."
@@ -67,7 +70,7 @@ class PipelineChoice:
     @property
     def of_family(self) -> Family:
         """The family itself."""
-        return next(family for family in families() if family.name == self.family)
+        return family_named(self.family)
 
     @property
     def video_rate(self) -> int:
@@ -147,7 +150,9 @@ def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtyp
 
     place = choose_device(device)
     if model is None:
-        pipe = load_tiny(family, place).to(dtype)
+        pipe = load_tiny(family, place)
+        # diffusers warns at every cast
+        pipe = pipe if dtype == torch.float32 else pipe.to(dtype)
     else:
         pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype).to(place)
     pipe.set_progress_bar_config(disable=True)
@@ -201,6 +206,18 @@ def component_identity(model: str, component: str) -> str:
     kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NOT_IDENTITY}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
     return f"{name} (configuration {digest[:12]})"
+
+
+def family_named(name: str) -> Family:
+    """The registered family of a name.
+
+    Raises:
+        ValueError: there is none; with the allowed names.
+    """
+    named = {family.name: family for family in families()}
+    if name not in named:
+        raise ValueError(f"family={name!r} is unknown; allowed: {', '.join(named)}.")
+    return named[name]
 
 
 def family_of(model: str, component: str = "transformer") -> Family:

@@ -7,13 +7,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.blocks import block_index
-from ..attention.eager import eager_normaliser
-from ..attention.near_field import rotated, without_own_block
-from ..attention.rotary import Rotary
+from ..attention.eager import eager_attention
+from ..attention.near_field import far_field, rotated
 from ..families import get_family
 from .finding import find_transformers
 from .layer import MHLALayer
-from .processor import project
+from .processor import AttentionInput, attention_input, project
 from .removal import mhla_disabled
 
 _QUERIES = 256
@@ -79,9 +78,7 @@ def calibrate_far_field(model: Any, run: Callable[[], object]) -> None:
 
     def watch(name: str, attn: Any) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden_states = args[0] if args else kwargs["hidden_states"]
-            rotary = kwargs.get("rotary_emb", args[3] if len(args) > 3 else None)
-            ratios = _log_ratios(attn, hidden_states, rotary)
+            ratios = _log_ratios(attn, attention_input(args, kwargs))
             sums[name] = sums.get(name, torch.zeros_like(ratios[0])) + ratios.sum(dim=0)
             counts[name] = counts.get(name, 0) + len(ratios)
 
@@ -94,34 +91,22 @@ def calibrate_far_field(model: Any, run: Callable[[], object]) -> None:
         attn.mhla.far_field_log_weight.copy_(sums[name] / counts[name])
 
 
-def _log_ratios(attn: Any, hidden_states: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+def _log_ratios(attn: Any, given: AttentionInput) -> torch.Tensor:
     """Log of softmax attention's sum of weights over the other blocks by the far field's: (queries, H)."""
     layer: MHLALayer = attn.mhla
-    grid, config = layer.token_grid.shape if layer.token_grid is not None else None, layer.config
+    grid = layer.token_grid.shape if layer.token_grid is not None else None
     if grid is None:
         raise ValueError("The token grid is not known; patch with apply_mhla() or mhla_diffusers.set_attn_processor().")
-    query, key, _ = (x.float() for x in project(attn, hidden_states))
-    across = without_own_block(layer.mixing.float())
-    far = eager_normaliser(
-        query,
-        key,
-        across,
-        grid,
-        config.blocks,
-        feature_map=config.feature_map,
-        rotary=rotary,
-        rope=config.rope,
-        eps=config.eps,
-        key_mask=None,
-    ).squeeze(-1)
-    if rotary is not None:
-        query, key = rotated(query, rotary), rotated(key, rotary)
+    query, key, value = (x.float() for x in project(attn, given.hidden_states))
+    call = layer.call(query, key, value, grid, given.rotary)
+    _, normaliser = eager_attention(far_field(call))
+    query, key = rotated(query, call.rotary), rotated(key, call.rotary)
     chosen = torch.linspace(0, query.shape[1] - 1, min(_QUERIES, query.shape[1]), device=query.device).long()
-    block_of = block_index(grid, config.blocks).to(query.device)
+    block_of = block_index(grid, call.blocks).to(query.device)
     own = block_of[chosen][:, None] == block_of[None, :]
     scores = torch.einsum("bqhd,bkhd->bqhk", query[:, chosen], key) / layer.head_dim**0.5
     softmax = scores.masked_fill(own[:, None, :], float("-inf")).logsumexp(dim=-1)
-    return (softmax - far[:, chosen].log()).flatten(0, 1)
+    return (softmax - normaliser[:, chosen].squeeze(-1).log()).flatten(0, 1)
 
 
 def _run_unpatched(model: Any, run: Callable[[], object], handles: Sequence[RemovableHandle]) -> None:

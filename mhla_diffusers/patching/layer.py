@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import clip_mixing_, initial_mixing, mhla_attention, reference_weights
-from ..attention.rotary import Rotary
+from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights
+from ..attention.rotary import Rotary, rotary_table
 from ..config import MHLAConfig
 
 _UNIT_GATE = 1.2784645427610738
@@ -140,8 +140,28 @@ class MHLALayer(nn.Module):
         Returns:
             float64 (B, H, N, N); rows are queries.
         """
-        return reference_weights(
-            query, key, self.mixing, grid, self.config.blocks, rotary=rotary, key_mask=key_mask, **self._settings()
+        return reference_weights(self.call(query, key, key, grid, rotary, key_mask))
+
+    def call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: tuple[int, ...],
+        rotary: Rotary | None = None,
+        key_mask: torch.Tensor | None = None,
+    ) -> Call:
+        """The call of :meth:`forward` without norm and gate, for what looks at the attention itself."""
+        return Call(
+            query,
+            key,
+            value,
+            self.mixing,
+            grid,
+            self.config.blocks,
+            rotary=rotary_table(rotary) if rotary is not None else None,
+            key_mask=key_mask,
+            **self._settings(),
         )
 
     def _settings(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The attention processor: what a patched attention does instead of softmax attention."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -170,6 +170,26 @@ def _cross_attention_processor(attn: Any) -> Any:
     """A processor that does what diffusers' own does for this cross-attention."""
     default = getattr(attn, "_default_processor_cls", None)
     return default() if default is not None else cross_attention_processor(attn)
+
+
+class AttentionInput(NamedTuple):
+    """What a self-attention is called with."""
+
+    hidden_states: torch.Tensor
+    """(B, N, hidden size)."""
+    rotary: Rotary | None
+    """(cos, sin), each (1, N, 1, D)."""
+    key_mask: torch.Tensor | None
+    """(B, N), see :func:`key_padding_mask`."""
+
+
+def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionInput:
+    """Read the arguments of a self-attention's forward, as a hook of a ``WanAttention`` or ``Attention`` gets them."""
+    given = dict(zip(("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb"), args, strict=False))
+    given |= kwargs
+    hidden_states, mask = given["hidden_states"], given.get("attention_mask")
+    key_mask = key_padding_mask(mask, *hidden_states.shape[:2]) if mask is not None else None
+    return AttentionInput(hidden_states, given.get("rotary_emb"), key_mask)
 
 
 def project(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -130,9 +130,8 @@ def compose(scene: Scene, digits: Digits, size: int, seed: int) -> torch.Tensor:
 
 
 def to_rgb(picture: torch.Tensor) -> torch.Tensor:
-    """(F, H, W) in [0, 1] to (3, F, H, W) in [-1, 1]; (1, H, W) to (3, H, W)."""
-    rgb = (2 * picture - 1).expand(3, *picture.shape)
-    return rgb.squeeze(1) if picture.shape[0] == 1 else rgb
+    """(F, H, W) in [0, 1] to (3, F, H, W) in [-1, 1]."""
+    return (2 * picture - 1).expand(3, *picture.shape)
 
 
 def _path(motion: str | None, field: tuple[int, int, int, int], size: int, chance: random.Random) -> torch.Tensor:

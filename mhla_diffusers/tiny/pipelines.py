@@ -1,85 +1,15 @@
-"""The tiny pipelines, each described in one place: what its pictures show, its parts before training, how it is called.
+"""The tiny pipelines, each described in one place.
 
-Shapes: pictures are 64 pixels high and wide; a transformer sees 64 tokens of an image (dit, sana), 9x8x8 = 576 of a
-clip (wan). All autoencoders make 4 channels of latents at a quarter of the resolution.
+The transformers of DiT and SANA see 64 tokens of an image, that of Wan 9x8x8 = 576 of a clip.
 """
 
-import random
-from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
+from .base import LATENT_CHANNELS, LATENT_SIZE, STRIDE, TEXT_CHANNELS, Phase, TinyPipeline
 from .digits import FRAMES, MOTIONS, NAMES, PICTURE_SIZE, Scene
-
-LATENT_CHANNELS = 4
-STRIDE = 4
-"""Pixels per latent along height and width."""
-LATENT_SIZE = PICTURE_SIZE // STRIDE
-TEXT_CHANNELS = 64
-MAX_TOKENS = 10
-"""Length that prompts are padded to; the longest caption has eight tokens."""
-
-_CALL = {"num_inference_steps": 20, "guidance_scale": 3.0, "height": PICTURE_SIZE, "width": PICTURE_SIZE}
-_CALL |= {"max_sequence_length": MAX_TOKENS}
-
-
-class TinyPipeline(ABC):
-    """One tiny pipeline of real diffusers classes."""
-
-    family: ClassVar[str]
-    """Name of its model family."""
-    digit_size: ClassVar[int] = 28
-    """Height and width in pixels of a drawn digit."""
-    most_digits: ClassVar[int] = 2
-    motions: ClassVar[tuple[str | None, ...]] = (None,)
-    """How digits move; None for pictures."""
-    autoencoder_steps: ClassVar[int] = 400
-    """Updates of its autoencoder."""
-    call_settings: ClassVar[dict[str, Any]] = _CALL
-    """Arguments of the pipeline's call that it was trained for."""
-    blocks: ClassVar[tuple[int, ...]] = (4, 4)
-    """Block counts that suit its token grid."""
-    mixing_per_head: ClassVar[bool] = False
-    """Whether its MHLA has a mixing matrix for every head."""
-    batch_size: ClassVar[int] = 16
-    """Samples per update when a patch is adapted."""
-
-    @property
-    def is_video(self) -> bool:
-        """Whether its digits move."""
-        return self.motions != (None,)
-
-    def random_scene(self, chance: random.Random) -> Scene:
-        """One digit, or one or two where there is room, in motion where they move."""
-        count = chance.choice((1, 1, 2)) if self.most_digits == 2 else 1
-        labels = tuple(chance.randrange(10) for _ in range(count))
-        return Scene(labels, chance.choice(self.motions) if self.is_video else None)
-
-    @abstractmethod
-    def build_transformer(self) -> Any:
-        """An untrained transformer."""
-
-    @abstractmethod
-    def build_autoencoder(self) -> Any:
-        """An untrained autoencoder."""
-
-    def build_scheduler(self) -> Any:
-        """Flow matching with shift 3."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        return FlowMatchEulerDiscreteScheduler(shift=3.0)
-
-    def build_text_encoder(self, tokenizer: Any) -> Any | None:
-        """An untrained text encoder for a tokenizer's vocabulary; None for a model without one."""
-        return None
-
-    text_marks: ClassVar[dict[str, str]] = {}
-    """Special token that the tokenizer puts before ("bos_token") or after ("eos_token") a text; empty without text."""
-
-    @abstractmethod
-    def assemble(self, parts: dict[str, Any]) -> Any:
-        """The pipeline of its parts, by the names of its components."""
 
 
 class TinyDiT(TinyPipeline):
@@ -89,6 +19,15 @@ class TinyDiT(TinyPipeline):
     digit_size = 52
     most_digits = 1
     call_settings: ClassVar[dict[str, Any]] = {"num_inference_steps": 30, "guidance_scale": 4.0}
+    phases = (Phase("whole", 6000, 32, 1.5e-3),)
+
+    def prompt(self, scene: Scene) -> str:
+        """The number of its class."""
+        return str(scene.labels[0])
+
+    def scene(self, prompt: str) -> Scene | None:
+        """The digit of a class's number."""
+        return Scene((int(prompt),)) if prompt.isdigit() else None
 
     def build_transformer(self) -> Any:
         """Four layers of 3 heads of 32."""
@@ -120,7 +59,7 @@ class TinyDiT(TinyPipeline):
             layers_per_block=1,
             latent_channels=LATENT_CHANNELS,
             norm_num_groups=8,
-            sample_size=64,
+            sample_size=PICTURE_SIZE,
             mid_block_add_attention=False,
         )
 
@@ -146,11 +85,12 @@ class TinySana(TinyPipeline):
 
     family = "sana"
     call_settings: ClassVar[dict[str, Any]] = {
-        **_CALL,
+        **TinyPipeline.call_settings,
         "use_resolution_binning": False,
         "complex_human_instruction": None,
     }
     text_marks: ClassVar[dict[str, str]] = {"bos_token": "<bos>"}
+    phases = (Phase("whole", 2500, 32, 1e-3), Phase("longer", 3000, 32, 1e-3))
 
     def build_transformer(self) -> Any:
         """Four layers of 3 heads of 32."""
@@ -219,13 +159,21 @@ class TinyWan(TinyPipeline):
 
     family = "wan"
     motions = MOTIONS
-    autoencoder_steps = 250
     # WanPipeline rounds the number of frames to a multiple of the temporal stride and adds one
-    call_settings: ClassVar[dict[str, Any]] = {**_CALL, "num_frames": FRAMES - 1}
+    call_settings: ClassVar[dict[str, Any]] = {**TinyPipeline.call_settings, "num_frames": FRAMES - 1}
+    text_marks: ClassVar[dict[str, str]] = {"eos_token": "</s>"}
+    autoencoder_steps = 250
+    training_scenes = 1500
+    phases = (
+        Phase("single", 2500, 48, 2e-3, frames=1),
+        Phase("longer", 2000, 48, 2e-3, frames=1),
+        Phase("whole", 700, 8, 1e-3),
+        Phase("longest", 1500, 8, 1e-3),
+        Phase("last", 2500, 8, 1e-3),
+    )
     blocks = (3, 4, 4)
     mixing_per_head = True
     batch_size = 4
-    text_marks: ClassVar[dict[str, str]] = {"eos_token": "</s>"}
 
     def build_transformer(self) -> Any:
         """Four layers of 3 heads of 32."""
@@ -244,10 +192,13 @@ class TinyWan(TinyPipeline):
         )
 
     def build_autoencoder(self) -> Any:
-        """``AutoencoderKLWan`` with temporal stride 1."""
+        """``AutoencoderKLWan`` with temporal stride 1, whose convolutions do not look at earlier frames.
+
+        It is trained on single frames, which give those weights no gradient, so it treats all frames of a clip alike.
+        """
         from diffusers import AutoencoderKLWan
 
-        return AutoencoderKLWan(
+        autoencoder = AutoencoderKLWan(
             base_dim=16,
             z_dim=LATENT_CHANNELS,
             dim_mult=[1, 1],
@@ -261,6 +212,28 @@ class TinyWan(TinyPipeline):
             patch_size=2,
             scale_factor_temporal=1,
             scale_factor_spatial=STRIDE,
+        )
+        with torch.no_grad():
+            for module in autoencoder.modules():
+                if isinstance(module, nn.Conv3d):
+                    # of a causal kernel the last is the current frame
+                    module.weight[:, :, :-1] = 0
+        return autoencoder
+
+    def decode(self, autoencoder: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Frames without the final clamp, behind which a dark pixel gets no gradient."""
+        from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+
+        frames = autoencoder.decoder(autoencoder.post_quant_conv(latents), first_chunk=True)
+        pictures: torch.Tensor = unpatchify(frames, autoencoder.config.patch_size)
+        return pictures
+
+    def record_scale(self, autoencoder: Any, latents: torch.Tensor, spread: float) -> None:
+        """Mean and standard deviation of every channel."""
+        channels = latents.movedim(1, 0).flatten(1)
+        autoencoder.register_to_config(
+            latents_mean=[round(x, 4) for x in channels.mean(dim=1).tolist()],
+            latents_std=[round(x / spread, 4) for x in channels.std(dim=1).tolist()],
         )
 
     def build_text_encoder(self, tokenizer: Any) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mhla_diffusers.attention import initial_mixing, mhla_attention, reference_attention
-from mhla_diffusers.attention.rotary import apply_rotary, pair_tables
+from mhla_diffusers.attention import Call, initial_mixing, mhla_attention, reference_attention
+from mhla_diffusers.attention.rotary import apply_rotary, rotary_table
 
 GRIDS = [
     # grid, blocks: even and ragged, one to three axes, one block to one token per block
@@ -44,6 +44,16 @@ class Problem:
         # what has no effect (the far field's weight where there is one block) has no gradient
         gradients = {n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for n, leaf in leaves.items()}
         return {"output": output.detach()} | gradients
+
+
+def call_of(rotary: Any = None, **arguments: Any) -> Call:
+    """The call that ``mhla_attention`` makes of its arguments."""
+    return Call(rotary=rotary_table(rotary) if rotary is not None else None, **arguments)
+
+
+def reference(**arguments: Any) -> torch.Tensor:
+    """The reference with the arguments of ``mhla_attention``, for :meth:`Problem.run`."""
+    return reference_attention(call_of(**arguments))
 
 
 def make_problem(
@@ -111,8 +121,8 @@ def softmax_attention(
 ) -> torch.Tensor:
     """PyTorch's own attention on the inputs of a problem with a near field, for :meth:`Problem.run` in float64."""
     if rotary is not None:
-        tables = pair_tables((rotary[0].double(), rotary[1].double()))
-        query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
+        table = rotary_table(rotary).double()
+        query, key = apply_rotary(query, table), apply_rotary(key, table)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
@@ -125,6 +135,6 @@ def errors_against_reference(problem: Problem, dtype: torch.dtype, backend: str)
         problem.blocks,
         problem.options,
     )
-    expected = rounded.run(reference_attention, torch.float64)
+    expected = rounded.run(reference, torch.float64)
     found = rounded.run(mhla_attention, dtype, backend=backend)
     return {name: relative_error(found[name], expected[name]) for name in expected}

@@ -149,3 +149,20 @@ def test_memory_is_linear_in_tokens(dtype, blocks):
                 peak = max(peak, held)
         assert peak > 0
         assert peak <= 4 * sum(x.nbytes for x in inputs)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_bits_do_not_depend_on_whether_the_mixing_matrix_takes_gradients(normalize):
+    """LoRA freezes the matrix; torch.matmul multiplies in another order where a shared one takes gradients."""
+    problem = make_problem((8, 8), (4, 2), normalize=normalize, head_dim=16)
+    with torch.no_grad():
+        frozen, learnable = (
+            mhla_attention(
+                **problem.tensors | {"mixing": problem.tensors["mixing"].clone().requires_grad_(learns)},
+                grid=problem.grid,
+                blocks=problem.blocks,
+                **problem.options,
+            )
+            for learns in (False, True)
+        )
+    assert torch.equal(frozen, learnable)

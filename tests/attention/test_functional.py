@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mhla_diffusers.attention import (
+    Call,
     feature_map_names,
     initial_mixing,
     mhla_attention,
@@ -40,9 +41,9 @@ def test_plain_linear_attention_is_a_special_case(init):
 def test_rank_bound_and_that_mixing_exceeds_the_head_dim():
     problem = make_problem((8, 8), (4, 2), batch=1, heads=1, head_dim=4)
     tensors = problem.tensors
-    arguments = tensors["query"], tensors["key"]
-    mixed = reference_weights(*arguments, torch.rand(8, 8), (8, 8), (4, 2))[0, 0]
-    plain = reference_weights(*arguments, torch.ones(1, 1), (8, 8), (1, 1))[0, 0]
+    arguments = tensors["query"], tensors["key"], tensors["value"]
+    mixed = reference_weights(Call(*arguments, torch.rand(8, 8), (8, 8), (4, 2)))[0, 0]
+    plain = reference_weights(Call(*arguments, torch.ones(1, 1), (8, 8), (1, 1)))[0, 0]
     assert torch.linalg.matrix_rank(plain, rtol=1e-10) <= 4
     assert 4 < torch.linalg.matrix_rank(mixed, rtol=1e-10) <= 8 * 4
 
@@ -104,6 +105,8 @@ def test_bad_input_is_named():
     refused("rope='during'; allowed: 'after' or 'before'", rope="during")
     refused("Unknown backend 'eagr'; allowed: auto, .*Did you mean 'eager'", backend="eagr")
     refused(r"rotary tables must be \(1 or 2, 12, 1, 8\), got \(12, 8\)", rotary=(torch.randn(12, 8),) * 2)
+    five = torch.randn(2, 12, 2, 5)
+    refused("head dim is 5; it must be even", query=five, key=five, value=five, rotary=(torch.randn(1, 12, 1, 5),) * 2)
     refused(r"key_mask must have shape \(2, 12\), got \(12,\)", key_mask=torch.ones(12, dtype=torch.bool))
     refused(r"output_norm must have shape \(8,\), got \(16,\)", output_norm=torch.ones(16))
     refused(r"output_gate must have shape \(2, 12, 2, 8\), got \(2, 12, 16\)", output_gate=torch.ones(2, 12, 16))

@@ -7,11 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import mhla_attention, reference_attention
+from mhla_diffusers.attention import mhla_attention
 from mhla_diffusers.attention.blocks import block_index
 from mhla_diffusers.attention.reference import reference_weights
 
-from .problems import GRIDS, errors_against_reference, make_problem, relative_error, softmax_attention
+from .problems import (
+    GRIDS,
+    call_of,
+    errors_against_reference,
+    make_problem,
+    reference,
+    relative_error,
+    softmax_attention,
+)
 
 # float32 sums of exponentials; what is seen is below 1e-6
 FLOAT32_TOLERANCE = 5e-6
@@ -55,7 +63,7 @@ def problems(draw):
 @given(problems())
 def test_drawn_problems_in_float64(problem):
     found = problem.run(mhla_attention, torch.float64, backend="eager")
-    expected = problem.run(reference_attention, torch.float64)
+    expected = problem.run(reference, torch.float64)
     for name, tensor in found.items():
         assert relative_error(tensor, expected[name]) <= 1e-9, name
 
@@ -103,8 +111,7 @@ def test_weights_sum_to_one():
     tensors = problem.tensors | {"value": torch.ones_like(problem.tensors["value"])}
     output = mhla_attention(**tensors, grid=problem.grid, blocks=problem.blocks)
     torch.testing.assert_close(output, torch.ones_like(output), rtol=0, atol=2e-6)
-    inputs = {name: tensor for name, tensor in problem.tensors.items() if name != "value"}
-    weights = reference_weights(**inputs, grid=problem.grid, blocks=problem.blocks)
+    weights = reference_weights(call_of(**problem.tensors, grid=problem.grid, blocks=problem.blocks))
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1], dtype=torch.float64))
 
 
@@ -116,7 +123,7 @@ def test_large_and_small_logits_are_safe(scale, sign):
     tensors["query"] = scale * tensors["query"].abs()
     tensors["key"] = sign * tensors["key"].abs()
     found = mhla_attention(**tensors, grid=problem.grid, blocks=problem.blocks)
-    expected = reference_attention(**tensors, grid=problem.grid, blocks=problem.blocks)
+    expected = reference(**tensors, grid=problem.grid, blocks=problem.blocks)
     assert found.isfinite().all()
     # a logit of some hundreds has a rounding error of 1e-5 in float32, which the exponential passes on
     assert relative_error(found, expected) <= 1e-4

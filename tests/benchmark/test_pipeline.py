@@ -4,12 +4,12 @@ import pytest
 
 from mhla_diffusers.benchmark.pipeline import PARTS, VARIANTS, WHOLE
 from mhla_diffusers.benchmark.results import read_runs
-from mhla_diffusers.demo.building import FAMILIES
+from mhla_diffusers.tiny import TINY, pipeline_folder
 
 from .commands import bench, medians
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY)
 def test_a_call_and_its_parts(tmp_path, family):
     options = ("--steps", 2, "--repetitions", 1, "--device", "cpu", "--output", tmp_path)
     bench("pipeline", "--model", f"tiny-{family}", *options)
@@ -21,7 +21,7 @@ def test_a_call_and_its_parts(tmp_path, family):
         assert list(parts) == [f"part: {part}" for part in PARTS]
         assert sum(parts.values()) == pytest.approx(whole[variant])
         assert parts["part: denoising"] > 0 and parts["part: VAE"] > 0
-        assert (parts["part: text encoding"] > 0) == (family != "dit")
+        assert (parts["part: text encoding"] > 0) == bool(TINY[family].text_marks)
     assert "num_inference_steps=2" in run.rows[0].case
 
 
@@ -30,5 +30,16 @@ def test_unknown_pipelines_are_refused(tmp_path):
         bench("pipeline", "--model", "tiny-flux", "--device", "cpu", "--output", tmp_path)
     with pytest.raises(ValueError, match="repetitions=0 must be positive"):
         bench("pipeline", "--repetitions", 0, "--device", "cpu", "--output", tmp_path)
-    with pytest.raises(ValueError, match="height=64: a DiTPipeline takes no such argument"):
+    with pytest.raises(ValueError, match="'height' is no setting of a call of DiTPipeline"):
         bench("pipeline", "--size", 64, "--device", "cpu", "--output", tmp_path)
+    with pytest.raises(OSError, match=r"no diffusers pipeline: model_index\.json is missing"):
+        bench("pipeline", "--model", tmp_path, "--device", "cpu", "--output", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_measured_like_the_pipeline_in_it(tmp_path):
+    options = ("--steps", 1, "--repetitions", 1, "--device", "cpu", "--output", tmp_path)
+    bench("pipeline", "--model", pipeline_folder("dit"), *options)
+    (run,) = read_runs([tmp_path])
+    assert tuple(medians(run, WHOLE)) == VARIANTS
+    assert run.rows[0].model == str(pipeline_folder("dit"))

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mhla_diffusers.benchmark.conditions import gather_conditions
+from mhla_diffusers.benchmark.conditions import Rates, gather_conditions
 from mhla_diffusers.benchmark.figures import FIGURES
-from mhla_diffusers.benchmark.rates import Rates
 from mhla_diffusers.benchmark.results import COMMANDS, Run, make_row, write_run
 from mhla_diffusers.benchmark.timing import Outcome, Timing
 

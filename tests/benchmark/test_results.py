@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mhla_diffusers.benchmark.conditions import gather_conditions
-from mhla_diffusers.benchmark.rates import Rates
+from mhla_diffusers.benchmark.conditions import Rates, gather_conditions
 from mhla_diffusers.benchmark.results import Row, Run, make_row, read_run, read_runs, write_run
 from mhla_diffusers.benchmark.timing import Outcome, Timing
 

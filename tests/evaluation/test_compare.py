@@ -6,14 +6,14 @@ import pytest
 import torch
 from PIL import Image
 
-from mhla_diffusers.evaluation.bootstrap import bootstrap
-from mhla_diffusers.evaluation.compare import compare_sets, read_variants
+from mhla_diffusers.evaluation.compare import bootstrap, compare_sets, read_variants
 from mhla_diffusers.evaluation.images import open_images
 from mhla_diffusers.evaluation.metrics import frechet_distance
-from mhla_diffusers.evaluation.paper import paper_rows
+from mhla_diffusers.evaluation.published import paper_rows
 from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
-from mhla_diffusers.evaluation.sample_list import Sample, write_sample_list
-from mhla_diffusers.tiny.digits import DIGIT_SIZES, Scene, compose, load_digits
+from mhla_diffusers.evaluation.sets import Sample, write_sample_list
+from mhla_diffusers.tiny import tiny_pipeline
+from mhla_diffusers.tiny.digits import Scene, compose, load_digits
 
 from .pictures import blocks, mhla, write_pictures
 
@@ -187,7 +187,7 @@ def test_variants_of_the_tiny_pipeline_in_one_report(tmp_path):
     digits, real = load_digits("held-out"), tmp_path / "real"
     real.mkdir()
     for number in range(20):
-        picture = compose(Scene((number % 10,)), digits, DIGIT_SIZES["dit"], number)[0]
+        picture = compose(Scene((number % 10,)), digits, tiny_pipeline("dit").digit_size, number)[0]
         Image.fromarray((255 * picture).to(torch.uint8).numpy()).convert("RGB").save(real / f"{number}.png")
     patches = {"softmax": None, "linear": "blocks: [1, 1]", "MHLA": "blocks: [4, 4]"}
     patches["hybrid"] = "blocks: [4, 4], layers: 2/3"
@@ -198,7 +198,19 @@ def test_variants_of_the_tiny_pipeline_in_one_report(tmp_path):
             (tmp_path / f"{name}.yaml").write_text(text)
             patch = ["--patch", tmp_path / f"{name}.yaml"]
         made = mhla(
-            *("eval", "samples", tmp_path / name, "--family", "dit", "--classes", "10", "--labels", "10", *patch),
+            *(
+                "eval",
+                "samples",
+                "classes",
+                tmp_path / name,
+                "--family",
+                "dit",
+                "--count",
+                "10",
+                "--labels",
+                "10",
+                *patch,
+            ),
             *("--batch-size", "10", "--set", "num_inference_steps=1"),
         )
         assert made.exit_code == 0, made.output

@@ -7,13 +7,11 @@ import numpy
 import pytest
 import torch
 
-from mhla_diffusers.evaluation.extractors import CleanInception, load_extractor
+from mhla_diffusers.evaluation.description import statistics_file
 from mhla_diffusers.evaluation.fid import FewSamplesWarning, measure_images
-from mhla_diffusers.evaluation.images import UnreadableImageError, open_images
+from mhla_diffusers.evaluation.images import UnreadableImageError, open_images, write_npz
 from mhla_diffusers.evaluation.metrics import FeatureStatistics, frechet_distance
-from mhla_diffusers.evaluation.npz import write_array
-from mhla_diffusers.evaluation.reference import statistics_file
-from mhla_diffusers.generation.generate import write_video
+from mhla_diffusers.generation.record import write_video
 
 from .pictures import blocks, mhla, write_pictures
 
@@ -52,20 +50,6 @@ def test_extractor_may_give_pooled_features_alone(folders):
     assert (scores.sfid, scores.inception_score) == (None, None)
 
 
-def test_npz_holds_the_same_images_and_openai_can_read_it(folders, tmp_path):
-    images = open_images(folders[0])
-    write_array(images.batches(7), len(images), tmp_path / "made.npz")
-    array = numpy.load(tmp_path / "made.npz")["arr_0"]
-    assert array.shape == (80, 8, 8, 3)
-    assert array.dtype == numpy.uint8
-    assert torch.equal(torch.from_numpy(array).permute(0, 3, 1, 2), torch.cat(list(images.batches(100))))
-    assert measure(tmp_path / "made.npz", folders[1]).fid == pytest.approx(measure(*folders).fid)
-    numpy.savez_compressed(tmp_path / "packed.npz", array)
-    assert torch.equal(
-        torch.cat(list(open_images(tmp_path / "packed.npz").batches(33))), torch.cat(list(images.batches(9)))
-    )
-
-
 def test_reference_statistics_lie_beside_the_data_and_are_used(folders):
     before = measure(*folders)
     file = statistics_file(folders[1], "blocks")
@@ -88,7 +72,7 @@ def test_reference_that_cannot_be_written_beside_may_be_a_link(folders, tmp_path
     link.parent.mkdir()
     link.symlink_to(folders[1])
     assert statistics_file(link, "blocks").parent == link.parent
-    statistics_file(folders[1], "blocks").with_name(f".{statistics_file(folders[1], 'blocks').name}").mkdir()
+    statistics_file(folders[1], "blocks").mkdir()
     with pytest.raises(OSError, match="cannot be kept at.*Link the reference"):
         measure(*folders)
     assert measure(folders[0], link).reference == 90
@@ -116,36 +100,20 @@ def test_few_samples_are_warned_of_with_their_number(folders):
         measure(*folders)
 
 
+def test_folders_with_several_sizes_are_measured(folders):
+    write_pictures(folders[0] / "larger", 4, size=16)
+    assert measure(*folders).samples == 84
+
+
+def test_npz_gives_the_scores_of_its_folder(folders, tmp_path):
+    write_npz(open_images(folders[0]), tmp_path / "made.npz")
+    assert measure(tmp_path / "made.npz", folders[1]).fid == pytest.approx(measure(*folders).fid)
+
+
 def test_damaged_image_is_named(folders):
     (folders[0] / "0003.png").write_bytes((folders[0] / "0003.png").read_bytes()[:60])
     with pytest.raises(UnreadableImageError, match="0003.png is no readable image"):
         measure(*folders)
-
-
-def test_folders_with_several_sizes_hold_for_fid_but_not_for_npz(folders, tmp_path):
-    write_pictures(folders[0] / "larger", 4, size=16)
-    images = open_images(folders[0])
-    assert [tuple(batch.shape) for batch in images.batches(50)] == [(50, 3, 8, 8), (30, 3, 8, 8), (4, 3, 16, 16)]
-    assert measure(*folders).samples == 84
-    with pytest.raises(ValueError, match="8x8 and 16x16"):
-        write_array(images.batches(50), len(images), tmp_path / "x.npz")
-    assert not (tmp_path / "x.npz").exists()
-
-
-def test_what_holds_no_images_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "text.npz").write_text("no zip")
-    numpy.savez(tmp_path / "floats.npz", numpy.zeros((2, 4, 4, 3)))
-    numpy.savez(tmp_path / "other.npz", images=numpy.zeros(3))
-    for name, error, message in (
-        ("absent", FileNotFoundError, "no images at"),
-        ("empty", FileNotFoundError, "holds no images"),
-        ("text.npz", ValueError, "no npz file"),
-        ("floats.npz", ValueError, r"float64 \(2, 4, 4, 3\)"),
-        ("other.npz", ValueError, "no array arr_0, only images.npy"),
-    ):
-        with pytest.raises(error, match=message):
-            open_images(tmp_path / name)
 
 
 def test_videos_go_through_the_same_plug(tmp_path):
@@ -170,79 +138,6 @@ def test_videos_go_through_the_same_plug(tmp_path):
     (folders[0] / "3.mp4").write_bytes(b"no video")
     with pytest.raises(UnreadableImageError, match="3.mp4 is no readable video"):
         measure_images(*folders, movement, name="movement")
-
-
-@pytest.mark.parametrize(("choice", "file"), [("adm", "6726825d.pth"), ("clean", "inception-2015-12-05.pt")])
-def test_missing_weights_are_named_with_their_source(choice, file, tmp_path):
-    for weights in (None, tmp_path / file):
-        with pytest.raises(FileNotFoundError, match=f"https://.*{file} and give its path with --weights"):
-            load_extractor(choice, weights)
-
-
-def test_unknown_extractors_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="allowed: adm, clean, or package.module:callable"):
-        load_extractor("vgg")
-    with pytest.raises(ValueError, match="no callable named 'none'"):
-        load_extractor("mhla_diffusers.demo.judging:none")
-    with pytest.raises(ValueError, match="brings its own"):
-        load_extractor("mhla_diffusers.demo.judging:picture_features", tmp_path)
-
-
-class Backbone(torch.nn.Module):
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.adaptive_avg_pool2d(images, (32, 64)).mean(dim=1).flatten(1)
-
-
-class ScriptedInception(torch.nn.Module):
-    """Has what clean-fid uses of the real file."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = Backbone()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.layers(images)
-
-
-@pytest.fixture
-def scripted_weights(tmp_path):
-    pytest.importorskip("cleanfid.inception_torchscript", reason="clean-fid is not installed")
-    file = tmp_path / "inception-2015-12-05.pt"
-    torch.jit.save(torch.jit.script(ScriptedInception()), file)
-    return file
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_clean_inception_gets_resized_images_of_the_range_that_it_was_trained_with(scripted_weights):
-    extractor = CleanInception(scripted_weights)
-    images = torch.full((2, 3, 20, 30), 192, dtype=torch.uint8)
-    assert torch.equal(extractor(images), torch.full((2, 2048), 0.5))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_clean_fid_agrees(scripted_weights, folders):
-    try:
-        from cleanfid import fid
-    except ImportError as error:
-        pytest.skip(f"clean-fid cannot be imported here: {error}")
-    extractor = CleanInception(scripted_weights)
-    theirs = fid.compute_fid(
-        *map(str, folders),
-        custom_feat_extractor=lambda x: blocks(x).pooled,
-        num_workers=0,
-        device=torch.device("cpu"),
-        verbose=False,
-    )
-
-    def resized(images):
-        return blocks(
-            torch.stack([torch.from_numpy(extractor.resize(i)) for i in images.permute(0, 2, 3, 1).numpy()]).permute(
-                0, 3, 1, 2
-            )
-        ).pooled
-
-    ours = measure_images(*folders, resized, name="resized")
-    assert ours.fid == pytest.approx(theirs, rel=1e-4)
 
 
 def test_command_reports_and_writes(folders, tmp_path):

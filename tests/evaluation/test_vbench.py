@@ -7,9 +7,16 @@ import sys
 
 import pytest
 
-from mhla_diffusers.evaluation.vbench.run import VBenchConfig, VBenchError, run_vbench
-from mhla_diffusers.evaluation.vbench.scores import DIMENSIONS, read_results, total_scores
-from mhla_diffusers.evaluation.vbench.suite import read_augmented, read_suite, suite_videos
+from mhla_diffusers.evaluation.sets import Sample
+from mhla_diffusers.evaluation.vbench import (
+    DIMENSIONS,
+    read_augmented,
+    read_results,
+    read_suite,
+    suite_videos,
+    total_scores,
+)
+from mhla_diffusers.evaluation.vbench_run import VBenchConfig, VBenchError, run_vbench
 
 from .pictures import mhla
 
@@ -60,11 +67,11 @@ def test_suite_has_as_many_videos_as_it_should(tmp_path):
     videos, all_videos = suite_videos(entries), suite_videos(entries, all_flickering=True)
     assert (len(videos), len(all_videos)) == (4720, 6220)
     for some in (videos, all_videos):
-        assert len({video.file_name for video in some}) == len(some)
-    names = {video.file_name for video in videos}
+        assert len({video.file for video in some}) == len(some)
+    names = {video.file for video in videos}
     assert {f"a cat and 3 dogs-{i}.mp4" for i in range(5)} <= names
     assert "a still frame, 0-24.mp4" not in names
-    assert "a still frame, 0-24.mp4" in {video.file_name for video in all_videos}
+    assert "a still frame, 0-24.mp4" in {video.file for video in all_videos}
 
 
 @pytest.mark.parametrize("lines", [946, 944])
@@ -72,9 +79,9 @@ def test_augmented_prompts_are_generated_and_the_file_keeps_the_original(tmp_pat
     entries = read_suite(write_suite(tmp_path / "suite.json"))
     (tmp_path / "augmented.txt").write_text("\n".join(f"long form {i}" for i in range(lines)))
     videos = suite_videos(entries, read_augmented(tmp_path / "augmented.txt", entries))
-    assert [(video.text, video.file_name) for video in videos[375:377]] == [
-        ("long form 75", "a cat and 0 dogs-0.mp4"),
-        ("long form 75", "a cat and 0 dogs-1.mp4"),
+    assert videos[375:377] == [
+        Sample("a cat and 0 dogs-0.mp4", "long form 75"),
+        Sample("a cat and 0 dogs-1.mp4", "long form 75"),
     ]
     (tmp_path / "augmented.txt").write_text("one line")
     with pytest.raises(ValueError, match="1 lines, but the suite has 946 entries with 944 distinct"):
@@ -149,7 +156,7 @@ def config(tmp_path, monkeypatch):
     videos = tmp_path / "videos"
     videos.mkdir()
     for video in suite_videos(entries):
-        (videos / video.file_name).touch()
+        (videos / video.file).touch()
     (videos / "samples.json").write_text("[]")
     return VBenchConfig(
         *map(type(tmp_path), (sys.executable, tmp_path / "suite.json", videos, tmp_path / "out")),
@@ -212,6 +219,6 @@ def test_environment_without_vbench_is_said(config, monkeypatch):
 
 
 def test_program_for_the_other_environment_compiles():
-    from mhla_diffusers.evaluation.vbench import run
+    from mhla_diffusers.evaluation import vbench_run
 
-    subprocess.run([sys.executable, "-c", f"compile({run._PROGRAM!r}, 'program', 'exec')"], check=True)
+    subprocess.run([sys.executable, "-c", f"compile({vbench_run._PROGRAM!r}, 'program', 'exec')"], check=True)

@@ -3,8 +3,8 @@ import random
 import pytest
 import torch
 
+from mhla_diffusers.tiny import TINY
 from mhla_diffusers.tiny.digits import (
-    DIGIT_SIZES,
     FRAMES,
     MOTIONS,
     Scene,
@@ -12,7 +12,6 @@ from mhla_diffusers.tiny.digits import (
     load_digits,
     locate,
     parse_caption,
-    random_scene,
     to_rgb,
 )
 
@@ -29,23 +28,23 @@ def test_unknown_split_names_the_allowed_ones():
         load_digits("validation")
 
 
-@pytest.mark.parametrize("family", ["dit", "sana", "wan"])
+@pytest.mark.parametrize("family", TINY)
 def test_scene_is_a_function_of_its_seed(family):
     digits = load_digits("train")
-    scene = random_scene(family, random.Random(3))
-    first, again, other = (compose(scene, digits, DIGIT_SIZES[family], seed) for seed in (1, 1, 2))
+    scene = TINY[family].random_scene(random.Random(3))
+    first, again, other = (compose(scene, digits, TINY[family].digit_size, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    assert first.shape == (FRAMES if family == "wan" else 1, 64, 64)
+    assert first.shape == (FRAMES if TINY[family].is_video else 1, 64, 64)
     assert first.min() >= 0
     assert first.max() <= 1
 
 
-@pytest.mark.parametrize("family", ["dit", "sana", "wan"])
+@pytest.mark.parametrize("family", TINY)
 def test_captions_say_what_is_in_the_scene(family):
     chance = random.Random(0)
     for _ in range(50):
-        scene = random_scene(family, chance)
+        scene = TINY[family].random_scene(chance)
         assert parse_caption(scene.caption) == scene
 
 
@@ -78,5 +77,5 @@ def test_digits_move_as_the_caption_says_and_stay_in_their_fields(motion):
 
 def test_rgb_has_the_range_of_an_autoencoder():
     picture = torch.tensor([0.0, 1.0]).view(1, 1, 2)
-    assert to_rgb(picture).tolist() == [[[-1.0, 1.0]]] * 3
+    assert to_rgb(picture).tolist() == [[[[-1.0, 1.0]]]] * 3
     assert to_rgb(torch.zeros(9, 4, 4)).shape == (3, 9, 4, 4)

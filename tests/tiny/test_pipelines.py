@@ -7,48 +7,53 @@ import shutil
 import pytest
 import torch
 
-from mhla_diffusers.evaluation.metrics import frechet_distance
-from mhla_diffusers.tiny import DamagedAssetError, call_settings, checksums, load_tiny
-from mhla_diffusers.tiny.benchmark import CLASSIFIER_TARGET, check_classifier
-from mhla_diffusers.demo.building import FAMILIES
-from mhla_diffusers.demo.classifier import load_classifier
-from mhla_diffusers.tiny.digits import Scene, load_digits, random_scene
-from mhla_diffusers.demo.judging import digit_accuracy, digit_features, generate_scenes, real_scenes
-from mhla_diffusers.demo.latents import encode_pictures
+from mhla_diffusers.families import get_family
+from mhla_diffusers.tiny import TINY, DamagedAssetError, call_settings, load_tiny, loading, tiny_pipeline
+
+WITH_TEXT = [name for name, tiny in TINY.items() if tiny.text_marks]
 
 
-def test_classifier_reaches_its_target():
-    assert check_classifier()["accuracy"] >= CLASSIFIER_TARGET
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY)
 def test_files_are_small_and_safe(family):
-    files = [path for path in checksums.pipeline_folder(family).rglob("*") if path.is_file()]
+    files = [path for path in loading.pipeline_folder(family).rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 6_000_000
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_generates_the_digits_that_it_is_asked_for(family):
-    chance = random.Random(7)
-    scenes = [random_scene(family, chance) for _ in range(4 if family == "wan" else 10)]
-    pictures = generate_scenes(load_tiny(family), family, scenes, seed=7)
-    # by far more often than chance, 0.1; how often exactly is what mhla bench tiny measures
-    assert digit_accuracy(pictures, scenes, family, load_classifier()) >= 0.3
+def settings(part):
+    learnt = {"scaling_factor", "latents_mean", "latents_std"}
+    config = json.loads(part.to_json_string())
+    return {key: value for key, value in config.items() if not key.startswith("_") and key not in learnt}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_same_seed_gives_the_same_picture(family):
-    pipe = load_tiny(family)
-    scene = [Scene((3,), "left" if family == "wan" else None)]
-    first, again, other = (
-        generate_scenes(pipe, family, scene, seed=seed, num_inference_steps=2)[0] for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+def shapes(part):
+    return {key: value.shape for key, value in part.state_dict().items()}
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "dit"])
+@pytest.mark.parametrize("family", TINY)
+def test_description_builds_what_is_shipped(family):
+    tiny, pipe = TINY[family], load_tiny(family)
+    transformer, autoencoder = tiny.build_transformer(), tiny.build_autoencoder()
+    assert settings(transformer) == settings(pipe.transformer)
+    assert shapes(transformer) == shapes(pipe.transformer)
+    assert settings(autoencoder) == settings(pipe.vae)
+    assert shapes(autoencoder) == shapes(pipe.vae)
+    assert settings(tiny.build_scheduler()) == settings(pipe.scheduler)
+    if tiny.text_marks:
+        assert shapes(tiny.build_text_encoder(pipe.tokenizer)) == shapes(pipe.text_encoder)
+    assert type(tiny.assemble(pipe.components)) is type(pipe)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_prompts_are_read_as_they_are_written(family):
+    tiny, chance = TINY[family], random.Random(0)
+    for _ in range(30):
+        scene = tiny.random_scene(chance)
+        assert tiny.scene(tiny.prompt(scene)) == scene
+        assert 1 <= len(scene.labels) <= tiny.most_digits
+
+
+@pytest.mark.parametrize("family", WITH_TEXT)
 def test_unknown_words_still_work(family):
     output = load_tiny(family)(
         "an octopus and a seven, zwölf Ämter 🙂", **{**call_settings(family), "num_inference_steps": 1}
@@ -58,36 +63,28 @@ def test_unknown_words_still_work(family):
 
 def test_video_has_at_least_512_tokens():
     pipe = load_tiny("wan")
-    latents = encode_pictures(pipe, "wan", torch.zeros(1, 3, 9, 64, 64))
-    assert latents[0, 0].numel() >= 512
+    family = get_family(pipe.transformer)
+    with torch.no_grad():
+        latents = family.encode_pixels(pipe, torch.zeros(1, 3, 9, 64, 64))
+    grid = torch.Size(family.token_grid(pipe.transformer, latents))
+    assert grid.numel() >= 512
 
 
-def test_fréchet_distance_of_shifted_normals():
-    features = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0))
-    assert frechet_distance(features, features) == pytest.approx(0, abs=1e-8)
-    assert frechet_distance(features, features + 2) == pytest.approx(12, rel=1e-4)
-    assert frechet_distance(features, 3 * features) == pytest.approx(12, rel=0.1)
-
-
-def test_real_digits_are_judged_right():
-    chance = random.Random(1)
-    scenes = [random_scene("wan", chance) for _ in range(10)]
-    pictures = real_scenes(scenes, "wan", load_digits("held-out"), seed=1)
-    classifier = load_classifier()
-    assert digit_accuracy(pictures, scenes, "wan", classifier) >= 0.9
-    assert digit_features(pictures, scenes, "wan", classifier).shape[1] == 64
+def test_call_settings_are_a_copy():
+    call_settings("wan")["num_frames"] = 1
+    assert call_settings("wan")["num_frames"] == tiny_pipeline("wan").call_settings["num_frames"] != 1
 
 
 @pytest.fixture
 def copied_assets(tmp_path, monkeypatch):
     folder = tmp_path / "assets"
-    shutil.copytree(checksums.ASSET_FOLDER, folder)
-    monkeypatch.setattr(checksums, "ASSET_FOLDER", folder)
-    monkeypatch.setattr(checksums, "CHECKSUM_FILE", folder / "checksums.json")
+    shutil.copytree(loading.ASSET_FOLDER, folder)
+    monkeypatch.setattr(loading, "ASSET_FOLDER", folder)
+    monkeypatch.setattr(loading, "CHECKSUM_FILE", folder / "checksums.json")
     return folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY)
 def test_damaged_file_is_named_with_the_way_to_restore_it(copied_assets, family):
     weights = copied_assets / f"tiny-{family}" / "transformer" / "diffusion_pytorch_model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -99,7 +96,7 @@ def test_damaged_file_is_named_with_the_way_to_restore_it(copied_assets, family)
         load_tiny(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY)
 def test_missing_file_is_named(copied_assets, family):
     (copied_assets / f"tiny-{family}" / "model_index.json").unlink()
     with pytest.raises(DamagedAssetError, match=r"model_index.json \(missing\)"):
@@ -109,16 +106,12 @@ def test_missing_file_is_named(copied_assets, family):
 def test_unreadable_checksums_are_named(copied_assets):
     (copied_assets / "checksums.json").write_text("{")
     with pytest.raises(DamagedAssetError, match="checksums.json"):
-        load_classifier_from(copied_assets)
-
-
-def load_classifier_from(folder):
-    checksums.check_asset(folder / "classifier.safetensors")
+        loading.check_asset(copied_assets / "classifier.safetensors")
 
 
 def test_checksums_cover_every_file():
-    recorded = json.loads(checksums.CHECKSUM_FILE.read_text())
-    files = {p.relative_to(checksums.ASSET_FOLDER).as_posix() for p in checksums.ASSET_FOLDER.rglob("*") if p.is_file()}
+    recorded = json.loads(loading.CHECKSUM_FILE.read_text())
+    files = {p.relative_to(loading.ASSET_FOLDER).as_posix() for p in loading.ASSET_FOLDER.rglob("*") if p.is_file()}
     assert files - {"checksums.json"} == set(recorded)
 
 
@@ -128,6 +121,6 @@ def test_family_without_pipeline_is_refused():
 
 
 def test_no_folder_of_the_machine_that_trained_them_is_recorded():
-    configs = [file for family in FAMILIES for file in checksums.pipeline_folder(family).glob("*/config.json")]
+    configs = [file for family in TINY for file in loading.pipeline_folder(family).glob("*/config.json")]
     assert len(configs) >= 8
     assert not [file for file in configs if "_name_or_path" in file.read_text()]

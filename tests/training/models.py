@@ -1,4 +1,4 @@
-"""Tiny models of the real diffusers classes, and samples for them."""
+"""Fresh models of two layers to train, and samples for them."""
 
 from typing import Any
 
@@ -6,56 +6,21 @@ import torch
 
 from mhla_diffusers.training import InMemoryData, ObjectiveWeights, StageConfig, TrainingConfig
 
+from .. import models
+
+_SMALL_CROSS_ATTENTION = {"cross_attention_head_dim": 8, "cross_attention_dim": 16}
+
 
 def tiny_wan(seed: int = 0) -> Any:
-    from diffusers import WanTransformer3DModel
-
-    torch.manual_seed(seed)
-    return WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=8,
-        freq_dim=16,
-        ffn_dim=32,
-        num_layers=2,
-        rope_max_seq_len=32,
-    )
+    return models.wan(seed=seed, noise=0, in_channels=4, out_channels=4, text_dim=8, num_layers=2)
 
 
 def tiny_sana(seed: int = 0) -> Any:
-    from diffusers import SanaTransformer2DModel
-
-    torch.manual_seed(seed)
-    return SanaTransformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        num_layers=2,
-        num_cross_attention_heads=2,
-        cross_attention_head_dim=8,
-        cross_attention_dim=16,
-        caption_channels=8,
-        sample_size=8,
-    )
+    return models.sana(seed=seed, noise=0, attention_head_dim=8, num_layers=2, **_SMALL_CROSS_ATTENTION)
 
 
 def tiny_dit(seed: int = 0) -> Any:
-    from diffusers import DiTTransformer2DModel
-
-    torch.manual_seed(seed)
-    return DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=8,
-        num_layers=2,
-        sample_size=8,
-        num_embeds_ada_norm=10,
-    )
+    return models.dit(seed=seed, noise=0, attention_head_dim=8, num_layers=2, sample_size=8, num_embeds_ada_norm=10)
 
 
 def wan_data(count: int = 16) -> InMemoryData:

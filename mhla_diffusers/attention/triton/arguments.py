@@ -1,10 +1,12 @@
-"""Named tuples of kernel arguments, which Triton passes field by field."""
+"""What kernels are given: named tuples, which Triton passes field by field, and memory to write to."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
 from ..blocks import Shape
+from ..call import Call
 
 
 class Rows(NamedTuple):
@@ -77,12 +79,31 @@ def rows(tensor: torch.Tensor) -> Rows:
     return Rows(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
 
 
-def table_rows(table: torch.Tensor) -> Rows:
-    """A contiguous table (1 or B, N, D), the same for every head and possibly for every batch row."""
+def rotary_rows(call: Call) -> Rows | None:
+    """The RoPE table (1 or B, N, 1, D), the same for every head and possibly for every batch row."""
+    table = call.rotary
+    if table is None:
+        return None
     return Rows(table, 0 if table.shape[0] == 1 else table.stride(0), table.stride(1), 0)
 
 
-def layout(heads: int, grid: Shape, blocks: Shape, parts: int) -> Layout:
+def layout(call: Call, parts: int) -> Layout:
     """Grid and blocks of 1 to 3 axes; missing leading axes have one token in one block."""
-    missing = (1,) * (3 - len(grid))
-    return Layout._make((heads, *missing, *grid, *missing, *blocks, parts))
+    missing = (1,) * (3 - len(call.grid))
+    return Layout._make((call.query.shape[2], *missing, *call.grid, *missing, *call.blocks, parts))
+
+
+def state_shape(call: Call) -> Shape:
+    """Of the summaries: (B, H, M, D, D), or (B, H, M, D + 1, D) where the key sum follows the KV summary."""
+    batch, _, heads, head_dim = call.query.shape
+    return batch, heads, math.prod(call.blocks), head_dim + call.normalize, head_dim
+
+
+def allocate(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An unfilled contiguous tensor; the tests fill it with NaN, so that an element no kernel wrote shows."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """An unfilled contiguous tensor of the same shape and type."""
+    return allocate(tuple(tensor.shape), tensor.dtype, tensor.device)

@@ -2,17 +2,18 @@
 
 import logging
 import os
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 
 from ..blocks import Shape
+from ..call import Call
 from ..eager import finish
 from ..near_field import without_own_block
-from ..rotary import Rotary, pair_tables
-from .near_field.operators import near_field_attention as near_field_operator
-from .operators import attention
+from .near_field.operators import near_field_attention
+from .operators import attention, flat
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,8 @@ MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def why_not(query: torch.Tensor, feature_map: str, rotary: Rotary | None) -> str | None:
-    """Why the Triton backend cannot run a call; None if it can."""
+def why_not(query: torch.Tensor, feature_map: str) -> str | None:
+    """Why the Triton backend cannot run a call with such a query (B, N, H, D); None if it can."""
     head_dim = query.shape[3]
     if not _installed():
         return "Triton is not installed (pip install triton)"
@@ -37,109 +38,54 @@ def why_not(query: torch.Tensor, feature_map: str, rotary: Rotary | None) -> str
         return f"the head dim is {head_dim}; at most {MAX_HEAD_DIM} is allowed"
     if feature_map not in FEATURE_MAPS:
         return f"its kernels know the feature maps {', '.join(FEATURE_MAPS)} and not {feature_map!r}"
-    if rotary is not None and head_dim % 2:
-        return f"RoPE turns pairs of channels and the head dim is {head_dim}; it must be even"
     return None
 
 
-def triton_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    grid: Shape,
-    blocks: Shape,
-    *,
-    feature_map: str,
-    rotary: Rotary | None,
-    rope: str,
-    normalize: bool,
-    eps: float,
-    key_mask: torch.Tensor | None,
-    output_norm: torch.Tensor | None,
-    output_gate: torch.Tensor | None,
-) -> torch.Tensor:
-    """Triton backend of :func:`mhla_diffusers.attention.mhla_attention`, which has checked the arguments.
+def triton_attention(call: Call) -> torch.Tensor:
+    """Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: (B, N, H, D).
+
+    Of a call with a near field (:mod:`mhla_diffusers.attention.near_field`), norm and gate follow in PyTorch.
 
     Raises:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.
     """
-    tensors = {"mixing": mixing, "key_mask": key_mask, "output_norm": output_norm, "output_gate": output_gate}
-    _check(query, feature_map, rotary, tensors)
-    output: torch.Tensor
-    output, _ = attention(
-        _usable(query, "query"),
-        _usable(key, "key"),
-        _usable(value, "value"),
-        mixing,
-        grid,
-        blocks,
-        feature_map,
-        _rotary_table(rotary) if rotary is not None else None,
-        rope == "before",
-        normalize,
-        eps,
-        key_mask.float().contiguous() if key_mask is not None else None,
-        output_norm.contiguous() if output_norm is not None else None,
-        _usable(output_gate, "output_gate") if output_gate is not None else None,
+    _check(call)
+    usable = replace(
+        call,
+        query=_usable(call.query, "query"),
+        key=_usable(call.key, "key"),
+        value=_usable(call.value, "value"),
+        rotary=call.rotary.float().contiguous().detach() if call.rotary is not None else None,
+        key_mask=call.key_mask.float().contiguous() if call.key_mask is not None else None,
+        output_norm=call.output_norm.contiguous() if call.output_norm is not None else None,
+        output_gate=_usable(call.output_gate, "output_gate") if call.output_gate is not None else None,
     )
-    return output
-
-
-def triton_near_field_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    grid: Shape,
-    blocks: Shape,
-    far_field_weight: torch.Tensor,
-    *,
-    feature_map: str,
-    rotary: Rotary | None,
-    rope: str,
-    eps: float,
-    key_mask: torch.Tensor | None,
-    output_norm: torch.Tensor | None,
-    output_gate: torch.Tensor | None,
-) -> torch.Tensor:
-    """The same with a near field (:mod:`mhla_diffusers.attention.near_field`); norm and gate follow in PyTorch.
-
-    Raises:
-        ValueError: if the kernels cannot run this call, or its tensors are on several devices.
-    """
-    tensors = {"mixing": mixing, "key_mask": key_mask, "output_norm": output_norm, "output_gate": output_gate}
-    _check(query, feature_map, rotary, tensors | {"far_field_weight": far_field_weight})
     output: torch.Tensor
-    output, *_ = near_field_operator(
-        _usable(query, "query"),
-        _usable(key, "key"),
-        _usable(value, "value"),
-        without_own_block(mixing),
-        far_field_weight.float().contiguous(),
-        grid,
-        blocks,
-        feature_map,
-        _rotary_table(rotary) if rotary is not None else None,
-        rope == "before",
-        eps,
-        key_mask.float().contiguous() if key_mask is not None else None,
-    )
-    if output_norm is None and output_gate is None:
+    if call.far_field_weight is None:
+        output, _ = attention(*flat(usable))
         return output
-    return finish(output.float(), output_norm, output_gate).to(query.dtype)
+    near = replace(
+        usable,
+        mixing=without_own_block(call.mixing),
+        output_norm=None,
+        output_gate=None,
+        far_field_weight=call.far_field_weight.float().contiguous(),
+    )
+    output, *_ = near_field_attention(*flat(near))
+    if call.output_norm is None and call.output_gate is None:
+        return output
+    return finish(output.float(), call.output_norm, call.output_gate).to(call.query.dtype)
 
 
-def _check(
-    query: torch.Tensor, feature_map: str, rotary: Rotary | None, tensors: dict[str, torch.Tensor | None]
-) -> None:
-    reason = why_not(query, feature_map, rotary)
+def _check(call: Call) -> None:
+    reason = why_not(call.query, call.feature_map)
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
-    for name, tensor in (tensors | dict(zip(("rotary cos", "rotary sin"), rotary or (), strict=False))).items():
-        if tensor is not None and tensor.device != query.device:
+    for name in ("mixing", "rotary", "key_mask", "output_norm", "output_gate", "far_field_weight"):
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.device != call.query.device:
             raise ValueError(
-                f"{name} is on {tensor.device}, but query is on {query.device}; they must be on the same device."
+                f"{name} is on {tensor.device}, but query is on {call.query.device}; they must be on the same device."
             )
 
 
@@ -149,12 +95,6 @@ def _installed() -> bool:
 
 def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _rotary_table(rotary: Rotary) -> torch.Tensor:
-    """(1 or B, N, D) float32: (cos, sin) of each channel pair side by side, which the kernels read in one piece."""
-    cos, sin = pair_tables(rotary)
-    return torch.stack((cos.float(), sin.float()), dim=-1).flatten(-2).squeeze(2).detach()
 
 
 def _usable(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import triton
 
+from ..call import Call
 from ..reference import OUTPUT_NORM_EPS
-from .arguments import Layout, Rows, layout, rows, table_rows
+from .arguments import Layout, Rows, allocate, layout, like, rotary_rows, rows, state_shape
 from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
-from .call import Call
 from .forward_kernels import output_kernel, summary_kernel
-from .memory import allocate
 from .tuning import ONE_TILE_KERNELS, SUMMARY_KERNELS, Tiling, architecture_of, parts_per_block, tiling
 
 
@@ -179,11 +178,11 @@ class KernelShape:
         else:
             parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, device)
         self.programs = whole_blocks * parts
-        self.layout: Layout = layout(heads, call.grid, call.blocks, parts)
+        self.layout: Layout = layout(call, parts)
 
     def new_partial_states(self) -> torch.Tensor:
         """float32 (B, H, M, parts, D + normalize, D), not filled."""
-        *blocks, channels, columns = self.call.state_shape
+        *blocks, channels, columns = state_shape(self.call)
         return allocate((*blocks, self.layout.parts, channels, columns), torch.float32, self.call.query.device)
 
     def launch(self, kernel: Any, arguments: dict[str, Any], channels_name: str) -> Launch:
@@ -195,21 +194,11 @@ class KernelShape:
             channels_name: self.tiles.channels,
             "BLOCK_T": self.tiles.tokens,
             "FEATURE_MAP": self.call.feature_map,
-            "ROPE_BEFORE": self.call.rope_before,
+            "ROPE_BEFORE": self.call.rope == "before",
             "NORMALIZE": self.call.normalize,
         }
         taken = {name: value for name, value in constants.items() if name in kernel.arg_names}
         return Launch(kernel, self.programs, arguments, taken, self.tiles)
-
-
-def like(tensor: torch.Tensor) -> torch.Tensor:
-    """An unfilled contiguous tensor of the same shape and type."""
-    return allocate(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-def rotary_rows(call: Call) -> Rows | None:
-    """The RoPE table for a kernel."""
-    return table_rows(call.rotary) if call.rotary is not None else None
 
 
 def _optional_rows(tensor: torch.Tensor | None) -> Rows | None:

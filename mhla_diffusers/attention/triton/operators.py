@@ -1,168 +1,177 @@
-"""The forward and backward pass as PyTorch operators, for autograd, torch.compile and checkpointing.
+"""Forward and backward pass, and both as PyTorch operators, for autograd, torch.compile and checkpointing.
 
-Importing this file registers the operators without importing Triton, which the first call does.
+An operator takes tensors and numbers side by side, so what it takes are the fields of :class:`Call`, in their order:
+:data:`ARGUMENTS` is that list for PyTorch, :func:`flat` and :func:`call_of` go from one to the other. Importing this
+file registers the operators without importing Triton, which the first call does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from .call import Call
+from ..blocks import Shape
+from ..call import Call
+from .arguments import state_shape
+
+_TYPES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    Shape: "SymInt[]",
+    str: "str",
+    bool: "bool",
+    float: "float",
+}
+_FIELDS = {field.name: _TYPES[field.type] for field in fields(Call)}
+_TENSORS = [name for name, kind in _FIELDS.items() if kind.startswith("Tensor")]
+ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
+"""The fields of :class:`Call` in the language of PyTorch's operator schemas."""
 
 
-@torch.library.custom_op("mhla_diffusers::attention", mutates_args=())
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    grid: Sequence[int],
-    blocks: Sequence[int],
-    feature_map: str,
-    rotary: torch.Tensor | None,
-    rope_before: bool,
-    normalize: bool,
-    eps: float,
-    key_mask: torch.Tensor | None,
-    output_norm: torch.Tensor | None,
-    output_gate: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, N, H, D) and summaries, float32 (B, H, M, D + normalize, D). Arguments: :class:`Call`."""
-    from .passes import forward
-
-    return forward(
-        Call(
-            query,
-            key,
-            value,
-            mixing,
-            tuple(grid),
-            tuple(blocks),
-            feature_map,
-            rotary,
-            rope_before,
-            normalize,
-            eps,
-            key_mask,
-            output_norm,
-            output_gate,
-        )
-    )
+def flat(call: Call) -> tuple[Any, ...]:
+    """The arguments of an operator."""
+    return tuple(getattr(call, name) for name in _FIELDS)
 
 
-@torch.library.custom_op("mhla_diffusers::attention_backward", mutates_args=())
+def call_of(arguments: Sequence[Any]) -> Call:
+    """The call from the arguments of an operator, which come with lists for tuples."""
+    given: dict[str, Any] = dict(zip(_FIELDS, arguments, strict=True))
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return Call(**given)
+
+
+def save_call(ctx: Any, call: Call, *tensors: torch.Tensor) -> None:
+    """Keep a call and further tensors for the backward pass."""
+    ctx.settings = {name: getattr(call, name) for name in _FIELDS if name not in _TENSORS}
+    ctx.save_for_backward(*(getattr(call, name) for name in _TENSORS), *tensors)
+
+
+def saved_call(ctx: Any) -> tuple[Call, tuple[torch.Tensor, ...]]:
+    """What :func:`save_call` kept."""
+    kept = ctx.saved_tensors  # read once, as activation checkpointing wants it
+    named = dict(zip(_TENSORS, kept, strict=False))
+    return Call(**named, **ctx.settings), kept[len(_TENSORS) :]
+
+
+def one_per_argument(gradients: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Gradients by name in the order of the operator's arguments, None where there is none."""
+    return tuple(gradients.get(name) for name in _FIELDS)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of each differentiable argument, in its shape and type."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mixing: torch.Tensor
+    output_norm: torch.Tensor | None
+    output_gate: torch.Tensor | None
+
+
+_DIFFERENTIABLE = tuple(field.name for field in fields(Gradients))
+
+
+@torch.library.custom_op("mhla_diffusers::attention", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)")
+def attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (B, N, H, D) and summaries, float32 (B, H, M, D + normalize, D), of :func:`flat` arguments."""
+    return forward(call_of(arguments))
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor output_gradient, Tensor summary, {ARGUMENTS}) -> ({', '.join(['Tensor'] * len(_DIFFERENTIABLE))})",
+)
 def attention_backward(
-    output_gradient: torch.Tensor,
-    summary: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    grid: Sequence[int],
-    blocks: Sequence[int],
-    feature_map: str,
-    rotary: torch.Tensor | None,
-    rope_before: bool,
-    normalize: bool,
-    eps: float,
-    key_mask: torch.Tensor | None,
-    output_norm: torch.Tensor | None,
-    output_gate: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key, value, mixing, output_norm and output_gate; an absent one's is empty."""
-    from .passes import backward
-
-    call = Call(
-        query,
-        key,
-        value,
-        mixing,
-        tuple(grid),
-        tuple(blocks),
-        feature_map,
-        rotary,
-        rope_before,
-        normalize,
-        eps,
-        key_mask,
-        output_norm,
-        output_gate,
-    )
-    gradients = backward(call, summary, output_gradient)
-    absent = [query.new_empty(0) for _ in range(2)]
-    return (
-        gradients.query,
-        gradients.key,
-        gradients.value,
-        gradients.mixing,
-        gradients.output_norm if gradients.output_norm is not None else absent[0],
-        gradients.output_gate if gradients.output_gate is not None else absent[1],
-    )
+    output_gradient: torch.Tensor, summary: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, ...]:
+    """:class:`Gradients`, in their order; an absent one is empty."""
+    gradients = backward(call_of(arguments), summary, output_gradient)
+    found = (getattr(gradients, name) for name in _DIFFERENTIABLE)
+    return tuple(output_gradient.new_empty(0) if x is None else x for x in found)
 
 
 @attention.register_fake
 def _attention_shapes(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = Call(*arguments)
-    return call.query.new_empty(call.query.shape), call.query.new_empty(call.state_shape, dtype=torch.float32)
+    call = call_of(arguments)
+    return call.query.new_empty(call.query.shape), call.query.new_empty(state_shape(call), dtype=torch.float32)
 
 
 @attention_backward.register_fake
 def _attention_backward_shapes(
     output_gradient: torch.Tensor, summary: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, ...]:
-    call = Call(*arguments)
-    absent = call.query.new_empty(0)
-    tensors = (call.query, call.key, call.value, call.mixing, call.output_norm, call.output_gate)
-    return tuple((absent if x is None else x).new_empty(absent.shape if x is None else x.shape) for x in tensors)
+    call = call_of(arguments)
+    tensors = (getattr(call, name) for name in _DIFFERENTIABLE)
+    return tuple(output_gradient.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    call, (_, summary) = Call(*inputs), output
-    ctx.save_for_backward(
-        summary,
-        call.query,
-        call.key,
-        call.value,
-        call.mixing,
-        call.rotary,
-        call.key_mask,
-        call.output_norm,
-        call.output_gate,
-    )
-    ctx.settings = (call.grid, call.blocks, call.feature_map, call.rope_before, call.normalize, call.eps)
-    ctx.mark_non_differentiable(summary)
+    save_call(ctx, call_of(inputs), output[1])
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, output_gradient: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
     if output_gradient is None:
-        return (None,) * 14
-    summary, query, key, value, mixing, rotary, key_mask, output_norm, output_gate = ctx.saved_tensors
-    grid, blocks, feature_map, rope_before, normalize, eps = ctx.settings
+        return one_per_argument({})
+    call, (summary,) = saved_call(ctx)
     if output_gradient.stride(-1) != 1:
         output_gradient = output_gradient.contiguous()
-    *always, of_norm, of_gate = attention_backward(
-        output_gradient,
-        summary,
-        query,
-        key,
-        value,
-        mixing,
-        grid,
-        blocks,
-        feature_map,
-        rotary,
-        rope_before,
-        normalize,
-        eps,
-        key_mask,
-        output_norm,
-        output_gate,
-    )
-    of_norm = of_norm if output_norm is not None else None
-    of_gate = of_gate if output_gate is not None else None
-    return (*always, *(None,) * 8, of_norm, of_gate)
+    found = zip(_DIFFERENTIABLE, attention_backward(output_gradient, summary, *flat(call)), strict=True)
+    return one_per_argument({name: gradient for name, gradient in found if getattr(call, name) is not None})
 
 
 attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (B, N, H, D), and the summaries before mixing, float32 (B, H, M, D + normalize, D)."""
+    from .launches import output_launch, summary_launch
+
+    launch, parts = summary_launch(call)
+    launch.run()
+    summary = sum_parts(parts)
+    launch, output = output_launch(call, mix(call.mixing, summary))
+    launch.run()
+    return output, summary
+
+
+def backward(call: Call, summary: torch.Tensor, output_gradient: torch.Tensor) -> Gradients:
+    """Gradients of a call, given what :func:`forward` returned as summaries."""
+    from .launches import key_value_gradient_launch, query_gradient_launch, summary_gradient_launch
+
+    mixed = mix(call.mixing, summary)
+    launch, of_query = query_gradient_launch(call, mixed, output_gradient)
+    launch.run()
+    launch, parts = summary_gradient_launch(call, mixed, output_gradient, of_query.token_numbers)
+    launch.run()
+    mixed_gradient = sum_parts(parts)
+    launch, (key_gradient, value_gradient) = key_value_gradient_launch(call, mix(call.mixing.mT, mixed_gradient))
+    launch.run()
+    norm_gradient = None
+    if call.output_norm is not None and of_query.norm is not None:
+        norm_gradient = of_query.norm.sum(dim=0).to(call.output_norm.dtype)
+    of_mixing = mixing_gradient(call.mixing, summary, mixed_gradient)
+    return Gradients(of_query.query, key_gradient, value_gradient, of_mixing, norm_gradient, of_query.gate)
+
+
+def sum_parts(parts: torch.Tensor) -> torch.Tensor:
+    """(B, H, M, parts, ...) to (B, H, M, ...), always added in the same order."""
+    return parts.squeeze(3) if parts.shape[3] == 1 else parts.sum(dim=3)
+
+
+def mix(mixing: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+    """Multi-Head Mixing: float32 (B, H, M, ...), what each query block sees, in torch's float32 matmul precision."""
+    with torch.autocast(summary.device.type, enabled=False):
+        return (mixing.float() @ summary.flatten(3)).view(summary.shape)
+
+
+def mixing_gradient(mixing: torch.Tensor, summary: torch.Tensor, mixed_gradient: torch.Tensor) -> torch.Tensor:
+    """Gradient of the mixing matrix, in its shape and type."""
+    with torch.autocast(summary.device.type, enabled=False):
+        per_head = (mixed_gradient.flatten(3) @ summary.flatten(3).mT).sum(dim=0)
+    return (per_head if mixing.ndim == 3 else per_head.sum(dim=0)).to(mixing.dtype)

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mhla_diffusers.attention import Call
 from mhla_diffusers.attention.triton import launches
-from mhla_diffusers.attention.triton.call import Call
+from mhla_diffusers.attention.triton.arguments import state_shape
 from mhla_diffusers.attention.triton.near_field import launches as near
 from mhla_diffusers.attention.triton.near_field.call import near_field_call
 
@@ -39,11 +41,7 @@ def call_of(head_dim: int, dtype: torch.dtype) -> Call:
         mixing=torch.empty(105, 105, device="meta"),
         grid=grid,
         blocks=blocks,
-        feature_map="relu",
-        rotary=torch.empty(1, 31500, head_dim, device="meta"),
-        rope_before=False,
-        normalize=True,
-        eps=1e-6,
+        rotary=torch.empty(1, 31500, 1, head_dim, device="meta"),
         key_mask=torch.empty(1, 31500, device="meta"),
         output_norm=torch.empty(head_dim, device="meta"),
         output_gate=rows,
@@ -53,21 +51,8 @@ def call_of(head_dim: int, dtype: torch.dtype) -> Call:
 def near_field_launches_of(call: Call, architecture: str) -> list[launches.Launch]:
     """One launch of each kernel of the near field."""
     heads = call.query.shape[2]
-    near_call = near_field_call(
-        call.query,
-        call.key,
-        call.value,
-        call.mixing,
-        torch.empty(heads, device="meta"),
-        call.grid,
-        call.blocks,
-        call.feature_map,
-        call.rotary,
-        call.rope_before,
-        call.eps,
-        call.key_mask,
-    )
-    state = torch.empty(near_call.far.state_shape, device="meta")
+    near_call = near_field_call(replace(call, far_field_weight=torch.empty(heads, device="meta")))
+    state = torch.empty(state_shape(near_call.far), device="meta")
     forward, output, log_sums = near.near_field_launch(near_call, state, architecture)
     known = near.OutputSide(output, output, log_sums)
     of_query, numbers = near.near_query_gradient_launch(near_call, known, output, architecture)
@@ -81,7 +66,7 @@ def near_field_launches_of(call: Call, architecture: str) -> list[launches.Launc
 
 def launches_of(call: Call, architecture: str) -> list[launches.Launch]:
     """One launch of each kernel but the near field's."""
-    state = torch.empty(call.state_shape, device="meta")
+    state = torch.empty(state_shape(call), device="meta")
     query_gradient, gradients = launches.query_gradient_launch(call, state, call.query, architecture)
     return [
         launches.summary_launch(call, architecture)[0],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mhla_diffusers.attention.triton import launches
+from mhla_diffusers.attention.triton import arguments, launches
 from mhla_diffusers.attention.triton.near_field import launches as near_field_launches
 
 from .interpreter import patch_language_once_per_function
@@ -16,5 +16,5 @@ def poisoned_outputs(monkeypatch):
     def allocate(shape, dtype, device):
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
-    for module in (launches, near_field_launches):
+    for module in (arguments, launches, near_field_launches):
         monkeypatch.setattr(module, "allocate", allocate)

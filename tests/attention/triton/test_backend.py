@@ -1,5 +1,6 @@
 """When the Triton backend is taken or refused, and what PyTorch can do with its operators."""
 
+import dataclasses
 import logging
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from mhla_diffusers.attention import backend_names, check_backend, mhla_attentio
 from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
 from mhla_diffusers.attention.triton import backend, operators, why_not
 
-from ..problems import make_problem
+from ..problems import call_of, make_problem
 from .test_kernels import DEVICE, EVERYTHING, on_device
 
 LAYOUT = {"mixing": torch.rand(4, 4, device=DEVICE), "grid": (4, 6), "blocks": (2, 2)}
@@ -48,7 +49,6 @@ def test_auto_takes_eager_on_the_cpu():
     [
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 257}, "at most 256"),
-        ({"head_dim": 5, "rotary": (torch.ones(1, 24, 1, 5),) * 2}, "must be even"),
     ],
 )
 def test_what_it_cannot_run_is_refused_with_the_reason(options, reason):
@@ -74,7 +74,7 @@ def test_tensors_on_the_cpu_need_the_interpreter(monkeypatch):
 
 
 def test_why_not_on_another_device():
-    reason = why_not(torch.empty(1, 4, 1, 8, device="meta"), "relu", None)
+    reason = why_not(torch.empty(1, 4, 1, 8, device="meta"), "relu")
     assert reason is not None and "meta" in reason
 
 
@@ -108,20 +108,9 @@ def test_a_copy_of_unusable_strides_is_logged_once(caplog):
 def operator_arguments(everything):
     problem = on_device(make_problem((5, 7), (2, 1), batch=1, heads=1, **(EVERYTHING if everything else {})))
     tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
-    options = problem.options
-    return (
-        *(tensors[name] for name in ("query", "key", "value", "mixing")),
-        problem.grid,
-        problem.blocks,
-        "relu",
-        backend._rotary_table(options["rotary"]) if everything else None,
-        False,
-        True,
-        1e-6,
-        options["key_mask"].float() if everything else None,
-        tensors.get("output_norm"),
-        tensors.get("output_gate"),
-    )
+    call = call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
+    mask = call.key_mask.float() if everything else None
+    return operators.flat(dataclasses.replace(call, key_mask=mask))
 
 
 @pytest.mark.parametrize("everything", [False, True])

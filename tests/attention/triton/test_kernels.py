@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import mhla_attention, reference_attention
-from mhla_diffusers.attention.triton import launches, passes
+from mhla_diffusers.attention import mhla_attention
+from mhla_diffusers.attention.triton import launches
 
-from ..problems import GRIDS, Problem, errors_against_reference, make_problem, relative_error
+from ..problems import GRIDS, Problem, errors_against_reference, make_problem, reference, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -119,12 +119,14 @@ def test_parts_are_summed_in_the_same_order_every_time():
 def test_a_long_block_has_several_parts(monkeypatch):
     shapes = []
 
-    def summary_launch(call):
-        launch, parts = launches.summary_launch(call)
+    summary_launch = launches.summary_launch
+
+    def watched(call):
+        launch, parts = summary_launch(call)
         shapes.append(parts.shape)
         return launch, parts
 
-    monkeypatch.setattr(passes, "summary_launch", summary_launch)
+    monkeypatch.setattr(launches, "summary_launch", watched)
     mhla_attention(
         *torch.randn(3, 1, 1187, 1, 16, device=DEVICE), torch.ones(1, 1, device=DEVICE), (1187,), (1,), backend="triton"
     )
@@ -237,5 +239,5 @@ def test_a_thousand_blocks():
     """The output alone: the interpreter takes a minute for it, and the gradients walk the blocks in the same way."""
     problem = on_device(make_problem((32, 33), (32, 32), batch=1, heads=1, head_dim=16))
     found = mhla_attention(**problem.tensors, grid=problem.grid, blocks=problem.blocks, backend="triton")
-    expected = reference_attention(**problem.tensors, grid=problem.grid, blocks=problem.blocks)
+    expected = reference(**problem.tensors, grid=problem.grid, blocks=problem.blocks)
     assert relative_error(found, expected) <= FLOAT32_TOLERANCE

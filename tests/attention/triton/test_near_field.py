@@ -3,6 +3,7 @@
 The interpreter takes about a second for every four blocks of a head, so the problems are small.
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import mhla_attention, reference_attention
+from mhla_diffusers.attention import mhla_attention
 from mhla_diffusers.attention.near_field import without_own_block
-from mhla_diffusers.attention.triton import backend
 from mhla_diffusers.attention.triton.near_field import operators
+from mhla_diffusers.attention.triton.operators import flat
 
-from ..problems import errors_against_reference, make_problem, relative_error, softmax_attention
+from ..problems import call_of, errors_against_reference, make_problem, reference, relative_error, softmax_attention
 from .test_kernels import (
     DEVICE,
     EVERYTHING,
@@ -109,7 +110,7 @@ def test_large_and_small_logits_are_safe(scale, sign):
     problem.tensors["key"] = sign * problem.tensors["key"].abs()
     problem = on_device(problem)
     found = problem.run(mhla_attention, backend="triton")
-    expected = problem.run(reference_attention, torch.float64)
+    expected = problem.run(reference, torch.float64)
     for name, tensor in found.items():
         # a logit of 1000 has a rounding error of 6e-5 in float32, which the exponential passes on
         assert relative_error(tensor, expected[name]) <= 3e-4, name
@@ -131,7 +132,7 @@ def test_a_masked_block(kept):
     problem = on_device(problem)
     found, expected = (
         attend(**problem.tensors, grid=(8,), blocks=(2,), **problem.options, **more)
-        for attend, more in ((mhla_attention, {"backend": "triton"}), (reference_attention, {}))
+        for attend, more in ((mhla_attention, {"backend": "triton"}), (reference, {}))
     )
     rows = slice(0, 4) if kept == "own" else slice(4, 8)
     assert relative_error(found[:, rows], expected[:, rows]) <= FLOAT32_TOLERANCE
@@ -179,18 +180,9 @@ def test_a_far_field_weight_on_another_device_is_refused():
 def operator_arguments(blocks, everything):
     problem = on_device(make_problem((6,), blocks, **ONE_HEAD, rotary=everything, mask=everything))
     tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
-    return (
-        *(tensors[name] for name in ("query", "key", "value")),
-        without_own_block(tensors["mixing"]).detach().requires_grad_(),
-        tensors["far_field_weight"],
-        problem.grid,
-        problem.blocks,
-        "relu",
-        backend._rotary_table(problem.options["rotary"]) if everything else None,
-        False,
-        1e-6,
-        problem.options["key_mask"].float() if everything else None,
-    )
+    tensors["mixing"] = without_own_block(tensors["mixing"]).detach().requires_grad_()
+    call = call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
+    return flat(dataclasses.replace(call, key_mask=call.key_mask.float() if everything else None))
 
 
 @pytest.mark.parametrize(("blocks", "everything"), [((2,), True), ((1,), False)])

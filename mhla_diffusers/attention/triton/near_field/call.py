@@ -1,12 +1,12 @@
 """One call of the near field's operators: its tensors and settings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ...blocks import Shape
+from ...call import Call
 from ...near_field import far_field_mask
-from ..call import Call
+from ..arguments import state_shape
 
 
 @dataclass(frozen=True)
@@ -23,38 +23,12 @@ class NearFieldCall:
     @property
     def has_far_field(self) -> bool:
         """Whether there are other blocks."""
-        return self.far.state_shape[2] > 1
+        return state_shape(self.far)[2] > 1
 
 
-def near_field_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    far_field_weight: torch.Tensor,
-    grid: Shape,
-    blocks: Shape,
-    feature_map: str,
-    rotary: torch.Tensor | None,
-    rope_before: bool,
-    eps: float,
-    key_mask: torch.Tensor | None,
-) -> NearFieldCall:
-    """The arguments of the operator, in its order; the diagonal of ``mixing`` must be zero."""
-    far = Call(
-        query,
-        key,
-        value,
-        mixing,
-        tuple(grid),
-        tuple(blocks),
-        feature_map,
-        rotary,
-        rope_before,
-        normalize=True,
-        eps=eps,
-        key_mask=far_field_mask(key_mask) if key_mask is not None else None,
-        output_norm=None,
-        output_gate=None,
-    )
-    return NearFieldCall(far, far_field_weight, key_mask)
+def near_field_call(call: Call) -> NearFieldCall:
+    """From a call with a far field weight and without norm and gate; the diagonal of its ``mixing`` must be zero."""
+    mask = far_field_mask(call.key_mask) if call.key_mask is not None else None
+    far = replace(call, key_mask=mask, far_field_weight=None)
+    assert call.far_field_weight is not None
+    return NearFieldCall(far, call.far_field_weight, call.key_mask)

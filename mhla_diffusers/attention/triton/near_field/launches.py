@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from ..arguments import rows
-from ..launches import KernelShape, Launch, like, rotary_rows
-from ..memory import allocate
+from ..arguments import allocate, like, rotary_rows, rows, state_shape
+from ..launches import KernelShape, Launch
 from .backward_kernels import far_query_gradient_kernel, near_key_value_gradient_kernel, near_query_gradient_kernel
 from .call import NearFieldCall
 from .forward_kernel import near_field_kernel
@@ -69,7 +68,7 @@ def far_query_gradient_launch(
     device = call.far.query.device
     gradients = FarQueryGradients(
         query=like(call.far.query),
-        weight=allocate((batch, call.far.state_shape[2], shape.layout.parts, heads), torch.float32, device),
+        weight=allocate((batch, state_shape(call.far)[2], shape.layout.parts, heads), torch.float32, device),
         token_numbers=allocate((batch, heads, 3, tokens), torch.float32, device),
     )
     arguments = {

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launches import key_value_gradient_launch, like, summary_gradient_launch, summary_launch
-from ..passes import mix, mixing_gradient, sum_parts
+from ..arguments import like
+from ..launches import key_value_gradient_launch, summary_gradient_launch, summary_launch
+from ..operators import mix, mixing_gradient, sum_parts
 from .call import NearFieldCall
 from .launches import (
     OutputSide,

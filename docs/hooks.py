@@ -1,0 +1,41 @@
+"""What mkdocs is told beyond its configuration: files of the repository that pages link to, and roles in docstrings."""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+_LINK = re.compile(r"(?<=\]\()\.\./([^)#\s]+)")
+"""Target of a link out of the folder of the pages, seen from a page."""
+_ROLE = re.compile(r":(?:func|class|meth|mod):(?=<code>)")
+"""What stands before a name in docstrings."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Give the site a copy of every file of the repository that a page links to.
+
+    Raises:
+        FileNotFoundError: a link to a file that is not there.
+    """
+    root = Path(config.config_file_path).parent
+    linked = {target for page in files.documentation_pages() for target in _LINK.findall(page.content_string)}
+    for target in sorted(linked):
+        source = root / target
+        if not source.is_file():
+            raise FileNotFoundError(f"A page links to {target}, which is no file of the repository.")
+        files.append(File.generated(config, f"repository/{target}", abs_src_path=str(source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links to files of the repository at those copies."""
+    folder = posixpath.dirname(page.file.src_uri)
+    return _LINK.sub(lambda match: posixpath.relpath(f"repository/{match[1]}", folder or "."), markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leave the names of functions and classes in docstrings, and drop the roles before them."""
+    return _ROLE.sub("", html)

@@ -1,0 +1,196 @@
+"""The N x N attention matrices of a transformer, softmax or MHLA, layer by layer, and their rank and entropy."""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..attention.blocks import block_sizes
+from ..attention.near_field import rotated
+from ..attention.rotary import rotary_table
+from ..families import Family, get_family
+from ..patching import MHLAProcessor, project
+from ..patching.processor import AttentionInput, attention_input
+
+RANK_TOLERANCE = 1e-4
+"""Singular values above this part of the largest count."""
+LARGEST_GRID = 4096
+"""Tokens up to which N x N matrices are formed."""
+
+
+class TransformerInput(Protocol):
+    """What a transformer runs on: a ``NoisedBatch`` of training, or a ``TransformerCall`` that was recorded."""
+
+    @property
+    def hidden_states(self) -> torch.Tensor:
+        """The latents (B, C, ...)."""
+
+    def predict(self, transformer: nn.Module) -> torch.Tensor:
+        """Run the transformer."""
+
+
+def attention_matrices(transformer: nn.Module, batch: TransformerInput) -> dict[str, torch.Tensor]:
+    """Attention matrix of every self-attention on one batch: name → float64 (B, H, N, N), rows are queries."""
+    return dict(each_attention_matrix(transformer, batch))
+
+
+@torch.no_grad()
+def each_attention_matrix(
+    transformer: nn.Module, batch: TransformerInput, names: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same one layer at a time, so that no more than one layer's matrices are held.
+
+    A matrix times the value is what the attention hands to its output projection, before a norm, gate or convolution of
+    the patch.
+
+    Args:
+        transformer: patched or not.
+        batch: what it runs on.
+        names: of the self-attentions; None for all.
+
+    Raises:
+        ValueError: a name that is no self-attention.
+    """
+    family = get_family(transformer)
+    attentions: dict[str, Any] = family.self_attentions(transformer)
+    chosen = list(attentions) if names is None else list(names)
+    unknown = [name for name in chosen if name not in attentions]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} is no self-attention; allowed: {', '.join(attentions)}.")
+    grid = family.token_grid(transformer, batch.hidden_states)
+    inputs = _attention_inputs(transformer, {name: attentions[name] for name in chosen}, batch)
+    for name in chosen:
+        yield name, _matrix(attentions[name], inputs[name], grid, family)
+
+
+def _attention_inputs(
+    transformer: nn.Module, attentions: dict[str, Any], batch: TransformerInput
+) -> dict[str, AttentionInput]:
+    """What each attention gets, by name."""
+    inputs: dict[str, AttentionInput] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs[name] = attention_input(args, kwargs)
+
+        return note
+
+    handles = [a.register_forward_pre_hook(watch(name), with_kwargs=True) for name, a in attentions.items()]
+    try:
+        batch.predict(transformer)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return inputs
+
+
+def _matrix(attn: Any, given: AttentionInput, grid: tuple[int, ...], family: Family) -> torch.Tensor:
+    query, key, _ = project(attn, given.hidden_states)
+    if isinstance(attn.processor, MHLAProcessor):
+        weights: torch.Tensor = attn.mhla.weights(query, key, grid, given.rotary, given.key_mask)
+        return weights
+    query, key = query.double(), key.double()
+    if family.own_attention == "linear":
+        products = torch.einsum("bqhd,bkhd->bhqk", query.relu(), key.relu())
+        return products / (products.sum(dim=-1, keepdim=True) + family.own_attention_eps)
+    table = rotary_table(given.rotary) if given.rotary is not None else None
+    scores = torch.einsum("bqhd,bkhd->bhqk", rotated(query, table), rotated(key, table)) / query.shape[-1] ** 0.5
+    if given.key_mask is not None:
+        scores = scores + given.key_mask.double().log()[:, None, None, :]
+    return scores.softmax(dim=-1)
+
+
+def mean_rank(matrices: dict[str, torch.Tensor]) -> float:
+    """:func:`rank`, averaged over layers."""
+    return sum(map(rank, matrices.values())) / len(matrices)
+
+
+def mean_entropy(matrices: dict[str, torch.Tensor]) -> float:
+    """:func:`entropy`, averaged over layers."""
+    return sum(map(entropy, matrices.values())) / len(matrices)
+
+
+def rank(matrix: torch.Tensor, tolerance: float = RANK_TOLERANCE) -> float:
+    """Singular values above ``tolerance`` times the largest, averaged over samples and heads of (B, H, N, N)."""
+    return float(torch.linalg.matrix_rank(matrix, rtol=tolerance).double().mean())
+
+
+def entropy(matrix: torch.Tensor) -> float:
+    """Entropy of a query's weights in nats, averaged over (B, H, N); with RoPE weights can be negative, so of |w|."""
+    total = matrix.abs().sum(dim=-1, keepdim=True)
+    # a linear attention gives nothing to any key where all channels of a query are negative
+    weights = matrix.abs() / total.clamp_min(torch.finfo(total.dtype).tiny)
+    return float(torch.special.entr(weights).sum(dim=-1).mean())
+
+
+@dataclass(frozen=True)
+class LayerAnalysis:
+    """One self-attention on one input."""
+
+    name: str
+    attention: str
+    """MHLA, linear or softmax."""
+    tokens: int
+    rank: float
+    """See :func:`mhla_diffusers.analysis.rank`; averaged over samples and heads."""
+    rank_bound: int
+    """What the rank of this attention can be at most."""
+    entropy: float
+    """In nats; log(tokens) for uniform weights."""
+
+
+def analyze_layers(
+    transformer: nn.Module,
+    batch: TransformerInput,
+    names: Collection[str] | None = None,
+    each: Callable[[str, torch.Tensor], None] | None = None,
+) -> list[LayerAnalysis]:
+    """Rank and entropy of self-attentions on one input.
+
+    Args:
+        transformer: patched or not.
+        batch: what it runs on.
+        names: of the self-attentions; None for all.
+        each: called with name and attention matrix (B, H, N, N) of every layer, for pictures of it.
+
+    Raises:
+        ValueError: a name that is no self-attention, or too many tokens to form N x N matrices.
+    """
+    family = get_family(transformer)
+    grid = tuple(family.token_grid(transformer, batch.hidden_states))
+    tokens = torch.Size(grid).numel()
+    if tokens > LARGEST_GRID:
+        raise ValueError(
+            f"The input has {tokens} tokens; {tokens} x {tokens} attention matrices are formed up to {LARGEST_GRID}. "
+            "Give a smaller resolution or fewer frames."
+        )
+    attentions = family.self_attentions(transformer)
+    layers = []
+    for name, matrix in each_attention_matrix(transformer, batch, names):
+        if each is not None:
+            each(name, matrix)
+        attn = attentions[name]
+        kind = "MHLA" if isinstance(attn.processor, MHLAProcessor) else family.own_attention
+        bound = rank_bound(attn, grid, kind)
+        layers.append(LayerAnalysis(name, kind, tokens, rank(matrix), bound, entropy(matrix)))
+    return layers
+
+
+def rank_bound(attn: Any, grid: tuple[int, ...], kind: str) -> int:
+    """The largest rank that the attention matrix can have.
+
+    N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With a near field
+    the softmax within a block of n_b tokens alone can have rank n_b, so there it is N again.
+
+    Args:
+        attn: the self-attention.
+        grid: token grid.
+        kind: MHLA, linear or softmax.
+    """
+    tokens, head_dim = torch.Size(grid).numel(), int(attn.inner_dim) // int(attn.heads)
+    if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.near_field == "softmax"):
+        return tokens
+    sizes = block_sizes(grid, attn.mhla.config.blocks) if kind == "MHLA" else [tokens]
+    return sum(min(size, head_dim) for size in sizes)

@@ -1,0 +1,173 @@
+"""The same transformer with different self-attentions, all on one set of weights: what is timed beside each other."""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import sdpa_kernel
+
+from ..families import Family, Model, get_family
+from ..patching import apply_mhla
+from .shapes import SOFTMAX_BACKENDS, why_no_softmax
+from .timing import Absent, Outcome, Variant
+
+PLAIN = "plain linear"
+HYBRID = "MHLA hybrid 2/3"
+COMPILED = " + torch.compile"
+"""Ends the name of a candidate whose repeated blocks are compiled."""
+LINEAR_KINDS = (PLAIN, "MHLA", HYBRID)
+"""Patches; the hybrid keeps the model's own attention in every third layer."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One self-attention to measure."""
+
+    name: str
+    kind: str
+    """softmax, own, or one of ``LINEAR_KINDS``."""
+    baseline: bool
+    blocks: int | None = None
+    """M of the replaced layers; None for softmax."""
+    backend: str | None = None
+    """Of softmax attention: diffusers' name, where the family dispatches attention, or a key of ``SOFTMAX_BACKENDS``;
+    None for the default.
+    """
+    absent: str | None = None
+    """Why it cannot run here."""
+
+
+REST = Choice("without layers", "without layers", baseline=False)
+"""What is left of a transformer when its layers hand on what they are given."""
+
+
+@dataclass
+class Candidate:
+    """A transformer with one self-attention, on its way from a choice to a time."""
+
+    choice: Choice
+    compiled: bool
+    model: Any
+    """Shares its weights with all others; None if it cannot run here."""
+    run: Variant
+    """What is timed: why there is nothing, until a model is there and is given its inputs."""
+    outcome: Outcome = Outcome("absent", reason="not measured")
+
+    @property
+    def name(self) -> str:
+        """Of the variant in results."""
+        return self.choice.name + COMPILED if self.compiled else self.choice.name
+
+    @property
+    def context(self) -> Callable[[], AbstractContextManager[object]]:
+        """What the model must run in: the choice of PyTorch's backend, where diffusers does not pass it on."""
+        if self.choice.backend is None or get_family(self.model).dispatches_attention:
+            return nullcontext
+        return partial(sdpa_kernel, [SOFTMAX_BACKENDS[self.choice.backend]])
+
+
+def make_candidate(transformer: Any, model: Model, choice: Choice, *, compiled: bool = False) -> Candidate:
+    """A choice with its transformer, or with the reason why there is none."""
+    absent = choice.absent or (_why_not_compiled(choice) if compiled else None)
+    if absent is not None:
+        return Candidate(choice, compiled, None, Absent(absent))
+    variant = make_variant(transformer, model, choice)
+    if compiled:
+        for block in get_family(variant).blocks_of(variant).values():
+            block.compile(dynamic=False)
+    return Candidate(choice, compiled, variant, Absent("given no inputs"))
+
+
+def _why_not_compiled(choice: Choice) -> str | None:
+    return "torch.compile chooses PyTorch's backend itself" if choice.backend in SOFTMAX_BACKENDS else None
+
+
+def attention_choices(family: Family, model: Model, layers: int, tokens: int, device: torch.device) -> list[Choice]:
+    """All self-attentions that a transformer can be measured with; the first is its own.
+
+    Args:
+        family: of the model.
+        model: which.
+        layers: so many are built.
+        tokens: N, times the batch size.
+        device: where it will run.
+    """
+    softmax_is_own = family.own_attention == "softmax"
+    choices = [] if softmax_is_own else [Choice("own linear", "own", baseline=True, blocks=1)]
+    choices.append(Choice("softmax native", "softmax", softmax_is_own))
+    # diffusers' backends reach the families that dispatch attention; the others call PyTorch's attention themselves
+    for backend in _diffusers_backends() if family.dispatches_attention else SOFTMAX_BACKENDS:
+        absent = why_no_backend(backend) if family.dispatches_attention else None
+        absent = absent or why_no_softmax(backend.removeprefix("_native_"), device, tokens, model.heads)
+        exact = "sage" not in backend  # which multiplies in 8 bits
+        baseline = softmax_is_own and exact
+        choices.append(Choice(f"softmax {backend}", "softmax", baseline, backend=backend, absent=absent))
+    count = torch.Size(model.blocks).numel()
+    cut = f"{layers} of {model.layers} layers cannot stand for two of every three; --layers must be a multiple of 3"
+    too_few = layers != model.layers and layers % 3 != 0
+    return [
+        *choices,
+        Choice(PLAIN, PLAIN, baseline=False, blocks=1),
+        Choice("MHLA", "MHLA", baseline=False, blocks=count),
+        Choice(HYBRID, HYBRID, baseline=False, blocks=count, absent=cut if too_few else None),
+    ]
+
+
+def why_no_backend(name: str) -> str | None:
+    """Why one of diffusers' attention backends is not to be tried; None if it is."""
+    from diffusers.models.attention_dispatch import attention_backend
+
+    if name.endswith("_hub"):
+        return "its kernels are downloaded from the Hub, and benchmarks download nothing"
+    try:
+        with attention_backend(name):
+            return None
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+
+def _diffusers_backends() -> list[str]:
+    """Names but for other accelerators, packed sequences, and the default, which is measured as softmax native."""
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    names = [backend.value for backend in AttentionBackendName]
+    return [name for name in names if not any(word in name for word in ("varlen", "npu", "xla")) and name != "native"]
+
+
+def make_variant(transformer: Any, model: Model, choice: Choice) -> Any:
+    """A transformer with another self-attention that shares all weights with ``transformer``."""
+    family = get_family(transformer)
+    tensors = (*transformer.parameters(), *transformer.buffers())
+    variant = copy.deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
+    if choice == REST:
+        for block in family.blocks_of(variant).values():
+            block.forward = _hand_on  # DiT asks its first layer for the time embedding, so the layers must stay
+    if choice.kind == "softmax" and family.own_attention != "softmax":
+        for attn in family.self_attentions(variant).values():
+            attn.set_processor(family.softmax_processor())
+    if choice.kind in LINEAR_KINDS:
+        apply_mhla(variant, **patch_settings(choice.kind, model.blocks))
+    if choice.backend is not None and family.dispatches_attention:
+        from diffusers.models.attention_dispatch import attention_backend
+
+        with attention_backend("native"):  # which restores what set_attention_backend changes for all models
+            variant.set_attention_backend(choice.backend)
+    return variant
+
+
+def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
+    """Arguments of :func:`apply_mhla`.
+
+    Args:
+        kind: one of ``LINEAR_KINDS``.
+        blocks: block counts of MHLA; plain linear attention has one block.
+    """
+    return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": "2/3" if kind == HYBRID else "all"}
+
+
+def _hand_on(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return hidden_states

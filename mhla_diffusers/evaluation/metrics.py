@@ -1,0 +1,256 @@
+"""Distances between sets of features, whatever they are features of, and scores of predictions. Torch only."""
+
+from dataclasses import dataclass
+
+import torch
+
+_CHUNK = 1000
+"""Features whose distances to a whole set are computed at a time."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A normal distribution.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+
+    mean: torch.Tensor
+    """(D,)."""
+    covariance: torch.Tensor
+    """(D, D)."""
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.covariance.shape)
+        if self.mean.ndim != 1 or shape != (len(self.mean),) * 2:
+            raise ValueError(f"A mean of shape {tuple(self.mean.shape)} and a covariance of {shape} do not fit.")
+
+
+class FeatureStatistics:
+    """Mean and covariance of features that come in batches; memory depends on the number of channels alone.
+
+    Batches are merged with the pairwise update of Chan, Golub and LeVeque, in float64, so that a mean far from zero
+    costs no digits.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Features seen so far."""
+        self._mean = torch.zeros(0, dtype=torch.float64)
+        self._scatter = torch.zeros(0, 0, dtype=torch.float64)
+
+    @classmethod
+    def of(cls, features: torch.Tensor) -> "FeatureStatistics":
+        """Of features (n, D) that are all there."""
+        statistics = cls()
+        statistics.update(features)
+        return statistics
+
+    def update(self, features: torch.Tensor) -> None:
+        """Take in a batch (n, D).
+
+        Raises:
+            ValueError: another number of channels than before, or values that are not finite.
+        """
+        batch = features.detach().double().cpu()
+        if batch.ndim != 2 or (self.count and batch.shape[1] != len(self._mean)):
+            expected = f"(n, {len(self._mean)})" if self.count else "(n, D)"
+            raise ValueError(f"Features must have the shape {expected}, got {tuple(batch.shape)}.")
+        if not batch.isfinite().all():
+            raise ValueError("Features are not finite; the extractor overflowed or was given damaged images.")
+        if not len(batch):
+            return
+        mean = batch.mean(dim=0)
+        centred = batch - mean
+        scatter = centred.T @ centred
+        if self.count:
+            total = self.count + len(batch)
+            shift = mean - self._mean
+            scatter += self._scatter + torch.outer(shift, shift) * (self.count * len(batch) / total)
+            mean = self._mean + shift * (len(batch) / total)
+        self._mean, self._scatter = mean, scatter
+        self.count += len(batch)
+
+    def normal(self) -> Normal:
+        """The normal distribution with this mean and this unbiased covariance, float64.
+
+        Raises:
+            ValueError: fewer than two features.
+        """
+        if self.count < 2:
+            raise ValueError(f"The set holds {self.count} features; a covariance needs at least 2.")
+        return Normal(self._mean, self._scatter / (self.count - 1))
+
+
+def frechet_distance(first: torch.Tensor | Normal, second: torch.Tensor | Normal) -> float:
+    """Squared Fréchet distance between two sets of features, each taken for a normal distribution.
+
+    FID on Inception features, sFID on spatial ones, FVD on features of videos.
+
+    ‖μ₁ − μ₂‖² + tr(Σ₁) + tr(Σ₂) − 2 tr((Σ₁ Σ₂)^½). With Σ = L Lᵀ the last trace is the sum of the singular values of
+    L₁ᵀ L₂, which stays exact where there are fewer samples than channels and Σ₁ Σ₂ is singular.
+
+    Args:
+        first: features (n, D), or the normal distribution of features.
+        second: like ``first``.
+
+    Raises:
+        ValueError: a set of fewer than two features, or sets with different numbers of channels.
+    """
+    one, two = (x if isinstance(x, Normal) else FeatureStatistics.of(x).normal() for x in (first, second))
+    if len(one.mean) != len(two.mean):
+        raise ValueError(
+            f"The sets have {len(one.mean)} and {len(two.mean)} channels; they come from different extractors."
+        )
+    covariances = one.covariance.double(), two.covariance.double()
+    factors = [_factor(covariance) for covariance in covariances]
+    overlap = torch.linalg.svdvals(factors[0].T @ factors[1]).sum()
+    traces = sum(covariance.trace() for covariance in covariances)
+    return float((one.mean.double() - two.mean.double()).square().sum() + traces - 2 * overlap)
+
+
+def _factor(covariance: torch.Tensor) -> torch.Tensor:
+    """L (D, rank) with L Lᵀ = Σ; what rounding has made of eigenvalues that are zero is left out."""
+    values, vectors = torch.linalg.eigh(covariance)
+    smallest = len(values) * torch.finfo(values.dtype).eps * values[-1]
+    kept = values > smallest
+    return vectors[:, kept] * values[kept].sqrt()
+
+
+class InceptionScore:
+    """exp of the mean KL divergence of predictions from their mean, over splits of a stream, averaged over splits.
+
+    Args:
+        split: predictions per split; 5000 in the ADM suite. Splits follow the order of the stream, so shuffle what is
+            sorted by class.
+
+    Raises:
+        ValueError: a split that is not positive.
+    """
+
+    def __init__(self, split: int = 5000) -> None:
+        if split < 1:
+            raise ValueError(f"split={split} must be positive.")
+        self.split = split
+        self.count = 0
+        """Predictions seen so far."""
+        self._scores: list[float] = []
+        self._in_split = 0
+        self._probabilities = torch.zeros((), dtype=torch.float64)
+        self._negative_entropy = torch.zeros((), dtype=torch.float64)
+
+    def update(self, probabilities: torch.Tensor) -> None:
+        """Take in predictions (n, classes), each row summing to 1."""
+        rest = probabilities.detach().double().cpu()
+        self.count += len(rest)
+        while len(rest):
+            part, rest = rest[: self.split - self._in_split], rest[self.split - self._in_split :]
+            self._probabilities = self._probabilities + part.sum(dim=0)
+            self._negative_entropy = self._negative_entropy + torch.xlogy(part, part).sum()
+            self._in_split += len(part)
+            if self._in_split == self.split:
+                self._scores.append(self._score())
+                self._in_split = 0
+                self._probabilities = torch.zeros((), dtype=torch.float64)
+                self._negative_entropy = torch.zeros((), dtype=torch.float64)
+
+    def compute(self) -> float:
+        """The score; a last split that is not full counts like a full one.
+
+        Raises:
+            ValueError: there were no predictions.
+        """
+        scores = [*self._scores, self._score()] if self._in_split else self._scores
+        if not scores:
+            raise ValueError("There are no predictions to compute an Inception score of.")
+        return sum(scores) / len(scores)
+
+    def _score(self) -> float:
+        marginal = self._probabilities / self._in_split
+        divergence = self._negative_entropy / self._in_split - torch.xlogy(marginal, marginal).sum()
+        return float(divergence.exp())
+
+
+def kernel_distance(
+    first: torch.Tensor, second: torch.Tensor, subsets: int = 100, largest: int = 1000, seed: int = 0
+) -> tuple[float, float]:
+    """Squared maximum mean discrepancy with the kernel (x·y / D + 1)³, averaged over random subsets.
+
+    KID on Inception features; unbiased, so it suits small sets.
+
+    Args:
+        first: features (n, D).
+        second: features (m, D).
+        subsets: how many are drawn; one where the whole sets are no larger than ``largest``.
+        largest: features per subset.
+        seed: of the subsets.
+
+    Returns:
+        Mean and standard deviation over the subsets. The estimate is unbiased, so it can be slightly negative.
+
+    Raises:
+        ValueError: a set of fewer than two features.
+    """
+    if min(len(first), len(second)) < 2:
+        raise ValueError(f"The sets hold {len(first)} and {len(second)} features; each needs at least 2.")
+    if max(len(first), len(second)) <= largest:
+        return _discrepancy(first.double(), second.double()), 0.0
+    generator = torch.Generator().manual_seed(seed)
+    size = min(len(first), len(second), largest)
+    values = []
+    for _ in range(subsets):
+        parts = [x[torch.randperm(len(x), generator=generator)[:size]].double() for x in (first, second)]
+        values.append(_discrepancy(*parts))
+    drawn = torch.tensor(values, dtype=torch.float64)
+    return float(drawn.mean()), float(drawn.std(correction=0))
+
+
+def _discrepancy(first: torch.Tensor, second: torch.Tensor) -> float:
+    n, m = len(first), len(second)
+    within = [(k.sum() - k.trace()) / (len(k) * (len(k) - 1)) for k in (_kernel(first, first), _kernel(second, second))]
+    return float(within[0] + within[1] - 2 * _kernel(first, second).sum() / (n * m))
+
+
+def _kernel(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return (first @ second.T / first.shape[1] + 1) ** 3
+
+
+def precision_recall(reference: torch.Tensor, samples: torch.Tensor, neighbours: int = 3) -> tuple[float, float]:
+    """How many samples lie in the manifold of the reference, and the other way round (Kynkäänniemi et al., 2019).
+
+    A manifold is the union of the balls around its points that reach to their k-th nearest neighbour.
+
+    Args:
+        reference: features (n, D).
+        samples: features (m, D).
+        neighbours: k; 3 in the ADM suite.
+
+    Returns:
+        Precision and recall in [0, 1].
+
+    Raises:
+        ValueError: a set with no more than ``neighbours`` features.
+    """
+    for name, features in (("reference", reference), ("sample", samples)):
+        if len(features) <= neighbours:
+            raise ValueError(
+                f"The {name} set holds {len(features)} features; with {neighbours} neighbours it needs at least "
+                f"{neighbours + 1}."
+            )
+    precision = _part_inside(samples, reference, neighbours)
+    return precision, _part_inside(reference, samples, neighbours)
+
+
+def _part_inside(points: torch.Tensor, manifold: torch.Tensor, neighbours: int) -> float:
+    """Part of the points that lie in the manifold."""
+    radii = torch.cat([_distances(chunk, manifold).kthvalue(neighbours + 1).values for chunk in manifold.split(_CHUNK)])
+    inside = sum(int((_distances(chunk, manifold) <= radii).any(dim=1).sum()) for chunk in points.split(_CHUNK))
+    return inside / len(points)
+
+
+def _distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Euclidean, (n, m), without the cancellation of the expanded square, by which a point would not be its own
+    nearest neighbour.
+    """
+    return torch.cdist(first.float(), second.float(), compute_mode="donot_use_mm_for_euclid_dist")

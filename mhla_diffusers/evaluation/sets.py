@@ -1,0 +1,102 @@
+"""Sets of samples: which files they consist of, what every file shows, and the list of that beside the files."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..files import read_json, write_json
+
+SAMPLE_LIST = "samples.json"
+"""Name of the list: [{"file": …, "text": …}, …]."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One file to generate. Its noise depends on the seed of the set and on ``file`` alone."""
+
+    file: str
+    """Path inside the folder of the set."""
+    text: str
+    """What the model is given: a prompt, or the number of a class."""
+
+
+def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 0) -> list[Sample]:
+    """Class-conditional images ``000000.png`` …: 50 000 of 1000 classes for ImageNet.
+
+    Args:
+        count: how many.
+        labels: number of classes.
+        order: "balanced" goes through the classes again and again, "random" draws them.
+        seed: of the drawing.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    if count < 1 or labels < 1:
+        raise ValueError(f"count={count} and labels={labels} must be positive.")
+    if order not in ("balanced", "random"):
+        raise ValueError(f"order={order!r} is unknown; allowed: 'balanced', 'random'.")
+    chance = random.Random(seed)
+    chosen = [number % labels if order == "balanced" else chance.randrange(labels) for number in range(count)]
+    return [Sample(f"{number:06d}.png", str(label)) for number, label in enumerate(chosen)]
+
+
+def prompt_samples(prompts: Sequence[str], per_prompt: int, suffix: str) -> list[Sample]:
+    """``{prompt number}-{sample number}`` with a suffix of .png or .mp4.
+
+    Raises:
+        ValueError: ``per_prompt`` is not positive.
+    """
+    if per_prompt < 1:
+        raise ValueError(f"per_prompt={per_prompt} must be positive.")
+    return [
+        Sample(f"{place:05d}-{number}{suffix}", prompt)
+        for place, prompt in enumerate(prompts)
+        for number in range(per_prompt)
+    ]
+
+
+def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:
+    """Write the list of a set into its folder.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    write_json([asdict(sample) for sample in samples], folder / SAMPLE_LIST)
+
+
+def read_sample_list(folder: Path) -> list[Sample] | None:
+    """The list of a set, or None where a folder has none.
+
+    Raises:
+        ValueError: the list is damaged.
+    """
+    file = folder / SAMPLE_LIST
+    if not file.is_file():
+        return None
+    try:
+        return [Sample(str(entry["file"]), str(entry["text"])) for entry in read_json(file)]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no list of samples with file and text.") from error
+
+
+def require_samples(folder: Path) -> list[Sample]:
+    """The list of a set whose files are all there.
+
+    Raises:
+        FileNotFoundError: no list, or missing files.
+        ValueError: the list is damaged or empty.
+    """
+    samples = read_sample_list(folder)
+    if samples is None:
+        raise FileNotFoundError(f"{folder} has no {SAMPLE_LIST}; generate the set with mhla eval samples.")
+    if not samples:
+        raise ValueError(f"{folder / SAMPLE_LIST} lists no samples.")
+    missing = [sample.file for sample in samples if not (folder / sample.file).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} lacks {len(missing)} of {len(samples)} samples, for example {missing[0]}; run the command that "
+            "makes the set again, which goes on where it stopped."
+        )
+    return samples

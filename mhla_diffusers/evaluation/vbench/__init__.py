@@ -1,1 +1,0 @@
-"""VBench: what to generate, how to run it in its own environment, and its totals."""

@@ -1,0 +1,62 @@
+"""Sizes of a model: what it is asked for (:class:`Clip`), and the configurations at which it is measured."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Frames and size of a video, or of an image, which has one frame."""
+
+    frames: int
+    """1 for images."""
+    fps: float
+    """Frames per second that a video is sampled at."""
+    sizes: tuple[tuple[int, int], ...]
+    """(height, width) in pixels; a file gets the one that is nearest to its aspect ratio."""
+
+    def size_for(self, height: int, width: int) -> tuple[int, int]:
+        """The size nearest in aspect ratio."""
+        return min(self.sizes, key=lambda size: abs(math.log(size[0] / size[1]) - math.log(height / width)))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A configuration of a transformer, and the sizes at which it is measured."""
+
+    name: str
+    """For example "wan2.1-1.3b"; tiny ones, for trying commands out, begin with "tiny"."""
+    transformer: str
+    """Class name in diffusers."""
+    settings: Mapping[str, Any]
+    """Arguments of the class that differ from its defaults."""
+    heads: int
+    head_dim: int
+    layers: int
+    """Given to the class as ``num_layers``."""
+    blocks: tuple[int, ...]
+    """Block counts of MHLA."""
+    stride: int
+    """Pixels per latent along height and width."""
+    patch: int
+    """Latents per token along height and width."""
+    sizes: tuple[tuple[int, int], ...]
+    """Height and width in pixels that are measured unless others are asked for; the smallest alone on a CPU."""
+    frames: int | None = None
+    """Of a video; None for an image."""
+    temporal_stride: int = 1
+    """Frames per latent frame, after the first one."""
+    grids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name of a size, such as 480p → token grid: the attentions that are measured by themselves."""
+
+    @property
+    def is_video(self) -> bool:
+        """Whether inputs have frames."""
+        return self.frames is not None
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether it is there for trying commands out."""
+        return self.name.startswith("tiny")

@@ -1,0 +1,78 @@
+"""The self-attentions that a transformer is measured with."""
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+from mhla_diffusers import is_patched
+from mhla_diffusers.benchmark.candidates import LINEAR_KINDS, Choice, attention_choices, make_candidate
+from mhla_diffusers.benchmark.models import choose_sizes, models
+from mhla_diffusers.benchmark.timing import Absent
+from mhla_diffusers.benchmark.transformer import TransformerCase
+from mhla_diffusers.families import get_family
+
+CPU = torch.device("cpu")
+MHLA = Choice("MHLA", "MHLA", baseline=False)
+
+
+def a_case(name, layers=None):
+    model = models()[name]
+    return TransformerCase(model, choose_sizes(model, None, None, "cpu")[0], layers, CPU, torch.float32)
+
+
+def output(case, candidate):
+    torch.manual_seed(0)
+    with torch.no_grad(), candidate.context():
+        return candidate.model(**case.inputs(candidate.model))[0]
+
+
+@pytest.mark.parametrize("name", ["tiny-wan", "tiny-sana", "tiny-dit"])
+def test_candidates_share_weights_and_compute_what_they_say(name):
+    case = a_case(name)
+    transformer = case.build()
+    native = make_candidate(transformer, case.model, Choice("softmax native", "softmax", baseline=True))
+    expected = output(case, native)
+    choices = attention_choices(get_family(transformer), case.model, case.model.layers, 4, CPU)
+    for choice in choices:
+        candidate = make_candidate(transformer, case.model, choice)
+        if choice.absent is not None:
+            assert candidate.model is None and candidate.run == Absent(choice.absent)
+            continue
+        assert all(
+            parameter is own
+            for parameter, own in zip(candidate.model.parameters(), transformer.parameters(), strict=False)
+        ) or is_patched(candidate.model)
+        found = output(case, candidate)
+        change = float((found - expected).norm() / expected.norm())
+        if choice.kind == "softmax":
+            assert change < 1e-4, choice
+        if choice.kind in LINEAR_KINDS:
+            assert is_patched(candidate.model) and change > 1e-5, choice
+    assert not is_patched(transformer)
+    assert _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE
+
+
+def test_plain_linear_attention_is_what_sana_has():
+    case = a_case("tiny-sana")
+    transformer = case.build()
+    choices = [Choice(kind, kind, baseline=False) for kind in ("own", "plain linear", "softmax")]
+    own, plain, softmax = (output(case, make_candidate(transformer, case.model, choice)) for choice in choices)
+    assert (plain - own).norm() < 1e-3 * (softmax - own).norm() + 1e-5 * own.norm()
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same():
+    case = a_case("tiny-dit", layers=1)
+    transformer = case.build()
+    expected = output(case, make_candidate(transformer, case.model, MHLA))
+    compiled = make_candidate(transformer, case.model, MHLA, compiled=True)
+    assert compiled.name == "MHLA + torch.compile"
+    torch.testing.assert_close(output(case, compiled), expected, rtol=1e-3, atol=1e-4)
+    torch.compiler.reset()
+
+
+def test_pytorch_backends_are_not_compiled_apart():
+    case = a_case("tiny-dit", layers=1)
+    flash = Choice("softmax flash", "softmax", baseline=True, backend="flash")
+    candidate = make_candidate(case.build(), case.model, flash, compiled=True)
+    assert candidate.run == Absent("torch.compile chooses PyTorch's backend itself")

@@ -1,0 +1,289 @@
+"""Running what the pages say: in this process, in a folder as a reader would have it, on tiny models."""
+
+import inspect
+import os
+import re
+import runpy
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import typer
+from typer.testing import CliRunner
+
+from mhla_diffusers import families, push_mhla
+from mhla_diffusers.cli import app
+from mhla_diffusers.tiny import load_tiny, pipeline_folder
+
+from .snippets import ROOT, Snippet
+
+TINY_DIT, TINY_SANA, TINY_WAN = (str(pipeline_folder(family)) for family in ("dit", "sana", "wan"))
+WAN_CALL = 'num_inference_steps=1, num_frames=8, height=64, width=64, max_sequence_length=10, output_type="latent"'
+WAN_SET = "--set num_inference_steps=1 --set num_frames=8 --set max_sequence_length=10"
+SANA_SET = "--set num_inference_steps=1 --set height=64 --set width=64 --set use_resolution_binning=false"
+DIGITS = "--extractor mhla_diffusers.demo.judging:picture_features"
+SHORT = "validation.samples=0 stages.1.steps=1"
+
+SUBSTITUTIONS: list[tuple[str, str]] = [
+    # models of the Hub
+    ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", TINY_WAN),
+    ("Efficient-Large-Model/Sana_600M_1024px_diffusers", TINY_SANA),
+    ("facebook/DiT-XL-2-256", TINY_DIT),
+    ("PixArt-alpha/PixArt-XL-2-1024-MS", "tiny-pixart"),
+    (r'load_mhla\(pipe, "path/or/hub-id"\)', 'load_mhla(pipe, "my-patch")'),
+    (r'push_mhla\(pipe, "me/my-patch"\)', 'save_mhla(pipe, "me/my-patch")'),
+    # calls in Python
+    (r'\.to\("cuda"\)', '.to("cpu")'),
+    (r'pipe\("a cat", num_inference_steps=4\)', f'pipe("a cat", {WAN_CALL})'),
+    (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
+    (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1}'),
+    (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
+    # generation
+    (r"--device cuda|--dtype bfloat16", ""),
+    (r"--set (height=480|width=832|num_frames=81|num_inference_steps=2)", ""),
+    (rf"^mhla generate wan .*--model {TINY_WAN}.*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),
+    (r"^mhla (generate|analyze) (wan|sana|dit) .*", r"\g<0> --set num_inference_steps=1"),
+    (r"^python pipelines/generate_wan.py .*", rf"\g<0> --model {TINY_WAN} --frames 8 --height 64 --width 64 --steps 1"),
+    (r"^python pipelines/generate_sana.py .*", rf"\g<0> --model {TINY_SANA} --height 64 --width 64 --steps 1"),
+    (r'^(python pipelines/generate_dit.py) "golden retriever"(.*)', rf"\1 seven \2 --model {TINY_DIT} --steps 1"),
+    (r"^python mhla_pixart.py generate .*", rf"\g<0> {SANA_SET}"),
+    (r"^python mhla_pixart.py synthesize .*", r"\g<0> --size 64x64 --steps 1"),
+    # adapting
+    (r"finetune/prompts/tiny-(dit|wan).txt", r"prompts-\1.txt"),
+    (r"^mhla encode .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --workers 0"),
+    (r"^mhla synthesize (.*latents/synthetic.*)--steps 50", r"mhla synthesize \1--steps 1 --frames 9 --size 64x64"),
+    (r"^(mhla synthesize .*)--steps 20", r"\1--steps 1"),
+    (r"stages.0.steps=200", "stages.0.steps=1"),
+    (r"wan2.1-t2v-1.3b-hybrid.yaml", f"tiny-wan.yaml data=latents/wan2.1-t2v-1.3b {SHORT} batch_size=1"),
+    (r"^mhla finetune --config finetune/configs/tiny-wan.yaml$", rf"\g<0> {SHORT} stages.0.steps=1 batch_size=1"),
+    (r"^accelerate launch finetune/adapt.py .*", r"\g<0> stages.0.steps=1 output=outputs/launched"),
+    # evaluation
+    (r'^accelerate launch "\$\(command -v mhla\)"', "mhla"),
+    (r"^(mhla eval samples classes .*)--count 50000", r"\1--count 4 --labels 10 --set num_inference_steps=1"),
+    (r"^mhla eval samples (prompts|geneval) sana/.*", rf"\g<0> {SANA_SET}"),
+    (r"^mhla eval samples prompts outputs/.*", r"\g<0> --set num_inference_steps=1"),
+    (r"^mhla eval samples vbench .*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),
+    (r"--weights weights-inception-2015-12-05-6726825d.pth", DIGITS),
+    (r"--weights outputs/tiny-dit/result", "--weights my-dit-patch"),
+    # measuring
+    (r"^mhla bench all", "mhla bench all --tiny --seconds 0.01"),
+    (r"--shape wan2.1-1.3b-480p", "--shape tiny --seconds 0.01"),
+    (r"^mhla bench scaling", r"\g<0> --tokens 16 --tokens 64 --blocks 4 --heads 1 --head-dim 8 --seconds 0.01"),
+    (r"--model wan2.1-1.3b --layers 3", "--model tiny-wan --layers 1 --seconds 0.01"),
+    (r"--model dit-s-2 --size 512", "--model tiny-dit --seconds 0.01"),
+    (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
+    (r"^mhla bench report results elsewhere", "mhla bench report results results"),
+]  # fmt: skip
+"""What stands in the pages → what is run: tiny models for those of the Hub, few steps, small sizes. In this order."""
+
+ONLY_CHECKED: list[tuple[str, str]] = [
+    (r"^make ", "it would run these tests, or the demo for minutes"),
+    (r"^\.ci/run", "it would run these tests"),
+    (r"^pip install ", "it would change the environment"),
+    (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
+    (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
+    (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
+    (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
+    (r"^python finetune/(quality|compare)\.py", "it takes minutes to hours"),
+    (r"^python -m mhla_diffusers\.demo\.making", "it takes half an hour and more"),
+]
+"""Commands that are not run here, and why; that they are there and take these arguments is checked."""
+
+
+@dataclass
+class Reader:
+    """Somebody who follows one page from top to bottom.
+
+    Args:
+        folder: where everything is run; it looks like the root of a checkout.
+    """
+
+    folder: Path
+    names: dict[str, Any] = field(default_factory=dict)
+    """Of the page's Python, one after the other."""
+
+    def follow(self, snippet: Snippet) -> None:
+        """Run a snippet; raises what it raises."""
+        text = snippet.text
+        for pattern, replacement in SUBSTITUTIONS:
+            text = re.sub(pattern, replacement, text)
+        if snippet.language == "python":
+            self._python(text, snippet)
+            return
+        command = Snippet(snippet.page, snippet.line, "bash", text).arguments
+        only_checked = any(re.search(pattern, snippet.text) for pattern, _ in ONLY_CHECKED)
+        with only_the_families_of_the_package():
+            (check if only_checked else run)(command)
+
+    def _python(self, text: str, snippet: Snippet) -> None:
+        if not self.names:
+            self.names |= {"__name__": snippet.page, "pipe": load_tiny("wan"), "inputs": inputs_of_tiny_wan()}
+        # lines of a traceback are those of the page
+        exec(compile("\n" * (snippet.line - 1) + text, snippet.page, "exec"), self.names)
+
+
+def inputs_of_tiny_wan() -> dict[str, torch.Tensor]:
+    """Arguments of its transformer's forward."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "hidden_states": torch.randn(1, 4, 4, 8, 8, generator=generator),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 10, 64, generator=generator),
+    }
+
+
+@contextmanager
+def only_the_families_of_the_package() -> Iterator[None]:
+    """A command begins without what was registered before, and leaves nothing registered."""
+    known = dict(families._FAMILIES)
+    for name in set(known) - {"dit", "sana", "wan"}:
+        del families._FAMILIES[name]
+    try:
+        yield
+    finally:
+        families._FAMILIES.clear()
+        families._FAMILIES.update(known)
+
+
+def run(command: list[str]) -> None:
+    """Run a command in this process.
+
+    Raises:
+        AssertionError: it failed.
+    """
+    program, *arguments = command
+    if program == "accelerate" and arguments[0] == "launch":
+        program, arguments = "python", arguments[1:]
+    if program == "mhla":
+        result = CliRunner().invoke(app, arguments)
+        if result.exception is not None:
+            raise AssertionError(f"exit code {result.exit_code}\n{result.output[-3000:]}") from result.exception
+    elif program == "python":
+        run_python(arguments)
+    elif program == "mkdocs":
+        build_pages(arguments)
+    else:
+        raise AssertionError(f"There is no way to run {program!r}; give it one, or say in ONLY_CHECKED why not.")
+
+
+def run_python(arguments: list[str]) -> None:
+    """``python -c CODE`` or ``python FILE ARGUMENTS``."""
+    before = sys.argv
+    sys.argv = arguments
+    try:
+        if arguments[0] == "-c":
+            exec(arguments[1], {"__name__": "__main__"})
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise AssertionError(f"exit code {ended.code}") from ended
+    finally:
+        sys.argv = before
+
+
+def build_pages(arguments: list[str]) -> None:
+    """``mkdocs``, whose result goes into the present folder."""
+    from mkdocs.__main__ import cli
+
+    target, os_folder = Path("site").resolve(), Path.cwd()
+    os.chdir(ROOT)
+    try:
+        cli.main([*arguments, "--quiet", "--site-dir", str(target)], standalone_mode=False)
+    finally:
+        os.chdir(os_folder)
+
+
+def check(command: list[str]) -> None:
+    """Check that a command is there and takes its arguments.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    program, *arguments = command
+    checks: dict[str, Callable[[list[str]], None]] = {
+        "make": check_target,
+        "pip": check_extras,
+        "accelerate": check_launch,
+        "mhla": check_mhla,
+        "python": check_script,
+    }
+    if program in checks:
+        checks[program](arguments)
+    else:
+        assert os.access(ROOT / program, os.X_OK), f"{program} cannot be executed"
+
+
+def check_target(arguments: list[str]) -> None:
+    """Of the Makefile."""
+    assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {arguments[0]}"
+
+
+def check_extras(arguments: list[str]) -> None:
+    """``pip install .`` or ``".[extra,…]"``."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = re.fullmatch(r"\.(?:\[(.+)\])?", arguments[1])
+    assert wanted, f"{arguments[1]} is not this project"
+    assert set((wanted[1] or "").split(",")) - {""} <= set(extras), f"{wanted[1]} is no extra of {set(extras)}"
+
+
+def check_launch(arguments: list[str]) -> None:
+    """``accelerate launch OPTIONS SCRIPT ARGUMENTS``: its options, its configuration and the script's arguments."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    chosen = launch_command_parser().parse_args(arguments[1:])
+    load_config_from_file(chosen.config_file)
+    check_script([chosen.training_script, *chosen.training_script_args])
+
+
+def check_script(arguments: list[str]) -> None:
+    """``python FILE …`` or ``python -m MODULE …``: whether its --help knows the options and words."""
+    module = arguments[0] == "-m"
+    name, *rest = arguments[1:] if module else arguments
+    source = ROOT / (name.replace(".", "/") + ".py" if module else name)
+    assert source.is_file(), f"{source} is not there"
+    before = sys.argv
+    sys.argv = [name, "--help"]
+    try:
+        with CliRunner().isolation() as (output, *_):
+            with suppress(SystemExit):
+                if module:
+                    runpy.run_module(name, run_name="__main__")
+                else:
+                    runpy.run_path(str(source), run_name="__main__")
+            shown = output.getvalue().decode()
+    finally:
+        sys.argv = before
+    for word in rest:
+        if word.startswith("--"):
+            assert word in shown, f"{name} has no {word}"
+        elif word.startswith("finetune/configs"):
+            assert (ROOT / word).is_file(), f"{word} is not there"
+    choices = re.search(r"\{([^}]*)\}", shown)
+    if rest and not rest[0].startswith("--") and choices:
+        assert rest[0] in choices[1].split(","), f"{name} does not know {rest[0]!r}"
+
+
+def check_mhla(arguments: list[str]) -> None:
+    """Parse the arguments of a subcommand without running it."""
+    command: click.Command = typer.main.get_command(app)
+    context = click.Context(command, info_name="mhla")
+    rest = arguments
+    while hasattr(command, "resolve_command"):
+        name, command, rest = command.resolve_command(context, rest)
+        if not hasattr(command, "resolve_command"):
+            command.make_context(name, list(rest), parent=context)
+            return
+        context = click.Context(command, info_name=name, parent=context)
+
+
+def check_push() -> None:
+    """The one call in Python that is replaced."""
+    inspect.signature(push_mhla).bind("pipe", "me/my-patch")

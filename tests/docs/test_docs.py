@@ -1,0 +1,127 @@
+"""Every command and every Python snippet of the README and the pages, run as a reader would run them.
+
+What is run in place of what takes a download, a GPU or hours is one table, ``SUBSTITUTIONS``; what is not run at all
+another, ``ONLY_CHECKED``, with the reasons; both in ``running.py``.
+"""
+
+import json
+import re
+import traceback
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from mhla_diffusers import apply_mhla, save_mhla
+from mhla_diffusers.generation.record import write_video
+from mhla_diffusers.tiny import load_tiny
+
+from .. import models
+from ..families.pixart_tiny import save_pixart
+from ..patching.test_conversion import paper_checkpoint
+from .running import ONLY_CHECKED, SUBSTITUTIONS, Reader, check_push
+from .snippets import PAGES, ROOT, snippets
+
+ALL = [snippet for page in PAGES for snippet in snippets(page)]
+CODE = [snippet for snippet in ALL if snippet.language]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """What a reader has: a checkout, and files of their own."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("assets", "finetune", "mhla_diffusers", "patches", "pipelines"):
+        (folder / name).symlink_to(ROOT / name)
+    write_prompts(folder)
+    write_patches(folder)
+    write_media(folder)
+    write_what_evaluators_give(folder)
+    save_file(paper_checkpoint(models.wan(), [1], True, False), folder / "paper.safetensors")
+    save_pixart(folder / "tiny-pixart")
+    # the page says: the class above it, and saved as mhla_pixart.py
+    *_, family, script = [s.text for s in CODE if s.page == "docs/add-a-model.md" and s.language == "python"]
+    (folder / "mhla_pixart.py").write_text(f"{family}\n{script}")
+    return folder
+
+
+def write_prompts(folder):
+    (folder / "prompts.txt").write_text("a seven\na three and an eight\n")
+    (folder / "prompts-wan.txt").write_text("a seven moving left\na three bouncing\n")
+    (folder / "prompts-dit.txt").write_text("seven\nthree\n")
+
+
+def write_patches(folder):
+    for family, blocks in (("wan", (7, 3, 5)), ("sana", (4, 4)), ("dit", (4, 4))):
+        name = "my-patch" if family == "wan" else f"my-{family}-patch"
+        save_mhla(apply_mhla(load_tiny(family), blocks=blocks), folder / name)
+    for name, family, blocks in (
+        ("my-patch", "wan", [7, 3, 5]),
+        ("my-dit-patch", "dit", [4, 4]),
+        ("my-pixart", "pixart", [2, 2]),
+    ):
+        content = {"family": family, "base_model": "tiny", "description": "my own", "mhla": {"blocks": blocks}}
+        (folder / f"{name}.yaml").write_text(json.dumps(content))
+
+
+def write_media(folder):
+    (folder / "videos").mkdir()
+    for number in range(2):
+        write_video(torch.rand(10, 64, 64, 3), folder / "videos" / f"{number}.mp4", 6)
+        (folder / "videos" / f"{number}.txt").write_text("a seven moving left")
+    pictures = numpy.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), dtype=numpy.uint8)
+    (folder / "imagenet").mkdir()
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(folder / "imagenet" / f"{number}.png")
+    numpy.savez(folder / "VIRTUAL_imagenet256_labeled.npz", arr_0=pictures)
+
+
+def write_what_evaluators_give(folder):
+    from mhla_diffusers.evaluation.geneval import TAGS
+    from mhla_diffusers.evaluation.vbench import DIMENSIONS
+
+    (folder / "evaluation_metadata.jsonl").write_text(json.dumps({"tag": "single_object", "prompt": "a seven"}))
+    (folder / "results.jsonl").write_text("\n".join(json.dumps({"tag": tag, "correct": True}) for tag in TAGS))
+    entry = {"prompt_en": "a seven moving left", "dimension": ["scene"]}
+    (folder / "VBench_full_info.json").write_text(json.dumps([entry]))
+    (folder / "wan.txt").write_text("a handwritten seven that moves to the left\n")
+    (folder / "results.json").write_text(json.dumps({name: [0.9, []] for name in DIMENSIONS}))
+
+
+@pytest.mark.parametrize("page", sorted({snippet.page for snippet in CODE}))
+def test_every_command_and_snippet_runs(page, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    reader, failed = Reader(folder), []
+    for snippet in (snippet for snippet in CODE if snippet.page == page):
+        try:
+            reader.follow(snippet)
+        except Exception as error:  # noqa: BLE001 - all that fail are told, each with its place
+            failed.append(f"{snippet.where}\n{last_lines(error)}")
+    assert not failed, f"{len(failed)} failed:\n\n" + "\n\n".join(failed)
+
+
+def last_lines(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)[-6:])
+
+
+def test_blocks_are_of_a_language_that_is_run():
+    assert {snippet.language for snippet in ALL} <= {"", "bash", "python"}
+    for snippet in ALL:
+        if not snippet.language:
+            assert not re.search(r"^(\$ |mhla |python |pip |import |from )", snippet.text, re.MULTILINE), snippet.where
+
+
+def test_what_is_replaced_or_left_out_stands_in_the_pages():
+    """A table that says more than the pages would hide what they no longer say."""
+    texts = [snippet.text for snippet in CODE]
+    for pattern, _ in ONLY_CHECKED:
+        assert any(re.search(pattern, text) for text in texts), pattern
+    used = set()
+    for text in texts:
+        for pattern, replacement in SUBSTITUTIONS:
+            text, count = re.subn(pattern, replacement, text)
+            used |= {pattern} if count else set()
+    assert [pattern for pattern, _ in SUBSTITUTIONS if pattern not in used] == []
+    check_push()

@@ -1,0 +1,82 @@
+"""The README's size and numbers, links, and the site that is built of the pages."""
+
+import json
+import re
+
+import pytest
+
+import mhla_diffusers
+import mhla_diffusers.attention
+import mhla_diffusers.training
+from mhla_diffusers.evaluation import metrics
+
+from .running import build_pages
+from .snippets import PAGES, ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The pages, built as .ci/run builds them: a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        build_pages(["build", "--strict"])
+    return folder / "site"
+
+
+def test_readme_is_short():
+    assert len(README.encode()) <= 10_000
+
+
+def test_nothing_is_fetched_when_a_page_is_opened(site):
+    for page in site.rglob("*.html"):
+        fetched = re.findall(r'<(?:script|img|iframe)[^>]*src="(https?:[^"]+)"', page.read_text())
+        fetched += re.findall(r'<link[^>]*rel="stylesheet"[^>]*href="(https?:[^"]+)"', page.read_text())
+        assert fetched == [], page.name
+
+
+def test_api_shows_every_public_name(site):
+    shown = set(re.findall(r' id="mhla_diffusers\.([\w.]+)"', (site / "api" / "index.html").read_text()))
+    last = {name.rpartition(".")[2] for name in shown}
+    assert set(mhla_diffusers.__all__) <= last
+    for module in (mhla_diffusers.attention, mhla_diffusers.training):
+        assert set(module.__all__) <= last
+    public = {name for name, value in vars(metrics).items() if getattr(value, "__module__", "") == metrics.__name__}
+    assert {name for name in public if not name.startswith("_")} <= last
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        found = page if not file else page.parent / file
+        assert found.is_file(), f"{page.name} links to {target}"
+        # those of the API reference are made when it is built, and checked then
+        if anchor and found.name != "api.md":
+            assert anchor in anchors(found), f"{page.name} links to {target}"
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_tables_of_the_demo_are_what_it_measured():
+    rows = json.loads((ROOT / "assets/demo/results.json").read_text())["rows"]
+    assert rows
+    for row in rows:
+        numbers = (
+            f"{row['held_out_loss']:.4f}",
+            f"{row['digit_accuracy']:.0%}",
+            f"{row['frechet_distance']:.1f}",
+            f"{row['rank']:.1f}",
+            f"{row['entropy']:.2f}",
+        )
+        line = f"| {row['name']} | {' | '.join(numbers)} |"
+        for page in ("README.md", "docs/results.md"):
+            assert line in (ROOT / page).read_text(encoding="utf-8"), f"{page} lacks {line}"

@@ -1,0 +1,83 @@
+"""Features of images: Inception's weights, and callables of one's own."""
+
+import pytest
+import torch
+
+from mhla_diffusers.evaluation.extractors import CleanInception, load_extractor
+from mhla_diffusers.evaluation.fid import measure_images
+
+from .pictures import blocks, write_pictures
+
+
+@pytest.mark.parametrize(("choice", "file"), [("adm", "6726825d.pth"), ("clean", "inception-2015-12-05.pt")])
+def test_missing_weights_are_named_with_their_source(choice, file, tmp_path):
+    for weights in (None, tmp_path / file):
+        with pytest.raises(FileNotFoundError, match=f"https://.*{file} and give its path with --weights"):
+            load_extractor(choice, weights)
+
+
+def test_unknown_extractors_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="allowed: adm, clean, or package.module:callable"):
+        load_extractor("vgg")
+    with pytest.raises(ValueError, match="no callable named 'none'"):
+        load_extractor("tests.evaluation.pictures:none")
+    with pytest.raises(ValueError, match="brings its own"):
+        load_extractor("tests.evaluation.pictures:blocks", tmp_path)
+
+
+class Backbone(torch.nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.adaptive_avg_pool2d(images, (32, 64)).mean(dim=1).flatten(1)
+
+
+class ScriptedInception(torch.nn.Module):
+    """Has what clean-fid uses of the real file."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = Backbone()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.layers(images)
+
+
+@pytest.fixture
+def scripted_weights(tmp_path):
+    pytest.importorskip("cleanfid.inception_torchscript", reason="clean-fid is not installed")
+    file = tmp_path / "inception-2015-12-05.pt"
+    torch.jit.save(torch.jit.script(ScriptedInception()), file)
+    return file
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_clean_inception_gets_resized_images_of_the_range_that_it_was_trained_with(scripted_weights):
+    extractor = CleanInception(scripted_weights)
+    images = torch.full((2, 3, 20, 30), 192, dtype=torch.uint8)
+    assert torch.equal(extractor(images), torch.full((2, 2048), 0.5))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_clean_fid_agrees(scripted_weights, tmp_path):
+    try:
+        from cleanfid import fid
+    except ImportError as error:
+        pytest.skip(f"clean-fid cannot be imported here: {error}")
+    folders = write_pictures(tmp_path / "made", 80), write_pictures(tmp_path / "real", 90, seed=1, brightness=140)
+    extractor = CleanInception(scripted_weights)
+    theirs = fid.compute_fid(
+        *map(str, folders),
+        custom_feat_extractor=lambda x: blocks(x).pooled,
+        num_workers=0,
+        device=torch.device("cpu"),
+        verbose=False,
+    )
+
+    def resized(images):
+        return blocks(
+            torch.stack([torch.from_numpy(extractor.resize(i)) for i in images.permute(0, 2, 3, 1).numpy()]).permute(
+                0, 3, 1, 2
+            )
+        ).pooled
+
+    ours = measure_images(*folders, resized, name="resized")
+    assert ours.fid == pytest.approx(theirs, rel=1e-4)

@@ -1,0 +1,121 @@
+"""mhla eval samples: a subcommand for each kind of set."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mhla_diffusers.evaluation.images import open_images
+
+from .pictures import mhla
+from .test_samples import config, differences, make
+
+FAST = ("--set", "num_inference_steps=1")
+
+
+def samples(kind, *arguments):
+    return mhla("eval", "samples", kind, *arguments)
+
+
+def test_each_kind_of_set_takes_its_own_options_and_those_of_all():
+    own = {"classes": "--label-order", "prompts": "--per-prompt", "geneval": "METADATA", "vbench": "--all-flickering"}
+    for kind, option in own.items():
+        shown = samples(kind, "--help")
+        assert shown.exit_code == 0, shown.output
+        assert option.lower() in shown.output.lower()
+        assert {name for name in own.values() if name.startswith("--") and name in shown.output} <= {option}
+        for shared in ("--family", "--model", "--weights", "--seed", "--batch-size", "--device", "--set"):
+            assert shared in shown.output
+
+
+def test_classes_go_into_adm_s_npz_and_the_command_goes_on(tmp_path):
+    asked = (tmp_path / "out", "--family", "dit", "--labels", "10", *FAST, "--batch-size", "4")
+    made = samples("classes", *asked, "--count", "2")
+    assert made.exit_code == 0, made.output
+    kept = (tmp_path / "out" / "000000.png").stat().st_mtime_ns
+    more = samples("classes", *asked, "--count", "3", "--npz", tmp_path / "out.npz")
+    assert "holds 3 samples" in more.output
+    assert (tmp_path / "out" / "000000.png").stat().st_mtime_ns == kept
+    assert len(open_images(tmp_path / "out.npz")) == 3
+    assert "seed=0, now 1" in str(samples("classes", *asked, "--count", "3", "--seed", "1").exception)
+
+
+def test_classes_that_the_model_does_not_have_are_refused(tmp_path):
+    drawn = ("--count", "4", "--labels", "5000", "--label-order", "random")
+    refused = samples("classes", tmp_path, "--family", "dit", *drawn)
+    assert re.search(r"'\d+' is no class of this DiT.* 0 to 9", str(refused.exception))
+    refused = samples("classes", tmp_path, "--family", "sana", "--count", "4")
+    assert "sana is asked for text, not for classes" in str(refused.exception)
+    assert "family='flux' is unknown" in str(samples("classes", tmp_path, "--family", "flux", "--count", "4").exception)
+
+
+def test_prompts_come_from_a_file(tmp_path):
+    (tmp_path / "prompts.txt").write_text("seven\n3\n")
+    asked = (tmp_path / "prompts.txt", "--per-prompt", "2")
+    made = samples("prompts", tmp_path / "out", *asked, "--family", "dit", *FAST, "--batch-size", "4")
+    assert made.exit_code == 0, made.output
+    listed = json.loads((tmp_path / "out" / "samples.json").read_text())
+    assert listed[2] == {"file": "00001-0.png", "text": "3"}
+    assert len(list((tmp_path / "out").glob("*.png"))) == 4
+    refused = samples("prompts", tmp_path / "videos", *asked, "--family", "wan", "--npz", tmp_path / "x.npz")
+    assert "is for images, but wan makes videos" in str(refused.exception)
+    assert not (tmp_path / "videos").exists()
+
+
+def test_geneval_s_evaluator_finds_what_it_reads(tmp_path):
+    (tmp_path / "metadata.jsonl").write_text('{"tag": "counting", "prompt": "a seven"}\n')
+    made = samples(
+        *("geneval", tmp_path / "out", tmp_path / "metadata.jsonl", "--family", "dit", *FAST, "--batch-size", "4")
+    )
+    assert made.exit_code == 0, made.output
+    assert json.loads((tmp_path / "out" / "00000" / "metadata.jsonl").read_text())["tag"] == "counting"
+    assert len(list((tmp_path / "out" / "00000" / "samples").glob("000?.png"))) == 4
+
+
+def test_vbench_s_videos_are_named_after_its_prompts(tmp_path):
+    suite = tmp_path / "VBench_full_info.json"
+    suite.write_text(json.dumps([{"prompt_en": "a seven", "dimension": ["color"]}]))
+    (tmp_path / "augmented.txt").write_text("a seven moving left")
+    asked = (tmp_path / "out", suite, "--augmented", tmp_path / "augmented.txt", *FAST, "--batch-size", "5")
+    made = samples("vbench", *asked, "--family", "wan")
+    assert made.exit_code == 0, made.output
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.mp4")) == [f"a seven-{n}.mp4" for n in range(5)]
+    listed = json.loads((tmp_path / "out" / "samples.json").read_text())
+    assert listed[4] == {"file": "a seven-4.mp4", "text": "a seven moving left"}
+    refused = samples("vbench", *asked, "--family", "sana")
+    assert "sana generates .png files, but the samples are such as 'a seven-0.mp4'" in str(refused.exception)
+
+
+@pytest.mark.slow
+def test_processes_of_accelerate_share_the_work_and_go_on(tmp_path):
+    script = tmp_path / "command.py"
+    script.write_text("from mhla_diffusers.cli import run\nrun()\n")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = [
+        *launch,
+        str(script),
+        "eval",
+        "samples",
+        "classes",
+        str(tmp_path / "out"),
+        "--family",
+        "dit",
+        "--count",
+        "3",
+    ]
+    command += ["--labels", "10", "--set", "num_inference_steps=2", "--npz", str(tmp_path / "out.npz")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    make(config(tmp_path / "out", count=1))
+    kept = (tmp_path / "out" / "000000.png").stat().st_mtime_ns
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("holds 3 samples") == 1
+    assert (tmp_path / "out" / "000000.png").stat().st_mtime_ns == kept
+    make(config(tmp_path / "alone", count=3))
+    assert max(differences(tmp_path / "alone", tmp_path / "out")) <= 1
+    assert len(open_images(tmp_path / "out.npz")) == 3

@@ -1,0 +1,221 @@
+"""Generating into a folder, from Python and by the command."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from mhla_diffusers import families
+from mhla_diffusers.families.dit import DiTFamily, class_label
+from mhla_diffusers.files import check_writable
+from mhla_diffusers.generation import PipelineChoice
+from mhla_diffusers.generation.generate import GenerationConfig, generate, plan_tasks
+from mhla_diffusers.patching import is_patched
+from mhla_diffusers.tiny import load_tiny, loading
+
+from ..evaluation.pictures import mhla as in_process
+from ..test_cli import mhla
+
+FAST = {"num_inference_steps": 2}
+
+
+def test_images_are_written_once_and_kept(tmp_path):
+    config = GenerationConfig("dit", ("a seven", "3"), tmp_path / "out", seeds=(0, 5), settings=FAST)
+    made = list(generate(config))
+    assert [done for _, done in made] == [True] * 4
+    assert sorted(p.name for p in config.output.iterdir()) == [
+        "0000-0-a-seven.png",
+        "0000-5-a-seven.png",
+        "0001-0-3.png",
+        "0001-5-3.png",
+        "generation.json",
+    ]
+    first = (config.output / "0000-0-a-seven.png").read_bytes()
+    assert [done for _, done in generate(config)] == [False] * 4
+    (config.output / "0000-0-a-seven.png").unlink()
+    assert [done for _, done in generate(config)] == [True, False, False, False]
+    assert (config.output / "0000-0-a-seven.png").read_bytes() == first
+
+
+def test_folder_of_other_choices_is_refused(tmp_path):
+    list(generate(GenerationConfig("dit", ("3",), tmp_path, settings=FAST)))
+    with pytest.raises(ValueError, match="num_inference_steps': 2}, now {}.*another output folder"):
+        next(generate(GenerationConfig("dit", ("3",), tmp_path)))
+
+
+def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a four\n")
+    asked = ("seven", "3", "--prompt-file", file, "--seed", "0", "--seed", "5", "--set", "num_inference_steps=2")
+    ended = in_process("generate", "dit", *asked, "--set", "guidance_scale=2", "--output", tmp_path)
+    assert ended.exit_code == 0, ended.output
+    names = {f"{place:04d}-{seed}-{name}.png" for place, name in enumerate(("seven", "3", "a-four")) for seed in (0, 5)}
+    assert {path.name for path in tmp_path.glob("*.png")} == names
+    assert ended.output.count("wrote ") == 6
+    recorded = json.loads((tmp_path / "generation.json").read_text())
+    assert recorded["settings"] == {"num_inference_steps": 2, "guidance_scale": 2}
+
+
+def test_command_helps():
+    shown = in_process("generate", "--help")
+    assert shown.exit_code == 0, shown.output
+    for text in ("dit, sana or wan", "mhla generate wan", "--prompt-file", "--set", "several times"):
+        assert text in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("flux", "x"), "family='flux' is unknown; allowed: dit, sana, wan"),
+        (("dit",), "no prompts"),
+        (("dit", "1001"), "'1001' is no class"),
+        (("dit", ""), "'' is no class"),
+        (("dit", "seven", "--device", "tpu9"), "device='tpu9'"),
+        (("dit", "seven", "--set", "num_inference_steps"), "must look like key=value"),
+        (("dit", "seven", "--set", "num_inference_steps=two"), "num_inference_steps='two'"),
+        (("dit", "seven", "--set", "num_inference_steps=2020-01-01"), "num_inference_steps="),
+        (("dit", "seven", "--patch", "nope"), "Unknown patch 'nope'"),
+        (("dit", "seven", "--prompt-file", "nowhere.txt"), "There is no nowhere.txt"),
+    ],
+)
+def test_command_says_what_is_wrong(tmp_path, arguments, message):
+    ended = in_process("generate", *arguments, "--output", tmp_path)
+    assert ended.exit_code == 1
+    assert isinstance(ended.exception, ValueError | OSError)
+    assert message in str(ended.exception)
+
+
+def test_command_that_fails_leaves_no_traceback(tmp_path):
+    ended = mhla("generate", "dit", "seven", "--output", str(tmp_path), "--set", "num_inference_step=2")
+    assert ended.returncode == 1
+    assert "Error: 'num_inference_step' is no setting" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_video_has_its_frame_rate_and_length(tmp_path):
+    av = pytest.importorskip("av")
+    config = GenerationConfig("wan", ("a seven moving left",), tmp_path, frames_per_second=6, settings=FAST)
+    ((task, done),) = generate(config)
+    assert done
+    with av.open(str(task.file)) as container:
+        stream = container.streams.video[0]
+        assert stream.average_rate == 6
+        assert sum(1 for _ in container.decode(stream)) == 9
+
+
+def test_patch_is_applied(tmp_path):
+    patch = tmp_path / "tiny.yaml"
+    patch.write_text("family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n")
+    assert is_patched(GenerationConfig("dit", ("1",), tmp_path, patch=str(patch)).load())
+
+
+def test_tiny_pipelines_take_the_dtype_too(tmp_path):
+    config = GenerationConfig("dit", ("1",), tmp_path, dtype="bfloat16", settings=FAST)
+    assert config.load().transformer.dtype == torch.bfloat16
+    assert [made for _, made in generate(config)] == [True]
+
+
+def test_unknown_patch_is_refused_before_the_model_is_looked_for(tmp_path):
+    with pytest.raises(ValueError, match="Unknown patch 'nope'"):
+        next(generate(GenerationConfig("dit", ("1",), tmp_path, model="./no-such-model", patch="nope")))
+
+
+def test_model_of_another_family_is_refused(tmp_path):
+    config = GenerationConfig("wan", ("x",), tmp_path, model=str(loading.pipeline_folder("dit")))
+    with pytest.raises(ValueError, match="belongs to dit.*'wan'"):
+        config.load()
+
+
+def test_unknown_class_is_refused_before_any_picture_is_made(tmp_path):
+    config = GenerationConfig("dit", ("a seven", "a cat"), tmp_path, settings=FAST)
+    with pytest.raises(ValueError, match="'a cat' is no class.*0 to 9.*eight"):
+        list(generate(config))
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_classes_are_given_by_number_name_or_phrase():
+    pipe = load_tiny("dit")
+    for prompt in ("7", "07", "seven", "a seven", "a Seven", "SEVEN "):
+        assert class_label(pipe, prompt) == 7
+    for prompt in ("", "  ", "²", "-1", "10", "99", "1000", "1001", "9" * 5000):
+        with pytest.raises(ValueError, match="is no class of this DiT.*0 to 9"):
+            class_label(pipe, prompt)
+    # "Cardigan" is a dog of ImageNet, "cardigan" a piece of clothing
+    pipe.labels = {"Cardigan": 264, "cardigan": 474}
+    assert [class_label(pipe, name) for name in ("Cardigan", "a cardigan")] == [264, 474]
+    pipe.labels = {}
+    assert class_label(pipe, "999") == 999
+    with pytest.raises(ValueError, match="'1000' is no class.*0 to 999"):
+        class_label(pipe, "1000")
+
+
+def test_a_run_that_failed_does_not_bind_the_folder(tmp_path):
+    failing = ({"settings": {"num_inference_step": 2}}, {"patch": "nope"}, {"weights": "./nope"}, {"model": "./nope"})
+    for changes in failing:
+        with pytest.raises((ValueError, OSError)):
+            list(generate(GenerationConfig("dit", ("3",), tmp_path, **changes)))
+    # what a run that was stopped while it wrote has left is no sample
+    (tmp_path / ".0000-0-3.png").write_text("")
+    ((_, made),) = generate(GenerationConfig("dit", ("3",), tmp_path, settings=FAST))
+    assert made
+    with pytest.raises(ValueError, match="files made otherwise"):
+        next(generate(GenerationConfig("dit", ("3",), tmp_path)))
+
+
+def test_settings_are_refused_before_the_folder_records_them(tmp_path):
+    for settings in ({"num_inference_step": 2}, {"num_inference_steps": 0}):
+        with pytest.raises(ValueError, match="num_inference_step"):
+            next(generate(GenerationConfig("dit", ("3",), tmp_path, settings=settings)))
+    assert not (tmp_path / "generation.json").exists()
+
+
+def test_folder_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = GenerationConfig("dit", ("1",), tmp_path / "file" / "out", model="does/not-exist")
+    with pytest.raises(OSError, match="Cannot write to the output folder"):
+        next(generate(config))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folder_without_permission_is_said(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="Permission denied"):
+        check_writable(tmp_path)
+
+
+def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
+    class Other(DiTFamily):
+        name = "other"
+
+    monkeypatch.setattr("mhla_diffusers.families._FAMILIES", dict(families._FAMILIES))
+    families.register_family(Other())
+    with pytest.raises(ValueError, match="family='other' has no tiny pipeline; give model"):
+        PipelineChoice("other")
+    assert PipelineChoice("other", model="a/folder").of_family.name == "other"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"family": "flux"}, "family='flux'"),
+        ({"prompts": ()}, "no prompts"),
+        ({"seeds": ()}, "no seeds"),
+        ({"patch": "a", "weights": "b"}, "either patch"),
+        ({"dtype": "float99"}, "dtype='float99'"),
+        ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
+        ({"frames_per_second": 0}, "frames_per_second=0"),
+        ({"device": "tpu9"}, "device='tpu9'.*cpu"),
+        ({"seeds": (0, -1)}, "seed -1 .*0 to 9223372036854775807"),
+        ({"seeds": (2**63,)}, "seed 9223372036854775808 "),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        GenerationConfig(**{"family": "dit", "prompts": ("1",), "output": tmp_path, **change})
+
+
+def test_file_names_are_safe(tmp_path):
+    (task,) = plan_tasks(GenerationConfig("wan", ("../A cat/✨ " + "x" * 200,), tmp_path))
+    assert task.file.parent == tmp_path
+    assert len(task.file.name) < 80

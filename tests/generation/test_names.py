@@ -1,0 +1,73 @@
+"""Files of prompts, and arguments of a pipeline's call, as users write them."""
+
+import pytest
+from diffusers import DiTPipeline, SanaPipeline, WanPipeline
+
+from mhla_diffusers.generation.names import check_settings, parse_settings, read_prompts
+from mhla_diffusers.tiny import call_settings
+
+
+def test_settings_are_typed():
+    assert parse_settings(["height=480", "guidance_scale=2.5", "x=a"]) == {
+        "height": 480,
+        "guidance_scale": 2.5,
+        "x": "a",
+    }
+
+
+@pytest.mark.parametrize(("text", "message"), [("height", "'height' must look like"), ("x=[1", r"'x=\[1' is no YAML")])
+def test_settings_that_cannot_be_read(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_settings([text])
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "settings"),
+    [
+        (DiTPipeline, {"num_inference_steps": 1, "guidance_scale": 1}),
+        (SanaPipeline, {"negative_prompt": "blurred", "sigmas": [1.0, 0.5], "timesteps": None, "clean_caption": True}),
+        (WanPipeline, {"guidance_scale_2": 3.5, "negative_prompt": ["dark", "blurred"]}),
+        (DiTPipeline, call_settings("dit")),
+        (SanaPipeline, call_settings("sana")),
+        (WanPipeline, call_settings("wan")),
+    ],
+)
+def test_settings_of_the_call_pass(pipeline, settings):
+    check_settings(pipeline, settings)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "settings", "message"),
+    [
+        (DiTPipeline, {"num_inference_step": 2}, "'num_inference_step' .*did you mean 'num_inference_steps'"),
+        (DiTPipeline, {"num_frames": 9}, "'num_frames' .*DiTPipeline.*llowed: guidance_scale, num_inference_steps"),
+        (WanPipeline, {"prompt": "a cat"}, "'prompt'"),
+        (WanPipeline, {"latents": 3}, "'latents'"),
+        (DiTPipeline, {"num_inference_steps": "two"}, "num_inference_steps='two' is of type str.* int"),
+        (DiTPipeline, {"num_inference_steps": 2.5}, "num_inference_steps=2.5 is of type float"),
+        (DiTPipeline, {"num_inference_steps": True}, "num_inference_steps=True is of type bool"),
+        (WanPipeline, {"height": None}, "height=None is of type NoneType"),
+        (DiTPipeline, {"guidance_scale": "high"}, "guidance_scale='high' .* float"),
+        (DiTPipeline, {"num_inference_steps": 0}, "num_inference_steps=0 must be 1 or more"),
+        (WanPipeline, {"num_frames": -1}, "num_frames=-1 must be 1 or more"),
+    ],
+)
+def test_settings_that_the_call_does_not_take_are_refused(pipeline, settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_settings(pipeline, settings)
+
+
+def test_prompts_come_from_a_file(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a seven\n\n a four \n")
+    assert read_prompts(file) == ("a seven", "a four")
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="no prompts"):
+        read_prompts(file)
+    with pytest.raises(FileNotFoundError, match=r"no .*none.txt"):
+        read_prompts(tmp_path / "none.txt")
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match=r"prompts.txt is no UTF-8 text"):
+        read_prompts(file)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        read_prompts(tmp_path)

@@ -1,0 +1,88 @@
+"""What several tests of patching use: names of models, what a patch could leave behind, adapters."""
+
+import inspect
+
+import torch
+from diffusers import (
+    UNet2DModel,
+)
+from peft import LoraConfig, inject_adapter_in_model
+
+import mhla_diffusers as mhla
+
+from ..models import FAMILIES
+
+MODELS = list(FAMILIES)
+
+
+OWN_METHODS = [name for name, case in FAMILIES.items() if case.own_methods]
+
+
+def footprint(model):
+    """All that a patch could leave behind in a transformer; processors and hooks compare by identity."""
+    return {
+        "class": type(model),
+        "state": {key: value.clone() for key, value in model.state_dict().items()},
+        "trainable": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "signature": inspect.signature(model.forward),
+        "modules": [name for name, _ in model.named_modules()],
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "processors": mhla.attn_processors(model),
+        "hooks": {
+            (name, kind): list(getattr(module, kind).values())
+            for name, module in model.named_modules()
+            for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+        },
+    }
+
+
+def assert_same_footprint(model, before):
+    after = footprint(model)
+    assert list(after["state"]) == list(before["state"])
+    for key, value in before["state"].items():
+        assert torch.equal(after["state"][key], value), key
+    for part in before.keys() - {"state"}:
+        assert after[part] == before[part], part
+
+
+def unet():
+    """A diffusers model without any attention."""
+    return UNet2DModel(
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2,
+    )
+
+
+ONE_PER_CLASS = ["wan", "wan_vace", "sana", "dit"]
+
+
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+EVERYTHING = {"output_norm": True, "output_gate": True, "convolution": 3}
+"""Settings that give a layer every kind of weight that it can have."""
+
+
+def assert_equal_up_to_order(found, expected):
+    """The same operations, perhaps in another order: float32 rounding of outputs of the order of 1."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+def mixings(model):
+    return [layer.mixing for layer in mhla.mhla_layers(model).values()]
+
+
+def lora(*projections):
+    """An adapter that changes the output from the start."""
+    torch.manual_seed(2)
+    return LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=list(projections))
+
+
+def with_lora(model, *projections):
+    """Diffusers' way where the class has it; DiT has not, so PEFT's own."""
+    if hasattr(model, "add_adapter"):
+        model.add_adapter(lora(*projections))
+        return model
+    return inject_adapter_in_model(lora(*projections), model).eval()

@@ -1,0 +1,183 @@
+"""Checkpoints of the paper's own Wan code."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import save_file
+from torch.nn.functional import conv3d, rms_norm, silu
+
+from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, save_mhla
+from mhla_diffusers.patching.conversion import convert_wan
+
+from .. import models
+
+HEADS, HEAD_DIM, BLOCKS = 2, 12, (2, 2, 3)
+DIM, M = HEADS * HEAD_DIM, 12
+
+TO_ORIGINAL = {
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
+    "condition_embedder.image_embedder.pos_embed": "img_emb.emb_pos",
+    "attn1": "self_attn",
+    "attn2": "cross_attn",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "o",
+    "add_k_proj": "k_img",
+    "add_v_proj": "v_img",
+    "norm_added_k": "norm_k_img",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "proj_out": "head.head",
+}
+
+
+def original_name(name: str) -> str:
+    """diffusers' name of a Wan tensor as Wan's own code has it."""
+    for ours, theirs in TO_ORIGINAL.items():
+        name = name.replace(ours, theirs)
+    if name.startswith("blocks."):
+        name = name.replace("scale_shift_table", "modulation").replace(".norm2.", ".norm3.")
+    return name.replace("scale_shift_table", "head.modulation") if name == "scale_shift_table" else name
+
+
+def paper_checkpoint(transformer: WanTransformer3DModel, layers: list[int], gate: bool, lepe: bool) -> dict:
+    """A state dict as the paper's Wan code writes it, with signed mixing matrices."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return 0.3 * torch.randn(*shape, generator=generator)
+
+    state = {original_name(name): tensor.clone() for name, tensor in transformer.state_dict().items()}
+    for index in layers:
+        prefix = f"blocks.{index}.self_attn."
+        state[prefix + "block_attn.conv.weight"] = draw(M, M, 1, 1)
+        state[prefix + "g_norm.weight"] = 1 + draw(HEAD_DIM)
+        if gate:
+            state[prefix + "g.weight"], state[prefix + "g.bias"] = draw(DIM, DIM), draw(DIM)
+        if lepe:
+            state[prefix + "lepe.weight"], state[prefix + "lepe.bias"] = draw(DIM, 1, 3, 3, 3), draw(DIM)
+    return state
+
+
+def paper_forward(state: dict, index: int, x: torch.Tensor, grid: tuple[int, int, int], rotary) -> torch.Tensor:
+    """Self-attention of one MHLA layer as the paper's Wan code computes it, restated from its description.
+
+    RMSNorm over all channels of query and key, ReLU + 1e-6, RoPE, per-block KV sums, mixing, no denominator, RMSNorm
+    per head, times SiLU of the gate, plus LePE of the values, output projection.
+    """
+    part = {
+        k.removeprefix(f"blocks.{index}.self_attn."): v for k, v in state.items() if f"blocks.{index}.self_attn." in k
+    }
+
+    def linear(name, y):
+        return y @ part[f"{name}.weight"].T + part[f"{name}.bias"]
+
+    q = rms_norm(linear("q", x), (DIM,), part["norm_q.weight"], 1e-6)
+    k = rms_norm(linear("k", x), (DIM,), part["norm_k.weight"], 1e-6)
+    v = linear("v", x)
+    q, k = (t.unflatten(-1, (HEADS, HEAD_DIM)).relu() + 1e-6 for t in (q, k))
+    angle = torch.complex(rotary[0][..., 0::2].double(), rotary[1][..., 0::2].double())
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(t.double().unflatten(-1, (-1, 2)).contiguous()) * angle).flatten(-2)
+        for t in (q, k)
+    )
+    values = v.double().unflatten(-1, (HEADS, HEAD_DIM))
+    sizes = [length // count for length, count in zip(grid, BLOCKS, strict=True)]
+    block_of = torch.zeros(grid, dtype=torch.long)
+    for f in range(grid[0]):
+        for h in range(grid[1]):
+            for w in range(grid[2]):
+                block_of[f, h, w] = ((f // sizes[0]) * BLOCKS[1] + h // sizes[1]) * BLOCKS[2] + w // sizes[2]
+    block_of = block_of.flatten()
+    summaries = torch.stack(
+        [torch.einsum("bnhd,bnhe->bhde", k[:, block_of == b], values[:, block_of == b]) for b in range(M)]
+    )
+    mixed = torch.einsum("ib,bzhde->izhde", part["block_attn.conv.weight"][:, :, 0, 0].double(), summaries)
+    output = torch.stack(
+        [torch.einsum("bhd,bhde->bhe", q[:, t], mixed[block_of[t]]) for t in range(len(block_of))], dim=1
+    )
+    output = rms_norm(output, (HEAD_DIM,), part["g_norm.weight"].double(), 1e-6).flatten(2)
+    if "g.weight" in part:
+        output = output * silu(linear("g", x).double())
+    if "lepe.weight" in part:
+        volume = v.double().mT.unflatten(-1, grid)
+        lepe = conv3d(volume, part["lepe.weight"].double(), part["lepe.bias"].double(), padding=1, groups=DIM)
+        output = output + lepe.flatten(2).mT
+    return linear("o", output.float())
+
+
+@pytest.mark.parametrize(("gate", "lepe"), [(False, False), (True, False), (True, True)])
+def test_converted_layers_compute_what_the_paper_s_code_computes(tmp_path, gate, lepe):
+    transformer = models.wan()
+    state = paper_checkpoint(transformer, [1, 2], gate, lepe)
+    save_file(state, tmp_path / "paper.safetensors")
+    convert_wan(tmp_path / "paper.safetensors", tmp_path / "patch", blocks=BLOCKS)
+    model = load_mhla(models.wan(), tmp_path / "patch")
+    assert [name.split(".")[1] for name in mhla_layers(model)] == ["1", "2"]
+
+    arguments = models.inputs("wan", batch=1)
+    seen = {}
+    for index in (1, 2):
+        model.blocks[index].attn1.register_forward_hook(
+            lambda _, args, output, index=index: seen.update({index: (args[0], args[3], output)})
+        )
+    models.output(model, arguments)
+    for index, (x, rotary, output) in seen.items():
+        expected = paper_forward(state, index, x.detach(), (4, 4, 6), rotary)
+        torch.testing.assert_close(output, expected.to(output.dtype), rtol=1e-4, atol=1e-5)
+
+
+def test_image_to_video_names(tmp_path):
+    transformer = models.wan_i2v()
+    save_file(paper_checkpoint(transformer, [0], True, False), tmp_path / "paper.safetensors")
+    convert_wan(tmp_path / "paper.safetensors", tmp_path / "patch", blocks=BLOCKS)
+    model = load_mhla(models.wan_i2v(), tmp_path / "patch")
+    for name, tensor in transformer.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_signed_matrices_are_loaded_as_they_are_and_never_clipped(tmp_path):
+    state = paper_checkpoint(models.wan(), [1], False, False)
+    save_file(state, tmp_path / "paper.safetensors")
+    convert_wan(tmp_path / "paper.safetensors", tmp_path / "patch", blocks=BLOCKS)
+    layer = mhla_layers(load_mhla(models.wan(), tmp_path / "patch"))["blocks.1.attn1.mhla"]
+    layer.clip_mixing_()
+    assert torch.equal(layer.mixing, state["blocks.1.self_attn.block_attn.conv.weight"][:, :, 0, 0])
+    assert (layer.mixing < 0).any()
+
+
+def test_bad_checkpoints_are_named(tmp_path):
+    path = tmp_path / "paper.safetensors"
+    save_file(paper_checkpoint(models.wan(), [1], False, False), path)
+    with pytest.raises(ValueError, match="M=12 blocks, blocks=None does not fit"):
+        convert_wan(path, tmp_path / "patch")
+    with pytest.raises(ValueError, match=r"M=12 blocks, blocks=\(2, 2, 2\) does not fit"):
+        convert_wan(path, tmp_path / "patch", blocks=(2, 2, 2))
+    save_file({"a": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="is no checkpoint of the paper's Wan code: .* its first name is 'a'"):
+        convert_wan(path, tmp_path / "patch")
+    with pytest.raises(ValueError, match="no safetensors file; pickle"):
+        convert_wan(tmp_path / "paper.pth", tmp_path / "patch")
+    with pytest.raises(ValueError, match=r"blocks=\(3, 5\) must be three .*\(3, 5, 10\)"):
+        convert_wan(tmp_path / "absent.safetensors", tmp_path / "patch", blocks=(3, 5))
+    path.write_bytes(b"short")
+    with pytest.raises(ValueError, match="cannot be read"):
+        convert_wan(path, tmp_path / "patch")
+
+
+@pytest.mark.parametrize("build", [models.wan, models.sana])
+def test_a_patch_of_this_package_is_no_checkpoint_of_the_paper(tmp_path, build):
+    save_mhla(apply_mhla(build()), tmp_path / "saved", weights="all")
+    saved = next((tmp_path / "saved").glob("*.safetensors"))
+    with pytest.raises(ValueError, match=r"is no checkpoint of the paper's Wan code.*load_mhla"):
+        convert_wan(saved, tmp_path / "patch", blocks=(3, 5, 10))
+    assert not (tmp_path / "patch").exists()

@@ -1,0 +1,117 @@
+"""What a patched attention computes: Eq. 4 on the grid of the input, with its options."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention import Call, reference_attention
+from mhla_diffusers.attention.rotary import rotary_table
+from mhla_diffusers.patching.processor import project
+
+from ..models import FAMILIES, assert_changed, inputs, output, patched
+from .shared import MODELS
+
+
+def layer_calls(model, arguments):
+    """Arguments and result of every MHLA layer in one forward, by layer name."""
+    calls = {}
+    handles = [
+        layer.register_forward_hook(lambda _, args, result, path=path: calls.update({path: (args, result)}))
+        for path, layer in mhla.mhla_layers(model).items()
+    ]
+    output(model, arguments)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_computes_equation_4_on_the_grid_of_the_input(name, ragged):
+    """Also where the block counts do not divide a grid that is not square."""
+    model, case = patched(name), FAMILIES[name]
+    grid = case.ragged_grid if ragged else case.grid
+    with torch.no_grad():
+        for seed, layer in enumerate(mhla.mhla_layers(model).values()):
+            noise = torch.rand(layer.mixing.shape, generator=torch.Generator().manual_seed(seed))
+            layer.mixing.mul_(0.2).add_(noise)
+    calls = layer_calls(model, inputs(name, ragged=ragged))
+    assert len(calls) == case.self_attentions
+    for path, (arguments, result) in calls.items():
+        query, key, value, _, _, rotary, *_ = arguments
+        mixing = mhla.mhla_layers(model)[path].mixing.detach()
+        table = rotary_table(rotary) if rotary is not None else None
+        expected = reference_attention(Call(query, key, value, mixing, grid, case.blocks, rotary=table))
+        # float32 sums of at most 96 tokens; RoPE makes the numerator's terms cancel, hence the absolute part
+        torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
+        assert (rotary is not None) == name.startswith("wan")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("sana")])
+def test_query_key_and_value_are_those_of_the_replaced_attention(name):
+    """Softmax attention over them is what the model's own processor computes (SANA's is linear; see below)."""
+    model = FAMILIES[name].build()
+    width = model.config.num_attention_heads * model.config.attention_head_dim
+    hidden_states = torch.randn(2, 10, width, generator=torch.Generator().manual_seed(0))
+    for path, attn in model.named_modules():
+        if path.endswith("attn1"):
+            with torch.no_grad():
+                heads = scaled_dot_product_attention(*(x.transpose(1, 2) for x in project(attn, hidden_states)))
+                found = attn.to_out[0](heads.transpose(1, 2).flatten(2))
+                # the same operations in another order
+                torch.testing.assert_close(found, attn(hidden_states), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"blocks": (1, 1)}, {"blocks": (4, 2), "mixing_init": "uniform"}])
+@pytest.mark.parametrize("name", ["sana", "sana_qk_norm"])
+def test_one_block_on_sana_is_its_own_linear_attention(name, settings):
+    """So is any number of blocks that are mixed evenly.
+
+    Where every query channel of a head is negative, SANA's ReLU leaves 0 / 1e-15 and it gives 0, where MHLA's weights
+    still sum to 1 and it gives the mean of the values; tokens where that may happen are left out. What MHLA adds to
+    every feature is made as small as what SANA adds to its normaliser; the rest is float32 rounding.
+    """
+    own, patched_model = FAMILIES[name].build(), patched(name, eps=1e-12, **settings)
+    width = own.transformer_blocks[0].attn1.to_q.in_features
+    hidden_states = torch.randn(2, 64, width, generator=torch.Generator().manual_seed(0))
+    for block, other in zip(own.transformer_blocks, patched_model.transformer_blocks, strict=True):
+        other.attn1.mhla.token_grid.shape = (8, 8)
+        alive = (project(block.attn1, hidden_states)[0] > 1e-3).any(dim=-1).all(dim=-1)
+        assert alive.float().mean() > 0.9
+        expected, found = block.attn1(hidden_states)[alive], other.attn1(hidden_states)[alive]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert_changed(output(patched(name), inputs(name)), output(own, inputs(name)))
+
+
+@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
+@pytest.mark.parametrize("option", [{"output_gate": True}, {"convolution": 3}, {"output_gate": True, "convolution": 5}])
+def test_a_fresh_gate_and_convolution_change_nothing(name, option):
+    """Within the rounding of SiLU; trained, they do."""
+    expected = output(patched(name), inputs(name))
+    model = patched(name, **option)
+    torch.testing.assert_close(output(model, inputs(name)), expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            for module in filter(None, (layer.gate, layer.convolution)):
+                module.weight.add_(0.3)
+    assert_changed(output(model, inputs(name)), expected)
+
+
+@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
+def test_the_convolution_runs_over_the_token_grid(name):
+    """A kernel with a single 1 beside its centre shifts the values by one token along the last axis of the grid."""
+    model, case = patched(name, convolution=3), FAMILIES[name]
+    plain = layer_calls(model, inputs(name, ragged=True))
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            layer.convolution.weight.view(layer.convolution.weight.shape[0], -1)[:, -2 - 3 ** len(case.grid) // 2] = 0
+            layer.convolution.weight[(..., *[1] * (len(case.grid) - 1), 2)] = 1
+    first = next(iter(plain))
+    shifted = layer_calls(model, inputs(name, ragged=True))[first][1] - plain[first][1]
+    value = plain[first][0][2].unflatten(1, case.ragged_grid)
+    axis = len(case.ragged_grid)
+    width = value.shape[axis]
+    expected = torch.zeros_like(value)
+    expected.narrow(axis, 0, width - 1).copy_(value.narrow(axis, 1, width - 1))
+    torch.testing.assert_close(shifted, expected.flatten(1, axis), rtol=1e-4, atol=1e-4)

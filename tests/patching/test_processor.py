@@ -1,0 +1,188 @@
+"""The processor: masks, and diffusers' own form that puts one instance on every attention."""
+
+import math
+
+import pytest
+import torch
+
+import mhla_diffusers as mhla
+
+from ..models import FAMILIES, assert_changed, inputs, output, patched
+from .shared import OWN_METHODS
+
+
+def masked_attention(name, tokens, mask):
+    """First self-attention of ``name`` on the first ``tokens`` of 64 tokens on a grid 8 wide."""
+    case = FAMILIES[name]
+    if len(case.blocks) == 3:
+        grid, blocks = (2, tokens // 16, 8), (1, 2, 2)
+    else:
+        grid, blocks = (tokens // 8, 8), (2, 2)
+    model = FAMILIES[name].build()
+    attn = next(module for path, module in model.named_modules() if path.endswith("attn1"))
+    attn.set_processor(mhla.MHLAProcessor(blocks=blocks, grid=grid))
+    width = model.config.num_attention_heads * model.config.attention_head_dim
+    x = torch.randn(2, *(grid[:-2] or (1,)), 8, 8, width, generator=torch.Generator().manual_seed(0))
+    x = x[..., : grid[-2], :, :].reshape(2, tokens, width)
+    with torch.no_grad():
+        return attn(x, attention_mask=mask)
+
+
+def bias(keep, value):
+    """The bias that diffusers adds to the scores of keys that are masked out."""
+    return torch.zeros(keep.shape).masked_fill_(~keep, value)
+
+
+MASKS = {
+    "bool": lambda keep: keep,
+    "bool (B, 1, N)": lambda keep: keep[:, None],
+    "bias (B, 1, N) of -10000": lambda keep: bias(keep, -10000.0)[:, None],
+    "bias (B, 1, 1, N) of -inf": lambda keep: bias(keep, -math.inf)[:, None, None],
+}
+
+
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
+def test_key_padding_masks_equal_dropping_the_tokens(name, form):
+    """The last row of every frame is masked out: the other tokens see what they see without it."""
+    frames = 2 if name == "wan" else 1
+    rows = 64 // 8 // frames
+    keep = (torch.arange(64) // 8 % rows < rows - 1).expand(2, 64)
+    found = masked_attention(name, 64, MASKS[form](keep))[:, keep[0]]
+    expected = masked_attention(name, 64 - 8 * frames, None)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_changed(masked_attention(name, 64, None)[:, keep[0]], expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 64), (2, 2, 64, 64), (64, 64), (3, 64), (2, 63)])
+@pytest.mark.parametrize("name", ["wan", "sana"])
+def test_masks_that_differ_between_queries_are_refused(name, shape):
+    with pytest.raises(ValueError, match="key-padding") as error:
+        masked_attention(name, 64, torch.ones(shape, dtype=torch.bool))
+    assert str(shape) in str(error.value)
+    assert "(2, 64)" in str(error.value)
+
+
+def test_a_mask_of_integers_is_refused():
+    keep = (torch.arange(64) < 56).expand(2, 64)
+    with pytest.raises(ValueError, match="int64 is ambiguous"):
+        masked_attention("sana", 64, keep.long())
+
+
+def single_instance(name, **settings):
+    """Model ``name`` with one MHLAProcessor set on every attention by diffusers' own method."""
+    case, model = FAMILIES[name], FAMILIES[name].build()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=case.blocks, grid=case.grid, **settings))
+    return model
+
+
+@pytest.mark.parametrize("name", OWN_METHODS)
+def test_one_processor_for_all_attentions_leaves_cross_attention_alone(name):
+    """Bit for bit the same as ``apply_mhla``, which touches self-attention only."""
+    model = single_instance(name)
+    found = output(model, inputs(name))
+    assert torch.equal(found, output(patched(name), inputs(name)))
+    assert_changed(found, output(FAMILIES[name].build(), inputs(name)))
+
+
+@pytest.mark.parametrize("name", OWN_METHODS)
+def test_one_processor_makes_weights_for_every_layer(name):
+    model = single_instance(name)
+    assert mhla.is_patched(model)
+    first = output(model, inputs(name))
+    layers = mhla.mhla_layers(model)
+    assert list(layers) == list(mhla.mhla_layers(patched(name)))
+    assert len({layer.mixing.data_ptr() for layer in layers.values()}) == FAMILIES[name].self_attentions
+    assert torch.equal(output(model, inputs(name)), first)
+    with torch.no_grad():
+        next(iter(layers.values())).mixing.copy_(torch.eye(math.prod(FAMILIES[name].blocks)))
+    assert_changed(output(model, inputs(name)), first)
+
+
+@pytest.mark.parametrize("ran", [False, True], ids=["before the first forward", "after it"])
+@pytest.mark.parametrize("name", OWN_METHODS)
+def test_diffusers_own_form_is_removed_too(name, ran):
+    """diffusers keeps no record of the old processors: they are fresh ones of the same classes."""
+    case, reference = FAMILIES[name], FAMILIES[name].build()
+    model = single_instance(name)
+    if ran:
+        output(model, inputs(name))
+    mhla.remove_mhla(model)
+    assert not mhla.is_patched(model)
+    assert torch.equal(output(model, inputs(name)), output(reference, inputs(name)))
+    assert list(model.state_dict()) == list(reference.state_dict())
+    kinds = {path: type(processor) for path, processor in model.attn_processors.items()}
+    assert kinds == {path: type(processor) for path, processor in reference.attn_processors.items()}
+    mhla.apply_mhla(model, blocks=case.blocks)
+
+
+def test_diffusers_own_form_needs_the_grid():
+    model = FAMILIES["wan"].build()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3)))
+    with pytest.raises(ValueError, match="does not know the token grid.*grid=.*apply_mhla.*set_attn_processor"):
+        output(model, inputs("wan"))
+
+
+def test_a_grid_whose_product_is_not_the_number_of_tokens_is_refused():
+    model = FAMILIES["wan"].build()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3), grid=(4, 4, 7)))
+    with pytest.raises(ValueError, match=r"\(4, 4, 7\) holds 112 tokens.* got 96"):
+        output(model, inputs("wan"))
+
+
+def test_a_refused_first_forward_leaves_no_weights_behind():
+    model = FAMILIES["wan"].build()
+    keys = list(model.state_dict())
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3), grid=(4, 4, 7)))
+    with pytest.raises(ValueError, match="holds 112 tokens"):
+        output(model, inputs("wan"))
+    assert list(model.state_dict()) == keys
+
+
+def test_diffusers_own_form_does_not_ignore_the_choice_of_layers():
+    with pytest.raises(ValueError, match=r"layers=\(1,\) cannot be honoured.*set_attn_processor\(transformer"):
+        output(single_instance("wan", layers=[1]), inputs("wan"))
+
+
+def test_weights_made_under_inference_mode_can_be_trained():
+    model = single_instance("wan")
+    with torch.inference_mode():
+        model(**inputs("wan"))
+    model(**inputs("wan")).sample.sum().backward()
+    assert all(layer.mixing.grad is not None for layer in mhla.mhla_layers(model).values())
+
+
+def test_processor_of_other_settings_on_a_patched_attention_is_refused():
+    model = patched("wan")
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(1, 1, 1), grid=FAMILIES["wan"].grid))
+    with pytest.raises(ValueError, match=r"blocks=\(2, 2, 3\).*blocks=\(1, 1, 1\).*remove_mhla"):
+        output(model, inputs("wan"))
+
+
+def test_processor_arguments_are_checked():
+    with pytest.raises(ValueError, match="not both.*eps"):
+        mhla.MHLAProcessor(mhla.MHLAConfig(blocks=(2, 2)), eps=0.1)
+    with pytest.raises(ValueError, match=r"grid=\(4, 4\).*blocks=\(2, 2, 2\)"):
+        mhla.MHLAProcessor(blocks=(2, 2, 2), grid=(4, 4))
+    with pytest.raises(ValueError, match="'blocs'.*did you mean 'blocks'"):
+        mhla.MHLAProcessor(blocs=(2, 2, 2))
+    with pytest.raises(ValueError, match="need blocks"):
+        mhla.MHLAProcessor(grid=(2, 2))
+    with pytest.raises(ValueError, match="'eagr'.*auto.*eager"):
+        mhla.MHLAProcessor(blocks=(2, 2), backend="eagr")
+
+
+def test_before_its_first_forward_diffusers_own_form_says_what_is_missing(tmp_path):
+    model = single_instance("wan")
+    assert all(layer.replaced and layer.blocks == (2, 2, 3) for layer in mhla.describe(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for use in (lambda: mhla.save_mhla(model, tmp_path), lambda: mhla.register_mixing_clip(optimizer, model)):
+        with pytest.raises(ValueError, match="no MHLA weights yet.*first forward"):
+            use()
+
+
+def test_a_bias_that_masks_every_key_alike_masks_none():
+    """As softmax has it: a constant on all scores of a query changes nothing."""
+    tokens = 64
+    masked = masked_attention("sana", tokens, torch.full((2, tokens), -10000.0))
+    torch.testing.assert_close(masked, masked_attention("sana", tokens, torch.zeros(2, tokens)))

@@ -1,0 +1,344 @@
+"""Saving, loading and sharing patches."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla
+from mhla_diffusers.patching.record import CONFIG_NAME, read_record
+from mhla_diffusers.patching.sharing import model_card
+
+from .. import models, pipelines
+
+SETTINGS = {"layers": "2/3", "output_gate": True, "output_norm": True, "convolution": 3, "mixing_per_head": True}
+
+
+def shake(parameters) -> None:
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(0.05 * torch.rand(parameter.shape, generator=generator))
+
+
+def trained(name: str, everything: bool = False):
+    """A patched model whose MHLA weights, or all weights, are no longer the initial ones."""
+    case = models.FAMILIES[name]
+    model = apply_mhla(case.build(), blocks=case.blocks, **SETTINGS)
+    parameters = model.parameters() if everything else (p for x in mhla_layers(model).values() for p in x.parameters())
+    shake(parameters)
+    return model
+
+
+@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
+def test_mhla_weights_round_trip(name, tmp_path):
+    model = trained(name)
+    save_mhla(model, tmp_path / "patch")
+    other = load_mhla(models.FAMILIES[name].build(), tmp_path / "patch")
+    arguments = models.inputs(name)
+    assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+    untouched = models.output(models.FAMILIES[name].build(), arguments)
+    assert not torch.equal(models.output(model, arguments), untouched)
+    assert torch.equal(models.output(remove_mhla(other), arguments), untouched)
+
+
+@pytest.mark.parametrize("weights", ["changed", "all"])
+def test_changed_base_weights_round_trip(weights, tmp_path):
+    model = trained("wan")
+    shake(model.blocks[1].attn1.to_q.parameters())
+    save_mhla(model, tmp_path, weights=weights, base=models.wan())
+    saved = set(load_file(tmp_path / read_record(tmp_path).file))
+    own = {name for name in saved if ".mhla." in name}
+    if weights == "changed":
+        assert saved - own == {f"transformer.blocks.1.attn1.to_q.{kind}" for kind in ("weight", "bias")}
+    else:
+        assert saved == {f"transformer.{name}" for name in model.state_dict()}
+    other = load_mhla(models.wan(), tmp_path)
+    arguments = models.inputs("wan")
+    assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+
+
+def test_changed_finds_its_base_where_the_model_came_from(tmp_path):
+    models.wan().save_pretrained(tmp_path / "base")
+    model = apply_mhla(type(models.wan()).from_pretrained(tmp_path / "base"), blocks=(2, 2, 3))
+    shake(model.blocks[0].attn1.to_q.parameters())
+    save_mhla(model, tmp_path / "patch", weights="changed")
+    names = set(load_file(tmp_path / "patch" / read_record(tmp_path / "patch").file))
+    assert {name for name in names if ".mhla." not in name} == {
+        f"transformer.blocks.0.attn1.to_q.{kind}" for kind in ("weight", "bias")
+    }
+    assert read_record(tmp_path / "patch").base_model == "base"
+
+
+def test_two_transformers(tmp_path):
+    pipe = apply_mhla(pipelines.wan22_pipeline(), blocks=(3, 2, 1))
+    shake(mhla_layers(pipe.transformer_2)["blocks.0.attn1.mhla"].parameters())
+    save_mhla(pipe, tmp_path)
+    other = load_mhla(pipelines.wan22_pipeline(), tmp_path)
+    for name, layer in mhla_layers(pipe).items():
+        assert torch.equal(mhla_layers(other)[name].mixing, layer.mixing)
+    with pytest.raises(ValueError, match="patch is for transformer, transformer_2 .* but the model has transformer"):
+        load_mhla(pipelines.wan_pipeline(), tmp_path)
+
+
+def test_opening_at_other_block_counts(tmp_path):
+    model = apply_mhla(models.wan(), blocks=(2, 2, 3))
+    save_mhla(model, tmp_path)
+    finer = load_mhla(models.wan(), tmp_path, blocks=(4, 2, 6))
+    layer = mhla_layers(finer)["blocks.0.attn1.mhla"]
+    assert layer.mixing.shape == (48, 48)
+    assert layer.config.blocks == (4, 2, 6)
+    arguments = models.inputs("wan")
+    assert models.output(finer, arguments).isfinite().all()
+
+
+def test_beside_save_pretrained(tmp_path):
+    """diffusers' own save keeps the model, save_mhla in the same folder keeps the patch."""
+    model = trained("wan", everything=True)
+    model.save_pretrained(tmp_path)
+    save_mhla(model, tmp_path)
+    other = load_mhla(type(model).from_pretrained(tmp_path), tmp_path)
+    arguments = models.inputs("wan")
+    assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+
+
+def test_saving_replaces_the_old_patch(tmp_path):
+    model = trained("wan")
+    save_mhla(model, tmp_path)
+    first = read_record(tmp_path)
+    shake(mhla_layers(model)["blocks.1.attn1.mhla"].parameters())
+    save_mhla(model, tmp_path)
+    second = read_record(tmp_path)
+    assert first.sha256 != second.sha256
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([CONFIG_NAME, second.file])
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from mhla_diffusers import apply_mhla, save_mhla
+from mhla_diffusers.patching import saving
+from tests import models, pipelines
+model = apply_mhla(models.wan(), blocks=(2, 2, 3), mixing_init="uniform")
+original = getattr(saving, {step!r})
+def killed(*arguments, **options):
+    if {before}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(saving, {step!r}, killed)
+save_mhla(model, {folder!r})
+"""
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("step", ["save_file", "write_json"])
+def test_a_kill_while_saving_leaves_a_whole_patch(tmp_path, step, before):
+    model = apply_mhla(models.wan(), blocks=(2, 2, 3))
+    save_mhla(model, tmp_path)
+    root = str(Path(__file__).parents[2])
+    script = KILLED.format(root=root, step=step, before=before, folder=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", script], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == -signal.SIGKILL
+    loaded = load_mhla(models.wan(), tmp_path)
+    mixing = mhla_layers(loaded)["blocks.0.attn1.mhla"].mixing
+    saved_new = step == "write_json" and not before
+    is_uniform = bool((mixing == mixing[0, 0]).all())
+    assert is_uniform == saved_new
+
+
+def test_wrong_models_are_refused_and_left_alone(tmp_path):
+    save_mhla(trained("wan"), tmp_path)
+    for model, words in [
+        (models.wan_i2v(), "made for layers=4, the model has 3"),
+        (models.wan_vace(), "transformer='WanTransformer3DModel', the model has 'WanVACETransformer3DModel'"),
+        (models.sana(), "transformer='WanTransformer3DModel', the model has 'SanaTransformer2DModel'"),
+    ]:
+        keys = list(model.state_dict())
+        with pytest.raises(ValueError, match=words):
+            load_mhla(model, tmp_path)
+        assert list(model.state_dict()) == keys
+    with pytest.raises(ValueError, match="already patched"):
+        load_mhla(trained("wan"), tmp_path)
+
+
+def rewrite(folder: Path, change) -> None:
+    """Change the saved tensors and make the hash fit again."""
+    import hashlib
+
+    record = json.loads((folder / CONFIG_NAME).read_text())
+    path = folder / record["file"]
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    record["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / CONFIG_NAME).write_text(json.dumps(record))
+
+
+NAME = "transformer.blocks.1.attn1.mhla.mixing"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop(NAME), "missing blocks.1.attn1.mhla.mixing"),
+        (lambda tensors: tensors.update({"transformer.blocks.9.x": torch.ones(1)}), "unexpected blocks.9.x"),
+        (
+            lambda tensors: tensors.update({NAME: torch.ones(2, 2)}),
+            r"mixing has shape \(2, 2\), expected \(2, 12, 12\)",
+        ),
+        (lambda tensors: tensors[NAME].view(-1)[0].fill_(torch.nan), "mixing holds NaN or infinite values"),
+    ],
+)
+def test_wrong_tensors_are_named_and_nothing_is_applied(tmp_path, change, words):
+    save_mhla(trained("wan"), tmp_path)
+    rewrite(tmp_path, change)
+    model = models.wan()
+    before = models.output(model, models.inputs("wan"))
+    with pytest.raises(ValueError, match=words):
+        load_mhla(model, tmp_path)
+    assert not mhla_layers(model)
+    assert torch.equal(models.output(model, models.inputs("wan")), before)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    save_mhla(trained("wan"), tmp_path)
+    path = tmp_path / read_record(tmp_path).file
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match="damaged or was changed"):
+        load_mhla(models.wan(), tmp_path)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match="damaged or was changed"):
+        load_mhla(models.wan(), tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="is missing"):
+        load_mhla(models.wan(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda record: record.update(format_version=99), "format version 99 is unknown"),
+        (lambda record: record.update(more=1), "more"),
+        (lambda record: record.pop("file"), "file"),
+        (lambda record: record.update(file="../mhla-x.safetensors"), "names '../mhla-x.safetensors'"),
+        (lambda record: record.update(file="weights.bin"), "names 'weights.bin'"),
+    ],
+)
+def test_bad_records_are_named(tmp_path, change, words):
+    save_mhla(trained("wan"), tmp_path)
+    record = json.loads((tmp_path / CONFIG_NAME).read_text())
+    change(record)
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=words):
+        load_mhla(models.wan(), tmp_path)
+
+
+def test_pickles_are_refused(tmp_path):
+    (tmp_path / "mhla.bin").write_bytes(b"anything")
+    with pytest.raises(FileNotFoundError, match=r"holds mhla.bin, but pickle files are never loaded"):
+        load_mhla(models.wan(), tmp_path)
+    with pytest.raises(ValueError, match="pickle file, which is never loaded"):
+        load_mhla(models.wan(), tmp_path / "mhla.bin")
+
+
+def test_saving_refuses_what_it_cannot_save(tmp_path):
+    with pytest.raises(ValueError, match="not patched with MHLA; call apply_mhla"):
+        save_mhla(models.wan(), tmp_path)
+    model = apply_mhla(models.wan(), blocks=(2, 2, 3))
+    with pytest.raises(ValueError, match="weights='some' is unknown; allowed: mhla, changed, all"):
+        save_mhla(model, tmp_path, weights="some")
+    with pytest.raises(ValueError, match="unknown where this model came from"):
+        save_mhla(model, tmp_path, weights="changed")
+    with pytest.raises(ValueError, match="base must be an unpatched model"):
+        save_mhla(model, tmp_path, weights="changed", base=model)
+    with pytest.raises(ValueError, match=r"base does not fit: it has no transformer\.scale_shift_table"):
+        save_mhla(model, tmp_path, weights="changed", base=models.sana())
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="Cannot save a patch into .*file"):
+        save_mhla(model, file)
+    with pytest.raises(ValueError, match="folder is empty"):
+        save_mhla(model, "")
+    with pytest.raises(FileNotFoundError, match="is no folder; load_mhla takes the folder"):
+        load_mhla(models.wan(), file)
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(target_modules=["to_q"]))
+    with pytest.raises(ValueError, match="has LoRA adapters"):
+        save_mhla(model, tmp_path, weights="all")
+    save_mhla(model, tmp_path, weights="mhla")
+    assert (tmp_path / CONFIG_NAME).is_file()
+
+
+def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
+    snapshot = tmp_path / "hub" / "models--someone--base.v1" / "snapshots" / "0123abcd"
+    for folder in (tmp_path / "private" / "tiny", snapshot):
+        pipelines.wan_pipeline().save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    for source, expected in {
+        str(tmp_path / "private" / "tiny"): "tiny",
+        "private/tiny": "tiny",
+        str(tmp_path / "private" / "removed") + "/": "removed",
+        str(snapshot): "someone/base.v1",
+        "someone/base.v1": "someone/base.v1",
+    }.items():
+        pipe = pipelines.wan_pipeline()
+        pipe.register_to_config(_name_or_path=source)
+        apply_mhla(pipe, blocks=(3, 2, 1))
+        for given in (None, source):
+            save_mhla(pipe, tmp_path / "patch", base_model=given)
+            record = read_record(tmp_path / "patch")
+            card = model_card(pipe, "me/my-patch", record)
+            assert record.base_model == expected
+            for text in ((tmp_path / "patch" / CONFIG_NAME).read_text(), card):
+                assert str(tmp_path) not in text
+                assert "private" not in text
+            assert ("huggingface.co/" in card) == ("/" in expected)
+            assert card.startswith("---\nbase_model:") == ("/" in expected)
+    model = apply_mhla(type(models.wan()).from_pretrained(snapshot, subfolder="transformer"), blocks=(2, 2, 3))
+    save_mhla(model, tmp_path / "patch", weights="changed")
+    assert read_record(tmp_path / "patch").base_model == "someone/base.v1"
+    load_mhla(models.wan(), tmp_path / "patch")
+
+
+UNREACHABLE = """
+from mhla_diffusers import apply_mhla, push_mhla
+from tests import models, pipelines
+try:
+    push_mhla(apply_mhla(models.wan(), blocks=(2, 2, 3)), "me/my-patch", token="hf_none")
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("setting", ["HF_HUB_OFFLINE=1", "HF_ENDPOINT=http://127.0.0.1:9"])
+def test_a_hub_that_cannot_be_reached_is_told(setting):
+    name, _, value = setting.partition("=")
+    ended = subprocess.run(
+        [sys.executable, "-c", UNREACHABLE],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1", name: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Hub repository 'me/my-patch'" in ended.stdout, ended.stderr
+    assert "save_mhla" in ended.stdout
+
+
+def test_the_model_card_says_how_to_use_it(tmp_path):
+    pipe = apply_mhla(pipelines.wan_pipeline(), blocks=(3, 2, 1), layers="2/3")
+    save_mhla(pipe, tmp_path, base_model="someone/base")
+    card = model_card(pipe, "me/my-patch", read_record(tmp_path))
+    assert card.startswith("---\nbase_model: someone/base\n")
+    assert 'load_mhla(pipe, "me/my-patch")' in card
+    assert "blocks.1.attn1" in card
+    assert '"layers": "2/3"' in card

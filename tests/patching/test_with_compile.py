@@ -1,0 +1,148 @@
+"""torch.compile and torch.export of patched models."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mhla_diffusers as mhla
+
+from ..models import FAMILIES, assert_changed, inputs, output, patched
+from .shared import EVERYTHING, ONE_PER_CLASS, assert_equal_up_to_order
+
+
+@pytest.fixture
+def counter():
+    """Counts graphs; compiles to plain PyTorch, so that what is tested is the capture."""
+    torch._dynamo.reset()
+    yield CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+
+
+def shortened(name, **settings):
+    """A patched model of one kept and one replaced layer, which is enough for a compiler."""
+    model = FAMILIES[name].build()
+    for attribute in ("blocks", "transformer_blocks"):
+        if hasattr(model, attribute):
+            del getattr(model, attribute)[2:]
+    return mhla.apply_mhla(model, blocks=FAMILIES[name].blocks, **({"layers": [-1]} | settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_the_whole_transformer_compiles_to_one_graph(name, counter):
+    """``fullgraph=True`` refuses graph breaks; the second call compiles nothing."""
+    model = shortened(name, **EVERYTHING)
+    expected = output(model, inputs(name))
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(2):
+        assert_equal_up_to_order(output(compiled, inputs(name)), expected)
+        assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+def test_one_compilation_per_resolution(counter):
+    model = shortened("wan")
+    requests = [inputs("wan"), inputs("wan", ragged=True)]
+    expected = [output(model, arguments) for arguments in requests]
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    counts = []
+    for arguments, wanted in zip(requests * 2, expected * 2, strict=True):
+        assert_equal_up_to_order(output(compiled, arguments), wanted)
+        counts.append(counter.frame_count)
+    assert counts == [1, 2, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_function_around_the_model_compiles_at_every_resolution(counter):
+    model = shortened("sana")
+    compiled = torch.compile(lambda arguments: model(**arguments).sample, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for count, ragged in enumerate((False, True), start=1):
+            arguments = inputs("sana", ragged=ragged)
+            assert_equal_up_to_order(compiled(arguments), output(model, arguments))
+            assert counter.frame_count == count
+
+
+@pytest.mark.slow
+def test_dynamic_compilation_is_right_at_every_resolution(counter):
+    """How often it compiles is not promised: the token grid is a constant of every graph."""
+    model = patched("sana")
+    del model.transformer_blocks[1:]
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for ragged in (False, True):
+        arguments = inputs("sana", ragged=ragged)
+        assert_equal_up_to_order(output(compiled, arguments), output(model, arguments))
+
+
+@pytest.mark.slow
+def test_patching_and_removing_a_compiled_model(counter):
+    """Each compiles anew, and the compiled model is the original one again after removal."""
+    model = FAMILIES["sana"].build()
+    del model.transformer_blocks[1:]
+    original = output(model, inputs("sana"))
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    assert_equal_up_to_order(output(compiled, inputs("sana")), original)
+    mhla.apply_mhla(compiled, blocks=(4, 2))
+    assert mhla.is_patched(model)
+    assert_equal_up_to_order(output(compiled, inputs("sana")), output(model, inputs("sana")))
+    assert_changed(output(compiled, inputs("sana")), original)
+    mhla.remove_mhla(compiled)
+    assert_equal_up_to_order(output(compiled, inputs("sana")), original)
+
+
+@pytest.mark.slow
+def test_repeated_blocks_compile_once_per_resolution(counter):
+    """Once for all blocks, whatever their number, at three resolutions."""
+    model, usual = patched("wan"), inputs("wan")
+    narrow = usual | {"hidden_states": usual["hidden_states"][..., :8, :6]}
+    requests = [usual, inputs("wan", ragged=True), narrow]
+    expected = [output(model, arguments) for arguments in requests]
+    model.compile_repeated_blocks(backend=counter, fullgraph=True)
+    for _ in range(2):
+        for arguments, wanted in zip(requests, expected, strict=True):
+            assert_equal_up_to_order(output(model, arguments), wanted)
+    assert counter.frame_count == len(requests)
+
+
+@pytest.mark.slow
+def test_repeated_blocks_of_vace_compile_once_for_each_kind(counter):
+    """Three kinds, as without the patch: main blocks, the first control block with its input projection, the others."""
+    model, arguments = patched("wan_vace"), inputs("wan_vace")
+    expected = output(model, arguments)
+    model.compile_repeated_blocks(backend=counter, fullgraph=True)
+    for _ in range(2):
+        assert_equal_up_to_order(output(model, arguments), expected)
+        assert counter.frame_count == 3
+
+
+@pytest.mark.parametrize("name", ["sana", "dit"])
+def test_diffusers_knows_no_repeated_blocks_in_sana_and_dit(name):
+    """``compile_repeated_blocks`` refuses these classes, patched or not; when that changes, test them above."""
+    for model in (FAMILIES[name].build(), patched(name)):
+        with pytest.raises(ValueError, match="_repeated_blocks"):
+            model.compile_repeated_blocks()
+
+
+@pytest.mark.slow
+def test_diffusers_own_form_compiles_after_its_first_forward(counter):
+    """Its weights are made in the first forward, which therefore runs uncompiled."""
+    model = FAMILIES["wan"].build()
+    del model.blocks[1:]
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3), grid=FAMILIES["wan"].grid))
+    expected = output(model, inputs("wan"))
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    assert_equal_up_to_order(output(compiled, inputs("wan")), expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
+def test_export_gives_a_program_for_one_resolution(name):
+    """``torch.export`` works; the token grid is a constant of the program, so another resolution is refused."""
+    model = shortened(name, **EVERYTHING)
+    fixed = {"return_dict": False}
+    with torch.no_grad():
+        program = torch.export.export(model, args=(), kwargs=inputs(name) | fixed).module()
+    assert_equal_up_to_order(program(**inputs(name, seed=8), **fixed)[0], output(model, inputs(name, seed=8)))
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        program(**inputs(name, ragged=True), **fixed)

@@ -1,0 +1,152 @@
+"""LoRA and fused projections on patched models."""
+
+import pytest
+import torch
+from diffusers.utils.peft_utils import recurse_remove_peft_layers
+from peft import get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+
+import mhla_diffusers as mhla
+
+from ..models import FAMILIES, assert_changed, inputs, output, patched
+from ..pipelines import wan_pipeline
+from .shared import ONE_PER_CLASS, PROJECTIONS, assert_equal_up_to_order, mixings, with_lora
+
+
+def self_attentions(model):
+    return [module for path, module in model.named_modules() if path.endswith("attn1")]
+
+
+def lora_layers(model):
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_lora_on_every_projection_acts_and_unloads_without_a_trace(name, projection):
+    model = patched(name)
+    expected, keys = output(model, inputs(name)), list(model.state_dict())
+    with_lora(model, projection)
+    assert_changed(output(model, inputs(name)), expected)
+    if hasattr(model, "unload_lora"):
+        model.unload_lora()
+    else:
+        recurse_remove_peft_layers(model)
+    assert torch.equal(output(model, inputs(name)), expected)
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_lora_is_fused_and_unfused(name):
+    model = with_lora(patched(name, layers="2/3"), *PROJECTIONS)
+    adapted = output(model, inputs(name))
+    if hasattr(model, "fuse_lora"):
+        model.fuse_lora()
+    else:
+        for layer in lora_layers(model):
+            layer.merge()
+    assert all(layer.merged for layer in lora_layers(model))
+    assert_equal_up_to_order(output(model, inputs(name)), adapted)
+    if hasattr(model, "unfuse_lora"):
+        model.unfuse_lora()
+    else:
+        for layer in lora_layers(model):
+            layer.unmerge()
+    assert not any(layer.merged for layer in lora_layers(model))
+    assert_equal_up_to_order(output(model, inputs(name)), adapted)
+
+
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_patching_and_removing_under_lora(name):
+    """The order of the two does not matter, and removal leaves the adapter in place."""
+    only_lora = with_lora(FAMILIES[name].build(), *PROJECTIONS)
+    expected = output(only_lora, inputs(name))
+    mhla.apply_mhla(only_lora, blocks=FAMILIES[name].blocks)
+    both = with_lora(patched(name), *PROJECTIONS)
+    assert torch.equal(output(only_lora, inputs(name)), output(both, inputs(name)))
+    for model in (only_lora, both):
+        mhla.remove_mhla(model)
+        assert torch.equal(output(model, inputs(name)), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_PER_CLASS if name != "dit"])
+def test_lora_file_of_a_patched_model_holds_the_adapter_only_and_loads(name, tmp_path):
+    """DiT has no LoRA files in diffusers."""
+    model = with_lora(patched(name), *PROJECTIONS)
+    model.save_lora_adapter(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert all("lora_" in key and "mhla" not in key for key in load_file(file))
+    other = patched(name)
+    other.load_lora_adapter(tmp_path, prefix=None, weight_name=file.name)
+    assert torch.equal(output(other, inputs(name)), output(model, inputs(name)))
+
+
+def test_lora_loads_into_a_patched_pipeline():
+    """The form in which users have them: ``pipe.load_lora_weights``, a scale, fuse, unload."""
+    weights = get_peft_model_state_dict(with_lora(FAMILIES["wan"].build(), *PROJECTIONS), adapter_name="default")
+    pipe = mhla.apply_mhla(wan_pipeline(), blocks=FAMILIES["wan"].blocks)
+    expected = output(pipe.transformer, inputs("wan"))
+    pipe.load_lora_weights({f"transformer.{key}": value for key, value in weights.items()}, adapter_name="style")
+    adapted = output(pipe.transformer, inputs("wan"))
+    assert_changed(adapted, expected)
+    pipe.set_adapters("style", 0.0)
+    assert_equal_up_to_order(output(pipe.transformer, inputs("wan")), expected)
+    pipe.set_adapters("style", 1.0)
+    pipe.fuse_lora(components=["transformer"])
+    assert_equal_up_to_order(output(pipe.transformer, inputs("wan")), adapted)
+    pipe.unfuse_lora(components=["transformer"])
+    pipe.unload_lora_weights()
+    assert_equal_up_to_order(output(pipe.transformer, inputs("wan")), expected)
+    assert mhla.is_patched(pipe)
+
+
+def test_an_adapter_freezes_mhla_like_every_other_weight_until_it_is_unfrozen():
+    """PEFT leaves the adapter alone trainable; whoever trains both says so after ``add_adapter``."""
+    model = with_lora(patched("wan"), *PROJECTIONS)
+    assert not any(matrix.requires_grad for matrix in mixings(model))
+    for matrix in mixings(model):
+        matrix.requires_grad_(True)
+    model(**inputs("wan")).sample.square().mean().backward()
+    trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert all(name.endswith("mhla.mixing") or "lora_" in name for name in trained)
+    assert len(trained) == 4 + 2 * len(lora_layers(model))
+
+
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_fused_query_key_and_value(name):
+    """``fuse_qkv_projections`` reaches Wan only (diffusers skips ``Attention``, which SANA and DiT are made of); there
+    an attention is fused one by one."""
+    model = patched(name, layers="2/3")
+    expected = output(model, inputs(name))
+    replaced = [attn for attn in self_attentions(model) if isinstance(attn.processor, mhla.MHLAProcessor)]
+    if name.startswith("wan"):
+        model.fuse_qkv_projections()
+    else:
+        if name == "sana":
+            model.fuse_qkv_projections()
+            assert not any(attn.fused_projections for attn in replaced)
+        for attn in replaced:
+            with torch.no_grad():
+                attn.fuse_projections()
+    assert all(attn.fused_projections for attn in replaced)
+    assert_equal_up_to_order(output(model, inputs(name)), expected)
+    with torch.no_grad():
+        weight = replaced[0].to_qkv.weight.clone()
+        replaced[0].to_qkv.weight.mul_(2)
+        assert_changed(output(model, inputs(name)), expected)
+        replaced[0].to_qkv.weight.copy_(weight)
+    if name.startswith("wan"):
+        model.unfuse_qkv_projections()
+        assert not any(hasattr(attn, "to_qkv") for attn in replaced)
+        assert torch.equal(output(model, inputs(name)), expected)
+
+
+def test_a_fused_model_is_patched_and_restored():
+    model = FAMILIES["wan"].build()
+    model.fuse_qkv_projections()
+    original = output(model, inputs("wan"))
+    mhla.apply_mhla(model, blocks=FAMILIES["wan"].blocks)
+    assert_equal_up_to_order(output(model, inputs("wan")), output(patched("wan"), inputs("wan")))
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, inputs("wan")), original)

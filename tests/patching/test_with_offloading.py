@@ -1,0 +1,96 @@
+"""Offloaded weights and models on other devices."""
+
+import pytest
+import torch
+from accelerate import cpu_offload
+
+import mhla_diffusers as mhla
+
+from ..models import FAMILIES, inputs, output, patched, relative_change
+from .shared import EVERYTHING, MODELS, ONE_PER_CLASS, mixings
+
+GROUPS = [{"offload_type": "block_level", "num_blocks_per_group": 1}, {"offload_type": "leaf_level"}]
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that nothing was written to holds NaN, so that a weight used while it is offloaded shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("settings", GROUPS)
+@pytest.mark.parametrize("name", ["wan", "wan_vace", "sana"])
+def test_group_offloading_brings_every_weight_in_time(name, settings, tmp_path, poisoned):
+    """Offloaded to disk, so that also without an accelerator the weights are gone until their group is loaded."""
+    model = patched(name, **EVERYTHING)
+    expected = output(model, inputs(name))
+    device = torch.device("cpu")
+    model.enable_group_offload(device, device, offload_to_disk_path=str(tmp_path), **settings)
+    assert not any(matrix.isfinite().any() for matrix in mixings(model))
+    for _ in range(2):
+        assert torch.equal(output(model, inputs(name)), expected)
+    assert not any(matrix.isfinite().any() for matrix in mixings(model))
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, inputs(name)), output(FAMILIES[name].build(), inputs(name)))
+
+
+def test_diffusers_offloads_no_groups_of_dit():
+    """It refuses the class, patched or not."""
+    for model in (FAMILIES["dit"].build(), patched("dit")):
+        with pytest.raises(ValueError, match="does not support group offloading"):
+            model.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+
+
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_accelerate_offloading_brings_every_weight_in_time(name):
+    """Between the forwards the weights are on the meta device: one that is used too early has no values."""
+    model = patched(name, **EVERYTHING)
+    expected = output(model, inputs(name))
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(matrix.is_meta for matrix in mixings(model))
+    for _ in range(2):
+        assert torch.equal(output(model, inputs(name)), expected)
+    assert all(matrix.is_meta for matrix in mixings(model))
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, inputs(name)), output(FAMILIES[name].build(), inputs(name)))
+
+
+def test_an_offloaded_model_is_refused():
+    """A new layer takes the device of the attention's weights, which is meta here: it would have no values."""
+    model = FAMILIES["wan"].build()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="offloaded; patch it before"):
+        mhla.apply_mhla(model, blocks=FAMILIES["wan"].blocks)
+    assert not mhla.is_patched(model)
+
+
+@pytest.mark.parametrize("settings", GROUPS)
+@pytest.mark.parametrize("name", ["wan", "sana"])
+def test_a_model_under_group_offloading_is_refused(name, settings):
+    model = FAMILIES[name].build()
+    model.enable_group_offload(torch.device("cpu"), torch.device("cpu"), **settings)
+    with pytest.raises(ValueError, match="offloaded; patch it before"):
+        mhla.apply_mhla(model, blocks=FAMILIES[name].blocks)
+    assert not mhla.is_patched(model)
+
+
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_to_moves_every_weight(name):
+    """To the meta device, which needs no accelerator; and a model on meta can be patched."""
+    model = patched(name, **EVERYTHING).to("meta")
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+    model = mhla.apply_mhla(FAMILIES[name].build().to("meta"), blocks=FAMILIES[name].blocks, **EVERYTHING)
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_on_cuda(name):
+    expected = output(patched(name), inputs(name))
+    model = patched(name).to("cuda")
+    arguments = {key: value.to("cuda") for key, value in inputs(name).items()}
+    assert relative_change(output(model, arguments).cpu(), expected) < 1e-3
+    assert relative_change(output(model.to("cpu"), inputs(name)), expected) == 0
