@@ -90,13 +90,14 @@ def test_synthesize_and_finetune(model, tmp_path):
     prompts.write_text("a cat\nthe red dog\na blue ball\n")
     made = ("--model", model, "--prompts", prompts, "--output", tmp_path / "latents")
     run("synthesize", *made, "--size", "64x64", "--steps", "2", "--precision", "no")
+    both = {"diffusion": 1.0, "distillation": 1.0}
     config = {
         "model": str(model),
         "data": str(tmp_path / "latents"),
         "output": str(tmp_path / "run"),
         "patch": {"blocks": [2, 2]},
         "prompt_dropout": 0.2,
-        "validation": {"samples": 1, "every": 1, "prompts": ["a cat"], "inference_steps": 1},
+        "validation": {"samples": 1, "every": 1, "prompts": ["a cat"], "inference_steps": 2},
         "clip": {"frames": 1, "fps": 1, "sizes": [[64, 64]]},
         "stages": [
             {"trainable": "attention", "objectives": {"transfer": 1.0}, "steps": 1, "learning_rate": 1e-3},
