@@ -117,7 +117,8 @@ def _check_size(model: Model, size: Size) -> None:
 def build_transformer(model: Model, size: Size, layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
     """A transformer with seeded random weights, in eval mode.
 
-    Weights that diffusers keeps in float32 when it loads a model stay float32 here.
+    Weights that diffusers keeps in float32 when it loads a model stay float32 here, and so do positions, which are
+    buffers.
 
     Args:
         model: which.
@@ -144,9 +145,6 @@ def build_transformer(model: Model, size: Size, layers: int | None, device: torc
     for name, parameter in transformer.named_parameters():
         if not any(part in kept for part in name.split(".")):
             parameter.data = parameter.data.to(dtype)
-    for buffer in transformer.buffers():
-        if not model.is_video and buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
     return transformer.eval()
 
 

@@ -35,6 +35,7 @@ class Model:
     heads: int
     head_dim: int
     layers: int
+    """Given to the class as ``num_layers``."""
     blocks: tuple[int, ...]
     """Block counts of MHLA."""
     stride: int

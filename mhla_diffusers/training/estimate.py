@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import Sample, get_family
@@ -80,7 +81,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig) -> Estima
             add_adapters(transformer, stage.lora_rank, config.seed)
     transformer.train()
     if config.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
+        transformer.enable_gradient_checkpointing(_checkpointed)
     latents = torch.empty(config.batch_size, *sample["latents"].shape, device="meta")
     return Estimate(
         parameters=sum(parameter.numel() for parameter in transformer.parameters()),
@@ -138,8 +139,7 @@ def _one_batch(
         batch = process.make_batch(latents, latents, quantile, tensors)
         batch = replace(batch, hidden_states=batch.hidden_states.to(dtype))
         with _FusedAttention():
-            # not Tensor.backward, which is called with the mode switched off
-            objectives.backward(transformer, batch, torch.autograd.backward)
+            objectives.backward(transformer, batch, lambda loss: loss.backward())
 
     return run
 
@@ -158,6 +158,13 @@ def _gradients_dropped(transformer: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _checkpointed(module: nn.Module, *args: Any) -> Any:
+    """As diffusers does by itself, but that a torch function mode is in force where a block runs again, too."""
+    return checkpoint(
+        module.__call__, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _FusedAttention())
+    )
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -153,7 +153,7 @@ def test_memory_is_linear_in_tokens(dtype, blocks):
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_bits_do_not_depend_on_whether_the_mixing_matrix_takes_gradients(normalize):
-    """As under LoRA, which freezes it: torch.matmul multiplies in another order when a shared matrix takes gradients."""
+    """LoRA freezes the matrix; torch.matmul multiplies in another order where a shared one takes gradients."""
     problem = make_problem((8, 8), (4, 2), normalize=normalize, head_dim=16)
     with torch.no_grad():
         frozen, learnable = (

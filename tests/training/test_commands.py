@@ -227,15 +227,32 @@ def test_dry_run_of_every_family(
     assert estimate.stages[1].flops > estimate.stages[0].flops > 0
 
 
-def test_dry_run_counts_the_flops_of_softmax_attention(tmp_path: Path, config_file: Path) -> None:
+@pytest.mark.parametrize(("checkpointing", "passes"), [("false", 3.5), ("true", 4.5)])
+def test_dry_run_counts_the_flops_of_softmax_attention(
+    checkpointing: str, passes: float, tmp_path: Path, config_file: Path
+) -> None:
+    """Forward, backward of a fused kernel, which is 2.5 forwards, and the forward that checkpointing adds."""
     both = []
     for layers in ("all", "0.5"):
         stage = "stages=[{steps: 1, learning_rate: 1, trainable: all, objectives: {diffusion: 1}}]"
         clip = "clip={frames: 9, fps: 8, sizes: [[512, 512]]}"
-        both.append(dry_run(TrainingConfig.from_yaml(config_file, [stage, clip, f"patch.layers={layers}"])))
+        changed = [stage, clip, f"patch.layers={layers}", f"gradient_checkpointing={checkpointing}"]
+        both.append(dry_run(TrainingConfig.from_yaml(config_file, changed)))
     tokens, width = both[0].tokens, 24
-    kept_softmax = 3.5 * 4 * tokens**2 * width
+    kept_softmax = passes * 4 * tokens**2 * width
     assert both[1].stages[0].flops - both[0].stages[0].flops == pytest.approx(kept_softmax, rel=0.1)
+    # nobody holds the scores of all tokens with all tokens
+    assert both[1].stages[0].activation_bytes < 2 * 4 * tokens**2
+
+
+def test_dry_run_shows_what_gradient_checkpointing_saves(config_file: Path) -> None:
+    clip = "clip={frames: 9, fps: 8, sizes: [[512, 512]]}"
+    with_it, without = (
+        dry_run(TrainingConfig.from_yaml(config_file, [clip, f"gradient_checkpointing={value}"])).stages[1]
+        for value in ("true", "false")
+    )
+    assert with_it.activation_bytes < 0.8 * without.activation_bytes
+    assert with_it.flops > without.flops
 
 
 def test_bad_input_is_refused_before_weights_are_read(tmp_path: Path, model: str, config_file: Path) -> None:
