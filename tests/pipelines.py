@@ -26,7 +26,7 @@ from .models import dit, sana, seeded, wan
 _WORDS = ("a", "the", "cat", "dog", "surfing", "on", "red", "blue", "wave", "ball", "moves")
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer() -> PreTrainedTokenizerFast:
     """Words to numbers, without a download."""
     vocabulary = {word: index for index, word in enumerate(("<pad>", "</s>", "<unk>", *_WORDS))}
     words = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
@@ -46,7 +46,7 @@ def _wan_parts(text_channels: int, vae: dict[str, Any]) -> dict[str, Any]:
         "temperal_downsample": [False, True, True],
     }
     return {
-        "tokenizer": tokenizer(),
+        "tokenizer": word_tokenizer(),
         "text_encoder": seeded(UMT5EncoderModel, config=encoder),
         "vae": seeded(AutoencoderKLWan, noise=0.05, **(settings | vae)),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -115,7 +115,7 @@ def sana_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **
         "upsample_block_type": "interpolate",
     }
     parts = {
-        "tokenizer": tokenizer(),
+        "tokenizer": word_tokenizer(),
         "text_encoder": seeded(Gemma2Model, config=encoder),
         "vae": seeded(AutoencoderDC, noise=0.05, **(settings | (vae or {}))),
         "transformer": transformer or sana(),

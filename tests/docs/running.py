@@ -1,18 +1,20 @@
 """Running what the pages say: in this process, in a folder as a reader would have it, on tiny models."""
 
 import inspect
+import io
 import os
 import re
 import runpy
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
+import pytest
 import torch
 import typer
 from typer.testing import CliRunner
@@ -28,7 +30,10 @@ WAN_CALL = 'num_inference_steps=1, num_frames=8, height=64, width=64, max_sequen
 WAN_SET = "--set num_inference_steps=1 --set num_frames=8 --set max_sequence_length=10"
 SANA_SET = "--set num_inference_steps=1 --set height=64 --set width=64 --set use_resolution_binning=false"
 DIGITS = "--extractor mhla_diffusers.demo.judging:picture_features"
-SHORT = "validation.samples=0 stages.1.steps=1"
+SHORT = "validation.samples=0 stages.1.steps=1 batch_size=1"
+
+FAMILIES = dict(families._FAMILIES)
+"""Those that the package knows by itself."""
 
 SUBSTITUTIONS: list[tuple[str, str]] = [
     # models of the Hub
@@ -60,8 +65,8 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^mhla synthesize (.*latents/synthetic.*)--steps 50", r"mhla synthesize \1--steps 1 --frames 9 --size 64x64"),
     (r"^(mhla synthesize .*)--steps 20", r"\1--steps 1"),
     (r"stages.0.steps=200", "stages.0.steps=1"),
-    (r"wan2.1-t2v-1.3b-hybrid.yaml", f"tiny-wan.yaml data=latents/wan2.1-t2v-1.3b {SHORT} batch_size=1"),
-    (r"^mhla finetune --config finetune/configs/tiny-wan.yaml$", rf"\g<0> {SHORT} stages.0.steps=1 batch_size=1"),
+    (r"wan2.1-t2v-1.3b-hybrid.yaml", f"tiny-wan.yaml data=latents/wan2.1-t2v-1.3b {SHORT} output=outputs/w"),
+    (r"^mhla finetune --config finetune/configs/tiny-wan.yaml$", rf"\g<0> {SHORT} stages.0.steps=1"),
     (r"^accelerate launch finetune/adapt.py .*", r"\g<0> stages.0.steps=1 output=outputs/launched"),
     # evaluation
     (r'^accelerate launch "\$\(command -v mhla\)"', "mhla"),
@@ -71,6 +76,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^mhla eval samples vbench .*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),
     (r"--weights weights-inception-2015-12-05-6726825d.pth", DIGITS),
     (r"--weights outputs/tiny-dit/result", "--weights my-dit-patch"),
+    (r"--blocks 3,5,10", "--blocks 2,2,3"),
     # measuring
     (r"^mhla bench all", "mhla bench all --tiny --seconds 0.01"),
     (r"--shape wan2.1-1.3b-480p", "--shape tiny --seconds 0.01"),
@@ -118,7 +124,7 @@ class Reader:
             return
         command = Snippet(snippet.page, snippet.line, "bash", text).arguments
         only_checked = any(re.search(pattern, snippet.text) for pattern, _ in ONLY_CHECKED)
-        with only_the_families_of_the_package():
+        with own_process():
             (check if only_checked else run)(command)
 
     def _python(self, text: str, snippet: Snippet) -> None:
@@ -132,23 +138,18 @@ def inputs_of_tiny_wan() -> dict[str, torch.Tensor]:
     """Arguments of its transformer's forward."""
     generator = torch.Generator().manual_seed(0)
     return {
-        "hidden_states": torch.randn(1, 4, 4, 8, 8, generator=generator),
+        "hidden_states": torch.randn(1, 4, 9, 16, 16, generator=generator),
         "timestep": torch.tensor([500]),
         "encoder_hidden_states": torch.randn(1, 10, 64, generator=generator),
     }
 
 
 @contextmanager
-def only_the_families_of_the_package() -> Iterator[None]:
-    """A command begins without what was registered before, and leaves nothing registered."""
-    known = dict(families._FAMILIES)
-    for name in set(known) - {"dit", "sana", "wan"}:
-        del families._FAMILIES[name]
-    try:
+def own_process() -> Iterator[None]:
+    """A command knows the families of the package alone, and leaves nothing registered."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(families, "_FAMILIES", dict(FAMILIES))
         yield
-    finally:
-        families._FAMILIES.clear()
-        families._FAMILIES.update(known)
 
 
 def run(command: list[str]) -> None:
@@ -162,8 +163,9 @@ def run(command: list[str]) -> None:
         program, arguments = "python", arguments[1:]
     if program == "mhla":
         result = CliRunner().invoke(app, arguments)
-        if result.exception is not None:
-            raise AssertionError(f"exit code {result.exit_code}\n{result.output[-3000:]}") from result.exception
+        error = result.exception
+        if error is not None:
+            raise AssertionError(f"{type(error).__name__}: {error}\n{result.output[-2000:]}") from error
     elif program == "python":
         run_python(arguments)
     elif program == "mkdocs":
@@ -252,21 +254,19 @@ def check_script(arguments: list[str]) -> None:
     before = sys.argv
     sys.argv = [name, "--help"]
     try:
-        with CliRunner().isolation() as (output, *_):
-            with suppress(SystemExit):
-                if module:
-                    runpy.run_module(name, run_name="__main__")
-                else:
-                    runpy.run_path(str(source), run_name="__main__")
-            shown = output.getvalue().decode()
+        with redirect_stdout(io.StringIO()) as output, suppress(SystemExit):
+            if module:
+                runpy.run_module(name, run_name="__main__")
+            else:
+                runpy.run_path(str(source), run_name="__main__")
     finally:
         sys.argv = before
     for word in rest:
         if word.startswith("--"):
-            assert word in shown, f"{name} has no {word}"
+            assert word in output.getvalue(), f"{name} has no {word}"
         elif word.startswith("finetune/configs"):
             assert (ROOT / word).is_file(), f"{word} is not there"
-    choices = re.search(r"\{([^}]*)\}", shown)
+    choices = re.search(r"\{([^}]*)\}", output.getvalue())
     if rest and not rest[0].startswith("--") and choices:
         assert rest[0] in choices[1].split(","), f"{name} does not know {rest[0]!r}"
 

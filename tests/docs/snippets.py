@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\s*$")
+_COMMENT = re.compile(r"(^|\s+)# .*$")
 _INCLUDED = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 
 
@@ -30,8 +31,8 @@ class Snippet:
 
     @property
     def arguments(self) -> list[str]:
-        """Of a command: its words, without comments."""
-        return shlex.split(self.text, comments=True)
+        """Of a command: its words."""
+        return shlex.split(self.text)
 
 
 def snippets(page: Path) -> Iterator[Snippet]:
@@ -58,9 +59,9 @@ def _commands(page: str, first: int, block: list[str]) -> Iterator[Snippet]:
     """Lines that end with a backslash go on with the next one."""
     begun: list[str] = []
     for number, line in enumerate(block, start=first):
-        begun.append(line.removesuffix("\\"))
+        begun.append(_COMMENT.sub("", line).removesuffix("\\").strip())
         if not line.endswith("\\"):
-            text = " ".join(part.strip() for part in begun)
-            if shlex.split(text, comments=True):
+            text = " ".join(begun)
+            if text:
                 yield Snippet(page, number - len(begun) + 1, "bash", text)
             begun = []

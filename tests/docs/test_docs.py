@@ -6,6 +6,7 @@ another, ``ONLY_CHECKED``, with the reasons; both in ``running.py``.
 
 import json
 import re
+import shutil
 import traceback
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from mhla_diffusers import apply_mhla, save_mhla
+from mhla_diffusers import apply_mhla, families, save_mhla
 from mhla_diffusers.generation.record import write_video
 from mhla_diffusers.tiny import load_tiny
 
@@ -30,7 +31,7 @@ CODE = [snippet for snippet in ALL if snippet.language]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def belongings(tmp_path_factory) -> Path:
     """What a reader has: a checkout, and files of their own."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("assets", "finetune", "mhla_diffusers", "patches", "pipelines"):
@@ -91,19 +92,25 @@ def write_what_evaluators_give(folder):
 
 
 @pytest.mark.parametrize("page", sorted({snippet.page for snippet in CODE}))
-def test_every_command_and_snippet_runs(page, folder, monkeypatch):
+def test_every_command_and_snippet_runs(page, belongings, tmp_path, monkeypatch):
+    """Each page by itself, from top to bottom."""
+    folder = shutil.copytree(belongings, tmp_path / "reader", symlinks=True)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     reader, failed = Reader(folder), []
     for snippet in (snippet for snippet in CODE if snippet.page == page):
         try:
             reader.follow(snippet)
         except Exception as error:  # noqa: BLE001 - all that fail are told, each with its place
             failed.append(f"{snippet.where}\n{last_lines(error)}")
-    assert not failed, f"{len(failed)} failed:\n\n" + "\n\n".join(failed)
+    if failed:
+        pytest.fail("\n\n".join([f"{len(failed)} of {page} failed:", *failed]), pytrace=False)
 
 
 def last_lines(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)[-6:])
+    """Where it happened, and what."""
+    cause = error.__cause__ or error
+    return "".join([*traceback.format_tb(cause.__traceback__)[-3:], f"{type(error).__name__}: {error}"])
 
 
 def test_blocks_are_of_a_language_that_is_run():

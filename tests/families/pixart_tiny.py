@@ -6,7 +6,7 @@ from diffusers import AutoencoderKL, DPMSolverMultistepScheduler, PixArtAlphaPip
 from transformers import T5Config, T5EncoderModel
 
 from ..models import seeded
-from ..pipelines import quiet, tokenizer
+from ..pipelines import quiet, word_tokenizer
 
 CALL = {"height": 64, "width": 64, "use_resolution_binning": False, "clean_caption": False, "num_inference_steps": 2}
 """Arguments of the pipeline's call for a small picture: 8x8 latents, a token grid of 4x4."""
@@ -45,7 +45,7 @@ def pixart_pipeline(sample_size: int = 128) -> PixArtAlphaPipeline:
     )
     return quiet(
         PixArtAlphaPipeline(
-            tokenizer=tokenizer(),
+            tokenizer=word_tokenizer(),
             text_encoder=seeded(T5EncoderModel, config=encoder),
             vae=vae,
             transformer=pixart_transformer(sample_size),
