@@ -57,8 +57,8 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^python pipelines/generate_wan.py .*", rf"\g<0> --model {TINY_WAN} --frames 8 --height 64 --width 64 --steps 1"),
     (r"^python pipelines/generate_sana.py .*", rf"\g<0> --model {TINY_SANA} --height 64 --width 64 --steps 1"),
     (r'^(python pipelines/generate_dit.py) "golden retriever"(.*)', rf"\1 seven \2 --model {TINY_DIT} --steps 1"),
-    (r"^python mhla_pixart.py generate .*", rf"\g<0> {SANA_SET}"),
-    (r"^python mhla_pixart.py synthesize .*", r"\g<0> --size 64x64 --steps 1"),
+    (r"^python mhla_pixart.py generate .*", rf"\g<0> {SANA_SET} --set num_inference_steps=2"),
+    (r"^python mhla_pixart.py synthesize .*", r"\g<0> --size 64x64 --steps 2"),
     # adapting
     (r"finetune/prompts/tiny-(dit|wan).txt", r"prompts-\1.txt"),
     (r"^mhla encode .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --workers 0"),
@@ -241,7 +241,8 @@ def check_launch(arguments: list[str]) -> None:
     from accelerate.commands.launch import launch_command_parser
 
     chosen = launch_command_parser().parse_args(arguments[1:])
-    load_config_from_file(chosen.config_file)
+    if chosen.config_file:
+        load_config_from_file(chosen.config_file)
     check_script([chosen.training_script, *chosen.training_script_args])
 
 

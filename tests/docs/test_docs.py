@@ -6,6 +6,7 @@ another, ``ONLY_CHECKED``, with the reasons; both in ``running.py``.
 
 import json
 import re
+import shlex
 import shutil
 import traceback
 from pathlib import Path
@@ -23,7 +24,7 @@ from mhla_diffusers.tiny import load_tiny
 from .. import models
 from ..families.pixart_tiny import save_pixart
 from ..patching.test_conversion import paper_checkpoint
-from .running import ONLY_CHECKED, SUBSTITUTIONS, Reader, check_push
+from .running import ONLY_CHECKED, SUBSTITUTIONS, Reader, check, check_push
 from .snippets import PAGES, ROOT, snippets
 
 ALL = [snippet for page in PAGES for snippet in snippets(page)]
@@ -111,6 +112,14 @@ def last_lines(error: BaseException) -> str:
     """Where it happened, and what."""
     cause = error.__cause__ or error
     return "".join([*traceback.format_tb(cause.__traceback__)[-3:], f"{type(error).__name__}: {error}"])
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "finetune" / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_commands_at_the_head_of_a_configuration_are_there(file):
+    head = re.findall(r"^# .*?\s((?:mhla|accelerate launch) .*)$", file.read_text(), re.MULTILINE)
+    assert len(head) >= 4
+    for text in head:
+        check(shlex.split(text.replace('accelerate launch "$(command -v mhla)"', "mhla")))
 
 
 def test_blocks_are_of_a_language_that_is_run():

@@ -90,7 +90,6 @@ def test_synthesize_and_finetune(model, tmp_path):
     prompts.write_text("a cat\nthe red dog\na blue ball\n")
     made = ("--model", model, "--prompts", prompts, "--output", tmp_path / "latents")
     run("synthesize", *made, "--size", "64x64", "--steps", "2", "--precision", "no")
-    both = {"diffusion": 1.0, "distillation": 1.0}
     config = {
         "model": str(model),
         "data": str(tmp_path / "latents"),
