@@ -1,12 +1,18 @@
 # make demo   set everything up and compare softmax, linear attention and MHLA on a tiny trained pipeline
+# make quick  what to run before every commit: checks and the fast tests, in under two minutes
 # make test   set everything up and run the tests
-# make check  lint, types, import floors
+# make check  lint, types, structure
+# make docs   the pages and the API reference, into build/site
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+# tests of the mathematics, of patching and of what has no model in it; make test runs all
+QUICK := tests/attention/test_blocks.py tests/attention/test_eager.py tests/attention/test_functional.py \
+	tests/attention/test_mixing.py tests/patching/test_replacing.py tests/patching/test_layer.py \
+	tests/patching/test_removal.py tests/patching/test_plan.py tests/families/test_registry.py tests/test_config.py
 
-.PHONY: demo test check clean
+.PHONY: demo quick test check docs clean
 
 # A machine with CUDA keeps the torch (and the triton that belongs to it) that it has; others get the pinned CPU one.
 # --no-compile: Python compiles what is imported when it is; pip would compile thousands of files that never are.
@@ -27,11 +33,18 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
+quick: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(QUICK)
+
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/check_structure.py
+
+docs: $(VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) dist build outputs

@@ -29,10 +29,10 @@ _WORDS = ("a", "the", "cat", "dog", "surfing", "on", "red", "blue", "wave", "bal
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Words to numbers, without a download."""
     vocabulary = {word: index for index, word in enumerate(("<pad>", "</s>", "<unk>", *_WORDS))}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
+    words = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="</s>", unk_token="<unk>"
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", bos_token="</s>", unk_token="<unk>"
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import Shape
+from .tiles import ExactTiles
 
 
 @dataclass(frozen=True)
@@ -37,4 +38,7 @@ class Call:
     output_gate: torch.Tensor | None = None
     """(B, N, H, D)."""
     far_field_weight: torch.Tensor | None = None
-    """(H,); None for no near field."""
+    """(H,); None for no near field, or for exact tiles without a far field."""
+    exact: ExactTiles | None = None
+    mean_bias: torch.Tensor | None = None
+    """(H,)."""

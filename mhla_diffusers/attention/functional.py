@@ -10,12 +10,16 @@ from .blocks import check_layout
 from .call import Call
 from .eager import eager_attention
 from .feature_maps import get_feature_map
+from .merge import merged_attention
 from .near_field import near_field_attention
 from .rotary import Rotary, rotary_table
+from .tiles import ExactTiles
 from .triton import triton_attention, why_not
 
 
 def _attend_eagerly(call: Call) -> torch.Tensor:
+    if call.exact is not None:
+        return merged_attention(call, call.exact)
     return eager_attention(call)[0] if call.far_field_weight is None else near_field_attention(call)
 
 
@@ -56,6 +60,8 @@ def mhla_attention(
     output_norm: torch.Tensor | None = None,
     output_gate: torch.Tensor | None = None,
     far_field_weight: torch.Tensor | None = None,
+    exact: ExactTiles | None = None,
+    mean_bias: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Multi-Head Linear Attention (paper, Eq. 3-5).
@@ -87,7 +93,12 @@ def mhla_attention(
         output_gate: (B, N, H, D); the output is multiplied with its SiLU.
         far_field_weight: λ, (H,), positive: a query attends to its own block with softmax attention and to the other
             blocks with MHLA, whose weights are multiplied with λ, under one denominator; see
-            :mod:`mhla_diffusers.attention.near_field`. None for MHLA throughout.
+            :mod:`mhla_diffusers.attention.near_field`. None for MHLA throughout. With ``exact``: λ of MHLA over all
+            blocks beside the exact tiles; None for the exact tiles alone.
+        exact: tiles of keys that every head of every query tile attends to with softmax attention, under one
+            denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. The eager backend runs it.
+        mean_bias: β, (H,): every tile that is not exact takes part in that softmax as one key, its mean, with β added
+            to the logit; see :mod:`mhla_diffusers.attention.exact`. None to leave these tiles to the far field.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
             ROCm devices, D up to 256 and the built-in feature maps. "eager": torch operations, for everything. "auto":
             triton on a CUDA or ROCm device if it can run the call, else eager.
@@ -121,12 +132,15 @@ def mhla_attention(
         output_norm,
         output_gate,
         far_field_weight,
+        exact,
+        mean_bias,
     )
     _check(call)
     if query.numel() == 0:
         return torch.empty_like(query)
     if backend == "auto":
-        backend = "triton" if query.device.type == "cuda" and why_not(query, feature_map) is None else "eager"
+        fused = query.device.type == "cuda" and exact is None and why_not(query, feature_map) is None
+        backend = "triton" if fused else "eager"
     return _BACKENDS[backend](call)
 
 
@@ -173,12 +187,32 @@ def _check(call: Call) -> None:
         "output_norm": (head_dim,),
         "output_gate": tuple(call.query.shape),
         "far_field_weight": (heads,),
+        "mean_bias": (heads,),
     }
     for name, shape in expected.items():
         tensor = getattr(call, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
     if call.far_field_weight is not None and not call.normalize:
-        raise ValueError("A near field shares one denominator with the far field; it needs normalize=True.")
+        raise ValueError("Softmax weights share one denominator with the far field; they need normalize=True.")
     if call.far_field_weight is not None and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
+    _check_exact(call)
+
+
+def _check_exact(call: Call) -> None:
+    if call.exact is None:
+        if call.mean_bias is not None:
+            raise ValueError("mean_bias belongs to the means of the tiles that are not exact; give exact as well.")
+        return
+    check_layout(call.grid, call.exact.counts)
+    heads = call.query.shape[2]
+    if call.exact.heads != heads:
+        raise ValueError(f"exact has lists for {call.exact.heads} heads, but query has {heads}.")
+    if call.exact.keys.device != call.query.device:
+        raise ValueError(f"exact is on {call.exact.keys.device}, but query is on {call.query.device}.")
+    if call.far_field_weight is None and call.mean_bias is None and not bool(call.exact.offsets.diff().all()):
+        raise ValueError(
+            "Some query tiles have no exact tile, so they would attend to nothing; give far_field_weight, mean_bias, "
+            "or every query tile at least one key tile."
+        )

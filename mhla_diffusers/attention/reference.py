@@ -9,6 +9,7 @@ from .blocks import block_index
 from .call import Call
 from .feature_maps import get_feature_map
 from .rotary import apply_rotary
+from .tiles import ExactTiles
 
 OUTPUT_NORM_EPS = 1e-6
 """Epsilon of the output RMSNorm; the value of the paper's Wan code."""
@@ -38,19 +39,51 @@ def reference_weights(call: Call) -> torch.Tensor:
         query, key = apply_rotary(query, table), apply_rotary(key, table)
     weights = coefficients * torch.einsum("bqhd,bkhd->bhqk", query, key)
     normaliser = coefficients * plain
-    if call.far_field_weight is not None:
+    if call.far_field_weight is not None or call.exact is not None:
         scores = torch.einsum("bqhd,bkhd->bhqk", near_query, near_key) / near_query.shape[-1] ** 0.5
         # a common factor of numerator and denominator, which keeps large scores finite
         largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
         near = (scores - largest).exp()
         if call.key_mask is not None:
             near = near * call.key_mask[:, None, None, :]
-        far = call.far_field_weight.double()[:, None, None] * (-largest).exp()
-        same_block = block_of[:, None] == block_of[None, :]
-        weights, normaliser = (torch.where(same_block, near, far * x) for x in (weights, normaliser))
+        far = (-largest).exp()
+        far = far * (call.far_field_weight.double()[:, None, None] if call.far_field_weight is not None else 0)
+        if call.exact is None:
+            same_block = block_of[:, None] == block_of[None, :]
+            weights, normaliser = (torch.where(same_block, near, far * x) for x in (weights, normaliser))
+        else:
+            softmax = _with_means(call, call.exact, near, near_query, near_key, largest)
+            weights, normaliser = (softmax + far * x for x in (weights, normaliser))
     if call.normalize:
         weights = weights / normaliser.sum(dim=-1, keepdim=True)
     return weights
+
+
+def _with_means(
+    call: Call,
+    exact: ExactTiles,
+    near: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    largest: torch.Tensor,
+) -> torch.Tensor:
+    """Softmax weights of exact tiles and means, like ``near``: (B, H, N, N).
+
+    A mean of n tokens with n times the weight of one key gives every one of its tokens the weight of that key.
+    """
+    tile_of = block_index(call.grid, exact.counts).to(query.device)
+    is_exact = exact.mask()[:, tile_of[:, None], tile_of[None, :]]
+    weights = torch.where(is_exact, near, 0.0)
+    if call.mean_bias is None:
+        return weights
+    taking_part = key.new_ones(key.shape[:2]) if call.key_mask is None else call.key_mask.double()
+    member = torch.nn.functional.one_hot(tile_of).double()
+    count = taking_part @ member
+    total = torch.einsum("bkhd,bk,kc->bchd", key, taking_part, member)
+    mean = (total / count.clamp_min(1e-300)[:, :, None, None])[:, tile_of]
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, mean) / query.shape[-1] ** 0.5
+    logits = logits + call.mean_bias.double()[:, None, None] - largest
+    return weights + torch.where(is_exact, 0.0, logits.exp() * taking_part[:, None, None, :])
 
 
 def reference_attention(call: Call) -> torch.Tensor:

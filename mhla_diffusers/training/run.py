@@ -17,10 +17,9 @@ from ..patching import mhla_layers
 from .config import TrainingConfig
 from .latents.data import NoisedBatches, TrainingData
 from .objectives import Objectives
-from .optimizer import optimizer_class
 from .run_folder import CheckpointError, RunFolder, RunState, Tensors, load_checkpoint
 from .sharding import gathered, meta_copy, own_part, placed_like, shard, sharding_is_asked_for
-from .stage import StageTraining, Update
+from .stage import StageTraining, Update, optimizer_class
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, make_trainable
 from .validation import Sampler, ValidationLoss

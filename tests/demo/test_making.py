@@ -10,7 +10,7 @@ from mhla_diffusers.demo.autoencoders import train_autoencoder
 from mhla_diffusers.demo.judging import generate_scenes
 from mhla_diffusers.demo.latents import cut_clips, digit_latents
 from mhla_diffusers.demo.text import all_scenes, build_tokenizer
-from mhla_diffusers.tiny import TINY, checksums, load_tiny
+from mhla_diffusers.tiny import TINY, load_tiny, loading
 from mhla_diffusers.tiny.base import MAX_TOKENS, Phase
 from mhla_diffusers.tiny.pipelines import TinyDiT, TinyWan
 
@@ -45,8 +45,8 @@ def test_pipeline_is_made_kept_and_installed(tmp_path, monkeypatch):
             assert torch.equal(value, getattr(again, name).state_dict()[key])
 
     assets = tmp_path / "assets"
-    monkeypatch.setattr(checksums, "ASSET_FOLDER", assets)
-    monkeypatch.setattr(checksums, "CHECKSUM_FILE", assets / "checksums.json")
+    monkeypatch.setattr(loading, "ASSET_FOLDER", assets)
+    monkeypatch.setattr(loading, "CHECKSUM_FILE", assets / "checksums.json")
     making.install_pipeline("dit", tmp_path / "run")
     assert not [file for file in assets.glob("*/*/config.json") if "_name_or_path" in file.read_text()]
     pipe, tiny = load_tiny("dit"), TINY["dit"]

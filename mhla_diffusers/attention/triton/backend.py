@@ -79,6 +79,8 @@ def triton_attention(call: Call) -> torch.Tensor:
 
 def _check(call: Call) -> None:
     reason = why_not(call.query, call.feature_map)
+    if reason is None and call.exact is not None:
+        reason = "its kernels do not know exact tiles"
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
     for name in ("mixing", "rotary", "key_mask", "output_norm", "output_gate", "far_field_weight"):

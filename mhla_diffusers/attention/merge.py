@@ -1,0 +1,39 @@
+"""Exact tiles and the far field under one denominator.
+
+The exact part gives an output and the logarithm of its sum of weights, MHLA over all blocks an output and its
+normaliser. With w the share of the exact part in the common sum of weights, w = σ(log-sum − log(λ · normaliser)), the
+two outputs add up to o = w · exact + (1 − w) · far.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from .call import Call
+from .eager import eager_attention, finish, sum_dtype
+from .exact import exact_attention
+from .near_field import far_field_mask
+from .tiles import ExactTiles
+
+_LEAST_MIXING = 1e-12
+"""Added to every weight, so that a row which mixes nothing has something to divide by, and a gradient to learn from."""
+
+
+def merged_attention(call: Call, tiles: ExactTiles) -> torch.Tensor:
+    """Exact tiles and, where the call has a ``far_field_weight``, MHLA over all blocks: (B, N, H, D) like the query."""
+    output, log_sum = exact_attention(call, tiles)
+    if call.far_field_weight is not None:
+        far, normaliser = eager_attention(
+            replace(
+                call,
+                mixing=call.mixing.to(sum_dtype(call.mixing.dtype)) + _LEAST_MIXING,
+                key_mask=far_field_mask(call.key_mask) if call.key_mask is not None else None,
+                output_norm=None,
+                output_gate=None,
+                far_field_weight=None,
+            )
+        )
+        log_far = (call.far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
+        share = torch.sigmoid(log_sum - log_far)
+        output = share * output + (1 - share) * far
+    return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)

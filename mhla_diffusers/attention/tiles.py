@@ -1,0 +1,83 @@
+"""Exact tiles: which tiles of keys every head of every query tile attends to with softmax.
+
+Tiles cut the token grid as token blocks do (:mod:`mhla_diffusers.attention.blocks`), into counts of their own. T is the
+number of tiles, raster order; a tile of queries and a tile of keys are the same tokens.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import Shape, block_index, block_sizes, check_blocks
+
+
+@dataclass(frozen=True)
+class ExactTiles:
+    """A list of key tiles for every head and query tile, of differing lengths: compressed rows.
+
+    Raises:
+        ValueError: the lists do not fit each other or name a tile that is not there.
+    """
+
+    counts: Shape
+    """Tile counts per axis of the token grid; the product is T."""
+    offsets: torch.Tensor
+    """int64 (H T + 1,): where the list of head h and query tile a begins in ``keys`` is ``offsets[h T + a]``."""
+    keys: torch.Tensor
+    """int64 (pairs,): key tiles, ascending within a list."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", check_blocks(self.counts))
+        rows, tiles = len(self.offsets) - 1, math.prod(self.counts)
+        if rows < 1 or rows % tiles or int(self.offsets[0]) or int(self.offsets[-1]) != len(self.keys):
+            raise ValueError(
+                f"offsets of {rows} lists, from {int(self.offsets[0])} to {int(self.offsets[-1])}, do not fit {tiles} "
+                f"tiles and {len(self.keys)} pairs; ExactTiles.from_mask() makes them."
+            )
+        if len(self.keys) and not 0 <= int(self.keys.min()) <= int(self.keys.max()) < tiles:
+            raise ValueError(f"keys must be from 0 to {tiles - 1}, the tiles of {self.counts}.")
+
+    @classmethod
+    def from_mask(cls, counts: Shape, mask: torch.Tensor) -> "ExactTiles":
+        """From bool (H, T, T): whether a head's query tile (row) attends to a key tile exactly.
+
+        Raises:
+            ValueError: the mask has another shape.
+        """
+        tiles = math.prod(counts)
+        if mask.ndim != 3 or tuple(mask.shape[1:]) != (tiles, tiles):
+            raise ValueError(f"mask must be (H, {tiles}, {tiles}) for tile counts {counts}, got {tuple(mask.shape)}.")
+        rows = mask.bool().flatten(0, 1)
+        offsets = torch.cat([rows.new_zeros(1, dtype=torch.int64), rows.sum(dim=1).cumsum(dim=0)])
+        return cls(counts, offsets, rows.nonzero()[:, 1])
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return (len(self.offsets) - 1) // math.prod(self.counts)
+
+    @property
+    def share(self) -> float:
+        """Part of all pairs of tiles that is exact."""
+        return len(self.keys) / ((len(self.offsets) - 1) * math.prod(self.counts))
+
+    def mask(self) -> torch.Tensor:
+        """The inverse of :meth:`from_mask`: bool (H, T, T)."""
+        tiles = math.prod(self.counts)
+        mask = torch.zeros(len(self.offsets) - 1, tiles, dtype=torch.bool, device=self.keys.device)
+        mask[torch.repeat_interleave(self.offsets.diff()), self.keys] = True
+        return mask.unflatten(0, (self.heads, tiles))
+
+
+def tokens_of_tiles(grid: Shape, counts: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of every tile, those of shorter tiles filled up with token 0.
+
+    Returns:
+        int64 (T, longest tile), and bool of the same shape: whether a place holds a token.
+    """
+    sizes = torch.tensor(block_sizes(grid, counts))
+    exists = torch.arange(int(sizes.max()))[None, :] < sizes[:, None]
+    tokens = torch.zeros(exists.shape, dtype=torch.int64)
+    tokens[exists] = block_index(grid, counts).argsort(stable=True)
+    return tokens, exists

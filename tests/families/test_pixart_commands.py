@@ -1,0 +1,121 @@
+"""Every command knows a family that was registered: PixArt-α from a folder, on the command line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from mhla_diffusers import families, load_mhla, mhla_layers, register_family
+
+from ..evaluation.pictures import mhla
+from .pixart import PixArtFamily
+from .pixart_tiny import CALL, pixart_pipeline, save_pixart
+
+SETTINGS = [word for name, value in CALL.items() for word in ("--set", f"{name}={str(value).lower()}")]
+PATCH = """\
+family: pixart
+base_model: PixArt-alpha/PixArt-XL-2-1024-MS
+description: all layers
+mhla:
+  blocks: [2, 2]
+"""
+
+
+@pytest.fixture(autouse=True)
+def family() -> Iterator[None]:
+    """PixArt, known to the package during one test."""
+    register_family(PixArtFamily())
+    yield
+    families._FAMILIES.pop(PixArtFamily.name)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_pixart(tmp_path_factory.mktemp("pixart") / "model")
+
+
+@pytest.fixture
+def patch(tmp_path) -> Path:
+    file = tmp_path / "patch.yaml"
+    file.write_text(PATCH)
+    return file
+
+
+def run(*arguments) -> str:
+    """What a command prints; it must end well."""
+    ended = mhla(*arguments)
+    assert ended.exit_code == 0, f"{ended.output}\n{ended.exception!r}"
+    return ended.output
+
+
+def test_generate_and_eval_samples(model, patch, tmp_path):
+    run(
+        "generate", "pixart", "the red dog", "--model", model, "--patch", patch, "--output", tmp_path / "out", *SETTINGS
+    )
+    (file,) = (tmp_path / "out").glob("*.png")
+    assert Image.open(file).size == (64, 64)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat\nthe red dog\n")
+    asked = ("--family", "pixart", "--model", model, *SETTINGS)
+    run("eval", "samples", "prompts", tmp_path / "set", prompts, *asked)
+    assert len(list((tmp_path / "set").glob("*.png"))) == 2
+
+
+def test_analyze(model, patch, tmp_path):
+    shown = run(
+        "analyze", "pixart", "a cat", "--model", model, "--patch", patch, "--output", tmp_path / "found", *SETTINGS
+    )
+    assert "MHLA" in shown
+    assert len(json.loads((tmp_path / "found" / "analysis.json").read_text())["layers"]) == 3
+
+
+def test_encode(model, tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(2):
+        Image.new("RGB", (70, 80), (50 * number, 90, 120)).save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text("a cat")
+    where = ("--model", model, "--source", pictures, "--output", tmp_path / "latents")
+    run("encode", *where, "--size", "64x64", "--workers", "0", "--precision", "no")
+    index = json.loads((tmp_path / "latents" / "index.json").read_text())
+    assert [sample["shape"] for sample in index["samples"]] == [[4, 8, 8]] * 2
+
+
+def test_synthesize_and_finetune(model, tmp_path):
+    """Latents of prompts; then attention transfer, and distillation with the loss that the model was trained with."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat\nthe red dog\na blue ball\n")
+    made = ("--model", model, "--prompts", prompts, "--output", tmp_path / "latents")
+    run("synthesize", *made, "--size", "64x64", "--steps", "2", "--precision", "no")
+    config = {
+        "model": str(model),
+        "data": str(tmp_path / "latents"),
+        "output": str(tmp_path / "run"),
+        "patch": {"blocks": [2, 2]},
+        "prompt_dropout": 0.2,
+        "validation": {"samples": 1, "every": 1, "prompts": ["a cat"], "inference_steps": 2},
+        "clip": {"frames": 1, "fps": 1, "sizes": [[64, 64]]},
+        "stages": [
+            {"trainable": "attention", "objectives": {"transfer": 1.0}, "steps": 1, "learning_rate": 1e-3},
+            {
+                "trainable": "all",
+                "objectives": {"diffusion": 1.0, "distillation": 1.0},
+                "steps": 1,
+                "learning_rate": 1e-3,
+            },
+        ],
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    assert "TFLOP" in run("finetune", "--config", file, "--dry-run")
+    run("finetune", "--config", file)
+    assert len(mhla_layers(load_mhla(pixart_pipeline(), tmp_path / "run" / "result"))) == 3
+    assert list((tmp_path / "run" / "samples").rglob("*.png"))
+
+
+def test_bench_transformer(tmp_path):
+    shown = run("bench", "transformer", "--model", "tiny-pixart", "--seconds", "0.01", "--output", tmp_path)
+    assert "MHLA" in shown
