@@ -21,8 +21,8 @@ parser.add_argument("--output", default="image.png")
 parser.add_argument("--steps", type=int, default=50, help="of the sampler")
 arguments = parser.parse_args()
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-pipe = DiTPipeline.from_pretrained(arguments.model, dtype=torch.bfloat16).to(device)
+device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+pipe = DiTPipeline.from_pretrained(arguments.model, dtype=dtype).to(device)
 
 if arguments.weights:
     load_mhla(pipe, arguments.weights)

@@ -25,8 +25,8 @@ parser.add_argument("--width", type=int, default=832)
 parser.add_argument("--steps", type=int, default=50, help="of the sampler")
 arguments = parser.parse_args()
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-pipe = WanPipeline.from_pretrained(arguments.model, dtype=torch.bfloat16).to(device)
+device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+pipe = WanPipeline.from_pretrained(arguments.model, dtype=dtype).to(device)
 
 if arguments.weights:
     load_mhla(pipe, arguments.weights)

@@ -44,7 +44,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'load_mhla\(pipe, "path/or/hub-id"\)', 'load_mhla(pipe, "my-patch")'),
     (r'push_mhla\(pipe, "me/my-patch"\)', 'save_mhla(pipe, "me/my-patch")'),
     # calls in Python
-    (r'\.to\("cuda"\)', '.to("cpu")'),
+    (r'dtype=torch.bfloat16\).to\("cuda"\)', "dtype=torch.float32)"),
     (r'pipe\("a cat", num_inference_steps=4\)', f'pipe("a cat", {WAN_CALL})'),
     (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
     (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
@@ -59,11 +59,11 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^python pipelines/generate_sana.py .*", rf"\g<0> --model {TINY_SANA} --height 64 --width 64 --steps 1"),
     (r'^(python pipelines/generate_dit.py) "golden retriever"(.*)', rf"\1 seven \2 --model {TINY_DIT} --steps 1"),
     (r"^python mhla_pixart.py generate .*", rf"\g<0> {SANA_SET} --set num_inference_steps=2"),
-    (r"^python mhla_pixart.py synthesize .*", r"\g<0> --size 64x64 --steps 2"),
+    (r"^python mhla_pixart.py synthesize .*", r"\g<0> --size 64x64 --steps 2 --precision no"),
     # adapting
     (r"finetune/prompts/tiny-(dit|wan).txt", r"prompts-\1.txt"),
-    (r"^mhla encode .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --workers 0"),
-    (r"^mhla synthesize (.*latents/synthetic.*)--steps 50", r"mhla synthesize \1--steps 1 --frames 9 --size 64x64"),
+    (r"^mhla encode .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --workers 0 --precision no"),
+    (r"--steps 50 --guidance 5.0", "--steps 1 --frames 9 --size 64x64 --precision no"),
     (r"^(mhla synthesize .*)--steps 20", r"\1--steps 1"),
     (r"stages.0.steps=200", "stages.0.steps=1"),
     (r"wan2.1-t2v-1.3b-hybrid.yaml", f"tiny-wan.yaml data=latents/wan2.1-t2v-1.3b {SHORT} output=outputs/w"),
