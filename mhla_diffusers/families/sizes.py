@@ -8,7 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Clip:
-    """Frames and size of a video, or of an image, which has one frame."""
+    """Frames and size of a video, or of an image, which has one frame.
+
+    Raises:
+        ValueError: a value that is not positive, or no size.
+    """
 
     frames: int
     """1 for images."""
@@ -16,6 +20,13 @@ class Clip:
     """Frames per second that a video is sampled at."""
     sizes: tuple[tuple[int, int], ...]
     """(height, width) in pixels; a file gets the one that is nearest to its aspect ratio."""
+
+    def __post_init__(self) -> None:
+        for name in ("frames", "fps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+        if not self.sizes or any(side < 1 for size in self.sizes for side in size):
+            raise ValueError(f"sizes={self.sizes} must hold at least one (height, width) in pixels.")
 
     def size_for(self, height: int, width: int) -> tuple[int, int]:
         """The size nearest in aspect ratio."""

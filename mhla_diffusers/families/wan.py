@@ -80,6 +80,13 @@ class WanFamily(Family):
         """Flow matching."""
         return FlowMatching(flow_shift)
 
+    def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
+        """Frames and size; the pipeline adds a frame to a number that its temporal stride divides, as 1 always does."""
+        arguments = super().clip_arguments(pipe, clip)
+        if pipe.vae_scale_factor_temporal == 1:
+            arguments["num_frames"] -= 1
+        return arguments
+
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(B, 16, F, H, W): the mean of the posterior, normalised per channel."""
         latents = pipe.vae.encode(pixels).latent_dist.mode().float()

@@ -92,6 +92,8 @@ def synthesize(
     """
     if is_patched(pipe):
         raise ValueError("The pipeline is patched, but its own latents are wanted; call remove_mhla() first.")
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be 1 or more.")
     empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
     if empty or not prompts:
         raise ValueError(

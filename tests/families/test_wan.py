@@ -1,0 +1,32 @@
+"""Wan's pipelines get as many frames as a clip has."""
+
+import pytest
+import torch
+
+from mhla_diffusers.families import Clip, get_family
+from mhla_diffusers.tiny import call_settings, load_tiny
+
+from ..pipelines import wan_pipeline
+
+
+@pytest.mark.parametrize("frames", [1, 5, 9])
+def test_temporal_stride_of_four(frames):
+    pipe = wan_pipeline()
+    clip = Clip(frames, 16.0, ((32, 48),))
+    arguments = get_family(pipe.transformer).clip_arguments(pipe, clip)
+    assert arguments == {"height": 32, "width": 48, "num_frames": frames}
+
+
+def test_temporal_stride_of_one():
+    """diffusers rounds a number of frames that the stride divides, and adds one."""
+    pipe = load_tiny("wan")
+    family, clip = get_family(pipe.transformer), Clip(9, 6.0, ((64, 64),))
+    settings = call_settings("wan") | family.clip_arguments(pipe, clip) | {"num_inference_steps": 1}
+    latents = family.call(pipe, ["a seven"], [torch.Generator().manual_seed(0)], output_type="latent", **settings)
+    assert latents.shape[2] == clip.frames
+
+
+@pytest.mark.parametrize("values", [{"fps": 0}, {"fps": -1.0}, {"frames": 0}, {"sizes": ()}, {"sizes": ((0, 8),)}])
+def test_clips_that_cannot_be(values):
+    with pytest.raises(ValueError, match=next(iter(values))):
+        Clip(**{"frames": 1, "fps": 1.0, "sizes": ((8, 8),), **values})
