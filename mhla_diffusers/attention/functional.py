@@ -194,7 +194,7 @@ def _check(call: Call) -> None:
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
     if call.far_field_weight is not None and not call.normalize:
-        raise ValueError("Softmax weights share one denominator with the far field; they need normalize=True.")
+        raise ValueError("Softmax weights share one denominator with the far field, which needs normalize=True.")
     if call.far_field_weight is not None and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
     _check_exact(call)
