@@ -12,11 +12,8 @@ import torch
 from .call import Call
 from .eager import eager_attention, finish, sum_dtype
 from .exact import exact_attention
-from .near_field import far_field_mask
+from .near_field import LEAST_MIXING, far_field_mask
 from .tiles import ExactTiles
-
-_LEAST_MIXING = 1e-12
-"""Added to every weight, so that a row which mixes nothing has something to divide by, and a gradient to learn from."""
 
 
 def merged_attention(call: Call, tiles: ExactTiles) -> torch.Tensor:
@@ -26,7 +23,7 @@ def merged_attention(call: Call, tiles: ExactTiles) -> torch.Tensor:
         far, normaliser = eager_attention(
             replace(
                 call,
-                mixing=call.mixing.to(sum_dtype(call.mixing.dtype)) + _LEAST_MIXING,
+                mixing=call.mixing.to(sum_dtype(call.mixing.dtype)) + LEAST_MIXING,
                 key_mask=far_field_mask(call.key_mask) if call.key_mask is not None else None,
                 output_norm=None,
                 output_gate=None,
@@ -34,6 +31,6 @@ def merged_attention(call: Call, tiles: ExactTiles) -> torch.Tensor:
             )
         )
         log_far = (call.far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
-        share = torch.sigmoid(log_sum - log_far)
-        output = share * output + (1 - share) * far
+        share, rest = torch.sigmoid(log_sum - log_far), torch.sigmoid(log_far - log_sum)
+        output = share * output + rest * far
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)

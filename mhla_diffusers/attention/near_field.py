@@ -25,7 +25,7 @@ _ALIGNMENT = 8
 """Channels that fused attention kernels want the head dim to be a multiple of."""
 _LEAST_MASK = 1e-12
 """Weight of a masked key in the far field: where all other blocks are masked, there is still something to divide by."""
-_LEAST_MIXING = 1e-12
+LEAST_MIXING = 1e-12
 """Added to every weight of the far field: a row that mixes nothing, as of the identity, still has something to divide
 by, and a gradient to learn from."""
 
@@ -57,7 +57,7 @@ def without_own_block(mixing: torch.Tensor) -> torch.Tensor:
 
     Above it is nowhere exactly zero, at least float32.
     """
-    matrix = mixing.to(sum_dtype(mixing.dtype)) + _LEAST_MIXING
+    matrix = mixing.to(sum_dtype(mixing.dtype)) + LEAST_MIXING
     return matrix * (1 - torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
 
 
