@@ -209,6 +209,8 @@ def _check_exact(call: Call) -> None:
     heads = call.query.shape[2]
     if call.exact.heads != heads:
         raise ValueError(f"exact has lists for {call.exact.heads} heads, but query has {heads}.")
+    if call.exact.samples not in (1, call.query.shape[0]):
+        raise ValueError(f"exact has lists for {call.exact.samples} samples, but query has {call.query.shape[0]}.")
     if call.exact.keys.device != call.query.device:
         raise ValueError(f"exact is on {call.exact.keys.device}, but query is on {call.query.device}.")
     if call.far_field_weight is None and call.mean_bias is None and not bool(call.exact.offsets.diff().all()):

@@ -72,7 +72,7 @@ def _with_means(
     A mean of n tokens with n times the weight of one key gives every one of its tokens the weight of that key.
     """
     tile_of = block_index(call.grid, exact.counts).to(query.device)
-    is_exact = exact.mask()[:, tile_of[:, None], tile_of[None, :]]
+    is_exact = exact.mask()[:, :, tile_of[:, None], tile_of[None, :]]
     weights = torch.where(is_exact, near, 0.0)
     if call.mean_bias is None:
         return weights

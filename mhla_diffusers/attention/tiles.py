@@ -16,46 +16,63 @@ from .blocks import Shape, block_index, block_sizes, check_blocks
 class ExactTiles:
     """A list of key tiles for every head and query tile, of differing lengths: compressed rows.
 
+    Lists hold for all samples of a batch (S = 1) or for each its own (S = B).
+
     Raises:
-        ValueError: the lists do not fit each other or name a tile that is not there.
+        ValueError: the lists do not fit each other or name a tile that is not there; on a device, where looking would
+            wait for it, only shapes are checked.
     """
 
     counts: Shape
     """Tile counts per axis of the token grid; the product is T."""
+    heads: int
+    """H."""
     offsets: torch.Tensor
-    """int64 (H T + 1,): where the list of head h and query tile a begins in ``keys`` is ``offsets[h T + a]``."""
+    """int64 (S H T + 1,): the list of sample s, head h and query tile a begins at ``offsets[(s H + h) T + a]``."""
     keys: torch.Tensor
     """int64 (pairs,): key tiles, ascending within a list."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", check_blocks(self.counts))
         rows, tiles = len(self.offsets) - 1, math.prod(self.counts)
-        if rows < 1 or rows % tiles or int(self.offsets[0]) or int(self.offsets[-1]) != len(self.keys):
+        if rows < 1 or rows % (tiles * self.heads):
             raise ValueError(
-                f"offsets of {rows} lists, from {int(self.offsets[0])} to {int(self.offsets[-1])}, do not fit {tiles} "
-                f"tiles and {len(self.keys)} pairs; ExactTiles.from_mask() makes them."
+                f"{rows} lists do not fit {self.heads} heads with {tiles} query tiles each; ExactTiles.from_mask() "
+                "makes them."
+            )
+        if self.keys.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check_lists(tiles)
+
+    def _check_lists(self, tiles: int) -> None:
+        if int(self.offsets[0]) or int(self.offsets[-1]) != len(self.keys) or bool((self.offsets.diff() < 0).any()):
+            raise ValueError(
+                f"offsets must ascend from 0 to {len(self.keys)}, the number of pairs; they go from "
+                f"{int(self.offsets[0])} to {int(self.offsets[-1])}. ExactTiles.from_mask() makes them."
             )
         if len(self.keys) and not 0 <= int(self.keys.min()) <= int(self.keys.max()) < tiles:
             raise ValueError(f"keys must be from 0 to {tiles - 1}, the tiles of {self.counts}.")
 
     @classmethod
     def from_mask(cls, counts: Shape, mask: torch.Tensor) -> "ExactTiles":
-        """From bool (H, T, T): whether a head's query tile (row) attends to a key tile exactly.
+        """From bool (H, T, T) or (B, H, T, T): whether a head's query tile (row) attends to a key tile exactly.
 
         Raises:
             ValueError: the mask has another shape.
         """
         tiles = math.prod(counts)
-        if mask.ndim != 3 or tuple(mask.shape[1:]) != (tiles, tiles):
-            raise ValueError(f"mask must be (H, {tiles}, {tiles}) for tile counts {counts}, got {tuple(mask.shape)}.")
-        rows = mask.bool().flatten(0, 1)
+        if mask.ndim not in (3, 4) or tuple(mask.shape[-2:]) != (tiles, tiles):
+            raise ValueError(
+                f"mask must be (H, {tiles}, {tiles}) or (B, H, {tiles}, {tiles}) for tile counts {counts}, got "
+                f"{tuple(mask.shape)}."
+            )
+        rows = mask.bool().flatten(0, -2)
         offsets = torch.cat([rows.new_zeros(1, dtype=torch.int64), rows.sum(dim=1).cumsum(dim=0)])
-        return cls(counts, offsets, rows.nonzero()[:, 1])
+        return cls(counts, mask.shape[-3], offsets, rows.nonzero()[:, 1])
 
     @property
-    def heads(self) -> int:
-        """H."""
-        return (len(self.offsets) - 1) // math.prod(self.counts)
+    def samples(self) -> int:
+        """S, 1 or B."""
+        return (len(self.offsets) - 1) // (self.heads * math.prod(self.counts))
 
     @property
     def share(self) -> float:
@@ -63,11 +80,11 @@ class ExactTiles:
         return len(self.keys) / ((len(self.offsets) - 1) * math.prod(self.counts))
 
     def mask(self) -> torch.Tensor:
-        """The inverse of :meth:`from_mask`: bool (H, T, T)."""
+        """The inverse of :meth:`from_mask`: bool (S, H, T, T)."""
         tiles = math.prod(self.counts)
         mask = torch.zeros(len(self.offsets) - 1, tiles, dtype=torch.bool, device=self.keys.device)
         mask[torch.repeat_interleave(self.offsets.diff()), self.keys] = True
-        return mask.unflatten(0, (self.heads, tiles))
+        return mask.view(self.samples, self.heads, tiles, tiles)
 
 
 def tokens_of_tiles(grid: Shape, counts: Shape) -> tuple[torch.Tensor, torch.Tensor]:

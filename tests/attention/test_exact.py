@@ -98,7 +98,7 @@ def test_log_sum_agrees_with_flex_attention():
     tiles, tokens = problem.options["exact"], tokens_of_tiles((4, 6), (2, 3))[0]
     tile_of = torch.empty(24, dtype=torch.int64)
     tile_of[tokens] = torch.arange(6)[:, None]
-    mask = tiles.mask()
+    mask = tiles.mask()[0]
 
     def is_exact(batch, head, query, key):
         return mask[head, tile_of[query], tile_of[key]]
@@ -129,7 +129,7 @@ def test_masked_samples_attend_to_nothing_without_nan():
 def test_lists_and_masks_are_the_same_thing():
     mask = torch.rand(3, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.4
     tiles = ExactTiles.from_mask((2, 3), mask)
-    assert torch.equal(tiles.mask(), mask)
+    assert torch.equal(tiles.mask(), mask[None])
     assert tiles.heads == 3
     assert tiles.share == pytest.approx(float(mask.float().mean()))
 
@@ -153,9 +153,11 @@ def test_what_does_not_fit_is_named(change, words):
 
 
 def test_lists_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"mask must be \(H, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"mask must be \(H, 4, 4\) or"):
         ExactTiles.from_mask((2, 2), torch.ones(2, 3, 3))
     with pytest.raises(ValueError, match=r"keys must be from 0 to 3"):
-        ExactTiles((2, 2), torch.tensor([0, 1, 1, 1, 1]), torch.tensor([4]))
-    with pytest.raises(ValueError, match="do not fit 4 tiles and 2 pairs"):
-        ExactTiles((2, 2), torch.tensor([0, 1, 1, 1, 1]), torch.tensor([0, 1]))
+        ExactTiles((2, 2), 1, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([4]))
+    with pytest.raises(ValueError, match="from 0 to 2, the number of pairs; they go from 0 to 1"):
+        ExactTiles((2, 2), 1, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="4 lists do not fit 3 heads with 4 query tiles"):
+        ExactTiles((2, 2), 3, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([0]))
