@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .blocks import Shape, block_index, block_sizes, check_blocks
+from .blocks import Shape, block_lengths, check_blocks
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,27 @@ def tokens_of_tiles(grid: Shape, counts: Shape) -> tuple[torch.Tensor, torch.Ten
     """The tokens of every tile, those of shorter tiles filled up with token 0.
 
     Returns:
-        int64 (T, longest tile), and bool of the same shape: whether a place holds a token.
+        int64 (T, L), L the length of the longest tile, and bool of the same shape: whether a place holds a token.
     """
-    sizes = torch.tensor(block_sizes(grid, counts))
-    exists = torch.arange(int(sizes.max()))[None, :] < sizes[:, None]
-    tokens = torch.zeros(exists.shape, dtype=torch.int64)
-    tokens[exists] = block_index(grid, counts).argsort(stable=True)
-    return tokens, exists
+    tokens, exists = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    for size, count in zip(grid, counts, strict=True):
+        lengths = block_lengths(size, count)
+        starts = [sum(lengths[:tile]) for tile in range(count)]
+        along = torch.tensor(starts)[:, None] + torch.arange(max(lengths))
+        here = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        tokens = (tokens[:, None, :, None] * size + along[None, :, None, :]).flatten(0, 1).flatten(1)
+        exists = (exists[:, None, :, None] & here[None, :, None, :]).flatten(0, 1).flatten(1)
+    return tokens.where(exists, 0), exists
+
+
+def places_of_tokens(grid: Shape, counts: Shape) -> torch.Tensor:
+    """int64 (N,): where every token stands in the first result of :func:`tokens_of_tiles`, read row by row."""
+    tile, within, length = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1
+    for size, count in zip(grid, counts, strict=True):
+        lengths = block_lengths(size, count)
+        tiles = torch.tensor([tile for tile, tokens in enumerate(lengths) for _ in range(tokens)])
+        offsets = torch.tensor([offset for tokens in lengths for offset in range(tokens)])
+        tile = (tile[:, None] * count + tiles).flatten()
+        within = (within[:, None] * max(lengths) + offsets).flatten()
+        length *= max(lengths)
+    return tile * length + within
