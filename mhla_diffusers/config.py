@@ -3,6 +3,7 @@
 Ready patches are the YAML files of the ``patches/`` folder, which also ship in the wheel.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
@@ -23,7 +24,19 @@ LayerChoice = str | float | Sequence[int]
 AUTOMATIC = "auto:"
 """Begins a choice of layers that is made by measuring, for example "auto:2/3"."""
 
-_BOOLEANS = ("normalize", "mixing_per_head", "mixing_learnable", "mixing_clip", "output_norm", "output_gate")
+_BOOLEANS = (
+    "normalize",
+    "mixing_per_head",
+    "mixing_learnable",
+    "mixing_clip",
+    "output_norm",
+    "output_gate",
+    "tile_means",
+)
+_SHARED = ("calibrated", "content")
+"""Choices of exact tiles that take a share."""
+DEFAULT_SHARE = 0.05
+"""Of exact pairs of tiles."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +73,19 @@ class MHLAConfig:
     """RMSNorm over each head's output, one weight of head dim shared by the heads."""
     output_gate: bool = False
     """Multiply the output with SiLU of a projection of the layer's input (paper, Tab. 12)."""
-    near_field: Literal["none", "softmax"] = "none"
-    """What a query attends to its own block with: "none" for MHLA as to every block, or "softmax", exactly."""
+    exact: Literal["none", "own", "calibrated", "content"] = "none"
+    """Tiles of keys that a query tile attends to with softmax attention, beside MHLA over all blocks: none, its own, those
+    that each head needs according to :func:`calibrate_exact_tiles`, or those whose mean key fits its mean query best at
+    every call.
+    """
+    exact_tiles: tuple[int, ...] | None = None
+    """Tile count per axis of the token grid; None for the blocks."""
+    exact_share: float | None = None
+    """Part of all pairs of tiles that is exact, for "calibrated" and "content"; None for 0.05."""
+    tile_means: bool = True
+    """Whether every tile that is not exact takes part in the softmax as one key, its mean. Without effect if there are
+    no exact tiles.
+    """
     convolution: int | None = None
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
 
@@ -76,7 +100,7 @@ class MHLAConfig:
         get_feature_map(self.feature_map)
         check_choice("rope", self.rope, ("after", "before"))
         check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
-        check_choice("near_field", self.near_field, ("none", "softmax"))
+        check_choice("exact", self.exact, ("none", "own", *_SHARED))
         _check_type("eps", self.eps, int | float, "a number")
         if not self.eps >= 0:
             raise ValueError(f"eps={self.eps} must be zero or positive.")
@@ -88,17 +112,56 @@ class MHLAConfig:
                 "normalize=False leaves an output that grows with the number of tokens, so something else must fix "
                 "its scale: set output_norm=True as well."
             )
-        if self.near_field == "softmax" and not (self.normalize and (self.eps > 0 or self.feature_map != "relu")):
-            raise ValueError(
-                "near_field='softmax' shares one denominator with the far field, which must be positive. It needs "
-                "normalize=True and, with the relu feature map, eps > 0; "
-                f"got normalize={self.normalize}, eps={self.eps}."
-            )
         if self.normalize and self.feature_map == "identity":
             raise ValueError(
                 "feature_map='identity' is signed, so its normaliser can vanish; "
                 "use normalize=False with output_norm=True, or a positive feature map."
             )
+        self._check_exact()
+
+    def _check_exact(self) -> None:
+        if self.exact_tiles is not None:
+            check(
+                self.exact != "none",
+                f"exact_tiles={self.exact_tiles} has no effect with exact='none'; choose 'own', 'calibrated' or "
+                "'content', or leave the tile counts out.",
+            )
+            object.__setattr__(self, "exact_tiles", check_blocks(self.exact_tiles, "exact_tiles"))
+            check(
+                len(self.exact_tiles) == len(self.blocks),
+                f"exact_tiles={self.exact_tiles} must have as many axes as blocks={self.blocks}.",
+            )
+        if self.exact_share is not None:
+            _check_type("exact_share", self.exact_share, int | float, "a number in (0, 1]")
+            check(
+                0 < self.exact_share <= 1,
+                f"exact_share={self.exact_share} must be in (0, 1], a part of all pairs of tiles such as 0.05.",
+            )
+            check(
+                self.exact in _SHARED,
+                f"exact_share={self.exact_share} has no effect with exact={self.exact!r}; it belongs to 'calibrated' "
+                "and 'content'.",
+            )
+        if self.exact != "none" and not (self.normalize and (self.eps > 0 or self.feature_map != "relu")):
+            raise ValueError(
+                f"exact={self.exact!r} shares one denominator with the far field, which must be positive. It needs "
+                "normalize=True and, with the relu feature map, eps > 0; "
+                f"got normalize={self.normalize}, eps={self.eps}."
+            )
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """Tile count per axis."""
+        return self.blocks if self.exact_tiles is None else self.exact_tiles
+
+    @property
+    def share(self) -> float:
+        """Part of all pairs of tiles that is exact."""
+        if self.exact == "none":
+            return 0.0
+        if self.exact == "own":
+            return 1 / math.prod(self.tiles)
+        return DEFAULT_SHARE if self.exact_share is None else self.exact_share
 
     def replace(self, **settings: Any) -> "MHLAConfig":
         """A copy with some fields changed.
@@ -120,10 +183,19 @@ class MHLAConfig:
         Raises:
             ValueError: unknown field, missing ``blocks``, or value that is not allowed.
         """
+        settings = _without_near_field(settings)
         check_names(settings, [field.name for field in fields(cls)], "MHLA setting")
         if "blocks" not in settings:
             raise ValueError("MHLA settings need blocks, the block count per axis, for example blocks=(7, 3, 5).")
         return cls(**settings)
+
+
+def _without_near_field(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of patches from before there were exact tiles, in today's words."""
+    settings = dict(settings)
+    if settings.pop("near_field", "none") == "softmax":
+        settings |= {"exact": "own", "tile_means": False}
+    return settings
 
 
 def check(condition: bool, message: str) -> None:

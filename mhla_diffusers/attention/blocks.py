@@ -37,43 +37,43 @@ def axis_names(dimensions: int) -> tuple[str, ...]:
     return _AXIS_NAMES[dimensions]
 
 
-def check_blocks(blocks: Sequence[int]) -> Shape:
+def check_blocks(blocks: Sequence[int], name: str = "blocks") -> Shape:
     """Return ``blocks`` as a tuple after checking it alone.
 
     Raises:
-        ValueError: if there are not 1 to 3 block counts, or one of them is no positive integer.
+        ValueError: if there are not 1 to 3 counts, or one of them is no positive integer; with ``name``.
     """
     if not isinstance(blocks, Sequence) or isinstance(blocks, str):
-        raise ValueError(f"blocks={blocks!r} must be a list of block counts, one per axis, for example (7, 3, 5).")
+        raise ValueError(f"{name}={blocks!r} must be a list of counts, one per axis, for example (7, 3, 5).")
     counts = tuple(blocks)
     if len(counts) not in _AXIS_NAMES:
         raise ValueError(
-            f"blocks={counts} has {len(counts)} axes; allowed are 1 (length), "
+            f"{name}={counts} has {len(counts)} axes; allowed are 1 (length), "
             "2 (height, width) or 3 (frames, height, width)."
         )
     for count in counts:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"blocks={counts} must hold positive integers, got {count!r}.")
+            raise ValueError(f"{name}={counts} must hold positive integers, got {count!r}.")
     return counts
 
 
-def check_layout(grid: Sequence[int], blocks: Sequence[int]) -> tuple[Shape, Shape]:
+def check_layout(grid: Sequence[int], blocks: Sequence[int], name: str = "blocks") -> tuple[Shape, Shape]:
     """Return ``grid`` and ``blocks`` as tuples after checking that one can cut the other.
 
     Raises:
-        ValueError: if the number of axes differs, or an axis has fewer tokens than blocks.
+        ValueError: if the number of axes differs, or an axis has fewer tokens than blocks; with ``name``.
     """
-    grid, blocks = tuple(grid), check_blocks(blocks)
+    grid, blocks = tuple(grid), check_blocks(blocks, name)
     if len(grid) != len(blocks):
         raise ValueError(
-            f"blocks={blocks} has {len(blocks)} axes but the token grid {grid} has {len(grid)}; "
-            "give one block count per axis of the grid."
+            f"{name}={blocks} has {len(blocks)} axes but the token grid {grid} has {len(grid)}; "
+            "give one count per axis of the grid."
         )
-    for name, tokens, count in zip(axis_names(len(grid)), grid, blocks, strict=True):
+    for axis, tokens, count in zip(axis_names(len(grid)), grid, blocks, strict=True):
         if tokens < count:
             raise ValueError(
-                f"The {name} axis of the token grid has {tokens} tokens, too few for {count} blocks "
-                f"(grid={grid}, blocks={blocks}); use at most {tokens} blocks on that axis."
+                f"The {axis} axis of the token grid has {tokens} tokens, too few for {count} {name} "
+                f"(grid={grid}, {name}={blocks}); use at most {tokens} on that axis."
             )
     return grid, blocks
 

@@ -38,7 +38,7 @@ class Call:
     output_gate: torch.Tensor | None = None
     """(B, N, H, D)."""
     far_field_weight: torch.Tensor | None = None
-    """(H,); None for no near field, or for exact tiles without a far field."""
+    """(H,); None for no exact tiles, or for exact tiles without a far field."""
     exact: ExactTiles | None = None
     mean_bias: torch.Tensor | None = None
     """(H,)."""

@@ -12,7 +12,7 @@ import torch
 from .call import Call
 from .eager import eager_attention, finish, sum_dtype
 from .exact import exact_attention
-from .near_field import LEAST_MIXING, far_field_mask
+from .reference import LEAST_MASK, LEAST_MIXING
 from .tiles import ExactTiles
 
 
@@ -24,7 +24,7 @@ def merged_attention(call: Call, tiles: ExactTiles) -> torch.Tensor:
             replace(
                 call,
                 mixing=call.mixing.to(sum_dtype(call.mixing.dtype)) + LEAST_MIXING,
-                key_mask=far_field_mask(call.key_mask) if call.key_mask is not None else None,
+                key_mask=call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK) if call.key_mask is not None else None,
                 output_norm=None,
                 output_gate=None,
                 far_field_weight=None,

@@ -13,6 +13,11 @@ from .tiles import ExactTiles
 
 OUTPUT_NORM_EPS = 1e-6
 """Epsilon of the output RMSNorm; the value of the paper's Wan code."""
+LEAST_MIXING = 1e-12
+"""Added to every weight of a far field beside exact tiles: a row that mixes nothing, as of the identity, still has
+something to divide by, and a gradient to learn from."""
+LEAST_MASK = 1e-12
+"""Weight of a masked key in such a far field: where all keys are masked, there is still something to divide by."""
 
 
 def reference_weights(call: Call) -> torch.Tensor:
@@ -29,17 +34,20 @@ def reference_weights(call: Call) -> torch.Tensor:
     if table is not None and call.rope == "before":
         query, key = apply_rotary(query, table), apply_rotary(key, table)
     query, key = phi(query, call.eps), phi(key, call.eps)
-    if call.key_mask is not None:
-        key = key * call.key_mask[:, :, None, None]
+    mixing, mask = call.mixing.double(), call.key_mask
+    if call.exact is not None:
+        mixing, mask = mixing + LEAST_MIXING, mask.double().clamp_min(LEAST_MASK) if mask is not None else None
+    if mask is not None:
+        key = key * mask[:, :, None, None]
 
     block_of = block_index(call.grid, call.blocks).to(query.device)
-    coefficients = call.mixing.double()[..., block_of[:, None], block_of[None, :]]
+    coefficients = mixing[..., block_of[:, None], block_of[None, :]]
     plain = torch.einsum("bqhd,bkhd->bhqk", query, key)
     if table is not None and call.rope == "after":
         query, key = apply_rotary(query, table), apply_rotary(key, table)
     weights = coefficients * torch.einsum("bqhd,bkhd->bhqk", query, key)
     normaliser = coefficients * plain
-    if call.far_field_weight is not None or call.exact is not None:
+    if call.exact is not None:
         scores = torch.einsum("bqhd,bkhd->bhqk", near_query, near_key) / near_query.shape[-1] ** 0.5
         # a common factor of numerator and denominator, which keeps large scores finite
         largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
@@ -48,12 +56,8 @@ def reference_weights(call: Call) -> torch.Tensor:
             near = near * call.key_mask[:, None, None, :]
         far = (-largest).exp()
         far = far * (call.far_field_weight.double()[:, None, None] if call.far_field_weight is not None else 0)
-        if call.exact is None:
-            same_block = block_of[:, None] == block_of[None, :]
-            weights, normaliser = (torch.where(same_block, near, far * x) for x in (weights, normaliser))
-        else:
-            softmax = _with_means(call, call.exact, near, near_query, near_key, largest)
-            weights, normaliser = (softmax + far * x for x in (weights, normaliser))
+        softmax = _with_means(call, call.exact, near, near_query, near_key, largest)
+        weights, normaliser = (softmax + far * x for x in (weights, normaliser))
     if call.normalize:
         weights = weights / normaliser.sum(dim=-1, keepdim=True)
     return weights

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mhla_diffusers.attention import Call, initial_mixing, mhla_attention, reference_attention
-from mhla_diffusers.attention.rotary import apply_rotary, rotary_table
+from mhla_diffusers.attention.rotary import rotary_table
 
 GRIDS = [
     # grid, blocks: even and ragged, one to three axes, one block to one token per block
@@ -68,7 +68,7 @@ def make_problem(
     norm: bool = False,
     gate: bool = False,
     per_head: bool = False,
-    near_field: bool = False,
+    far_field: bool = False,
     seed: int = 0,
     **options: Any,
 ) -> Problem:
@@ -87,7 +87,7 @@ def make_problem(
         tensors["output_norm"] = 1 + 0.3 * draw(head_dim)
     if gate:
         tensors["output_gate"] = draw(*shape)
-    if near_field:
+    if far_field:
         tensors["far_field_weight"] = 0.5 + torch.rand(heads, generator=generator)
     if rotary:
         angles = draw(1, tokens, 1, head_dim // 2).repeat_interleave(2, dim=-1)
@@ -107,24 +107,6 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """
     expected = expected.double()
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1.0))
-
-
-def softmax_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mixing: torch.Tensor,
-    far_field_weight: torch.Tensor,
-    grid: tuple[int, ...],
-    blocks: tuple[int, ...],
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """PyTorch's own attention on the inputs of a problem with a near field, for :meth:`Problem.run` in float64."""
-    if rotary is not None:
-        table = rotary_table(rotary).double()
-        query, key = apply_rotary(query, table), apply_rotary(key, table)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def errors_against_reference(problem: Problem, dtype: torch.dtype, backend: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from mhla_diffusers.attention.tiles import tokens_of_tiles
 
 from .problems import errors_against_reference, make_problem
 
-# as in test_eager.py. float64: a far field's mixing matrix has 1e-12 added
+# as in test_eager.py
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 SUMS = ("far_field_weight", "mean_bias", "output_norm")
 """Their gradients are sums over all tokens of products of both signs, of which rounded halves leave too little to hold
@@ -34,7 +34,7 @@ def make(grid, counts, *, means=True, far=True, share=0.3, blocks=None, head_dim
     """A problem with exact tiles: the tensors of ``make_problem`` with λ, β and lists that are empty in places."""
     blocks = blocks or tuple(min(2, size) for size in grid)
     tiles = random_tiles(counts, share=share, at_least_one=not (means or far), seed=seed)
-    problem = make_problem(grid, blocks, near_field=far, head_dim=head_dim, seed=seed, exact=tiles, **options)
+    problem = make_problem(grid, blocks, far_field=far, head_dim=head_dim, seed=seed, exact=tiles, **options)
     if means:
         problem.tensors["mean_bias"] = 0.3 * torch.randn(2, generator=torch.Generator().manual_seed(seed))
     return problem
@@ -69,8 +69,6 @@ def problems(draw):
     flags = {name: draw(st.booleans()) for name in ("rotary", "mask", "norm", "gate", "per_head", "means", "far")}
     # exact tiles alone may all be masked for a query; the reference divides 0 by 0 then
     flags["mask"] &= flags["means"]
-    # the far field's floors of 1e-12 show in float64 beside features at the floor of relu; fixed problems have it
-    flags["far"] = False
     return make(grid, counts, share=draw(st.floats(0, 1)), seed=draw(st.integers(0, 99)), **flags)
 
 
@@ -140,7 +138,9 @@ def test_lists_and_masks_are_the_same_thing():
         ({"exact": ExactTiles.from_mask((9, 1), torch.ones(2, 9, 9))}, "height axis .* 4 tokens, too few for 9"),
         ({"exact": ExactTiles.from_mask((2, 2), torch.ones(3, 4, 4))}, "lists for 3 heads, but query has 2"),
         ({"exact": ExactTiles.from_mask((2, 2), torch.zeros(2, 4, 4))}, "attend to nothing; give far_field_weight"),
-        ({"exact": None, "mean_bias": torch.zeros(2)}, "mean_bias belongs to .*give exact"),
+        ({"exact": None, "mean_bias": torch.zeros(2)}, "mean_bias weighs .*give exact"),
+        ({"exact": None, "far_field_weight": torch.ones(2)}, "far_field_weight weighs .*give exact"),
+        ({"exact": ExactTiles.from_mask((2, 2), torch.ones(3, 2, 4, 4))}, "lists for 3 samples, but query has 2"),
         ({"mean_bias": torch.zeros(3)}, r"mean_bias must have shape \(2,\)"),
         ({"backend": "triton"}, "do not know exact tiles|Triton is not installed|TRITON_INTERPRET"),
     ],

@@ -10,9 +10,6 @@ import torch
 
 from ..blocks import Shape
 from ..call import Call
-from ..eager import finish
-from ..near_field import without_own_block
-from .near_field.operators import near_field_attention
 from .operators import attention, flat
 
 logger = logging.getLogger(__name__)
@@ -44,8 +41,6 @@ def why_not(query: torch.Tensor, feature_map: str) -> str | None:
 def triton_attention(call: Call) -> torch.Tensor:
     """Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: (B, N, H, D).
 
-    Of a call with a near field (:mod:`mhla_diffusers.attention.near_field`), norm and gate follow in PyTorch.
-
     Raises:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.
     """
@@ -60,21 +55,8 @@ def triton_attention(call: Call) -> torch.Tensor:
         output_norm=call.output_norm.contiguous() if call.output_norm is not None else None,
         output_gate=_usable(call.output_gate, "output_gate") if call.output_gate is not None else None,
     )
-    output: torch.Tensor
-    if call.far_field_weight is None:
-        output, _ = attention(*flat(usable))
-        return output
-    near = replace(
-        usable,
-        mixing=without_own_block(call.mixing),
-        output_norm=None,
-        output_gate=None,
-        far_field_weight=call.far_field_weight.float().contiguous(),
-    )
-    output, *_ = near_field_attention(*flat(near))
-    if call.output_norm is None and call.output_gate is None:
-        return output
-    return finish(output.float(), call.output_norm, call.output_gate).to(call.query.dtype)
+    output: torch.Tensor = attention(*flat(usable))[0]
+    return output
 
 
 def _check(call: Call) -> None:
