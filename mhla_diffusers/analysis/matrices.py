@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ..attention.blocks import block_sizes
-from ..attention.near_field import rotated
-from ..attention.rotary import rotary_table
+from ..attention.rotary import rotary_table, rotated
 from ..families import Family, get_family
 from ..patching import MHLAProcessor, project
 from ..patching.processor import AttentionInput, attention_input
@@ -181,8 +180,8 @@ def analyze_layers(
 def rank_bound(attn: Any, grid: tuple[int, ...], kind: str) -> int:
     """The largest rank that the attention matrix can have.
 
-    N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With a near field
-    the softmax within a block of n_b tokens alone can have rank n_b, so there it is N again.
+    N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With exact
+    tiles the softmax over a query tile's own tokens alone can have their full rank, so there it is N again.
 
     Args:
         attn: the self-attention.
@@ -190,7 +189,7 @@ def rank_bound(attn: Any, grid: tuple[int, ...], kind: str) -> int:
         kind: MHLA, linear or softmax.
     """
     tokens, head_dim = torch.Size(grid).numel(), int(attn.inner_dim) // int(attn.heads)
-    if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.near_field == "softmax"):
+    if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.exact != "none"):
         return tokens
     sizes = block_sizes(grid, attn.mhla.config.blocks) if kind == "MHLA" else [tokens]
     return sum(min(size, head_dim) for size in sizes)

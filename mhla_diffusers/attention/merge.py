@@ -20,17 +20,23 @@ def merged_attention(call: Call, tiles: ExactTiles) -> torch.Tensor:
     """Exact tiles and, where the call has a ``far_field_weight``, MHLA over all blocks: (B, N, H, D) like the query."""
     output, log_sum = exact_attention(call, tiles)
     if call.far_field_weight is not None:
-        far, normaliser = eager_attention(
-            replace(
-                call,
-                mixing=call.mixing.to(sum_dtype(call.mixing.dtype)) + LEAST_MIXING,
-                key_mask=call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK) if call.key_mask is not None else None,
-                output_norm=None,
-                output_gate=None,
-                far_field_weight=None,
-            )
-        )
+        far, normaliser = eager_attention(far_field(call))
         log_far = (call.far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
         share, rest = torch.sigmoid(log_sum - log_far), torch.sigmoid(log_far - log_sum)
         output = share * output + rest * far
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
+
+
+def far_field(call: Call) -> Call:
+    """MHLA over all blocks beside exact tiles, without λ, norm and gate, and with a normaliser that is never 0."""
+    dtype, mask = sum_dtype(call.query.dtype), call.key_mask
+    return replace(
+        call,
+        mixing=call.mixing.to(sum_dtype(call.mixing.dtype)) + LEAST_MIXING,
+        key_mask=mask.to(dtype).clamp_min(LEAST_MASK) if mask is not None else None,
+        output_norm=None,
+        output_gate=None,
+        far_field_weight=None,
+        exact=None,
+        mean_bias=None,
+    )

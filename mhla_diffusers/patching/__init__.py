@@ -1,7 +1,7 @@
 """Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
 
-from .calibration import calibrate_far_field, calibrate_output_norm
-from .choosing import TransformerCall, layer_sensitivity, record_calls
+from .calibration import calibrate_output_norm
+from .exact_calibration import calibrate_exact_tiles
 from .conversion import convert_wan
 from .describe import describe
 from .finding import (
@@ -19,6 +19,7 @@ from .record import CONFIG_NAME, Weights, read_record
 from .removal import mhla_disabled, remove_mhla
 from .replacing import apply_mhla, set_attn_processor
 from .saving import save_mhla
+from .sensitivity import TransformerCall, layer_sensitivity, record_calls
 from .sharing import push_mhla
 
 __all__ = [
@@ -29,7 +30,7 @@ __all__ = [
     "Weights",
     "apply_mhla",
     "attn_processors",
-    "calibrate_far_field",
+    "calibrate_exact_tiles",
     "calibrate_output_norm",
     "convert_wan",
     "describe",

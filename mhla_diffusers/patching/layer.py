@@ -7,11 +7,19 @@ import torch
 from torch import nn
 
 from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights
+from ..attention.blocks import check_layout
 from ..attention.rotary import Rotary, rotary_table
 from ..config import MHLAConfig
+from .tile_choice import TileChoice
 
 _UNIT_GATE = 1.2784645427610738
 """The number whose SiLU is 1, so that a fresh gate changes nothing."""
+
+FLOAT32_PARAMETERS = ("mixing", "far_field_log_weight", "mean_bias")
+"""Parameters of a layer that stay in float32 whatever the attention computes in."""
+
+_FAR_LOG_WEIGHT = {True: -3.0, False: 0.0}
+"""Of the far field at first, with and without tile means, which leave it little to add."""
 
 _CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
@@ -24,11 +32,11 @@ class TokenGrid:
 
 
 class MHLALayer(nn.Module):
-    """Mixing matrix and, where configured, far field weight, output norm, gate and convolution of one attention.
+    """Mixing matrix and, where configured, exact tiles, output norm, gate and convolution of one attention.
 
     Each is initialised so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is
-    1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. With a near field, λ
-    is 1.
+    1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. Beside exact tiles λ is
+    1, or e⁻³ where the others take part through their means, whose β is 0; :func:`calibrate_exact_tiles` fits both.
 
     Args:
         config: settings.
@@ -51,10 +59,14 @@ class MHLALayer(nn.Module):
         if config.mixing_per_head:
             mixing = mixing.repeat(heads, 1, 1)
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
+        self.exact = TileChoice(config, heads) if config.exact != "none" else None
         self.far_field_log_weight: nn.Parameter | None = None
-        """Log of λ, (H,); a single block has no far field."""
-        if config.near_field == "softmax" and math.prod(config.blocks) > 1:
-            self.far_field_log_weight = nn.Parameter(torch.zeros(heads))
+        """Log of λ, (H,)."""
+        self.mean_bias: nn.Parameter | None = None
+        """β, (H,)."""
+        if self.exact is not None:
+            self.far_field_log_weight = nn.Parameter(torch.full((heads,), _FAR_LOG_WEIGHT[config.tile_means]))
+            self.mean_bias = nn.Parameter(torch.zeros(heads)) if config.tile_means else None
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
         self.gate = nn.Linear(hidden_size, inner_size) if config.output_gate else None
         self.convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d | None = None
@@ -112,7 +124,7 @@ class MHLALayer(nn.Module):
             output_norm=self.output_norm,
             output_gate=gate,
             backend=backend,
-            **self._settings(),
+            **self._settings(query, key, grid, rotary),
         )
         if self.convolution is not None:
             values = value.flatten(2).unflatten(1, grid).movedim(-1, 1)
@@ -161,22 +173,27 @@ class MHLALayer(nn.Module):
             self.config.blocks,
             rotary=rotary_table(rotary) if rotary is not None else None,
             key_mask=key_mask,
-            **self._settings(),
+            **self._settings(query, key, grid, rotary),
         )
 
-    def _settings(self) -> dict[str, Any]:
-        """Arguments of the attention that do not depend on the input."""
-        config, far_field_weight = self.config, None
-        if config.near_field == "softmax":
-            log_weight = self.far_field_log_weight
-            far_field_weight = self.mixing.new_ones(self.heads) if log_weight is None else log_weight.exp()
-        return {
+    def _settings(
+        self, query: torch.Tensor, key: torch.Tensor, grid: tuple[int, ...], rotary: Rotary | None
+    ) -> dict[str, Any]:
+        """Arguments of the attention besides tensors that the input brings."""
+        config, log_weight = self.config, self.far_field_log_weight
+        settings: dict[str, Any] = {
             "feature_map": config.feature_map,
             "rope": config.rope,
             "normalize": config.normalize,
             "eps": config.eps,
-            "far_field_weight": far_field_weight,
         }
+        if self.exact is not None:
+            check_layout(grid, config.tiles, "exact_tiles")
+            table = rotary_table(rotary) if rotary is not None else None
+            settings["exact"] = self.exact(query, key, table, grid)
+            if config.share < 1 and log_weight is not None:  # else nothing is left for a far field or means to add
+                settings |= {"far_field_weight": log_weight.exp(), "mean_bias": self.mean_bias}
+        return settings
 
     @torch.no_grad()
     def clip_mixing_(self) -> None:

@@ -9,13 +9,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..attention import resize_mixing
+from ..attention.tile_scores import resize_scores, spend
 from ..config import MHLAConfig
 from ..families import get_family
 from ..files import file_hash
 from .finding import find_transformers, mhla_layers
-from .record import CONFIG_NAME, PICKLE_SUFFIXES, PatchRecord, Weights, read_record
+from .record import CONFIG_NAME, PICKLE_SUFFIXES, PatchRecord, TransformerRecord, Weights, read_record
 from .removal import remove_mhla
 from .replacing import apply_mhla
+from .tile_choice import TileChoice
 
 Model = TypeVar("Model")
 
@@ -25,6 +27,8 @@ def load_mhla(
     patch: str | Path,
     *,
     blocks: tuple[int, ...] | None = None,
+    exact_tiles: tuple[int, ...] | None = None,
+    exact_share: float | None = None,
     backend: str = "auto",
     revision: str | None = None,
     token: str | None = None,
@@ -38,6 +42,8 @@ def load_mhla(
         model: unpatched pipeline or transformer of the kind that the patch was made for.
         patch: folder or Hub id.
         blocks: other block counts to open the patch at; mixing matrices are interpolated.
+        exact_tiles: other tile counts; the scores of calibrated tiles are interpolated, and tiles chosen anew.
+        exact_share: another part of all pairs of tiles to be exact; calibrated tiles are chosen anew.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         revision: of a Hub repository.
         token: for a private Hub repository.
@@ -57,11 +63,13 @@ def load_mhla(
     if mhla_layers(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
     configs = {name: MHLAConfig.from_dict(saved.mhla) for name, saved in record.transformers.items()}
-    opened = {name: config.replace(blocks=blocks) if blocks else config for name, config in configs.items()}
+    wanted = {"blocks": blocks, "exact_tiles": exact_tiles, "exact_share": exact_share}
+    changes = {name: value for name, value in wanted.items() if value is not None}
+    opened = {name: config.replace(**changes) for name, config in configs.items()}
     try:
         for name, transformer in transformers.items():
             apply_mhla(transformer, opened[name], backend=backend)
-        parts = {name: _part(tensors, name, configs[name], opened[name]) for name in transformers}
+        parts = {name: _part(tensors, name, record.transformers[name], opened[name]) for name in transformers}
         for name, transformer in transformers.items():
             _check_tensors(transformer, parts[name], record.weights)
     except BaseException:
@@ -73,6 +81,9 @@ def load_mhla(
             state = transformer.state_dict(keep_vars=True)
             for key, tensor in parts[name].items():
                 state[key].copy_(tensor)
+            for layer in mhla_layers(transformer).values():
+                if layer.exact is not None:
+                    layer.exact.make_lists()
     return model
 
 
@@ -141,16 +152,53 @@ def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> Non
 
 
 def _part(
-    tensors: dict[str, torch.Tensor], component: str, saved: MHLAConfig, opened: MHLAConfig
+    tensors: dict[str, torch.Tensor], component: str, record: TransformerRecord, opened: MHLAConfig
 ) -> dict[str, torch.Tensor]:
-    """One transformer's tensors, mixing matrices brought to the wanted block counts."""
-    prefix = f"{component}."
+    """One transformer's tensors, brought to the wanted block counts, tile counts and share."""
+    prefix, saved = f"{component}.", MHLAConfig.from_dict(record.mhla)
     part = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    if record.mhla.get("near_field") == "softmax":
+        part = _without_near_field(part, record.heads)
     if saved.blocks != opened.blocks:
         for key in part:
             if key.endswith(".mhla.mixing"):
                 part[key] = resize_mixing(part[key], saved.blocks, opened.blocks)
+    if saved.exact == "calibrated" and (saved.tiles, saved.share) != (opened.tiles, opened.share):
+        part |= _chosen_anew(part, saved, opened, record.heads)
     return part
+
+
+def _without_near_field(part: dict[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
+    """Tensors of a patch from before there were exact tiles, whose far field left a query's own block out."""
+    part = dict(part)
+    for key in [key for key in part if key.endswith(".mhla.mixing")]:
+        part[key] = part[key].clone()
+        part[key].diagonal(dim1=-2, dim2=-1).zero_()
+        # a single block had no far field, and no weight of it
+        part.setdefault(key.replace(".mixing", ".far_field_log_weight"), torch.zeros(heads))
+    return part
+
+
+def _chosen_anew(
+    part: dict[str, torch.Tensor], saved: MHLAConfig, opened: MHLAConfig, heads: int
+) -> dict[str, torch.Tensor]:
+    """Calibrated tiles for another share or other tile counts, from the scores that were saved."""
+    marker = ".mhla.exact.is_exact"
+    names = [key.removesuffix(marker) for key in part if key.endswith(marker)]
+    choices, scores = {}, {}
+    for name in names:
+        kept = TileChoice(saved, heads)
+        kept.load_state_dict({key: part[f"{name}.mhla.exact.{key}"] for key in kept.state_dict()})
+        scores[name] = resize_scores(kept.all_scores(), saved.tiles, opened.tiles)
+        choices[name] = TileChoice(opened, heads)
+    for name, mask in zip(names, spend(list(scores.values()), opened.share), strict=True):
+        choices[name].keep_scores(scores[name])
+        choices[name].choose(mask)
+    return {
+        f"{name}.mhla.exact.{key}": tensor
+        for name, choice in choices.items()
+        for key, tensor in choice.state_dict().items()
+    }
 
 
 def _check_tensors(transformer: nn.Module, tensors: dict[str, torch.Tensor], weights: Weights) -> None:

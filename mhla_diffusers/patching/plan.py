@@ -40,6 +40,11 @@ def make_plan(transformer: nn.Module, processor: MHLAProcessor) -> Plan:
             f"blocks={config.blocks} has {len(config.blocks)} axes, but {type(transformer).__name__} has "
             f"{family.axes}; for example blocks={family.default_config.blocks}."
         )
+    if config.exact != "none" and family.own_attention == "linear":
+        raise ValueError(
+            f"exact={config.exact!r} approximates softmax attention, and the own attention of "
+            f"{type(transformer).__name__} is linear; leave it at 'none'."
+        )
     if any(_is_group_offloaded(module) for module in transformer.modules()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     attentions = list(family.self_attentions(transformer).values())

@@ -8,7 +8,7 @@ from ..attention import check_backend
 from ..attention.rotary import Rotary
 from ..config import MHLAConfig
 from ..families import cross_attention_processor
-from .layer import MHLALayer
+from .layer import FLOAT32_PARAMETERS, MHLALayer
 
 _FLOAT16_MAX = 65504.0
 
@@ -135,7 +135,7 @@ class MHLAProcessor:
 
 
 def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
-    """A fresh :class:`MHLALayer` that fits an attention, on its device; mixing matrix and far field weight are float32.
+    """A fresh :class:`MHLALayer` that fits an attention, on its device; mixing matrix, λ and β are float32.
 
     Gate, norm and convolution take the type that the attention computes in.
 
@@ -152,7 +152,7 @@ def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
         if weights:
             layer.to(device=weights[0].device)
             for name, parameter in layer.named_parameters():
-                if name not in ("mixing", "far_field_log_weight"):
+                if name not in FLOAT32_PARAMETERS:
                     parameter.data = parameter.data.to(_compute_dtype(attn, weights[0]))
     return layer.train(attn.training)
 

@@ -1,15 +1,20 @@
 """Replace the self-attention of a pipeline or transformer by MHLA, through ``apply_mhla`` or diffusers' own form."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import MHLAConfig, Patch, load_patch
+from torch import nn
+
+from ..config import MHLAConfig, Patch, is_automatic, load_patch
 from ..families import Family, get_family
-from .choosing import choose_automatically
+from .exact_calibration import calibrate_exact_tiles
 from .finding import attentions_of, find_transformers
-from .plan import carry_out, make_plan
+from .plan import automatic_count, carry_out, make_plan
 from .processor import MHLAProcessor
+from .removal import remove_mhla
+from .sensitivity import TransformerCall, measure_sensitivity, patched_pairs, record_calls
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
@@ -33,9 +38,10 @@ def apply_mhla(
         model: a pipeline (all its supported transformers are patched) or one transformer.
         patch: settings, the name of a ready patch, or the path of a patch YAML; None for the family's defaults.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
-        calibration: for ``layers="auto:2/3"``: runs the model on typical inputs, for example
-            ``lambda: pipe("a cat", num_inference_steps=4)``. The layers whose replacement alone moves the output least
-            are replaced, and their list is recorded in the configuration. Costs one run of each call per layer.
+        calibration: for ``exact="calibrated"`` and ``layers="auto:2/3"``: runs the model on typical inputs, for example
+            ``lambda: pipe("a cat", num_inference_steps=4)``. It says which tiles every head needs, see
+            :func:`calibrate_exact_tiles`. Of automatic layers those whose replacement alone moves the output least are
+            replaced, which costs one run of each call per layer; their list is recorded in the configuration.
         **settings: fields of :class:`MHLAConfig` that replace those of ``patch``.
 
     Returns:
@@ -55,12 +61,64 @@ def apply_mhla(
         name: _choose_config(get_family(transformer), chosen).replace(**settings)
         for name, transformer in transformers.items()
     }
-    if calibration is not None:
-        configs = choose_automatically(transformers, configs, calibration, backend)
+    automatic = any(is_automatic(config.layers) for config in configs.values())
+    has_exact = any(config.exact != "none" for config in configs.values())
+    if calibration is not None and not automatic and not has_exact:
+        raise ValueError(
+            "calibration chooses layers or exact tiles, but this patch leaves neither open; write layers='auto:2/3' or "
+            "exact='calibrated', or leave the calibration out."
+        )
+    if calibration is not None and automatic:
+        configs = _choose_automatically(transformers, configs, calibration, backend)
     plans = [make_plan(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
     for plan in plans:
         carry_out(plan)
+    if calibration is not None and has_exact:
+        try:
+            calibrate_exact_tiles(model, calibration)
+        except BaseException:
+            remove_mhla(model)
+            raise
     return model
+
+
+def _choose_automatically(
+    transformers: Mapping[str, nn.Module],
+    configs: Mapping[str, MHLAConfig],
+    calibration: Callable[[], object],
+    backend: str,
+) -> dict[str, MHLAConfig]:
+    """The configurations with the layers that hurt least in place of "auto:…". Leaves the transformers as they are."""
+    for config in configs.values():
+        if config.output_norm:
+            raise ValueError(
+                "layers='auto:…' cannot judge an output norm that is not fitted yet. Patch all layers, call "
+                "calibrate_output_norm(), look at layer_sensitivity(), and patch anew with the list of layers."
+            )
+    plans = {
+        name: make_plan(transformers[name], MHLAProcessor(config.replace(layers="all"), backend=backend))
+        for name, config in configs.items()
+    }
+    calls = record_calls(transformers, calibration)
+    chosen = {}
+    for name, plan in plans.items():
+        carry_out(plan)
+        try:
+            if plan.processor.config.exact != "none":
+                calibrate_exact_tiles(plan.transformer, partial(_repeat, calls[name], plan.transformer))
+            sensitivities = measure_sensitivity(plan.transformer, patched_pairs(plan.transformer), calls[name])
+        finally:
+            remove_mhla(plan.transformer)
+        values = list(sensitivities.values())
+        least = sorted(range(len(values)), key=values.__getitem__)
+        count = automatic_count(configs[name].layers, len(values))
+        chosen[name] = configs[name].replace(layers=tuple(sorted(least[:count])))
+    return chosen
+
+
+def _repeat(calls: list[TransformerCall], transformer: nn.Module) -> None:
+    for call in calls:
+        call.predict(transformer)
 
 
 def _choose_config(family: Family, chosen: MHLAConfig | Patch | None) -> MHLAConfig:

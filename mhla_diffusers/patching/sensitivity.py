@@ -1,4 +1,4 @@
-"""How much each layer's replacement alone changes the output, and the choice of the layers that hurt least."""
+"""Recorded calls of a transformer, and how much each layer's replacement alone changes its output on them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import MHLAConfig, is_automatic
 from ..families import get_family
 from .finding import find_transformers, is_patched, require_layers
-from .plan import automatic_count, carry_out, make_plan
 from .processor import MHLAProcessor
-from .removal import mhla_disabled, original_processor, remove_mhla
+from .removal import mhla_disabled, original_processor
 
 
 def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]:
@@ -38,11 +36,11 @@ def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]
     return {
         f"{prefixes[name]}{layer}": value
         for name, transformer in transformers.items()
-        for layer, value in measure_sensitivity(transformer, _patched_pairs(transformer), calls[name]).items()
+        for layer, value in measure_sensitivity(transformer, patched_pairs(transformer), calls[name]).items()
     }
 
 
-def _patched_pairs(transformer: nn.Module) -> dict[str, tuple[Any, Any]]:
+def patched_pairs(transformer: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Name of every patched self-attention → it and its processor of before."""
     family = get_family(transformer)
     return {
@@ -50,42 +48,6 @@ def _patched_pairs(transformer: nn.Module) -> dict[str, tuple[Any, Any]]:
         for name, attn in family.self_attentions(transformer).items()
         if isinstance(attn.processor, MHLAProcessor)
     }
-
-
-def choose_automatically(
-    transformers: Mapping[str, nn.Module],
-    configs: Mapping[str, MHLAConfig],
-    calibration: Callable[[], object],
-    backend: str,
-) -> dict[str, MHLAConfig]:
-    """The configurations with the layers that hurt least in place of "auto:…". Leaves the transformers as they are."""
-    for config in configs.values():
-        if not is_automatic(config.layers):
-            raise ValueError(
-                f"calibration chooses layers, but layers={config.layers!r} names them; write layers='auto:2/3'."
-            )
-        if config.output_norm:
-            raise ValueError(
-                "layers='auto:…' cannot judge an output norm that is not fitted yet. Patch all layers, call "
-                "calibrate_output_norm(), look at layer_sensitivity(), and patch anew with the list of layers."
-            )
-    plans = {
-        name: make_plan(transformers[name], MHLAProcessor(config.replace(layers="all"), backend=backend))
-        for name, config in configs.items()
-    }
-    calls = record_calls(transformers, calibration)
-    chosen = {}
-    for name, plan in plans.items():
-        carry_out(plan)
-        try:
-            sensitivities = measure_sensitivity(plan.transformer, _patched_pairs(plan.transformer), calls[name])
-        finally:
-            remove_mhla(plan.transformer)
-        values = list(sensitivities.values())
-        least = sorted(range(len(values)), key=values.__getitem__)
-        count = automatic_count(configs[name].layers, len(values))
-        chosen[name] = configs[name].replace(layers=tuple(sorted(least[:count])))
-    return chosen
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""Which tiles are worth being exact: scores of pairs of tiles, kept compactly, and how a budget of pairs is spent.
+
+A score says what attending to a pair exactly is worth, for every head, query tile and key tile: (H, T, T), from 0 to 1
+over all layers, which can be compared.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .blocks import Shape
+from .mixing import resize_mixing
+from .rotary import rotated
+from .tiles import ExactTiles, tokens_of_tiles
+
+KEPT = 0.2
+"""Part of all pairs whose scores are kept: budgets beyond it are spent on the rest as on equals."""
+CEILING = 4.0
+"""Key tiles that one query tile may attend to exactly, in units of the average."""
+
+
+def kept_pairs(heads: int, tiles: int) -> int:
+    """How many pairs of a layer have their score kept."""
+    return math.ceil(KEPT * heads * tiles**2)
+
+
+def heaviest_pairs(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs of (H, T, T) scores that are kept, in descending order.
+
+    Returns:
+        int32 place in the flattened scores, and the score as float16; each (:func:`kept_pairs`,).
+    """
+    found = scores.flatten().sort(descending=True, stable=True)
+    count = kept_pairs(scores.shape[0], scores.shape[1])
+    return found.indices[:count].int(), found.values[:count].half()
+
+
+def all_scores(pairs: torch.Tensor, values: torch.Tensor, heads: int, tiles: int) -> torch.Tensor:
+    """Inverse of :func:`heaviest_pairs`: float32 (H, T, T), pairs that were not kept with a score of 0."""
+    scores = torch.zeros(heads * tiles**2, device=pairs.device)
+    scores[pairs.long()] = values.float()
+    return scores.view(heads, tiles, tiles)
+
+
+def resize_scores(scores: torch.Tensor, counts: Shape, new_counts: Shape) -> torch.Tensor:
+    """Scores (H, T, T) carried over to other tile counts by linear interpolation over tile positions: (H, T', T')."""
+    return resize_mixing(scores, counts, new_counts).clamp_min(0)
+
+
+def priorities(scores: torch.Tensor, share: float) -> torch.Tensor:
+    """Scores (H, T, T) such that whoever spends by them keeps a floor and a ceiling.
+
+    Every query tile's best key tile comes before everything else, and what exceeds ``CEILING`` times the average list
+    after it.
+    """
+    tiles = scores.shape[-1]
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(tiles, device=order.device).expand_as(order))
+    most = max(1, math.ceil(CEILING * share * tiles))
+    return torch.where(rank == 0, math.inf, torch.where(rank < most, scores, -1 / (1 + scores)))
+
+
+def spend(scores: Sequence[torch.Tensor], share: float) -> list[torch.Tensor]:
+    """Spend a budget on the pairs of all layers where it is worth most: bool (H, T, T) of every layer.
+
+    Args:
+        scores: (H, T, T) of every layer.
+        share: part of all pairs that the budget is; every query tile gets at least one key tile.
+    """
+    ordered = [priorities(layer, share) for layer in scores]
+    flat = torch.cat([layer.flatten() for layer in ordered])
+    budget = max(round(share * len(flat)), sum(layer.shape[0] * layer.shape[1] for layer in scores))
+    chosen = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
+    chosen[flat.argsort(descending=True, stable=True)[:budget]] = True
+    parts = chosen.split([layer.numel() for layer in ordered])
+    return [part.view(layer.shape) for part, layer in zip(parts, ordered, strict=True)]
+
+
+@torch.no_grad()
+def tiles_by_content(
+    query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None, grid: Shape, counts: Shape, share: float
+) -> ExactTiles:
+    """For every query tile as many key tiles, those whose mean key has the largest product with its mean query.
+
+    Args:
+        query: (B, N, H, D).
+        key: (B, N, H, D).
+        table: of RoPE, see :func:`mhla_diffusers.attention.rotary.rotary_table`.
+        grid: token grid.
+        counts: tile counts.
+        share: part of all pairs; at least one key tile for every query tile.
+    """
+    tokens, exists = (x.to(query.device) for x in tokens_of_tiles(grid, counts))
+    weight = (exists / exists.sum(dim=-1, keepdim=True)).to(query.dtype)[None, :, :, None, None]
+    means = [(rotated(x, table)[:, tokens] * weight).sum(dim=2).transpose(1, 2) for x in (query, key)]
+    batch, heads, tiles, _ = means[0].shape
+    length = max(1, round(share * tiles))
+    keys = (means[0] @ means[1].mT).topk(length, dim=-1).indices.sort(dim=-1).values.flatten()
+    offsets = torch.arange(batch * heads * tiles + 1, device=keys.device) * length
+    return ExactTiles(counts, heads, offsets, keys)

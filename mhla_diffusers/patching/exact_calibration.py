@@ -1,0 +1,236 @@
+"""Find out which tiles every head needs exactly, and how much the means and the far field should weigh beside them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention.eager import eager_attention
+from ..attention.merge import far_field
+from ..attention.rotary import rotary_table, rotated
+from ..attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
+from ..attention.tile_scores import spend
+from ..attention.tiles import tokens_of_tiles
+from ..reporting import text_table
+from .calibration import check_reached, patched_attentions, run_unpatched
+from .finding import find_transformers
+from .layer import MHLALayer
+from .processor import AttentionInput, attention_input, project
+from .removal import mhla_disabled
+from .sensitivity import TransformerCall, measure_sensitivity, patched_pairs, record_calls
+
+_QUERIES = 8
+"""Queries of every tile whose softmax weights are formed; each costs N of them."""
+_FITTING_CALLS = 4
+"""Calls, out of those that ``run`` makes, that weights of layers and β and λ are fitted on."""
+_MEAN_BIASES = torch.linspace(-2.0, 2.0, 17)
+_FAR_LOG_WEIGHTS = torch.linspace(-8.0, 5.0, 27)
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """What calibration found for one self-attention."""
+
+    name: str
+    share: float
+    """Part of its pairs of tiles that is exact."""
+    mass: float
+    """Part of softmax attention's weight that these pairs hold, averaged over heads and queries."""
+    error: float
+    """Expected relative error of the attention's output, ‖o − softmax‖ / ‖softmax‖."""
+
+
+class Calibration(list[LayerCalibration]):
+    """The layers of a model; printed, it is a table."""
+
+    def __str__(self) -> str:
+        rows = [(found.name, f"{found.share:.1%}", f"{found.mass:.1%}", f"{found.error:.1%}") for found in self]
+        return text_table(("layer", "exact pairs", "weight that they hold", "expected error"), rows)
+
+
+@torch.no_grad()
+def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
+    """Choose the exact tiles of every head, layer by layer, and fit β and λ to the attention that is replaced.
+
+    ``run`` is called once with the patch switched off. On some queries of every tile it is measured what leaving each
+    pair of tiles inexact does to the output (:mod:`mhla_diffusers.attention.tile_errors`); a layer counts by how much
+    its replacement alone moves the transformer's output. The budget of the configuration's ``exact_share`` goes to the
+    pairs of all heads and layers of a transformer where it is worth most, each query tile getting at least one. Then
+    β and λ of every head are those that bring the output closest to softmax attention's. With ``exact="own"`` and
+    ``"content"`` only the latter is done.
+
+    Args:
+        model: a patched pipeline or transformer with exact tiles.
+        run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
+
+    Returns:
+        What the chosen pairs hold and what error is to be expected, for every layer with calibrated tiles; print it.
+
+    Raises:
+        ValueError: if the model is not patched or has no exact tiles, or ``run`` did not reach every layer.
+    """
+    layers = patched_attentions(model, "exact")
+    if not layers:
+        raise ValueError(
+            'The model has no exact tiles to calibrate; patch it with exact="calibrated", "content" or "own".'
+        )
+    transformers = find_transformers(model)
+    measured = {name: _Measured() for name, attn in layers.items() if attn.mhla.config.exact == "calibrated"}
+    handles = [
+        layers[name].register_forward_pre_hook(_measuring(measured[name]), with_kwargs=True) for name in measured
+    ]
+    with mhla_disabled(model):
+        try:
+            calls = record_calls(transformers, run)
+        finally:
+            for handle in handles:
+                handle.remove()
+    check_reached({name: layers[name] for name in measured}, {name: 1 for name in measured if measured[name].calls})
+    found = Calibration()
+    for component, transformer in transformers.items():
+        some = _spread(calls[component])
+        prefix = f"{component}."
+        here = {name.removeprefix(prefix): m for name, m in measured.items() if name.startswith(prefix)}
+        if here:
+            found.extend(_choose(transformer, here, some, prefix if len(transformers) > 1 else ""))
+        attentions = {name: attn for name, attn in layers.items() if name.startswith(prefix)}
+        _fit_weights(transformer, attentions, some)
+    return found
+
+
+@dataclass
+class _Measured:
+    """Sums over the calls of a run, for one layer; see :func:`pair_errors`."""
+
+    errors: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    masses: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    calls: int = 0
+
+
+def _measuring(measured: _Measured) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+    def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = _tiled_input(attn, attention_input(args, kwargs))
+        samples = given.samples(_QUERIES, measured.calls)
+        errors, masses, squares = pair_errors(given, samples, _projections(attn), attn.mhla.config.tile_means)
+        measured.errors = measured.errors.to(errors.device) + errors
+        measured.masses = measured.masses.to(errors.device) + masses
+        measured.squares = measured.squares.to(errors.device) + squares
+        measured.calls += 1
+
+    return note
+
+
+def _tiled_input(attn: Any, given: AttentionInput) -> TiledInput:
+    table = rotary_table(given.rotary) if given.rotary is not None else None
+    query, key, value = (x.float() for x in project(attn, given.hidden_states))
+    grid = _grid(attn.mhla)
+    return TiledInput.of(
+        rotated(query, table), rotated(key, table), value, grid, attn.mhla.config.tiles, given.key_mask
+    )
+
+
+def _grid(layer: MHLALayer) -> tuple[int, ...]:
+    grid = layer.token_grid.shape if layer.token_grid is not None else None
+    if grid is None:
+        raise ValueError("The token grid is not known; patch with apply_mhla() or mhla_diffusers.set_attn_processor().")
+    return grid
+
+
+def _projections(attn: Any) -> torch.Tensor:
+    """The output projection of every head as far as lengths go: (H, D, D), ‖W_h v‖ = ‖v @ projection‖.
+
+    Read off what the projection does, since its weights may be quantised or have an adapter.
+    """
+    heads, weight = int(attn.heads), next(attn.parameters())
+    dtype = weight.dtype if weight.is_floating_point() and weight.dtype.itemsize > 1 else torch.float32
+    unit = torch.eye(int(attn.inner_dim), dtype=dtype, device=weight.device)
+    columns = (attn.to_out[0](unit) - attn.to_out[0](torch.zeros_like(unit[:1]))).float()
+    return torch.linalg.qr(columns.unflatten(0, (heads, -1)).mT).R.mT
+
+
+def _spread(calls: list[TransformerCall]) -> list[TransformerCall]:
+    """Some calls, evenly spread over all."""
+    count = min(len(calls), _FITTING_CALLS)
+    return [calls[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]
+
+
+def _choose(
+    transformer: nn.Module, measured: Mapping[str, _Measured], calls: list[TransformerCall], prefix: str
+) -> list[LayerCalibration]:
+    """Spend the budget of a transformer's layers."""
+    layers: dict[str, MHLALayer] = {name: transformer.get_submodule(f"{name}.mhla") for name in measured}  # type: ignore[misc]
+    share = next(iter(layers.values())).config.share
+    # to find out how much an error of each layer matters, every layer has its own share of the budget at first
+    left = {}
+    for name, layer in layers.items():
+        (mask,) = spend([measured[name].errors], share)
+        _choices(layer).choose(mask)
+        left[name] = float((measured[name].errors * ~mask).sum()) / measured[name].calls
+    pairs = {name: pair for name, pair in patched_pairs(transformer).items() if name in layers}
+    moved = measure_sensitivity(transformer, pairs, calls)
+    scores = [found.errors * (moved[name] / max(left[name], 1e-30)) for name, found in measured.items()]
+    largest = max(float(score.max()) for score in scores)
+    for (name, layer), score, mask in zip(layers.items(), scores, spend(scores, share), strict=True):
+        _choices(layer).keep_scores(score / largest)
+        _choices(layer).choose(mask)
+    return [_report(prefix + name, measured[name], _choices(layer).mask) for name, layer in layers.items()]
+
+
+def _choices(layer: MHLALayer) -> Any:
+    return layer.exact
+
+
+def _report(name: str, found: _Measured, mask: torch.Tensor) -> LayerCalibration:
+    mass = float((found.masses * mask).sum(dim=-1).mean()) / found.calls
+    tiles = mask.shape[-1]
+    # every head's error passes through its own part of the projection; their squares add up where they are independent
+    error = float((found.errors * ~mask).sum() / tiles / found.squares.sum()) ** 0.5
+    return LayerCalibration(name, float(mask.float().mean()), mass, error)
+
+
+def _fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: list[TransformerCall]) -> None:
+    """Set β and λ of every head to what brings its output closest to softmax attention's."""
+    open_ones = {name: attn for name, attn in attentions.items() if attn.mhla.far_field_log_weight is not None}
+    errors: dict[str, torch.Tensor] = {}
+
+    def watch(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found = _try_candidates(attn, attention_input(args, kwargs))
+            errors[name] = errors[name] + found if name in errors else found
+
+        return note
+
+    handles = [attn.register_forward_pre_hook(watch(name), with_kwargs=True) for name, attn in open_ones.items()]
+
+    def repeat() -> None:
+        for call in calls:
+            call.predict(transformer)
+
+    run_unpatched(transformer, repeat, handles)
+    check_reached(open_ones, {name: 1 for name in errors})
+    for name, attn in open_ones.items():
+        candidates = _candidates(attn.mhla)
+        best = errors[name].flatten(1).argmin(dim=1)
+        count = len(candidates.far_log_weight)
+        attn.mhla.far_field_log_weight.copy_(candidates.far_log_weight.to(best.device)[best % count])
+        if attn.mhla.mean_bias is not None:
+            attn.mhla.mean_bias.copy_(candidates.mean_bias.to(best.device)[best // count])
+
+
+def _candidates(layer: MHLALayer) -> Candidates:
+    return Candidates(_MEAN_BIASES if layer.config.tile_means else torch.tensor([-torch.inf]), _FAR_LOG_WEIGHTS)
+
+
+def _try_candidates(attn: Any, given: AttentionInput) -> torch.Tensor:
+    layer, tiled = attn.mhla, _tiled_input(attn, given)
+    query, key, value = (x.float() for x in project(attn, given.hidden_states))
+    grid = _grid(layer)
+    call = layer.call(query, key, value, grid, given.rotary, given.key_mask)
+    far, normaliser = eager_attention(far_field(call))
+    tokens = tokens_of_tiles(grid, layer.config.tiles)[0].to(query.device)
+    in_tiles = far[:, tokens].permute(0, 3, 1, 2, 4), normaliser[:, tokens, :, 0].log().permute(0, 3, 1, 2)
+    samples, candidates = tiled.samples(_QUERIES // 4, 0), _candidates(layer)
+    return candidate_errors(tiled, samples, _projections(attn), call.exact.mask(), in_tiles, candidates)

@@ -1,0 +1,98 @@
+"""Which tiles a patched attention attends to exactly: the part of an MHLA layer that knows."""
+
+import math
+
+import torch
+from torch import nn
+
+from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, tiles_by_content
+from ..attention.tiles import ExactTiles
+from ..config import MHLAConfig
+
+
+class TileChoice(nn.Module):
+    """Lists of exact tiles by the rule of the configuration.
+
+    Calibrated lists are kept as a place per pair, the heaviest pairs first with their scores (see
+    :func:`mhla_diffusers.attention.tile_scores.heaviest_pairs`), and which of them are exact, so that another share or
+    other tile counts need no new calibration.
+
+    Args:
+        config: settings with exact tiles.
+        heads: H.
+    """
+
+    offsets: torch.Tensor
+    keys: torch.Tensor
+    pairs: torch.Tensor
+    scores: torch.Tensor
+    is_exact: torch.Tensor
+
+    def __init__(self, config: MHLAConfig, heads: int) -> None:
+        super().__init__()
+        self.config, self.heads = config, heads
+        tiles = math.prod(config.tiles)
+        if config.exact == "calibrated":
+            kept = kept_pairs(heads, tiles)
+            self.register_buffer("pairs", torch.zeros(kept, dtype=torch.int32))
+            self.register_buffer("scores", torch.zeros(kept, dtype=torch.float16))
+            packed = math.ceil(heads * tiles**2 / 8)
+            self.register_buffer("is_exact", torch.zeros(packed, dtype=torch.uint8))
+        length = tiles if config.share == 1 else 1
+        own = torch.arange(tiles)[:, None] if length == 1 else torch.arange(tiles).repeat(tiles, 1)
+        self.register_buffer("offsets", torch.arange(heads * tiles + 1) * length, persistent=False)
+        self.register_buffer("keys", own.repeat(heads, 1).flatten(), persistent=False)
+        self.is_ready = config.exact != "calibrated" or config.share == 1
+        """Whether there is something to attend to."""
+        self.register_load_state_dict_post_hook(lambda choice, _: choice.make_lists())
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None, grid: tuple[int, ...]
+    ) -> ExactTiles:
+        """The lists for a call with a query and key (B, N, H, D), a RoPE table and a token grid.
+
+        Raises:
+            ValueError: lists that are yet to be calibrated.
+        """
+        if not self.is_ready:
+            raise ValueError(
+                "exact='calibrated' does not know yet which tiles the heads need: calibrate_exact_tiles(pipe, run), or "
+                'apply_mhla(..., calibration=lambda: pipe("a cat", num_inference_steps=4)), or load_mhla() of a patch '
+                "that was calibrated. exact='content' needs no calibration."
+            )
+        if self.config.exact == "content" and self.config.share < 1:
+            return tiles_by_content(query, key, table, grid, self.config.tiles, self.config.share)
+        return ExactTiles(self.config.tiles, self.heads, self.offsets, self.keys)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """bool (H, T, T): which pairs are exact, of calibrated lists."""
+        tiles = math.prod(self.config.tiles)
+        bits = (self.is_exact[:, None] >> torch.arange(8, device=self.is_exact.device)) & 1
+        return bits.flatten()[: self.heads * tiles**2].bool().view(self.heads, tiles, tiles)
+
+    def all_scores(self) -> torch.Tensor:
+        """Scores of all pairs, float32 (H, T, T)."""
+        return all_scores(self.pairs, self.scores, self.heads, math.prod(self.config.tiles))
+
+    def keep_scores(self, scores: torch.Tensor) -> None:
+        """Keep the heaviest of (H, T, T) scores, which are from 0 to 1."""
+        for buffer, found in zip((self.pairs, self.scores), heaviest_pairs(scores), strict=True):
+            buffer.copy_(found)
+
+    def choose(self, mask: torch.Tensor) -> None:
+        """Attend exactly to the pairs of a mask, bool (H, T, T)."""
+        bits = nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
+        self.is_exact.copy_((bits << torch.arange(8, device=bits.device)).sum(dim=1))
+        self.make_lists()
+
+    def make_lists(self) -> None:
+        """Read the lists off the buffers that are saved; nothing to do for lists that do not come from there."""
+        if self.config.exact != "calibrated" or self.config.share == 1:
+            return
+        if self.is_exact.is_meta:  # without values, for counting: as long as the share says
+            count = round(self.config.share * self.heads * math.prod(self.config.tiles) ** 2)
+            self.keys, self.is_ready = torch.zeros(count, dtype=torch.int64, device="meta"), True
+            return
+        lists = ExactTiles.from_mask(self.config.tiles, self.mask)
+        self.offsets, self.keys, self.is_ready = lists.offsets, lists.keys, bool(len(lists.keys))

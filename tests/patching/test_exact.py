@@ -1,0 +1,261 @@
+"""Exact tiles in patched models: every choice, calibration, saving and opening at other settings."""
+
+import pytest
+import torch
+
+from mhla_diffusers import (
+    MHLAConfig,
+    apply_mhla,
+    calibrate_exact_tiles,
+    load_mhla,
+    mhla_layers,
+    patch_names,
+    remove_mhla,
+    save_mhla,
+)
+from mhla_diffusers.attention.tile_scores import spend
+from mhla_diffusers.patching.tile_choice import TileChoice
+
+from .. import models
+
+SOFTMAX = ["wan", "dit"]
+
+
+def inputs_and_output(name):
+    model = models.FAMILIES[name].build()
+    arguments = models.inputs(name)
+    return model, arguments, models.output(model, arguments)
+
+
+def calibrated(name, share=0.3, **settings):
+    model, arguments, before = inputs_and_output(name)
+    settings = {"blocks": models.FAMILIES[name].blocks, "exact": "calibrated", "exact_share": share} | settings
+    apply_mhla(model, **settings, calibration=lambda: models.output(model, arguments))
+    return model, arguments, before
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+@pytest.mark.parametrize("exact", ["own", "content"])
+def test_all_exact_is_the_softmax_attention_of_the_model(name, exact):
+    model, arguments, before = inputs_and_output(name)
+    blocks = models.FAMILIES[name].blocks
+    own = {"exact_tiles": (1,) * len(blocks)} if exact == "own" else {"exact_share": 1.0}
+    apply_mhla(model, blocks=blocks, exact=exact, **own)
+    # the same sums in another order
+    torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
+    remove_mhla(model)
+    assert torch.equal(models.output(model, arguments), before)
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_the_larger_the_share_the_smaller_the_change(name, tmp_path):
+    model, arguments, before = calibrated(name, 0.1)
+    changes = [models.relative_change(models.output(model, arguments), before)]
+    save_mhla(model, tmp_path)
+    for share in (0.3, 0.6, 1.0):
+        model = load_mhla(models.FAMILIES[name].build(), tmp_path, exact_share=share)
+        changes.append(models.relative_change(models.output(model, arguments), before))
+    assert changes == sorted(changes, reverse=True)
+    assert changes[-1] < 1e-6 < changes[0]
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_calibrated_tiles_change_less_than_others(name):
+    model, arguments, before = inputs_and_output(name)
+    blocks = models.FAMILIES[name].blocks
+    mhla = models.relative_change(models.output(apply_mhla(model, blocks=blocks), arguments), before)
+    model, arguments, before = inputs_and_output(name)
+    own = apply_mhla(model, blocks=blocks, exact="own", calibration=lambda: models.output(model, arguments))
+    own = models.relative_change(models.output(own, arguments), before)
+    model, arguments, before = calibrated(name, 0.3)
+    assert models.relative_change(models.output(model, arguments), before) < own < mhla
+
+
+def test_every_query_tile_has_a_key_tile_and_the_share_is_kept():
+    model, _, _ = calibrated("wan", 0.25)
+    shares = []
+    for layer in mhla_layers(model).values():
+        mask = layer.exact.mask
+        assert mask.any(dim=-1).all()
+        shares.append(float(mask.float().mean()))
+    assert sum(shares) / len(shares) == pytest.approx(0.25, abs=0.01)
+
+
+def test_calibration_finds_the_weights_that_were_hidden():
+    """Where every token looks alike, the means miss nothing, and a far field has nothing to add that is not there."""
+    model, arguments, _ = inputs_and_output("dit")
+    for block in model.transformer_blocks:
+        for projection in (block.attn1.to_q, block.attn1.to_k):
+            torch.nn.init.zeros_(projection.weight)
+            torch.nn.init.constant_(projection.bias, 2.0)
+    before = models.output(model, arguments)
+    apply_mhla(model, blocks=models.FAMILIES["dit"].blocks, exact="own", mixing_init="uniform")
+    with torch.no_grad():
+        for layer in mhla_layers(model).values():
+            layer.mean_bias.fill_(3.0)
+    assert models.relative_change(models.output(model, arguments), before) > 1e-6
+    calibrate_exact_tiles(model, lambda: models.output(model, arguments))
+    torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_calibrated_is_refused():
+    with pytest.raises(ValueError, match="no exact tiles to calibrate"):
+        calibrate_exact_tiles(models.patched("wan"), lambda: None)
+    with pytest.raises(ValueError, match="The calibration did not run transformer"):
+        calibrate_exact_tiles(models.patched("wan", exact="own"), lambda: None)
+    model = models.wan()
+    with pytest.raises(ValueError, match="leaves neither open"):
+        apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, calibration=lambda: None)
+    with pytest.raises(ValueError, match="own attention of SanaTransformer2DModel is linear"):
+        models.patched("sana", exact="content")
+
+
+def test_a_calibration_that_fails_leaves_the_model_as_it_was():
+    model, arguments, before = inputs_and_output("wan")
+    with pytest.raises(ValueError, match="did not run transformer"):
+        apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, exact="calibrated", calibration=lambda: None)
+    assert not mhla_layers(model)
+    assert torch.equal(models.output(model, arguments), before)
+
+
+def test_tiles_that_are_not_calibrated_say_how():
+    model = models.patched("wan", exact="calibrated")
+    with pytest.raises(ValueError, match=r"calibrate_exact_tiles\(pipe, run\)"):
+        models.output(model, models.inputs("wan"))
+
+
+@pytest.mark.parametrize("exact", ["own", "content", "calibrated"])
+def test_gradients_reach_the_weights(exact):
+    model, arguments, _ = inputs_and_output("wan")
+    apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, exact=exact)
+    if exact == "calibrated":
+        calibrate_exact_tiles(model, lambda: models.output(model, arguments))
+    with torch.no_grad():
+        for layer in mhla_layers(model).values():
+            layer.far_field_log_weight.zero_()
+    model(**arguments).sample.square().mean().backward()
+    for layer in mhla_layers(model).values():
+        assert layer.far_field_log_weight.grad.abs().sum() > 0
+        assert layer.mean_bias.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_saved_and_loaded(name, tmp_path):
+    model, arguments, _ = calibrated(name)
+    save_mhla(model, tmp_path / "patch")
+    other = load_mhla(models.FAMILIES[name].build(), tmp_path / "patch")
+    assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+    # and again, since what is loaded can be saved
+    save_mhla(other, tmp_path / "again")
+    again = load_mhla(models.FAMILIES[name].build(), tmp_path / "again")
+    assert torch.equal(models.output(again, arguments), models.output(model, arguments))
+
+
+def test_opened_at_other_tile_counts_and_at_another_resolution(tmp_path):
+    model, arguments, before = calibrated("wan", 0.25)
+    save_mhla(model, tmp_path)
+    finer = tuple(2 * count for count in models.FAMILIES["wan"].blocks)
+    other = load_mhla(models.wan(), tmp_path, exact_tiles=finer)
+    share = sum(float(layer.exact.mask.float().mean()) for layer in mhla_layers(other).values()) / 4
+    assert share == pytest.approx(0.25, abs=0.01)
+    assert models.relative_change(models.output(other, arguments), before) < 0.1
+    larger = models.inputs("wan")
+    larger["hidden_states"] = larger["hidden_states"].repeat(1, 1, 1, 2, 1)
+    assert models.output(model, larger).isfinite().all()
+
+
+def test_a_state_dict_brings_its_lists():
+    model, arguments, _ = calibrated("wan")
+    other = apply_mhla(models.wan(), next(iter(mhla_layers(model).values())).config)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+
+
+def test_automatic_layers_with_exact_tiles():
+    model, arguments, before = calibrated("wan", layers="auto:2/4")
+    assert len(mhla_layers(model)) == 2
+    assert 0 < models.relative_change(models.output(model, arguments), before)
+
+
+@pytest.mark.parametrize("exact", ["own", "content", "calibrated"])
+def test_compiles_to_one_graph(exact):
+    model, arguments, _ = inputs_and_output("wan")
+    del model.blocks[1:]
+    settings = {"blocks": models.FAMILIES["wan"].blocks, "exact": exact}
+    apply_mhla(model, **settings, calibration=lambda: models.output(model, arguments))
+    expected = models.output(model, arguments)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(models.output(compiled, arguments), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_softmax_patches_come_with_exact_tiles_too():
+    names = set(patch_names())
+    for name in names:
+        if not name.startswith("sana") and not name.endswith("-exact"):
+            assert f"{name}-exact" in names
+    assert not [name for name in names if name.startswith("sana") and name.endswith("-exact")]
+
+
+def test_a_near_field_of_old_opens_as_its_own_tile(tmp_path):
+    """What a query's own block got from MHLA is nothing, as it was."""
+    model, arguments, _ = inputs_and_output("wan")
+    apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, exact="own", tile_means=False)
+    with torch.no_grad():
+        for layer in mhla_layers(model).values():
+            layer.mixing.diagonal().zero_()
+    expected = models.output(model, arguments)
+    save_mhla(model, tmp_path)
+    path = tmp_path / "mhla_config.json"
+    text = path.read_text()
+    for line in ('"exact_tiles": null,', '"exact_share": null,', '"tile_means": false,'):
+        text = text.replace(line, "")
+    path.write_text(text.replace('"exact": "own"', '"near_field": "softmax"'))
+    assert '"near_field"' in path.read_text()
+    other = load_mhla(models.wan(), tmp_path)
+    assert torch.equal(models.output(other, arguments), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"exact": "window"}, "exact='window' is unknown; allowed: 'none', 'own', 'calibrated', 'content'"),
+        ({"exact": "own", "normalize": False, "output_norm": True}, "needs normalize=True"),
+        ({"exact": "own", "eps": 0.0}, "eps=0.0"),
+        ({"exact_tiles": (2, 2)}, "has no effect with exact='none'"),
+        ({"exact": "content", "exact_tiles": (2, 2, 2)}, "as many axes as blocks"),
+        ({"exact": "content", "exact_tiles": (2, 0)}, r"exact_tiles=\(2, 0\) must hold positive integers"),
+        ({"exact": "own", "exact_share": 0.1}, "exact_share=0.1 has no effect with exact='own'"),
+        ({"exact": "content", "exact_share": 0.0}, r"must be in \(0, 1\]"),
+        ({"exact": "content", "exact_share": "5%"}, "must be a number"),
+        ({"exact": "content", "tile_means": 1}, "tile_means=1 must be True or False"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MHLAConfig(blocks=(2, 2), **settings)
+
+
+def test_tiles_must_fit_the_grid():
+    model = models.patched("wan", exact="content", exact_tiles=(2, 99, 2))
+    with pytest.raises(ValueError, match="too few for 99 exact_tiles"):
+        models.output(model, models.inputs("wan"))
+
+
+def test_the_budget_is_spent_where_it_is_worth_most():
+    generator = torch.Generator().manual_seed(0)
+    low, high = torch.rand(2, 6, 6, generator=generator) / 10, torch.rand(2, 6, 6, generator=generator)
+    low_mask, high_mask = spend([low, high], 0.3)
+    assert int(low_mask.sum() + high_mask.sum()) == round(0.3 * 2 * 72)
+    assert int(low_mask.sum()) == 12, "one key tile for every query tile"
+    assert low_mask.gather(-1, low.argmax(dim=-1, keepdim=True)).all()
+    assert int(high_mask.sum(dim=-1).max()) <= 8, "four times the average, rounded up"
+
+
+def test_scores_are_kept_for_the_heaviest_pairs():
+    config = MHLAConfig(blocks=(2, 3), exact="calibrated")
+    choice, scores = TileChoice(config, 3), torch.rand(3, 6, 6, generator=torch.Generator().manual_seed(0))
+    choice.keep_scores(scores)
+    kept = choice.all_scores()
+    assert int((kept > 0).sum()) == 22, "a fifth of 108 pairs"
+    torch.testing.assert_close(kept[kept > 0], scores[kept > 0], rtol=1e-3, atol=0)
+    assert float(scores[kept == 0].max()) <= float(kept[kept > 0].min()) + 1e-3
