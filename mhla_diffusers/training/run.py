@@ -14,6 +14,7 @@ from torch import nn
 from ..attention.blocks import check_layout
 from ..families import get_family
 from ..patching import mhla_layers
+from .calibration import calibrate_fresh_tiles
 from .config import TrainingConfig
 from .latents.data import NoisedBatches, TrainingData
 from .objectives import Objectives
@@ -117,6 +118,9 @@ class Run:
             training_samples=self.batches.training_samples,
             config=config.to_dict(),
         )
+        if start.checkpoint is None:
+            device, samples = next(transformer.parameters()).device, self.batches.training_samples
+            calibrate_fresh_tiles(transformer, data, self.process, config.seed, device, samples)
         self._validation = ValidationLoss(data, self.process, config)
         self._validation_loss: float | None = None
         self._sampler = sampler
@@ -155,7 +159,16 @@ class Run:
                     parameters[name].copy_(placed_like(value, parameters[name]))
                 else:  # frozen so far, perhaps in bfloat16, while the trained values are float32
                     parameters[name].data = value.to(parameters[name].device)
+        for name, choice in self._tile_choices():
+            prefix = f"{name}."
+            tiles = {key: tensor for key, tensor in self._loaded["tiles"].items() if key.startswith(prefix)}
+            choice.load_state_dict({key.removeprefix(prefix): tensor for key, tensor in tiles.items()})
         logger.info("Resuming from %s.", checkpoint)
+
+    def _tile_choices(self) -> list[tuple[str, nn.Module]]:
+        """What is saved of exact tiles: no weights, so not among those that change."""
+        layers = mhla_layers(self.transformer).items()
+        return [(name, layer.exact) for name, layer in layers if layer.exact is not None and layer.exact.state_dict()]
 
     @property
     def step(self) -> int:
@@ -271,6 +284,8 @@ class Run:
         if self.accelerator.is_main_process or training.in_parts:
             parameters = dict(self.transformer.named_parameters())
             tensors = {"weights": {name: gathered(parameters[name]) for name in self._changed}, **training.state()}
+            tiles = {f"{name}.{k}": x for name, choice in self._tile_choices() for k, x in choice.state_dict().items()}
+            tensors |= {"tiles": tiles} if tiles else {}
         if self.accelerator.is_main_process:
             try:
                 self.folder.save(self.state, tensors, self.config.keep_checkpoints)
