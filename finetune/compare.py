@@ -1,12 +1,14 @@
 """How fast each kind of attention adapts: the tiny Wan pipeline on clips of moving digits, on a CPU.
 
-python finetune/compare.py recipes       # the diffusion loss alone, with distillation, attention transfer first
-python finetune/compare.py near-field    # softmax attention inside a block, by block size, and hybrids
-python finetune/compare.py settings      # MHLA's own settings
-python finetune/compare.py per-head      # a mixing matrix for every head, and what goes with it
+python finetune/compare.py exact --seeds 1 2 3   # exact tiles beside MHLA, plain linear attention and softmax
+python finetune/compare.py tiles                 # how exact tiles are chosen, and how large they are
+python finetune/compare.py recipes               # the diffusion loss alone, with distillation, attention transfer first
+python finetune/compare.py settings              # MHLA's own settings
+python finetune/compare.py per-head              # a mixing matrix for every head, and what goes with it
 
 Every variant starts from the same trained softmax model and adapts for as many steps on the same data; held-out losses
-go to <table>.csv and <table>.md. Variants that are finished are kept, so a command goes on where it was stopped.
+go to <table>.csv and <table>.md, with several seeds of training as mean ± standard deviation. Runs that are finished
+are kept, so a command goes on where it was stopped.
 """
 
 import argparse
@@ -14,8 +16,9 @@ import csv
 import io
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -29,19 +32,16 @@ from mhla_diffusers.tiny import TINY, load_tiny
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""
-COARSE = (3, 2, 2)
-"""12 of 48 tokens."""
+SMALL = (9, 4, 4)
+"""144 tiles of 4 tokens."""
+_PER_HEAD = MHLAConfig(blocks=FINE, mixing_per_head=True)
+_EXACT = _PER_HEAD.replace(exact="calibrated", exact_tiles=SMALL)
 ATTENTIONS: dict[str, MHLAConfig | None] = {
     "softmax, trained on": None,
     "plain linear": MHLAConfig(blocks=(1, 1, 1), mixing_learnable=False, mixing_clip=False),
     "MHLA": MHLAConfig(blocks=FINE),
     "MHLA hybrid 2/3": MHLAConfig(blocks=FINE, layers="2/3"),
     "MHLA auto:2/3": MHLAConfig(blocks=FINE, layers="auto:2/3"),
-    "MHLA, blocks of 48": MHLAConfig(blocks=COARSE),
-    "near field, blocks of 12": MHLAConfig(blocks=FINE, near_field="softmax"),
-    "near field, blocks of 48": MHLAConfig(blocks=COARSE, near_field="softmax"),
-    "near field, blocks of 48, hybrid 2/3": MHLAConfig(blocks=COARSE, near_field="softmax", layers="2/3"),
-    "near field, blocks of 48, auto:2/3": MHLAConfig(blocks=COARSE, near_field="softmax", layers="auto:2/3"),
     "MHLA, blocks of 4": MHLAConfig(blocks=(9, 4, 4)),
     "MHLA, elu+1": MHLAConfig(blocks=FINE, feature_map="elu+1"),
     "MHLA, softmax feature map": MHLAConfig(blocks=FINE, feature_map="softmax"),
@@ -50,15 +50,25 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
     "MHLA, output norm and gate": MHLAConfig(blocks=FINE, output_norm=True, output_gate=True),
     "MHLA hybrid 2/3, per head": MHLAConfig(blocks=FINE, layers="2/3", mixing_per_head=True),
     "MHLA, per head, blocks of 4": MHLAConfig(blocks=(9, 4, 4), mixing_per_head=True),
+    "exact tiles": _EXACT,
+    "exact tiles, hybrid 2/3": _EXACT.replace(layers="2/3"),
+    "exact tiles, no means": _EXACT.replace(tile_means=False),
+    "exact tiles by content": _EXACT.replace(exact="content"),
+    "exact tiles of 12": _EXACT.replace(exact_tiles=FINE),
+    "own tile of 12": _PER_HEAD.replace(exact="own"),
+    "exact tiles, 2.5 %": _EXACT.replace(exact_share=0.025),
+    "exact tiles, 10 %": _EXACT.replace(exact_share=0.1),
 }
 
 
-TRANSFER = 100
-"""Steps of attention transfer, which come before those end to end."""
+TRANSFER = {"transfer_steps": 100}
+"""Steps of attention transfer, which come before those end to end, unless the command line says otherwise."""
 RECIPES: dict[str, dict[str, Any]] = {
     "diffusion": {"objectives": DIFFUSION},
     "distillation": {},
-    "transfer first": {"transfer_steps": TRANSFER},
+    "transfer first": TRANSFER,
+    "diffusion, cosine": {"objectives": DIFFUSION, "scheduler": "cosine"},
+    "transfer first, cosine": {**TRANSFER, "scheduler": "cosine"},
     "mixing learns slowly": {"mixing_learning_rate": 5e-4},
     "mixing learns fast": {"mixing_learning_rate": 2e-2},
 }
@@ -78,9 +88,24 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         *(("diffusion", attention) for attention in _FOUR),
         *((recipe, attention) for recipe in ("distillation", "transfer first") for attention in _FOUR[1:]),
     ],
-    "near-field": [
-        ("distillation", name)
-        for name in (*_FOUR[1:], *(name for name in ATTENTIONS if "auto" in name or "of 12" in name or "of 48" in name))
+    "exact": [
+        ("diffusion, cosine", "softmax, trained on"),
+        ("transfer first, cosine", "plain linear"),
+        ("transfer first, cosine", "MHLA, mixing per head"),
+        ("transfer first, cosine", "exact tiles"),
+        ("transfer first, cosine", "exact tiles, hybrid 2/3"),
+    ],
+    "tiles": [
+        ("transfer first, cosine", name)
+        for name in (
+            "exact tiles",
+            "exact tiles, no means",
+            "exact tiles by content",
+            "exact tiles of 12",
+            "own tile of 12",
+            "exact tiles, 2.5 %",
+            "exact tiles, 10 %",
+        )
     ],
     "per-head": [
         ("distillation", "MHLA, mixing per head"),
@@ -95,6 +120,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
     ],
 }
 COLUMNS = (0, 25, 50, 100, 200, 300)
+"""Updates end to end after which the held-out loss is shown; 0 is after attention transfer, if there is any."""
 
 
 @dataclass(frozen=True)
@@ -104,25 +130,37 @@ class Comparison:
     adaptation: Adaptation
     steps: int
     """End to end."""
+    transfer_steps: int
+    """Of the recipes that have any."""
+    seeds: tuple[int, ...]
+    """Of training."""
     timing_seconds: float
     output: Path
 
-    def adapt(self, name: str, attention: str) -> dict[int, float]:
-        """Held-out loss by steps end to end."""
-        recipe = Recipe(self.steps, scheduler="constant", **RECIPES[name])
-        folder = self.output / f"{name} {attention}".translate({ord(","): None, ord(" "): "-", ord("/"): "-"})
-        if not (folder / "result").is_dir():
-            self.adaptation.adapt(self.patched(attention), recipe, folder)
-        return {step - recipe.transfer_steps: loss for step, loss in held_out_curve(folder)}
+    def adapt(self, name: str, attention: str) -> list[dict[int, float]]:
+        """Held-out loss by steps end to end, for every seed."""
+        settings = {"scheduler": "constant", **RECIPES[name]}
+        if "transfer_steps" in settings:
+            settings["transfer_steps"] = self.transfer_steps
+        recipe = Recipe(self.steps, **settings)
+        words = f"{name} {attention}".translate({ord(","): None, ord(" "): "-", ord("/"): "-", ord("%"): None})
+        curves = []
+        for seed in self.seeds:
+            folder = self.output / f"{words}-{seed}"
+            if not (folder / "result").is_dir():
+                replace(self.adaptation, seed=seed).adapt(self.patched(attention), recipe, folder)
+            curves.append({step - recipe.transfer_steps: loss for step, loss in held_out_curve(folder)})
+        return curves
 
     def patched(self, attention: str) -> Any:
-        """A fresh pipeline; automatic hybrids choose their layers on a fixed batch."""
+        """A fresh pipeline; automatic hybrids and exact tiles are chosen on a fixed batch."""
         return self.adaptation.patched(
-            ATTENTIONS[attention], lambda pipe: self.batch(pipe.transformer, 8).predict(pipe.transformer)
+            ATTENTIONS[attention], lambda pipe: self.batch(pipe.transformer, 16).predict(pipe.transformer)
         )
 
     def batch(self, transformer: Any, samples: int) -> Any:
         """The first samples, noised to equally spaced timesteps."""
+        samples = min(samples, len(self.adaptation.data) - self.adaptation.held_out)
         return self.adaptation.batch(transformer, range(samples), (torch.arange(samples) + 0.5) / samples)
 
     def seconds(self, attentions: list[str]) -> dict[str, float]:
@@ -136,6 +174,12 @@ class Comparison:
         variants: dict[str, Variant] = {name: update(name) for name in attentions}
         outcomes = time_interleaved(variants, torch.device("cpu"), Budget(seconds=self.timing_seconds))
         return {name: outcome.timing.median for name, outcome in outcomes.items() if outcome.timing}
+
+
+def shown(losses: list[float]) -> str:
+    """Mean of the seeds, and their standard deviation where there are several."""
+    spread = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
+    return f"{fmean(losses):.4f}{spread}"
 
 
 def write_table(rows: list[list[str]], header: list[str], output: Path, name: str) -> None:
@@ -156,7 +200,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--held-out", type=int, default=32)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--transfer-steps", type=int, default=TRANSFER["transfer_steps"])
     parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of training; the data are always the same")
     parser.add_argument("--timing-seconds", type=float, default=5.0, help="per attention, once all have adapted")
     arguments = parser.parse_args()
     tiny = TINY["wan"]
@@ -168,21 +214,25 @@ def main() -> None:
         validate_every=25,
         batch_size=arguments.batch_size,
     )
-    comparison = Comparison(adaptation, arguments.steps, arguments.timing_seconds, arguments.output)
+    comparison = Comparison(
+        adaptation,
+        arguments.steps,
+        arguments.transfer_steps,
+        tuple(arguments.seeds),
+        arguments.timing_seconds,
+        arguments.output,
+    )
     columns = [column for column in COLUMNS if column <= arguments.steps]
     runs = TABLES[arguments.table]
     losses = {run: comparison.adapt(*run) for run in runs}
     seconds = comparison.seconds(sorted({attention for _, attention in runs}))
-    rows = [
-        [
-            recipe,
-            attention,
-            *(f"{losses[recipe, attention][step]:.4f}" for step in columns),
-            f"{1000 * seconds[attention]:.0f}",
-        ]
-        for recipe, attention in runs
-    ]
-    header = ["losses", "attention", *map(str, columns), "ms forward+backward"]
+    rows = []
+    for recipe, attention in runs:
+        curves = losses[recipe, attention]
+        cells = [shown([curve[min(curve)] for curve in curves])]
+        cells += [shown([curve[step] for curve in curves]) if step in curves[0] else "–" for step in columns]
+        rows.append([recipe, attention, *cells, f"{1000 * seconds[attention]:.0f}"])
+    header = ["losses", "attention", "untrained", *map(str, columns), "ms forward+backward"]
     write_table(rows, header, arguments.output, arguments.table)
     sys.stdout.write((arguments.output / f"{arguments.table}.md").read_text())
 

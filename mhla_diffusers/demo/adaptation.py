@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..config import MHLAConfig
+from ..config import MHLAConfig, is_automatic
 from ..families import DiffusionProcess, NoisedBatch, get_family
 from ..patching import apply_mhla, mhla_layers
 from ..tiny import TinyPipeline, load_tiny
@@ -82,12 +82,13 @@ class Adaptation:
 
         Args:
             patch: settings; None for the pipeline as it ships.
-            calibration: for a patch that chooses its layers automatically: runs the pipeline on typical inputs.
+            calibration: for a patch that chooses layers or exact tiles: runs the pipeline on typical inputs. Without it
+                the training loop calibrates exact tiles on its data.
         """
         pipe = load_tiny(self.tiny.family, self.device)
         if patch is not None:
-            automatic = str(patch.layers).startswith("auto")
-            apply_mhla(pipe, patch, calibration=partial(calibration, pipe) if calibration and automatic else None)
+            is_open = is_automatic(patch.layers) or patch.exact != "none"
+            apply_mhla(pipe, patch, calibration=partial(calibration, pipe) if calibration and is_open else None)
         return pipe
 
     def config(self, recipe: Recipe, patch: MHLAConfig | None, output: Path) -> TrainingConfig:

@@ -119,7 +119,7 @@ class TrainingConfig:
     component: str = "transformer"
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
     patch: str | MHLAConfig | None = None
-    """Name or path of a patch, or its settings; None trains the model as it is."""
+    """Name of a patch, path of a patch YAML or of a saved patch to start from, or settings; None for no patch."""
     data: str | None = None
     """Folder made by ``mhla encode`` or ``mhla synthesize``, or one of videos or images with captions (or webdataset's
     tar shards), which is encoded first; None where the caller hands over the data."""

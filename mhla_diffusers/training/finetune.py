@@ -13,7 +13,8 @@ from ..config import load_patch
 from ..families import Clip, Family, Sample
 from ..files import read_json
 from ..generation import family_of, load_pipeline, pipeline_file
-from ..patching import apply_mhla
+from ..patching import apply_mhla, load_mhla
+from ..patching.record import read_record
 from .config import TrainingConfig
 from .estimate import Estimate, estimate
 from .latents.cache import INDEX_NAME, LatentCache
@@ -90,7 +91,13 @@ class ResolvedRun:
         if config.model is None or config.data is None:
             raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
         family = family_of(config.model, config.component)
-        if isinstance(config.patch, str):
+        if isinstance(config.patch, str) and Path(config.patch).is_dir():
+            if read_record(Path(config.patch)).weights != "mhla":
+                raise ValueError(
+                    f"patch={config.patch!r} was saved with weights of the model, which the original model, the "
+                    "teacher, would lose; start from a patch saved with weights='mhla', as calibration leaves it."
+                )
+        elif isinstance(config.patch, str):
             patch = load_patch(config.patch)
             if patch.family != family.name:
                 raise ValueError(
@@ -139,7 +146,12 @@ class ResolvedRun:
         return self._patched(cls.from_pretrained(self.model, subfolder=component, dtype=self.dtype))
 
     def _patched(self, transformer: Any) -> Any:
-        return transformer if self.config.patch is None else apply_mhla(transformer, self.config.patch)
+        patch = self.config.patch
+        if patch is None:
+            return transformer
+        if isinstance(patch, str) and Path(patch).is_dir():
+            return load_mhla(transformer, patch)
+        return apply_mhla(transformer, patch)
 
     def open_data(self) -> LatentCache:
         """The latents; videos or images are encoded into the output folder first.

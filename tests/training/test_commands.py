@@ -130,15 +130,17 @@ def test_script_trains_and_resumes(tmp_path: Path, model: str, config_file: Path
 
 @pytest.mark.slow
 def test_comparison_writes_its_table_and_goes_on(tmp_path: Path) -> None:
-    steps = ["--samples", "12", "--held-out", "1", "--steps", "1", "--batch-size", "1", "--timing-seconds", "0.1"]
-    command = [sys.executable, str(ROOT / "finetune" / "compare.py"), "near-field", "--output", str(tmp_path), *steps]
+    sizes = ["--samples", "12", "--held-out", "1", "--batch-size", "1", "--timing-seconds", "0.1"]
+    steps = ["--steps", "1", "--transfer-steps", "1", "--seeds", "1", "2"]
+    script = str(ROOT / "finetune" / "compare.py")
+    command = [sys.executable, script, "tiles", "--output", str(tmp_path), *sizes, *steps]
     subprocess.run(command, check=True, cwd=ROOT, env=_environment())
-    rows = (tmp_path / "near-field.csv").read_text().splitlines()
-    assert rows[0] == "losses,attention,0,ms forward+backward"
-    losses = {row[1]: float(row[2]) for row in csv.reader(rows[1:])}
-    assert losses["near field, blocks of 48"] < losses["MHLA, blocks of 48"]  # untrained: exact inside a block
+    rows = (tmp_path / "tiles.csv").read_text().splitlines()
+    assert rows[0] == "losses,attention,untrained,0,ms forward+backward"
+    losses = {row[1]: float(row[2].split(" ± ")[0]) for row in csv.reader(rows[1:])}
+    assert losses["exact tiles, 10 %"] < losses["exact tiles"] < losses["own tile of 12"]
     runs = sorted(tmp_path.glob("*/metrics.jsonl"))
-    assert len(runs) == len(rows) - 1
+    assert len(runs) == 2 * (len(rows) - 1)
     before = [run.stat().st_mtime_ns for run in runs]
     subprocess.run(command, check=True, cwd=ROOT, env=_environment())
     assert [run.stat().st_mtime_ns for run in runs] == before
