@@ -17,7 +17,9 @@ _LOGITS = 2**22
 """Logits that are formed at once."""
 _PADDING = 1.25
 """Lists that differ in length by less than this factor are worked through together."""
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias"
+_TENSORS = (
+    "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias"
+)
 _LISTS = "Tensor offsets, Tensor keys"
 
 
@@ -92,7 +94,10 @@ def tile_attention(
         others = _others(query, offsets, keys)
         for here in _some_tiles(query):
             of_means = _mean_logits(query[here], mean_key[here[:2]], mean_bias, others, here)
-            mean_output, mean_sum = _softmax(of_means, mean_value[here[:2]][:, :, None])
+            mean_output, mean_sum = (
+                x.view_as(y[here])
+                for x, y in zip(_softmax(of_means, mean_value[here[:2]]), (output, log_sum), strict=True)
+            )
             output[here] = torch.lerp(mean_output, output[here], (log_sum[here] - mean_sum).sigmoid()[..., None])
             log_sum[here] = torch.logaddexp(log_sum[here], mean_sum)
     return output, log_sum
@@ -145,12 +150,15 @@ def tile_attention_backward(
     for here in _some_tiles(query):
         heads = here[:2]
         logits = _mean_logits(query[here], mean_key[heads], mean_bias, others, here)
-        weights, gradient = (logits - log_sum[here][..., None]).exp_(), output_gradient[here]
-        of_logits = weights * (gradient @ mean_value[heads][:, :, None].mT - shift[here])
-        of_query[here] += of_logits @ mean_key[heads][:, :, None]
-        of_mean_key[heads] += (of_logits.mT @ query[here]).sum(dim=2)
-        of_mean_value[heads] += (weights.mT @ gradient).sum(dim=2)
-        of_mean_bias[heads] += of_logits.sum(dim=(2, 3))
+        some, gradient, sums, shifts = (
+            x[here].flatten(2, 3) for x in (query, output_gradient, log_sum[..., None], shift)
+        )
+        weights = (logits - sums).exp_()
+        of_logits = weights * (gradient @ mean_value[heads].mT - shifts)
+        of_query[here] += (of_logits @ mean_key[heads]).view_as(query[here])
+        of_mean_key[heads] += of_logits.mT @ some
+        of_mean_value[heads] += weights.mT @ gradient
+        of_mean_bias[heads] += of_logits.sum(dim=2)
     return of_query, of_key, of_value, of_mean_key, of_mean_value, of_mean_bias.sum_to_size(mean_bias.shape)
 
 
@@ -222,9 +230,12 @@ def _mean_logits(
     others: torch.Tensor,
     here: tuple[slice, slice, slice],
 ) -> torch.Tensor:
-    """Logits (B, heads, tiles, L, T) of means, −∞ for tiles that are attended to exactly."""
+    """Logits (B, heads, tiles L, T) of means, −∞ for tiles that are attended to exactly."""
     bias = mean_bias[here[:2]][:, :, None].masked_fill(~others[here], -math.inf)
-    return (query @ mean_key[:, :, None].mT).add_(bias[:, :, :, None])
+    # one product of all tiles, since a broadcast one would copy the means for each
+    logits = query.flatten(2, 3) @ mean_key.mT
+    logits.view(*query.shape[:-1], -1).add_(bias[:, :, :, None])
+    return logits
 
 
 @tile_attention.register_fake
