@@ -74,9 +74,9 @@ class MHLAConfig:
     output_gate: bool = False
     """Multiply the output with SiLU of a projection of the layer's input (paper, Tab. 12)."""
     exact: Literal["none", "own", "calibrated", "content"] = "none"
-    """Tiles of keys that a query tile attends to with softmax attention, beside MHLA over all blocks: none, its own, those
-    that each head needs according to :func:`calibrate_exact_tiles`, or those whose mean key fits its mean query best at
-    every call.
+    """Tiles of keys that a query tile attends to with softmax attention, beside MHLA over all blocks: none, its own,
+    those that each head needs according to :func:`calibrate_exact_tiles`, or those whose mean key fits its mean query
+    best at every call.
     """
     exact_tiles: tuple[int, ...] | None = None
     """Tile count per axis of the token grid; None for the blocks."""

@@ -210,9 +210,9 @@ def _check_exact(call: Call) -> None:
         raise ValueError(f"exact has lists for {call.exact.samples} samples, but query has {call.query.shape[0]}.")
     if call.exact.keys.device != call.query.device:
         raise ValueError(f"exact is on {call.exact.keys.device}, but query is on {call.query.device}.")
-    if call.far_field_weight is None and call.mean_bias is None and not torch.compiler.is_compiling():
-        if not bool(call.exact.offsets.diff().all()):
-            raise ValueError(
-                "Some query tiles have no exact tile, so they would attend to nothing; give far_field_weight, "
-                "mean_bias, or every query tile at least one key tile."
-            )
+    alone = call.far_field_weight is None and call.mean_bias is None and not torch.compiler.is_compiling()
+    if alone and not bool(call.exact.offsets.diff().all()):
+        raise ValueError(
+            "Some query tiles have no exact tile, so they would attend to nothing; give far_field_weight, mean_bias, "
+            "or every query tile at least one key tile."
+        )

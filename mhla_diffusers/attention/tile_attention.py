@@ -150,13 +150,13 @@ def tile_attention_backward(
     for here in _some_tiles(query):
         heads = here[:2]
         logits = _mean_logits(query[here], mean_key[heads], mean_bias, others, here)
-        some, gradient, sums, shifts = (
+        queries, gradient, sums, shifts = (
             x[here].flatten(2, 3) for x in (query, output_gradient, log_sum[..., None], shift)
         )
         weights = (logits - sums).exp_()
         of_logits = weights * (gradient @ mean_value[heads].mT - shifts)
         of_query[here] += (of_logits @ mean_key[heads]).view_as(query[here])
-        of_mean_key[heads] += of_logits.mT @ some
+        of_mean_key[heads] += of_logits.mT @ queries
         of_mean_value[heads] += weights.mT @ gradient
         of_mean_bias[heads] += of_logits.sum(dim=2)
     return of_query, of_key, of_value, of_mean_key, of_mean_value, of_mean_bias.sum_to_size(mean_bias.shape)
@@ -206,7 +206,7 @@ def _softmax(logits: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _others(query: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """bool (1 or B, H, T, T): the tiles of keys that are not listed."""
+    """The tiles of keys that are not listed: bool (1 or B, H, T, T)."""
     _, heads, tiles, _, _ = query.shape
     others = torch.ones(len(offsets) - 1, tiles, dtype=torch.bool, device=keys.device)
     others[torch.repeat_interleave(offsets.diff()), keys] = False

@@ -1,9 +1,9 @@
 """What it costs not to attend to a tile of keys exactly, measured on some queries of every tile.
 
-With p_t the weights of softmax attention, o its output, and p̂_c the weight that tile c gets through its mean k̄_c, leaving
-tile c inexact moves the output of a query by about e_c = Σ_{t∈c} p_t (v_t − o) − p̂_c (v̄_c − o). Pairs are judged by the
-mean of ‖W e_c‖², with W the head's part of the output projection, so that the values of different heads compare. Without
-means p̂ is 0.
+With p_t the weights of softmax attention, o its output, and p̂_c the weight that tile c gets through its mean, leaving
+tile c inexact moves the output of a query by about e_c = Σ_{t∈c} p_t (v_t − o) − p̂_c (v̄_c − o). Pairs are judged by
+the mean of ‖W e_c‖², with W the head's part of the output projection, so that the values of different heads compare.
+Without means p̂ is 0.
 """
 
 from collections.abc import Iterator
@@ -48,8 +48,9 @@ class TiledInput:
         weight = exists.float()[None]
         if key_mask is not None:
             weight = weight * key_mask.float()[:, tokens]
-        tiled = (x.float()[:, tokens].permute(0, 3, 1, 2, 4) for x in (query * query.shape[-1] ** -0.5, key, value))
-        return cls(*tiled, weight)
+        scaled = query * query.shape[-1] ** -0.5
+        tiled = [x.float()[:, tokens].permute(0, 3, 1, 2, 4) for x in (scaled, key, value)]
+        return cls(tiled[0], tiled[1], tiled[2], weight)
 
     def samples(self, count: int, shift: int) -> torch.Tensor:
         """Places of some queries of every tile, evenly spaced: int64 (T, count); another ``shift`` gives others."""

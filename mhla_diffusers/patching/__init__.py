@@ -1,9 +1,9 @@
 """Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
 
 from .calibration import calibrate_output_norm
-from .exact_calibration import calibrate_exact_tiles
 from .conversion import convert_wan
 from .describe import describe
+from .exact_calibration import calibrate_exact_tiles
 from .finding import (
     attn_processors,
     find_transformers,

@@ -1,6 +1,6 @@
 """Fit the output norm of a fresh patch to the attention that it replaces."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from ..families import get_family
 from .finding import find_transformers
 from .layer import MHLALayer
 from .removal import mhla_disabled
+
 
 @torch.no_grad()
 def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
@@ -56,8 +57,13 @@ def run_unpatched(model: Any, run: Callable[[], object], handles: Sequence[Remov
             handle.remove()
 
 
-def check_reached(layers: dict[str, Any], counts: dict[str, int]) -> None:
-    missed = [name for name in layers if name not in counts]
+def check_reached(layers: Collection[str], reached: Collection[str]) -> None:
+    """Raise unless a run has reached all layers.
+
+    Raises:
+        ValueError: naming one that it has not.
+    """
+    missed = [name for name in layers if name not in reached]
     if missed:
         raise ValueError(f"run() did not reach {len(missed)} of {len(layers)} layers, for example {missed[0]}.")
 

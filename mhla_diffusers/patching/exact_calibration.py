@@ -26,7 +26,7 @@ _QUERIES = 8
 _FITTING_CALLS = 4
 """Calls, out of those that ``run`` makes, that weights of layers and β and λ are fitted on."""
 _MEAN_BIASES = torch.linspace(-2.0, 2.0, 17)
-_FAR_LOG_WEIGHTS = torch.linspace(-8.0, 5.0, 27)
+_FAR_LOG_WEIGHTS = torch.linspace(-3.0, 5.0, 17)
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,7 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
             'The model has no exact tiles to calibrate; patch it with exact="calibrated", "content" or "own".'
         )
     transformers = find_transformers(model)
-    measured = {name: _Measured() for name, attn in layers.items() if attn.mhla.config.exact == "calibrated"}
-    handles = [
-        layers[name].register_forward_pre_hook(_measuring(measured[name]), with_kwargs=True) for name in measured
-    ]
-    with mhla_disabled(model):
-        try:
-            calls = record_calls(transformers, run)
-        finally:
-            for handle in handles:
-                handle.remove()
-    check_reached({name: layers[name] for name in measured}, {name: 1 for name in measured if measured[name].calls})
+    measured, calls = measure_tiles(model, run)
     found = Calibration()
     for component, transformer in transformers.items():
         some = _spread(calls[component])
@@ -101,16 +91,47 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
 
 
 @dataclass
-class _Measured:
-    """Sums over the calls of a run, for one layer; see :func:`pair_errors`."""
+class TileMeasurement:
+    """Of one self-attention: sums over the calls of a run, see :func:`pair_errors`."""
 
     errors: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    """(H, T, T)."""
     masses: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    """(H, T, T)."""
     squares: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    """(H,)."""
     calls: int = 0
 
 
-def _measuring(measured: _Measured) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+def measure_tiles(
+    model: Any, run: Callable[[], object]
+) -> tuple[dict[str, TileMeasurement], dict[str, list[TransformerCall]]]:
+    """Run with the patch switched off, and measure every pair of tiles of every layer with calibrated tiles.
+
+    Returns:
+        Name of the attention, with the component's name before it → what was measured; and the calls of every
+        transformer.
+
+    Raises:
+        ValueError: if ``run`` did not reach every layer.
+    """
+    layers = patched_attentions(model, "exact")
+    layers = {name: attn for name, attn in layers.items() if attn.mhla.config.exact == "calibrated"}
+    measured = {name: TileMeasurement() for name in layers}
+    handles = [
+        attn.register_forward_pre_hook(_measuring(measured[name]), with_kwargs=True) for name, attn in layers.items()
+    ]
+    with mhla_disabled(model):
+        try:
+            calls = record_calls(find_transformers(model), run)
+        finally:
+            for handle in handles:
+                handle.remove()
+    check_reached(layers, [name for name, found in measured.items() if found.calls])
+    return measured, calls
+
+
+def _measuring(measured: TileMeasurement) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
     def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = _tiled_input(attn, attention_input(args, kwargs))
         samples = given.samples(_QUERIES, measured.calls)
@@ -158,7 +179,7 @@ def _spread(calls: list[TransformerCall]) -> list[TransformerCall]:
 
 
 def _choose(
-    transformer: nn.Module, measured: Mapping[str, _Measured], calls: list[TransformerCall], prefix: str
+    transformer: nn.Module, measured: Mapping[str, TileMeasurement], calls: list[TransformerCall], prefix: str
 ) -> list[LayerCalibration]:
     """Spend the budget of a transformer's layers."""
     layers: dict[str, MHLALayer] = {name: transformer.get_submodule(f"{name}.mhla") for name in measured}  # type: ignore[misc]
@@ -173,7 +194,7 @@ def _choose(
     moved = measure_sensitivity(transformer, pairs, calls)
     scores = [found.errors * (moved[name] / max(left[name], 1e-30)) for name, found in measured.items()]
     largest = max(float(score.max()) for score in scores)
-    for (name, layer), score, mask in zip(layers.items(), scores, spend(scores, share), strict=True):
+    for layer, score, mask in zip(layers.values(), scores, spend(scores, share), strict=True):
         _choices(layer).keep_scores(score / largest)
         _choices(layer).choose(mask)
     return [_report(prefix + name, measured[name], _choices(layer).mask) for name, layer in layers.items()]
@@ -183,7 +204,7 @@ def _choices(layer: MHLALayer) -> Any:
     return layer.exact
 
 
-def _report(name: str, found: _Measured, mask: torch.Tensor) -> LayerCalibration:
+def _report(name: str, found: TileMeasurement, mask: torch.Tensor) -> LayerCalibration:
     mass = float((found.masses * mask).sum(dim=-1).mean()) / found.calls
     tiles = mask.shape[-1]
     # every head's error passes through its own part of the projection; their squares add up where they are independent
@@ -210,7 +231,7 @@ def _fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: l
             call.predict(transformer)
 
     run_unpatched(transformer, repeat, handles)
-    check_reached(open_ones, {name: 1 for name in errors})
+    check_reached(open_ones, errors)
     for name, attn in open_ones.items():
         candidates = _candidates(attn.mhla)
         best = errors[name].flatten(1).argmin(dim=1)

@@ -35,8 +35,8 @@ class MHLALayer(nn.Module):
     """Mixing matrix and, where configured, exact tiles, output norm, gate and convolution of one attention.
 
     Each is initialised so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is
-    1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. Beside exact tiles λ is
-    1, or e⁻³ where the others take part through their means, whose β is 0; :func:`calibrate_exact_tiles` fits both.
+    1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. Beside exact tiles λ
+    is 1, or e⁻³ where the others take part through their means, whose β is 0; :func:`calibrate_exact_tiles` fits both.
 
     Args:
         config: settings.

@@ -1,6 +1,7 @@
 """Which tiles a patched attention attends to exactly: the part of an MHLA layer that knows."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +45,10 @@ class TileChoice(nn.Module):
         self.register_buffer("keys", own.repeat(heads, 1).flatten(), persistent=False)
         self.is_ready = config.exact != "calibrated" or config.share == 1
         """Whether there is something to attend to."""
-        self.register_load_state_dict_post_hook(lambda choice, _: choice.make_lists())
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self.make_lists()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None, grid: tuple[int, ...]
@@ -66,7 +70,7 @@ class TileChoice(nn.Module):
 
     @property
     def mask(self) -> torch.Tensor:
-        """bool (H, T, T): which pairs are exact, of calibrated lists."""
+        """Which pairs are exact, of calibrated lists: bool (H, T, T)."""
         tiles = math.prod(self.config.tiles)
         bits = (self.is_exact[:, None] >> torch.arange(8, device=self.is_exact.device)) & 1
         return bits.flatten()[: self.heads * tiles**2].bool().view(self.heads, tiles, tiles)
