@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ..attention.blocks import block_sizes
-from ..attention.near_field import rotated
-from ..attention.rotary import rotary_table
+from ..attention.rotary import rotary_table, rotated
 from ..families import Family, get_family
 from ..patching import MHLAProcessor, project
 from ..patching.processor import AttentionInput, attention_input

@@ -9,6 +9,7 @@ import torch
 from .blocks import check_layout
 from .call import Call
 from .eager import eager_attention
+from .exact import exact_attention
 from .feature_maps import get_feature_map
 from .merge import merged_attention
 from .near_field import near_field_attention
@@ -19,7 +20,7 @@ from .triton import triton_attention, why_not
 
 def _attend_eagerly(call: Call) -> torch.Tensor:
     if call.exact is not None:
-        return merged_attention(call, call.exact)
+        return merged_attention(call, call.exact, exact_attention, eager_attention)
     return eager_attention(call)[0] if call.far_field_weight is None else near_field_attention(call)
 
 
@@ -96,7 +97,7 @@ def mhla_attention(
             :mod:`mhla_diffusers.attention.near_field`. None for MHLA throughout. With ``exact``: λ of MHLA over all
             blocks beside the exact tiles; None for the exact tiles alone.
         exact: tiles of keys that every head of every query tile attends to with softmax attention, under one
-            denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. The eager backend runs it.
+            denominator with the far field; see :mod:`mhla_diffusers.attention.exact`.
         mean_bias: β, (H,): every tile that is not exact takes part in that softmax as one key, its mean, with β added
             to the logit; see :mod:`mhla_diffusers.attention.exact`. None to leave these tiles to the far field.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
@@ -139,7 +140,8 @@ def mhla_attention(
     if query.numel() == 0:
         return torch.empty_like(query)
     if backend == "auto":
-        fused = query.device.type == "cuda" and exact is None and why_not(query, feature_map) is None
+        near_field = far_field_weight is not None and exact is None
+        fused = query.device.type == "cuda" and not near_field and why_not(query, feature_map) is None
         backend = "triton" if fused else "eager"
     return _BACKENDS[backend](call)
 

@@ -2,35 +2,62 @@
 
 The exact part gives an output and the logarithm of its sum of weights, MHLA over all blocks an output and its
 normaliser. With w the share of the exact part in the common sum of weights, w = σ(log-sum − log(λ · normaliser)), the
-two outputs add up to o = w · exact + (1 − w) · far.
+two outputs add up to o = w · exact + (1 − w) · far. Every backend brings its own two parts.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from .call import Call
-from .eager import eager_attention, finish, sum_dtype
-from .exact import exact_attention
-from .near_field import LEAST_MIXING, far_field_mask
+from .eager import finish, sum_dtype
 from .tiles import ExactTiles
 
+LEAST_MIXING = 1e-12
+"""Added to every weight of the far field: a row that mixes nothing, as of the identity, still has something to divide
+by, and a gradient to learn from."""
+_LEAST_MASK = 1e-12
+"""Weight of a masked key in the far field: where all other blocks are masked, there is still something to divide by."""
 
-def merged_attention(call: Call, tiles: ExactTiles) -> torch.Tensor:
-    """Exact tiles and, where the call has a ``far_field_weight``, MHLA over all blocks: (B, N, H, D) like the query."""
-    output, log_sum = exact_attention(call, tiles)
+ExactAttention = Callable[[Call, ExactTiles], tuple[torch.Tensor, torch.Tensor]]
+"""Gives output (B, N, H, D) and log of the sum of weights (B, N, H, 1); :mod:`mhla_diffusers.attention.exact`."""
+LinearAttention = Callable[[Call], tuple[torch.Tensor, ...]]
+"""Gives output (B, N, H, D) and normaliser (B, N, H, 1); :mod:`mhla_diffusers.attention.eager`."""
+
+
+def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linear: LinearAttention) -> torch.Tensor:
+    """Exact tiles and, where the call has a ``far_field_weight``, MHLA over all blocks: (B, N, H, D) like the query.
+
+    Args:
+        call: the call.
+        tiles: its exact tiles.
+        exact: the backend's attention over exact tiles.
+        linear: the backend's MHLA.
+    """
+    output, log_sum = exact(call, tiles)
     if call.far_field_weight is not None:
-        far, normaliser = eager_attention(
-            replace(
-                call,
-                mixing=call.mixing.to(sum_dtype(call.mixing.dtype)) + LEAST_MIXING,
-                key_mask=far_field_mask(call.key_mask) if call.key_mask is not None else None,
-                output_norm=None,
-                output_gate=None,
-                far_field_weight=None,
-            )
-        )
+        far, normaliser = linear(_far_field(call))
         log_far = (call.far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
         share, rest = torch.sigmoid(log_sum - log_far), torch.sigmoid(log_far - log_sum)
         output = share * output + rest * far
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
+
+
+def _far_field(call: Call) -> Call:
+    """MHLA over all blocks: what a call leaves to the summaries, without λ, exact tiles, norm and gate."""
+    return replace(
+        call,
+        mixing=call.mixing.to(sum_dtype(call.mixing.dtype)) + LEAST_MIXING,
+        key_mask=far_field_mask(call.key_mask) if call.key_mask is not None else None,
+        output_norm=None,
+        output_gate=None,
+        far_field_weight=None,
+        exact=None,
+        mean_bias=None,
+    )
+
+
+def far_field_mask(key_mask: torch.Tensor) -> torch.Tensor:
+    """The key mask (B, N) of the far field, float32 and nowhere zero."""
+    return key_mask.float().clamp_min(_LEAST_MASK)

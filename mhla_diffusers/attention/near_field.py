@@ -6,8 +6,7 @@ For a query q in block i, s_t = q · k_t / √D (RoPE on q and k where the model
 
 The far field enters the softmax of the block as one more key, whose logit is log(λ φ(q)ᵀ Σ m_ib z_b) and whose value is
 MHLA's output over the other blocks. So a fused softmax attention does the near field, its maximum is common to both
-parts, and no N x N matrix is formed. The kernels in :mod:`mhla_diffusers.attention.triton.near_field` do the same
-without gathering the blocks. The split is known from FMMformer (Nguyen et al. 2021) and, for language models,
+parts, and no N x N matrix is formed. The split is known from FMMformer (Nguyen et al. 2021) and, for language models,
 from LoLCATs (Zhang et al. 2024).
 """
 
@@ -19,15 +18,11 @@ import torch
 from .blocks import Region, from_blocks, join_tokens, regular_regions, to_blocks
 from .call import Call
 from .eager import eager_attention, finish, groups_of_heads, sum_dtype, without_autocast, working_set
-from .rotary import apply_rotary
+from .merge import LEAST_MIXING, far_field_mask
+from .rotary import rotated
 
 _ALIGNMENT = 8
 """Channels that fused attention kernels want the head dim to be a multiple of."""
-_LEAST_MASK = 1e-12
-"""Weight of a masked key in the far field: where all other blocks are masked, there is still something to divide by."""
-LEAST_MIXING = 1e-12
-"""Added to every weight of the far field: a row that mixes nothing, as of the identity, still has something to divide
-by, and a gradient to learn from."""
 
 
 def near_field_attention(call: Call) -> torch.Tensor:
@@ -59,19 +54,6 @@ def without_own_block(mixing: torch.Tensor) -> torch.Tensor:
     """
     matrix = mixing.to(sum_dtype(mixing.dtype)) + LEAST_MIXING
     return matrix * (1 - torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
-
-
-def far_field_mask(key_mask: torch.Tensor) -> torch.Tensor:
-    """The key mask (B, N) of the far field, float32 and nowhere zero."""
-    return key_mask.float().clamp_min(_LEAST_MASK)
-
-
-def rotated(x: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
-    """(B, N, H, D) after RoPE, if any, computed in float32 (float64 for float64), in the type of ``x``."""
-    if table is None:
-        return x
-    dtype = sum_dtype(x.dtype)
-    return apply_rotary(x.to(dtype), table.to(dtype)).to(x.dtype)
 
 
 def _near_field(call: Call, far: torch.Tensor | None, logit: torch.Tensor | None) -> torch.Tensor:

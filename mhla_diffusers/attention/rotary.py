@@ -22,3 +22,11 @@ def apply_rotary(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = table.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+def rotated(x: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+    """(B, N, H, D) after RoPE, if any, computed in float32 (float64 for float64), in the type of ``x``."""
+    if table is None:
+        return x
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return apply_rotary(x.to(dtype), table.to(dtype)).to(x.dtype)

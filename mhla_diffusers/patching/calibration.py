@@ -8,7 +8,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.blocks import block_index
 from ..attention.eager import eager_attention
-from ..attention.near_field import far_field, rotated
+from ..attention.near_field import far_field
+from ..attention.rotary import rotated
 from ..families import get_family
 from .finding import find_transformers
 from .layer import MHLALayer

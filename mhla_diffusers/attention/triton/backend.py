@@ -10,9 +10,8 @@ import torch
 
 from ..blocks import Shape
 from ..call import Call
-from ..eager import finish
-from ..near_field import without_own_block
-from .near_field.operators import near_field_attention
+from ..merge import merged_attention
+from .exact import triton_exact_attention
 from .operators import attention, flat
 
 logger = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ def why_not(query: torch.Tensor, feature_map: str) -> str | None:
 def triton_attention(call: Call) -> torch.Tensor:
     """Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: (B, N, H, D).
 
-    Of a call with a near field (:mod:`mhla_diffusers.attention.near_field`), norm and gate follow in PyTorch.
+    Of a call with exact tiles, the merge (:mod:`mhla_diffusers.attention.merge`), norm and gate are PyTorch operations.
 
     Raises:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.
@@ -60,30 +59,26 @@ def triton_attention(call: Call) -> torch.Tensor:
         output_norm=call.output_norm.contiguous() if call.output_norm is not None else None,
         output_gate=_usable(call.output_gate, "output_gate") if call.output_gate is not None else None,
     )
+    if usable.exact is not None:
+        return merged_attention(usable, usable.exact, triton_exact_attention, _with_normaliser)
     output: torch.Tensor
-    if call.far_field_weight is None:
-        output, _ = attention(*flat(usable))
-        return output
-    near = replace(
-        usable,
-        mixing=without_own_block(call.mixing),
-        output_norm=None,
-        output_gate=None,
-        far_field_weight=call.far_field_weight.float().contiguous(),
-    )
-    output, *_ = near_field_attention(*flat(near))
-    if call.output_norm is None and call.output_gate is None:
-        return output
-    return finish(output.float(), call.output_norm, call.output_gate).to(call.query.dtype)
+    output, *_ = attention(False, *flat(usable))
+    return output
+
+
+def _with_normaliser(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """MHLA's output (B, N, H, D) and normaliser, float32 (B, N, H, 1)."""
+    output, normaliser, _ = attention(True, *flat(call))
+    return output, normaliser
 
 
 def _check(call: Call) -> None:
     reason = why_not(call.query, call.feature_map)
-    if reason is None and call.exact is not None:
-        reason = "its kernels do not know exact tiles"
+    if reason is None and call.far_field_weight is not None and call.exact is None:
+        reason = "its kernels do not know a near field without exact tiles"
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
-    for name in ("mixing", "rotary", "key_mask", "output_norm", "output_gate", "far_field_weight"):
+    for name in ("mixing", "rotary", "key_mask", "output_norm", "output_gate", "far_field_weight", "mean_bias"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.query.device:
             raise ValueError(
