@@ -90,9 +90,9 @@ class Lists(NamedTuple):
 class Means(NamedTuple):
     """Tiles as single keys, their means, for the queries that do not meet them exactly."""
 
-    keys: Rows
+    key: Rows
     """(B, T, H, D)."""
-    values: Rows
+    value: Rows
     """(B, T, H, D)."""
     counts: Any
     """float32 (B, H, T): the sum of the key mask over each tile."""

@@ -54,13 +54,11 @@ def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor,
 
 def _call_of(arguments: tuple[Any, ...]) -> ExactCall:
     """The call from the arguments of an operator, which come with lists for tuples."""
-    *tensors, grid, counts = arguments
-    return ExactCall(*tensors, tuple(grid), tuple(counts))
+    given = dict(zip(_FIELDS, arguments, strict=True))
+    return ExactCall(**given | {"grid": tuple(given["grid"]), "counts": tuple(given["counts"])})
 
 
-@torch.library.custom_op(
-    "mhla_diffusers::exact_tiles", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
-)
+@torch.library.custom_op("mhla_diffusers::exact_tiles", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
 def exact_tiles(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), float32, of the fields of an ExactCall."""
     from .exact_forward import forward

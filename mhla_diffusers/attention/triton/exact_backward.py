@@ -32,7 +32,7 @@ from .exact_lists import ExactCall, lists_of_keys, lists_of_queries, tile_of_tok
 from .forward_kernels import token_weight
 from .launches import Launch
 from .tile import load_operand, load_rows, numbers_of, operand, product, store_rows, tokens_in
-from .tuning import architecture_of, parts_per_block
+from .tuning import parts_per_block
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -97,14 +97,12 @@ def exact_query_gradient_kernel(
         keys = load_operand(key, others, channels, HEAD_DIM)
         values = load_operand(value, others, channels, HEAD_DIM)
         bias = key_bias(key_mask, others, layout)
-        gradient = _query_step(
-            queries, of_output, keys, values, bias, scale, log_sum, product_sum, gradient, number
-        )
+        gradient = _query_step(queries, of_output, keys, values, bias, scale, log_sum, product_sum, gradient, number)
     if means is not None:
         for first in range(0, layout.blocks_0 * layout.blocks_1 * layout.blocks_2, OTHERS):
             others = means_at(batch, head, first, layout, OTHERS)
-            keys = load_operand(means.keys, others, channels, HEAD_DIM)
-            values = load_operand(means.values, others, channels, HEAD_DIM)
+            keys = load_operand(means.key, others, channels, HEAD_DIM)
+            values = load_operand(means.value, others, channels, HEAD_DIM)
             bias = unlisted_bias(means, others, row, layout)
             gradient = _query_step(
                 queries, of_output, keys, values, bias, scale, log_sum, product_sum, gradient, number
@@ -140,7 +138,7 @@ def mean_gradient_kernel(
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
-    """Gradients of some means from one part of all queries: float32 (B, H, T, parts, D), of the bias (B, H, T, parts)."""
+    """Gradients of some means from one part of all queries: (B, H, T, parts, D), and of the bias (B, H, T, parts)."""
     number: tl.constexpr = query.pointer.dtype.element_ty
     tiles = layout.blocks_0 * layout.blocks_1 * layout.blocks_2
     rest = tl.program_id(0)
@@ -153,8 +151,8 @@ def mean_gradient_kernel(
     batch = (rest // layout.heads).to(tl.int64)
     channels = tl.arange(0, BLOCK_D)
     own = means_at(batch, head, group * OWN, layout, OWN)
-    keys = load_operand(means.keys, own, channels, HEAD_DIM)
-    values = load_operand(means.values, own, channels, HEAD_DIM)
+    keys = load_operand(means.key, own, channels, HEAD_DIM)
+    values = load_operand(means.value, own, channels, HEAD_DIM)
     bias = mean_bias(means, own, layout)
     of_keys = tl.zeros((OWN, BLOCK_D), tl.float32)
     of_values = tl.zeros((OWN, BLOCK_D), tl.float32)
@@ -172,9 +170,7 @@ def mean_gradient_kernel(
         row = batch * sample_stride + head * tiles + tile
         both = own.exists[:, None] & others.exists[None, :]
         is_exact = tl.load(means.is_exact + row[None, :] * tiles + own.tokens[:, None], mask=both, other=1) != 0
-        weights, of_logits = _pair_gradients(
-            keys, values, bias, queries, of_output, log_sum, product_sum, scale
-        )
+        weights, of_logits = _pair_gradients(keys, values, bias, queries, of_output, log_sum, product_sum, scale)
         weights = tl.where(is_exact, 0.0, weights)
         of_logits = tl.where(is_exact, 0.0, of_logits)
         of_values = product(operand(weights, number), of_output, of_values)
@@ -228,9 +224,7 @@ def exact_key_value_gradient_kernel(
         of_output = load_operand(output_gradient, others, channels, HEAD_DIM)
         log_sum = _log_sums(log_sums, others)
         product_sum = tl.load(numbers_of(products, others), mask=others.exists, other=0.0)
-        weights, of_logits = _pair_gradients(
-            keys, values, bias, queries, of_output, log_sum, product_sum, scale
-        )
+        weights, of_logits = _pair_gradients(keys, values, bias, queries, of_output, log_sum, product_sum, scale)
         of_values = product(operand(weights, number), of_output, of_values)
         of_keys = product(operand(of_logits, number), queries, of_keys)
     of_keys *= scale / _LOG2_E
@@ -316,9 +310,8 @@ def mean_gradient_launch(
     groups = -(-tiles // shape.tiles.own)
     parts = parts_per_block(batch * heads * groups, tokens, shape.tiles.others, device)
     size = (batch, heads, tiles, parts)
-    gradients = MeanGradients(
-        *(allocate((*size, head_dim), torch.float32, device) for _ in range(2)), allocate(size, torch.float32, device)
-    )
+    of_keys, of_values = (allocate((*size, head_dim), torch.float32, device) for _ in range(2))
+    gradients = MeanGradients(of_keys, of_values, allocate(size, torch.float32, device))
     everything = inputs(call, lists_of_keys(call), means) | _known(output, side)
     arguments = {name: everything[name] for name in everything if name in mean_gradient_kernel.arg_names} | {
         "tile_of_token": tile_of_token(call),
@@ -342,12 +335,16 @@ def key_value_gradient_launch(
     """Gradients of keys and values (B, N, H, D); ``lists`` are those of queries."""
     shape = PairShape(call, "exact_key_value_gradient", architecture)
     gradients = like(call.key), like(call.value)
-    arguments = inputs(call, lists, means) | _known(output, side) | {
-        "of_key_means": of_means.keys if of_means is not None else None,
-        "of_value_means": of_means.values if of_means is not None else None,
-        "key_gradient": gradients[0],
-        "value_gradient": gradients[1],
-    }
+    arguments = (
+        inputs(call, lists, means)
+        | _known(output, side)
+        | {
+            "of_key_means": of_means.keys if of_means is not None else None,
+            "of_value_means": of_means.values if of_means is not None else None,
+            "key_gradient": gradients[0],
+            "value_gradient": gradients[1],
+        }
+    )
     return shape.launch(exact_key_value_gradient_kernel, arguments, shape.parts, call.number_of_tiles), gradients
 
 
@@ -377,8 +374,6 @@ def backward(call: ExactCall, output: OutputSide) -> tuple[torch.Tensor, torch.T
         launch, shares = mean_gradient_launch(call, means, output, side)
         launch.run()
         of_means = shares.added()
-    launch, (of_key, of_value) = key_value_gradient_launch(
-        call, lists_of_queries(call), means, of_means, output, side
-    )
+    launch, (of_key, of_value) = key_value_gradient_launch(call, lists_of_queries(call), means, of_means, output, side)
     launch.run()
     return side.gradient, of_key, of_value, of_means.bias if of_means is not None else output.log_sum.new_empty(0)

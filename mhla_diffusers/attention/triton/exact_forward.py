@@ -164,8 +164,8 @@ def exact_kernel(
     if means is not None:
         for first in range(0, layout.blocks_0 * layout.blocks_1 * layout.blocks_2, OTHERS):
             others = means_at(batch, head, first, layout, OTHERS)
-            keys = load_operand(means.keys, others, channels, HEAD_DIM)
-            values = load_operand(means.values, others, channels, HEAD_DIM)
+            keys = load_operand(means.key, others, channels, HEAD_DIM)
+            values = load_operand(means.value, others, channels, HEAD_DIM)
             bias = unlisted_bias(means, others, row, layout)
             total, maximum, values_sum = _attend(queries, keys, values, bias, scale, total, maximum, values_sum, number)
     seen = total > 0
@@ -252,9 +252,7 @@ def means_launch(call: ExactCall, lists: Lists, architecture: str | None = None)
     """The means of all tiles, in the type of the keys."""
     batch, _, heads, head_dim = call.query.shape
     tiles, device = call.number_of_tiles, call.query.device
-    key_means, value_means = (
-        allocate((batch, tiles, heads, head_dim), call.query.dtype, device) for _ in range(2)
-    )
+    key_means, value_means = (allocate((batch, tiles, heads, head_dim), call.query.dtype, device) for _ in range(2))
     counts = allocate((batch, heads, tiles), torch.float32, device)
     arguments = {
         "key": rows(call.key),

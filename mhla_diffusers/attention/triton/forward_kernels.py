@@ -101,7 +101,7 @@ def output_kernel(
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):
-    """Output of one part of one block's queries (paper, Eq. 4) with output norm and gate; their normalisers if wanted."""
+    """Output of one part of one block's queries (paper, Eq. 4) with output norm and gate, and their normalisers."""
     number: tl.constexpr = query.pointer.dtype.element_ty
     source = Source(query, rotary, eps)
     program = this_program(layout, 1)

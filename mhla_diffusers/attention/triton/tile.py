@@ -132,7 +132,8 @@ def store_rows(pointer, values, tile, channels, layout, HEAD_DIM: tl.constexpr):
 @triton.jit
 def numbers_of(rows, tile):
     """Addresses of a tile's numbers, one per token, in a (B, N, H, 1)."""
-    return rows.pointer + tile.batch * rows.batch_stride + tile.head * rows.head_stride + tile.tokens * rows.token_stride
+    start = rows.pointer + tile.batch * rows.batch_stride + tile.head * rows.head_stride
+    return start + tile.tokens * rows.token_stride
 
 
 @triton.jit
@@ -188,7 +189,7 @@ def load_operand(rows, tile, channels, HEAD_DIM: tl.constexpr):
     """Channels of a tile as they are in memory (tokens, channels), for :func:`product`; what does not exist is 0."""
     start = rows.pointer + tile.batch * rows.batch_stride + tile.head * rows.head_stride
     addresses = start + tile.tokens[:, None] * rows.token_stride + channels[None, :]
-    if HEAD_DIM == channels.shape[0]:
+    if channels.shape[0] == HEAD_DIM:
         values = tl.load(addresses, mask=tile.exists[:, None], other=0.0)
     else:
         values = tl.load(addresses, mask=tile.exists[:, None] & (channels < HEAD_DIM)[None, :], other=0.0)

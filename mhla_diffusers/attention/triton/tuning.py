@@ -45,9 +45,8 @@ def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, a
     if dtype == torch.float32 or padded > 128:
         # float32 products run outside the tensor cores on operands of twice the size; D = 256 doubles every row
         tokens, channels = min(tokens, 16), min(channels, 32)
-    if head_dim != padded:  # the masks of the padded channels take registers of their own
-        if kernel in SUMMARY_KERNELS:
-            tokens = max(tokens // 2, 16)
+    if head_dim != padded and kernel in SUMMARY_KERNELS:  # the masks of padded channels take registers of their own
+        tokens = max(tokens // 2, 16)
     if padded <= 64 and architecture != "sm_120":  # which spills with 4 warps
         warps = 4
     return Tiling(min(tokens, _power_of_two(longest_block)), min(channels, padded), warps, stages)
