@@ -142,7 +142,6 @@ def test_lists_and_masks_are_the_same_thing():
         ({"exact": ExactTiles.from_mask((2, 2), torch.zeros(2, 4, 4))}, "attend to nothing; give far_field_weight"),
         ({"exact": None, "mean_bias": torch.zeros(2)}, "mean_bias belongs to .*give exact"),
         ({"mean_bias": torch.zeros(3)}, r"mean_bias must have shape \(2,\)"),
-        ({"backend": "triton"}, "do not know exact tiles|Triton is not installed|TRITON_INTERPRET"),
     ],
 )
 def test_what_does_not_fit_is_named(change, words):
