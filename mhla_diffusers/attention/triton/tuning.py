@@ -116,16 +116,13 @@ _PAIRS_LARGE: _PairTable = {
 }
 _PAIRS_SMALL: _PairTable = _PAIRS_LARGE | {
     "exact": PairTiling(own=128, others=64, warps=8, stages=2),
-    "exact_query_gradient": PairTiling(own=64, others=64, warps=4, stages=2),
+    "exact_query_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
     "mean_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
     "exact_key_value_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
 }
-_PAIRS_SM_120: _PairTable = _PAIRS_SMALL | {  # which spills with 4 warps
-    "exact_query_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
-}
 _PAIRS_AMD: _PairTable = dict.fromkeys(_PAIRS_LARGE, PairTiling(own=64, others=32, warps=4, stages=1))
 _PAIRS_INTERPRETER: _PairTable = dict.fromkeys(_PAIRS_LARGE, PairTiling(own=64, others=64, warps=4, stages=1))
-_PAIRS_BY_ARCHITECTURE = {"sm_90": _PAIRS_LARGE, "sm_100": _PAIRS_LARGE, "sm_103": _PAIRS_LARGE, "sm_120": _PAIRS_SM_120}
+_PAIRS_BY_ARCHITECTURE = {"sm_90": _PAIRS_LARGE, "sm_100": _PAIRS_LARGE, "sm_103": _PAIRS_LARGE}
 _PAIRS_BY_ARCHITECTURE["interpreter"] = _PAIRS_INTERPRETER
 
 
@@ -135,6 +132,8 @@ def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: in
     own, others, warps, stages = table[kernel]
     if dtype == torch.float32 or _power_of_two(head_dim) > 128:
         own, others, stages = min(own, 32), min(others, 32), 1
+    if head_dim != _power_of_two(head_dim):  # the masks of padded channels take registers of their own
+        own, others = min(own, 64), min(others, 32)
     if kernel != "mean_gradient":  # which holds means of many tiles
         own = min(own, _power_of_two(longest_tile))
     return PairTiling(own, others, min(warps, 4) if own <= 32 else warps, stages)

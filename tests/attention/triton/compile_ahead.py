@@ -22,9 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mhla_diffusers.attention import Call
-from mhla_diffusers.attention.triton import launches
 from mhla_diffusers.attention.triton import exact_backward as backward
 from mhla_diffusers.attention.triton import exact_forward as forward
+from mhla_diffusers.attention.triton import launches
 from mhla_diffusers.attention.triton.arguments import state_shape
 from mhla_diffusers.attention.triton.exact_lists import ExactCall, lists_of_keys
 
