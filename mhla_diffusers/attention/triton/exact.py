@@ -80,7 +80,8 @@ def exact_tiles_backward(
     *arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key, value and mean_bias; the last is empty where there are no means."""
-    from .exact_backward import OutputSide, backward
+    from .exact_backward import backward
+    from .exact_key_gradients import OutputSide
 
     return backward(_call_of(arguments), OutputSide(output, log_sum, output_gradient, log_sum_gradient))
 

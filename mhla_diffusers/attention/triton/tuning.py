@@ -122,7 +122,7 @@ _PAIRS_SMALL: _PairTable = _PAIRS_LARGE | {
 }
 _PAIRS_AMD: _PairTable = dict.fromkeys(_PAIRS_LARGE, PairTiling(own=64, others=32, warps=4, stages=1))
 _PAIRS_INTERPRETER: _PairTable = dict.fromkeys(_PAIRS_LARGE, PairTiling(own=64, others=64, warps=4, stages=1))
-_PAIRS_BY_ARCHITECTURE = {"sm_90": _PAIRS_LARGE, "sm_100": _PAIRS_LARGE, "sm_103": _PAIRS_LARGE}
+_PAIRS_BY_ARCHITECTURE = dict.fromkeys(("sm_90", "sm_100", "sm_103"), _PAIRS_LARGE)
 _PAIRS_BY_ARCHITECTURE["interpreter"] = _PAIRS_INTERPRETER
 
 
@@ -130,10 +130,17 @@ def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: in
     """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest tile."""
     table = _PAIRS_BY_ARCHITECTURE.get(architecture, _PAIRS_AMD if architecture.startswith("gfx") else _PAIRS_SMALL)
     own, others, warps, stages = table[kernel]
-    if dtype == torch.float32 or _power_of_two(head_dim) > 128:
-        own, others, stages = min(own, 32), min(others, 32), 1
-    if head_dim != _power_of_two(head_dim):  # the masks of padded channels take registers of their own
-        own, others = min(own, 64), min(others, 32)
-    if kernel != "mean_gradient":  # which holds means of many tiles
+    padded = _power_of_two(head_dim)
+    wide = dtype == torch.float32 or padded > 128
+    if architecture == "interpreter":
+        return PairTiling(min(own, _power_of_two(longest_tile)), others, warps, stages)
+    if wide:  # as in tiling()
+        own, others, stages = (16, 16, 1) if dtype == torch.float32 else (32, 32, 1)
+    elif head_dim != padded:  # the masks of padded channels take registers of their own
+        of_keys = kernel in ("mean_gradient", "exact_key_value_gradient")
+        own, others = min(own, 32 if of_keys else 64), min(others, 32)
+    if kernel != "mean_gradient":  # whose means are of many tiles
         own = min(own, _power_of_two(longest_tile))
-    return PairTiling(own, others, min(warps, 4) if own <= 32 else warps, stages)
+    if own <= 32 and not wide:
+        warps = 4
+    return PairTiling(own, others, warps, stages)

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from mhla_diffusers.attention import Call
 from mhla_diffusers.attention.triton import exact_backward as backward
 from mhla_diffusers.attention.triton import exact_forward as forward
+from mhla_diffusers.attention.triton import exact_key_gradients as keys
 from mhla_diffusers.attention.triton import launches
 from mhla_diffusers.attention.triton.arguments import state_shape
 from mhla_diffusers.attention.triton.exact_lists import ExactCall, lists_of_keys
@@ -84,10 +85,10 @@ def exact_launches_of(head_dim: int, dtype: torch.dtype, tokens_per_tile: int, a
     lists = lists_of_keys(call)
     of_means, means = forward.means_launch(call, lists, architecture)
     of_output, output, log_sum = forward.exact_launch(call, lists, means, architecture)
-    known = backward.OutputSide(output, log_sum, output, log_sum)
+    known = keys.OutputSide(output, log_sum, output, log_sum)
     of_query, side = backward.query_gradient_launch(call, lists, means, known, architecture)
-    mean_gradient, shares = backward.mean_gradient_launch(call, means, known, side, architecture)
-    of_key = backward.key_value_gradient_launch(call, lists, means, shares, known, side, architecture)[0]
+    mean_gradient, shares = keys.mean_gradient_launch(call, means, known, side, architecture)
+    of_key = keys.key_value_gradient_launch(call, lists, means, shares, known, side, architecture)[0]
     return [of_means, of_output, of_query, mean_gradient, of_key]
 
 
