@@ -117,7 +117,7 @@ _PAIRS_LARGE: _PairTable = {
 _PAIRS_SMALL: _PairTable = _PAIRS_LARGE | {
     "exact": PairTiling(own=128, others=64, warps=8, stages=2),
     "exact_query_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
-    "mean_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
+    "mean_gradient": PairTiling(own=64, others=32, warps=8, stages=2),
     "exact_key_value_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
 }
 _PAIRS_AMD: _PairTable = dict.fromkeys(_PAIRS_LARGE, PairTiling(own=64, others=32, warps=4, stages=1))

@@ -5,7 +5,6 @@ The interpreter takes about a second for every few tiles of a head, so the probl
 
 import dataclasses
 import functools
-import math
 
 import pytest
 import torch
@@ -56,31 +55,34 @@ def check(problem, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("grid", "counts"), LAYOUTS)
-@pytest.mark.parametrize("parts", ["exact", "means", "far", "means and far"])
-def test_parts_on_even_and_ragged_tiles(grid, counts, parts):
-    batch, heads = (1, 2) if math.prod(counts) > 10 else (2, 2)
-    check(make(grid, counts, means="means" in parts, far="far" in parts, batch=batch, heads=heads))
+@pytest.mark.parametrize("parts", ["exact", "means and far"])
+def test_even_and_ragged_tiles(grid, counts, parts):
+    check(make(grid, counts, means="means" in parts, far="far" in parts, batch=1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parts", ["exact", "means", "far"])
+def test_parts(parts):
+    check(make((5, 7), (2, 3), means="means" in parts, far="far" in parts))
+
+
 @pytest.mark.parametrize("extra", EVERYTHING)
-def test_extras(dtype, extra):
-    check(make((5, 7), (2, 2), batch=1 + (extra == "mask"), **{extra: True}), dtype)
+def test_extras(extra):
+    check(make((5, 7), (2, 2), batch=1 + (extra == "mask"), **{extra: True}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_everything_at_once(dtype):
-    check(make((5, 7), (2, 3), head_dim=32, **EVERYTHING), dtype)
+    check(make((5, 7), (2, 2), head_dim=32, **EVERYTHING), dtype)
 
 
-@pytest.mark.parametrize("head_dim", [1, 5, 40, 72, 128, 256])
+@pytest.mark.parametrize("head_dim", [1, 5, 72, 256])
 def test_head_dims(head_dim):
-    check(make((5, 6), (2, 2), head_dim=head_dim, rotary=head_dim % 2 == 0, batch=1))
+    check(make((9,), (3,), head_dim=head_dim, rotary=head_dim % 2 == 0, batch=1))
 
 
 @pytest.mark.parametrize("head_dim", [40, 72])
 def test_padded_head_dims_in_bfloat16(head_dim):
-    check(make((5, 6), (2, 2), head_dim=head_dim, rotary=True), torch.bfloat16)
+    check(make((5, 6), (2, 2), head_dim=head_dim, rotary=True, batch=1), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -121,7 +123,7 @@ def problems(draw):
 
 # A drawn output norm may stand over a nearly zero output, where float32 itself passes the bound: the eager backend's
 # error is the measure there, as in test_kernels.
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems())
 def test_drawn_problems(problem):
     problem = on_device(problem)
@@ -191,7 +193,7 @@ def test_large_logits_stay_finite(dtype):
 
 
 def test_the_same_bits_twice():
-    problem = on_device(make((7, 9), (3, 4), rotary=True))
+    problem = on_device(make((7, 5), (3, 2), rotary=True, batch=1))
     call = functools.partial(mhla_attention, backend="triton")
     first, second = problem.run(call, torch.bfloat16), problem.run(call, torch.bfloat16)
     for name in first:
@@ -202,7 +204,7 @@ def test_the_same_bits_twice():
 def test_strides(strided):
     torch.manual_seed(0)
     query, key, value = (x.to(DEVICE) for x in strided(2, 24, 2, 8))
-    problem = on_device(make((4, 6), (2, 2)))
+    problem = on_device(make((4, 6), (2, 1)))
 
     def run(copy):
         leaves = [(x.contiguous() if copy else x).detach().requires_grad_() for x in (query, key, value)]
