@@ -67,8 +67,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "diffusion": {"objectives": DIFFUSION},
     "distillation": {},
     "transfer first": TRANSFER,
-    "diffusion, cosine": {"objectives": DIFFUSION, "scheduler": "cosine"},
     "transfer first, cosine": {**TRANSFER, "scheduler": "cosine"},
+    "diffusion, gentle": {"objectives": DIFFUSION, "scheduler": "cosine", "learning_rate": 2e-4},
+    "transfer first, gentle": {**TRANSFER, "scheduler": "cosine", "learning_rate": 2e-4},
     "mixing learns slowly": {"mixing_learning_rate": 5e-4},
     "mixing learns fast": {"mixing_learning_rate": 2e-2},
 }
@@ -89,14 +90,14 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         *((recipe, attention) for recipe in ("distillation", "transfer first") for attention in _FOUR[1:]),
     ],
     "exact": [
-        ("diffusion, cosine", "softmax, trained on"),
+        ("diffusion, gentle", "softmax, trained on"),
         ("transfer first, cosine", "plain linear"),
         ("transfer first, cosine", "MHLA, mixing per head"),
-        ("transfer first, cosine", "exact tiles"),
-        ("transfer first, cosine", "exact tiles, hybrid 2/3"),
+        ("transfer first, gentle", "exact tiles"),
+        ("transfer first, gentle", "exact tiles, hybrid 2/3"),
     ],
     "tiles": [
-        ("transfer first, cosine", name)
+        ("transfer first, gentle", name)
         for name in (
             "exact tiles",
             "exact tiles, no means",

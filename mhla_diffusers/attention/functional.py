@@ -9,6 +9,7 @@ import torch
 from .blocks import check_layout
 from .call import Call
 from .eager import eager_attention
+from .exact import exact_attention
 from .feature_maps import get_feature_map
 from .merge import merged_attention
 from .rotary import Rotary, rotary_table
@@ -17,7 +18,9 @@ from .triton import triton_attention, why_not
 
 
 def _attend_eagerly(call: Call) -> torch.Tensor:
-    return eager_attention(call)[0] if call.exact is None else merged_attention(call, call.exact)
+    if call.exact is not None:
+        return merged_attention(call, call.exact, exact_attention, eager_attention)
+    return eager_attention(call)[0]
 
 
 _BACKENDS: dict[str, Callable[[Call], torch.Tensor]] = {"eager": _attend_eagerly, "triton": triton_attention}
@@ -91,8 +94,7 @@ def mhla_attention(
         far_field_weight: λ, (H,), positive: beside ``exact``, the weights of MHLA over all blocks are multiplied with
             it; see :mod:`mhla_diffusers.attention.merge`. None for the exact tiles alone.
         exact: tiles of keys that every head of every query tile attends to with softmax attention, under one
-            denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. The eager backend runs it. None
-            for MHLA throughout.
+            denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. None for MHLA throughout.
         mean_bias: β, (H,): every tile that is not exact takes part in that softmax as one key, its mean, with β added
             to the logit; see :mod:`mhla_diffusers.attention.exact`. None to leave these tiles to the far field.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
@@ -135,7 +137,7 @@ def mhla_attention(
     if query.numel() == 0:
         return torch.empty_like(query)
     if backend == "auto":
-        fused = query.device.type == "cuda" and exact is None and why_not(query, feature_map) is None
+        fused = query.device.type == "cuda" and why_not(query, feature_map) is None
         backend = "triton" if fused else "eager"
     return _BACKENDS[backend](call)
 
@@ -210,8 +212,11 @@ def _check_exact(call: Call) -> None:
         raise ValueError(f"exact has lists for {call.exact.samples} samples, but query has {call.query.shape[0]}.")
     if call.exact.keys.device != call.query.device:
         raise ValueError(f"exact is on {call.exact.keys.device}, but query is on {call.query.device}.")
-    alone = call.far_field_weight is None and call.mean_bias is None and not torch.compiler.is_compiling()
-    if alone and not bool(call.exact.offsets.diff().all()):
+    if call.far_field_weight is not None or call.mean_bias is not None:
+        return
+    # looked at where it costs nothing: a device would have to be waited for, and a compiled graph would break
+    looking = call.exact.offsets.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looking and not bool(call.exact.offsets.diff().all()):
         raise ValueError(
             "Some query tiles have no exact tile, so they would attend to nothing; give far_field_weight, mean_bias, "
             "or every query tile at least one key tile."

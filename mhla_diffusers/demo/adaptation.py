@@ -45,6 +45,8 @@ class Recipe:
     """Cheap updates of attention transfer that come first."""
     objectives: ObjectiveWeights = ObjectiveWeights(diffusion=1.0, distillation=1.0)
     """Of the updates end to end."""
+    learning_rate: float = 5e-4
+    """Of the updates end to end."""
     mixing_learning_rate: float = 5e-3
     scheduler: Literal["constant", "cosine"] = "cosine"
     """Of the updates end to end."""
@@ -53,7 +55,7 @@ class Recipe:
     def stages(self) -> tuple[StageConfig, ...]:
         """Stages of the training loop."""
         mixing = self.mixing_learning_rate
-        end_to_end = StageConfig(self.steps, 5e-4, "all", self.objectives, mixing, scheduler=self.scheduler)
+        end_to_end = StageConfig(self.steps, self.learning_rate, "all", self.objectives, mixing, scheduler=self.scheduler)
         if not self.transfer_steps:
             return (end_to_end,)
         transfer = ObjectiveWeights(transfer=1.0)

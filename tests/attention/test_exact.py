@@ -142,7 +142,6 @@ def test_lists_and_masks_are_the_same_thing():
         ({"exact": None, "far_field_weight": torch.ones(2)}, "far_field_weight weighs .*give exact"),
         ({"exact": ExactTiles.from_mask((2, 2), torch.ones(3, 2, 4, 4))}, "lists for 3 samples, but query has 2"),
         ({"mean_bias": torch.zeros(3)}, r"mean_bias must have shape \(2,\)"),
-        ({"backend": "triton"}, "do not know exact tiles|Triton is not installed|TRITON_INTERPRET"),
     ],
 )
 def test_what_does_not_fit_is_named(change, words):

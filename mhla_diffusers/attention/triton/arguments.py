@@ -74,6 +74,34 @@ class Source(NamedTuple):
     eps: Any
 
 
+class Lists(NamedTuple):
+    """Which tiles of tokens every tile of every head meets; see :class:`mhla_diffusers.attention.tiles.ExactTiles`."""
+
+    offsets: Any
+    """int64 (S H T + 1,): where each list begins in ``tiles``."""
+    tiles: Any
+    """int64 (pairs,)."""
+    tokens: Any
+    """int32 (T, longest tile): the tokens of every tile, those of shorter ones filled up with -1."""
+    sample_stride: int
+    """Lists per sample, H T; 0 if all samples share them."""
+
+
+class Means(NamedTuple):
+    """Tiles as single keys, their means, for the queries that do not meet them exactly."""
+
+    key: Rows
+    """(B, T, H, D)."""
+    value: Rows
+    """(B, T, H, D)."""
+    counts: Any
+    """float32 (B, H, T): the sum of the key mask over each tile."""
+    bias: Any
+    """β, float32 (H,)."""
+    is_exact: Any
+    """uint8 (S H T, T): 1 for a tile (column) that a tile of queries (row, as in :class:`Lists`) meets exactly."""
+
+
 def rows(tensor: torch.Tensor) -> Rows:
     """``tensor`` (B, N, H, D) for a kernel."""
     return Rows(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))

@@ -10,6 +10,8 @@ import torch
 
 from ..blocks import Shape
 from ..call import Call
+from ..merge import merged_attention
+from .exact import triton_exact_attention
 from .operators import attention, flat
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ def why_not(query: torch.Tensor, feature_map: str) -> str | None:
 def triton_attention(call: Call) -> torch.Tensor:
     """Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: (B, N, H, D).
 
+    Of a call with exact tiles, the merge (:mod:`mhla_diffusers.attention.merge`), norm and gate are PyTorch operations.
+
     Raises:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.
     """
@@ -55,17 +59,24 @@ def triton_attention(call: Call) -> torch.Tensor:
         output_norm=call.output_norm.contiguous() if call.output_norm is not None else None,
         output_gate=_usable(call.output_gate, "output_gate") if call.output_gate is not None else None,
     )
-    output: torch.Tensor = attention(*flat(usable))[0]
+    if usable.exact is not None:
+        return merged_attention(usable, usable.exact, triton_exact_attention, _with_normaliser)
+    output: torch.Tensor
+    output, *_ = attention(False, *flat(usable))
     return output
+
+
+def _with_normaliser(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """MHLA's output (B, N, H, D) and normaliser, float32 (B, N, H, 1)."""
+    output, normaliser, _ = attention(True, *flat(call))
+    return output, normaliser
 
 
 def _check(call: Call) -> None:
     reason = why_not(call.query, call.feature_map)
-    if reason is None and call.exact is not None:
-        reason = "its kernels do not know exact tiles"
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
-    for name in ("mixing", "rotary", "key_mask", "output_norm", "output_gate", "far_field_weight"):
+    for name in ("mixing", "rotary", "key_mask", "output_norm", "output_gate", "far_field_weight", "mean_bias"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.query.device:
             raise ValueError(

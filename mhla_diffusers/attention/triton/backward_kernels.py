@@ -23,6 +23,7 @@ from .tile import (
     first_tile,
     load_rows,
     load_state,
+    numbers_of,
     state_of,
     store_part,
     store_rows,
@@ -48,6 +49,7 @@ def query_gradient_kernel(
     output_norm,
     output_gate,
     output_gradient,
+    of_normalisers,
     query_gradient,
     gate_gradient,
     norm_gradients,
@@ -63,7 +65,10 @@ def query_gradient_kernel(
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):
-    """Gradients of query, gate and (one row per program) norm weight, and the three numbers per token."""
+    """Gradients of query, gate and (one row per program) norm weight, and the three numbers per token.
+
+    The normaliser may have a gradient of its own, where it was an output too.
+    """
     number: tl.constexpr = query.pointer.dtype.element_ty
     source = Source(query, rotary, eps)
     program = this_program(layout, 1)
@@ -111,6 +116,8 @@ def query_gradient_kernel(
             shrink = root * root * root * tl.sum(gradient * values, axis=1) / HEAD_DIM
             gradient = root[:, None] * gradient - shrink[:, None] * values
         normaliser_gradient = -slope * tl.sum(gradient * values, axis=1)
+        if of_normalisers is not None:
+            normaliser_gradient += tl.load(numbers_of(of_normalisers, tile), mask=tile.exists, other=0.0)
         gradient *= slope[:, None]
         tl.store(token_numbers_at(token_numbers, SLOPE, tile, layout), slope * root, mask=tile.exists)
         tl.store(token_numbers_at(token_numbers, SHRINK, tile, layout), shrink * slope * slope, mask=tile.exists)

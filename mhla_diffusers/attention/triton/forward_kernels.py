@@ -16,6 +16,7 @@ from .tile import (
     first_tile,
     load_rows,
     load_state,
+    numbers_of,
     state_of,
     store_part,
     store_rows,
@@ -88,6 +89,7 @@ def output_kernel(
     output_norm,
     output_gate,
     output,
+    normalisers,
     layout,
     eps,
     norm_eps,
@@ -99,7 +101,7 @@ def output_kernel(
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):
-    """Output of one part of one block's queries (paper, Eq. 4) with output norm and gate."""
+    """Output of one part of one block's queries (paper, Eq. 4) with output norm and gate, and their normalisers."""
     number: tl.constexpr = query.pointer.dtype.element_ty
     source = Source(query, rotary, eps)
     program = this_program(layout, 1)
@@ -124,6 +126,8 @@ def output_kernel(
             NORMALIZE,
             number == tl.float32,
         )
+        if normalisers is not None:
+            tl.store(numbers_of(normalisers, tile), normaliser, mask=tile.exists)
         values = values / normaliser[:, None]
         if output_norm is not None:
             root = tl.sqrt(tl.sum(values * values, axis=1) / HEAD_DIM + norm_eps)

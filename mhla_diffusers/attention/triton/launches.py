@@ -13,7 +13,7 @@ from ..reference import OUTPUT_NORM_EPS
 from .arguments import Layout, Rows, allocate, layout, like, rotary_rows, rows, state_shape
 from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
 from .forward_kernels import output_kernel, summary_kernel
-from .tuning import ONE_TILE_KERNELS, SUMMARY_KERNELS, Tiling, architecture_of, parts_per_block, tiling
+from .tuning import SUMMARY_KERNELS, PairTiling, Tiling, architecture_of, parts_per_block, tiling
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Launch:
     programs: int
     arguments: dict[str, Any]
     constants: dict[str, Any]
-    tiles: Tiling
+    tiles: Tiling | PairTiling
 
     @property
     def options(self) -> dict[str, Any]:
@@ -54,10 +54,15 @@ def summary_launch(call: Call, architecture: str | None = None) -> tuple[Launch,
     return shape.launch(summary_kernel, arguments, "BLOCK_E"), summaries
 
 
-def output_launch(call: Call, mixed: torch.Tensor, architecture: str | None = None) -> tuple[Launch, torch.Tensor]:
-    """Output (B, N, H, D) from the mixed summaries (B, H, M, D + normalize, D)."""
+def output_launch(
+    call: Call, mixed: torch.Tensor, with_normaliser: bool, architecture: str | None = None
+) -> tuple[Launch, torch.Tensor, torch.Tensor | None]:
+    """Output (B, N, H, D) from the mixed summaries (B, H, M, D + normalize, D), normaliser float32 (B, N, H, 1)."""
     shape = KernelShape(call, "output", architecture)
     output = like(call.query)
+    normaliser = None
+    if with_normaliser:
+        normaliser = allocate((*call.query.shape[:3], 1), torch.float32, call.query.device)
     arguments = {
         "query": rows(call.query),
         "rotary": rotary_rows(call),
@@ -65,11 +70,12 @@ def output_launch(call: Call, mixed: torch.Tensor, architecture: str | None = No
         "output_norm": call.output_norm,
         "output_gate": _optional_rows(call.output_gate),
         "output": output,
+        "normalisers": _optional_rows(normaliser),
         "layout": shape.layout,
         "eps": call.eps,
         "norm_eps": OUTPUT_NORM_EPS,
     }
-    return shape.launch(output_kernel, arguments, "BLOCK_C"), output
+    return shape.launch(output_kernel, arguments, "BLOCK_C"), output, normaliser
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,11 @@ class QueryGradients:
 
 
 def query_gradient_launch(
-    call: Call, mixed: torch.Tensor, output_gradient: torch.Tensor, architecture: str | None = None
+    call: Call,
+    mixed: torch.Tensor,
+    output_gradient: torch.Tensor,
+    normaliser_gradient: torch.Tensor | None,
+    architecture: str | None = None,
 ) -> tuple[Launch, QueryGradients]:
     """Gradients of what belongs to the query's side."""
     shape = KernelShape(call, "query_gradient", architecture)
@@ -106,6 +116,7 @@ def query_gradient_launch(
         "output_norm": call.output_norm,
         "output_gate": _optional_rows(call.output_gate),
         "output_gradient": rows(output_gradient),
+        "of_normalisers": _optional_rows(normaliser_gradient),
         "query_gradient": gradients.query,
         "gate_gradient": gradients.gate,
         "norm_gradients": gradients.norm,
@@ -173,10 +184,7 @@ class KernelShape:
         self.tiles = tiling(kernel, head_dim, call.query.dtype, longest_block, architecture or architecture_of(device))
         columns = -(-head_dim // self.tiles.channels) if kernel in SUMMARY_KERNELS else 1
         whole_blocks = batch * heads * math.prod(call.blocks) * columns
-        if kernel in ONE_TILE_KERNELS:
-            parts = -(-longest_block // self.tiles.tokens)
-        else:
-            parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, device)
+        parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, device)
         self.programs = whole_blocks * parts
         self.layout: Layout = layout(call, parts)
 

@@ -75,78 +75,95 @@ class Gradients:
 _DIFFERENTIABLE = tuple(field.name for field in fields(Gradients))
 
 
-@torch.library.custom_op("mhla_diffusers::attention", mutates_args=(), schema=f"({ARGUMENTS}) -> (Tensor, Tensor)")
-def attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, N, H, D) and summaries, float32 (B, H, M, D + normalize, D), of :func:`flat` arguments."""
-    return forward(call_of(arguments))
+@torch.library.custom_op(
+    "mhla_diffusers::attention",
+    mutates_args=(),
+    schema=f"(bool with_normaliser, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+def attention(with_normaliser: bool, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output (B, N, H, D), normaliser (B, N, H, 1), empty if not wanted, summaries (B, H, M, D + normalize, D).
+
+    The arguments after the first are those of :func:`flat`. Normaliser and summaries are float32.
+    """
+    return forward(call_of(arguments), with_normaliser)
 
 
 @torch.library.custom_op(
     "mhla_diffusers::attention_backward",
     mutates_args=(),
-    schema=f"(Tensor output_gradient, Tensor summary, {ARGUMENTS}) -> ({', '.join(['Tensor'] * len(_DIFFERENTIABLE))})",
+    schema=f"(Tensor output_gradient, Tensor? normaliser_gradient, Tensor summary, {ARGUMENTS}) -> "
+    f"({', '.join(['Tensor'] * len(_DIFFERENTIABLE))})",
 )
 def attention_backward(
-    output_gradient: torch.Tensor, summary: torch.Tensor, *arguments: Any
+    output_gradient: torch.Tensor, normaliser_gradient: torch.Tensor | None, summary: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, ...]:
     """:class:`Gradients`, in their order; an absent one is empty."""
-    gradients = backward(call_of(arguments), summary, output_gradient)
+    gradients = backward(call_of(arguments), summary, output_gradient, normaliser_gradient)
     found = (getattr(gradients, name) for name in _DIFFERENTIABLE)
     return tuple(output_gradient.new_empty(0) if x is None else x for x in found)
 
 
 @attention.register_fake
-def _attention_shapes(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention_shapes(with_normaliser: bool, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = call_of(arguments)
-    return call.query.new_empty(call.query.shape), call.query.new_empty(state_shape(call), dtype=torch.float32)
+    normaliser = call.query.new_empty((*call.query.shape[:3], 1) if with_normaliser else (0,), dtype=torch.float32)
+    return call.query.new_empty(call.query.shape), normaliser, normaliser.new_empty(state_shape(call))
 
 
 @attention_backward.register_fake
 def _attention_backward_shapes(
-    output_gradient: torch.Tensor, summary: torch.Tensor, *arguments: Any
+    output_gradient: torch.Tensor, normaliser_gradient: torch.Tensor | None, summary: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, ...]:
     call = call_of(arguments)
     tensors = (getattr(call, name) for name in _DIFFERENTIABLE)
     return tuple(output_gradient.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    save_call(ctx, call_of(inputs), output[1])
-    ctx.mark_non_differentiable(output[1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    with_normaliser, *arguments = inputs
+    save_call(ctx, call_of(arguments), output[2])
+    ctx.mark_non_differentiable(output[2], *(() if with_normaliser else output[1:2]))
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, output_gradient: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
-    if output_gradient is None:
-        return one_per_argument({})
+def _differentiate(
+    ctx: Any, output_gradient: torch.Tensor | None, normaliser_gradient: torch.Tensor | None, _: torch.Tensor | None
+) -> tuple[Any, ...]:
     call, (summary,) = saved_call(ctx)
+    if output_gradient is None and normaliser_gradient is None:
+        return None, *one_per_argument({})
+    if output_gradient is None:
+        output_gradient = torch.zeros_like(call.query)
     if output_gradient.stride(-1) != 1:
         output_gradient = output_gradient.contiguous()
-    found = zip(_DIFFERENTIABLE, attention_backward(output_gradient, summary, *flat(call)), strict=True)
-    return one_per_argument({name: gradient for name, gradient in found if getattr(call, name) is not None})
+    gradients = attention_backward(output_gradient, normaliser_gradient, summary, *flat(call))
+    found = zip(_DIFFERENTIABLE, gradients, strict=True)
+    return None, *one_per_argument({name: x for name, x in found if getattr(call, name) is not None})
 
 
 attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, N, H, D), and the summaries before mixing, float32 (B, H, M, D + normalize, D)."""
+def forward(call: Call, with_normaliser: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, normaliser or an empty tensor, and the summaries before mixing, as the operator returns them."""
     from .launches import output_launch, summary_launch
 
     launch, parts = summary_launch(call)
     launch.run()
     summary = sum_parts(parts)
-    launch, output = output_launch(call, mix(call.mixing, summary))
+    launch, output, normaliser = output_launch(call, mix(call.mixing, summary), with_normaliser)
     launch.run()
-    return output, summary
+    return output, summary.new_empty(0) if normaliser is None else normaliser, summary
 
 
-def backward(call: Call, summary: torch.Tensor, output_gradient: torch.Tensor) -> Gradients:
+def backward(
+    call: Call, summary: torch.Tensor, output_gradient: torch.Tensor, normaliser_gradient: torch.Tensor | None
+) -> Gradients:
     """Gradients of a call, given what :func:`forward` returned as summaries."""
     from .launches import key_value_gradient_launch, query_gradient_launch, summary_gradient_launch
 
     mixed = mix(call.mixing, summary)
-    launch, of_query = query_gradient_launch(call, mixed, output_gradient)
+    launch, of_query = query_gradient_launch(call, mixed, output_gradient, normaliser_gradient)
     launch.run()
     launch, parts = summary_gradient_launch(call, mixed, output_gradient, of_query.token_numbers)
     launch.run()
@@ -167,8 +184,10 @@ def sum_parts(parts: torch.Tensor) -> torch.Tensor:
 
 def mix(mixing: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
     """Multi-Head Mixing: float32 (B, H, M, ...), what each query block sees, in torch's float32 matmul precision."""
+    # expanded, since torch.matmul folds a single matrix that takes gradients into a product of transposing copies
+    coefficients = mixing.float().expand(*summary.shape[:2], -1, -1)
     with torch.autocast(summary.device.type, enabled=False):
-        return (mixing.float() @ summary.flatten(3)).view(summary.shape)
+        return (coefficients @ summary.flatten(3)).view(summary.shape)
 
 
 def mixing_gradient(mixing: torch.Tensor, summary: torch.Tensor, mixed_gradient: torch.Tensor) -> torch.Tensor:

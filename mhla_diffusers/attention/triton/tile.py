@@ -130,6 +130,13 @@ def store_rows(pointer, values, tile, channels, layout, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def numbers_of(rows, tile):
+    """Addresses of a tile's numbers, one per token, in a (B, N, H, 1)."""
+    start = rows.pointer + tile.batch * rows.batch_stride + tile.head * rows.head_stride
+    return start + tile.tokens * rows.token_stride
+
+
+@triton.jit
 def _block_number(program, layout):
     """Index of the program's block in (B, H, M)."""
     blocks = layout.blocks_0 * layout.blocks_1 * layout.blocks_2
@@ -175,6 +182,40 @@ def rotate(x, table, BACKWARDS: tl.constexpr):
     if BACKWARDS:
         sin = -sin
     return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), x.shape)
+
+
+@triton.jit
+def load_operand(rows, tile, channels, HEAD_DIM: tl.constexpr):
+    """Channels of a tile as they are in memory (tokens, channels), for :func:`product`; what does not exist is 0."""
+    start = rows.pointer + tile.batch * rows.batch_stride + tile.head * rows.head_stride
+    addresses = start + tile.tokens[:, None] * rows.token_stride + channels[None, :]
+    if channels.shape[0] == HEAD_DIM:
+        values = tl.load(addresses, mask=tile.exists[:, None], other=0.0)
+    else:
+        values = tl.load(addresses, mask=tile.exists[:, None] & (channels < HEAD_DIM)[None, :], other=0.0)
+    if _INTERPRETED:
+        return values.to(tl.float32)
+    else:
+        return values
+
+
+@triton.jit
+def operand(x, number: tl.constexpr):
+    """A float32 tile rounded to the input's type, which is what softmax attention multiplies in."""
+    if number == tl.float32:
+        return x
+    elif number == tl.bfloat16:
+        return to_bfloat16(x)
+    elif _INTERPRETED:
+        return x.to(tl.float16).to(tl.float32)
+    else:
+        return x.to(tl.float16)
+
+
+@triton.jit
+def product(a, b, total):
+    """``a @ b + total`` of two tiles of the same type; float32 ones are not rounded to tf32."""
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit

@@ -18,8 +18,6 @@ class Tiling(NamedTuple):
 
 SUMMARY_KERNELS = ("summary", "summary_gradient")
 """Kernels that add tokens up to summaries, ``channels`` columns at a time; the others read summaries."""
-ONE_TILE_KERNELS = ("near_field", "near_query_gradient", "near_key_value_gradient")
-"""Kernels with one program for each tile of a block; a program of the others works through its part of the block."""
 
 _Table = dict[str, Tiling]
 
@@ -30,19 +28,10 @@ _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D =
     "query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
     "summary_gradient": Tiling(tokens=32, channels=64, warps=8, stages=1),
     "key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
-    "near_field": Tiling(tokens=64, channels=64, warps=8, stages=2),
-    "far_query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
-    "near_query_gradient": Tiling(tokens=64, channels=64, warps=8, stages=2),
-    "near_key_value_gradient": Tiling(tokens=32, channels=64, warps=8, stages=2),
 }
 _SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
-_SMALL |= dict.fromkeys(ONE_TILE_KERNELS, Tiling(tokens=32, channels=32, warps=8, stages=2))
-_SM_80: _Table = _SMALL | {  # where a padded D = 72 spilled, and D = 32 in two stages
-    "output": Tiling(tokens=32, channels=32, warps=8, stages=1),
-    "near_query_gradient": Tiling(tokens=32, channels=32, warps=8, stages=1),
-}
+_SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
 _AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
-_AMD["far_query_gradient"] = Tiling(tokens=32, channels=32, warps=4, stages=1)  # a padded D = 72 spilled
 _INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))
 _BY_ARCHITECTURE = {"sm_80": _SM_80, "sm_90": _LARGE, "sm_100": _LARGE, "sm_103": _LARGE, "interpreter": _INTERPRETER}
 """Cards that are not named here take the small tiles."""
@@ -56,11 +45,8 @@ def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, a
     if dtype == torch.float32 or padded > 128:
         # float32 products run outside the tensor cores on operands of twice the size; D = 256 doubles every row
         tokens, channels = min(tokens, 16), min(channels, 32)
-    if head_dim != padded:  # the masks of the padded channels take registers of their own
-        if kernel in SUMMARY_KERNELS:
-            tokens = max(tokens // 2, 16)
-        if kernel == "near_field":
-            tokens, channels = min(tokens, 32), min(channels, 32)
+    if head_dim != padded and kernel in SUMMARY_KERNELS:  # the masks of padded channels take registers of their own
+        tokens = max(tokens // 2, 16)
     if padded <= 64 and architecture != "sm_120":  # which spills with 4 warps
         warps = 4
     return Tiling(min(tokens, _power_of_two(longest_block)), min(channels, padded), warps, stages)
@@ -105,3 +91,56 @@ def _processors(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return 4  # the interpreter, which then shares blocks out as a GPU does
+
+
+class PairTiling(NamedTuple):
+    """How one kernel of the exact tiles cuts its work."""
+
+    own: int
+    """Queries (or keys) that a program holds."""
+    others: int
+    """Keys (or queries) that it takes at once."""
+    warps: int
+    stages: int
+
+
+_PairTable = dict[str, PairTiling]
+
+# Two or three stages, so that the tiles to come are on their way while one is multiplied; without spills, as above.
+_PAIRS_LARGE: _PairTable = {
+    "means": PairTiling(own=16, others=32, warps=4, stages=1),
+    "exact": PairTiling(own=128, others=64, warps=8, stages=3),
+    "exact_query_gradient": PairTiling(own=128, others=32, warps=8, stages=3),
+    "mean_gradient": PairTiling(own=128, others=32, warps=8, stages=2),
+    "exact_key_value_gradient": PairTiling(own=128, others=32, warps=8, stages=3),
+}
+_PAIRS_SMALL: _PairTable = _PAIRS_LARGE | {
+    "exact": PairTiling(own=128, others=64, warps=8, stages=2),
+    "exact_query_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
+    "mean_gradient": PairTiling(own=64, others=32, warps=8, stages=2),
+    "exact_key_value_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
+}
+_PAIRS_AMD: _PairTable = dict.fromkeys(_PAIRS_LARGE, PairTiling(own=64, others=32, warps=4, stages=1))
+_PAIRS_INTERPRETER: _PairTable = dict.fromkeys(_PAIRS_LARGE, PairTiling(own=64, others=64, warps=4, stages=1))
+_PAIRS_BY_ARCHITECTURE = dict.fromkeys(("sm_90", "sm_100", "sm_103"), _PAIRS_LARGE)
+_PAIRS_BY_ARCHITECTURE["interpreter"] = _PAIRS_INTERPRETER
+
+
+def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: int, architecture: str) -> PairTiling:
+    """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest tile."""
+    table = _PAIRS_BY_ARCHITECTURE.get(architecture, _PAIRS_AMD if architecture.startswith("gfx") else _PAIRS_SMALL)
+    own, others, warps, stages = table[kernel]
+    padded = _power_of_two(head_dim)
+    wide = dtype == torch.float32 or padded > 128
+    if architecture == "interpreter":
+        return PairTiling(min(own, _power_of_two(longest_tile)), others, warps, stages)
+    if wide:  # as in tiling()
+        own, others, stages = (16, 16, 1) if dtype == torch.float32 else (32, 32, 1)
+    elif head_dim != padded:  # the masks of padded channels take registers of their own
+        of_keys = kernel in ("mean_gradient", "exact_key_value_gradient")
+        own, others = min(own, 32 if of_keys else 64), min(others, 32)
+    if kernel != "mean_gradient":  # whose means are of many tiles
+        own = min(own, _power_of_two(longest_tile))
+    if own <= 32 and not wide:
+        warps = 4
+    return PairTiling(own, others, warps, stages)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from mhla_diffusers.attention.triton import arguments, launches
-from mhla_diffusers.attention.triton.near_field import launches as near_field_launches
+from mhla_diffusers.attention.triton import arguments, exact_forward, exact_key_gradients, exact_tile, launches
 
 from .interpreter import patch_language_once_per_function
 
@@ -16,5 +15,5 @@ def poisoned_outputs(monkeypatch):
     def allocate(shape, dtype, device):
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
-    for module in (arguments, launches, near_field_launches):
+    for module in (arguments, launches, exact_forward, exact_key_gradients, exact_tile):
         monkeypatch.setattr(module, "allocate", allocate)

@@ -51,9 +51,19 @@ def test_kernels_fit(architecture, tmp_path):
 
 
 @pytest.mark.slow
-def test_kernels_of_the_near_field_fit(tmp_path):
-    """One head dim per architecture."""
-    targets = ["sm_80:72", "sm_86:128", "sm_89:32", "sm_90:128", "sm_100:32", "sm_120:72", "gfx942:32"]
-    reports = compile_ahead([*targets, "--near-field"], tmp_path)
-    assert len(reports) == 4 * len(targets)
+@pytest.mark.parametrize("tokens_per_tile", [75, 120])
+def test_kernels_of_exact_tiles_fit(tokens_per_tile, tmp_path):
+    """Wan's tiles, D = 128, on every architecture."""
+    targets = [f"{architecture}:128" for architecture in SHARED_MEMORY]
+    reports = compile_ahead([*targets, "--exact", str(tokens_per_tile)], tmp_path)
+    assert len(reports) == 5 * len(targets)
+    check(reports)
+
+
+@pytest.mark.slow
+def test_kernels_of_small_exact_tiles_fit(tmp_path):
+    """DiT's tiles of 16 tokens, D = 72, and another head dim."""
+    targets = ["sm_80:72", "sm_90:72", "sm_100:32", "sm_120:72", "gfx942:32"]
+    reports = compile_ahead([*targets, "--exact", "16"], tmp_path)
+    assert len(reports) == 5 * len(targets)
     check(reports)

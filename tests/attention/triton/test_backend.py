@@ -31,7 +31,7 @@ def test_it_is_a_backend():
 
 def test_importing_the_package_does_not_make_kernels():
     """Diffusers itself imports Triton, through torch; the modules that need it here wait for the first call."""
-    kernels = "any(name.startswith('mhla_diffusers') and 'kernel' in name for name in sys.modules)"
+    kernels = "any('kernel' in name or 'exact_forward' in name for name in sys.modules if name.startswith('mhla_'))"
     script = f"import sys, mhla_diffusers; sys.exit({kernels})"
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -110,7 +110,7 @@ def operator_arguments(everything):
     tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
     call = call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
     mask = call.key_mask.float() if everything else None
-    return operators.flat(dataclasses.replace(call, key_mask=mask))
+    return everything, *operators.flat(dataclasses.replace(call, key_mask=mask))
 
 
 @pytest.mark.parametrize("everything", [False, True])
@@ -121,8 +121,10 @@ def test_opcheck(everything):
 @pytest.mark.parametrize("everything", [False, True])
 def test_opcheck_of_the_backward(everything):
     arguments = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in operator_arguments(everything))
-    output, summary = operators.attention(*arguments)
-    torch.library.opcheck(operators.attention_backward, (torch.randn_like(output), summary, *arguments))
+    output, normaliser, summary = operators.attention(*arguments)
+    of_normaliser = torch.randn_like(normaliser) if everything else None
+    given = (torch.randn_like(output), of_normaliser, summary, *arguments[1:])
+    torch.library.opcheck(operators.attention_backward, given)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -169,6 +171,7 @@ def test_autocast_does_not_lower_the_accumulation():
 def test_shapes_propagate_without_running():
     arguments = operator_arguments(True)
     meta = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments)
-    output, summary = operators.attention(*meta)
-    assert output.shape == meta[0].shape and output.dtype == meta[0].dtype
+    output, normaliser, summary = operators.attention(*meta)
+    assert output.shape == meta[1].shape and output.dtype == meta[1].dtype
+    assert normaliser.shape == (1, 35, 1, 1) and normaliser.dtype == torch.float32
     assert summary.shape == (1, 1, 2, 9, 8) and summary.dtype == torch.float32

@@ -1,0 +1,133 @@
+"""Softmax attention over exact tiles and means as fused kernels: the operators, for autograd and torch.compile.
+
+The formula is that of :mod:`mhla_diffusers.attention.exact`. Importing this file registers the operators without
+importing Triton, which the first call does.
+"""
+
+from typing import Any
+
+import torch
+
+from ..call import Call
+from ..rotary import rotated
+from ..tiles import ExactTiles
+from .exact_lists import ExactCall
+
+_FIELDS = {
+    "query": "Tensor",
+    "key": "Tensor",
+    "value": "Tensor",
+    "mean_bias": "Tensor?",
+    "key_mask": "Tensor?",
+    "offsets": "Tensor",
+    "tiles": "Tensor",
+    "grid": "SymInt[]",
+    "counts": "SymInt[]",
+}
+"""Of :class:`ExactCall`, in the language of PyTorch's operator schemas."""
+_ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
+_TENSORS = [name for name, kind in _FIELDS.items() if kind.startswith("Tensor")]
+
+
+def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the exact tiles and, where the call has ``mean_bias``, to the means of the others.
+
+    RoPE is applied once, before the kernels, which read every key many times.
+
+    Returns:
+        Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), both in float32. A query that attends to nothing
+        gets 0 and the lowest finite number.
+    """
+    output, log_sum = exact_tiles(
+        rotated(call.query, call.rotary),
+        rotated(call.key, call.rotary),
+        call.value,
+        call.mean_bias.float().contiguous() if call.mean_bias is not None else None,
+        call.key_mask.float().contiguous() if call.key_mask is not None else None,
+        tiles.offsets,
+        tiles.keys,
+        call.grid,
+        tiles.counts,
+    )
+    return output, log_sum
+
+
+def _call_of(arguments: tuple[Any, ...]) -> ExactCall:
+    """The call from the arguments of an operator, which come with lists for tuples."""
+    given = dict(zip(_FIELDS, arguments, strict=True))
+    return ExactCall(**given | {"grid": tuple(given["grid"]), "counts": tuple(given["counts"])})
+
+
+@torch.library.custom_op("mhla_diffusers::exact_tiles", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)")
+def exact_tiles(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), float32, of the fields of an ExactCall."""
+    from .exact_forward import forward
+
+    return forward(_call_of(arguments))
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::exact_tiles_backward",
+    mutates_args=(),
+    schema="(Tensor output_gradient, Tensor? log_sum_gradient, Tensor output, Tensor log_sum, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def exact_tiles_backward(
+    output_gradient: torch.Tensor,
+    log_sum_gradient: torch.Tensor | None,
+    output: torch.Tensor,
+    log_sum: torch.Tensor,
+    *arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key, value and mean_bias; the last is empty where there are no means."""
+    from .exact_backward import backward
+    from .exact_key_gradients import OutputSide
+
+    return backward(_call_of(arguments), OutputSide(output, log_sum, output_gradient, log_sum_gradient))
+
+
+@exact_tiles.register_fake
+def _shapes(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    query = arguments[0]
+    batch, tokens, heads, _ = query.shape
+    output = query.new_empty(query.shape, dtype=torch.float32)
+    return output, output.new_empty((batch, heads, tokens)).transpose(1, 2)[..., None]
+
+
+@exact_tiles_backward.register_fake
+def _backward_shapes(
+    output_gradient: torch.Tensor,
+    log_sum_gradient: torch.Tensor | None,
+    output: torch.Tensor,
+    log_sum: torch.Tensor,
+    *arguments: Any,
+) -> tuple[torch.Tensor, ...]:
+    query, key, value, mean_bias, *_ = arguments
+    of_bias = output.new_empty((0,) if mean_bias is None else mean_bias.shape)
+    return *(x.new_empty(x.shape) for x in (query, key, value)), of_bias
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[: len(_TENSORS)], *output)
+    ctx.settings = inputs[len(_TENSORS) :]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, output_gradient: torch.Tensor | None, log_sum_gradient: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    *tensors, output, log_sum = ctx.saved_tensors
+    unused = (None,) * (len(_FIELDS) - 4)
+    if output_gradient is None and log_sum_gradient is None:
+        return None, None, None, None, *unused
+    if output_gradient is None:
+        output_gradient = torch.zeros_like(output)
+    if output_gradient.stride(-1) != 1:
+        output_gradient = output_gradient.contiguous()
+    *gradients, of_bias = exact_tiles_backward(
+        output_gradient, log_sum_gradient, output, log_sum, *tensors, *ctx.settings
+    )
+    return *gradients, of_bias if tensors[3] is not None else None, *unused
+
+
+exact_tiles.register_autograd(_differentiate, setup_context=_save)

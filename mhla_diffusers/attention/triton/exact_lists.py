@@ -1,0 +1,99 @@
+"""The lists of exact tiles as the kernels walk them: from the queries' side, from the keys' side, and as a bitmap."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..blocks import Shape, block_index
+from ..tiles import tokens_of_tiles
+from .arguments import Lists
+
+
+@dataclass(frozen=True)
+class ExactCall:
+    """One call of the operator; S, H and T as in :class:`mhla_diffusers.attention.tiles.ExactTiles`."""
+
+    query: torch.Tensor
+    """(B, N, H, D) after RoPE."""
+    key: torch.Tensor
+    """Like ``query``."""
+    value: torch.Tensor
+    """(B, N, H, D)."""
+    mean_bias: torch.Tensor | None
+    """(H,) float32 contiguous."""
+    key_mask: torch.Tensor | None
+    """(B, N) float32 contiguous."""
+    offsets: torch.Tensor
+    """int64 (S H T + 1,)."""
+    tiles: torch.Tensor
+    """int64 (pairs,)."""
+    grid: Shape
+    counts: Shape
+
+    @property
+    def number_of_tiles(self) -> int:
+        """T."""
+        return math.prod(self.counts)
+
+    @property
+    def longest_tile(self) -> int:
+        """Tokens in the longest tile."""
+        return math.prod(-(-tokens // count) for tokens, count in zip(self.grid, self.counts, strict=True))
+
+    @property
+    def sample_stride(self) -> int:
+        """Lists from one sample to the next: H T, 0 if all samples share them."""
+        of_one = self.query.shape[2] * self.number_of_tiles
+        return of_one if len(self.offsets) - 1 > of_one else 0
+
+
+def lists_of_keys(call: ExactCall) -> Lists:
+    """The key tiles of every tile of queries."""
+    return Lists(call.offsets, call.tiles, _tokens(call), call.sample_stride)
+
+
+def lists_of_queries(call: ExactCall) -> Lists:
+    """The query tiles that meet every tile of keys exactly, ascending."""
+    tiles, lists = call.number_of_tiles, len(call.offsets) - 1
+    row = _row_of_pair(call)
+    target = row - row % tiles + call.tiles
+    order = target.argsort(stable=True)
+    first = torch.arange(lists + 1, device=target.device)
+    return Lists(torch.searchsorted(target[order], first), (row % tiles)[order], _tokens(call), call.sample_stride)
+
+
+def bitmap(call: ExactCall) -> torch.Tensor:
+    """uint8 (S H T, T): 1 where a tile of queries (row) meets a tile of keys (column) exactly."""
+    tiles = call.number_of_tiles
+    bits = torch.zeros((len(call.offsets) - 1) * tiles, dtype=torch.uint8, device=call.tiles.device)
+    bits[_row_of_pair(call) * tiles + call.tiles] = 1
+    return bits.view(-1, tiles)
+
+
+def tile_of_token(call: ExactCall) -> torch.Tensor:
+    """int32 (N,)."""
+    return _tables(call.grid, call.counts, call.query.device)[1]
+
+
+def _tokens(call: ExactCall) -> torch.Tensor:
+    return _tables(call.grid, call.counts, call.query.device)[0]
+
+
+def _row_of_pair(call: ExactCall) -> torch.Tensor:
+    """int64 (pairs,). The size is given, since a device would have to be waited for to learn it."""
+    rows = torch.arange(len(call.offsets) - 1, device=call.offsets.device)
+    return torch.repeat_interleave(rows, call.offsets.diff(), output_size=len(call.tiles))
+
+
+@lru_cache(maxsize=64)
+def _tables(grid: Shape, counts: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of every tile, int32 (T, longest tile) filled up with -1, and the tile of every token, int32 (N,).
+
+    Kept, since every layer and step of a model asks for the same ones. The tokens of several tiles are taken at once,
+    and finding them by division would cost a kernel more than reading four bytes for each.
+    """
+    tokens, exists = tokens_of_tiles(grid, counts)
+    filled = tokens.masked_fill(~exists, -1)
+    return filled.to(device, torch.int32), block_index(grid, counts).to(device, torch.int32)
