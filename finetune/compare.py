@@ -51,7 +51,7 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
     "MHLA hybrid 2/3, per head": MHLAConfig(blocks=FINE, layers="2/3", mixing_per_head=True),
     "MHLA, per head, blocks of 4": MHLAConfig(blocks=(9, 4, 4), mixing_per_head=True),
     "exact tiles": _EXACT,
-    "exact tiles, hybrid 2/3": _EXACT.replace(layers="2/3"),
+    "exact tiles by content, hybrid 2/3": _EXACT.replace(exact="content", layers="2/3"),
     "exact tiles, no means": _EXACT.replace(tile_means=False),
     "exact tiles by content": _EXACT.replace(exact="content"),
     "exact tiles of 12": _EXACT.replace(exact_tiles=FINE),
@@ -94,7 +94,8 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("transfer first, cosine", "plain linear"),
         ("transfer first, cosine", "MHLA, mixing per head"),
         ("transfer first, gentle", "exact tiles"),
-        ("transfer first, gentle", "exact tiles, hybrid 2/3"),
+        ("transfer first, gentle", "exact tiles by content"),
+        ("transfer first, gentle", "exact tiles by content, hybrid 2/3"),
     ],
     "tiles": [
         ("transfer first, gentle", name)
