@@ -1,10 +1,10 @@
 """How fast each kind of attention adapts: the tiny Wan pipeline on clips of moving digits, on a CPU.
 
-python finetune/compare.py exact --seeds 1 2 3   # exact tiles beside MHLA, plain linear attention and softmax
-python finetune/compare.py tiles                 # how exact tiles are chosen, and how large they are
-python finetune/compare.py recipes               # the diffusion loss alone, with distillation, attention transfer first
-python finetune/compare.py settings              # MHLA's own settings
-python finetune/compare.py per-head              # a mixing matrix for every head, and what goes with it
+python finetune/compare.py exact --seeds 1 2 3 --clips 100   # exact tiles beside MHLA and plain linear attention
+python finetune/compare.py tiles        # how exact tiles are chosen, and how large they are
+python finetune/compare.py recipes      # the diffusion loss alone, with distillation, attention transfer first
+python finetune/compare.py settings     # MHLA's own settings
+python finetune/compare.py per-head     # a mixing matrix for every head, and what goes with it
 
 Every variant starts from the same trained softmax model and adapts for as many steps on the same data; held-out losses
 go to <table>.csv and <table>.md, with several seeds of training as mean ± standard deviation. Runs that are finished
@@ -14,6 +14,7 @@ are kept, so a command goes on where it was stopped.
 import argparse
 import csv
 import io
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,8 +27,10 @@ import torch
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.benchmark.timing import Budget, Variant, time_interleaved
 from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, held_out_curve
+from mhla_diffusers.demo.judging import digit_accuracy, generate_scenes, load_classifier
 from mhla_diffusers.demo.latents import digit_latents
-from mhla_diffusers.files import write_text
+from mhla_diffusers.files import read_json, write_json, write_text
+from mhla_diffusers.generation import load_result
 from mhla_diffusers.tiny import TINY, load_tiny
 
 FINE = (3, 4, 4)
@@ -137,6 +140,8 @@ class Comparison:
     seeds: tuple[int, ...]
     """Of training."""
     timing_seconds: float
+    clips: int
+    """That every adapted variant generates."""
     output: Path
 
     def adapt(self, name: str, attention: str) -> list[dict[int, float]]:
@@ -145,14 +150,32 @@ class Comparison:
         if "transfer_steps" in settings:
             settings["transfer_steps"] = self.transfer_steps
         recipe = Recipe(self.steps, **settings)
-        words = f"{name} {attention}".translate({ord(","): None, ord(" "): "-", ord("/"): "-", ord("%"): None})
         curves = []
         for seed in self.seeds:
-            folder = self.output / f"{words}-{seed}"
+            folder = self.folder(name, attention, seed)
             if not (folder / "result").is_dir():
                 replace(self.adaptation, seed=seed).adapt(self.patched(attention), recipe, folder)
             curves.append({step - recipe.transfer_steps: loss for step, loss in held_out_curve(folder)})
         return curves
+
+    def folder(self, name: str, attention: str, seed: int) -> Path:
+        """Of one run."""
+        words = f"{name} {attention}".translate({ord(","): None, ord(" "): "-", ord("/"): "-", ord("%"): None})
+        return self.output / f"{words}-{seed}"
+
+    def digits(self, name: str, attention: str) -> list[float]:
+        """Part of the digits that the classifier recognises in clips from always the same noise, for every seed."""
+        tiny, chance, found = self.adaptation.tiny, random.Random("clips"), []
+        scenes = [tiny.random_scene(chance) for _ in range(self.clips)]
+        for seed in self.seeds:
+            file = self.folder(name, attention, seed) / f"digits-{self.clips}.json"
+            if not file.is_file():
+                pipe = load_tiny(tiny.family)
+                load_result(pipe, file.parent / "result")
+                pictures = generate_scenes(pipe, tiny, scenes, seed=0)
+                write_json({"recognised": digit_accuracy(pictures, scenes, tiny, load_classifier())}, file)
+            found.append(read_json(file)["recognised"])
+        return found
 
     def patched(self, attention: str) -> Any:
         """A fresh pipeline; automatic hybrids and exact tiles are chosen on a fixed batch."""
@@ -202,6 +225,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--held-out", type=int, default=32)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--clips", type=int, default=0, help="to generate and judge with every adapted variant")
     parser.add_argument("--transfer-steps", type=int, default=TRANSFER["transfer_steps"])
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of training; the data are always the same")
@@ -222,19 +246,24 @@ def main() -> None:
         arguments.transfer_steps,
         tuple(arguments.seeds),
         arguments.timing_seconds,
+        arguments.clips,
         arguments.output,
     )
     columns = [column for column in COLUMNS if column <= arguments.steps]
     runs = TABLES[arguments.table]
     losses = {run: comparison.adapt(*run) for run in runs}
+    digits = {run: comparison.digits(*run) for run in runs} if arguments.clips else {}
     seconds = comparison.seconds(sorted({attention for _, attention in runs}))
     rows = []
     for recipe, attention in runs:
         curves = losses[recipe, attention]
         cells = [shown([curve[min(curve)] for curve in curves])]
         cells += [shown([curve[step] for curve in curves]) if step in curves[0] else "–" for step in columns]
+        if arguments.clips:
+            cells.append(shown(digits[recipe, attention]))
         rows.append([recipe, attention, *cells, f"{1000 * seconds[attention]:.0f}"])
-    header = ["losses", "attention", "untrained", *map(str, columns), "ms forward+backward"]
+    judged = ["digits recognised"] if arguments.clips else []
+    header = ["losses", "attention", "untrained", *map(str, columns), *judged, "ms forward+backward"]
     write_table(rows, header, arguments.output, arguments.table)
     sys.stdout.write((arguments.output / f"{arguments.table}.md").read_text())
 

@@ -69,7 +69,8 @@ class Choices:
     def loss(self, masks: Scores) -> float:
         """Held-out loss with these exact pairs."""
         pipe = self.patched()
-        for name, layer in mhla_layers(pipe).items():
+        layers: dict[str, Any] = mhla_layers(pipe)
+        for name, layer in layers.items():
             layer.exact.choose(masks[name.removesuffix(".mhla")])
         return fmean(self.adaptation.held_out_losses(pipe))
 
@@ -77,7 +78,8 @@ class Choices:
         """Held-out loss after calibration, with λ and β as in a fresh patch, and as fitted."""
         pipe = self.patched()
         calibrate_exact_tiles(pipe, lambda: self.run(pipe))
-        masks = {name.removesuffix(".mhla"): layer.exact.mask for name, layer in mhla_layers(pipe).items()}
+        layers: dict[str, Any] = mhla_layers(pipe)
+        masks = {name.removesuffix(".mhla"): layer.exact.mask for name, layer in layers.items()}
         return self.loss(masks), fmean(self.adaptation.held_out_losses(pipe))
 
 

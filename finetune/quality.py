@@ -40,6 +40,7 @@ VARIANTS: dict[str, MHLAConfig | None] = {
     "MHLA-hybrid": MHLAConfig(blocks=BLOCKS, layers="2/3"),
     "MHLA-auto": MHLAConfig(blocks=BLOCKS, layers="auto:2/3"),
     "MHLA": MHLAConfig(blocks=BLOCKS),
+    "MHLA-exact": MHLAConfig(blocks=BLOCKS, mixing_per_head=True, exact="content"),
     "linear": MHLAConfig(blocks=(1, 1), mixing_learnable=False, mixing_clip=False),
 }
 """The first one is what all others are compared with."""

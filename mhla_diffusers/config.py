@@ -79,7 +79,9 @@ class MHLAConfig:
     best at every call.
     """
     exact_tiles: tuple[int, ...] | None = None
-    """Tile count per axis of the token grid; None for the blocks."""
+    """Tile count per axis of the token grid; None for the blocks. With "content", an axis of fewer tokens than that is
+    cut into single tokens.
+    """
     exact_share: float | None = None
     """Part of all pairs of tiles that is exact, for "calibrated" and "content"; None for 0.05."""
     tile_means: bool = True

@@ -61,7 +61,8 @@ class WanFamily(Family):
     transformers = ("WanTransformer3DModel", "WanVACETransformer3DModel")
     axes = 3
     block_lists = ("blocks", "vace_blocks")
-    default_config = MHLAConfig(blocks=(7, 3, 5))
+    # 50 tokens per tile at 480p and 81 frames, 120 at 720p
+    default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(7, 9, 10))
     dispatches_attention = True
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     models = (_model("wan2.1-1.3b", 12, 8960, 30), _model("wan2.1-14b", 40, 13824, 40), _TINY)

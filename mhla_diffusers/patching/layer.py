@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights
-from ..attention.blocks import check_layout
 from ..attention.rotary import Rotary, rotary_table
 from ..config import MHLAConfig
 from .tile_choice import TileChoice
@@ -188,7 +187,6 @@ class MHLALayer(nn.Module):
             "eps": config.eps,
         }
         if self.exact is not None:
-            check_layout(grid, config.tiles, "exact_tiles")
             table = rotary_table(rotary) if rotary is not None else None
             settings["exact"] = self.exact(query, key, table, grid)
             if config.share < 1 and log_weight is not None:  # else nothing is left for a far field or means to add

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attention.blocks import check_layout
 from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, tiles_by_content
 from ..attention.tiles import ExactTiles
 from ..config import MHLAConfig
@@ -66,6 +67,7 @@ class TileChoice(nn.Module):
             )
         if self.config.exact == "content" and self.config.share < 1:
             return tiles_by_content(query, key, table, grid, self.config.tiles, self.config.share)
+        check_layout(grid, self.config.tiles, "exact_tiles")
         return ExactTiles(self.config.tiles, self.heads, self.offsets, self.keys)
 
     @property

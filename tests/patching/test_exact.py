@@ -236,9 +236,19 @@ def test_what_does_not_fit_is_refused(settings, message):
 
 
 def test_tiles_must_fit_the_grid():
-    model = models.patched("wan", exact="content", exact_tiles=(2, 99, 2))
+    model = models.patched("wan", exact="own", exact_tiles=(2, 99, 2))
     with pytest.raises(ValueError, match="too few for 99 exact_tiles"):
         models.output(model, models.inputs("wan"))
+
+
+def test_tiles_by_content_are_single_tokens_where_there_are_no_more():
+    """Each tile is then its own mean, so that nothing of softmax attention is left out."""
+    model, arguments, before = inputs_and_output("wan")
+    apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, exact="content", exact_tiles=(99, 99, 99))
+    with torch.no_grad():
+        for layer in mhla_layers(model).values():
+            layer.far_field_log_weight.fill_(-30.0)
+    torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
 
 
 def test_the_budget_is_spent_where_it_is_worth_most():
