@@ -17,6 +17,7 @@ from .timing import Absent, Outcome, Variant
 
 PLAIN = "plain linear"
 HYBRID = "MHLA hybrid 2/3"
+EXACT = "MHLA, exact tiles"
 COMPILED = " + torch.compile"
 """Ends the name of a candidate whose repeated blocks are compiled."""
 LINEAR_KINDS = (PLAIN, "MHLA", HYBRID)
