@@ -82,7 +82,7 @@ class TileChoice(nn.Module):
 
     def choose(self, mask: torch.Tensor) -> None:
         """Attend exactly to the pairs of a mask, bool (H, T, T)."""
-        bits = nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
+        bits = nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
         self.is_exact.copy_((bits << torch.arange(8, device=bits.device)).sum(dim=1))
         self.make_lists()
 
