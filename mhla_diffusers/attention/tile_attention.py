@@ -18,7 +18,9 @@ _LOGITS = 2**22
 """Logits that are formed at once."""
 _PADDING = 1.25
 """Lists that differ in length by less than this factor are worked through together."""
-_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias"
+_TENSORS = (
+    "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias"
+)
 _LISTS = "Tensor offsets, Tensor keys"
 
 

@@ -62,9 +62,9 @@ def flex_over_tiles(shape: Shape, inputs: Sequence[torch.Tensor], tiles: ExactTi
     places = places_of_tokens(shape.grid, tiles.counts)
     back = (places // length * block + places % length).to(device)
     mask = _block_mask(tiles.mask(), block, None if bool(is_token.all()) else is_token)
-    small = {"BLOCK_M": block, "BLOCK_N": block} if block <= _LARGEST_BLOCK and device.type != "cpu" else None
+    small: Any = {"BLOCK_M": block, "BLOCK_N": block} if block <= _LARGEST_BLOCK and device.type != "cpu" else None
 
-    @torch.compile(dynamic=False)  # type: ignore[untyped-decorator]
+    @torch.compile(dynamic=False)
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         q, k, v = (x.index_select(1, filled).transpose(1, 2) for x in (query, key, value))
         output: Any = flex_attention(q, k, v, block_mask=mask, kernel_options=small)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, tiles_by_content
+from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, list_length, tiles_by_content
 from ..attention.tiles import ExactTiles
 from ..config import MHLAConfig
 
@@ -70,6 +70,16 @@ class TileChoice(nn.Module):
         tiles = math.prod(self.config.tiles)
         bits = (self.is_exact[:, None] >> torch.arange(8, device=self.is_exact.device)) & 1
         return bits.flatten()[: self.heads * tiles**2].bool().view(self.heads, tiles, tiles)
+
+    @property
+    def share(self) -> float | None:
+        """Part of all pairs of tiles that is exact; None for lists that are yet to be calibrated."""
+        tiles = math.prod(self.config.tiles)
+        if not self.is_ready:
+            return None
+        if self.config.exact == "calibrated":
+            return len(self.keys) / (self.heads * tiles**2)
+        return list_length(self.config.share, tiles) / tiles
 
     def all_scores(self) -> torch.Tensor:
         """Scores of all pairs, float32 (H, T, T)."""

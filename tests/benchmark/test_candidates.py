@@ -36,7 +36,9 @@ def test_candidates_share_weights_and_compute_what_they_say(name):
     transformer = case.build()
     native = make_candidate(transformer, case.model, Choice("softmax native", "softmax", baseline=True))
     expected = output(case, native)
-    choices = attention_choices(get_family(transformer), case.model, case.model.layers, token_grid(case, transformer), 1, CPU)
+    choices = attention_choices(
+        get_family(transformer), case.model, case.model.layers, token_grid(case, transformer), 1, CPU
+    )
     for choice in choices:
         candidate = make_candidate(transformer, case.model, choice)
         if choice.absent is not None:
