@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
+from ..attention.tile_scores import list_length
 from ..config import DEFAULT_SHARE
 from ..families import Family, Model, get_family
 from ..patching import apply_mhla, mhla_layers
@@ -163,9 +164,20 @@ def exact_choice(model: Model, grid: tuple[int, ...]) -> Choice | None:
     tiles = exact_tiles(model, grid)
     if tiles is None:
         return None
-    shown = "x".join(map(str, tiles))
-    note = f"{DEFAULT_SHARE:.0%} of the pairs of {shown} tiles are exact, drawn at random instead of calibrated"
+    note = exact_note(tiles, "drawn at random instead of calibrated")
     return Choice(EXACT, EXACT, baseline=False, blocks=math.prod(model.blocks), tiles=tiles, note=note)
+
+
+def exact_note(tiles: tuple[int, ...], how: str) -> str:
+    """What is to be known of the times of exact tiles; where tiles are few, one for every query tile is more than 5 %.
+
+    Args:
+        tiles: their counts.
+        how: how they were chosen.
+    """
+    count = math.prod(tiles)
+    share = list_length(DEFAULT_SHARE, count) / count
+    return f"{share:.1%} of the pairs of {'x'.join(map(str, tiles))} tiles are exact, {how}"
 
 
 def why_no_backend(name: str) -> str | None:

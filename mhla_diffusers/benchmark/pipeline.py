@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from ..config import DEFAULT_SHARE
 from ..devices import FLOAT_TYPES, choose_device
 from ..families import get_family
 from ..generation import PipelineChoice, family_of, generator_for
 from ..patching import apply_mhla, find_transformers, mhla_layers, remove_mhla
 from ..tiny import tiny_pipeline
-from .candidates import EXACT, LINEAR_KINDS, patch_settings
+from .candidates import EXACT, LINEAR_KINDS, exact_note, patch_settings
 from .conditions import Rates
 from .correctness import check_operation
 from .operation import fastest_backend
@@ -223,8 +222,7 @@ def _calibrate(pipe: Any, case: PipelineCase, calls: Calls, grid: tuple[int, ...
     apply_mhla(pipe, **calls.settings, calibration=lambda: case.run(pipe))
     calls.calibrated = {name: layer.state_dict() for name, layer in mhla_layers(pipe).items()}
     remove_mhla(pipe)
-    shown = "x".join(map(str, tiles))
-    calls.note = f"{DEFAULT_SHARE:.0%} of the pairs of {shown} tiles are exact, calibrated on one unpatched call"
+    calls.note = exact_note(tiles, "calibrated on one unpatched call")
 
 
 def _timed_call(pipe: Any, case: PipelineCase) -> dict[str, float]:

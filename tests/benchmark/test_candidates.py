@@ -5,7 +5,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from mhla_diffusers import is_patched, mhla_layers
-from mhla_diffusers.benchmark.candidates import EXACT, PATCHES, Choice, attention_choices, make_candidate
+from mhla_diffusers.benchmark.candidates import EXACT, PATCHES, Choice, attention_choices, exact_note, make_candidate
 from mhla_diffusers.benchmark.models import choose_sizes, models
 from mhla_diffusers.benchmark.timing import Absent
 from mhla_diffusers.benchmark.transformer import TransformerCase
@@ -71,6 +71,11 @@ def test_exact_tiles_are_drawn_for_models_of_softmax_attention(name, tiles):
         assert len(layers) == 3
         for layer in layers:
             assert (layer.exact.mask.sum(dim=-1) == 1).all()
+
+
+def test_the_note_tells_the_share_that_there_is():
+    assert exact_note((7, 6, 10), "drawn") == "5.0% of the pairs of 7x6x10 tiles are exact, drawn"
+    assert exact_note((2, 4), "drawn").startswith("12.5% ")
 
 
 def test_plain_linear_attention_is_what_sana_has():
