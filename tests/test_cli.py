@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from safetensors.torch import save_file
 
 from mhla_diffusers import load_mhla, patch_names
@@ -27,6 +28,27 @@ def test_info_on_one_patch():
     shown = mhla("info", "--patch", "wan2.1-t2v-1.3b-hybrid")
     assert "[7, 3, 5]" in shown.stdout
     assert "2/3" in shown.stdout
+
+
+def test_info_counts_what_exact_tiles_cost(tmp_path):
+    """Softmax attention is 4 N² D H; 21 of 420 tiles are exact; 1 of 105, without means."""
+    path = tmp_path / "patch.yaml"
+    head = "family: wan\nbase_model: a\ndescription: b\nmhla:\n  blocks: [7, 3, 5]\n"
+    path.write_text(head + "  exact: calibrated\n  exact_tiles: [7, 6, 10]\n")
+    shown = mhla("info", "--patch", str(path))
+    assert shown.returncode == 0, shown.stderr
+    assert "7x6x10 = 420" in shown.stdout and "5.0%" in shown.stdout
+    (at_480p,) = [line for line in shown.stdout.splitlines() if "wan2.1-1.3b-480p" in line]
+    (at_720p,) = [line for line in shown.stdout.splitlines() if "wan2.1-1.3b-720p" in line]
+    assert "21x30x50" in at_480p and "420 of 75 " in at_480p
+    assert "420 of 168-192" in at_720p
+    softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split("│")[-4:-1])
+    assert softmax == pytest.approx(4 * 31_500**2 * 128 * 12 / 1e9, abs=1)
+    assert exact - linear == pytest.approx(softmax / 20 + 4 * 31_500 * 420 * 128 * 12 / 1e9, abs=1)
+    path.write_text(head + "  exact: own\n  tile_means: false\n")
+    (at_480p,) = [line for line in mhla("info", "--patch", str(path)).stdout.splitlines() if "1.3b-480p" in line]
+    softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split("│")[-4:-1])
+    assert exact - linear == pytest.approx(softmax / 105, abs=0.1)
 
 
 def test_user_errors_have_no_traceback():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from .tiles import ExactTiles
 
@@ -260,3 +261,49 @@ def _differentiate(ctx: Any, output_gradient: torch.Tensor, sum_gradient: torch.
 
 
 tile_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _count_pairs(query: torch.Size, means: torch.Size | None, offsets: torch.Size, keys: torch.Size) -> int:
+    """Queries times what they attend to, tokens and means; every tile counts as long as the longest.
+
+    Args:
+        query: (B, H, T, L, D).
+        means: (B, H, T, D); None without means.
+        offsets: (S H T + 1,).
+        keys: (pairs,).
+    """
+    batch, heads, tiles, length, _ = query
+    exact = keys[0] * batch * heads * tiles // (offsets[0] - 1) * length
+    return length * (exact + (batch * heads * tiles**2 if means is not None else 0))
+
+
+@register_flop_formula(torch.ops.mhla_diffusers.tile_attention)
+def _flops(
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    bias: torch.Size,
+    mean_key: torch.Size | None,
+    mean_value: torch.Size | None,
+    mean_bias: torch.Size | None,
+    offsets: torch.Size,
+    keys: torch.Size,
+    **_: Any,
+) -> int:
+    """Of the forward, for PyTorch's counter: logits and sums of values."""
+    return 4 * query[-1] * _count_pairs(query, mean_key, offsets, keys)
+
+
+@register_flop_formula(torch.ops.mhla_diffusers.tile_attention_backward)
+def _flops_backward(
+    output_gradient: torch.Size,
+    sum_gradient: torch.Size,
+    output: torch.Size,
+    log_sum: torch.Size,
+    query: torch.Size,
+    *inputs: Any,
+    **_: Any,
+) -> int:
+    """Of the backward: logits anew, their gradients, and those of query, key and value, as PyTorch counts its own."""
+    _, _, _, mean_key, _, _, offsets, keys = inputs
+    return 10 * query[-1] * _count_pairs(query, mean_key, offsets, keys)

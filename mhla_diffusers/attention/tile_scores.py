@@ -77,6 +77,11 @@ def spend(scores: Sequence[torch.Tensor], share: float) -> list[torch.Tensor]:
     return [part.view(layer.shape) for part, layer in zip(parts, ordered, strict=True)]
 
 
+def list_length(share: float, tiles: int) -> int:
+    """Key tiles of every query tile where all get as many: a share of T, and at least one."""
+    return max(1, round(share * tiles))
+
+
 @torch.no_grad()
 def tiles_by_content(
     query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None, grid: Shape, counts: Shape, share: float
@@ -96,7 +101,7 @@ def tiles_by_content(
     weight = (exists / exists.sum(dim=-1, keepdim=True)).to(query.dtype)[None, :, :, None, None]
     means = [(rotated(x, table)[:, tokens] * weight).sum(dim=2).transpose(1, 2) for x in (query, key)]
     batch, heads, tiles, _ = means[0].shape
-    length = max(1, round(share * tiles))
+    length = list_length(share, tiles)
     keys = (means[0] @ means[1].mT).topk(length, dim=-1).indices.sort(dim=-1).values.flatten()
     offsets = torch.arange(batch * heads * tiles + 1, device=keys.device) * length
     return ExactTiles(counts, heads, offsets, keys)

@@ -1,6 +1,7 @@
 """The same transformer with different self-attentions, all on one set of weights: what is timed beside each other."""
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,17 +11,24 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
+from ..attention.tile_scores import list_length
+from ..config import DEFAULT_SHARE
 from ..families import Family, Model, get_family
-from ..patching import apply_mhla
-from .shapes import SOFTMAX_BACKENDS, why_no_softmax
+from ..patching import apply_mhla, mhla_layers
+from ..patching.tile_choice import TileChoice
+from .lists import draw_mask
+from .shapes import SOFTMAX_BACKENDS, exact_tiles, why_no_softmax
 from .timing import Absent, Outcome, Variant
 
 PLAIN = "plain linear"
 HYBRID = "MHLA hybrid 2/3"
+EXACT = "MHLA, exact tiles"
 COMPILED = " + torch.compile"
 """Ends the name of a candidate whose repeated blocks are compiled."""
 LINEAR_KINDS = (PLAIN, "MHLA", HYBRID)
 """Patches; the hybrid keeps the model's own attention in every third layer."""
+PATCHES = (*LINEAR_KINDS, EXACT)
+"""All of them; exact tiles are for models whose own attention is softmax."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Choice:
 
     name: str
     kind: str
-    """softmax, own, or one of ``LINEAR_KINDS``."""
+    """softmax, own, or one of ``PATCHES``."""
     baseline: bool
     blocks: int | None = None
     """M of the replaced layers; None for softmax."""
@@ -39,6 +47,10 @@ class Choice:
     """
     absent: str | None = None
     """Why it cannot run here."""
+    tiles: tuple[int, ...] | None = None
+    """Tile counts of exact tiles."""
+    note: str = ""
+    """What is to be known of its times."""
 
 
 REST = Choice("without layers", "without layers", baseline=False)
@@ -69,6 +81,32 @@ class Candidate:
             return nullcontext
         return partial(sdpa_kernel, [SOFTMAX_BACKENDS[self.choice.backend]])
 
+    def forward(self, inputs: dict[str, Any]) -> Callable[[], object]:
+        """One forward without gradients."""
+        context = self.context
+
+        @torch.no_grad()
+        def run() -> object:
+            with context():
+                return self.model(**inputs)
+
+        return run
+
+    def training_step(self, inputs: dict[str, Any], optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        """Forward, backward and optimizer step."""
+        context = self.context
+
+        def run() -> None:
+            try:
+                with context():
+                    output = self.model(**inputs)[0]
+                    output.float().square().mean().backward()
+                optimizer.step()
+            finally:
+                optimizer.zero_grad(set_to_none=True)  # also after running out of memory
+
+        return run
+
 
 def make_candidate(transformer: Any, model: Model, choice: Choice, *, compiled: bool = False) -> Candidate:
     """A choice with its transformer, or with the reason why there is none."""
@@ -86,16 +124,20 @@ def _why_not_compiled(choice: Choice) -> str | None:
     return "torch.compile chooses PyTorch's backend itself" if choice.backend in SOFTMAX_BACKENDS else None
 
 
-def attention_choices(family: Family, model: Model, layers: int, tokens: int, device: torch.device) -> list[Choice]:
+def attention_choices(
+    family: Family, model: Model, layers: int, grid: tuple[int, ...], batch: int, device: torch.device
+) -> list[Choice]:
     """All self-attentions that a transformer can be measured with; the first is its own.
 
     Args:
         family: of the model.
         model: which.
         layers: so many are built.
-        tokens: N, times the batch size.
+        grid: of its tokens.
+        batch: samples per forward.
         device: where it will run.
     """
+    tokens = math.prod(grid) * batch
     softmax_is_own = family.own_attention == "softmax"
     choices = [] if softmax_is_own else [Choice("own linear", "own", baseline=True, blocks=1)]
     choices.append(Choice("softmax native", "softmax", softmax_is_own))
@@ -103,18 +145,39 @@ def attention_choices(family: Family, model: Model, layers: int, tokens: int, de
     for backend in _diffusers_backends() if family.dispatches_attention else SOFTMAX_BACKENDS:
         absent = why_no_backend(backend) if family.dispatches_attention else None
         absent = absent or why_no_softmax(backend.removeprefix("_native_"), device, tokens, model.heads)
-        exact = "sage" not in backend  # which multiplies in 8 bits
-        baseline = softmax_is_own and exact
+        baseline = softmax_is_own and "sage" not in backend  # which multiplies in 8 bits
         choices.append(Choice(f"softmax {backend}", "softmax", baseline, backend=backend, absent=absent))
-    count = torch.Size(model.blocks).numel()
+    count = math.prod(model.blocks)
     cut = f"{layers} of {model.layers} layers cannot stand for two of every three; --layers must be a multiple of 3"
     too_few = layers != model.layers and layers % 3 != 0
-    return [
-        *choices,
+    choices += [
         Choice(PLAIN, PLAIN, baseline=False, blocks=1),
         Choice("MHLA", "MHLA", baseline=False, blocks=count),
         Choice(HYBRID, HYBRID, baseline=False, blocks=count, absent=cut if too_few else None),
     ]
+    exact = exact_choice(model, grid)
+    return choices if exact is None else [*choices, exact]
+
+
+def exact_choice(model: Model, grid: tuple[int, ...]) -> Choice | None:
+    """MHLA with exact tiles on a token grid; None where the model's own attention is linear."""
+    tiles = exact_tiles(model, grid)
+    if tiles is None:
+        return None
+    note = exact_note(tiles, "drawn at random instead of calibrated")
+    return Choice(EXACT, EXACT, baseline=False, blocks=math.prod(model.blocks), tiles=tiles, note=note)
+
+
+def exact_note(tiles: tuple[int, ...], how: str) -> str:
+    """What is to be known of the times of exact tiles; where tiles are few, one for every query tile is more than 5 %.
+
+    Args:
+        tiles: their counts.
+        how: how they were chosen.
+    """
+    count = math.prod(tiles)
+    share = list_length(DEFAULT_SHARE, count) / count
+    return f"{share:.1%} of the pairs of {'x'.join(map(str, tiles))} tiles are exact, {how}"
 
 
 def why_no_backend(name: str) -> str | None:
@@ -149,8 +212,10 @@ def make_variant(transformer: Any, model: Model, choice: Choice) -> Any:
     if choice.kind == "softmax" and family.own_attention != "softmax":
         for attn in family.self_attentions(variant).values():
             attn.set_processor(family.softmax_processor())
-    if choice.kind in LINEAR_KINDS:
-        apply_mhla(variant, **patch_settings(choice.kind, model.blocks))
+    if choice.kind in PATCHES:
+        apply_mhla(variant, **patch_settings(choice.kind, model.blocks, choice.tiles))
+    if choice.kind == EXACT:
+        _draw_lists(variant)
     if choice.backend is not None and family.dispatches_attention:
         from diffusers.models.attention_dispatch import attention_backend
 
@@ -159,14 +224,27 @@ def make_variant(transformer: Any, model: Model, choice: Choice) -> Any:
     return variant
 
 
-def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
+def patch_settings(kind: str, blocks: tuple[int, ...], tiles: tuple[int, ...] | None = None) -> dict[str, Any]:
     """Arguments of :func:`apply_mhla`.
 
     Args:
-        kind: one of ``LINEAR_KINDS``.
+        kind: one of ``PATCHES``.
         blocks: block counts of MHLA; plain linear attention has one block.
+        tiles: tile counts of exact tiles; calibrating them is left to the caller.
     """
+    if kind == EXACT:
+        return {"blocks": blocks, "exact": "calibrated", "exact_tiles": tiles}
     return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": "2/3" if kind == HYBRID else "all"}
+
+
+def _draw_lists(patched: Any) -> None:
+    """Give exact tiles random lists: calibration would run softmax attention once, and each layer once more."""
+    masks: dict[int, torch.Tensor] = {}
+    for layer in mhla_layers(patched).values():
+        if isinstance(layer.exact, TileChoice):
+            if layer.heads not in masks:
+                masks[layer.heads] = draw_mask(layer.config.tiles, layer.heads, layer.config.share)
+            layer.exact.choose(masks[layer.heads].to(layer.mixing.device))
 
 
 def _hand_on(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

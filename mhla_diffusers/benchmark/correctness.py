@@ -1,16 +1,21 @@
 """Whether an attention is right on this device and in this type, asked before anything is timed."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..attention import Call, initial_mixing, mhla_attention, reference_attention
 from ..patching import MHLALayer, mhla_layers
+from .lists import draw_tiles
 from .shapes import Shape
 
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """‖found − reference‖ / ‖reference‖ of an output."""
 LARGEST_GRADIENT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_CHECKED_SHARE = 0.25
+"""Of exact pairs of tiles, which are few on a small grid."""
 
 
 class IncorrectAttentionError(ValueError):
@@ -25,9 +30,16 @@ def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple
 
 
 def check_operation(
-    shape: Shape, device: torch.device, dtype: torch.dtype, backend: str, *, near_field: bool = False
+    shape: Shape, device: torch.device, dtype: torch.dtype, backend: str, *, exact: bool = False
 ) -> float:
     """Compare output and gradients with the float64 reference, with the blocks of a shape on a smaller grid.
+
+    Args:
+        shape: the attention; with tile counts where ``exact`` is set.
+        device: where.
+        dtype: of query, key and value.
+        backend: of :func:`mhla_attention`.
+        exact: check MHLA with exact tiles as long as the shape's, their means, and the far field.
 
     Returns:
         Relative error of the output.
@@ -35,29 +47,47 @@ def check_operation(
     Raises:
         IncorrectAttentionError: it, or that of a gradient, is too large.
     """
-    grid = tuple(2 * count for count in shape.blocks)
-    small = Shape(shape.name, grid, shape.blocks, 2, shape.head_dim)
-    drawn = [*make_inputs(small, device, dtype), initial_mixing(shape.blocks).to(device)]
-    if near_field:
-        drawn.append(torch.ones(small.heads, device=device))
+    small = _smaller(shape, exact)
+    drawn = dict(zip(("query", "key", "value"), make_inputs(small, device, dtype), strict=True))
+    drawn["mixing"] = initial_mixing(shape.blocks).to(device)
+    settings: dict[str, Any] = {"grid": small.grid, "blocks": small.blocks}
+    if exact:
+        drawn |= beside_exact_tiles(small.heads, device)
+        settings["exact"] = draw_tiles(small, device)
     upstream = make_inputs(small, device, dtype)[0]
 
     def differentiate(attend: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-        inputs = tuple(x.detach().requires_grad_() for x in drawn)
-        if near_field:
-            options["far_field_weight"] = inputs[-1]
-        output = attend(*inputs[:4], grid, shape.blocks, **options)
-        return output, *torch.autograd.grad(output, inputs, upstream.to(output.dtype))
+        inputs = {name: x.detach().requires_grad_() for name, x in drawn.items()}
+        output = attend(**inputs, **settings, **options)
+        return output, *torch.autograd.grad(output, list(inputs.values()), upstream.to(output.dtype))
 
     found = differentiate(mhla_attention, backend=backend)
-    expected = differentiate(lambda *inputs, **options: reference_attention(Call(*inputs, **options)))
-    error = relative_error(found[0], expected[0])
-    _require(error, LARGEST_ERROR[dtype], f"The output of MHLA {backend}", device, dtype)
-    names = ("query", "key", "value", "mixing", "far_field_weight")[: len(drawn)]
-    for name, one, other in zip(names, found[1:], expected[1:], strict=True):
-        what = f"The gradient of {name} of MHLA {backend}"
-        _require(relative_error(one, other), LARGEST_GRADIENT_ERROR[dtype], what, device, dtype)
+    expected = differentiate(lambda **arguments: reference_attention(Call(**arguments)))
+    error, what = relative_error(found[0], expected[0]), f"MHLA{' with exact tiles' if exact else ''} {backend}"
+    _require(error, LARGEST_ERROR[dtype], f"The output of {what}", device, dtype)
+    for name, one, other in zip(drawn, found[1:], expected[1:], strict=True):
+        error_of = relative_error(one, other)
+        _require(error_of, LARGEST_GRADIENT_ERROR[dtype], f"The gradient of {name} of {what}", device, dtype)
     return error
+
+
+def beside_exact_tiles(heads: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """λ and β of exact tiles, each (H,): weights of the far field and of means."""
+    return {
+        "far_field_weight": torch.ones(heads, device=device),
+        "mean_bias": torch.zeros(heads, device=device),
+    }
+
+
+def _smaller(shape: Shape, exact: bool) -> Shape:
+    """Two heads, two tokens per block and axis, and for exact tiles so many that two of the shape's length fit."""
+    small = replace(shape, grid=tuple(2 * count for count in shape.blocks), heads=2, tiles=None)
+    if not exact or shape.tiles is None:
+        return small
+    lengths = [math.ceil(size / count) for size, count in zip(shape.grid, shape.tiles, strict=True)]
+    grid = tuple(max(size, 2 * length) for size, length in zip(small.grid, lengths, strict=True))
+    tiles = tuple(size // length for size, length in zip(grid, lengths, strict=True))
+    return replace(small, grid=grid, tiles=tiles, share=_CHECKED_SHARE)
 
 
 def check_agreement(found: torch.Tensor, eager: torch.Tensor, what: str) -> None:

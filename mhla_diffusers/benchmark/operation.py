@@ -9,16 +9,18 @@ import torch
 
 from ..attention import initial_mixing, mhla_attention
 from ..attention.triton import why_not
-from .candidates import PLAIN
+from .candidates import EXACT, PLAIN
 from .conditions import Rates
-from .correctness import check_agreement, check_operation, make_inputs
+from .correctness import beside_exact_tiles, check_agreement, check_operation, make_inputs
+from .lists import draw_tiles, flex_over_tiles, why_no_flex
 from .results import Row, make_row
 from .shapes import (
     SOFTMAX_BACKENDS,
     Cost,
     Shape,
+    exact_cost,
     linear_cost,
-    near_field_cost,
+    listed_cost,
     softmax_attention,
     softmax_cost,
     why_no_softmax,
@@ -26,11 +28,21 @@ from .shapes import (
 from .timing import Absent, Budget, Outcome, Variant, time_interleaved
 
 STAGES = ("forward", "forward+backward")
-NEAR_FIELD = "MHLA, near field"
+LISTED = "exact tiles alone"
+"""Without means and far field, which FlexAttention does not know."""
 _BACKENDS = ("eager", "triton")
+_COMPILED, _FLEX = "torch.compile", "FlexAttention"
 
 Attend = Callable[[], torch.Tensor]
 CostOf = Callable[[Shape, int, bool], Cost]
+_COSTS: dict[str, CostOf] = {
+    "MHLA": linear_cost,
+    EXACT: exact_cost,
+    PLAIN: linear_cost,
+    LISTED: listed_cost,
+    "softmax": softmax_cost,
+}
+"""Kind of a variant → what it costs; the name of a variant is its kind and its backend."""
 
 
 def choose_stages(names: Sequence[str] | None) -> Sequence[str]:
@@ -75,10 +87,10 @@ def benchmark_operation(
     absent = {} if (reason := why_no_triton(shape, device, dtype)) is None else {"triton": reason}
     for backend in _BACKENDS:
         if backend not in absent:
-            for near_field in (False, True):
-                check_operation(shape, device, dtype, backend, near_field=near_field)
+            for exact in (False, True) if shape.tiles is not None else (False,):
+                check_operation(shape, device, dtype, backend, exact=exact)
     if not compile:
-        absent["torch.compile"] = "not asked for; add --compile"
+        absent |= dict.fromkeys((_COMPILED, _FLEX), "not asked for; add --compile")
     rows = []
     for stage in stages:
         backward = stage == "forward+backward"
@@ -91,7 +103,7 @@ def benchmark_operation(
             for name, (attend, inputs) in attends.items()
         }
         rows += [
-            operation_row(_with_blocks(shape, name), name, stage, dtype, outcome, rates, _cost(name))
+            operation_row(_with_blocks(shape, name), name, stage, dtype, outcome, rates, _COSTS[_kind(name)])
             for name, outcome in time_interleaved(variants, device, budget).items()
         ]
     return rows
@@ -124,7 +136,7 @@ def operation_row(
         baseline=softmax,
         dtype=str(dtype).removeprefix("torch."),
         tokens=shape.tokens,
-        blocks=None if softmax else math.prod(shape.blocks),
+        blocks=None if softmax or count is listed_cost else math.prod(shape.blocks),
     )
 
 
@@ -133,7 +145,7 @@ def linear_attention(
     inputs: Sequence[torch.Tensor],
     backend: str,
     mixing: torch.Tensor | None = None,
-    far_field_weight: torch.Tensor | None = None,
+    **options: Any,
 ) -> Attend:
     """MHLA, or plain linear attention where the shape has one block.
 
@@ -142,15 +154,14 @@ def linear_attention(
         inputs: query, key and value.
         backend: of :func:`mhla_attention`, or "torch.compile" of the eager one.
         mixing: (M, M); the initial one if left out.
-        far_field_weight: (H,), for softmax attention inside a block.
+        **options: further arguments of :func:`mhla_attention`, such as those of exact tiles.
     """
     matrix = initial_mixing(shape.blocks).to(inputs[0].device) if mixing is None else mixing
     query, key, value = inputs
     function: Any = mhla_attention
-    if backend == "torch.compile":
+    if backend == _COMPILED:
         function, backend = torch.compile(mhla_attention, dynamic=False), "eager"
-    options = {"far_field_weight": far_field_weight, "backend": backend}
-    return lambda: function(query, key, value, matrix, shape.grid, shape.blocks, **options)
+    return lambda: function(query, key, value, matrix, shape.grid, shape.blocks, backend=backend, **options)
 
 
 def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -171,28 +182,35 @@ def _attends(
     """Name → attention, and the tensors that take gradients."""
     inputs = tuple(x.requires_grad_(backward) for x in make_inputs(shape, device, dtype))
 
-    def linear(name: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
-        backend = name.split()[-1]
-        if backend in absent:
-            return Absent(absent[backend]), ()
-        one = _with_blocks(shape, name)
-        mixing = initial_mixing(one.blocks).to(device).requires_grad_(backward)
-        if not name.startswith(NEAR_FIELD):
-            return linear_attention(one, inputs, backend, mixing), (*inputs, mixing)
-        far = torch.ones(shape.heads, device=device, requires_grad=backward)
-        return linear_attention(one, inputs, backend, mixing, far), (*inputs, mixing, far)
+    lists = draw_tiles(shape, device) if shape.tiles is not None else None
 
-    def softmax(backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
-        reason = why_no_softmax(backend, device, shape.tokens, shape.heads)
+    def linear(kind: str, backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
+        one = _with_blocks(shape, kind)
+        mixing = initial_mixing(one.blocks).to(device).requires_grad_(backward)
+        if kind != EXACT:
+            return linear_attention(one, inputs, backend, mixing), (*inputs, mixing)
+        weights = {name: x.requires_grad_(backward) for name, x in beside_exact_tiles(shape.heads, device).items()}
+        attend = linear_attention(one, inputs, backend, mixing, exact=lists, **weights)
+        return attend, (*inputs, mixing, *weights.values())
+
+    def attend(kind: str, backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
+        reason = absent.get(backend)
+        if kind == "softmax":
+            reason = why_no_softmax(backend, device, shape.tokens, shape.heads)
+        if kind == LISTED:
+            reason = reason or why_no_flex(device, backward)
         if reason is not None:
             return Absent(reason), ()
-        return lambda: softmax_attention(backend, *inputs), inputs
+        if kind == "softmax":
+            return lambda: softmax_attention(backend, *inputs), inputs
+        if kind == LISTED and lists is not None:
+            return flex_over_tiles(shape, inputs, lists), inputs
+        return linear(kind, backend)
 
-    kinds = {"MHLA": (*_BACKENDS, "torch.compile"), NEAR_FIELD: _BACKENDS, PLAIN: _BACKENDS}
-    attends = {f"{kind} {backend}": linear(f"{kind} {backend}") for kind, names in kinds.items() for backend in names}
-    for backend in SOFTMAX_BACKENDS:
-        attends[f"softmax {backend}"] = softmax(backend)
-    return attends
+    kinds = {"MHLA": (*_BACKENDS, _COMPILED), PLAIN: _BACKENDS, "softmax": tuple(SOFTMAX_BACKENDS)}
+    if lists is not None:
+        kinds |= {EXACT: _BACKENDS, LISTED: (_FLEX,)}
+    return {f"{kind} {backend}": attend(kind, backend) for kind in _COSTS for backend in kinds.get(kind, ())}
 
 
 def _stage(attend: Attend, inputs: tuple[torch.Tensor, ...], backward: bool) -> Callable[[], object]:
@@ -208,16 +226,14 @@ def _check_at_full_size(
     attends: dict[str, tuple[Attend | Absent, tuple[torch.Tensor, ...]]], device: torch.device
 ) -> None:
     """The small grid of the first check cannot show a fault that needs many tokens."""
-    attend = attends["MHLA triton"][0]
-    eager = attends["MHLA eager"][0]
-    if device.type == "cuda" and not isinstance(attend, Absent) and not isinstance(eager, Absent):
-        check_agreement(attend(), eager(), "MHLA triton")
+    for kind in ("MHLA", EXACT):
+        attend, eager = (attends.get(f"{kind} {backend}", (Absent(""), ()))[0] for backend in ("triton", "eager"))
+        if device.type == "cuda" and not isinstance(attend, Absent) and not isinstance(eager, Absent):
+            check_agreement(attend(), eager(), f"{kind} triton")
 
 
-def _cost(variant: str) -> CostOf:
-    if "softmax" in variant:
-        return softmax_cost
-    return near_field_cost if variant.startswith(NEAR_FIELD) else linear_cost
+def _kind(variant: str) -> str:
+    return variant.rpartition(" ")[0]
 
 
 def _with_blocks(shape: Shape, variant: str) -> Shape:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..reporting import require_matplotlib
-from .candidates import COMPILED, HYBRID, PLAIN
+from .candidates import COMPILED, EXACT, HYBRID, PLAIN
+from .operation import LISTED
 from .results import Row
 from .scaling import SOFTMAX
 
@@ -15,6 +16,8 @@ COLOURS = {
     PLAIN: "#e69f00",
     HYBRID: "#56b4e9",
     "MHLA": "#0072b2",
+    EXACT: "#cc79a7",
+    LISTED: "#d55e00",
     "unpatched": "#555555",
     "self-attention": "#0072b2",
     "projections": "#56b4e9",
@@ -32,7 +35,7 @@ _COLUMNS = 2
 def group_of(variant: str) -> str:
     """What a variant is drawn as: all softmax backends are one."""
     name = variant.removesuffix(COMPILED)
-    return next((group for group in (SOFTMAX, HYBRID, "MHLA", PLAIN) if name.startswith(group)), name)
+    return next((group for group in (SOFTMAX, HYBRID, EXACT, "MHLA", LISTED, PLAIN) if name.startswith(group)), name)
 
 
 def colour_of(variant: str) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from ..devices import FLOAT_TYPES, choose_device
+from ..families import get_family
 from ..generation import PipelineChoice, family_of, generator_for
-from ..patching import apply_mhla, find_transformers, remove_mhla
+from ..patching import apply_mhla, find_transformers, mhla_layers, remove_mhla
 from ..tiny import tiny_pipeline
-from .candidates import LINEAR_KINDS, patch_settings
+from .candidates import EXACT, LINEAR_KINDS, exact_note, patch_settings
 from .conditions import Rates
 from .correctness import check_operation
 from .operation import fastest_backend
@@ -23,7 +24,6 @@ from .timing import Outcome, Timing, outcome_of, peak_bytes, summarise, synchron
 WHOLE = "whole call"
 PARTS = ("text encoding", "denoising", "VAE", "rest")
 UNPATCHED = "unpatched"
-VARIANTS = (UNPATCHED, *LINEAR_KINDS)
 _TINY = "tiny-"
 
 
@@ -49,6 +49,12 @@ class PipelineCase(PipelineChoice):
         return self.model or f"{_TINY}{self.family}"
 
     @property
+    def variants(self) -> tuple[str, ...]:
+        """Attentions that the pipeline is called with."""
+        exact = () if self.of_family.own_attention == "linear" else (EXACT,)
+        return (UNPATCHED, *LINEAR_KINDS, *exact)
+
+    @property
     def place(self) -> torch.device:
         """Where it runs."""
         return choose_device(self.device)
@@ -58,7 +64,7 @@ class PipelineCase(PipelineChoice):
         prompt = "3" if self.of_family.prompts_are_classes else "a seven"
         self.generate(pipe, [prompt], [generator_for(0)])
 
-    def row(self, outcome: Outcome, rates: Rates, stage: str, variant: str) -> Row:
+    def row(self, outcome: Outcome, rates: Rates, stage: str, variant: str, note: str = "") -> Row:
         """A row of this case."""
         described = ", ".join(f"{name}={value}" for name, value in self.settings.items())
         return make_row(
@@ -70,6 +76,7 @@ class PipelineCase(PipelineChoice):
             baseline=variant == UNPATCHED,
             dtype=self.dtype,
             model=self.name,
+            note=note,
             **{name: self.settings.get(key) for name, key in _SIZES.items()},
         )
 
@@ -111,6 +118,12 @@ class Calls:
     """What became of the calls with one attention."""
 
     variant: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Arguments of :func:`apply_mhla`."""
+    calibrated: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Layer → its state dict with exact tiles, since a call is patched anew."""
+    note: str = ""
+    """What is to be known of the times."""
     seconds: list[dict[str, float]] = field(default_factory=list)
     """Of every call: the whole and its parts."""
     peak_bytes: int | None = None
@@ -139,18 +152,22 @@ def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
     """
     pipe = case.load()
     _check(pipe, case)
-    found = [Calls(variant) for variant in VARIANTS]
-    for calls in found:
-        with _patched(pipe, case, calls.variant):
+    blocks = case.of_family.default_config.blocks
+    found = [Calls(name, {} if name in (UNPATCHED, EXACT) else patch_settings(name, blocks)) for name in case.variants]
+    with _noted_grids(pipe) as grids:
+        for calls in found:
             try:
-                case.run(pipe)
-                calls.peak_bytes = peak_bytes(lambda: case.run(pipe), case.place)
+                if calls.variant == EXACT:
+                    _calibrate(pipe, case, calls, grids[0])
+                with _patched(pipe, calls):
+                    case.run(pipe)
+                    calls.peak_bytes = peak_bytes(lambda: case.run(pipe), case.place)
             except RuntimeError as error:
                 calls.refused = outcome_of(error)
     for _ in range(case.repetitions):
         for calls in found:
             if calls.refused is None:
-                with _patched(pipe, case, calls.variant):
+                with _patched(pipe, calls):
                     calls.seconds.append(_timed_call(pipe, case))
     return [row for calls in found for row in _rows(case, calls, rates)]
 
@@ -160,20 +177,52 @@ def _rows(case: PipelineCase, calls: Calls, rates: Rates) -> list[Row]:
         return [case.row(calls.refused, rates, WHOLE, calls.variant)]
     whole = Outcome("measured", calls.timing(WHOLE), calls.peak_bytes)
     parts = [(PART + part, Outcome("measured", calls.timing(part))) for part in PARTS]
-    return [case.row(outcome, rates, stage, calls.variant) for stage, outcome in ((WHOLE, whole), *parts)]
+    return [case.row(outcome, rates, stage, calls.variant, calls.note) for stage, outcome in ((WHOLE, whole), *parts)]
 
 
 @contextmanager
-def _patched(pipe: Any, case: PipelineCase, variant: str) -> Iterator[None]:
+def _patched(pipe: Any, calls: Calls) -> Iterator[None]:
     """The pipeline with another attention; patching takes no part in the time."""
-    if variant == UNPATCHED:
+    if calls.variant == UNPATCHED:
         yield
         return
-    apply_mhla(pipe, **patch_settings(variant, case.of_family.default_config.blocks))
+    apply_mhla(pipe, **calls.settings)
     try:
+        layers = mhla_layers(pipe)
+        for name, state in calls.calibrated.items():
+            layers[name].load_state_dict(state)
         yield
     finally:
         remove_mhla(pipe)
+
+
+@contextmanager
+def _noted_grids(pipe: Any) -> Iterator[list[tuple[int, ...]]]:
+    """The token grids that transformers are given within the context."""
+    grids: list[tuple[int, ...]] = []
+
+    def note(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        grids.append(get_family(transformer).token_grid(transformer, hidden_states))
+
+    transformers = find_transformers(pipe).values()
+    handles = [transformer.register_forward_pre_hook(note, with_kwargs=True) for transformer in transformers]
+    try:
+        yield grids
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _calibrate(pipe: Any, case: PipelineCase, calls: Calls, grid: tuple[int, ...]) -> None:
+    """Check exact tiles on a grid, and calibrate them on one call with the attention that they replace."""
+    tiles = case.of_family.exact_tiles(grid)
+    _check(pipe, case, grid, tiles)
+    calls.settings = patch_settings(EXACT, case.of_family.default_config.blocks, tiles)
+    apply_mhla(pipe, **calls.settings, calibration=lambda: case.run(pipe))
+    calls.calibrated = {name: layer.state_dict() for name, layer in mhla_layers(pipe).items()}
+    remove_mhla(pipe)
+    calls.note = exact_note(tiles, "calibrated on one unpatched call")
 
 
 def _timed_call(pipe: Any, case: PipelineCase) -> dict[str, float]:
@@ -223,10 +272,13 @@ def _put_back(owner: Any, name: str, own: Any) -> None:
         setattr(owner, name, own)
 
 
-def _check(pipe: Any, case: PipelineCase) -> None:
-    """MHLA with the heads of the pipeline's transformer against the reference."""
+def _check(
+    pipe: Any, case: PipelineCase, grid: tuple[int, ...] | None = None, tiles: tuple[int, ...] | None = None
+) -> None:
+    """MHLA, or exact tiles of a grid, with the heads of the pipeline's transformer against the reference."""
     transformer = next(iter(find_transformers(pipe).values()))
     attn = next(iter(case.of_family.self_attentions(transformer).values()))
     blocks, dtype = case.of_family.default_config.blocks, FLOAT_TYPES[case.dtype]
-    shape = Shape(case.name, blocks, blocks, attn.heads, attn.inner_dim // attn.heads)
-    check_operation(shape, case.place, dtype, fastest_backend(shape, case.place, dtype))
+    shape = Shape(case.name, grid or blocks, blocks, attn.heads, attn.inner_dim // attn.heads, tiles)
+    backend = fastest_backend(shape, case.place, dtype)
+    check_operation(shape, case.place, dtype, backend, exact=tiles is not None)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attention.blocks import block_sizes
-from .models import models
+from ..attention.tile_scores import list_length
+from ..config import DEFAULT_SHARE
+from ..families import Model
+from .models import family_of_model, models
 from .timing import free_bytes
 
 _FLOAT32 = 4
@@ -23,25 +25,45 @@ class Shape:
     blocks: tuple[int, ...]
     heads: int
     head_dim: int
+    tiles: tuple[int, ...] | None = None
+    """Tile counts of exact tiles; None where there are none."""
+    share: float = DEFAULT_SHARE
+    """Part of all pairs of tiles that is exact."""
+    tile_means: bool = True
+    """Whether the other tiles take part through their means."""
 
     @property
     def tokens(self) -> int:
         """N."""
         return math.prod(self.grid)
 
+    @property
+    def exact_pairs(self) -> int:
+        """Pairs of a query and a key of an exact tile, of one head; where tiles differ in length, on average."""
+        if self.tiles is None:
+            return 0
+        tiles = math.prod(self.tiles)
+        return self.tokens**2 * list_length(self.share, tiles) // tiles
 
-TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16)
+
+TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, tiles=(2, 3, 3))
 """For trying the command out."""
 
 
 def shapes() -> dict[str, Shape]:
     """Name → attention: the tiny one, and those of the models of all families, such as wan2.1-1.3b-480p."""
     found = [
-        Shape(f"{model.name}-{label}", grid, model.blocks, model.heads, model.head_dim)
+        Shape(f"{model.name}-{label}", grid, model.blocks, model.heads, model.head_dim, exact_tiles(model, grid))
         for model in models().values()
         for label, grid in model.grids.items()
     ]
     return {shape.name: shape for shape in (TINY, *found)}
+
+
+def exact_tiles(model: Model, grid: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Tile counts that a model is measured with; None for one whose own attention is linear."""
+    family = family_of_model(model)
+    return None if family.own_attention == "linear" else family.exact_tiles(grid)
 
 
 def choose_shapes(names: list[str] | None, device_type: str) -> list[Shape]:
@@ -95,11 +117,20 @@ def linear_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     return Cost(flops * _passes(backward), _moved(shape, itemsize, backward) + summaries * (2 if backward else 1))
 
 
-def near_field_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
-    """Softmax attention inside every block on top of MHLA; its query, key and value are those that MHLA reads."""
-    pairs = sum(size**2 for size in block_sizes(shape.grid, shape.blocks))
-    far = linear_cost(shape, itemsize, backward)
-    return Cost(far.flops + 4 * pairs * shape.head_dim * shape.heads * _passes(backward), far.bytes)
+def listed_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
+    """Softmax attention over the exact tiles alone: two products for every pair of a query and a key."""
+    flops = 4 * shape.exact_pairs * shape.head_dim * shape.heads
+    return Cost(flops * _passes(backward), _moved(shape, itemsize, backward))
+
+
+def exact_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
+    """Exact tiles and the means of all tiles on top of MHLA, whose query, key and value are those that MHLA reads."""
+    far, listed = linear_cost(shape, itemsize, backward), listed_cost(shape, itemsize, backward)
+    tiles = math.prod(shape.tiles) if shape.tiles is not None and shape.tile_means else 0
+    means = tiles * shape.head_dim * shape.heads
+    flops = 4 * shape.tokens * means * _passes(backward)
+    moved = 2 * 2 * _FLOAT32 * means * (2 if backward else 1)  # keys and values, written and read
+    return Cost(far.flops + listed.flops + flops, far.bytes + moved)
 
 
 def _passes(backward: bool) -> int:

@@ -1,6 +1,7 @@
 """A whole transformer with random weights, a forward or a training step: softmax against linear attentions."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import Model, get_family
-from .candidates import REST, Candidate, Choice, attention_choices, make_candidate, make_variant
+from .candidates import REST, Candidate, Choice, attention_choices, exact_choice, make_candidate, make_variant
 from .conditions import Rates
 from .correctness import check_patched
 from .models import Size, build_transformer, make_forward_inputs, small_size
@@ -111,7 +112,7 @@ def benchmark_transformer(case: TransformerCase, rates: Rates, budget: Budget, *
     inputs = case.inputs(transformer)
     candidates = _make_candidates(case, transformer, counts.choices, compile=compile)
     for candidate in _runnable(candidates):
-        candidate.run = _forward(candidate, inputs)
+        candidate.run = candidate.forward(inputs)
     with torch._dynamo.config.patch(cache_size_limit=_RECOMPILE_LIMIT):
         _measure(candidates, case.device, budget)
     rows = _rows(case, counts, candidates, rates, FORWARD, passes=1)
@@ -151,7 +152,7 @@ def benchmark_training(case: TransformerCase, rates: Rates, budget: Budget, *, c
         candidate.model.train()
         if checkpointing:
             candidate.model.enable_gradient_checkpointing()
-        candidate.run = _training_step(candidate, inputs, optimizer)
+        candidate.run = candidate.training_step(inputs, optimizer)
     _measure(candidates, case.device, budget)
     return _rows(case, counts, candidates, rates, TRAINING_STEP, _TRAINING_PASSES)
 
@@ -160,16 +161,17 @@ def count(case: TransformerCase) -> Counts:
     """Build the transformer on the meta device, where it costs nothing, and count."""
     transformer = case.build(torch.device("meta"))
     inputs, family = case.inputs(transformer), get_family(transformer)
-    tokens = torch.Size(family.token_grid(transformer, inputs["hidden_states"])).numel()
-    choices = attention_choices(family, case.model, case.layers_built, tokens * case.size.batch, case.device)
-    flops = {}
-    for kind in dict.fromkeys(choice.kind for choice in choices if choice.absent is None):
-        variant = make_variant(transformer, case.model, Choice(kind, kind, baseline=False))
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            variant(**inputs)
-        flops[kind] = counter.get_total_flops()
+    grid = family.token_grid(transformer, inputs["hidden_states"])
+    choices = attention_choices(family, case.model, case.layers_built, grid, case.size.batch, case.device)
+    flops: dict[str, int] = {}
+    for choice in choices:
+        if choice.absent is None and choice.kind not in flops:
+            variant = make_variant(transformer, case.model, choice)
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                variant(**inputs)
+            flops[choice.kind] = counter.get_total_flops()
     weights = sum(parameter.numel() * parameter.itemsize for parameter in transformer.parameters())
-    return Counts(tokens, weights, choices, flops)
+    return Counts(math.prod(grid), weights, choices, flops)
 
 
 def _refuse_for_memory(case: TransformerCase, needed: int, rates: Rates, stage: str) -> Row | None:
@@ -182,13 +184,16 @@ def _refuse_for_memory(case: TransformerCase, needed: int, rates: Rates, stage: 
 
 
 def check_case(case: TransformerCase, transformer: Any) -> None:
-    """Compare the patched self-attention with the reference on a small input.
+    """Compare the patched self-attention, without and with exact tiles, with the reference on a small input.
 
     Raises:
         IncorrectAttentionError: it is wrong here.
     """
-    patched = make_variant(transformer, case.model, Choice("MHLA", "MHLA", baseline=False))
-    check_patched(patched, case.inputs(patched, small_size(case.model)))
+    inputs = case.inputs(transformer, small_size(case.model))
+    grid = get_family(transformer).token_grid(transformer, inputs["hidden_states"])
+    for choice in (Choice("MHLA", "MHLA", baseline=False), exact_choice(case.model, grid)):
+        if choice is not None:
+            check_patched(make_variant(transformer, case.model, choice), inputs)
 
 
 def _make_candidates(
@@ -204,34 +209,6 @@ def _make_candidates(
 
 def _runnable(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for candidate in candidates if candidate.model is not None]
-
-
-def _forward(candidate: Candidate, inputs: dict[str, Any]) -> Callable[[], object]:
-    context = candidate.context
-
-    @torch.no_grad()
-    def run() -> object:
-        with context():
-            return candidate.model(**inputs)
-
-    return run
-
-
-def _training_step(
-    candidate: Candidate, inputs: dict[str, Any], optimizer: torch.optim.Optimizer
-) -> Callable[[], object]:
-    context = candidate.context
-
-    def run() -> None:
-        try:
-            with context():
-                output = candidate.model(**inputs)[0]
-                output.float().square().mean().backward()
-            optimizer.step()
-        finally:
-            optimizer.zero_grad(set_to_none=True)  # also after running out of memory
-
-    return run
 
 
 def _measure(candidates: Sequence[Candidate], device: torch.device, budget: Budget) -> None:
@@ -259,9 +236,9 @@ def _rows(
     for candidate in candidates:
         choice, flops = candidate.choice, counts.flops.get(candidate.choice.kind)
         whole = None if choice == REST else _whole_seconds(case, candidate.outcome, rest)
-        note = ""
+        notes = [choice.note] if choice.note else []
         if case.is_cut and whole is not None:
-            note = f"{case.layers} of {case.model.layers} layers; all would take {1000 * whole:.3g} ms"
+            notes.append(f"{case.layers} of {case.model.layers} layers; all would take {1000 * whole:.3g} ms")
         rows.append(
             case.row(
                 candidate.outcome,
@@ -273,7 +250,7 @@ def _rows(
                 tokens=counts.tokens,
                 flops=None if flops is None else passes * flops,
                 whole_seconds=whole,
-                note=note,
+                note="; ".join(notes),
                 **({"layers": 0} if choice == REST else {}),
             )
         )

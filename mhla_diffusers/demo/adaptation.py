@@ -55,7 +55,9 @@ class Recipe:
     def stages(self) -> tuple[StageConfig, ...]:
         """Stages of the training loop."""
         mixing = self.mixing_learning_rate
-        end_to_end = StageConfig(self.steps, self.learning_rate, "all", self.objectives, mixing, scheduler=self.scheduler)
+        end_to_end = StageConfig(
+            self.steps, self.learning_rate, "all", self.objectives, mixing, scheduler=self.scheduler
+        )
         if not self.transfer_steps:
             return (end_to_end,)
         transfer = ObjectiveWeights(transfer=1.0)

@@ -5,6 +5,7 @@ trained, what conditions it, how its pipeline is called, and at which sizes it i
 """
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -88,6 +89,15 @@ class Family(ABC):
         sizes, patch = hidden_states.shape[2:], transformer.config.patch_size
         patches = (patch,) * len(sizes) if isinstance(patch, int) else patch
         return tuple(size // length for size, length in zip(sizes, patches, strict=True))
+
+    def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
+        """Tile counts that exact tiles of a token grid are measured with.
+
+        By default tiles of about 64 tokens with equal sides, 8 x 8 of an image: as many as fill one block of a matrix
+        product, since smaller tiles would be padded to it, and larger ones choose less finely what is exact.
+        """
+        side = 64 ** (1 / len(grid))
+        return tuple(max(1, math.ceil(size / side)) for size in grid)
 
     @abstractmethod
     def self_attention_processor(self) -> Any:

@@ -6,10 +6,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..attention.blocks import block_sizes, check_layout
+from ..config import MHLAConfig
 from ..families import get_family
 from ..reporting import text_table
 from .finding import find_transformers
+from .layer import MHLALayer
 from .processor import MHLAProcessor
+from .tile_choice import TileChoice
+
+
+@dataclass(frozen=True)
+class ExactDescription:
+    """The exact tiles of one self-attention."""
+
+    kind: str
+    """own, calibrated or content."""
+    tiles: tuple[int, ...]
+    """Tile counts."""
+    tokens_per_tile: tuple[int, int] | None
+    """Smallest and largest tile; None while the grid is unknown."""
+    share: float | None
+    """Part of all pairs of tiles that is exact; None before they are calibrated."""
+    tile_means: bool
+    """Whether the other tiles take part through their means."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +45,39 @@ class LayerDescription:
     """Smallest and largest block; None while the grid is unknown."""
     extra_parameters: int
     """Parameters that MHLA adds."""
+    exact: ExactDescription | None = None
+    """None without exact tiles."""
 
 
 class Description(list[LayerDescription]):
     """The layers of a model; printed, it is a table."""
 
     def __str__(self) -> str:
-        header = ("layer", "attention", "grid", "blocks", "tokens per block", "extra parameters")
+        header = ["layer", "attention", "grid", "blocks", "tokens per block", "extra parameters"]
+        rows = [_cells(layer) for layer in self]
+        # what all layers have in common stands below, so that the table fits a terminal
+        has_exact = any(layer.exact is not None for layer in self)
+        if has_exact:
+            header.insert(-1, "exact")
+            rows = [(*row[:-1], _share(layer), row[-1]) for row, layer in zip(rows, self, strict=True)]
         replaced = sum(layer.replaced for layer in self)
         extra = sum(layer.extra_parameters for layer in self)
         total = f"{replaced} of {len(self)} self-attentions replaced, {extra:,} extra parameters"
-        return f"{text_table(header, map(_cells, self))}\n{total}"
+        return "\n".join([text_table(header, rows), *self._exact_lines(), total])
+
+    def _exact_lines(self) -> list[str]:
+        """A line for every layout of exact tiles that layers have."""
+        layers: dict[tuple[Any, ...], list[ExactDescription]] = {}
+        for one in (layer.exact for layer in self if layer.exact is not None):
+            layers.setdefault((one.kind, one.tiles, one.tokens_per_tile, one.tile_means), []).append(one)
+        lines = []
+        for (kind, tiles, tokens, means), found in layers.items():
+            shares = [one.share for one in found if one.share is not None]
+            share = f"{sum(shares) / len(shares):.1%} of their pairs" if shares else "not calibrated yet"
+            size = f" of {_range(tokens)} tokens" if tokens is not None else ""
+            others = "others through their means" if means else "without the means of others"
+            lines.append(f"exact tiles: {kind}, {_times(tiles)} = {math.prod(tiles)}{size}, {share}, {others}")
+        return lines
 
 
 def describe(model: Any, grid: Sequence[int] | None = None) -> Description:
@@ -62,29 +103,55 @@ def _describe_layer(name: str, attn: Any, grid: tuple[int, ...] | None) -> Layer
     layer, processor = getattr(attn, "mhla", None), attn.processor
     if layer is None and not isinstance(processor, MHLAProcessor):
         return LayerDescription(name, False, grid, None, None, 0)
-    blocks = layer.config.blocks if layer is not None else processor.config.blocks
-    tokens = None
+    config = layer.config if layer is not None else processor.config
     if grid is not None:
-        check_layout(grid, blocks)
+        check_layout(grid, config.blocks)
+        if config.exact != "none":
+            check_layout(grid, config.tiles, "exact_tiles")
     else:
         remembered = layer.token_grid.shape if layer is not None and layer.token_grid is not None else None
         grid = getattr(processor, "grid", None) or remembered
-    # a grid that was remembered may be the one that was refused
-    if grid is not None and all(count <= size for count, size in zip(blocks, grid, strict=True)):
-        sizes = block_sizes(grid, blocks)
-        tokens = (min(sizes), max(sizes))
     extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
-    return LayerDescription(name, True, grid, blocks, tokens, extra)
+    tokens = _smallest_and_largest(grid, config.blocks)
+    return LayerDescription(name, True, grid, config.blocks, tokens, extra, _describe_exact(config, layer, grid))
+
+
+def _describe_exact(
+    config: MHLAConfig, layer: MHLALayer | None, grid: tuple[int, ...] | None
+) -> ExactDescription | None:
+    if config.exact == "none":
+        return None
+    share = layer.exact.share if layer is not None and isinstance(layer.exact, TileChoice) else None
+    tokens = _smallest_and_largest(grid, config.tiles)
+    return ExactDescription(config.exact, config.tiles, tokens, share, config.tile_means)
+
+
+def _smallest_and_largest(grid: tuple[int, ...] | None, counts: tuple[int, ...]) -> tuple[int, int] | None:
+    """Tokens per block; None for a grid that is unknown, or was refused and remembered."""
+    if grid is None or any(count > size for count, size in zip(counts, grid, strict=True)):
+        return None
+    sizes = block_sizes(grid, counts)
+    return min(sizes), max(sizes)
 
 
 def _cells(layer: LayerDescription) -> tuple[str, ...]:
-    def times(shape: tuple[int, ...] | None) -> str:
-        return "x".join(map(str, shape)) if shape else "-"
+    blocks = f"{_times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
+    kind, tokens = "MHLA" if layer.replaced else "kept", _range(layer.tokens_per_block)
+    return layer.name, kind, _times(layer.grid), blocks, tokens, f"{layer.extra_parameters:,}"
 
-    blocks = f"{times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
-    tokens = "-"
-    if layer.tokens_per_block is not None:
-        low, high = layer.tokens_per_block
-        tokens = str(low) if low == high else f"{low} to {high}"
-    kind = "MHLA" if layer.replaced else "kept"
-    return layer.name, kind, times(layer.grid), blocks, tokens, f"{layer.extra_parameters:,}"
+
+def _share(layer: LayerDescription) -> str:
+    if layer.exact is None:
+        return "-"
+    return "?" if layer.exact.share is None else f"{layer.exact.share:.1%}"
+
+
+def _times(shape: tuple[int, ...] | None) -> str:
+    return "x".join(map(str, shape)) if shape else "-"
+
+
+def _range(tokens: tuple[int, int] | None) -> str:
+    if tokens is None:
+        return "-"
+    low, high = tokens
+    return str(low) if low == high else f"{low} to {high}"

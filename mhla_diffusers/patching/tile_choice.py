@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..attention.blocks import check_layout
-from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, tiles_by_content
+from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, list_length, tiles_by_content
 from ..attention.tiles import ExactTiles
 from ..config import MHLAConfig
 
@@ -77,6 +77,16 @@ class TileChoice(nn.Module):
         bits = (self.is_exact[:, None] >> torch.arange(8, device=self.is_exact.device)) & 1
         return bits.flatten()[: self.heads * tiles**2].bool().view(self.heads, tiles, tiles)
 
+    @property
+    def share(self) -> float | None:
+        """Part of all pairs of tiles that is exact; None for lists that are yet to be calibrated."""
+        tiles = math.prod(self.config.tiles)
+        if not self.is_ready:
+            return None
+        if self.config.exact == "calibrated":
+            return len(self.keys) / (self.heads * tiles**2)
+        return list_length(self.config.share, tiles) / tiles
+
     def all_scores(self) -> torch.Tensor:
         """Scores of all pairs, float32 (H, T, T)."""
         return all_scores(self.pairs, self.scores, self.heads, math.prod(self.config.tiles))
@@ -88,7 +98,7 @@ class TileChoice(nn.Module):
 
     def choose(self, mask: torch.Tensor) -> None:
         """Attend exactly to the pairs of a mask, bool (H, T, T)."""
-        bits = nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
+        bits = nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
         self.is_exact.copy_((bits << torch.arange(8, device=bits.device)).sum(dim=1))
         self.make_lists()
 

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import Sample, get_family
+from ..patching import mhla_layers
+from ..patching.tile_choice import TileChoice
 from .config import StageConfig, TrainingConfig
 from .objectives import Objectives
 from .teacher import Teacher
@@ -79,6 +81,9 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig) -> Estima
     for stage in config.stages:
         if stage.lora_rank is not None:
             add_adapters(transformer, stage.lora_rank, config.seed)
+    for layer in mhla_layers(transformer).values():
+        if isinstance(layer.exact, TileChoice):
+            layer.exact.make_lists()  # of the length that calibration gives them, without values
     transformer.train()
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing(_checkpointed)

@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_diffusers.attention import ExactTiles, mhla_attention
 from mhla_diffusers.attention.call import Call
 from mhla_diffusers.attention.exact import exact_attention
+from mhla_diffusers.attention.tile_attention import flat_lists, tile_attention
 from mhla_diffusers.attention.tiles import tokens_of_tiles
 
 from .problems import errors_against_reference, make_problem
@@ -116,6 +118,23 @@ def test_weights_sum_to_one_and_large_logits_stay_finite():
         scaled = tensors | {"query": scale * tensors["query"]}
         found = mhla_attention(**scaled, grid=problem.grid, blocks=problem.blocks, **problem.options)
         torch.testing.assert_close(found, torch.ones_like(found), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("means", "samples"), [(False, 1), (True, 1), (True, 2)])
+def test_flops_are_counted_from_the_lists(means, samples):
+    """Two samples, three heads, four tiles of five tokens, head dim 8; 17 of 48 pairs of tiles, or of 96."""
+    mask = torch.zeros(samples, 3, 4, 4, dtype=torch.bool)
+    mask.flatten()[: 17 * samples] = True
+    tiles = ExactTiles.from_mask((4,), mask)
+    query, key, value = (torch.randn(2, 3, 4, 5, 8, requires_grad=True) for _ in range(3))
+    given = (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 8), torch.zeros(1, 3, 4)) if means else (None,) * 3
+    with FlopCounterMode(display=False) as counter:
+        output, _ = tile_attention(query, key, value, torch.zeros(1, 4, 5), *given, *flat_lists(tiles))
+    pairs = 2 * 17 * 5 * 5 + (2 * 3 * 4 * 5 * 4 if means else 0)
+    assert counter.get_total_flops() == 2 * 2 * 8 * pairs, "two products"
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()
+    assert counter.get_total_flops() == 5 * 2 * 8 * pairs, "five products"
 
 
 def test_masked_samples_attend_to_nothing_without_nan():

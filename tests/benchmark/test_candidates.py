@@ -4,8 +4,8 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from mhla_diffusers import is_patched
-from mhla_diffusers.benchmark.candidates import LINEAR_KINDS, Choice, attention_choices, make_candidate
+from mhla_diffusers import is_patched, mhla_layers
+from mhla_diffusers.benchmark.candidates import EXACT, PATCHES, Choice, attention_choices, exact_note, make_candidate
 from mhla_diffusers.benchmark.models import choose_sizes, models
 from mhla_diffusers.benchmark.timing import Absent
 from mhla_diffusers.benchmark.transformer import TransformerCase
@@ -20,6 +20,10 @@ def a_case(name, layers=None):
     return TransformerCase(model, choose_sizes(model, None, None, "cpu")[0], layers, CPU, torch.float32)
 
 
+def token_grid(case, transformer):
+    return get_family(transformer).token_grid(transformer, case.inputs(transformer)["hidden_states"])
+
+
 def output(case, candidate):
     torch.manual_seed(0)
     with torch.no_grad(), candidate.context():
@@ -32,7 +36,9 @@ def test_candidates_share_weights_and_compute_what_they_say(name):
     transformer = case.build()
     native = make_candidate(transformer, case.model, Choice("softmax native", "softmax", baseline=True))
     expected = output(case, native)
-    choices = attention_choices(get_family(transformer), case.model, case.model.layers, 4, CPU)
+    choices = attention_choices(
+        get_family(transformer), case.model, case.model.layers, token_grid(case, transformer), 1, CPU
+    )
     for choice in choices:
         candidate = make_candidate(transformer, case.model, choice)
         if choice.absent is not None:
@@ -46,10 +52,30 @@ def test_candidates_share_weights_and_compute_what_they_say(name):
         change = float((found - expected).norm() / expected.norm())
         if choice.kind == "softmax":
             assert change < 1e-4, choice
-        if choice.kind in LINEAR_KINDS:
+        if choice.kind in PATCHES:
             assert is_patched(candidate.model) and change > 1e-5, choice
     assert not is_patched(transformer)
     assert _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE
+
+
+@pytest.mark.parametrize(("name", "tiles"), [("tiny-wan", (1, 1, 2)), ("tiny-dit", (1, 1)), ("tiny-sana", None)])
+def test_exact_tiles_are_drawn_for_models_of_softmax_attention(name, tiles):
+    case = a_case(name)
+    transformer = case.build()
+    grid = token_grid(case, transformer)
+    found = [c for c in attention_choices(get_family(transformer), case.model, 3, grid, 1, CPU) if c.kind == EXACT]
+    assert [choice.tiles for choice in found] == ([tiles] if tiles else [])
+    for choice in found:
+        assert "drawn at random" in choice.note
+        layers = mhla_layers(make_candidate(transformer, case.model, choice).model).values()
+        assert len(layers) == 3
+        for layer in layers:
+            assert (layer.exact.mask.sum(dim=-1) == 1).all()
+
+
+def test_the_note_tells_the_share_that_there_is():
+    assert exact_note((7, 6, 10), "drawn") == "5.0% of the pairs of 7x6x10 tiles are exact, drawn"
+    assert exact_note((2, 4), "drawn").startswith("12.5% ")
 
 
 def test_plain_linear_attention_is_what_sana_has():

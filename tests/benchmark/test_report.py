@@ -11,6 +11,7 @@ import torch
 
 from mhla_diffusers.benchmark.conditions import Rates, gather_conditions
 from mhla_diffusers.benchmark.figures import FIGURES
+from mhla_diffusers.benchmark.panels import colour_of, fastest_by_group
 from mhla_diffusers.benchmark.results import COMMANDS, Run, make_row, write_run
 from mhla_diffusers.benchmark.timing import Outcome, Timing
 
@@ -47,7 +48,7 @@ def write_results(folder, device):
         )
         for side in (16, 32)
         for frames in (5, 9)
-        for name in ("softmax native", "MHLA", "MHLA + torch.compile")
+        for name in ("softmax native", "MHLA", "MHLA, exact tiles", "MHLA + torch.compile")
         for stage in ({}, {"stage": "part: projections"}, {"stage": "part: rest"})
         if not (stage and name.endswith("compile"))
     ]
@@ -59,6 +60,20 @@ def write_results(folder, device):
     ]
     for command, rows in zip(COMMANDS, (op, scaling, transformer, train, pipeline), strict=True):
         write_run(Run(command, conditions, RATES, rows), folder)
+
+
+def test_exact_tiles_are_drawn_beside_mhla_and_not_as_one():
+    def row(variant, seconds):
+        outcome = Outcome("measured", Timing(seconds, seconds, seconds, 3))
+        return make_row(
+            outcome, RATES, case="a", stage="forward", variant=variant, baseline=False, dtype="float32", tokens=1
+        )
+
+    rows = [row("MHLA triton", 1.0), row("MHLA eager", 2.0), row("MHLA, exact tiles eager", 3.0)]
+    rows += [row("exact tiles alone FlexAttention", 4.0), row("MHLA, exact tiles", 2.5)]
+    found = {name: one.median for name, one in fastest_by_group(rows).items()}
+    assert found == {"MHLA": 1.0, "MHLA, exact tiles": 2.5, "exact tiles alone": 4.0}
+    assert len({colour_of(name) for name in found}) == 3
 
 
 @pytest.mark.slow

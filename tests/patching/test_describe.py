@@ -47,6 +47,45 @@ def test_describe_prints_a_table():
     assert {layer.name.partition(".")[0] for layer in mhla.describe(pipe)} == {"transformer", "transformer_2"}
 
 
+def test_describe_tells_of_exact_tiles():
+    model = patched("wan", layers=[1, 2, 3], exact="calibrated", exact_tiles=(4, 2, 2), exact_share=0.25)
+    assert str(mhla.describe(model, grid=(4, 4, 5))).splitlines() == [
+        "layer           attention  grid   blocks      tokens per block  exact  extra parameters",
+        "blocks.0.attn1  kept       4x4x5  -           -                 -      0",
+        "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            ?      148",
+        "blocks.2.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            ?      148",
+        "blocks.3.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            ?      148",
+        "exact tiles: calibrated, 4x2x2 = 16 of 4 to 6 tokens, not calibrated yet, others through their means",
+        "3 of 4 self-attentions replaced, 444 extra parameters",
+    ]
+    arguments = inputs("wan")
+    mhla.calibrate_exact_tiles(model, lambda: output(model, arguments))
+    found = mhla.describe(model)
+    exact = [layer.exact for layer in found[1:]]
+    assert found[0].exact is None
+    assert {(one.kind, one.tiles, one.tile_means) for one in exact} == {("calibrated", (4, 2, 2), True)}
+    assert sum(one.share for one in exact) / 3 == pytest.approx(0.25, abs=0.005)
+    assert f"{exact[0].share:.1%}" in str(found).splitlines()[2]
+    assert "25.0% of their pairs" in str(found)
+    assert max(map(len, str(found).splitlines())) <= 100
+
+
+@pytest.mark.parametrize(("settings", "share"), [({"exact": "own"}, 1 / 12), ({"exact": "content"}, 1 / 12)])
+def test_describe_tells_the_share_of_lists_that_need_no_calibration(settings, share):
+    """At least one of twelve tiles, though five percent were asked for."""
+    model = patched("wan", **settings, tile_means=False)
+    (line,) = [line for line in str(mhla.describe(model)).splitlines() if line.startswith("exact tiles")]
+    assert line == f"exact tiles: {settings['exact']}, 2x2x3 = 12, 8.3% of their pairs, without the means of others"
+    assert mhla.describe(model)[0].exact.share == pytest.approx(share)
+    with mhla.mhla_disabled(model):
+        assert mhla.describe(model)[0].exact.share == pytest.approx(share)
+
+
+def test_describe_refuses_tiles_that_do_not_fit():
+    with pytest.raises(ValueError, match="height axis .* 4 tokens, too few for 5 exact_tiles"):
+        mhla.describe(patched("wan", exact="own", exact_tiles=(1, 5, 1)), grid=(4, 4, 5))
+
+
 def test_describe_refuses_a_grid_that_does_not_fit():
     with pytest.raises(ValueError, match="width axis.* 2 tokens.* 3 blocks"):
         mhla.describe(patched("wan"), grid=(4, 4, 2))

@@ -1,0 +1,45 @@
+"""What a dry run counts of exact tiles."""
+
+import math
+
+import pytest
+import torch
+
+from mhla_diffusers import apply_mhla
+from mhla_diffusers.training import TrainingConfig
+from mhla_diffusers.training.config import ObjectiveWeights, StageConfig
+from mhla_diffusers.training.estimate import Estimate, estimate
+
+from .. import models
+
+FRAMES, SIDE, WIDTH, LAYERS = 8, 16, 24, 4
+TOKENS = FRAMES * (SIDE // 2) ** 2
+TILES = (4, 4, 4)
+
+
+def dry_run(**patch: object) -> Estimate:
+    with torch.device("meta"):
+        transformer = models.wan()
+    apply_mhla(transformer, blocks=(2, 2, 2), **patch)
+    sample = {"latents": torch.empty(16, FRAMES, SIDE, SIDE), "encoder_hidden_states": torch.empty(6, 32)}
+    stage = StageConfig(1, 1e-3, "all", ObjectiveWeights(diffusion=1.0))
+    return estimate(transformer, sample, TrainingConfig("unused", (stage,)))
+
+
+@pytest.mark.parametrize("exact", ["content", "calibrated"])
+def test_exact_tiles_cost_their_pairs_and_means(exact: str) -> None:
+    """A forward of two products and a backward of five, for every query with its tokens and with every mean."""
+    without = dry_run().stages[0]
+    counted = {
+        share: dry_run(exact=exact, exact_tiles=TILES, exact_share=share).stages[0].flops for share in (0.125, 0.5)
+    }
+    product = 2 * TOKENS * WIDTH * LAYERS
+    added = 7 * product * (TOKENS / 8 + math.prod(TILES))
+    assert counted[0.125] - without.flops == pytest.approx(added, rel=0.05)
+    assert counted[0.5] - counted[0.125] == pytest.approx(7 * product * TOKENS * 3 / 8, rel=1e-6)
+
+
+def test_the_weights_beside_exact_tiles_are_counted() -> None:
+    plain, exact = (dry_run(**patch).stages[0] for patch in ({}, {"exact": "calibrated", "exact_tiles": TILES}))
+    assert exact.trainable_parameters - plain.trainable_parameters == LAYERS * 2 * 2, "λ and β of two heads"
+    assert exact.activation_bytes > plain.activation_bytes
