@@ -168,11 +168,21 @@ class MHLAConfig:
     def replace(self, **settings: Any) -> "MHLAConfig":
         """A copy with some fields changed.
 
+        What says more of a choice that is given up goes with it: with ``exact="none"`` tile counts and share, with
+        ``exact="own"`` the share, and with blocks of another number of axes the tile counts.
+
         Raises:
             ValueError: unknown field or value that is not allowed.
         """
         check_names(settings, [field.name for field in fields(self)], "MHLA setting")
-        return replace(self, **settings)
+        given_up: dict[str, None] = {}
+        if settings.get("exact") in ("none", "own"):
+            given_up["exact_share"] = None
+        blocks = settings.get("blocks", self.blocks)
+        has_other_axes = isinstance(blocks, Sequence) and len(blocks) != len(self.blocks)
+        if settings.get("exact") == "none" or has_other_axes:
+            given_up["exact_tiles"] = None
+        return replace(self, **{**given_up, **settings})
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON and YAML can hold them."""
