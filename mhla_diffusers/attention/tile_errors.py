@@ -32,6 +32,8 @@ class TiledInput:
     """(B, H, T, L, D)."""
     weight: torch.Tensor
     """(1 or B, T, L): of a key, 0 where there is no token."""
+    exists: torch.Tensor
+    """Bool (T, L): whether a place holds a token."""
 
     @classmethod
     def of(
@@ -50,13 +52,14 @@ class TiledInput:
             weight = weight * key_mask.float()[:, tokens]
         scaled = query * query.shape[-1] ** -0.5
         tiled = [x.float()[:, tokens].permute(0, 3, 1, 2, 4) for x in (scaled, key, value)]
-        return cls(tiled[0], tiled[1], tiled[2], weight)
+        return cls(tiled[0], tiled[1], tiled[2], weight, exists)
 
     def samples(self, count: int, shift: int) -> torch.Tensor:
         """Places of some queries of every tile, evenly spaced: int64 (T, count); another ``shift`` gives others."""
-        lengths = (self.weight[0] > 0).sum(dim=-1, keepdim=True).clamp_min(1)
+        lengths = self.exists.sum(dim=-1, keepdim=True)
+        tokens = self.exists.byte().argsort(dim=-1, descending=True, stable=True)
         steps = torch.arange(count, device=lengths.device)
-        return (steps * lengths // count + shift) % lengths
+        return tokens.gather(1, (steps * lengths // count + shift) % lengths)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,133 @@
+"""What calibration measures, against attention written out, and the estimate from some queries against all of them."""
+
+import math
+
+import pytest
+import torch
+
+from mhla_diffusers.attention import Call, ExactTiles, initial_mixing, mhla_attention
+from mhla_diffusers.attention.blocks import block_index
+from mhla_diffusers.attention.eager import eager_attention
+from mhla_diffusers.attention.merge import far_field
+from mhla_diffusers.attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
+from mhla_diffusers.attention.tiles import tokens_of_tiles
+
+GRIDS = [((8, 6), (4, 3)), ((7, 5), (3, 2)), ((3, 5, 4), (2, 2, 3))]
+HEADS, DIM = 2, 8
+
+
+def inputs(grid, seed=0, smooth=0.0):
+    """Query, key and value; ``smooth`` lets neighbours look alike, as tokens of pictures do."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, math.prod(grid), HEADS, DIM)
+    query, key, value = (torch.randn(shape, generator=generator) for _ in range(3))
+    if smooth:
+        waves = torch.stack([torch.arange(shape[1]) * (place + 1) / 40 for place in range(DIM)], dim=-1).sin()
+        query, key = (smooth * waves[:, None] + (1 - smooth) * x for x in (query, key))
+    return query, key, value
+
+
+def all_queries(given):
+    """Places of every query of every tile, for grids whose tiles are of one length."""
+    length = given.query.shape[3]
+    return torch.arange(length).expand(given.query.shape[2], -1)
+
+
+def written_out(query, key, value, grid, counts):
+    """Softmax weights (B, H, N, N), output (B, H, N, D), weight of every tile's mean (B, H, N, T), means of values."""
+    query, key, value = (x.transpose(1, 2).double() for x in (query, key, value))
+    logits = query @ key.mT / DIM**0.5
+    member = torch.nn.functional.one_hot(block_index(grid, counts)).double()
+    sizes = member.sum(dim=0)
+    mean_key, mean_value = (torch.einsum("bhnd,nt->bhtd", x, member / sizes) for x in (key, value))
+    of_means = (query @ mean_key.mT / DIM**0.5 + sizes.log() - logits.logsumexp(dim=-1, keepdim=True)).exp()
+    weights = logits.softmax(dim=-1)
+    return weights, weights @ value, of_means, mean_value, member
+
+
+@pytest.mark.parametrize("means", [True, False])
+@pytest.mark.parametrize(("grid", "counts"), [((8, 6), (4, 3)), ((4, 6, 4), (2, 3, 2))])
+def test_errors_and_masses_of_all_queries(grid, counts, means):
+    query, key, value = inputs(grid)
+    given = TiledInput.of(query, key, value, grid, counts, None)
+    projections = torch.randn(HEADS, DIM, DIM, generator=torch.Generator().manual_seed(1))
+    errors, masses, squares = pair_errors(given, all_queries(given), projections, means)
+    weights, output, of_means, mean_value, member = written_out(query, key, value, grid, counts)
+    of_means = of_means * means
+    # per tile: Σ p (v − o) − p̂ (v̄ − o)
+    mass = weights @ member
+    moved = torch.einsum("bhqn,nt,bhnd->bhqtd", weights, member, value.transpose(1, 2).double())
+    moved = moved - of_means[..., None] * mean_value[:, :, None] - (mass - of_means)[..., None] * output[..., None, :]
+    squared = (moved @ projections[None, :, None].double()).square().sum(dim=-1)
+    per_tile = member / member.sum(dim=0)
+    torch.testing.assert_close(
+        errors.double(), torch.einsum("bhqt,qa->hat", squared, per_tile) / 2, rtol=1e-4, atol=1e-6
+    )
+    torch.testing.assert_close(masses.double(), torch.einsum("bhqt,qa->hat", mass, per_tile) / 2, rtol=1e-4, atol=1e-6)
+    seen = (output @ projections[None].double()).square().sum(dim=-1).mean(dim=(0, 2))
+    torch.testing.assert_close(squares.double(), seen, rtol=1e-4, atol=1e-6)
+
+
+def test_some_queries_tell_what_all_tell():
+    """Tiles of 24 tokens: of the pairs that 6 queries of a tile would choose, nearly all are those of all queries."""
+    grid, counts = (24, 24), (6, 4)
+    query, key, value = inputs(grid, smooth=0.9)
+    given = TiledInput.of(query, key, value, grid, counts, None)
+    projections = torch.eye(DIM).expand(HEADS, -1, -1)
+    exactly = pair_errors(given, all_queries(given), projections, True)
+    found = [pair_errors(given, given.samples(6, shift), projections, True) for shift in range(4)]
+    for place in range(2):  # errors, masses
+        estimate = sum(outcome[place] for outcome in found) / len(found)
+        chosen, best = estimate.topk(3, dim=-1).indices, exactly[place].topk(3, dim=-1)
+        kept = exactly[place].gather(-1, chosen).sum() / best.values.sum()
+        assert kept > 0.95
+    torch.testing.assert_close(sum(outcome[1] for outcome in found).sum(dim=-1) / 4, torch.ones(HEADS, 24))
+
+
+def test_other_calls_look_at_other_queries():
+    given = TiledInput.of(*inputs((7, 5)), (7, 5), (3, 2), None)
+    places = [given.samples(2, shift) for shift in range(6)]
+    assert all(given.exists.gather(1, place).all() for place in places)
+    assert len({tuple(place[0].tolist()) for place in places}) > 2
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize(("grid", "counts"), GRIDS)
+def test_the_error_of_a_candidate_is_that_of_the_attention(grid, counts, mask):
+    """Merged with this β and λ, against softmax attention, over some queries of every tile."""
+    query, key, value = inputs(grid)
+    key_mask = torch.rand(2, math.prod(grid), generator=torch.Generator().manual_seed(2)) > 0.2 if mask else None
+    tiles = math.prod(counts)
+    exact = torch.rand(HEADS, tiles, tiles, generator=torch.Generator().manual_seed(3)) < 0.3
+    mixing = initial_mixing((2,) * len(grid))
+    call = Call(query, key, value, mixing, grid, (2,) * len(grid), key_mask=key_mask)
+    output, normaliser = eager_attention(far_field(call))
+    tokens, _ = tokens_of_tiles(grid, counts)
+    in_tiles = output[:, tokens].permute(0, 3, 1, 2, 4), normaliser[:, tokens, :, 0].log().permute(0, 3, 1, 2)
+    given = TiledInput.of(query, key, value, grid, counts, key_mask)
+    places = given.samples(3, 0)
+    candidates = Candidates(torch.tensor([-0.5, 0.7]), torch.tensor([-2.0, 0.0, 1.0]))
+    projections = torch.eye(DIM).expand(HEADS, -1, -1)
+    found = candidate_errors(given, places, projections, exact[None], in_tiles, candidates)
+
+    expected_output = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        attn_mask=None if key_mask is None else key_mask[:, None, None],
+    ).transpose(1, 2)
+    for row, beta in enumerate(candidates.mean_bias):
+        for column, log_weight in enumerate(candidates.far_log_weight):
+            merged = mhla_attention(
+                query,
+                key,
+                value,
+                mixing,
+                grid,
+                call.blocks,
+                key_mask=key_mask,
+                exact=ExactTiles.from_mask(counts, exact),
+                mean_bias=beta.expand(HEADS),
+                far_field_weight=log_weight.exp().expand(HEADS),
+            )
+            squares = (merged - expected_output).square().sum(dim=-1)
+            expected = squares[:, tokens.gather(1, places)].mean(dim=(0, 1, 2))
+            torch.testing.assert_close(found[:, row, column], expected, rtol=1e-3, atol=1e-6)
