@@ -65,7 +65,7 @@ class TileChoice(nn.Module):
                 'apply_mhla(..., calibration=lambda: pipe("a cat", num_inference_steps=4)), or load_mhla() of a patch '
                 "that was calibrated. exact='content' needs no calibration."
             )
-        if self.config.exact == "content" and self.config.share < 1:
+        if self.config.exact == "content":
             return tiles_by_content(query, key, table, grid, self.config.tiles, self.config.share)
         check_layout(grid, self.config.tiles, "exact_tiles")
         return ExactTiles(self.config.tiles, self.heads, self.offsets, self.keys)

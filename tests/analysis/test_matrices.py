@@ -43,19 +43,20 @@ PATCHES = {
     "none": None,
     "mhla": {},
     "rope before": {"rope": "before"},
-    "near field": {"near_field": "softmax"},
-    "near field of one block": {"near_field": "softmax", "blocks": 1},
+    "own tile": {"exact": "own", "exact_tiles": None, "tile_means": False},
+    "tiles by content": {"exact": "content", "exact_share": 0.2},
+    "all tiles": {"exact": "content", "exact_share": 1.0},
     "no normaliser": {"normalize": False, "output_norm": True},
 }
 
 
-@pytest.mark.parametrize("patch", PATCHES)
-@pytest.mark.parametrize("name", ["dit", "sana", "wan"])
+@pytest.mark.parametrize(
+    ("name", "patch"),
+    [(name, patch) for name in ("dit", "sana", "wan") for patch in PATCHES if name != "sana" or "tile" not in patch],
+)
 def test_the_matrix_times_the_value_is_what_the_attention_gives(name, patch):
-    model, settings = models.FAMILIES[name].build(), PATCHES[patch]
-    if settings is not None:
-        blocks = (1,) * len(models.FAMILIES[name].blocks) if "blocks" in settings else models.FAMILIES[name].blocks
-        apply_mhla(model, **{**settings, "blocks": blocks})
+    settings = PATCHES[patch]
+    model = models.FAMILIES[name].build() if settings is None else models.patched(name, **settings)
     with torch.no_grad():
         for layer in mhla_layers(model).values():
             if layer.far_field_log_weight is not None:
@@ -72,8 +73,8 @@ def test_the_matrix_times_the_value_is_what_the_attention_gives(name, patch):
         torch.testing.assert_close(found[layer].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_near_field_can_have_full_rank():
-    model = apply_mhla(models.wan(), blocks=(2, 2, 3), near_field="softmax")
+def test_exact_tiles_can_have_full_rank():
+    model = apply_mhla(models.wan(), blocks=(2, 2, 3), exact="own", exact_tiles=(2, 2, 3))
     for layer in analyze_layers(model, TransformerCall((), models.inputs("wan"))):
         assert layer.rank_bound == layer.tokens == 96
         assert layer.rank <= layer.rank_bound
@@ -93,7 +94,7 @@ def test_rank_of_mhla_exceeds_the_head_dim_and_that_of_linear_attention_never_do
     ranks = {}
     for name, blocks in {"linear": (1,) * axes, "MHLA": (4,) * 2 if axes == 2 else (3, 4, 4)}.items():
         pipe = load_tiny(family)
-        apply_mhla(pipe, blocks=blocks)
+        apply_mhla(pipe, exact="none", blocks=blocks)
         call = real_call(pipe)
         layers = analyze_layers(pipe.transformer, call)
         for layer, (_, matrix) in zip(layers, each_attention_matrix(pipe.transformer, call), strict=True):
@@ -109,7 +110,7 @@ def test_rank_of_mhla_exceeds_the_head_dim_and_that_of_linear_attention_never_do
 def test_bound_counts_tokens_of_blocks_where_they_are_fewer_than_the_head_dim(blocks, bound):
     model = models.wan()
     call = TransformerCall((), models.inputs("wan"))
-    apply_mhla(model, blocks=blocks)
+    apply_mhla(model, exact="none", blocks=blocks)
     for layer in analyze_layers(model, call):
         assert layer.rank_bound == bound
         assert layer.rank <= bound

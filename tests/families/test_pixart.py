@@ -9,7 +9,7 @@ from mhla_diffusers import apply_mhla, families, load_mhla, mhla_layers, registe
 from mhla_diffusers.families import Clip, LearnedVarianceDDPM, get_family
 from mhla_diffusers.generation import PipelineChoice
 
-from ..models import assert_changed
+from ..models import assert_changed, relative_change
 from . import pixart
 from .pixart import PixArtFamily
 from .pixart_tiny import CALL, pixart_pipeline, pixart_transformer, save_pixart
@@ -41,22 +41,23 @@ def test_class_is_short_enough_to_be_read():
 def test_patch_changes_the_picture_and_removing_restores_it(sample_size):
     pipe = pixart_pipeline(sample_size)
     before = generate(pipe)
-    apply_mhla(pipe, blocks=(2, 3))
+    apply_mhla(pipe, exact="none", blocks=(2, 3))
     assert len(mhla_layers(pipe)) == 3
     assert_changed(generate(pipe), before)
     remove_mhla(pipe)
     torch.testing.assert_close(generate(pipe), before, rtol=0, atol=0)
 
 
-def test_one_block_in_the_near_field_is_its_own_attention():
+def test_one_exact_tile_is_its_own_attention():
     pipe = pixart_pipeline()
     before = generate(pipe, output_type="latent")
-    apply_mhla(pipe, blocks=(1, 1), near_field="softmax")
-    torch.testing.assert_close(generate(pipe, output_type="latent"), before, rtol=1e-4, atol=1e-4)
+    apply_mhla(pipe, blocks=(1, 1), exact="own")
+    # float32 sums in another order, through all denoising steps
+    assert relative_change(generate(pipe, output_type="latent"), before) < 1e-4
 
 
 def test_saved_patch_gives_the_same_picture(tmp_path):
-    pipe = apply_mhla(pixart_pipeline(), blocks=(4, 2), layers="2/3", mixing_per_head=True)
+    pipe = apply_mhla(pixart_pipeline(), exact="none", blocks=(4, 2), layers="2/3", mixing_per_head=True)
     with torch.no_grad():
         for layer in mhla_layers(pipe).values():
             layer.mixing.uniform_(0.1, 0.9)
@@ -97,7 +98,7 @@ def test_shapes_of_the_conditioning_are_those_that_it_has(family, sample_size):
 @pytest.mark.parametrize("sample_size", SIZES)
 def test_training_loss_reaches_every_weight(family, sample_size):
     pipe = pixart_pipeline(sample_size)
-    transformer = apply_mhla(pipe.transformer, blocks=(2, 2))
+    transformer = apply_mhla(pipe.transformer, exact="none", blocks=(2, 2))
     process = get_family(transformer).process(transformer, flow_shift=3.0)
     assert isinstance(process, LearnedVarianceDDPM)
     clip = Clip(frames=1, fps=1.0, sizes=((64, 96),))

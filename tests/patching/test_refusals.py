@@ -114,16 +114,16 @@ def test_applying_twice_is_refused_with_the_way_out(name):
     model = patched(name)
     before = footprint(model)
     with pytest.raises(ValueError, match=r"already patched.*remove_mhla\(\)"):
-        mhla.apply_mhla(model, blocks=FAMILIES[name].blocks)
+        mhla.apply_mhla(model, exact="none", blocks=FAMILIES[name].blocks)
     assert_same_footprint(model, before)
 
 
 def test_a_pipeline_of_which_one_transformer_is_patched_is_refused_as_a_whole():
     pipe = wan22_pipeline()
-    mhla.apply_mhla(pipe.transformer_2, blocks=(1, 1, 1))
+    mhla.apply_mhla(pipe.transformer_2, exact="none", blocks=(1, 1, 1))
     before = footprint(pipe.transformer), footprint(pipe.transformer_2)
     with pytest.raises(ValueError, match="already patched"):
-        mhla.apply_mhla(pipe, blocks=(1, 1, 1))
+        mhla.apply_mhla(pipe, exact="none", blocks=(1, 1, 1))
     assert_same_footprint(pipe.transformer, before[0])
     assert_same_footprint(pipe.transformer_2, before[1])
 
@@ -133,7 +133,7 @@ def test_more_blocks_than_tokens_is_refused_at_the_input(name):
     """Only the input tells the grid; the message names the axis, and the model goes on with inputs that fit."""
     case = FAMILIES[name]
     blocks = (*case.blocks[:-1], case.grid[-1])
-    model = mhla.apply_mhla(case.build(), blocks=blocks)
+    model = mhla.apply_mhla(case.build(), exact="none", blocks=blocks)
     expected = output(model, inputs(name))
     small = inputs(name, ragged=True)
     with pytest.raises(ValueError, match=rf"width axis.* {case.ragged_grid[-1]} tokens.* {blocks[-1]} blocks"):
@@ -161,10 +161,10 @@ def test_a_failure_half_way_leaves_the_model_as_it_was():
     odd.to_out[0], linear = torch.nn.Identity(), odd.to_out[0]
     before = footprint(model)
     with pytest.raises(AttributeError):
-        mhla.apply_mhla(model, blocks=(4, 2))
+        mhla.apply_mhla(model, exact="none", blocks=(4, 2))
     assert_same_footprint(model, before)
     odd.to_out[0] = linear
-    mhla.apply_mhla(model, blocks=(4, 2))
+    mhla.apply_mhla(model, exact="none", blocks=(4, 2))
 
 
 def test_a_single_number_is_no_choice_of_layers():

@@ -30,7 +30,7 @@ def shake(parameters) -> None:
 def trained(name: str, everything: bool = False):
     """A patched model whose MHLA weights, or all weights, are no longer the initial ones."""
     case = models.FAMILIES[name]
-    model = apply_mhla(case.build(), blocks=case.blocks, **SETTINGS)
+    model = apply_mhla(case.build(), exact="none", blocks=case.blocks, **SETTINGS)
     parameters = model.parameters() if everything else (p for x in mhla_layers(model).values() for p in x.parameters())
     shake(parameters)
     return model
@@ -66,7 +66,7 @@ def test_changed_base_weights_round_trip(weights, tmp_path):
 
 def test_changed_finds_its_base_where_the_model_came_from(tmp_path):
     models.wan().save_pretrained(tmp_path / "base")
-    model = apply_mhla(type(models.wan()).from_pretrained(tmp_path / "base"), blocks=(2, 2, 3))
+    model = apply_mhla(type(models.wan()).from_pretrained(tmp_path / "base"), exact="none", blocks=(2, 2, 3))
     shake(model.blocks[0].attn1.to_q.parameters())
     save_mhla(model, tmp_path / "patch", weights="changed")
     names = set(load_file(tmp_path / "patch" / read_record(tmp_path / "patch").file))
@@ -77,7 +77,7 @@ def test_changed_finds_its_base_where_the_model_came_from(tmp_path):
 
 
 def test_two_transformers(tmp_path):
-    pipe = apply_mhla(pipelines.wan22_pipeline(), blocks=(3, 2, 1))
+    pipe = apply_mhla(pipelines.wan22_pipeline(), exact="none", blocks=(3, 2, 1))
     shake(mhla_layers(pipe.transformer_2)["blocks.0.attn1.mhla"].parameters())
     save_mhla(pipe, tmp_path)
     other = load_mhla(pipelines.wan22_pipeline(), tmp_path)
@@ -88,7 +88,7 @@ def test_two_transformers(tmp_path):
 
 
 def test_opening_at_other_block_counts(tmp_path):
-    model = apply_mhla(models.wan(), blocks=(2, 2, 3))
+    model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3))
     save_mhla(model, tmp_path)
     finer = load_mhla(models.wan(), tmp_path, blocks=(4, 2, 6))
     layer = mhla_layers(finer)["blocks.0.attn1.mhla"]
@@ -125,7 +125,7 @@ sys.path.insert(0, {root!r})
 from mhla_diffusers import apply_mhla, save_mhla
 from mhla_diffusers.patching import saving
 from tests import models, pipelines
-model = apply_mhla(models.wan(), blocks=(2, 2, 3), mixing_init="uniform")
+model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3), mixing_init="uniform")
 original = getattr(saving, {step!r})
 def killed(*arguments, **options):
     if {before}:
@@ -140,7 +140,7 @@ save_mhla(model, {folder!r})
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("step", ["save_file", "write_json"])
 def test_a_kill_while_saving_leaves_a_whole_patch(tmp_path, step, before):
-    model = apply_mhla(models.wan(), blocks=(2, 2, 3))
+    model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3))
     save_mhla(model, tmp_path)
     root = str(Path(__file__).parents[2])
     script = KILLED.format(root=root, step=step, before=before, folder=str(tmp_path))
@@ -252,7 +252,7 @@ def test_pickles_are_refused(tmp_path):
 def test_saving_refuses_what_it_cannot_save(tmp_path):
     with pytest.raises(ValueError, match="not patched with MHLA; call apply_mhla"):
         save_mhla(models.wan(), tmp_path)
-    model = apply_mhla(models.wan(), blocks=(2, 2, 3))
+    model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3))
     with pytest.raises(ValueError, match="weights='some' is unknown; allowed: mhla, changed, all"):
         save_mhla(model, tmp_path, weights="some")
     with pytest.raises(ValueError, match="unknown where this model came from"):
@@ -292,7 +292,7 @@ def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
     }.items():
         pipe = pipelines.wan_pipeline()
         pipe.register_to_config(_name_or_path=source)
-        apply_mhla(pipe, blocks=(3, 2, 1))
+        apply_mhla(pipe, exact="none", blocks=(3, 2, 1))
         for given in (None, source):
             save_mhla(pipe, tmp_path / "patch", base_model=given)
             record = read_record(tmp_path / "patch")
@@ -303,7 +303,9 @@ def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
                 assert "private" not in text
             assert ("huggingface.co/" in card) == ("/" in expected)
             assert card.startswith("---\nbase_model:") == ("/" in expected)
-    model = apply_mhla(type(models.wan()).from_pretrained(snapshot, subfolder="transformer"), blocks=(2, 2, 3))
+    model = apply_mhla(
+        type(models.wan()).from_pretrained(snapshot, subfolder="transformer"), exact="none", blocks=(2, 2, 3)
+    )
     save_mhla(model, tmp_path / "patch", weights="changed")
     assert read_record(tmp_path / "patch").base_model == "someone/base.v1"
     load_mhla(models.wan(), tmp_path / "patch")
@@ -313,7 +315,7 @@ UNREACHABLE = """
 from mhla_diffusers import apply_mhla, push_mhla
 from tests import models, pipelines
 try:
-    push_mhla(apply_mhla(models.wan(), blocks=(2, 2, 3)), "me/my-patch", token="hf_none")
+    push_mhla(apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3)), "me/my-patch", token="hf_none")
 except OSError as error:
     print(error)
 """
@@ -335,7 +337,7 @@ def test_a_hub_that_cannot_be_reached_is_told(setting):
 
 
 def test_the_model_card_says_how_to_use_it(tmp_path):
-    pipe = apply_mhla(pipelines.wan_pipeline(), blocks=(3, 2, 1), layers="2/3")
+    pipe = apply_mhla(pipelines.wan_pipeline(), exact="none", blocks=(3, 2, 1), layers="2/3")
     save_mhla(pipe, tmp_path, base_model="someone/base")
     card = model_card(pipe, "me/my-patch", read_record(tmp_path))
     assert card.startswith("---\nbase_model: someone/base\n")
