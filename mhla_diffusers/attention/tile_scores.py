@@ -93,10 +93,9 @@ def tiles_by_content(
         key: (B, N, H, D).
         table: of RoPE, see :func:`mhla_diffusers.attention.rotary.rotary_table`.
         grid: token grid.
-        counts: tile counts; an axis of fewer tokens is cut into single tokens.
+        counts: tile counts.
         share: part of all pairs; at least one key tile for every query tile.
     """
-    counts = tuple(min(count, size) for count, size in zip(counts, grid, strict=True))
     tokens, exists = (x.to(query.device) for x in tokens_of_tiles(grid, counts))
     weight = (exists / exists.sum(dim=-1, keepdim=True)).to(query.dtype)[None, :, :, None, None]
     means = [(rotated(x, table)[:, tokens] * weight).sum(dim=2).transpose(1, 2) for x in (query, key)]

@@ -234,7 +234,8 @@ def patch_settings(kind: str, blocks: tuple[int, ...], tiles: tuple[int, ...] | 
     """
     if kind == EXACT:
         return {"blocks": blocks, "exact": "calibrated", "exact_tiles": tiles}
-    return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": "2/3" if kind == HYBRID else "all"}
+    layers = "2/3" if kind == HYBRID else "all"
+    return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": layers, "exact": "none"}
 
 
 def _draw_lists(patched: Any) -> None:

@@ -148,9 +148,8 @@ def _tiled_input(attn: Any, given: AttentionInput) -> TiledInput:
     table = rotary_table(given.rotary) if given.rotary is not None else None
     query, key, value = (x.float() for x in project(attn, given.hidden_states))
     grid = _grid(attn.mhla)
-    return TiledInput.of(
-        rotated(query, table), rotated(key, table), value, grid, attn.mhla.config.tiles, given.key_mask
-    )
+    counts = attn.mhla.exact.counts(grid)
+    return TiledInput.of(rotated(query, table), rotated(key, table), value, grid, counts, given.key_mask)
 
 
 def _grid(layer: MHLALayer) -> tuple[int, ...]:
@@ -193,7 +192,7 @@ def _choose(
     pairs = {name: pair for name, pair in patched_pairs(transformer).items() if name in layers}
     moved = measure_sensitivity(transformer, pairs, calls)
     scores = [found.errors * (moved[name] / max(left[name], 1e-30)) for name, found in measured.items()]
-    largest = max(float(score.max()) for score in scores)
+    largest = max(1e-30, *(float(score.max()) for score in scores))
     for layer, score, mask in zip(layers.values(), scores, spend(scores, share), strict=True):
         _choices(layer).keep_scores(score / largest)
         _choices(layer).choose(mask)
@@ -251,7 +250,7 @@ def _try_candidates(attn: Any, given: AttentionInput) -> torch.Tensor:
     grid = _grid(layer)
     call = layer.call(query, key, value, grid, given.rotary, given.key_mask)
     far, normaliser = eager_attention(far_field(call))
-    tokens = tokens_of_tiles(grid, layer.config.tiles)[0].to(query.device)
+    tokens = tokens_of_tiles(grid, attn.mhla.exact.counts(grid))[0].to(query.device)
     in_tiles = far[:, tokens].permute(0, 3, 1, 2, 4), normaliser[:, tokens, :, 0].log().permute(0, 3, 1, 2)
     samples, candidates = tiled.samples(_QUERIES // 4, 0), _candidates(layer)
     return candidate_errors(tiled, samples, _projections(attn), call.exact.mask(), in_tiles, candidates)

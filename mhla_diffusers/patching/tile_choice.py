@@ -65,10 +65,20 @@ class TileChoice(nn.Module):
                 'apply_mhla(..., calibration=lambda: pipe("a cat", num_inference_steps=4)), or load_mhla() of a patch '
                 "that was calibrated. exact='content' needs no calibration."
             )
+        counts = self.counts(grid)
         if self.config.exact == "content":
-            return tiles_by_content(query, key, table, grid, self.config.tiles, self.config.share)
-        check_layout(grid, self.config.tiles, "exact_tiles")
-        return ExactTiles(self.config.tiles, self.heads, self.offsets, self.keys)
+            return tiles_by_content(query, key, table, grid, counts, self.config.share)
+        return ExactTiles(counts, self.heads, self.offsets, self.keys)
+
+    def counts(self, grid: tuple[int, ...]) -> tuple[int, ...]:
+        """Tile counts on a grid.
+
+        Raises:
+            ValueError: lists of the configuration's tile counts, and an axis of the grid that has fewer tokens.
+        """
+        if self.config.exact == "content":
+            return tuple(min(count, size) for count, size in zip(self.config.tiles, grid, strict=True))
+        return check_layout(grid, self.config.tiles, "exact_tiles")[1]
 
     @property
     def mask(self) -> torch.Tensor:

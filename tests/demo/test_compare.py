@@ -22,10 +22,10 @@ def test_script_adapts_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     script.main()
     with (tmp_path / "recipes.csv").open() as file:
         header, *rows = csv.reader(file)
-    assert header == ["losses", "attention", "0", "ms forward+backward"]
+    assert header == ["losses", "attention", "untrained", "0", "ms forward+backward"]
     assert [(row[0], row[1]) for row in rows] == runs
     # what is finished is kept
-    result = tmp_path / "distillation-MHLA-auto:2-3" / "result" / "mhla_config.json"
+    result = tmp_path / "distillation-MHLA-auto:2-3-1" / "result" / "mhla_config.json"
     before = result.stat().st_mtime_ns
     script.main()
     assert result.stat().st_mtime_ns == before

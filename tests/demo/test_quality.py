@@ -19,7 +19,7 @@ def test_script_adapts_samples_and_compares(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([str(part) for part in command], check=True, env=environment)
     written = json.loads((tmp_path / "report" / "comparison.json").read_text())["variants"]
-    names = ["softmax", "MHLA-hybrid", "MHLA-auto", "MHLA", "linear", "softmax-untouched"]
+    names = ["softmax", "MHLA-hybrid", "MHLA-auto", "MHLA", "MHLA-exact", "linear", "softmax-untouched"]
     assert list(written) == names
     assert len({variant["scores"]["held_out_loss"] for variant in written.values()}) == len(names)
     assert set(written["MHLA"]["differences"]) == {"held_out_loss", "fid", "digits recognised"}

@@ -79,13 +79,13 @@ def test_refused_choices_leave_the_model_alone():
         ({"layers": "auto:2/3"}, "chosen by measuring.*calibration="),
         ({"layers": "auto:3/2"}, "layers='auto:3/2' is unknown"),
         ({"layers": "auto:"}, "layers='auto:' is unknown"),
-        ({"layers": "2/3", "calibration": run}, "layers='2/3' names them; write layers='auto:2/3'"),
+        ({"layers": "2/3", "calibration": run}, "leaves neither open; write layers='auto:2/3'"),
         ({"layers": "auto:2/3", "calibration": lambda: None}, "did not run transformer"),
         ({"layers": "auto:2/3", "calibration": run, "output_norm": True}, "output norm that is not fitted"),
         ({"layers": "auto:2/3", "calibration": run, "blocks": (9, 9, 9)}, "blocks"),
     ):
         with pytest.raises(ValueError, match=message):
-            apply_mhla(model, **{"blocks": (2, 2, 3), **settings})
+            apply_mhla(model, **{"blocks": (2, 2, 3), "exact": "none", **settings})
         assert not is_patched(model)
     with pytest.raises(RuntimeError, match="out of memory"):
         apply_mhla(model, exact="none", blocks=(2, 2, 3), layers="auto:2/3", calibration=fail)

@@ -27,9 +27,14 @@ def inputs_and_output(name):
     return model, arguments, models.output(model, arguments)
 
 
+def tiles(name):
+    """The blocks of a tiny model, and tiles that are these blocks."""
+    return {"blocks": models.FAMILIES[name].blocks, "exact_tiles": None}
+
+
 def calibrated(name, share=0.3, **settings):
     model, arguments, before = inputs_and_output(name)
-    settings = {"blocks": models.FAMILIES[name].blocks, "exact": "calibrated", "exact_share": share} | settings
+    settings = {**tiles(name), "exact": "calibrated", "exact_share": share} | settings
     apply_mhla(model, **settings, calibration=lambda: models.output(model, arguments))
     return model, arguments, before
 
@@ -39,7 +44,7 @@ def calibrated(name, share=0.3, **settings):
 def test_all_exact_is_the_softmax_attention_of_the_model(name, exact):
     model, arguments, before = inputs_and_output(name)
     blocks = models.FAMILIES[name].blocks
-    own = {"exact_tiles": (1,) * len(blocks)} if exact == "own" else {"exact_share": 1.0}
+    own = {"exact_tiles": (1,) * len(blocks)} if exact == "own" else {"exact_tiles": None, "exact_share": 1.0}
     apply_mhla(model, blocks=blocks, exact=exact, **own)
     # the same sums in another order
     torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
@@ -62,10 +67,9 @@ def test_the_larger_the_share_the_smaller_the_change(name, tmp_path):
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_calibrated_tiles_change_less_than_others(name):
     model, arguments, before = inputs_and_output(name)
-    blocks = models.FAMILIES[name].blocks
-    mhla = models.relative_change(models.output(apply_mhla(model, blocks=blocks), arguments), before)
+    mhla = models.relative_change(models.output(apply_mhla(model, **tiles(name), exact="none"), arguments), before)
     model, arguments, before = inputs_and_output(name)
-    own = apply_mhla(model, blocks=blocks, exact="own", calibration=lambda: models.output(model, arguments))
+    own = apply_mhla(model, **tiles(name), exact="own", calibration=lambda: models.output(model, arguments))
     own = models.relative_change(models.output(own, arguments), before)
     model, arguments, before = calibrated(name, 0.3)
     assert models.relative_change(models.output(model, arguments), before) < own < mhla
@@ -89,7 +93,7 @@ def test_calibration_finds_the_weights_that_were_hidden():
             torch.nn.init.zeros_(projection.weight)
             torch.nn.init.constant_(projection.bias, 2.0)
     before = models.output(model, arguments)
-    apply_mhla(model, blocks=models.FAMILIES["dit"].blocks, exact="own", mixing_init="uniform")
+    apply_mhla(model, **tiles("dit"), exact="own", mixing_init="uniform")
     with torch.no_grad():
         for layer in mhla_layers(model).values():
             layer.mean_bias.fill_(3.0)
@@ -102,10 +106,10 @@ def test_what_cannot_be_calibrated_is_refused():
     with pytest.raises(ValueError, match="no exact tiles to calibrate"):
         calibrate_exact_tiles(models.patched("wan"), lambda: None)
     with pytest.raises(ValueError, match="The calibration did not run transformer"):
-        calibrate_exact_tiles(models.patched("wan", exact="own"), lambda: None)
+        calibrate_exact_tiles(models.patched("wan", exact="own", exact_tiles=None), lambda: None)
     model = models.wan()
     with pytest.raises(ValueError, match="leaves neither open"):
-        apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, calibration=lambda: None)
+        apply_mhla(model, **tiles("wan"), exact="none", calibration=lambda: None)
     with pytest.raises(ValueError, match="own attention of SanaTransformer2DModel is linear"):
         models.patched("sana", exact="content")
 
@@ -113,7 +117,7 @@ def test_what_cannot_be_calibrated_is_refused():
 def test_a_calibration_that_fails_leaves_the_model_as_it_was():
     model, arguments, before = inputs_and_output("wan")
     with pytest.raises(ValueError, match="did not run transformer"):
-        apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, exact="calibrated", calibration=lambda: None)
+        apply_mhla(model, **tiles("wan"), exact="calibrated", calibration=lambda: None)
     assert not mhla_layers(model)
     assert torch.equal(models.output(model, arguments), before)
 
@@ -127,7 +131,7 @@ def test_tiles_that_are_not_calibrated_say_how():
 @pytest.mark.parametrize("exact", ["own", "content", "calibrated"])
 def test_gradients_reach_the_weights(exact):
     model, arguments, _ = inputs_and_output("wan")
-    apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, exact=exact)
+    apply_mhla(model, **tiles("wan"), exact=exact)
     if exact == "calibrated":
         calibrate_exact_tiles(model, lambda: models.output(model, arguments))
     with torch.no_grad():
@@ -181,7 +185,7 @@ def test_automatic_layers_with_exact_tiles():
 def test_compiles_to_one_graph(exact):
     model, arguments, _ = inputs_and_output("wan")
     del model.blocks[1:]
-    settings = {"blocks": models.FAMILIES["wan"].blocks, "exact": exact}
+    settings = {**tiles("wan"), "exact": exact}
     apply_mhla(model, **settings, calibration=lambda: models.output(model, arguments))
     expected = models.output(model, arguments)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -199,10 +203,10 @@ def test_softmax_patches_come_with_exact_tiles_too():
 def test_a_near_field_of_old_opens_as_its_own_tile(tmp_path):
     """What a query's own block got from MHLA is nothing, as it was."""
     model, arguments, _ = inputs_and_output("wan")
-    apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, exact="own", tile_means=False)
+    apply_mhla(model, **tiles("wan"), exact="own", tile_means=False)
     with torch.no_grad():
         for layer in mhla_layers(model).values():
-            layer.mixing.diagonal().zero_()
+            layer.mixing.diagonal(dim1=-2, dim2=-1).zero_()
     expected = models.output(model, arguments)
     save_mhla(model, tmp_path)
     path = tmp_path / "mhla_config.json"

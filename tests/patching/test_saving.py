@@ -92,7 +92,7 @@ def test_opening_at_other_block_counts(tmp_path):
     save_mhla(model, tmp_path)
     finer = load_mhla(models.wan(), tmp_path, blocks=(4, 2, 6))
     layer = mhla_layers(finer)["blocks.0.attn1.mhla"]
-    assert layer.mixing.shape == (48, 48)
+    assert layer.mixing.shape == (layer.heads, 48, 48)
     assert layer.config.blocks == (4, 2, 6)
     arguments = models.inputs("wan")
     assert models.output(finer, arguments).isfinite().all()

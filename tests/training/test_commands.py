@@ -130,7 +130,7 @@ def test_script_trains_and_resumes(tmp_path: Path, model: str, config_file: Path
 
 @pytest.mark.slow
 def test_comparison_writes_its_table_and_goes_on(tmp_path: Path) -> None:
-    sizes = ["--samples", "12", "--held-out", "1", "--batch-size", "1", "--timing-seconds", "0.1"]
+    sizes = ["--samples", "5", "--held-out", "1", "--batch-size", "1", "--timing-seconds", "0.1"]
     steps = ["--steps", "1", "--transfer-steps", "1", "--seeds", "1", "2"]
     script = str(ROOT / "finetune" / "compare.py")
     command = [sys.executable, script, "tiles", "--output", str(tmp_path), *sizes, *steps]

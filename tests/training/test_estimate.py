@@ -20,7 +20,7 @@ TILES = (4, 4, 4)
 def dry_run(**patch: object) -> Estimate:
     with torch.device("meta"):
         transformer = models.wan()
-    apply_mhla(transformer, exact="none", blocks=(2, 2, 2), **patch)
+    apply_mhla(transformer, **{"blocks": (2, 2, 2), "mixing_per_head": False, "exact": "none", **patch})
     sample = {"latents": torch.empty(16, FRAMES, SIDE, SIDE), "encoder_hidden_states": torch.empty(6, 32)}
     stage = StageConfig(1, 1e-3, "all", ObjectiveWeights(diffusion=1.0))
     return estimate(transformer, sample, TrainingConfig("unused", (stage,)))
