@@ -49,6 +49,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
     (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
+    (r'exact="calibrated", ', 'exact="calibrated", exact_tiles=(7, 4, 4), '),
     # generation
     (r"--device cuda|--dtype bfloat16", ""),
     (r"--set (height=480|width=832|num_frames=81|num_inference_steps=2)", ""),
@@ -97,7 +98,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla bench all ", "it is the commands below it in a row; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
-    (r"^python finetune/(quality|compare)\.py", "it takes minutes to hours"),
+    (r"^python finetune/(quality|compare|compare_choices)\.py", "it takes minutes to hours"),
     (r"^python -m mhla_diffusers\.demo\.making", "it takes half an hour and more"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""
