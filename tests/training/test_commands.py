@@ -133,12 +133,13 @@ def test_comparison_writes_its_table_and_goes_on(tmp_path: Path) -> None:
     sizes = ["--samples", "5", "--held-out", "1", "--batch-size", "1", "--timing-seconds", "0.1"]
     steps = ["--steps", "1", "--transfer-steps", "1", "--seeds", "1", "2"]
     script = str(ROOT / "finetune" / "compare.py")
-    command = [sys.executable, script, "tiles", "--output", str(tmp_path), *sizes, *steps]
+    command = [sys.executable, script, "per-head", "--output", str(tmp_path), *sizes, *steps]
     subprocess.run(command, check=True, cwd=ROOT, env=_environment())
-    rows = (tmp_path / "tiles.csv").read_text().splitlines()
+    rows = (tmp_path / "per-head.csv").read_text().splitlines()
     assert rows[0] == "losses,attention,untrained,0,ms forward+backward"
-    losses = {row[1]: float(row[2].split(" ± ")[0]) for row in csv.reader(rows[1:])}
-    assert losses["exact tiles, 10 %"] < losses["exact tiles"] < losses["own tile of 12"]
+    losses = {(row[0], row[1]): float(row[2].split(" ± ")[0]) for row in csv.reader(rows[1:])}
+    hybrid, all_layers = (("transfer first", f"MHLA{which} per head") for which in (" hybrid 2/3,", ", mixing"))
+    assert losses[hybrid] < losses[all_layers]  # untrained: a third of the layers is as it was
     runs = sorted(tmp_path.glob("*/metrics.jsonl"))
     assert len(runs) == 2 * (len(rows) - 1)
     before = [run.stat().st_mtime_ns for run in runs]
