@@ -47,9 +47,8 @@ def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, a
         tokens, channels = min(tokens, 16), min(channels, 32)
     if head_dim != padded and kernel in SUMMARY_KERNELS:  # the masks of padded channels take registers of their own
         tokens = max(tokens // 2, 16)
-    if (
-        padded <= 64 and architecture != "sm_120" and (kernel, architecture) != ("output", "sm_80")
-    ):  # which spill with 4
+    spills_with_four = architecture == "sm_120" or (kernel, architecture) == ("output", "sm_80")
+    if padded <= 64 and not spills_with_four:
         warps = 4
     return Tiling(min(tokens, _power_of_two(longest_block)), min(channels, padded), warps, stages)
 
