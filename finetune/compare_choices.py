@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla, calibrate_exact_tiles, mhla_layers
-from mhla_diffusers.attention.tile_scores import spend
+from mhla_diffusers.attention.tile_scores import list_length, spend
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.latents import digit_latents
 from mhla_diffusers.files import write_text
@@ -29,7 +29,7 @@ Scores = dict[str, torch.Tensor]
 
 def evenly(scores: Scores, share: float) -> Scores:
     """As many key tiles for every query tile."""
-    count = max(1, round(share * next(iter(scores.values())).shape[-1]))
+    count = list_length(share, next(iter(scores.values())).shape[-1])
     best = {name: score.topk(count, dim=-1).indices for name, score in scores.items()}
     return {name: torch.zeros_like(scores[name], dtype=torch.bool).scatter(-1, best[name], True) for name in scores}
 

@@ -9,7 +9,8 @@ import torch
 
 from ..families import get_family
 from ..files import write_json
-from ..patching import TransformerCall, find_transformers, is_patched, layer_sensitivity, mhla_layers, record_calls
+from ..patching import find_transformers, is_patched, layer_sensitivity, mhla_layers, record_calls
+from ..patching.sensitivity import repeat_calls
 from ..reporting import require_matplotlib
 from .matrices import LayerAnalysis, analyze_layers
 from .pictures import draw_attention_maps, draw_mixing_matrices, middle_of
@@ -64,17 +65,12 @@ def analyze(
     found = analyze_layers(transformer, call, _layer_names(transformer, layers), keep)
     pictures = [draw_attention_maps(rows, grid, chosen, output / "attention-maps.png")]
     pictures += _draw_mixing(transformer, output)
-    sensitivity = (
-        layer_sensitivity(transformer, lambda: _repeat(transformer, calls)) if is_patched(transformer) else None
-    )
+    sensitivity = None
+    if is_patched(transformer):
+        sensitivity = layer_sensitivity(transformer, lambda: repeat_calls(transformer, calls))
     report = {"grid": grid, "token": chosen, "layers": [asdict(layer) for layer in found], "sensitivity": sensitivity}
     write_json(report, output / "analysis.json")
     return AnalysisResult(found, sensitivity, pictures)
-
-
-def _repeat(transformer: Any, calls: Sequence[TransformerCall]) -> None:
-    for call in calls:
-        call.predict(transformer)
 
 
 def _check_token(token: int | None, grid: Sequence[int]) -> int:

@@ -13,9 +13,9 @@ import torch
 
 from .call import Call
 from .eager import sum_dtype, without_autocast
-from .rotary import apply_rotary
-from .tile_attention import flat_lists, tile_attention
-from .tiles import ExactTiles, places_of_tokens, tokens_of_tiles
+from .rotary import rotated
+from .tile_attention import tile_attention
+from .tiles import ExactTiles, in_tiles, places_of_tokens, tokens_of_tiles
 
 
 def exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,26 +28,27 @@ def exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor, torch.
     device, dtype = call.query.device, sum_dtype(call.query.dtype)
     tokens, exists = (x.to(device) for x in tokens_of_tiles(call.grid, tiles.counts))
     with without_autocast(device):
-        query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
-        if call.rotary is not None:
-            query, key = (apply_rotary(x, call.rotary.to(dtype)) for x in (query, key))
-        query, key, value = (_in_tiles(x, tokens) for x in (query * query.shape[-1] ** -0.5, key, value))
+        query, key = (rotated(x.to(dtype), call.rotary) for x in (call.query, call.key))
+        scaled = query * query.shape[-1] ** -0.5
+        query, key, value = (in_tiles(x, tokens).contiguous() for x in (scaled, key, call.value.to(dtype)))
         weight = exists.to(dtype)[None]
         if call.key_mask is not None:
             weight = weight * call.key_mask.to(dtype)[:, tokens]
-        means = tile_means(key, value, weight) if call.mean_bias is not None else None
-        if means is not None and call.mean_bias is not None:
-            mean_key, mean_value, log_count = means
-            means = mean_key, mean_value, log_count + call.mean_bias.to(dtype)[:, None]
-        output, log_sum = tile_attention(query, key, value, weight.log(), *(means or (None,) * 3), *flat_lists(tiles))
+        means = _biased_means(key, value, weight, call.mean_bias)
+        output, log_sum = tile_attention(query, key, value, weight.log(), *means, tiles.offsets, tiles.keys)
         places = places_of_tokens(call.grid, tiles.counts).to(device)
         output, log_sum = (x.flatten(2, 3)[:, :, places].transpose(1, 2) for x in (output, log_sum[..., None]))
     return output, log_sum
 
 
-def _in_tiles(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """(B, N, H, D) to (B, H, T, L, D) for tokens (T, L)."""
-    return x.index_select(1, tokens.flatten()).unflatten(1, tokens.shape).permute(0, 3, 1, 2, 4).contiguous()
+def _biased_means(
+    key: torch.Tensor, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The last three arguments of :func:`tile_attention` before the lists; None without β."""
+    if bias is None:
+        return None, None, None
+    mean_key, mean_value, log_count = tile_means(key, value, weight)
+    return mean_key, mean_value, log_count + bias.to(key.dtype)[:, None]
 
 
 def tile_means(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .tiles import ExactTiles
+from .tiles import mask_of_lists
 
 _LOGITS = 2**22
 """Logits that are formed at once."""
@@ -22,11 +22,6 @@ _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias"
 )
 _LISTS = "Tensor offsets, Tensor keys"
-
-
-def flat_lists(tiles: ExactTiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lists as :func:`tile_attention` takes them."""
-    return tiles.offsets, tiles.keys
 
 
 @dataclass(frozen=True)
@@ -78,8 +73,8 @@ def tile_attention(
         mean_key: (B, H, T, D); None to leave other tiles out.
         mean_value: (B, H, T, D).
         mean_bias: (1 or B, H, T), added to the logit of a mean.
-        offsets: of :class:`ExactTiles`.
-        keys: of :class:`ExactTiles`.
+        offsets: of :class:`mhla_diffusers.attention.tiles.ExactTiles`.
+        keys: of the same.
 
     Returns:
         Output (B, H, T, L, D), and the log of the sum of weights (B, H, T, L).
@@ -209,9 +204,7 @@ def _softmax(logits: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, t
 def _others(query: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The tiles of keys that are not listed: bool (1 or B, H, T, T)."""
     _, heads, tiles, _, _ = query.shape
-    others = torch.ones(len(offsets) - 1, tiles, dtype=torch.bool, device=keys.device)
-    others[torch.repeat_interleave(offsets.diff()), keys] = False
-    return others.view(-1, heads, tiles, tiles)
+    return ~mask_of_lists(offsets, keys, tiles).view(-1, heads, tiles, tiles)
 
 
 def _some_tiles(query: torch.Tensor) -> Iterator[tuple[slice, slice, slice]]:

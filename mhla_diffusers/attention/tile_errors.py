@@ -7,17 +7,17 @@ Without means p̂ is 0.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from .blocks import Shape
 from .exact import tile_means
-from .tiles import tokens_of_tiles
+from .tiles import in_tiles, tokens_of_tiles
 
-_NUMBERS = {"cpu": 2**23}
-"""Numbers of one kind that are formed at once, by type of device."""
-_NUMBERS_ELSEWHERE = 2**26
+_CPU_NUMBERS = 2**23
+_DEVICE_NUMBERS = 2**26
+"""Of one kind that are formed at once."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class TiledInput:
         if key_mask is not None:
             weight = weight * key_mask.float()[:, tokens]
         scaled = query * query.shape[-1] ** -0.5
-        tiled = [x.float()[:, tokens].permute(0, 3, 1, 2, 4) for x in (scaled, key, value)]
-        return cls(tiled[0], tiled[1], tiled[2], weight, exists)
+        scaled, key, value = (in_tiles(x.float(), tokens) for x in (scaled, key, value))
+        return cls(scaled, key, value, weight, exists)
 
     def samples(self, count: int, shift: int) -> torch.Tensor:
         """Places of some queries of every tile, evenly spaced: int64 (T, count); another ``shift`` gives others."""
@@ -60,6 +60,37 @@ class TiledInput:
         tokens = self.exists.byte().argsort(dim=-1, descending=True, stable=True)
         steps = torch.arange(count, device=lengths.device)
         return tokens.gather(1, (steps * lengths // count + shift) % lengths)
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """One head of a :class:`TiledInput`, its values seen through W: ‖W v‖ = ‖v @ projection‖."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    """All (B, T, L, D)."""
+    log_weight: torch.Tensor
+    """(1 or B, T, L)."""
+    mean_key: torch.Tensor
+    mean_value: torch.Tensor
+    """Both (B, T, D)."""
+    log_count: torch.Tensor
+    """(1 or B, T)."""
+
+    @classmethod
+    def of(cls, given: TiledInput, head: int, projection: torch.Tensor) -> "HeadInput":
+        """Take one head out.
+
+        Args:
+            given: input of the attention.
+            head: which.
+            projection: (D, D).
+        """
+        key, value = given.key[:, head], given.value[:, head] @ projection
+        mean_key, mean_value, log_count = tile_means(key[:, None], value[:, None], given.weight)
+        means = mean_key[:, 0], mean_value[:, 0], log_count[:, 0]
+        return cls(given.query[:, head], key, value, given.weight.log(), *means)
 
 
 @dataclass(frozen=True)
@@ -78,31 +109,26 @@ class Rows:
     """Log of softmax attention's sum of weights: (B, tiles, samples)."""
 
 
-def rows_of_head(given: TiledInput, head: int, samples: torch.Tensor, projection: torch.Tensor) -> Iterator[Rows]:
-    """The rows of one head, some query tiles at a time, values seen through W: ‖W v‖ = ‖v @ projection‖.
+def rows_of_head(head: HeadInput, samples: torch.Tensor) -> Iterator[Rows]:
+    """The rows of one head, some query tiles at a time.
 
     Args:
-        given: input of the attention.
-        head: which.
+        head: what it attends with.
         samples: (T, count) from :meth:`TiledInput.samples`.
-        projection: (D, D).
     """
-    key, value = given.key[:, head], given.value[:, head] @ projection
-    mean_key, _, log_count = tile_means(key[:, None], value[:, None], given.weight)
-    mean_key, log_count = mean_key[:, 0], log_count[:, 0]
-    batch, tiles, length, _ = key.shape
-    largest = max(tiles * length, tiles * key.shape[-1])
-    numbers = _NUMBERS.get(key.device.type, _NUMBERS_ELSEWHERE)
-    at_once = max(1, numbers // (batch * samples.shape[1] * largest))
+    batch, tiles, length, head_dim = head.key.shape
+    numbers = _CPU_NUMBERS if head.key.device.type == "cpu" else _DEVICE_NUMBERS
+    at_once = max(1, numbers // (batch * samples.shape[1] * tiles * max(length, head_dim)))
     for start in range(0, tiles, at_once):
         here = slice(start, start + at_once)
-        places = samples[here, :, None].expand(batch, -1, -1, key.shape[-1])
-        query = given.query[:, head, here].gather(2, places)
-        logits = torch.einsum("bqsd,btld->bqstl", query, key) + given.weight.log()[:, None, None]
+        places = samples[here, :, None].expand(batch, -1, -1, head_dim)
+        query = head.query[:, here].gather(2, places)
+        logits = torch.einsum("bqsd,btld->bqstl", query, head.key) + head.log_weight[:, None, None]
         log_sums = logits.flatten(3).logsumexp(dim=-1)
         weights = (logits - log_sums[..., None, None]).exp()
-        of_means = torch.einsum("bqsd,btd->bqst", query, mean_key) + log_count[:, None, None] - log_sums[..., None]
-        yield Rows(here, weights, torch.einsum("bqstl,btld->bqsd", weights, value), of_means.exp(), log_sums)
+        of_means = torch.einsum("bqsd,btd->bqst", query, head.mean_key) + head.log_count[:, None, None]
+        outputs = torch.einsum("bqstl,btld->bqsd", weights, head.value)
+        yield Rows(here, weights, outputs, (of_means - log_sums[..., None]).exp(), log_sums)
 
 
 def pair_errors(
@@ -113,7 +139,7 @@ def pair_errors(
     Args:
         given: input of the attention.
         samples: (T, count) from :meth:`TiledInput.samples`.
-        projections: (H, D, D), see :func:`rows_of_head`.
+        projections: (H, D, D), see :class:`HeadInput`.
         means: whether tiles that are not exact take part through their means.
 
     Returns:
@@ -122,17 +148,17 @@ def pair_errors(
     heads, tiles = given.key.shape[1:3]
     errors = torch.zeros(heads, tiles, tiles, device=given.key.device)
     masses, squares = torch.zeros_like(errors), torch.zeros(heads, device=given.key.device)
-    for head in range(heads):
-        value = given.value[:, head] @ projections[head]
-        mean_value = tile_means(value[:, None], value[:, None], given.weight)[1][:, 0, None, None]
-        for rows in rows_of_head(given, head, samples, projections[head]):
+    for index in range(heads):
+        head = HeadInput.of(given, index, projections[index])
+        for rows in rows_of_head(head, samples):
             mass = rows.weights.sum(dim=-1)
             of_means = rows.of_means if means else torch.zeros_like(mass)
-            moved = torch.einsum("bqstl,btld->bqstd", rows.weights, value) - of_means[..., None] * mean_value
+            moved = torch.einsum("bqstl,btld->bqstd", rows.weights, head.value)
+            moved -= of_means[..., None] * head.mean_value[:, None, None]
             moved -= (mass - of_means)[..., None] * rows.outputs[..., None, :]
-            errors[head, rows.tiles] = moved.square().sum(dim=-1).mean(dim=(0, 2))
-            masses[head, rows.tiles] = mass.mean(dim=(0, 2))
-            squares[head] += rows.outputs.square().sum(dim=-1).mean(dim=(0, 2)).sum() / tiles
+            errors[index, rows.tiles] = moved.square().sum(dim=-1).mean(dim=(0, 2))
+            masses[index, rows.tiles] = mass.mean(dim=(0, 2))
+            squares[index] += rows.outputs.square().sum(dim=-1).mean(dim=(0, 2)).sum() / tiles
     return errors, masses, squares
 
 
@@ -142,10 +168,6 @@ class Candidates:
 
     mean_bias: torch.Tensor
     far_log_weight: torch.Tensor
-
-    def to(self, device: torch.device) -> "Candidates":
-        """On a device."""
-        return replace(self, mean_bias=self.mean_bias.to(device), far_log_weight=self.far_log_weight.to(device))
 
 
 def candidate_errors(
@@ -161,31 +183,31 @@ def candidate_errors(
     Args:
         given: input of the attention.
         samples: (T, count) from :meth:`TiledInput.samples`.
-        projections: (H, D, D), see :func:`rows_of_head`.
+        projections: (H, D, D), see :class:`HeadInput`.
         mask: bool (1 or B, H, T, T), the exact pairs.
         far: output (B, H, T, L, D) of MHLA over all blocks and log of its normaliser (B, H, T, L).
         candidates: what to try; β = −∞ stands for no means.
     """
-    candidates = candidates.to(given.key.device)
-    beta, far_weight = candidates.mean_bias.exp()[:, None], candidates.far_log_weight.exp()
+    device = given.key.device
+    beta, far_weight = candidates.mean_bias.to(device).exp()[:, None], candidates.far_log_weight.to(device).exp()
     found = []
-    for head in range(given.key.shape[1]):
-        value = given.value[:, head] @ projections[head]
-        mean_value = tile_means(value[:, None], value[:, None], given.weight)[1][:, 0]
-        total = torch.zeros(len(beta), len(far_weight), device=value.device)
-        for rows in rows_of_head(given, head, samples, projections[head]):
-            exact = mask[:, head, rows.tiles, None]
+    for index in range(given.key.shape[1]):
+        head = HeadInput.of(given, index, projections[index])
+        total = torch.zeros(len(beta), len(far_weight), device=device)
+        for rows in rows_of_head(head, samples):
+            exact = mask[:, index, rows.tiles, None]
             weights, of_means = rows.weights * exact[..., None], rows.of_means * ~exact
-            places = samples[rows.tiles].expand(len(value), -1, -1)
-            far_output = far[0][:, head, rows.tiles].gather(2, places[..., None].expand(-1, -1, -1, value.shape[-1]))
+            places = samples[rows.tiles].expand(len(rows.outputs), -1, -1)
+            of_channels = places[..., None].expand_as(rows.outputs)
+            far_output = far[0][:, index, rows.tiles].gather(2, of_channels)
             # beyond e^60 times the softmax weights a far field is all there is
-            far_share = (far[1][:, head, rows.tiles].gather(2, places) - rows.log_sums).clamp_max(60).exp()
+            far_share = (far[1][:, index, rows.tiles].gather(2, places) - rows.log_sums).clamp_max(60).exp()
             shares = torch.stack([weights.sum(dim=(-2, -1)), of_means.sum(dim=-1), far_share], dim=-1)
             outputs = torch.stack(
                 [
-                    torch.einsum("bqstl,btld->bqsd", weights, value),
-                    torch.einsum("bqst,btd->bqsd", of_means, mean_value),
-                    far_share[..., None] * (far_output @ projections[head]),
+                    torch.einsum("bqstl,btld->bqsd", weights, head.value),
+                    torch.einsum("bqst,btd->bqsd", of_means, head.mean_value),
+                    far_share[..., None] * (far_output @ projections[index]),
                 ],
                 dim=-2,
             )

@@ -82,9 +82,21 @@ class ExactTiles:
     def mask(self) -> torch.Tensor:
         """The inverse of :meth:`from_mask`: bool (S, H, T, T)."""
         tiles = math.prod(self.counts)
-        mask = torch.zeros(len(self.offsets) - 1, tiles, dtype=torch.bool, device=self.keys.device)
-        mask[torch.repeat_interleave(self.offsets.diff()), self.keys] = True
-        return mask.view(self.samples, self.heads, tiles, tiles)
+        return mask_of_lists(self.offsets, self.keys, tiles).view(self.samples, self.heads, tiles, tiles)
+
+
+def row_of_pair(offsets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """int64 (pairs,): which list a pair stands in, for ``offsets`` and ``keys`` of :class:`ExactTiles`."""
+    rows = torch.arange(len(offsets) - 1, device=offsets.device)
+    # the size is given, since a device would have to be waited for to learn it
+    return torch.repeat_interleave(rows, offsets.diff(), output_size=len(keys))
+
+
+def mask_of_lists(offsets: torch.Tensor, keys: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Bool (lists, T): which key tiles are in a list, for ``offsets`` and ``keys`` of :class:`ExactTiles`."""
+    mask = torch.zeros(len(offsets) - 1, tiles, dtype=torch.bool, device=keys.device)
+    mask[row_of_pair(offsets, keys), keys] = True
+    return mask
 
 
 def tokens_of_tiles(grid: Shape, counts: Shape) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,6 +114,11 @@ def tokens_of_tiles(grid: Shape, counts: Shape) -> tuple[torch.Tensor, torch.Ten
         tokens = (tokens[:, None, :, None] * size + along[None, :, None, :]).flatten(0, 1).flatten(1)
         exists = (exists[:, None, :, None] & here[None, :, None, :]).flatten(0, 1).flatten(1)
     return tokens.where(exists, 0), exists
+
+
+def in_tiles(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """(B, N, H, D) tile by tile, for tokens (T, L) of :func:`tokens_of_tiles`: (B, H, T, L, D)."""
+    return x.index_select(1, tokens.flatten()).unflatten(1, tokens.shape).permute(0, 3, 1, 2, 4)
 
 
 def places_of_tokens(grid: Shape, counts: Shape) -> torch.Tensor:

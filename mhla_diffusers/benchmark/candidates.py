@@ -15,7 +15,6 @@ from ..attention.tile_scores import list_length
 from ..config import DEFAULT_SHARE
 from ..families import Family, Model, get_family
 from ..patching import apply_mhla, mhla_layers
-from ..patching.tile_choice import TileChoice
 from .lists import draw_mask
 from .shapes import SOFTMAX_BACKENDS, exact_tiles, why_no_softmax
 from .timing import Absent, Outcome, Variant
@@ -242,7 +241,7 @@ def _draw_lists(patched: Any) -> None:
     """Give exact tiles random lists: calibration would run softmax attention once, and each layer once more."""
     masks: dict[int, torch.Tensor] = {}
     for layer in mhla_layers(patched).values():
-        if isinstance(layer.exact, TileChoice):
+        if layer.exact is not None:
             if layer.heads not in masks:
                 masks[layer.heads] = draw_mask(layer.config.tiles, layer.heads, layer.config.share)
             layer.exact.choose(masks[layer.heads].to(layer.mixing.device))

@@ -12,7 +12,6 @@ from ..reporting import text_table
 from .finding import find_transformers
 from .layer import MHLALayer
 from .processor import MHLAProcessor
-from .tile_choice import TileChoice
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def _describe_exact(
 ) -> ExactDescription | None:
     if config.exact == "none":
         return None
-    share = layer.exact.share if layer is not None and isinstance(layer.exact, TileChoice) else None
+    share = layer.exact.share if layer is not None and layer.exact is not None else None
     tokens = _smallest_and_largest(grid, config.tiles)
     return ExactDescription(config.exact, config.tiles, tokens, share, config.tile_means)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ from ..attention.merge import far_field
 from ..attention.rotary import rotary_table, rotated
 from ..attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from ..attention.tile_scores import spend
-from ..attention.tiles import tokens_of_tiles
+from ..attention.tiles import in_tiles, tokens_of_tiles
 from ..reporting import text_table
 from .calibration import check_reached, patched_attentions, run_unpatched
 from .finding import find_transformers
 from .layer import MHLALayer
 from .processor import AttentionInput, attention_input, project
 from .removal import mhla_disabled
-from .sensitivity import TransformerCall, measure_sensitivity, patched_pairs, record_calls
+from .sensitivity import TransformerCall, measure_sensitivity, patched_pairs, record_calls, repeat_calls
+from .tile_choice import TileChoice
 
 _QUERIES = 8
 """Queries of every tile whose softmax weights are formed; each costs N of them."""
@@ -82,10 +84,13 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
     for component, transformer in transformers.items():
         some = _spread(calls[component])
         prefix = f"{component}."
+        attentions = {name.removeprefix(prefix): attn for name, attn in layers.items() if name.startswith(prefix)}
         here = {name.removeprefix(prefix): m for name, m in measured.items() if name.startswith(prefix)}
         if here:
-            found.extend(_choose(transformer, here, some, prefix if len(transformers) > 1 else ""))
-        attentions = {name: attn for name, attn in layers.items() if name.startswith(prefix)}
+            choices: dict[str, TileChoice] = {name: attentions[name].mhla.exact for name in here}
+            _choose(transformer, choices, here, some)
+            shown = prefix if len(transformers) > 1 else ""
+            found.extend(_report(shown + name, here[name], choice.mask) for name, choice in choices.items())
         _fit_weights(transformer, attentions, some)
     return found
 
@@ -178,29 +183,26 @@ def _spread(calls: list[TransformerCall]) -> list[TransformerCall]:
 
 
 def _choose(
-    transformer: nn.Module, measured: Mapping[str, TileMeasurement], calls: list[TransformerCall], prefix: str
-) -> list[LayerCalibration]:
+    transformer: nn.Module,
+    choices: Mapping[str, TileChoice],
+    measured: Mapping[str, TileMeasurement],
+    calls: list[TransformerCall],
+) -> None:
     """Spend the budget of a transformer's layers."""
-    layers: dict[str, MHLALayer] = {name: transformer.get_submodule(f"{name}.mhla") for name in measured}  # type: ignore[misc]
-    share = next(iter(layers.values())).config.share
+    share = next(iter(choices.values())).config.share
     # to find out how much an error of each layer matters, every layer has its own share of the budget at first
     left = {}
-    for name, layer in layers.items():
+    for name, choice in choices.items():
         (mask,) = spend([measured[name].errors], share)
-        _choices(layer).choose(mask)
+        choice.choose(mask)
         left[name] = float((measured[name].errors * ~mask).sum()) / measured[name].calls
-    pairs = {name: pair for name, pair in patched_pairs(transformer).items() if name in layers}
+    pairs = {name: pair for name, pair in patched_pairs(transformer).items() if name in choices}
     moved = measure_sensitivity(transformer, pairs, calls)
     scores = [found.errors * (moved[name] / max(left[name], 1e-30)) for name, found in measured.items()]
     largest = max(1e-30, *(float(score.max()) for score in scores))
-    for layer, score, mask in zip(layers.values(), scores, spend(scores, share), strict=True):
-        _choices(layer).keep_scores(score / largest)
-        _choices(layer).choose(mask)
-    return [_report(prefix + name, measured[name], _choices(layer).mask) for name, layer in layers.items()]
-
-
-def _choices(layer: MHLALayer) -> Any:
-    return layer.exact
+    for choice, score, mask in zip(choices.values(), scores, spend(scores, share), strict=True):
+        choice.keep_scores(score / largest)
+        choice.choose(mask)
 
 
 def _report(name: str, found: TileMeasurement, mask: torch.Tensor) -> LayerCalibration:
@@ -224,20 +226,15 @@ def _fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: l
         return note
 
     handles = [attn.register_forward_pre_hook(watch(name), with_kwargs=True) for name, attn in open_ones.items()]
-
-    def repeat() -> None:
-        for call in calls:
-            call.predict(transformer)
-
-    run_unpatched(transformer, repeat, handles)
+    run_unpatched(transformer, partial(repeat_calls, transformer, calls), handles)
     check_reached(open_ones, errors)
     for name, attn in open_ones.items():
         candidates = _candidates(attn.mhla)
-        best = errors[name].flatten(1).argmin(dim=1)
+        best = errors[name].flatten(1).argmin(dim=1).cpu()
         count = len(candidates.far_log_weight)
-        attn.mhla.far_field_log_weight.copy_(candidates.far_log_weight.to(best.device)[best % count])
+        attn.mhla.far_field_log_weight.copy_(candidates.far_log_weight[best % count])
         if attn.mhla.mean_bias is not None:
-            attn.mhla.mean_bias.copy_(candidates.mean_bias.to(best.device)[best // count])
+            attn.mhla.mean_bias.copy_(candidates.mean_bias[best // count])
 
 
 def _candidates(layer: MHLALayer) -> Candidates:
@@ -251,6 +248,6 @@ def _try_candidates(attn: Any, given: AttentionInput) -> torch.Tensor:
     call = layer.call(query, key, value, grid, given.rotary, given.key_mask)
     far, normaliser = eager_attention(far_field(call))
     tokens = tokens_of_tiles(grid, attn.mhla.exact.counts(grid))[0].to(query.device)
-    in_tiles = far[:, tokens].permute(0, 3, 1, 2, 4), normaliser[:, tokens, :, 0].log().permute(0, 3, 1, 2)
+    far_in_tiles = in_tiles(far, tokens), in_tiles(normaliser.log(), tokens).squeeze(-1)
     samples, candidates = tiled.samples(_QUERIES // 4, 0), _candidates(layer)
-    return candidate_errors(tiled, samples, _projections(attn), call.exact.mask(), in_tiles, candidates)
+    return candidate_errors(tiled, samples, _projections(attn), call.exact.mask(), far_in_tiles, candidates)

@@ -187,8 +187,7 @@ class MHLALayer(nn.Module):
             "eps": config.eps,
         }
         if self.exact is not None:
-            table = rotary_table(rotary) if rotary is not None else None
-            settings["exact"] = self.exact(query, key, table, grid)
+            settings["exact"] = self.exact(query, key, rotary, grid)
             if config.share < 1 and log_weight is not None:  # else nothing is left for a far field or means to add
                 settings |= {"far_field_weight": log_weight.exp(), "mean_bias": self.mean_bias}
         return settings

@@ -14,7 +14,7 @@ from .finding import attentions_of, find_transformers
 from .plan import automatic_count, carry_out, make_plan
 from .processor import MHLAProcessor
 from .removal import remove_mhla
-from .sensitivity import TransformerCall, measure_sensitivity, patched_pairs, record_calls
+from .sensitivity import measure_sensitivity, patched_pairs, record_calls, repeat_calls
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
@@ -105,7 +105,7 @@ def _choose_automatically(
         carry_out(plan)
         try:
             if plan.processor.config.exact != "none":
-                calibrate_exact_tiles(plan.transformer, partial(_repeat, calls[name], plan.transformer))
+                calibrate_exact_tiles(plan.transformer, partial(repeat_calls, plan.transformer, calls[name]))
             sensitivities = measure_sensitivity(plan.transformer, patched_pairs(plan.transformer), calls[name])
         finally:
             remove_mhla(plan.transformer)
@@ -114,11 +114,6 @@ def _choose_automatically(
         count = automatic_count(configs[name].layers, len(values))
         chosen[name] = configs[name].replace(layers=tuple(sorted(least[:count])))
     return chosen
-
-
-def _repeat(calls: list[TransformerCall], transformer: nn.Module) -> None:
-    for call in calls:
-        call.predict(transformer)
 
 
 def _choose_config(family: Family, chosen: MHLAConfig | Patch | None) -> MHLAConfig:

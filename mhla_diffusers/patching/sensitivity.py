@@ -1,6 +1,6 @@
 """Recorded calls of a transformer, and how much each layer's replacement alone changes its output on them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,12 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
     if missed:
         raise ValueError(f"The calibration did not run {', '.join(missed)}; it must call the pipeline or transformer.")
     return calls
+
+
+def repeat_calls(transformer: nn.Module, calls: Iterable[TransformerCall]) -> None:
+    """Run a transformer on recorded calls again."""
+    for call in calls:
+        call.predict(transformer)
 
 
 def _copy(value: Any) -> Any:

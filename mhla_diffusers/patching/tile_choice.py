@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..attention.blocks import check_layout
+from ..attention.rotary import Rotary, rotary_table
 from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, list_length, tiles_by_content
 from ..attention.tiles import ExactTiles
 from ..config import MHLAConfig
@@ -52,9 +53,9 @@ class TileChoice(nn.Module):
         self.make_lists()
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None, grid: tuple[int, ...]
+        self, query: torch.Tensor, key: torch.Tensor, rotary: Rotary | None, grid: tuple[int, ...]
     ) -> ExactTiles:
-        """The lists for a call with a query and key (B, N, H, D), a RoPE table and a token grid.
+        """The lists for a call with a query and key (B, N, H, D), RoPE's (cos, sin) and a token grid.
 
         Raises:
             ValueError: lists that are yet to be calibrated.
@@ -67,6 +68,7 @@ class TileChoice(nn.Module):
             )
         counts = self.counts(grid)
         if self.config.exact == "content":
+            table = rotary_table(rotary) if rotary is not None else None
             return tiles_by_content(query, key, table, grid, counts, self.config.share)
         return ExactTiles(counts, self.heads, self.offsets, self.keys)
 

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import Sample, get_family
 from ..patching import mhla_layers
-from ..patching.tile_choice import TileChoice
 from .config import StageConfig, TrainingConfig
 from .objectives import Objectives
 from .teacher import Teacher
@@ -82,7 +81,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig) -> Estima
         if stage.lora_rank is not None:
             add_adapters(transformer, stage.lora_rank, config.seed)
     for layer in mhla_layers(transformer).values():
-        if isinstance(layer.exact, TileChoice):
+        if layer.exact is not None:
             layer.exact.make_lists()  # of the length that calibration gives them, without values
     transformer.train()
     if config.gradient_checkpointing:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mhla_diffusers.attention import ExactTiles, mhla_attention
 from mhla_diffusers.attention.call import Call
 from mhla_diffusers.attention.exact import exact_attention
-from mhla_diffusers.attention.tile_attention import flat_lists, tile_attention
+from mhla_diffusers.attention.tile_attention import tile_attention
 from mhla_diffusers.attention.tiles import tokens_of_tiles
 
 from .problems import errors_against_reference, make_problem
@@ -129,7 +129,7 @@ def test_flops_are_counted_from_the_lists(means, samples):
     query, key, value = (torch.randn(2, 3, 4, 5, 8, requires_grad=True) for _ in range(3))
     given = (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 8), torch.zeros(1, 3, 4)) if means else (None,) * 3
     with FlopCounterMode(display=False) as counter:
-        output, _ = tile_attention(query, key, value, torch.zeros(1, 4, 5), *given, *flat_lists(tiles))
+        output, _ = tile_attention(query, key, value, torch.zeros(1, 4, 5), *given, tiles.offsets, tiles.keys)
     pairs = 2 * 17 * 5 * 5 + (2 * 3 * 4 * 5 * 4 if means else 0)
     assert counter.get_total_flops() == 2 * 2 * 8 * pairs, "two products"
     with FlopCounterMode(display=False) as counter:

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from ..blocks import Shape, block_index
-from ..tiles import tokens_of_tiles
+from ..tiles import mask_of_lists, row_of_pair, tokens_of_tiles
 from .arguments import Lists
 
 
@@ -57,7 +57,7 @@ def lists_of_keys(call: ExactCall) -> Lists:
 def lists_of_queries(call: ExactCall) -> Lists:
     """The query tiles that meet every tile of keys exactly, ascending."""
     tiles, lists = call.number_of_tiles, len(call.offsets) - 1
-    row = _row_of_pair(call)
+    row = row_of_pair(call.offsets, call.tiles)
     target = row - row % tiles + call.tiles
     order = target.argsort(stable=True)
     first = torch.arange(lists + 1, device=target.device)
@@ -66,10 +66,7 @@ def lists_of_queries(call: ExactCall) -> Lists:
 
 def bitmap(call: ExactCall) -> torch.Tensor:
     """uint8 (S H T, T): 1 where a tile of queries (row) meets a tile of keys (column) exactly."""
-    tiles = call.number_of_tiles
-    bits = torch.zeros((len(call.offsets) - 1) * tiles, dtype=torch.uint8, device=call.tiles.device)
-    bits[_row_of_pair(call) * tiles + call.tiles] = 1
-    return bits.view(-1, tiles)
+    return mask_of_lists(call.offsets, call.tiles, call.number_of_tiles).view(torch.uint8)
 
 
 def tile_of_token(call: ExactCall) -> torch.Tensor:
@@ -79,12 +76,6 @@ def tile_of_token(call: ExactCall) -> torch.Tensor:
 
 def _tokens(call: ExactCall) -> torch.Tensor:
     return _tables(call.grid, call.counts, call.query.device)[0]
-
-
-def _row_of_pair(call: ExactCall) -> torch.Tensor:
-    """int64 (pairs,). The size is given, since a device would have to be waited for to learn it."""
-    rows = torch.arange(len(call.offsets) - 1, device=call.offsets.device)
-    return torch.repeat_interleave(rows, call.offsets.diff(), output_size=len(call.tiles))
 
 
 @lru_cache(maxsize=64)

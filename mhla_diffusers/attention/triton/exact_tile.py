@@ -30,17 +30,15 @@ def tiles_in_grid(layout):
 
 
 @triton.jit
-def this_pair_program(layout, TILES_ONLY: tl.constexpr):
+def this_pair_program(layout):
     """Batch, head, tile (of T) and part of this program.
 
     Parts and tiles vary fastest: programs that run together then read the keys of one head, which the cache holds.
     """
     tiles = tiles_in_grid(layout)
     rest = tl.program_id(0)
-    part = 0
-    if not TILES_ONLY:
-        part = rest % layout.parts
-        rest = rest // layout.parts
+    part = rest % layout.parts
+    rest = rest // layout.parts
     tile = rest % tiles
     rest = rest // tiles
     return (rest // layout.heads).to(tl.int64), (rest % layout.heads).to(tl.int64), tile, part
