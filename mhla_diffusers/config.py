@@ -75,8 +75,8 @@ class MHLAConfig:
     """Multiply the output with SiLU of a projection of the layer's input (paper, Tab. 12)."""
     exact: Literal["none", "own", "calibrated", "content"] = "none"
     """Tiles of keys that a query tile attends to with softmax attention, beside MHLA over all blocks: none, its own,
-    those that each head needs according to :func:`calibrate_exact_tiles`, or those whose mean key fits its mean query
-    best at every call.
+    those that each head needs according to :func:`calibrate_exact_tiles`, or at every call those that their mean stands
+    for worst (:func:`mhla_diffusers.attention.tile_scores.tiles_by_content`).
     """
     exact_tiles: tuple[int, ...] | None = None
     """Tile count per axis of the token grid; None for the blocks. With "content", an axis of fewer tokens than that is

@@ -12,7 +12,7 @@ import torch
 from .blocks import Shape
 from .mixing import resize_mixing
 from .rotary import rotated
-from .tiles import ExactTiles, tokens_of_tiles
+from .tiles import ExactTiles, in_tiles, tokens_of_tiles
 
 KEPT = 0.2
 """Part of all pairs whose scores are kept: budgets beyond it are spent on the rest as on equals."""
@@ -86,7 +86,10 @@ def list_length(share: float, tiles: int) -> int:
 def tiles_by_content(
     query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None, grid: Shape, counts: Shape, share: float
 ) -> ExactTiles:
-    """For every query tile as many key tiles, those whose mean key has the largest product with its mean query.
+    """For every query tile as many key tiles, those that their mean stands for worst.
+
+    To first order a tile's mean is wrong by its softmax weight times the spread of its logits, so for a mean query q a
+    key tile with mean k̄ and variance σ² per channel is judged by q·k̄/√D + ½ log Σ_d q_d² σ_d²/D.
 
     Args:
         query: (B, N, H, D).
@@ -97,10 +100,16 @@ def tiles_by_content(
         share: part of all pairs; at least one key tile for every query tile.
     """
     tokens, exists = (x.to(query.device) for x in tokens_of_tiles(grid, counts))
-    weight = (exists / exists.sum(dim=-1, keepdim=True)).to(query.dtype)[None, :, :, None, None]
-    means = [(rotated(x, table)[:, tokens] * weight).sum(dim=2).transpose(1, 2) for x in (query, key)]
-    batch, heads, tiles, _ = means[0].shape
+    weight = (exists / exists.sum(dim=-1, keepdim=True)).to(query.dtype)[:, :, None]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query, key = (in_tiles(rotated(x, table), tokens) for x in (query, key))
+    mean_query, mean_key = ((weight * x).sum(dim=3, dtype=dtype) for x in (query, key))
+    mean_query = mean_query * query.shape[-1] ** -0.5
+    variance = (weight * (key - mean_key[:, :, :, None].to(key.dtype)).square()).sum(dim=3, dtype=dtype)
+    spread = (mean_query.square() @ variance.mT).clamp_min(torch.finfo(dtype).tiny)
+    scores = mean_query @ mean_key.mT + spread.log() / 2
+    batch, heads, tiles, _ = scores.shape
     length = list_length(share, tiles)
-    keys = (means[0] @ means[1].mT).topk(length, dim=-1).indices.sort(dim=-1).values.flatten()
+    keys = scores.topk(length, dim=-1).indices.sort(dim=-1).values.flatten()
     offsets = torch.arange(batch * heads * tiles + 1, device=keys.device) * length
     return ExactTiles(counts, heads, offsets, keys)

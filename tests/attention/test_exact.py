@@ -1,5 +1,6 @@
 """Exact tiles with means and far field against the float64 reference, softmax attention and FlexAttention."""
 
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from mhla_diffusers.attention import ExactTiles, mhla_attention
 from mhla_diffusers.attention.call import Call
 from mhla_diffusers.attention.exact import exact_attention
 from mhla_diffusers.attention.tile_attention import tile_attention
+from mhla_diffusers.attention.tile_scores import tiles_by_content
 from mhla_diffusers.attention.tiles import tokens_of_tiles
 
 from .problems import errors_against_reference, make_problem
@@ -55,6 +57,24 @@ LAYOUTS = [((12,), (4,)), ((7, 9), (3, 4)), ((5, 6), (5, 6)), ((5, 7, 3), (2, 3,
 @pytest.mark.parametrize("parts", ["exact", "means", "far", "means and far"])
 def test_parts_on_even_and_ragged_tiles(grid, counts, parts):
     check(make(grid, counts, means="means" in parts, far="far" in parts))
+
+
+@pytest.mark.parametrize(("grid", "counts"), LAYOUTS[:4])
+def test_tiles_by_content_written_out(grid, counts):
+    """One query tile and key tile at a time: q · k̄ + ½ log Σ q² σ², without the head dim's scale in ``query``."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, math.prod(grid), 3, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    tokens, exists = tokens_of_tiles(grid, counts)
+    members = [some[here] for some, here in zip(tokens, exists, strict=True)]
+    expected = torch.zeros(2, 3, len(members), len(members), dtype=torch.bool)
+    count = max(1, round(0.25 * len(members)))
+    for sample, head, row in itertools.product(range(2), range(3), range(len(members))):
+        mean_query = query[sample, members[row], head].mean(dim=0) / 8**0.5
+        keys = [key[sample, some, head] for some in members]
+        spreads = [(mean_query.square() @ some.var(dim=0, correction=0)).clamp_min(1e-37).log() / 2 for some in keys]
+        scores = torch.stack([mean_query @ some.mean(dim=0) + s for some, s in zip(keys, spreads, strict=True)])
+        expected[sample, head, row, scores.topk(count).indices] = True
+    assert torch.equal(tiles_by_content(query, key, None, grid, counts, 0.25).mask(), expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
