@@ -316,6 +316,16 @@ def patch_names() -> list[str]:
     return sorted(path.stem for path in patch_folder().glob("*.yaml"))
 
 
+def adapted_patch_folder(name: str) -> Path | None:
+    """Where an adapted patch that ships lies, for ``load_mhla``; None for a name that is none of them."""
+    return patch_folder() / name if name in adapted_patch_names() else None
+
+
+def adapted_patch_names() -> list[str]:
+    """Names of the adapted patches that ship, settings and weights, as ``save_mhla`` wrote them."""
+    return sorted(path.parent.name for path in patch_folder().glob("*/mhla_config.json"))
+
+
 def load_patch(name_or_path: str | Path) -> Patch:
     """Read a patch by its name or from a YAML file.
 
@@ -328,7 +338,9 @@ def load_patch(name_or_path: str | Path) -> Patch:
         if str(name_or_path) not in patch_names():
             near = get_close_matches(str(name_or_path), patch_names(), n=3, cutoff=0.4)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-            if path.is_dir():
+            if adapted_patch_folder(str(name_or_path)) is not None:
+                hint = f": it has weights too; open it with load_mhla(model, {str(name_or_path)!r})."
+            elif path.is_dir():
                 hint = f": {path} is a folder; open a saved patch with load_mhla(model, {str(name_or_path)!r})."
             raise ValueError(
                 f"Unknown patch {str(name_or_path)!r}{hint} "

@@ -26,6 +26,7 @@ from ..training import (
     read_metrics,
     train,
 )
+from ..training.config import Trainable
 from ..training.latents.data import stack_samples
 from ..training.validation import ValidationLoss
 
@@ -40,7 +41,7 @@ class Recipe:
     """How long a variant adapts, and with which losses."""
 
     steps: int
-    """Updates of all weights, end to end."""
+    """Updates end to end."""
     transfer_steps: int = 0
     """Cheap updates of attention transfer that come first."""
     objectives: ObjectiveWeights = ObjectiveWeights(diffusion=1.0, distillation=1.0)
@@ -50,13 +51,15 @@ class Recipe:
     mixing_learning_rate: float = 5e-3
     scheduler: Literal["constant", "cosine"] = "cosine"
     """Of the updates end to end."""
+    trainable: Trainable = "all"
+    """What the updates end to end train."""
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
         """Stages of the training loop."""
         mixing = self.mixing_learning_rate
         end_to_end = StageConfig(
-            self.steps, self.learning_rate, "all", self.objectives, mixing, scheduler=self.scheduler
+            self.steps, self.learning_rate, self.trainable, self.objectives, mixing, scheduler=self.scheduler
         )
         if not self.transfer_steps:
             return (end_to_end,)

@@ -1,5 +1,6 @@
 """Load a saved patch from a folder or the Hub."""
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from ..attention import resize_mixing
 from ..attention.tile_scores import resize_scores, spend
-from ..config import MHLAConfig
+from ..config import MHLAConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
 from ..files import file_hash
 from .finding import find_transformers, mhla_layers
@@ -40,7 +41,7 @@ def load_mhla(
 
     Args:
         model: unpatched pipeline or transformer of the kind that the patch was made for.
-        patch: folder or Hub id.
+        patch: folder, Hub id, or the name of an adapted patch that ships, such as "tiny-wan-exact".
         blocks: other block counts to open the patch at; mixing matrices are interpolated.
         exact_tiles: other tile counts; the scores of calibrated tiles are interpolated, and tiles chosen anew.
         exact_share: another part of all pairs of tiles to be exact; calibrated tiles are chosen anew.
@@ -95,6 +96,20 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
         raise ValueError(f"{path} is a pickle file, which is never loaded; save the patch with save_mhla().")
     if path.is_dir():
         return path
+    shipped = adapted_patch_folder(str(patch))
+    if shipped is not None:
+        return shipped
+    if str(patch) in patch_names():
+        raise ValueError(
+            f"{patch} is a ready patch, settings without weights; open it with apply_mhla(model, {patch!r})."
+        )
+    if "/" not in str(patch) and not path.exists():
+        near = get_close_matches(str(patch), adapted_patch_names(), n=3, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise FileNotFoundError(
+            f"{patch} is no folder, no Hub id (owner/name) and no adapted patch that ships.{hint} "
+            f"These ship: {', '.join(adapted_patch_names()) or 'none'}."
+        )
     if path.is_absolute() or path.exists():
         raise FileNotFoundError(f"{patch} is no folder; load_mhla takes the folder that save_mhla wrote, or a Hub id.")
     from huggingface_hub import snapshot_download

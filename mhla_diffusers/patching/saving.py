@@ -30,7 +30,13 @@ from .record import (
 
 
 def save_mhla(
-    model: Any, folder: str | Path, *, weights: Weights = "mhla", base: Any = None, base_model: str | None = None
+    model: Any,
+    folder: str | Path,
+    *,
+    weights: Weights = "mhla",
+    base: Any = None,
+    base_model: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Path:
     """Save the patch of a pipeline or transformer.
 
@@ -42,22 +48,27 @@ def save_mhla(
         base: for "changed", the unpatched pipeline or transformer to compare with; None loads it from ``base_model``.
         base_model: Hub id or path of the base; None for the one that the model was loaded from. Of a path only the
             name of the folder is recorded.
+        dtype: floating point type of what is saved, such as ``torch.float16`` for half the size; None keeps each
+            tensor's own. Loading brings every tensor to the type that the model has.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: not patched, unknown ``weights``, LoRA adapters or offloaded weights in the way, or no base known.
+        ValueError: not patched, unknown ``weights``, LoRA adapters or offloaded weights in the way, no base known, a
+            ``dtype`` that is none, or a value that ``dtype`` cannot hold.
     """
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(get_args(Weights))}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype} must be a floating point type such as torch.float16, or None.")
     require_layers(model)
     transformers = find_transformers(model)
     base_model = base_model or _base_model(model)
     tensors: dict[str, torch.Tensor] = {}
     for name, transformer in transformers.items():
         chosen = _choose_tensors(name, transformer, weights, base, base_model)
-        tensors |= {f"{name}.{key}": tensor.detach().cpu().contiguous() for key, tensor in chosen.items()}
+        tensors |= {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
     folder = _make_folder(folder)
     file, digest = _write_tensors(folder, tensors)
     record = PatchRecord(
@@ -74,6 +85,16 @@ def save_mhla(
         if old.name != file:
             old.unlink()
     return folder
+
+
+def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    tensor = tensor.detach().cpu().contiguous()
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    saved = tensor.to(dtype)
+    if not saved.isfinite().all() and tensor.isfinite().all():
+        raise ValueError(f"{name} has values up to {float(tensor.abs().max()):.3g}, which {dtype} cannot hold.")
+    return saved
 
 
 def _make_folder(folder: str | Path) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from ..devices import choose_device
 from .pipelines import tiny_pipeline
@@ -21,6 +22,11 @@ class DamagedAssetError(OSError):
 def pipeline_folder(family: str) -> Path:
     """Where the pipeline of a family lies."""
     return ASSET_FOLDER / f"tiny-{family}"
+
+
+def control_file(family: str) -> Path:
+    """Where the weights of a family's control lie: those that differ from the pipeline's, in float16."""
+    return ASSET_FOLDER / f"tiny-{family}-control.safetensors"
 
 
 def check_asset(path: Path) -> None:
@@ -74,12 +80,14 @@ def _checksum(path: Path) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def load_tiny(family: str, device: str | torch.device = "cpu") -> Any:
+def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool = False) -> Any:
     """The tiny pipeline of a family: a ``DiTPipeline``, ``SanaPipeline`` or ``WanPipeline`` in float32.
 
     Args:
         family: dit, sana or wan.
         device: where it runs; "auto" for a GPU if there is one.
+        control: with the transformer trained on, its own attention kept, for as long as the adapted patches that ship
+            were adapted: what these are to be compared with.
 
     Raises:
         ValueError: unknown family, or no such device here.
@@ -91,7 +99,11 @@ def load_tiny(family: str, device: str | torch.device = "cpu") -> Any:
     place = choose_device(str(device))
     folder = pipeline_folder(family)
     check_asset(folder)
-    pipe = DiffusionPipeline.from_pretrained(folder).to(place)
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    if control:
+        check_asset(control_file(family))
+        pipe.transformer.load_state_dict(load_file(control_file(family)), strict=False)
+    pipe = pipe.to(place)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -172,6 +172,7 @@ class TinyWan(TinyPipeline):
         Phase("last", 2500, 8, 1e-3),
     )
     blocks = (3, 4, 4)
+    exact_tiles = (9, 4, 4)
     mixing_per_head = True
     batch_size = 4
 

@@ -1,0 +1,56 @@
+"""The attentions that are compared on a tiny pipeline: their settings, the names they ship under, and their recipes."""
+
+from dataclasses import dataclass
+
+from ..config import MHLAConfig
+from ..families import Family
+from ..tiny import TinyPipeline
+from ..training import ObjectiveWeights
+from .adaptation import DIFFUSION, Recipe
+
+TRANSFER_STEPS = 100
+END_TO_END_STEPS = 300
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One attention."""
+
+    name: str
+    """As tables have it."""
+    short: str
+    """What comes after ``tiny-<family>-`` in the name that it ships under."""
+    patch: MHLAConfig | None
+    """None for the control: the pipeline's own attention."""
+
+
+def variants(tiny: TinyPipeline, family: Family) -> list[Variant]:
+    """The control first: the pipeline's own attention, trained on for as long as the others are adapted.
+
+    SANA's own attention is plain linear already, which leaves MHLA to be compared with it.
+    """
+    mhla = MHLAConfig(blocks=tiny.blocks, mixing_per_head=tiny.mixing_per_head)
+    if family.own_attention != "softmax":
+        return [Variant(f"own {family.own_attention} attention", "control", None), Variant("MHLA", "mhla", mhla)]
+    one_block = (1,) * len(tiny.blocks)
+    exact = mhla.replace(mixing_per_head=True, exact="content", exact_tiles=tiny.exact_tiles)
+    return [
+        Variant("softmax", "control", None),
+        Variant("plain linear", "linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
+        Variant("MHLA", "mhla", mhla),
+        Variant("MHLA hybrid 2/3", "hybrid", mhla.replace(layers="2/3")),
+        Variant("MHLA, exact tiles", "exact", exact),
+    ]
+
+
+def recipe_of(variant: Variant, family: Family) -> Recipe:
+    """The recipe of ``finetune/configs/tiny-*.yaml``: attention transfer, then distillation, of the attention alone.
+
+    A control has nothing to learn from itself, so it is trained on with the loss that it was trained with; so is MHLA
+    in place of linear attention, which is to become better than what it replaces.
+    """
+    if variant.patch is None or family.own_attention != "softmax":
+        steps = TRANSFER_STEPS + END_TO_END_STEPS
+        return Recipe(steps, objectives=DIFFUSION, learning_rate=2e-4, trainable="attention")
+    distillation = ObjectiveWeights(distillation=1.0)
+    return Recipe(END_TO_END_STEPS, TRANSFER_STEPS, objectives=distillation, trainable="attention")
