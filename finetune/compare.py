@@ -1,6 +1,5 @@
 """How fast each kind of attention adapts: the tiny Wan pipeline on clips of moving digits, on a CPU.
 
-python finetune/compare.py exact --seeds 1 2 3 --clips 100   # exact tiles beside MHLA and plain linear attention
 python finetune/compare.py tiles        # how exact tiles are chosen, and how large they are
 python finetune/compare.py recipes      # the diffusion loss alone, with distillation, attention transfer first
 python finetune/compare.py settings     # MHLA's own settings
@@ -14,7 +13,6 @@ are kept, so a command goes on where it was stopped.
 import argparse
 import csv
 import io
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,10 +25,8 @@ import torch
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.benchmark.timing import Budget, Variant, time_interleaved
 from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, held_out_curve
-from mhla_diffusers.demo.judging import digit_accuracy, generate_scenes, load_classifier
 from mhla_diffusers.demo.latents import digit_latents
-from mhla_diffusers.files import read_json, write_json, write_text
-from mhla_diffusers.generation import load_result
+from mhla_diffusers.files import write_text
 from mhla_diffusers.tiny import TINY, load_tiny
 
 FINE = (3, 4, 4)
@@ -54,7 +50,6 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
     "MHLA hybrid 2/3, per head": MHLAConfig(blocks=FINE, layers="2/3", mixing_per_head=True),
     "MHLA, per head, blocks of 4": MHLAConfig(blocks=(9, 4, 4), mixing_per_head=True),
     "exact tiles": _EXACT,
-    "exact tiles by content, hybrid 2/3": _EXACT.replace(exact="content", layers="2/3"),
     "exact tiles, no means": _EXACT.replace(tile_means=False),
     "exact tiles by content": _EXACT.replace(exact="content"),
     "exact tiles of 12": _EXACT.replace(exact_tiles=FINE),
@@ -91,14 +86,6 @@ TABLES: dict[str, list[tuple[str, str]]] = {
     "recipes": [
         *(("diffusion", attention) for attention in _FOUR),
         *((recipe, attention) for recipe in ("distillation", "transfer first") for attention in _FOUR[1:]),
-    ],
-    "exact": [
-        ("diffusion, gentle", "softmax, trained on"),
-        ("transfer first, cosine", "plain linear"),
-        ("transfer first, cosine", "MHLA, mixing per head"),
-        ("transfer first, gentle", "exact tiles"),
-        ("transfer first, gentle", "exact tiles by content"),
-        ("transfer first, gentle", "exact tiles by content, hybrid 2/3"),
     ],
     "tiles": [
         ("transfer first, gentle", name)
@@ -140,8 +127,6 @@ class Comparison:
     seeds: tuple[int, ...]
     """Of training."""
     timing_seconds: float
-    clips: int
-    """That every adapted variant generates."""
     output: Path
 
     def adapt(self, name: str, attention: str) -> list[dict[int, float]]:
@@ -162,20 +147,6 @@ class Comparison:
         """Of one run."""
         words = f"{name} {attention}".translate({ord(","): None, ord(" "): "-", ord("/"): "-", ord("%"): None})
         return self.output / f"{words}-{seed}"
-
-    def digits(self, name: str, attention: str) -> list[float]:
-        """Part of the digits that the classifier recognises in clips from always the same noise, for every seed."""
-        tiny, chance, found = self.adaptation.tiny, random.Random("clips"), []
-        scenes = [tiny.random_scene(chance) for _ in range(self.clips)]
-        for seed in self.seeds:
-            file = self.folder(name, attention, seed) / f"digits-{self.clips}.json"
-            if not file.is_file():
-                pipe = load_tiny(tiny.family)
-                load_result(pipe, file.parent / "result")
-                pictures = generate_scenes(pipe, tiny, scenes, seed=0)
-                write_json({"recognised": digit_accuracy(pictures, scenes, tiny, load_classifier())}, file)
-            found.append(read_json(file)["recognised"])
-        return found
 
     def patched(self, attention: str) -> Any:
         """A fresh pipeline; automatic hybrids and exact tiles are chosen on a fixed batch."""
@@ -225,7 +196,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--held-out", type=int, default=32)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--clips", type=int, default=0, help="to generate and judge with every adapted variant")
     parser.add_argument("--transfer-steps", type=int, default=TRANSFER["transfer_steps"])
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of training; the data are always the same")
@@ -246,24 +216,19 @@ def main() -> None:
         arguments.transfer_steps,
         tuple(arguments.seeds),
         arguments.timing_seconds,
-        arguments.clips,
         arguments.output,
     )
     columns = [column for column in COLUMNS if column <= arguments.steps]
     runs = TABLES[arguments.table]
     losses = {run: comparison.adapt(*run) for run in runs}
-    digits = {run: comparison.digits(*run) for run in runs} if arguments.clips else {}
     seconds = comparison.seconds(sorted({attention for _, attention in runs}))
     rows = []
     for recipe, attention in runs:
         curves = losses[recipe, attention]
         cells = [shown([curve[min(curve)] for curve in curves])]
         cells += [shown([curve[step] for curve in curves]) if step in curves[0] else "–" for step in columns]
-        if arguments.clips:
-            cells.append(shown(digits[recipe, attention]))
         rows.append([recipe, attention, *cells, f"{1000 * seconds[attention]:.0f}"])
-    judged = ["digits recognised"] if arguments.clips else []
-    header = ["losses", "attention", "untrained", *map(str, columns), *judged, "ms forward+backward"]
+    header = ["losses", "attention", "untrained", *map(str, columns), "ms forward+backward"]
     write_table(rows, header, arguments.output, arguments.table)
     sys.stdout.write((arguments.output / f"{arguments.table}.md").read_text())
 

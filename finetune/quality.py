@@ -1,164 +1,171 @@
-"""What each kind of attention does to quality: the tiny DiT pipeline adapted, sampled and compared on a CPU.
+"""What each kind of attention does to quality: the adapted patches of a tiny pipeline, judged on a CPU.
 
-python finetune/quality.py --output outputs/quality
+python finetune/quality.py wan --scenes 100
+python finetune/quality.py wan --scenes 100 --adapted outputs/adapted-wan-2    # another seed of the adaptation
 
-Every variant starts from the same trained softmax model and is adapted with the same data, noise, loss and number of
-steps; softmax itself is trained on as well, because adapting improves any model on data that it can still learn from.
-Then each generates the same samples from the same noise, and one report compares them in the eyes of the digit
-classifier: Fréchet distance to real held-out digits, digits recognised, and the loss on held-out digits, with paired
-differences. What is finished is kept, so the command goes on where it was stopped.
+Each attention of mhla_diffusers/demo/variants.py, adapted, generates the same scenes from the same noise, and so does
+the control: the pipeline's own attention, trained on for as long. Held-out loss, digits that the classifier recognises
+and Fréchet distance to the same scenes of real digits, each with its difference from the control and the 95 % interval
+of that difference, bootstrapped over the scenes. What is generated is kept, so a command goes on where it was stopped.
 """
 
 import argparse
+import random
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from mhla_diffusers import MHLAConfig
-from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe
-from mhla_diffusers.demo.judging import digit_shown, picture_features, real_scenes
+from mhla_diffusers import load_mhla
+from mhla_diffusers.demo.adaptation import Adaptation
+from mhla_diffusers.demo.adapting import HELD_OUT
+from mhla_diffusers.demo.examining import load_variant
+from mhla_diffusers.demo.judging import digit_accuracy, digit_features, generate_scenes, load_classifier, real_scenes
 from mhla_diffusers.demo.latents import digit_latents
-from mhla_diffusers.evaluation.compare import Comparison, compare_sets
-from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
-from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
-from mhla_diffusers.evaluation.sets import Sample, class_samples
-from mhla_diffusers.files import write_json
-from mhla_diffusers.generation import load_result
-from mhla_diffusers.reporting import require_matplotlib, text_table
-from mhla_diffusers.tiny import TINY, load_tiny
-from mhla_diffusers.tiny.digits import Scene, load_digits
+from mhla_diffusers.demo.variants import Variant, variants
+from mhla_diffusers.evaluation.compare import Interval, bootstrap
+from mhla_diffusers.evaluation.metrics import frechet_distance
+from mhla_diffusers.files import write_json, write_text, written_aside
+from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
+from mhla_diffusers.tiny.digits import load_digits
 
-TINY_DIT = TINY["dit"]
-CLASSES = 10
-UNTOUCHED = "softmax-untouched"
-BLOCKS = TINY_DIT.blocks
-VARIANTS: dict[str, MHLAConfig | None] = {
-    "softmax": None,
-    "MHLA-hybrid": MHLAConfig(blocks=BLOCKS, layers="2/3"),
-    "MHLA-auto": MHLAConfig(blocks=BLOCKS, layers="auto:2/3"),
-    "MHLA": MHLAConfig(blocks=BLOCKS),
-    "MHLA-exact": MHLAConfig(blocks=BLOCKS, mixing_per_head=True, exact="content"),
-    "linear": MHLAConfig(blocks=(1, 1), mixing_learnable=False, mixing_clip=False),
-}
-"""The first one is what all others are compared with."""
-PAIRS = (("MHLA", "linear"), ("MHLA-hybrid", "MHLA-auto"))
-"""Further differences that the report is asked for."""
+_RESAMPLES = 1000
+_FRECHET_RESAMPLES = 200
+UNTOUCHED = "as shipped"
 
 
-def adapt(adaptation: Adaptation, patch: MHLAConfig | None, steps: int, output: Path) -> Path:
-    """Folder with the adapted weights."""
-    result = output / "result"
-    if not result.is_dir():
-        adaptation.adapt(adaptation.patched(patch, few_steps), Recipe(steps, objectives=DIFFUSION), output)
-    return result
+@dataclass(frozen=True)
+class Judged:
+    """What was measured of one attention, sample by sample."""
+
+    name: str
+    losses: torch.Tensor
+    """(held-out samples,)."""
+    right: torch.Tensor
+    """(scenes,): part of the digits that is recognised."""
+    features: torch.Tensor
+    """(scenes, digits and frames, 64); of a scene with one digit the digit twice."""
 
 
-def few_steps(pipe: Any) -> None:
-    """Generate every class, for automatic hybrids to choose their layers on."""
-    generators = [torch.Generator().manual_seed(label) for label in range(CLASSES)]
-    pipe(class_labels=list(range(CLASSES)), generator=generators, num_inference_steps=4)
+def open_variant(tiny: TinyPipeline, variant: Variant, adapted: Path | None) -> Any:
+    """The pipeline with a patch that ships, or with one that ``mhla_diffusers.demo.adapting`` made."""
+    if adapted is None:
+        return load_variant(tiny, variant, "cpu")
+    pipe, folder = load_tiny(tiny.family), adapted / "patches" / f"tiny-{tiny.family}-{variant.short}"
+    if variant.patch is None:
+        pipe.transformer.load_state_dict(load_file(folder / "control.safetensors"), strict=False)
+        return pipe
+    return load_mhla(pipe, folder)
 
 
-def held_out_losses(adaptation: Adaptation, weights: Path | None) -> list[float]:
-    """Loss of every held-out sample."""
-    pipe = load_tiny(TINY_DIT.family)
-    if weights is not None:
-        load_result(pipe, weights)
-    return adaptation.held_out_losses(pipe)
+class Judge:
+    """Generates and measures; everything is the same for all attentions but the attention."""
+
+    def __init__(self, tiny: TinyPipeline, scenes: int, output: Path) -> None:
+        chance = random.Random("scenes")
+        self.tiny, self.output, self.classifier = tiny, output, load_classifier()
+        self.scenes = [tiny.random_scene(chance) for _ in range(scenes)]
+        data = digit_latents(load_tiny(tiny.family), tiny, 1, HELD_OUT, seed=1)
+        self.adaptation = Adaptation(tiny, data, HELD_OUT, seed=1, validate_every=1, batch_size=tiny.batch_size)
+        self.real = self._features(real_scenes(self.scenes, tiny, load_digits("held-out"), seed=0))
+
+    def _features(self, pictures: list[torch.Tensor]) -> torch.Tensor:
+        found = []
+        for picture, scene in zip(pictures, self.scenes, strict=True):
+            features = digit_features([picture], [scene], self.tiny, self.classifier)
+            # as many of every scene, so that scenes can be drawn anew
+            found.append(features.repeat(self.tiny.most_digits // len(scene.labels), 1))
+        return torch.stack(found)
+
+    def judge(self, name: str, open_pipe: Callable[[], Any]) -> Judged:
+        """Measure one attention; what it generated before is taken from its file."""
+        file, pipe = self.output / f"{name.replace(' ', '-').replace('/', '-')}.safetensors", open_pipe()
+        pictures: list[torch.Tensor] = list(load_file(file)["pictures"]) if file.is_file() else []
+        if len(pictures) != len(self.scenes):
+            pictures = generate_scenes(pipe, self.tiny, self.scenes, seed=0)
+            with written_aside(file) as aside:
+                save_file({"pictures": torch.stack(pictures)}, aside)
+        right = [
+            digit_accuracy([picture], [scene], self.tiny, self.classifier)
+            for picture, scene in zip(pictures, self.scenes, strict=True)
+        ]
+        losses = torch.tensor(self.adaptation.held_out_losses(pipe), dtype=torch.float64)
+        sys.stdout.write(f"{name}: {fmean(right):.1%} of the digits\n")
+        return Judged(name, losses, torch.tensor(right, dtype=torch.float64), self._features(pictures))
+
+    def distance(self, judged: Judged, scenes: torch.Tensor) -> float:
+        """Fréchet distance to the real digits, over some scenes."""
+        return frechet_distance(self.real[scenes].flatten(0, 1), judged.features[scenes].flatten(0, 1))
+
+    def differences(self, judged: Judged, control: Judged) -> dict[str, Interval]:
+        """From the control, over the same samples."""
+
+        def mean(name: str) -> Callable[[torch.Tensor], float]:
+            paired = getattr(judged, name) - getattr(control, name)
+            return lambda chosen: float(paired[chosen].mean())
+
+        def distance(chosen: torch.Tensor) -> float:
+            return self.distance(judged, chosen) - self.distance(control, chosen)
+
+        return {
+            "held-out loss": bootstrap(mean("losses"), len(judged.losses), _RESAMPLES),
+            "digits recognised": bootstrap(mean("right"), len(self.scenes), _RESAMPLES),
+            "Fréchet distance": bootstrap(distance, len(self.scenes), _FRECHET_RESAMPLES),
+        }
 
 
-def sample(weights: Path | None, samples: list[Sample], output: Path, arguments: argparse.Namespace) -> None:
-    """The sample set of one variant, as ``mhla eval samples`` makes it."""
-    config = SampleConfig(
-        TINY_DIT.family,
-        weights=None if weights is None else str(weights),
-        samples=samples,
-        output=output,
-        seed=arguments.seed,
-        batch_size=50,
-        settings={"num_inference_steps": arguments.inference_steps, "guidance_scale": arguments.guidance},
-    )
-    prepare_folder(config)
-    for done in generate_samples(config):
-        sys.stdout.write(f"{output.name}: {done} of {len(samples)} samples\n")
-
-
-def draw_real_digits(count: int, folder: Path) -> Path:
-    """Pictures of held-out digits, as many of each class."""
-    folder.mkdir(parents=True, exist_ok=True)
-    scenes = [Scene((number % CLASSES,)) for number in range(count)]
-    for number, picture in enumerate(real_scenes(scenes, TINY_DIT, load_digits("held-out"), seed=0)):
-        pixels = (255 * picture[0]).round().to(torch.uint8)
-        Image.fromarray(pixels.numpy()).convert("RGB").save(folder / f"{number:06d}.png")
-    return folder
-
-
-def draw_samples(comparison: Comparison, file: Path) -> None:
-    """One row per variant: a digit of every class, from the same noise."""
-    plt = require_matplotlib()
-    figure, axes = plt.subplots(len(comparison.rows), CLASSES, figsize=(10, 1.02 * len(comparison.rows)))
-    for line, row in zip(axes, comparison.rows, strict=True):
-        for axis, shown in zip(line, row.variant.samples, strict=False):
-            axis.imshow(Image.open(row.variant.folder / shown.file))
-            axis.set(xticks=[], yticks=[])
-        line[0].set_ylabel(row.variant.name, rotation=0, horizontalalignment="right", verticalalignment="center")
-    figure.tight_layout(pad=0.3)
-    figure.savefig(file, dpi=80)
-    plt.close(figure)
+def table(judge: Judge, all_judged: list[Judged]) -> tuple[str, dict[str, Any]]:
+    """As Markdown and as JSON."""
+    control, results = all_judged[0], {}
+    lines = [
+        "| self-attention | held-out loss ↓ | digits recognised ↑ | Fréchet distance ↓ |",
+        "| --- | --- | --- | --- |",
+    ]
+    for judged in all_judged:
+        found = {
+            "held-out loss": float(judged.losses.mean()),
+            "digits recognised": float(judged.right.mean()),
+            "Fréchet distance": judge.distance(judged, torch.arange(len(judge.scenes))),
+        }
+        differences = judge.differences(judged, control) if judged is not control else {}
+        cells = [
+            f"{found['held-out loss']:.4f}",
+            f"{found['digits recognised']:.1%}",
+            f"{found['Fréchet distance']:.1f}",
+        ]
+        for index, (score, style) in enumerate(zip(found, (".4f", ".1%", ".1f"), strict=True)):
+            if score in differences:
+                interval = differences[score]
+                cells[index] += f" ({interval.low:+{style}} to {interval.high:+{style}})"
+        lines.append(f"| {judged.name} | {' | '.join(cells)} |")
+        results[judged.name] = {**found, "differences": {name: asdict(value) for name, value in differences.items()}}
+    return "\n".join([*lines, ""]), results
 
 
 def main() -> None:
-    """Adapt, sample, compare."""
+    """Generate, measure, write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("outputs/quality"))
-    parser.add_argument("--scenes", type=int, default=2000, help="digits to adapt on")
-    parser.add_argument("--held-out", type=int, default=500, help="digits for the held-out loss")
-    parser.add_argument("--steps", type=int, default=400, help="updates that adapt each variant")
-    parser.add_argument("--samples", type=int, default=1000, help="generated by each variant")
-    parser.add_argument("--inference-steps", type=int, default=10)
-    parser.add_argument("--guidance", type=float, default=4.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("family", choices=list(TINY))
+    parser.add_argument("--scenes", type=int, default=100)
+    parser.add_argument("--adapted", type=Path, help="output of mhla_diffusers.demo.adapting; what ships if left out")
+    parser.add_argument("--only", nargs="+", help="such as exact hybrid, beside the control; all if left out")
+    parser.add_argument("--output", type=Path, help="outputs/quality-<family> if left out")
     arguments = parser.parse_args()
-    output: Path = arguments.output
-    adaptation = Adaptation(
-        TINY_DIT,
-        digit_latents(
-            load_tiny(TINY_DIT.family), TINY_DIT, arguments.scenes, arguments.held_out, seed=arguments.seed + 1
-        ),
-        held_out=arguments.held_out,
-        seed=arguments.seed,
-        validate_every=arguments.steps,
-        batch_size=TINY_DIT.batch_size,
-    )
-    samples = class_samples(arguments.samples, CLASSES)
-    for name, patch in {**VARIANTS, UNTOUCHED: None}.items():
-        training = output / "training" / name
-        weights = None if name == UNTOUCHED else adapt(adaptation, patch, arguments.steps, training)
-        sample(weights, samples, output / "samples" / name, arguments)
-        write_json({"held_out_loss": held_out_losses(adaptation, weights)}, output / "samples" / name / "scores.json")
-    compare(output, draw_real_digits(arguments.samples, output / "real"))
-
-
-def compare(output: Path, reference: Path) -> None:
-    """What ``mhla eval compare`` does: the report of all, and one of each further pair."""
-    for names in ((*VARIANTS, UNTOUCHED), *PAIRS):
-        comparison = compare_sets(
-            [output / "samples" / name for name in names],
-            reference=reference,
-            extractor=picture_features,
-            extractor_name="mhla_diffusers.demo.judging:picture_features",
-            sample_scores={"digits recognised": digit_shown},
-        )
-        folder = output / ("report" if len(names) > 2 else f"report-{'-and-'.join(names)}")
-        page = write_report(comparison, folder, CLASSES)
-        for header, rows in (score_table(comparison), difference_table(comparison)):
-            sys.stdout.write(f"\n{text_table(header, rows)}\n")
-        sys.stdout.write(f"Wrote {page}\n")
-        if len(names) > 2:
-            draw_samples(comparison, folder / "samples.png")
+    tiny = TINY[arguments.family]
+    output: Path = arguments.output or Path("outputs") / f"quality-{tiny.family}"
+    judge = Judge(tiny, arguments.scenes, output)
+    chosen = [v for v in variants(tiny) if not arguments.only or v.short in ("control", *arguments.only)]
+    judged = [judge.judge(v.name, lambda v=v: open_variant(tiny, v, arguments.adapted)) for v in chosen]
+    judged.append(judge.judge(f"{chosen[0].name}, {UNTOUCHED}", lambda: load_tiny(tiny.family)))
+    text, results = table(judge, judged)
+    write_text(text, output / "quality.md")
+    write_json(results, output / "quality.json")
+    sys.stdout.write(f"\n{text}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,10 @@
 """Devices and floating-point types by the names that users write."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
 import torch
 
 FLOAT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,3 +38,24 @@ def choose_device(name: str) -> torch.device:
             "Use one of these or auto."
         )
     return device
+
+
+def free_threads() -> int:
+    """How many threads the CPU has to spare: the processors that this process may use, less what others use now.
+
+    More threads than that wait for each other at every operation. Looks for half a second.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    busy = psutil.cpu_percent(interval=0.5) / 100 * (os.cpu_count() or 1)
+    return max(1, allowed - round(busy))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Within the context torch computes with so many threads of the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

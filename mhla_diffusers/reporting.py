@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem; color: #222; }
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem;
+  color: light-dark(#222, #ddd); background: light-dark(#fff, #161616); }
+.table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
-th, td { padding: 0.4rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; }
+th, td { padding: 0.4rem 0.7rem; border-bottom: 1px solid light-dark(#ddd, #444); text-align: right; }
 th:first-child, td:first-child { text-align: left; }
 img, video { max-width: 100%; }
 td img, td video { min-width: 96px; }
@@ -54,7 +57,8 @@ def show_progress(done: int, total: int) -> None:
 def html_page(title: str, body: str) -> str:
     """A whole page; ``body`` is HTML."""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
     )
 
@@ -68,7 +72,7 @@ def html_table_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table whose cells are HTML."""
     head = "".join(f"<th>{escape(text)}</th>" for text in header)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def html_media(file: Path, description: str) -> str:

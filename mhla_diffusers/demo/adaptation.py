@@ -28,7 +28,7 @@ from ..training import (
 )
 from ..training.config import Trainable
 from ..training.latents.data import stack_samples
-from ..training.validation import ValidationLoss
+from ..training.validation import Sampler, ValidationLoss
 
 DIFFUSION = ObjectiveWeights(diffusion=1.0)
 """The loss that the model was trained with, alone."""
@@ -113,17 +113,18 @@ class Adaptation:
             validation=ValidationConfig(self.held_out, every=self.validate_every),
         )
 
-    def adapt(self, pipe: Any, recipe: Recipe, output: Path) -> None:
+    def adapt(self, pipe: Any, recipe: Recipe, output: Path, sampler: Sampler | None = None) -> None:
         """Train a pipeline's transformer in place, from the last checkpoint where a run was interrupted.
 
         Args:
             pipe: what :meth:`patched` gave.
             recipe: how.
             output: folder of the run.
+            sampler: called whenever the held-out loss was measured, with the transformer and a folder.
         """
         # layers that were chosen automatically stand in the layers' own configuration
         patch = next((layer.config for layer in mhla_layers(pipe).values()), None)
-        train_or_go_on(pipe.transformer, self.data, self.config(recipe, patch, output))
+        train_or_go_on(pipe.transformer, self.data, self.config(recipe, patch, output), sampler)
         pipe.transformer.to(self.device).eval()
 
     def held_out_losses(self, pipe: Any) -> list[float]:
@@ -151,10 +152,12 @@ class Adaptation:
         return _process(transformer).make_batch(latents, noise, quantiles.to(self.device), conditioning)
 
 
-def train_or_go_on(transformer: Any, data: InMemoryData, config: TrainingConfig) -> TrainingResult:
+def train_or_go_on(
+    transformer: Any, data: InMemoryData, config: TrainingConfig, sampler: Sampler | None = None
+) -> TrainingResult:
     """Train, from the last checkpoint where the folder holds a run that was interrupted."""
     resume = "latest" if Path(config.output, "checkpoints").is_dir() else None
-    return train(transformer, data, config, resume=resume)
+    return train(transformer, data, config, resume=resume, sampler=sampler)
 
 
 def held_out_curve(run: Path) -> list[tuple[int, float]]:

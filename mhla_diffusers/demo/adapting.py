@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..config import patch_folder
-from ..families import get_family
 from ..files import write_json
 from ..generation import load_result
 from ..patching import save_mhla
@@ -43,14 +42,8 @@ class Adapting:
 
     def __init__(self, tiny: TinyPipeline, output: Path, seed: int = 1, samples: int = 512) -> None:
         self.tiny, self.output = tiny, output
-        pipe = load_tiny(tiny.family)
-        self.family = get_family(pipe.transformer)
-        data = digit_latents(pipe, tiny, samples, HELD_OUT, seed)
+        data = digit_latents(load_tiny(tiny.family), tiny, samples, HELD_OUT, seed)
         self.adaptation = Adaptation(tiny, data, HELD_OUT, seed, validate_every=50, batch_size=tiny.batch_size)
-
-    def variants(self) -> dict[str, Variant]:
-        """Variants by the end of their name."""
-        return {variant.short: variant for variant in variants(self.tiny, self.family)}
 
     def make(self, variant: Variant) -> Path:
         """Adapt one variant, or go on with it, and save it.
@@ -60,7 +53,7 @@ class Adapting:
         """
         run = self.output / f"run-{variant.short}"
         if not (run / "result").is_dir():
-            self.adaptation.adapt(self.adaptation.patched(variant.patch), recipe_of(variant, self.family), run)
+            self.adaptation.adapt(self.adaptation.patched(variant.patch), recipe_of(variant, self.tiny), run)
         folder = self.output / "patches" / f"tiny-{self.tiny.family}-{variant.short}"
         if not (folder / RECORD).is_file():
             self._save(variant, run, folder)
@@ -82,7 +75,7 @@ class Adapting:
         write_json(self._record(variant, run, trained, saved), folder / RECORD)
 
     def _record(self, variant: Variant, run: Path, trained: Any, saved: Any) -> dict[str, Any]:
-        recipe = recipe_of(variant, self.family)
+        recipe = recipe_of(variant, self.tiny)
         return {
             "command": f"python -m mhla_diffusers.demo.adapting {self.tiny.family} --seed {self.adaptation.seed}",
             "date": time.strftime("%Y-%m-%d"),
@@ -117,11 +110,11 @@ def main() -> None:
     parser.add_argument("--install", action="store_true", help="make them those that the package ships")
     arguments = parser.parse_args()
     output: Path = arguments.output or Path("outputs") / f"adapted-{arguments.family}"
-    adapting = Adapting(TINY[arguments.family], output, arguments.seed)
-    known = adapting.variants()
+    known = {variant.short: variant for variant in variants(TINY[arguments.family])}
     unknown = sorted(set(arguments.only or ()) - set(known))
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: allowed: {', '.join(known)}")
+    adapting = Adapting(TINY[arguments.family], output, arguments.seed)
     for short in arguments.only or known:
         adapting.make(known[short])
     if arguments.install:

@@ -11,10 +11,10 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the table, pictures and page.")] = Path("outputs/demo"),
     device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
     seed: Annotated[int, typer.Option(help="Same seed, same table on the same machine.")] = 0,
-    steps: Annotated[int, typer.Option(help="Updates that adapt each patched variant.")] = 120,
+    updates: Annotated[int, typer.Option(help="Of each attention that is adapted live; 0 for none.")] = 80,
 ) -> None:
-    """Softmax, plain linear attention and MHLA on a tiny trained pipeline: adapt, generate, compare, in minutes."""
+    """Softmax, linear attention and MHLA, adapted, on a tiny pipeline: generate, compare, adapt live, in minutes."""
     from ..devices import choose_device
     from .run import DemoConfig, run_demo
 
-    run_demo(DemoConfig(output=output, family=family, device=str(choose_device(device)), seed=seed, steps=steps))
+    run_demo(DemoConfig(output=output, family=family, device=str(choose_device(device)), seed=seed, updates=updates))

@@ -78,22 +78,6 @@ def _as_tensor(image: Any) -> torch.Tensor:
     return (pixels / 255).expand(-1, -1, 3)
 
 
-def draw_loss_curves(outcomes: Sequence[Outcome], file: Path) -> Path:
-    """Held-out loss over the updates of each adaptation, with the unpatched pipeline's as a line."""
-    plt = require_matplotlib()
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    axes.axhline(outcomes[0].row.held_out_loss, color="black", linestyle="--", label=outcomes[0].row.name)
-    for outcome in outcomes[1:]:
-        axes.plot(*zip(*outcome.losses, strict=True), marker="o", markersize=3, label=outcome.row.name)
-    axes.set_xlabel("updates")
-    axes.set_ylabel("held-out loss")
-    axes.set_yscale("log")
-    axes.legend()
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-    return file
-
-
 def draw_mixing(outcome: Outcome, blocks: Sequence[int], file: Path) -> Path:
     """The first replaced layer's mixing matrix before and after, and the row of its middle block on the block grid.
 
@@ -134,6 +118,7 @@ def write_page(
     title: str,
     rows: Sequence[Row],
     figures: Mapping[str, Path],
+    remarks: Sequence[str],
     circumstances: Mapping[str, str],
 ) -> None:
     """Write the page; images are inside it, so that the file can be sent alone.
@@ -143,13 +128,11 @@ def write_page(
         title: of the page.
         rows: of the table.
         figures: heading → image file.
+        remarks: sentences before the table, each a paragraph.
         circumstances: machine, date and the like.
     """
     table = html_table(HEADER, (row.cells for row in rows))
     images = "".join(f"<h2>{escape(heading)}</h2>{html_media(path, heading)}" for heading, path in figures.items())
     facts = ", ".join(f"{escape(name)}: {escape(value)}" for name, value in circumstances.items())
-    body = (
-        "<p>Every patched row began from the same trained weights and was adapted on the same digits for the same "
-        f"number of updates. Everything on this page was computed in one run.</p>{table}<p>{facts}</p>{images}"
-    )
-    write_text(html_page(title, body), file)
+    said = "".join(f"<p>{escape(remark)}</p>" for remark in remarks)
+    write_text(html_page(title, f"{said}{table}<p>{facts}</p>{images}"), file)

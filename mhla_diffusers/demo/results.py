@@ -28,7 +28,8 @@ class Row:
     frechet_distance: float
     rank: float
     entropy: float
-    seconds_per_step: float
+    seconds_per_step: float | None = None
+    """Of the transformer with two samples; None where the machine was too busy to tell."""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -40,19 +41,17 @@ class Row:
             f"{self.frechet_distance:.2f}",
             f"{self.rank:.1f}",
             f"{self.entropy:.2f}",
-            f"{1000 * self.seconds_per_step:.1f}",
+            f"{1000 * self.seconds_per_step:.1f}" if self.seconds_per_step is not None else "-",
         )
 
 
 @dataclass
 class Outcome:
-    """One variant: its row, what it generated, and how its adaptation went."""
+    """One variant: its row, what it generated, and what it learnt to mix."""
 
     row: Row
     pictures: list[torch.Tensor]
     """For every scene (F, 64, 64) in [0, 1]."""
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    """(updates, held-out loss)."""
     mixing: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Layer → its mixing matrix (M, M) before and after; empty where it is not learnt."""
 

@@ -1,40 +1,27 @@
 """Run the demo from beginning to end."""
 
-import gc
+import logging
 import platform
-import random
 import sys
-import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import torch
 
-from ..analysis import attention_matrices, mean_entropy, mean_rank
-from ..analysis.pictures import mean_over_heads
-from ..config import MHLAConfig
-from ..evaluation.metrics import frechet_distance
-from ..families import Family, NoisedBatch, get_family
+from ..devices import free_threads, threads
 from ..files import check_writable, write_json
-from ..patching import mhla_layers
 from ..reporting import require_matplotlib
 from ..tiny import TinyPipeline, load_tiny, tiny_pipeline
-from ..tiny.digits import Scene, load_digits
-from .adaptation import Adaptation, Recipe, held_out_curve
-from .figures import draw_loss_curves, draw_mixing, draw_pictures, file_name, write_page
-from .judging import (
-    DigitClassifier,
-    digit_accuracy,
-    digit_features,
-    generate_scenes,
-    load_classifier,
-    real_scenes,
-)
+from .adaptation import Adaptation
+from .examining import Yardstick, examine, time_all
+from .figures import draw_mixing, draw_pictures, file_name, write_page
 from .latents import digit_latents
+from .live import LIVE, Curves, adapt_live
 from .results import Outcome, Row, format_table
+from .variants import Variant, variants
 
 
 @dataclass(frozen=True)
@@ -49,9 +36,9 @@ class DemoConfig:
     family: str = "wan"
     device: str = "cpu"
     seed: int = 0
-    steps: int = 120
-    """Updates that adapt each patched variant."""
-    scenes: int = 12
+    updates: int = 80
+    """Of each attention that is adapted live; 0 for none."""
+    scenes: int = 24
     """Scenes that every variant generates."""
     samples: int = 256
     """Scenes to adapt on."""
@@ -60,58 +47,13 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         tiny_pipeline(self.family)
-        for name, least in (("steps", 4), ("scenes", 2), ("samples", 16), ("held_out", 2)):
+        for name, least in (("updates", 0), ("scenes", 2), ("samples", 16), ("held_out", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One row of the demo's table."""
-
-    name: str
-    patch: MHLAConfig | None
-    """None for the pipeline as it ships."""
-
-
-def variants(tiny: TinyPipeline, family: Family) -> list[Variant]:
-    """The pipeline as it ships, then plain linear attention, MHLA, and MHLA in two thirds of the layers."""
-    own = "softmax" if family.own_attention == "softmax" else f"own {family.own_attention} attention"
-    one_block = (1,) * len(tiny.blocks)
-    mhla = MHLAConfig(blocks=tiny.blocks, mixing_per_head=tiny.mixing_per_head)
-    return [
-        Variant(own, None),
-        Variant("plain linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
-        Variant("MHLA", mhla),
-        Variant("MHLA hybrid 2/3", mhla.replace(layers="2/3")),
-    ]
-
-
-def shipped_recipe(family: Family, steps: int) -> Recipe:
-    """The recipe of ``finetune/configs/tiny-*.yaml``, shortened: attention transfer, then all weights end to end.
-
-    A model that was trained with linear attention, which MHLA begins close to, has no softmax attention to transfer
-    from.
-    """
-    transfer = steps // 4 if family.own_attention == "softmax" else 0
-    return Recipe(steps - transfer, transfer)
-
-
-@dataclass(frozen=True)
-class _Yardstick:
-    """What all variants are measured with."""
-
-    adaptation: Adaptation
-    recipe: Recipe
-    variants: list[Variant]
-    scenes: list[Scene]
-    real: list[torch.Tensor]
-    """The scenes composed of real digits: (F, 64, 64) each."""
-    classifier: DigitClassifier
-
-
 def run_demo(config: DemoConfig) -> list[Row]:
-    """Compare the attentions and write table, pictures and page into ``config.output``.
+    """Compare the attentions that ship adapted, adapt two live, and write all of it into ``config.output``.
 
     Returns:
         The rows of the table. With the same seed they are the same on the same CPU, but for the seconds.
@@ -123,116 +65,118 @@ def run_demo(config: DemoConfig) -> list[Row]:
     """
     check_writable(config.output)
     require_matplotlib()
-    started = time.perf_counter()
-    _say(f"Preparing digits for tiny-{config.family} …")
-    yardstick = _prepare(config)
-    outcomes = []
-    for variant in yardstick.variants:
-        _say(f"{variant.name} …")
-        outcomes.append(_examine(variant, yardstick))
-        gc.collect()
-    rows = [outcome.row for outcome in outcomes]
+    started, tiny = time.perf_counter(), tiny_pipeline(config.family)
+    shown = variants(tiny)
+    with _quiet(), threads(free_threads()):
+        say(f"tiny-{config.family}: {len(shown)} attentions, {config.scenes} scenes, {torch.get_num_threads()} threads")
+        adaptation = _adaptation(config, tiny)
+        yardstick = Yardstick.of(adaptation, config.scenes, config.seed)
+        outcomes = [_examine(variant, yardstick) for variant in shown]
+        outcomes = time_all(shown, outcomes, adaptation)
+        rows = [outcome.row for outcome in outcomes]
+        say(f"\n{format_table(rows)}\n")
+        curves = _adapt_live(config, shown, adaptation, rows[0].held_out_loss)
     circumstances = {
-        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, {config.device}",
+        "machine": f"{platform.processor() or platform.machine()}, {config.device}",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "minutes": f"{(time.perf_counter() - started) / 60:.1f}",
     }
-    _write_folder(config, yardstick.scenes, outcomes, circumstances)
-    _say(f"\n{format_table(rows)}\n\n{config.output / 'index.html'} shows all of it.")
+    _write_folder(config, yardstick, outcomes, curves, circumstances)
+    say(f"{config.output / 'index.html'} shows all of it.")
     return rows
 
 
-def _prepare(config: DemoConfig) -> _Yardstick:
-    tiny, pipe = tiny_pipeline(config.family), load_tiny(config.family)
-    family = get_family(pipe.transformer)
-    chance = random.Random(config.seed)
-    scenes = [tiny.random_scene(chance) for _ in range(config.scenes)]
-    return _Yardstick(
-        Adaptation(
-            tiny,
-            digit_latents(pipe, tiny, config.samples, config.held_out, config.seed),
-            held_out=config.held_out,
-            seed=config.seed,
-            validate_every=max(1, config.steps // 5),
-            batch_size=tiny.batch_size,
-            device=config.device,
-        ),
-        shipped_recipe(family, config.steps),
-        variants(tiny, family),
-        scenes,
-        real_scenes(scenes, tiny, load_digits("held-out"), config.seed),
-        load_classifier(),
+def _adaptation(config: DemoConfig, tiny: TinyPipeline) -> Adaptation:
+    return Adaptation(
+        tiny,
+        digit_latents(load_tiny(config.family, config.device), tiny, config.samples, config.held_out, config.seed),
+        held_out=config.held_out,
+        seed=config.seed,
+        validate_every=max(1, config.updates // 8),
+        batch_size=tiny.batch_size,
+        device=config.device,
     )
 
 
-def _examine(variant: Variant, yardstick: _Yardstick) -> Outcome:
-    """Patch and adapt a fresh pipeline, and measure it."""
-    adaptation, scenes, classifier = yardstick.adaptation, yardstick.scenes, yardstick.classifier
-    tiny, seed = adaptation.tiny, adaptation.seed
-    pipe = adaptation.patched(variant.patch)
-    before, losses = _mixing(pipe), []
-    if variant.patch is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            adaptation.adapt(pipe, yardstick.recipe, Path(folder))
-            losses = held_out_curve(Path(folder))
-    pictures = generate_scenes(pipe, tiny, scenes, seed)
-    features = [digit_features(some, scenes, tiny, classifier) for some in (yardstick.real, pictures)]
-    last = len(adaptation.data) - 1
-    batch = adaptation.batch(pipe.transformer, (last - 1, last), torch.tensor([0.5, 0.5]))
-    matrices = attention_matrices(pipe.transformer, batch)
-    row = Row(
-        name=variant.name,
-        held_out_loss=fmean(adaptation.held_out_losses(pipe)),
-        digit_accuracy=digit_accuracy(pictures, scenes, tiny, classifier),
-        frechet_distance=frechet_distance(*features),
-        rank=mean_rank(matrices),
-        entropy=mean_entropy(matrices),
-        seconds_per_step=_seconds(pipe.transformer, batch),
-    )
-    after = {name: matrix for name, matrix in _mixing(pipe).items() if len(matrix) > 1}
-    return Outcome(row, pictures, losses, {name: (before[name], matrix) for name, matrix in after.items()})
+def _examine(variant: Variant, yardstick: Yardstick) -> Outcome:
+    outcome = examine(variant, yardstick)
+    say(f"  {variant.name}: {outcome.row.digit_accuracy:.0%} of the digits recognised")
+    return outcome
 
 
-def _mixing(pipe: Any) -> dict[str, torch.Tensor]:
-    """Layer → its mixing matrix, the mean over heads where each has its own."""
-    return {name: mean_over_heads(layer.mixing) for name, layer in mhla_layers(pipe).items()}
+def _adapt_live(config: DemoConfig, shown: Sequence[Variant], adaptation: Adaptation, goal: float) -> Curves:
+    if not config.updates:
+        return {}
+    live = [variant for variant in shown if variant.short in LIVE] or [shown[-1]]
+    names = " and ".join(variant.name for variant in live)
+    say(f"Live: {names}, {config.updates} updates each; {config.output / 'loss.png'} is drawn anew as they go on")
+    return adapt_live(live[::-1], config.updates, adaptation, goal, config.output)
 
 
-@torch.no_grad()
-def _seconds(transformer: Any, batch: NoisedBatch) -> float:
-    """Median time of a forward with a batch of two, as classifier-free guidance needs it."""
-    times = []
-    for _ in range(7):
-        started = time.perf_counter()
-        batch.predict(transformer)
-        if batch.latents.device.type == "cuda":
-            torch.cuda.synchronize(batch.latents.device)
-        times.append(time.perf_counter() - started)
-    return sorted(times)[3]
+def what_one_sees(rows: Sequence[Row]) -> str:
+    """The picture in one sentence."""
+    control, *others = rows
+    told = ", ".join(f"{row.name} {row.digit_accuracy:.0%}" for row in others[::-1])
+    return f"Digits that the classifier recognises: {told}; {control.name} {control.digit_accuracy:.0%}."
 
 
 def _write_folder(
-    config: DemoConfig, scenes: list[Scene], outcomes: list[Outcome], circumstances: dict[str, str]
+    config: DemoConfig,
+    yardstick: Yardstick,
+    outcomes: Sequence[Outcome],
+    curves: Curves,
+    circumstances: dict[str, str],
 ) -> None:
+    rows = [outcome.row for outcome in outcomes]
     results = {
         "config": {**asdict(config), "output": str(config.output)},
         "circumstances": circumstances,
-        "rows": [asdict(outcome.row) for outcome in outcomes],
-        "losses": {outcome.row.name: outcome.losses for outcome in outcomes if outcome.losses},
+        "rows": [asdict(row) for row in rows],
+        "live": curves,
     }
     write_json(results, config.output / "results.json")
-    figures = {"What each attention generates from the same noise": draw_pictures(outcomes, scenes, config.output)}
-    figures["Held-out loss during adaptation"] = draw_loss_curves(outcomes, config.output / "loss.png")
+    seen = what_one_sees(rows)
+    figures = {
+        "What each attention generates from the same noise": draw_pictures(outcomes, yardstick.scenes, config.output)
+    }
+    if curves:
+        figures["Held-out loss while two of them adapt"] = config.output / "loss.png"
     for outcome in outcomes:
         if outcome.mixing:
             file = config.output / f"mixing-{file_name(outcome.row.name)}.png"
-            blocks = tiny_pipeline(config.family).blocks
-            figures[f"Mixing matrices of {outcome.row.name}"] = draw_mixing(outcome, blocks, file)
-    title, rows = f"MHLA on tiny-{config.family}", [outcome.row for outcome in outcomes]
-    write_page(config.output / "index.html", title, rows, figures, circumstances)
+            figures[f"Mixing matrices of {outcome.row.name}"] = draw_mixing(
+                outcome, yardstick.adaptation.tiny.blocks, file
+            )
+    remarks = [
+        seen,
+        f"Every row but the first is a patch that ships adapted; {rows[0].name} was trained on for as long. "
+        "Everything on this page was computed in one run.",
+    ]
+    if any(row.seconds_per_step is None for row in rows):
+        remarks.append("There are no times, since the machine was busy: they spread too much to be believed.")
+    write_page(config.output / "index.html", f"MHLA on tiny-{config.family}", rows, figures, remarks, circumstances)
 
 
-def _say(text: str) -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without diffusers' and transformers' bars of loading, and warnings that are about the size of the models."""
+    import diffusers.utils.logging as of_diffusers
+    import transformers.utils.logging as of_transformers
+
+    both, verbosity = (of_diffusers, of_transformers), of_diffusers.get_verbosity()
+    try:
+        for library in both:
+            library.disable_progress_bar()
+        of_diffusers.set_verbosity(logging.ERROR)
+        yield
+    finally:
+        of_diffusers.set_verbosity(verbosity)
+        for library in both:
+            library.enable_progress_bar()
+
+
+def say(text: str) -> None:
+    """One line of the log."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

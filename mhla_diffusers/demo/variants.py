@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..config import MHLAConfig
-from ..families import Family
+from ..generation.pipelines import family_named
 from ..tiny import TinyPipeline
 from ..training import ObjectiveWeights
 from .adaptation import DIFFUSION, Recipe
@@ -24,14 +24,15 @@ class Variant:
     """None for the control: the pipeline's own attention."""
 
 
-def variants(tiny: TinyPipeline, family: Family) -> list[Variant]:
+def variants(tiny: TinyPipeline) -> list[Variant]:
     """The control first: the pipeline's own attention, trained on for as long as the others are adapted.
 
     SANA's own attention is plain linear already, which leaves MHLA to be compared with it.
     """
+    own = family_named(tiny.family).own_attention
     mhla = MHLAConfig(blocks=tiny.blocks, mixing_per_head=tiny.mixing_per_head)
-    if family.own_attention != "softmax":
-        return [Variant(f"own {family.own_attention} attention", "control", None), Variant("MHLA", "mhla", mhla)]
+    if own != "softmax":
+        return [Variant(f"own {own} attention", "control", None), Variant("MHLA", "mhla", mhla)]
     one_block = (1,) * len(tiny.blocks)
     exact = mhla.replace(mixing_per_head=True, exact="content", exact_tiles=tiny.exact_tiles)
     return [
@@ -43,13 +44,13 @@ def variants(tiny: TinyPipeline, family: Family) -> list[Variant]:
     ]
 
 
-def recipe_of(variant: Variant, family: Family) -> Recipe:
+def recipe_of(variant: Variant, tiny: TinyPipeline) -> Recipe:
     """The recipe of ``finetune/configs/tiny-*.yaml``: attention transfer, then distillation, of the attention alone.
 
     A control has nothing to learn from itself, so it is trained on with the loss that it was trained with; so is MHLA
     in place of linear attention, which is to become better than what it replaces.
     """
-    if variant.patch is None or family.own_attention != "softmax":
+    if variant.patch is None or family_named(tiny.family).own_attention != "softmax":
         steps = TRANSFER_STEPS + END_TO_END_STEPS
         return Recipe(steps, objectives=DIFFUSION, learning_rate=2e-4, trainable="attention")
     distillation = ObjectiveWeights(distillation=1.0)

@@ -20,6 +20,7 @@ class TinyDiT(TinyPipeline):
     most_digits = 1
     call_settings: ClassVar[dict[str, Any]] = {"num_inference_steps": 30, "guidance_scale": 4.0}
     phases = (Phase("whole", 6000, 32, 1.5e-3),)
+    exact_tiles = (8, 4)
 
     def prompt(self, scene: Scene) -> str:
         """The number of its class."""

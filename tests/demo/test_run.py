@@ -1,14 +1,22 @@
 import json
+import os
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 
 from mhla_diffusers.analysis import mean_entropy, mean_rank
+from mhla_diffusers.demo import run
 from mhla_diffusers.demo.adaptation import Adaptation
-from mhla_diffusers.demo.run import DemoConfig, run_demo, shipped_recipe, variants
-from mhla_diffusers.generation import PipelineChoice
-from mhla_diffusers.tiny import TINY
+from mhla_diffusers.demo.examining import load_variant
+from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.demo.run import DemoConfig, run_demo
+from mhla_diffusers.demo.variants import recipe_of, variants
+from mhla_diffusers.devices import free_threads, threads
+from mhla_diffusers.families import get_family
+from mhla_diffusers.patching import is_patched
+from mhla_diffusers.tiny import TINY, load_tiny
 from mhla_diffusers.training import InMemoryData, TrainingConfig
 
 CONFIGS = Path(__file__).parents[2] / "finetune" / "configs"
@@ -24,25 +32,39 @@ def test_rank_and_entropy_of_known_matrices():
 
 
 @pytest.mark.slow
-def test_demo_writes_everything_and_repeats_itself(tmp_path):
+def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
     pytest.importorskip("matplotlib")
     tables = []
     for name in ("first", "second"):
-        config = DemoConfig(tmp_path / name, "dit", steps=4, scenes=3, samples=32, held_out=4)
+        config = DemoConfig(tmp_path / name, "dit", updates=4, scenes=3, samples=32, held_out=4)
         rows = run_demo(config)
-        tables.append([{**vars(row), "seconds_per_step": 0} for row in rows])
+        tables.append([{**vars(row), "seconds_per_step": None} for row in rows])
     assert tables[0] == tables[1]
-    assert [row["name"] for row in tables[0]] == ["softmax", "plain linear", "MHLA", "MHLA hybrid 2/3"]
+    names = ["softmax", "plain linear", "MHLA", "MHLA hybrid 2/3", "MHLA, exact tiles"]
+    assert [row["name"] for row in tables[0]] == names
     files = {path.name for path in (tmp_path / "first").iterdir()}
     assert {"index.html", "results.json", "samples.png", "loss.png", "mixing-MHLA.png"} <= files
     page = (tmp_path / "first" / "index.html").read_text()
     assert "http" not in page
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/png;base64,") == 5
     results = json.loads((tmp_path / "first" / "results.json").read_text())
-    assert len(results["rows"]) == 4
-    # the row and the end of the curve are two ways to the same number
-    for row in results["rows"][1:]:
-        assert results["losses"][row["name"]][-1] == [4, pytest.approx(row["held_out_loss"], rel=1e-5)]
+    assert len(results["rows"]) == 5
+    assert {name: curve[-1][0] for name, curve in results["live"].items()} == {names[1]: 4, names[4]: 4}
+    printed = capfd.readouterr()
+    assert "Loading" not in printed.err
+    assert "divisible" not in printed.err
+
+
+def test_a_demo_that_is_stopped_leaves_no_page(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "draw_mixing", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(DemoConfig(tmp_path, "dit", updates=0, scenes=2, samples=16, held_out=2))
+    assert not (tmp_path / "index.html").exists()
 
 
 def test_folder_that_cannot_be_written_is_said_first(tmp_path):
@@ -51,24 +73,54 @@ def test_folder_that_cannot_be_written_is_said_first(tmp_path):
         run_demo(DemoConfig(tmp_path / "file" / "out"))
 
 
-@pytest.mark.parametrize(("change", "message"), [({"family": "x"}, "family='x'"), ({"steps": 0}, "steps=0")])
+@pytest.mark.parametrize(("change", "message"), [({"family": "x"}, "family='x'"), ({"updates": -1}, "updates=-1")])
 def test_bad_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         DemoConfig(**change)
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_demo_adapts_with_the_shipped_recipe(name):
-    shipped = TrainingConfig.from_yaml(CONFIGS / f"tiny-{name}.yaml")
-    tiny, family = TINY[name], PipelineChoice(name).of_family
-    mhla = variants(tiny, family)[2]
-    recipe = shipped_recipe(family, sum(stage.steps for stage in shipped.stages))
-    used = Adaptation(tiny, InMemoryData([]), 16, 0, 50, tiny.batch_size).config(recipe, mhla.patch, Path("x"))
-    assert mhla.patch == shipped.patch
+def test_adapted_with_the_shipped_recipe(name):
+    shipped, tiny = TrainingConfig.from_yaml(CONFIGS / f"tiny-{name}.yaml"), TINY[name]
+    best = variants(tiny)[-1]
+    used = Adaptation(tiny, InMemoryData([]), 16, 0, 50, tiny.batch_size).config(
+        recipe_of(best, tiny), best.patch, Path("x")
+    )
+    assert best.patch == shipped.patch
     for setting in ("stages", "batch_size", "prompt_dropout", "flow_shift", "validation"):
         assert getattr(used, setting) == getattr(shipped, setting)
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_every_variant_ships_adapted(name):
+    """It opens by its name, and predicts better than a fresh patch on digits that it was not adapted on."""
+    tiny = TINY[name]
+    data = digit_latents(load_tiny(name), tiny, 1, 4, seed=3)
+    adaptation = Adaptation(tiny, data, held_out=4, seed=3, validate_every=1, batch_size=1)
+    for variant in variants(tiny):
+        adapted = load_variant(tiny, variant, "cpu")
+        assert is_patched(adapted) == (variant.patch is not None)
+        if variant.patch is None:
+            assert not torch.equal(attention_weight(adapted), attention_weight(load_tiny(name)))
+            continue
+        fresh = adaptation.patched(variant.patch)
+        found, before = (fmean(adaptation.held_out_losses(pipe)) for pipe in (adapted, fresh))
+        assert found < before, variant.name
+
+
+def attention_weight(pipe):
+    attentions = get_family(pipe.transformer).self_attentions(pipe.transformer)
+    return next(iter(attentions.values())).to_q.weight
+
+
 def test_rows_are_named_by_what_the_family_has():
-    names = {name: variants(TINY[name], PipelineChoice(name).of_family)[0].name for name in TINY}
+    names = {name: variants(TINY[name])[0].name for name in TINY}
     assert names == {"dit": "softmax", "sana": "own linear attention", "wan": "softmax"}
+
+
+def test_threads_are_given_back():
+    before = torch.get_num_threads()
+    with threads(1):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+    assert 1 <= free_threads() <= (os.cpu_count() or 1)

@@ -278,6 +278,36 @@ def test_saving_refuses_what_it_cannot_save(tmp_path):
     assert (tmp_path / CONFIG_NAME).is_file()
 
 
+def test_half_the_size_where_that_is_asked_for(tmp_path):
+    model = apply_mhla(models.wan(), blocks=(2, 2, 3), exact="calibrated", exact_share=1.0)
+    with torch.no_grad():
+        model.blocks[0].attn1.to_q.weight.mul_(1.01)
+    save_mhla(model, tmp_path, weights="changed", base=models.wan(), dtype=torch.float16)
+    (file,) = tmp_path.glob("*.safetensors")
+    saved = load_file(file)
+    assert saved["transformer.blocks.0.attn1.to_q.weight"].dtype == torch.float16
+    assert saved["transformer.blocks.0.attn1.mhla.exact.pairs"].dtype == torch.int32, "counts are left as they are"
+    opened = load_mhla(models.wan(), tmp_path)
+    for name, tensor in opened.state_dict().items():
+        assert tensor.dtype == model.state_dict()[name].dtype
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=5e-4, atol=1e-7)
+    with pytest.raises(ValueError, match=r"dtype=torch.int8 must be a floating point type such as torch.float16"):
+        save_mhla(model, tmp_path, dtype=torch.int8)
+    with torch.no_grad():
+        model.blocks[0].attn1.to_q.weight[0, 0] = 1e6
+    with pytest.raises(ValueError, match=r"to_q.weight has values up to 1e\+06, which torch.float16 cannot hold"):
+        save_mhla(model, tmp_path, weights="changed", base=models.wan(), dtype=torch.float16)
+
+
+def test_names_that_are_no_adapted_patch_are_answered_without_the_hub():
+    with pytest.raises(FileNotFoundError, match=r"tiny-wan-exat is no folder.*mean 'tiny-wan-exact'.*These ship: tiny-"):
+        load_mhla(models.wan(), "tiny-wan-exat")
+    with pytest.raises(ValueError, match=r"settings alone; open it with apply_mhla\(model, 'wan2.1-t2v-1.3b'\)"):
+        load_mhla(models.wan(), "wan2.1-t2v-1.3b")
+    with pytest.raises(ValueError, match=r"it has weights too; open it with load_mhla\(model, 'tiny-wan-exact'\)"):
+        apply_mhla(models.wan(), "tiny-wan-exact")
+
+
 def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
     snapshot = tmp_path / "hub" / "models--someone--base.v1" / "snapshots" / "0123abcd"
     for folder in (tmp_path / "private" / "tiny", snapshot):
