@@ -192,6 +192,14 @@ class MHLALayer(nn.Module):
                 settings |= {"far_field_weight": log_weight.exp(), "mean_bias": self.mean_bias}
         return settings
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether exact tiles are yet to be chosen, or λ and β are still those of a fresh layer."""
+        if self.exact is None or self.config.share == 1 or self.far_field_log_weight is None:
+            return False
+        is_fresh = bool((self.far_field_log_weight == _FAR_LOG_WEIGHT[self.config.tile_means]).all())
+        return not self.exact.is_ready or is_fresh and (self.mean_bias is None or not self.mean_bias.any())
+
     @torch.no_grad()
     def clip_mixing_(self) -> None:
         """Clip the mixing matrix into (0, 1), unless the configuration turns clipping off."""

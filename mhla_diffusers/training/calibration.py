@@ -23,8 +23,9 @@ def calibrate_fresh_tiles(
     seed: int,
     device: torch.device,
     training_samples: int,
+    only_lists: bool,
 ) -> None:
-    """Calibrate a patch with ``exact="calibrated"`` that has not been, in place; any other is left alone.
+    """Calibrate a patch with exact tiles that has not been, in place; any other is left alone.
 
     Args:
         transformer: with its original weights.
@@ -33,9 +34,13 @@ def calibrate_fresh_tiles(
         seed: of the noise.
         device: of the transformer.
         training_samples: how many.
+        only_lists: leave a patch alone whose tiles are chosen without calibration; it begins with λ and β as they are.
+            For a model that is still on the CPU, where running it unpatched would take too long.
     """
     layers = mhla_layers(transformer).values()
-    if all(layer.exact is None or layer.exact.is_ready for layer in layers):
+    if only_lists and all(layer.exact is None or layer.exact.is_ready for layer in layers):
+        return
+    if not any(layer.needs_calibration for layer in layers):
         return
     count = min(_SAMPLES, training_samples)
     logger.info("Calibrating exact tiles on %d training samples.", count)
@@ -49,4 +54,6 @@ def calibrate_fresh_tiles(
             quantile = torch.tensor([(index + 0.5) / count], dtype=torch.float64, device=device)
             process.make_batch(latents, noise, quantile, sample).predict(transformer)
 
-    logger.info("\n%s", calibrate_exact_tiles(transformer, run))
+    found = calibrate_exact_tiles(transformer, run)
+    if found:
+        logger.info("\n%s", found)

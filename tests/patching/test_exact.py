@@ -102,6 +102,15 @@ def test_calibration_finds_the_weights_that_were_hidden():
     torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("exact", ["own", "content", "calibrated"])
+def test_a_layer_knows_whether_it_was_calibrated(exact):
+    model = models.patched("wan", **tiles("wan"), exact=exact)
+    assert all(layer.needs_calibration for layer in mhla_layers(model).values())
+    calibrate_exact_tiles(model, lambda: models.output(model, models.inputs("wan")))
+    assert not any(layer.needs_calibration for layer in mhla_layers(model).values())
+    assert not any(layer.needs_calibration for layer in mhla_layers(models.patched("wan")).values())
+
+
 def test_what_cannot_be_calibrated_is_refused():
     with pytest.raises(ValueError, match="no exact tiles to calibrate"):
         calibrate_exact_tiles(models.patched("wan"), lambda: None)
