@@ -300,9 +300,7 @@ def test_half_the_size_where_that_is_asked_for(tmp_path):
 
 
 def test_names_that_are_no_adapted_patch_are_answered_without_the_hub():
-    with pytest.raises(
-        FileNotFoundError, match=r"tiny-wan-exat is no folder.*mean 'tiny-wan-exact'.*These ship: tiny-"
-    ):
+    with pytest.raises(FileNotFoundError, match="tiny-wan-exat is no folder.*mean 'tiny-wan-exact'.*These ship: "):
         load_mhla(models.wan(), "tiny-wan-exat")
     with pytest.raises(ValueError, match=r"settings alone; open it with apply_mhla\(model, 'wan2.1-t2v-1.3b'\)"):
         load_mhla(models.wan(), "wan2.1-t2v-1.3b")
