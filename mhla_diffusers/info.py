@@ -14,8 +14,9 @@ from .attention import backend_names, feature_map_names
 from .attention.blocks import block_sizes
 from .attention.tile_scores import list_length
 from .benchmark.shapes import Shape, exact_cost, linear_cost, softmax_cost
-from .config import MHLAConfig, Patch, load_patch, patch_names
+from .config import MHLAConfig, Patch, adapted_patch_names, load_patch, patch_folder, patch_names
 from .families import families
+from .patching.record import read_record
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 
@@ -51,6 +52,11 @@ def print_info() -> None:
         blocks, exact = _times(patch.config.blocks), patch.config.exact
         patches.add_row(name, blocks, str(patch.config.layers), "" if exact == "none" else exact, patch.base_model)
     console.print(patches)
+    adapted = Table("name", "for", "family", title="Adapted patches, for load_mhla")
+    for name in adapted_patch_names():
+        record = read_record(patch_folder() / name)
+        adapted.add_row(name, record.base_model, next(iter(record.transformers.values())).family)
+    console.print(adapted)
 
 
 def print_patch(name: str) -> None:

@@ -12,7 +12,7 @@ from ..files import write_text
 from ..generation.record import write_video
 from ..reporting import html_media, html_page, html_table, require_matplotlib
 from ..tiny.digits import FRAMES_PER_SECOND, Scene
-from .results import HEADER, Outcome, Row
+from .results import Outcome, Row, header_of
 
 _SHOWN = 6
 _SCALE = 2
@@ -110,7 +110,7 @@ def draw_mixing(outcome: Outcome, blocks: Sequence[int], file: Path) -> Path:
 
 def file_name(text: str) -> str:
     """A name of a scene or variant as a file can have it."""
-    return text.replace(" ", "-").replace("/", "-")
+    return text.replace(",", "").replace(" ", "-").replace("/", "-")
 
 
 def write_page(
@@ -131,7 +131,7 @@ def write_page(
         remarks: sentences before the table, each a paragraph.
         circumstances: machine, date and the like.
     """
-    table = html_table(HEADER, (row.cells for row in rows))
+    table = html_table(header_of(rows), (row.cells for row in rows))
     images = "".join(f"<h2>{escape(heading)}</h2>{html_media(path, heading)}" for heading, path in figures.items())
     facts = ", ".join(f"{escape(name)}: {escape(value)}" for name, value in circumstances.items())
     said = "".join(f"<p>{escape(remark)}</p>" for remark in remarks)

@@ -1,5 +1,6 @@
 """The live part of the demo: two attentions adapt from scratch, and their loss curves are drawn as they fall."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,20 +31,20 @@ def adapt_live(variants: list[Variant], updates: int, adaptation: Adaptation, go
         folder: the runs go into ``live``, the picture into ``loss.png``, redrawn whenever the loss was measured.
 
     Returns:
-        The curves; a run that is in the folder already is taken from there.
+        The curves.
     """
     curves: Curves = {}
+    shutil.rmtree(folder / "live", ignore_errors=True)  # of an earlier demo, perhaps of another length
     for variant in variants:
         run = folder / "live" / variant.short
 
         def redraw(_: torch.nn.Module, __: Path, name: str = variant.name, run: Path = run) -> None:
             draw_loss_curves({**curves, name: held_out_curve(run)}, goal, folder / "loss.png")
 
-        if not (run / "result").is_dir():
-            recipe = recipe_of(variant, adaptation.tiny)
-            transfer = round(_TRANSFER * updates) if recipe.transfer_steps else 0
-            short = replace(recipe, steps=updates - transfer, transfer_steps=transfer)
-            adaptation.adapt(adaptation.patched(variant.patch), short, run, redraw)
+        recipe = recipe_of(variant, adaptation.tiny)
+        transfer = round(_TRANSFER * updates) if recipe.transfer_steps else 0
+        short = replace(recipe, steps=updates - transfer, transfer_steps=transfer)
+        adaptation.adapt(adaptation.patched(variant.patch), short, run, redraw)
         curves[variant.name] = held_out_curve(run)
     draw_loss_curves(curves, goal, folder / "loss.png")
     return curves

@@ -7,7 +7,7 @@ import torch
 
 from ..reporting import text_table
 
-HEADER = (
+_HEADER = (
     "attention",
     "held-out loss ↓",
     "digit accuracy ↑",
@@ -29,7 +29,7 @@ class Row:
     rank: float
     entropy: float
     seconds_per_step: float | None = None
-    """Of the transformer with two samples; None where the machine was too busy to tell."""
+    """Of the transformer with two samples; None in all rows where the machine was too busy to tell."""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ class Row:
             f"{self.frechet_distance:.2f}",
             f"{self.rank:.1f}",
             f"{self.entropy:.2f}",
-            f"{1000 * self.seconds_per_step:.1f}" if self.seconds_per_step is not None else "-",
+            *([f"{1000 * self.seconds_per_step:.1f}"] if self.seconds_per_step is not None else []),
         )
 
 
@@ -56,6 +56,11 @@ class Outcome:
     """Layer → its mixing matrix (M, M) before and after; empty where it is not learnt."""
 
 
+def header_of(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Names of the columns that the rows have."""
+    return _HEADER[: len(rows[0].cells)]
+
+
 def format_table(rows: Sequence[Row]) -> str:
     """The table with aligned columns."""
-    return text_table(HEADER, (row.cells for row in rows), right=True)
+    return text_table(header_of(rows), (row.cells for row in rows), right=True)

@@ -153,7 +153,7 @@ def _write_folder(
         f"Every row but the first is a patch that ships adapted; {rows[0].name} was trained on for as long. "
         "Everything on this page was computed in one run.",
     ]
-    if any(row.seconds_per_step is None for row in rows):
+    if rows[0].seconds_per_step is None:
         remarks.append("There are no times, since the machine was busy: they spread too much to be believed.")
     write_page(config.output / "index.html", f"MHLA on tiny-{config.family}", rows, figures, remarks, circumstances)
 
