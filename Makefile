@@ -22,9 +22,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 		grep -vE "^(torch|triton)==" constraints.txt > $(VENV)/constraints.txt; \
 	else \
 		$(PYTHON) -m venv $(VENV) && cp constraints.txt $(VENV)/constraints.txt && \
-		$(BIN)/pip install --quiet --no-compile --constraint $(VENV)/constraints.txt torch; \
+		$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --constraint $(VENV)/constraints.txt torch; \
 	fi
-	$(BIN)/pip install --quiet --no-compile --constraint $(VENV)/constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --constraint $(VENV)/constraints.txt --editable ".[dev]"
 	touch $@
 
 demo: $(VENV)/ready
