@@ -5,7 +5,7 @@ from pathlib import Path
 
 from diffusers import WanTransformer3DModel
 
-from mhla_diffusers import apply_mhla, mhla_layers, patch_names
+from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, patch_names
 from mhla_diffusers.tiny import call_settings, load_tiny
 
 files = importlib.metadata.files("mhla_diffusers") or []
@@ -30,6 +30,7 @@ apply_mhla(transformer, "wan2.1-t2v-1.3b-hybrid")
 if len(mhla_layers(transformer)) != 2:
     raise SystemExit(f"the hybrid patch replaced {len(mhla_layers(transformer))} of 3 layers; 2 are promised")
 
+load_mhla(load_tiny("wan"), "tiny-wan-exact")
 for family in ("dit", "sana", "wan"):
     what = {"class_labels": [7]} if family == "dit" else {"prompt": "a seven moving left"}
     load_tiny(family)(**what, **{**call_settings(family), "num_inference_steps": 1})

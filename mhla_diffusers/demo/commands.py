@@ -11,7 +11,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the table, pictures and page.")] = Path("outputs/demo"),
     device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
     seed: Annotated[int, typer.Option(help="Same seed, same table on the same machine.")] = 0,
-    updates: Annotated[int, typer.Option(help="Of each attention that is adapted live; 0 for none.")] = 80,
+    updates: Annotated[int, typer.Option(help="Of each attention that is adapted live; 0 for none.")] = 60,
 ) -> None:
     """Softmax, linear attention and MHLA, adapted, on a tiny pipeline: generate, compare, adapt live, in minutes."""
     from ..devices import choose_device

@@ -59,7 +59,7 @@ def examine(variant: Variant, yardstick: Yardstick) -> Outcome:
     pipe = load_variant(tiny, variant, adaptation.device)
     pictures = generate_scenes(pipe, tiny, scenes, adaptation.seed)
     features = [digit_features(some, scenes, tiny, classifier) for some in (yardstick.real, pictures)]
-    matrices = attention_matrices(pipe.transformer, _batch(pipe, adaptation))
+    matrices = attention_matrices(pipe.transformer, _batch(pipe, adaptation, 1))
     row = Row(
         name=variant.name,
         held_out_loss=fmean(adaptation.held_out_losses(pipe)),
@@ -71,10 +71,10 @@ def examine(variant: Variant, yardstick: Yardstick) -> Outcome:
     return Outcome(row, pictures, _mixing(tiny, variant, pipe))
 
 
-def _batch(pipe: Any, adaptation: Adaptation) -> Any:
-    """Two samples, as classifier-free guidance has them."""
-    last = len(adaptation.data) - 1
-    return adaptation.batch(pipe.transformer, (last - 1, last), torch.tensor([0.5, 0.5]))
+def _batch(pipe: Any, adaptation: Adaptation, samples: int) -> Any:
+    """The last samples, half noised."""
+    count = len(adaptation.data)
+    return adaptation.batch(pipe.transformer, range(count - samples, count), torch.full((samples,), 0.5))
 
 
 def _mixing(tiny: TinyPipeline, variant: Variant, pipe: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -97,7 +97,7 @@ def time_all(variants: Sequence[Variant], outcomes: Sequence[Outcome], adaptatio
     runs = {}
     for variant in variants:
         pipe = load_variant(adaptation.tiny, variant, adaptation.device)
-        batch = _batch(pipe, adaptation)
+        batch = _batch(pipe, adaptation, 2)  # as classifier-free guidance has them
         runs[variant.name] = partial(batch.predict, pipe.transformer)
     with threads(1):
         timed = time_interleaved(runs, torch.device(adaptation.device), Budget(seconds=2.0, least=7))

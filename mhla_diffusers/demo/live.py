@@ -16,8 +16,8 @@ Curves = dict[str, list[tuple[int, float]]]
 """Name of the attention → (updates, held-out loss)."""
 LIVE = ("exact", "linear")
 """Which variants are adapted before one's eyes; SANA has MHLA instead."""
-_TRANSFER = 0.3
-"""Part of the updates that is attention transfer, where the recipe has any."""
+_TRANSFER = 0.4
+"""Updates of attention transfer before them, as a part of the updates, where the recipe has any."""
 
 
 def adapt_live(variants: list[Variant], updates: int, adaptation: Adaptation, goal: float, folder: Path) -> Curves:
@@ -25,7 +25,7 @@ def adapt_live(variants: list[Variant], updates: int, adaptation: Adaptation, go
 
     Args:
         variants: which.
-        updates: of each.
+        updates: of each, end to end; cheap ones of attention transfer come before.
         adaptation: what they have in common.
         goal: held-out loss of the control, drawn as a line.
         folder: the runs go into ``live``, the picture into ``loss.png``, redrawn whenever the loss was measured.
@@ -43,7 +43,7 @@ def adapt_live(variants: list[Variant], updates: int, adaptation: Adaptation, go
 
         recipe = recipe_of(variant, adaptation.tiny)
         transfer = round(_TRANSFER * updates) if recipe.transfer_steps else 0
-        short = replace(recipe, steps=updates - transfer, transfer_steps=transfer)
+        short = replace(recipe, steps=updates, transfer_steps=transfer)
         adaptation.adapt(adaptation.patched(variant.patch), short, run, redraw)
         curves[variant.name] = held_out_curve(run)
     draw_loss_curves(curves, goal, folder / "loss.png")

@@ -36,9 +36,9 @@ class DemoConfig:
     family: str = "wan"
     device: str = "cpu"
     seed: int = 0
-    updates: int = 80
-    """Of each attention that is adapted live; 0 for none."""
-    scenes: int = 24
+    updates: int = 60
+    """Of each attention that is adapted live, end to end, after attention transfer; 0 for none."""
+    scenes: int = 12
     """Scenes that every variant generates."""
     samples: int = 256
     """Scenes to adapt on."""
@@ -93,7 +93,7 @@ def _adaptation(config: DemoConfig, tiny: TinyPipeline) -> Adaptation:
         digit_latents(load_tiny(config.family, config.device), tiny, config.samples, config.held_out, config.seed),
         held_out=config.held_out,
         seed=config.seed,
-        validate_every=max(1, config.updates // 8),
+        validate_every=max(1, config.updates // 5),
         batch_size=tiny.batch_size,
         device=config.device,
     )

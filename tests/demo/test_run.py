@@ -49,7 +49,8 @@ def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
     assert page.count("data:image/png;base64,") == 5
     results = json.loads((tmp_path / "first" / "results.json").read_text())
     assert len(results["rows"]) == 5
-    assert {name: curve[-1][0] for name, curve in results["live"].items()} == {names[1]: 4, names[4]: 4}
+    # two of attention transfer come before the four
+    assert {name: curve[-1][0] for name, curve in results["live"].items()} == {names[1]: 6, names[4]: 6}
     printed = capfd.readouterr()
     assert "Loading" not in printed.err
     assert "divisible" not in printed.err
