@@ -339,7 +339,7 @@ def load_patch(name_or_path: str | Path) -> Patch:
             near = get_close_matches(str(name_or_path), patch_names(), n=3, cutoff=0.4)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
             if adapted_patch_folder(str(name_or_path)) is not None:
-                hint = f": it has weights too; open it with load_mhla(model, {str(name_or_path)!r})."
+                hint = f": it is adapted, with weights; load_mhla(model, {str(name_or_path)!r}) opens it, or --weights."
             elif path.is_dir():
                 hint = f": {path} is a folder; open a saved patch with load_mhla(model, {str(name_or_path)!r})."
             raise ValueError(
