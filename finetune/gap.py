@@ -48,6 +48,9 @@ def main() -> None:
     parser.add_argument("--family", choices=["dit", "wan"], default="wan")
     parser.add_argument("--output", type=Path, default=Path("outputs/gap"))
     arguments = parser.parse_args()
+    missing = [str(folder) for folder in arguments.folders if not (folder / "patches").is_dir()]
+    if missing:
+        parser.error(f"no output of mhla_diffusers.demo.adapting: {', '.join(missing)}")
     seeds = [read_curves(folder, arguments.family) for folder in arguments.folders]
     names = [variant.name for variant in variants(TINY[arguments.family]) if all(variant.name in s for s in seeds)]
     if len(names) < 3 or names[1] != "plain linear":

@@ -157,6 +157,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="outputs/quality-<family> if left out")
     arguments = parser.parse_args()
     tiny = TINY[arguments.family]
+    known = [variant.short for variant in variants(tiny)]
+    unknown = sorted(set(arguments.only or ()) - set(known))
+    if unknown:
+        parser.error(f"--only {' '.join(unknown)}: allowed: {', '.join(known)}")
+    if arguments.scenes < 2:
+        parser.error(f"--scenes {arguments.scenes}: at least 2, to tell how they spread")
+    if arguments.adapted is not None and not (arguments.adapted / "patches").is_dir():
+        parser.error(f"--adapted {arguments.adapted}: no output of mhla_diffusers.demo.adapting")
     output: Path = arguments.output or Path("outputs") / f"quality-{tiny.family}"
     judge = Judge(tiny, arguments.scenes, output)
     chosen = [v for v in variants(tiny) if not arguments.only or v.short in ("control", *arguments.only)]

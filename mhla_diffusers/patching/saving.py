@@ -28,6 +28,8 @@ from .record import (
     base_model_name,
 )
 
+_FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def save_mhla(
     model: Any,
@@ -56,12 +58,12 @@ def save_mhla(
 
     Raises:
         ValueError: not patched, unknown ``weights``, LoRA adapters or offloaded weights in the way, no base known, a
-            ``dtype`` that is none, or a value that ``dtype`` cannot hold.
+            unsupported ``dtype``, or a value that ``dtype`` cannot hold.
     """
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(get_args(Weights))}.")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype} must be a floating point type such as torch.float16, or None.")
+    if dtype is not None and dtype not in _FLOAT_TYPES:
+        raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(map(str, _FLOAT_TYPES))}.")
     require_layers(model)
     transformers = find_transformers(model)
     base_model = base_model or _base_model(model)

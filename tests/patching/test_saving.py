@@ -291,8 +291,9 @@ def test_half_the_size_where_that_is_asked_for(tmp_path):
     for name, tensor in opened.state_dict().items():
         assert tensor.dtype == model.state_dict()[name].dtype
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=5e-4, atol=1e-7)
-    with pytest.raises(ValueError, match=r"dtype=torch.int8 must be a floating point type such as torch.float16"):
-        save_mhla(model, tmp_path, dtype=torch.int8)
+    for wrong in (torch.int8, torch.float8_e4m3fn, "float16"):
+        with pytest.raises(ValueError, match=r"must be None or one of torch.float16, torch.bfloat16"):
+            save_mhla(model, tmp_path, dtype=wrong)
     with torch.no_grad():
         model.blocks[0].attn1.to_q.weight[0, 0] = 1e6
     with pytest.raises(ValueError, match=r"to_q.weight has values up to 1e\+06, which torch.float16 cannot hold"):
@@ -302,9 +303,9 @@ def test_half_the_size_where_that_is_asked_for(tmp_path):
 def test_names_that_are_no_adapted_patch_are_answered_without_the_hub():
     with pytest.raises(FileNotFoundError, match="tiny-wan-exat is no folder.*mean 'tiny-wan-exact'.*These ship: "):
         load_mhla(models.wan(), "tiny-wan-exat")
-    with pytest.raises(ValueError, match=r"settings alone; open it with apply_mhla\(model, 'wan2.1-t2v-1.3b'\)"):
+    with pytest.raises(ValueError, match=r"settings alone; apply_mhla\(model, 'wan2.1-t2v-1.3b'\) opens it"):
         load_mhla(models.wan(), "wan2.1-t2v-1.3b")
-    with pytest.raises(ValueError, match=r"it has weights too; open it with load_mhla\(model, 'tiny-wan-exact'\)"):
+    with pytest.raises(ValueError, match=r"adapted, with weights; load_mhla\(model, 'tiny-wan-exact'\) opens it"):
         apply_mhla(models.wan(), "tiny-wan-exact")
 
 
