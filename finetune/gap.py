@@ -1,6 +1,6 @@
 """How much of the way from plain linear attention back to softmax each attention closes, update by update.
 
-python finetune/gap.py outputs/adapted-wan outputs/adapted-wan-2 outputs/adapted-wan-3
+python finetune/gap.py wan outputs/adapted-wan outputs/adapted-wan-2 outputs/adapted-wan-3
 
 Reads what mhla_diffusers.demo.adapting recorded, one folder for every seed. The gap is that between plain linear
 attention and the control after as many updates, of the same seed; shown as mean ± standard deviation over the seeds.
@@ -44,8 +44,8 @@ def spread(values: list[float], style: str) -> str:
 def main() -> None:
     """Print the table, and write it where the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=["dit", "wan"])
     parser.add_argument("folders", type=Path, nargs="+", help="outputs of mhla_diffusers.demo.adapting")
-    parser.add_argument("--family", choices=["dit", "wan"], default="wan")
     parser.add_argument("--output", type=Path, default=Path("outputs/gap"))
     arguments = parser.parse_args()
     missing = [str(folder) for folder in arguments.folders if not (folder / "patches").is_dir()]

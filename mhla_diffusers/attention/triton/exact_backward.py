@@ -69,7 +69,7 @@ def exact_query_gradient_kernel(
 ):
     """Gradient of some queries of one tile; P, and the output's gradient in the type of the tensor cores."""
     number: tl.constexpr = query.pointer.dtype.element_ty
-    batch, head, tile, part = this_pair_program(layout)
+    batch, head, tile, part = this_pair_program(layout, False)
     channels = tl.arange(0, BLOCK_D)
     own = tokens_of_tile(lists, batch, head, tile, part * OWN, OWN, LONGEST)
     row, begin, length = list_of(lists, batch, head, tile, layout)

@@ -71,7 +71,7 @@ def exact_kernel(
 ):
     """Output of some queries of one tile, and the log of each query's sum of weights."""
     number: tl.constexpr = query.pointer.dtype.element_ty
-    batch, head, tile, part = this_pair_program(layout)
+    batch, head, tile, part = this_pair_program(layout, False)
     channels = tl.arange(0, BLOCK_D)
     own = tokens_of_tile(lists, batch, head, tile, part * OWN, OWN, LONGEST)
     row, begin, length = list_of(lists, batch, head, tile, layout)
@@ -114,7 +114,7 @@ def means_kernel(
     LONGEST: tl.constexpr,
 ):
     """Means of the keys and of the values of one tile, contiguous (B, T, H, D), and the sum of its key mask."""
-    batch, head, tile, _ = this_pair_program(layout)
+    batch, head, tile, _ = this_pair_program(layout, True)
     channels = tl.arange(0, BLOCK_D)
     key_sum = tl.zeros((BLOCK_D,), tl.float32)
     value_sum = tl.zeros((BLOCK_D,), tl.float32)

@@ -133,7 +133,7 @@ def exact_key_value_gradient_kernel(
 ):
     """Gradients of some keys and values of one tile: from the queries of its list and from its mean."""
     number: tl.constexpr = query.pointer.dtype.element_ty
-    batch, head, tile, part = this_pair_program(layout)
+    batch, head, tile, part = this_pair_program(layout, False)
     channels = tl.arange(0, BLOCK_D)
     own = tokens_of_tile(lists, batch, head, tile, part * OWN, OWN, LONGEST)
     row, begin, length = list_of(lists, batch, head, tile, layout)

@@ -30,15 +30,17 @@ def tiles_in_grid(layout):
 
 
 @triton.jit
-def this_pair_program(layout):
+def this_pair_program(layout, TILES_ONLY: tl.constexpr):
     """Batch, head, tile (of T) and part of this program.
 
     Parts and tiles vary fastest: programs that run together then read the keys of one head, which the cache holds.
     """
     tiles = tiles_in_grid(layout)
     rest = tl.program_id(0)
-    part = rest % layout.parts
-    rest = rest // layout.parts
+    part = 0
+    if not TILES_ONLY:  # two divisions less keep the kernel of the means off the stack on sm_120
+        part = rest % layout.parts
+        rest = rest // layout.parts
     tile = rest % tiles
     rest = rest // tiles
     return (rest // layout.heads).to(tl.int64), (rest % layout.heads).to(tl.int64), tile, part
