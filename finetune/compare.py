@@ -11,13 +11,10 @@ are kept, so a command goes on where it was stopped.
 """
 
 import argparse
-import csv
-import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -26,7 +23,7 @@ from mhla_diffusers import MHLAConfig
 from mhla_diffusers.benchmark.timing import Budget, Variant, time_interleaved
 from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, held_out_curve
 from mhla_diffusers.demo.latents import digit_latents
-from mhla_diffusers.files import write_text
+from mhla_diffusers.reporting import mean_and_spread, write_table
 from mhla_diffusers.tiny import TINY, load_tiny
 
 FINE = (3, 4, 4)
@@ -65,8 +62,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "diffusion": {"objectives": DIFFUSION},
     "distillation": {},
     "transfer first": TRANSFER,
-    "transfer first, cosine": {**TRANSFER, "scheduler": "cosine"},
-    "diffusion, gentle": {"objectives": DIFFUSION, "scheduler": "cosine", "learning_rate": 2e-4},
     "transfer first, gentle": {**TRANSFER, "scheduler": "cosine", "learning_rate": 2e-4},
     "mixing learns slowly": {"mixing_learning_rate": 5e-4},
     "mixing learns fast": {"mixing_learning_rate": 2e-2},
@@ -172,22 +167,6 @@ class Comparison:
         return {name: outcome.timing.median for name, outcome in outcomes.items() if outcome.timing}
 
 
-def shown(losses: list[float]) -> str:
-    """Mean of the seeds, and their standard deviation where there are several."""
-    spread = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
-    return f"{fmean(losses):.4f}{spread}"
-
-
-def write_table(rows: list[list[str]], header: list[str], output: Path, name: str) -> None:
-    """As CSV and Markdown."""
-    text = io.StringIO()
-    csv.writer(text).writerows([header, *rows])
-    lines = [header, ["---"] * len(header), *rows]
-    markdown = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    for suffix, content in ((".csv", text.getvalue()), (".md", markdown)):
-        write_text(content, output / f"{name}{suffix}")
-
-
 def main() -> None:
     """Run all variants of a table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -225,12 +204,13 @@ def main() -> None:
     rows = []
     for recipe, attention in runs:
         curves = losses[recipe, attention]
-        cells = [shown([curve[min(curve)] for curve in curves])]
-        cells += [shown([curve[step] for curve in curves]) if step in curves[0] else "–" for step in columns]
+        cells = [mean_and_spread([curve[min(curve)] for curve in curves], ".4f")]
+        for step in columns:
+            reached = step in curves[0]
+            cells.append(mean_and_spread([curve[step] for curve in curves], ".4f") if reached else "–")
         rows.append([recipe, attention, *cells, f"{1000 * seconds[attention]:.0f}"])
     header = ["losses", "attention", "untrained", *map(str, columns), "ms forward+backward"]
-    write_table(rows, header, arguments.output, arguments.table)
-    sys.stdout.write((arguments.output / f"{arguments.table}.md").read_text())
+    sys.stdout.write(write_table(header, rows, arguments.output, arguments.table))
 
 
 if __name__ == "__main__":

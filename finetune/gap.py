@@ -7,15 +7,13 @@ attention and the control after as many updates, of the same seed; shown as mean
 """
 
 import argparse
-import csv
-import io
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
 
 from mhla_diffusers.demo.adapting import RECORD
 from mhla_diffusers.demo.variants import END_TO_END_STEPS, TRANSFER_STEPS, variants
-from mhla_diffusers.files import read_json, write_text
+from mhla_diffusers.files import read_json
+from mhla_diffusers.reporting import mean_and_spread, write_table
 from mhla_diffusers.tiny import TINY
 
 COLUMNS = {
@@ -36,9 +34,13 @@ def read_curves(folder: Path, family: str) -> dict[str, dict[int, float]]:
     return curves
 
 
-def spread(values: list[float], style: str) -> str:
-    """Mean, and the standard deviation where there are several."""
-    return f"{fmean(values):{style}}" + (f" ± {stdev(values):{style}}" if len(values) > 1 else "")
+def gap_closed(seeds: list[dict[str, dict[int, float]]], names: list[str], name: str, step: int) -> list[float]:
+    """Percent of the way from the second of the names, plain linear attention, to the first, for every seed."""
+    found = []
+    for curves in seeds:
+        control, linear = (curves[end][step] for end in names[:2])
+        found.append(100 * (linear - curves[name][step]) / (linear - control))
+    return found
 
 
 def main() -> None:
@@ -55,30 +57,16 @@ def main() -> None:
     names = [variant.name for variant in variants(TINY[arguments.family]) if all(variant.name in s for s in seeds)]
     if len(names) < 3 or names[1] != "plain linear":
         parser.error(f"every folder must hold the control, plain linear attention and one more; all hold {names}.")
+    after = list(COLUMNS)[1:]
     rows = []
     for name in names:
-        losses = [spread([curves[name][step] for curves in seeds], ".4f") for step in COLUMNS.values()]
-        gaps = ["", ""]
+        losses = [mean_and_spread([curves[name][step] for curves in seeds], ".4f") for step in COLUMNS.values()]
+        gaps = [""] * len(after)
         if name not in names[:2]:
-            closed = [
-                [
-                    100
-                    * (curves[names[1]][step] - curves[name][step])
-                    / (curves[names[1]][step] - curves[names[0]][step])
-                    for curves in seeds
-                ]
-                for step in list(COLUMNS.values())[1:]
-            ]
-            gaps = [f"{spread(values, '.1f')} %" for values in closed]
+            gaps = [f"{mean_and_spread(gap_closed(seeds, names, name, COLUMNS[at]), '.1f')} %" for at in after]
         rows.append([name, *losses, *gaps])
-    header = ["self-attention", *COLUMNS, *(f"gap closed, {column}" for column in list(COLUMNS)[1:])]
-    rows = [[*row, *[""] * (len(header) - len(row))] for row in rows]
-    text = io.StringIO()
-    csv.writer(text).writerows([header, *rows])
-    write_text(text.getvalue(), arguments.output / "gap.csv")
-    markdown = "".join(f"| {' | '.join(line)} |\n" for line in [header, ["---"] * len(header), *rows])
-    write_text(markdown, arguments.output / "gap.md")
-    sys.stdout.write(markdown)
+    header = ["self-attention", *COLUMNS, *(f"gap closed, {column}" for column in after)]
+    sys.stdout.write(write_table(header, rows, arguments.output, "gap"))
 
 
 if __name__ == "__main__":

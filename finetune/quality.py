@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import load_mhla
 from mhla_diffusers.demo.adaptation import Adaptation
-from mhla_diffusers.demo.adapting import HELD_OUT
+from mhla_diffusers.demo.adapting import CONTROL, HELD_OUT
 from mhla_diffusers.demo.examining import load_variant
 from mhla_diffusers.demo.judging import digit_accuracy, digit_features, generate_scenes, load_classifier, real_scenes
 from mhla_diffusers.demo.latents import digit_latents
@@ -33,6 +33,7 @@ from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.files import write_json, write_text, written_aside
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
 from mhla_diffusers.tiny.digits import load_digits
+from mhla_diffusers.tiny.loading import load_control
 
 _RESAMPLES = 1000
 _FRECHET_RESAMPLES = 200
@@ -58,7 +59,7 @@ def open_variant(tiny: TinyPipeline, variant: Variant, adapted: Path | None) -> 
         return load_variant(tiny, variant, "cpu")
     pipe, folder = load_tiny(tiny.family), adapted / "patches" / f"tiny-{tiny.family}-{variant.short}"
     if variant.patch is None:
-        pipe.transformer.load_state_dict(load_file(folder / "control.safetensors"), strict=False)
+        load_control(pipe.transformer, folder / CONTROL)
         return pipe
     return load_mhla(pipe, folder)
 

@@ -1,11 +1,16 @@
 """What results are shown with: text tables, self-contained HTML pages, and matplotlib without a screen."""
 
 import base64
+import csv
+import io
 import sys
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
+
+from .files import write_text
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -45,6 +50,28 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool
         ).rstrip()
         for line in lines
     )
+
+
+def mean_and_spread(values: Sequence[float], style: str) -> str:
+    """Mean, and their standard deviation where there are several: ``"0.0802 ± 0.0007"`` for the style ``".4f"``."""
+    return f"{fmean(values):{style}}" + (f" ± {stdev(values):{style}}" if len(values) > 1 else "")
+
+
+def write_table(header: Sequence[str], rows: Sequence[Sequence[str]], folder: Path, name: str) -> str:
+    """Write a table as CSV and as Markdown.
+
+    Returns:
+        The Markdown.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    text = io.StringIO()
+    csv.writer(text).writerows([header, *rows])
+    markdown = "".join(f"| {' | '.join(line)} |\n" for line in [header, ["---"] * len(header), *rows])
+    for suffix, content in ((".csv", text.getvalue()), (".md", markdown)):
+        write_text(content, folder / f"{name}{suffix}")
+    return markdown
 
 
 def show_progress(done: int, total: int) -> None:

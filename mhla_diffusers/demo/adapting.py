@@ -13,19 +13,21 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ..config import patch_folder
 from ..files import write_json
 from ..generation import load_result
 from ..patching import save_mhla
 from ..tiny import TINY, TinyPipeline, load_tiny
-from ..tiny.loading import control_file, record_checksums
+from ..tiny.loading import control_file, load_control, record_checksums
 from .adaptation import Adaptation, held_out_curve
 from .latents import digit_latents
 from .variants import Variant, recipe_of, variants
 
 HELD_OUT = 64
+CONTROL = "control.safetensors"
+"""In the control's folder: the weights that differ from the pipeline's."""
 RECORD = "adaptation.json"
 """How a patch was made: command, seed, date, held-out losses."""
 
@@ -66,8 +68,8 @@ class Adapting:
             folder.mkdir(parents=True, exist_ok=True)
             state, before = trained.transformer.state_dict(), base.transformer.state_dict()
             changed = {name: x.half() for name, x in state.items() if not torch.equal(x, before[name])}
-            save_file(changed, folder / "control.safetensors")
-            saved.transformer.load_state_dict(load_file(folder / "control.safetensors"), strict=False)
+            save_file(changed, folder / CONTROL)
+            load_control(saved.transformer, folder / CONTROL)
         else:
             name = f"tiny-{self.tiny.family}"
             save_mhla(trained, folder, weights="changed", base=base, base_model=name, dtype=torch.float16)
@@ -92,7 +94,7 @@ def install(family: str, output: Path) -> None:
     """Copy what was made to where the package keeps it, and record the checksums."""
     for folder in sorted((output / "patches").glob(f"tiny-{family}-*")):
         if folder.name.endswith("-control"):
-            shutil.copy(folder / "control.safetensors", control_file(family))
+            shutil.copy(folder / CONTROL, control_file(family))
             shutil.copy(folder / RECORD, control_file(family).with_suffix(".json"))
             continue
         shutil.rmtree(patch_folder() / folder.name, ignore_errors=True)

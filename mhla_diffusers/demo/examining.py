@@ -11,10 +11,11 @@ import torch
 
 from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import mean_over_heads
+from ..attention import initial_mixing
 from ..benchmark.timing import Budget, time_interleaved
 from ..devices import threads
 from ..evaluation.metrics import frechet_distance
-from ..patching import apply_mhla, load_mhla, mhla_layers
+from ..patching import load_mhla, mhla_layers
 from ..tiny import TinyPipeline, load_tiny
 from ..tiny.digits import Scene, load_digits
 from .adaptation import Adaptation
@@ -52,11 +53,10 @@ def load_variant(tiny: TinyPipeline, variant: Variant, device: str) -> Any:
     return pipe
 
 
-def examine(variant: Variant, yardstick: Yardstick) -> Outcome:
-    """Generate and measure, all but the time."""
+def examine(variant: Variant, pipe: Any, yardstick: Yardstick) -> Outcome:
+    """Generate and measure with a pipeline of :func:`load_variant`, all but the time."""
     adaptation, scenes, classifier = yardstick.adaptation, yardstick.scenes, yardstick.classifier
     tiny = adaptation.tiny
-    pipe = load_variant(tiny, variant, adaptation.device)
     pictures = generate_scenes(pipe, tiny, scenes, adaptation.seed)
     features = [digit_features(some, scenes, tiny, classifier) for some in (yardstick.real, pictures)]
     matrices = attention_matrices(pipe.transformer, _batch(pipe, adaptation, 1))
@@ -68,7 +68,7 @@ def examine(variant: Variant, yardstick: Yardstick) -> Outcome:
         rank=mean_rank(matrices),
         entropy=mean_entropy(matrices),
     )
-    return Outcome(row, pictures, _mixing(tiny, variant, pipe))
+    return Outcome(row, pictures, _mixing(variant, pipe))
 
 
 def _batch(pipe: Any, adaptation: Adaptation, samples: int) -> Any:
@@ -77,31 +77,30 @@ def _batch(pipe: Any, adaptation: Adaptation, samples: int) -> Any:
     return adaptation.batch(pipe.transformer, range(count - samples, count), torch.full((samples,), 0.5))
 
 
-def _mixing(tiny: TinyPipeline, variant: Variant, pipe: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def _mixing(variant: Variant, pipe: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Layer → its mixing matrix before and after adaptation, the mean over heads where each has its own."""
-    layers = mhla_layers(pipe)
     if variant.patch is None or not variant.patch.mixing_learnable:
         return {}
-    fresh = apply_mhla(load_tiny(tiny.family), variant.patch)
-    before = {name: layer.mixing for name, layer in mhla_layers(fresh).items()}
-    return {name: (mean_over_heads(before[name]), mean_over_heads(layer.mixing)) for name, layer in layers.items()}
+    before = initial_mixing(variant.patch.blocks, variant.patch.mixing_init)
+    return {name: (before, mean_over_heads(layer.mixing)) for name, layer in mhla_layers(pipe).items()}
 
 
 @torch.no_grad()
-def time_all(variants: Sequence[Variant], outcomes: Sequence[Outcome], adaptation: Adaptation) -> list[Outcome]:
+def time_all(pipes: Sequence[Any], outcomes: Sequence[Outcome], adaptation: Adaptation) -> list[Outcome]:
     """The outcomes with the median time of a forward with two samples: all in turns, on one thread of a CPU.
 
     Several threads that wait for each other would measure what else the machine does. The times stay out where their
     spread says that it was busy all the same.
     """
-    runs = {}
-    for variant in variants:
-        pipe = load_variant(adaptation.tiny, variant, adaptation.device)
-        batch = _batch(pipe, adaptation, 2)  # as classifier-free guidance has them
-        runs[variant.name] = partial(batch.predict, pipe.transformer)
+    names = [outcome.row.name for outcome in outcomes]
+    # two samples, as classifier-free guidance has them
+    batches = [_batch(pipe, adaptation, 2) for pipe in pipes]
+    runs = {
+        name: partial(batch.predict, pipe.transformer) for name, pipe, batch in zip(names, pipes, batches, strict=True)
+    }
     with threads(1):
         timed = time_interleaved(runs, torch.device(adaptation.device), Budget(seconds=2.0, least=7))
-    timings = [timed[variant.name].timing for variant in variants]
+    timings = [timed[name].timing for name in names]
     if any(timing is None or timing.p80 - timing.p20 > _STEADY * timing.median for timing in timings):
         return list(outcomes)
     return [

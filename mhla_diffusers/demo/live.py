@@ -46,11 +46,10 @@ def adapt_live(variants: list[Variant], updates: int, adaptation: Adaptation, go
         short = replace(recipe, steps=updates, transfer_steps=transfer)
         adaptation.adapt(adaptation.patched(variant.patch), short, run, redraw)
         curves[variant.name] = held_out_curve(run)
-    draw_loss_curves(curves, goal, folder / "loss.png")
     return curves
 
 
-def draw_loss_curves(curves: Curves, goal: float, file: Path) -> Path:
+def draw_loss_curves(curves: Curves, goal: float, file: Path) -> None:
     """Held-out loss over the updates of each adaptation, with the control's as a line."""
     plt: Any = require_matplotlib()
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
@@ -64,4 +63,3 @@ def draw_loss_curves(curves: Curves, goal: float, file: Path) -> Path:
     with written_aside(file) as aside:
         figure.savefig(aside, dpi=110)
     plt.close(figure)
-    return file

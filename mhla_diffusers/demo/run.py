@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from ..files import check_writable, write_json
 from ..reporting import require_matplotlib
 from ..tiny import TinyPipeline, load_tiny, tiny_pipeline
 from .adaptation import Adaptation
-from .examining import Yardstick, examine, time_all
+from .examining import Yardstick, examine, load_variant, time_all
 from .figures import draw_mixing, draw_pictures, file_name, write_page
 from .latents import digit_latents
 from .live import LIVE, Curves, adapt_live
@@ -68,13 +69,15 @@ def run_demo(config: DemoConfig) -> list[Row]:
     started, tiny = time.perf_counter(), tiny_pipeline(config.family)
     shown = variants(tiny)
     with _quiet(), threads(free_threads()):
-        say(f"tiny-{config.family}: {len(shown)} attentions, {config.scenes} scenes, {torch.get_num_threads()} threads")
+        told = f"{len(shown)} attentions, {config.scenes} scenes, {torch.get_num_threads()} threads"
+        _say(f"tiny-{config.family}: {told}")
         adaptation = _adaptation(config, tiny)
         yardstick = Yardstick.of(adaptation, config.scenes, config.seed)
-        outcomes = [_examine(variant, yardstick) for variant in shown]
-        outcomes = time_all(shown, outcomes, adaptation)
+        pipes = [load_variant(tiny, variant, config.device) for variant in shown]
+        outcomes = [_examine(variant, pipe, yardstick) for variant, pipe in zip(shown, pipes, strict=True)]
+        outcomes = time_all(pipes, outcomes, adaptation)
         rows = [outcome.row for outcome in outcomes]
-        say(f"\n{format_table(rows)}\n")
+        _say(f"\n{format_table(rows)}\n")
         curves = _adapt_live(config, shown, adaptation, rows[0].held_out_loss)
     circumstances = {
         "machine": f"{platform.processor() or platform.machine()}, {config.device}",
@@ -83,7 +86,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
         "minutes": f"{(time.perf_counter() - started) / 60:.1f}",
     }
     _write_folder(config, yardstick, outcomes, curves, circumstances)
-    say(f"{config.output / 'index.html'} shows all of it.")
+    _say(f"{config.output / 'index.html'} shows all of it.")
     return rows
 
 
@@ -99,9 +102,9 @@ def _adaptation(config: DemoConfig, tiny: TinyPipeline) -> Adaptation:
     )
 
 
-def _examine(variant: Variant, yardstick: Yardstick) -> Outcome:
-    outcome = examine(variant, yardstick)
-    say(f"  {variant.name}: {outcome.row.digit_accuracy:.0%} of the digits recognised")
+def _examine(variant: Variant, pipe: Any, yardstick: Yardstick) -> Outcome:
+    outcome = examine(variant, pipe, yardstick)
+    _say(f"  {variant.name}: {outcome.row.digit_accuracy:.0%} of the digits recognised")
     return outcome
 
 
@@ -110,7 +113,7 @@ def _adapt_live(config: DemoConfig, shown: Sequence[Variant], adaptation: Adapta
         return {}
     live = [variant for variant in shown if variant.short in LIVE] or [shown[-1]]
     names = " and ".join(variant.name for variant in live)
-    say(f"Live: {names}, {config.updates} updates each; {config.output / 'loss.png'} is drawn anew as they go on")
+    _say(f"Live: {names}, {config.updates} updates each; {config.output / 'loss.png'} is drawn anew as they go on")
     return adapt_live(live[::-1], config.updates, adaptation, goal, config.output)
 
 
@@ -136,7 +139,6 @@ def _write_folder(
         "live": curves,
     }
     write_json(results, config.output / "results.json")
-    seen = what_one_sees(rows)
     figures = {
         "What each attention generates from the same noise": draw_pictures(outcomes, yardstick.scenes, config.output)
     }
@@ -149,7 +151,7 @@ def _write_folder(
                 outcome, yardstick.adaptation.tiny.blocks, file
             )
     remarks = [
-        seen,
+        what_one_sees(rows),
         f"Every row but the first is a patch that ships adapted; {rows[0].name} was trained on for as long. "
         "Everything on this page was computed in one run.",
     ]
@@ -176,7 +178,7 @@ def _quiet() -> Iterator[None]:
             library.enable_progress_bar()
 
 
-def say(text: str) -> None:
+def _say(text: str) -> None:
     """One line of the log."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from ..devices import choose_device
 from .pipelines import tiny_pipeline
@@ -102,10 +103,21 @@ def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool 
     pipe = DiffusionPipeline.from_pretrained(folder)
     if control:
         check_asset(control_file(family))
-        pipe.transformer.load_state_dict(load_file(control_file(family)), strict=False)
+        load_control(pipe.transformer, control_file(family))
     pipe = pipe.to(place)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def load_control(transformer: nn.Module, file: Path) -> None:
+    """Give the transformer of a tiny pipeline a control's weights: those that differ, as a safetensors file holds them.
+
+    Raises:
+        DamagedAssetError: weights of another transformer.
+    """
+    unknown = transformer.load_state_dict(load_file(file), strict=False).unexpected_keys
+    if unknown:
+        raise _damaged([f"{file.name} (has {unknown[0]}, which {type(transformer).__name__} has not)"])
 
 
 def call_settings(family: str) -> dict[str, Any]:
