@@ -14,6 +14,9 @@ QUICK := tests/attention/test_blocks.py tests/attention/test_eager.py tests/atte
 
 .PHONY: demo quick test check docs clean
 
+# the oldest version that pyproject.toml allows: kernels are compiled with it too
+OLDEST_TRITON := 3.6.0
+
 # A machine with CUDA keeps the torch (and the triton that belongs to it) that it has; others get the pinned CPU one.
 # --no-compile: Python compiles what is imported when it is; pip would compile thousands of files that never are.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -25,6 +28,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 		$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --constraint $(VENV)/constraints.txt torch; \
 	fi
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --constraint $(VENV)/constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --no-deps --upgrade --target $(VENV)/triton-oldest triton==$(OLDEST_TRITON)
 	touch $@
 
 demo: $(VENV)/ready

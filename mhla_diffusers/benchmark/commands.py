@@ -178,6 +178,24 @@ def bench_pipeline(
     recorder.finish()
 
 
+@bench.command("kernels")
+def bench_kernels(
+    shape: Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b-480p, …; several times.")] = None,
+    architecture: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90, gfx942, …; several times.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of query, key and value.")] = "bfloat16",
+    batch: Annotated[int, typer.Option(help="Samples per call.")] = 2,
+    everything: Annotated[bool, typer.Option(help="With RoPE, key mask, output norm and gate.")] = False,
+    output: Annotated[Path, typer.Option(help="JSON, a line per kernel.")] = _FOLDER / "kernels.jsonl",
+) -> None:
+    """Registers, shared memory, waves, bytes and FLOPs of every kernel: compiled and counted, on any machine."""
+    from .kernels_table import write_kernels
+    from .shapes import choose_shapes
+
+    shapes = choose_shapes(shape or ["wan2.1-1.3b-480p"], "cpu")
+    _, precision = _place("cpu", dtype)
+    write_kernels(shapes, architecture or ["sm_90"], precision, batch, everything=everything, output=output)
+
+
 @bench.command("report")
 def bench_report(
     folders: Annotated[list[Path], typer.Argument(help="Outputs of other bench commands; several are drawn together.")],

@@ -1,4 +1,9 @@
-"""What kernels are given: named tuples, which Triton passes field by field, and memory to write to."""
+"""What kernels are given: named tuples, which Triton passes field by field, and memory to write to.
+
+Triton compiles a kernel anew for an integer that is 1 or a multiple of 16, in the fields of tuples too. For strides of
+rows that is how loads become wide. Numbers that change with the resolution go in disguise (:func:`disguised`), so that
+another size of image or video compiles nothing.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -18,8 +23,17 @@ class Rows(NamedTuple):
     head_stride: int
 
 
+class Numbers(NamedTuple):
+    """A float32 tensor (B, N, H, 1): one number per token and head. The strides are in disguise."""
+
+    pointer: Any
+    batch_stride: int
+    token_stride: int
+    head_stride: int
+
+
 class Layout(NamedTuple):
-    """Token grid and token blocks as three axes, and how the tokens of a block are shared out."""
+    """Token grid and token blocks as three axes, and how the tokens of a block are shared out; all in disguise."""
 
     heads: int
     grid_0: int
@@ -84,7 +98,9 @@ class Lists(NamedTuple):
     tokens: Any
     """int32 (T, longest tile): the tokens of every tile, those of shorter ones filled up with -1."""
     sample_stride: int
-    """Lists per sample, H T; 0 if all samples share them."""
+    """Lists per sample, H T; 0 if all samples share them. In disguise."""
+    longest: int
+    """Tokens of the longest tile. In disguise."""
 
 
 class Means(NamedTuple):
@@ -102,6 +118,16 @@ class Means(NamedTuple):
     """uint8 (S H T, T): 1 for a tile (column) that a tile of queries (row, as in :class:`Lists`) meets exactly."""
 
 
+def disguised(number: int) -> int:
+    """``number`` (0 or more) as an odd integer above 1; kernels read it with ``plain``."""
+    return 2 * number + 3
+
+
+def numbers(tensor: torch.Tensor) -> Numbers:
+    """``tensor`` (B, N, H, 1) for a kernel."""
+    return Numbers(tensor, *(disguised(tensor.stride(axis)) for axis in range(3)))
+
+
 def rows(tensor: torch.Tensor) -> Rows:
     """``tensor`` (B, N, H, D) for a kernel."""
     return Rows(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
@@ -115,10 +141,10 @@ def rotary_rows(call: Call) -> Rows | None:
     return Rows(table, 0 if table.shape[0] == 1 else table.stride(0), table.stride(1), 0)
 
 
-def layout(call: Call, parts: int) -> Layout:
+def layout(heads: int, grid: Shape, blocks: Shape, parts: int) -> Layout:
     """Grid and blocks of 1 to 3 axes; missing leading axes have one token in one block."""
-    missing = (1,) * (3 - len(call.grid))
-    return Layout._make((call.query.shape[2], *missing, *call.grid, *missing, *call.blocks, parts))
+    missing = (1,) * (3 - len(grid))
+    return Layout._make(map(disguised, (heads, *missing, *grid, *missing, *blocks, parts)))
 
 
 def state_shape(call: Call) -> Shape:

@@ -24,6 +24,7 @@ from .tile import (
     load_rows,
     load_state,
     numbers_of,
+    plain_layout,
     state_of,
     store_part,
     store_rows,
@@ -41,7 +42,7 @@ def token_numbers_at(pointer, which: tl.constexpr, tile, layout):
     return pointer + ((tile.batch * layout.heads + tile.head) * 3 + which) * tokens_in(layout) + tile.tokens
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit
 def query_gradient_kernel(
     query,
     rotary,
@@ -70,6 +71,7 @@ def query_gradient_kernel(
     The normaliser may have a gradient of its own, where it was an output too.
     """
     number: tl.constexpr = query.pointer.dtype.element_ty
+    layout = plain_layout(layout)
     source = Source(query, rotary, eps)
     program = this_program(layout, 1)
     box = block_box(program.block, layout)
@@ -153,7 +155,7 @@ def query_gradient_kernel(
         tl.store(row + channels, norm_gradient, mask=channels < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit
 def summary_gradient_kernel(
     query,
     rotary,
@@ -175,6 +177,7 @@ def summary_gradient_kernel(
 ):
     """Gradient of the mixed summary from one part of one block's queries, for BLOCK_E channels of the value."""
     number: tl.constexpr = query.pointer.dtype.element_ty
+    layout = plain_layout(layout)
     source = Source(query, rotary, eps)
     program = this_program(layout, (HEAD_DIM + BLOCK_E - 1) // BLOCK_E)
     box = block_box(program.block, layout)
@@ -222,7 +225,7 @@ def summary_gradient_kernel(
     store_part(summary_gradients, summary, key_sum, program, columns, layout, HEAD_DIM, NORMALIZE)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit
 def key_value_gradient_kernel(
     key,
     value,
@@ -243,6 +246,7 @@ def key_value_gradient_kernel(
 ):
     """Gradients of key and value for one part of one block, from the gradient of the block's summary."""
     number: tl.constexpr = key.pointer.dtype.element_ty
+    layout = plain_layout(layout)
     source = Source(key, rotary, eps)
     program = this_program(layout, 1)
     box = block_box(program.block, layout)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Lists, Means, like, rows
+from .arguments import Lists, Means, like, numbers, rows
 from .exact_forward import run_means
 from .exact_key_gradients import OutputSide, QuerySide, key_value_gradient_launch, mean_gradient_launch
 from .exact_lists import ExactCall, lists_of_keys, lists_of_queries
@@ -32,7 +32,7 @@ from .exact_tile import (
     unlisted_bias,
 )
 from .launches import Launch
-from .tile import load_operand, load_rows, numbers_of, operand, product, store_rows
+from .tile import load_operand, load_rows, numbers_of, operand, plain, plain_layout, product, store_rows
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _query_step(queries, of_output, keys, values, bias, scale, log_sum, product_
     return product(operand(of_logits, number), keys, gradient)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit
 def exact_query_gradient_kernel(
     query,
     key,
@@ -65,13 +65,13 @@ def exact_query_gradient_kernel(
     BLOCK_D: tl.constexpr,
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
-    LONGEST: tl.constexpr,
 ):
     """Gradient of some queries of one tile; P, and the output's gradient in the type of the tensor cores."""
     number: tl.constexpr = query.pointer.dtype.element_ty
+    layout = plain_layout(layout)
     batch, head, tile, part = this_pair_program(layout, False)
     channels = tl.arange(0, BLOCK_D)
-    own = tokens_of_tile(lists, batch, head, tile, part * OWN, OWN, LONGEST)
+    own = tokens_of_tile(lists, batch, head, tile, part * OWN, OWN)
     row, begin, length = list_of(lists, batch, head, tile, layout)
     # rounded before P too: what rounding adds to ∂o · v_t, it then adds to P as well, and most of it cancels
     of_output = operand(load_rows(output_gradient, own, channels, HEAD_DIM), number)
@@ -83,8 +83,8 @@ def exact_query_gradient_kernel(
     queries = load_operand(query, own, channels, HEAD_DIM)
     log_sum = load_log_sums(log_sums, own)
     gradient = tl.zeros((OWN, BLOCK_D), tl.float32)
-    for first in range(0, length * LONGEST, OTHERS):
-        others = listed_tokens(lists, batch, head, begin, length, first, OTHERS, LONGEST)
+    for first in range(0, length * plain(lists.longest), OTHERS):
+        others = listed_tokens(lists, batch, head, begin, length, first, OTHERS)
         keys = load_operand(key, others, channels, HEAD_DIM)
         values = load_operand(value, others, channels, HEAD_DIM)
         bias = key_bias(key_mask, others, layout)
@@ -110,11 +110,11 @@ def query_gradient_launch(
     arguments = inputs(call, lists, means) | {
         "output": rows(output.output),
         "output_gradient": rows(output.output_gradient),
-        "log_sums": rows(output.log_sum),
-        "of_log_sums": rows(output.log_sum_gradient) if output.log_sum_gradient is not None else None,
+        "log_sums": numbers(output.log_sum),
+        "of_log_sums": numbers(output.log_sum_gradient) if output.log_sum_gradient is not None else None,
         "query_gradient": side.gradient,
         "rounded_gradient": side.output_gradient,
-        "products": rows(side.products),
+        "products": numbers(side.products),
     }
     return shape.launch(exact_query_gradient_kernel, arguments, shape.parts, call.number_of_tiles), side
 

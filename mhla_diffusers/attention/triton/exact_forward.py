@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Lists, Means, allocate, rows
+from .arguments import Lists, Means, allocate, numbers, rows
 from .exact_lists import ExactCall, bitmap, lists_of_keys
 from .exact_tile import (
     PairShape,
@@ -30,7 +30,7 @@ from .exact_tile import (
 )
 from .forward_kernels import token_weight
 from .launches import Launch
-from .tile import load_operand, load_rows, numbers_of, operand, product, store_rows, to_bfloat16
+from .tile import load_operand, load_rows, numbers_of, operand, plain, plain_layout, product, store_rows, to_bfloat16
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Log of the sum of weights of a query that attends to nothing."""
@@ -51,7 +51,7 @@ def _attend(queries, keys, values, bias, scale, total, maximum, values_sum, numb
     return total * shrink + tl.sum(weights, axis=1), largest, values_sum
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit
 def exact_kernel(
     query,
     key,
@@ -67,20 +67,20 @@ def exact_kernel(
     BLOCK_D: tl.constexpr,
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
-    LONGEST: tl.constexpr,
 ):
     """Output of some queries of one tile, and the log of each query's sum of weights."""
     number: tl.constexpr = query.pointer.dtype.element_ty
+    layout = plain_layout(layout)
     batch, head, tile, part = this_pair_program(layout, False)
     channels = tl.arange(0, BLOCK_D)
-    own = tokens_of_tile(lists, batch, head, tile, part * OWN, OWN, LONGEST)
+    own = tokens_of_tile(lists, batch, head, tile, part * OWN, OWN)
     row, begin, length = list_of(lists, batch, head, tile, layout)
     queries = load_operand(query, own, channels, HEAD_DIM)
     total = tl.zeros((OWN,), tl.float32)
     maximum = tl.full((OWN,), float("-inf"), tl.float32)
     values_sum = tl.zeros((OWN, BLOCK_D), tl.float32)
-    for first in range(0, length * LONGEST, OTHERS):
-        others = listed_tokens(lists, batch, head, begin, length, first, OTHERS, LONGEST)
+    for first in range(0, length * plain(lists.longest), OTHERS):
+        others = listed_tokens(lists, batch, head, begin, length, first, OTHERS)
         keys = load_operand(key, others, channels, HEAD_DIM)
         values = load_operand(value, others, channels, HEAD_DIM)
         bias = key_bias(key_mask, others, layout)
@@ -98,7 +98,7 @@ def exact_kernel(
     tl.store(numbers_of(log_sums, own), log_sum, mask=own.exists)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit
 def means_kernel(
     key,
     value,
@@ -111,16 +111,16 @@ def means_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OTHERS: tl.constexpr,
-    LONGEST: tl.constexpr,
 ):
     """Means of the keys and of the values of one tile, contiguous (B, T, H, D), and the sum of its key mask."""
+    layout = plain_layout(layout)
     batch, head, tile, _ = this_pair_program(layout, True)
     channels = tl.arange(0, BLOCK_D)
     key_sum = tl.zeros((BLOCK_D,), tl.float32)
     value_sum = tl.zeros((BLOCK_D,), tl.float32)
     count = tl.zeros((OTHERS,), tl.float32)
-    for first in range(0, LONGEST, OTHERS):
-        others = tokens_of_tile(lists, batch, head, tile, first, OTHERS, LONGEST)
+    for first in range(0, plain(lists.longest), OTHERS):
+        others = tokens_of_tile(lists, batch, head, tile, first, OTHERS)
         weight = token_weight(key_mask, others, layout)
         key_sum += tl.sum(load_rows(key, others, channels, HEAD_DIM) * weight[:, None], axis=0)
         value_sum += tl.sum(load_rows(value, others, channels, HEAD_DIM) * weight[:, None], axis=0)
@@ -168,7 +168,7 @@ def exact_launch(
     shape = PairShape(call, "exact", architecture)
     output = allocate(tuple(call.query.shape), torch.float32, call.query.device)
     log_sum = one_per_token(call)
-    arguments = inputs(call, lists, means) | {"output": output, "log_sums": rows(log_sum)}
+    arguments = inputs(call, lists, means) | {"output": output, "log_sums": numbers(log_sum)}
     return shape.launch(exact_kernel, arguments, shape.parts, call.number_of_tiles), output, log_sum
 
 

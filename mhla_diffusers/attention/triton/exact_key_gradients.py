@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Lists, Means, Rows, Tile, allocate, like, rows
+from .arguments import Lists, Means, Numbers, Rows, Tile, allocate, disguised, like, numbers, rows
 from .exact_lists import ExactCall, lists_of_keys, tile_of_token
 from .exact_tile import (
     LOG2_E,
@@ -30,7 +30,7 @@ from .exact_tile import (
 )
 from .forward_kernels import token_weight
 from .launches import Launch
-from .tile import load_operand, numbers_of, operand, product, store_rows, tokens_in
+from .tile import load_operand, numbers_of, operand, plain, plain_layout, product, store_rows, tokens_in
 from .tuning import parts_per_block
 
 
@@ -43,7 +43,7 @@ def _pair_gradients(keys, values, bias, queries, of_output, log_sum, product_sum
     return weights, weights * (product(values, tl.trans(of_output), square) - product_sum[None, :])
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit
 def mean_gradient_kernel(
     query,
     means,
@@ -64,6 +64,7 @@ def mean_gradient_kernel(
 ):
     """Gradients of some means from one part of all queries: (B, H, T, parts, D), and of the bias (B, H, T, parts)."""
     number: tl.constexpr = query.pointer.dtype.element_ty
+    layout = plain_layout(layout)
     tiles = tiles_in_grid(layout)
     rest = tl.program_id(0)
     part = rest % layout.parts
@@ -91,7 +92,7 @@ def mean_gradient_kernel(
         log_sum = load_log_sums(log_sums, others)
         product_sum = tl.load(numbers_of(products, others), mask=others.exists, other=0.0)
         tile = tl.load(tile_of_token + token, mask=others.exists, other=0)
-        row = batch * sample_stride + head * tiles + tile
+        row = batch * plain(sample_stride) + head * tiles + tile
         both = own.exists[:, None] & others.exists[None, :]
         is_exact = tl.load(means.is_exact + row[None, :] * tiles + own.tokens[:, None], mask=both, other=1) != 0
         weights, of_logits = _pair_gradients(keys, values, bias, queries, of_output, log_sum, product_sum, scale)
@@ -108,7 +109,7 @@ def mean_gradient_kernel(
     tl.store(bias_gradient + place, of_bias, mask=own.exists)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit
 def exact_key_value_gradient_kernel(
     query,
     key,
@@ -129,21 +130,21 @@ def exact_key_value_gradient_kernel(
     BLOCK_D: tl.constexpr,
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
-    LONGEST: tl.constexpr,
 ):
     """Gradients of some keys and values of one tile: from the queries of its list and from its mean."""
     number: tl.constexpr = query.pointer.dtype.element_ty
+    layout = plain_layout(layout)
     batch, head, tile, part = this_pair_program(layout, False)
     channels = tl.arange(0, BLOCK_D)
-    own = tokens_of_tile(lists, batch, head, tile, part * OWN, OWN, LONGEST)
+    own = tokens_of_tile(lists, batch, head, tile, part * OWN, OWN)
     row, begin, length = list_of(lists, batch, head, tile, layout)
     keys = load_operand(key, own, channels, HEAD_DIM)
     values = load_operand(value, own, channels, HEAD_DIM)
     bias = key_bias(key_mask, own, layout)
     of_keys = tl.zeros((OWN, BLOCK_D), tl.float32)
     of_values = tl.zeros((OWN, BLOCK_D), tl.float32)
-    for first in range(0, length * LONGEST, OTHERS):
-        others = listed_tokens(lists, batch, head, begin, length, first, OTHERS, LONGEST)
+    for first in range(0, length * plain(lists.longest), OTHERS):
+        others = listed_tokens(lists, batch, head, begin, length, first, OTHERS)
         queries = load_operand(query, others, channels, HEAD_DIM)
         of_output = load_operand(output_gradient, others, channels, HEAD_DIM)
         log_sum = load_log_sums(log_sums, others)
@@ -214,14 +215,14 @@ def mean_gradient_launch(
     batch, tokens, heads, head_dim = call.query.shape
     device, tiles = call.query.device, call.number_of_tiles
     groups = -(-tiles // shape.tiles.own)
-    parts = parts_per_block(batch * heads * groups, tokens, shape.tiles.others, device)
+    parts = parts_per_block(batch * heads * groups, tokens, shape.tiles.others, shape.processors)
     size = (batch, heads, tiles, parts)
     of_keys, of_values = (allocate((*size, head_dim), torch.float32, device) for _ in range(2))
     gradients = MeanGradients(of_keys, of_values, allocate(size, torch.float32, device))
     everything = inputs(call, lists_of_keys(call), means) | _known(output, side)
     arguments = {name: everything[name] for name in everything if name in mean_gradient_kernel.arg_names} | {
         "tile_of_token": tile_of_token(call),
-        "sample_stride": call.sample_stride,
+        "sample_stride": disguised(call.sample_stride),
         "key_gradient": gradients.keys,
         "value_gradient": gradients.values,
         "bias_gradient": gradients.bias,
@@ -254,10 +255,10 @@ def key_value_gradient_launch(
     return shape.launch(exact_key_value_gradient_kernel, arguments, shape.parts, call.number_of_tiles), gradients
 
 
-def _known(output: OutputSide, side: QuerySide) -> dict[str, Rows]:
+def _known(output: OutputSide, side: QuerySide) -> dict[str, Rows | Numbers]:
     """What the kernels of keys and means know of the queries' side."""
     return {
         "output_gradient": rows(side.output_gradient),
-        "log_sums": rows(output.log_sum),
-        "products": rows(side.products),
+        "log_sums": numbers(output.log_sum),
+        "products": numbers(side.products),
     }

@@ -8,7 +8,7 @@ import torch
 
 from ..blocks import Shape, block_index
 from ..tiles import mask_of_lists, row_of_pair, tokens_of_tiles
-from .arguments import Lists
+from .arguments import Lists, disguised
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ExactCall:
 
 def lists_of_keys(call: ExactCall) -> Lists:
     """The key tiles of every tile of queries."""
-    return Lists(call.offsets, call.tiles, _tokens(call), call.sample_stride)
+    return _lists(call, call.offsets, call.tiles)
 
 
 def lists_of_queries(call: ExactCall) -> Lists:
@@ -61,7 +61,12 @@ def lists_of_queries(call: ExactCall) -> Lists:
     target = row - row % tiles + call.tiles
     order = target.argsort(stable=True)
     first = torch.arange(lists + 1, device=target.device)
-    return Lists(torch.searchsorted(target[order], first), (row % tiles)[order], _tokens(call), call.sample_stride)
+    return _lists(call, torch.searchsorted(target[order], first), (row % tiles)[order])
+
+
+def _lists(call: ExactCall, offsets: torch.Tensor, tiles: torch.Tensor) -> Lists:
+    tokens = _tables(call.grid, call.counts, call.query.device)[0]
+    return Lists(offsets, tiles, tokens, disguised(call.sample_stride), disguised(call.longest_tile))
 
 
 def bitmap(call: ExactCall) -> torch.Tensor:
@@ -72,10 +77,6 @@ def bitmap(call: ExactCall) -> torch.Tensor:
 def tile_of_token(call: ExactCall) -> torch.Tensor:
     """int32 (N,)."""
     return _tables(call.grid, call.counts, call.query.device)[1]
-
-
-def _tokens(call: ExactCall) -> torch.Tensor:
-    return _tables(call.grid, call.counts, call.query.device)[0]
 
 
 @lru_cache(maxsize=64)

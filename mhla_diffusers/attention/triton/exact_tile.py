@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Layout, Lists, Means, Tile, allocate, rows
+from .arguments import Lists, Means, Tile, allocate, layout, rows
 from .exact_lists import ExactCall
 from .forward_kernels import token_weight
 from .launches import Launch
-from .tile import numbers_of
-from .tuning import PairTiling, architecture_of, pair_tiling
+from .tile import numbers_of, plain
+from .tuning import PairTiling, architecture_of, pair_tiling, processors_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -47,10 +47,11 @@ def this_pair_program(layout, TILES_ONLY: tl.constexpr):
 
 
 @triton.jit
-def tokens_of_tile(lists, batch, head, tile, first, BLOCK: tl.constexpr, LONGEST: tl.constexpr):
+def tokens_of_tile(lists, batch, head, tile, first, BLOCK: tl.constexpr):
     """BLOCK tokens of a tile from place ``first`` on."""
+    longest = plain(lists.longest)
     place = first + tl.arange(0, BLOCK)
-    tokens = tl.load(lists.tokens + tile * LONGEST + place, mask=place < LONGEST, other=-1)
+    tokens = tl.load(lists.tokens + tile * longest + place, mask=place < longest, other=-1)
     return Tile(batch, head, tl.maximum(tokens, 0).to(tl.int64), tokens >= 0)
 
 
@@ -58,18 +59,19 @@ def tokens_of_tile(lists, batch, head, tile, first, BLOCK: tl.constexpr, LONGEST
 def list_of(lists, batch, head, tile, layout):
     """Row of a tile's list, where it begins and how many tiles it holds."""
     tiles = tiles_in_grid(layout)
-    row = batch * lists.sample_stride + head * tiles + tile
+    row = batch * plain(lists.sample_stride) + head * tiles + tile
     begin = tl.load(lists.offsets + row)
     return row, begin, (tl.load(lists.offsets + row + 1) - begin).to(tl.int32)
 
 
 @triton.jit
-def listed_tokens(lists, batch, head, begin, length, first, BLOCK: tl.constexpr, LONGEST: tl.constexpr):
+def listed_tokens(lists, batch, head, begin, length, first, BLOCK: tl.constexpr):
     """BLOCK tokens of a list from place ``first`` on, its tiles laid end to end, so that short ones fill a block."""
+    longest = plain(lists.longest)
     place = first + tl.arange(0, BLOCK)
-    listed = place < length * LONGEST
-    tile = tl.load(lists.tiles + begin + place // LONGEST, mask=listed, other=0).to(tl.int32)
-    tokens = tl.load(lists.tokens + tile * LONGEST + place % LONGEST, mask=listed, other=-1)
+    listed = place < length * longest
+    tile = tl.load(lists.tiles + begin + place // longest, mask=listed, other=0).to(tl.int32)
+    tokens = tl.load(lists.tokens + tile * longest + place % longest, mask=listed, other=-1)
     return Tile(batch, head, tl.maximum(tokens, 0).to(tl.int64), tokens >= 0)
 
 
@@ -120,20 +122,19 @@ class PairShape:
         query = call.query
         name = architecture or architecture_of(query.device)
         self.call = call
+        self.processors = processors_of(query.device, name)
         self.tiles: PairTiling = pair_tiling(kernel, query.shape[3], query.dtype, call.longest_tile, name)
 
     def launch(self, kernel: Any, arguments: dict[str, Any], parts: int, whole: int) -> Launch:
         """``kernel`` with those of the shared constants that it takes, in ``parts`` programs for each of ``whole``."""
         batch, _, heads, head_dim = self.call.query.shape
-        missing = (1,) * (3 - len(self.call.grid))
         constants = {
             "HEAD_DIM": head_dim,
             "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
             "OWN": self.tiles.own,
             "OTHERS": self.tiles.others,
-            "LONGEST": self.call.longest_tile,
         }
-        shared = {"layout": Layout._make((heads, *missing, *self.call.grid, *missing, *self.call.counts, parts))}
+        shared = {"layout": layout(heads, self.call.grid, self.call.counts, parts)}
         taken = {name: value for name, value in constants.items() if name in kernel.arg_names}
         return Launch(kernel, batch * heads * whole * parts, arguments | shared, taken, self.tiles)
 

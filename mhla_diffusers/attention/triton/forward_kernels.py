@@ -17,6 +17,7 @@ from .tile import (
     load_rows,
     load_state,
     numbers_of,
+    plain_layout,
     state_of,
     store_part,
     store_rows,
@@ -35,7 +36,7 @@ def token_weight(key_mask, tile, layout):
         return tl.load(key_mask + tile.batch * tokens_in(layout) + tile.tokens, mask=tile.exists, other=0.0)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit
 def summary_kernel(
     key,
     value,
@@ -54,6 +55,7 @@ def summary_kernel(
 ):
     """KV summary and key sum of one part of one block (paper, Eq. 3), for BLOCK_E channels of the value."""
     number: tl.constexpr = key.pointer.dtype.element_ty
+    layout = plain_layout(layout)
     source = Source(key, rotary, eps)
     program = this_program(layout, (HEAD_DIM + BLOCK_E - 1) // BLOCK_E)
     box = block_box(program.block, layout)
@@ -81,7 +83,7 @@ def output_norm_weight(output_norm, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexp
     return tl.load(output_norm + channels, mask=channels < HEAD_DIM, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit
 def output_kernel(
     query,
     rotary,
@@ -103,6 +105,7 @@ def output_kernel(
 ):
     """Output of one part of one block's queries (paper, Eq. 4) with output norm and gate, and their normalisers."""
     number: tl.constexpr = query.pointer.dtype.element_ty
+    layout = plain_layout(layout)
     source = Source(query, rotary, eps)
     program = this_program(layout, 1)
     box = block_box(program.block, layout)

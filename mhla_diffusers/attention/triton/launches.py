@@ -1,6 +1,7 @@
 """What each kernel is launched with, and what it writes."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,10 @@ import triton
 
 from ..call import Call
 from ..reference import OUTPUT_NORM_EPS
-from .arguments import Layout, Rows, allocate, layout, like, rotary_rows, rows, state_shape
+from .arguments import Layout, Numbers, Rows, allocate, layout, like, numbers, rotary_rows, rows, state_shape
 from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
 from .forward_kernels import output_kernel, summary_kernel
-from .tuning import SUMMARY_KERNELS, PairTiling, Tiling, architecture_of, parts_per_block, tiling
+from .tuning import SUMMARY_KERNELS, PairTiling, Tiling, architecture_of, parts_per_block, processors_of, tiling
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def output_launch(
         "rotary": rotary_rows(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
-        "output_gate": _optional_rows(call.output_gate),
+        "output_gate": _optional(rows, call.output_gate),
         "output": output,
-        "normalisers": _optional_rows(normaliser),
+        "normalisers": _optional(numbers, normaliser),
         "layout": shape.layout,
         "eps": call.eps,
         "norm_eps": OUTPUT_NORM_EPS,
@@ -114,9 +115,9 @@ def query_gradient_launch(
         "rotary": rotary_rows(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
-        "output_gate": _optional_rows(call.output_gate),
+        "output_gate": _optional(rows, call.output_gate),
         "output_gradient": rows(output_gradient),
-        "of_normalisers": _optional_rows(normaliser_gradient),
+        "of_normalisers": _optional(numbers, normaliser_gradient),
         "query_gradient": gradients.query,
         "gate_gradient": gradients.gate,
         "norm_gradients": gradients.norm,
@@ -143,7 +144,7 @@ def summary_gradient_launch(
         "rotary": rotary_rows(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
-        "output_gate": _optional_rows(call.output_gate),
+        "output_gate": _optional(rows, call.output_gate),
         "output_gradient": rows(output_gradient),
         "token_numbers": token_numbers,
         "summary_gradients": gradients,
@@ -178,20 +179,21 @@ class KernelShape:
 
     def __init__(self, call: Call, kernel: str, architecture: str | None) -> None:
         batch, _, heads, head_dim = call.query.shape
-        device = call.query.device
+        name = architecture or architecture_of(call.query.device)
         longest_block = math.prod(-(-n // b) for n, b in zip(call.grid, call.blocks, strict=True))
         self.call = call
-        self.tiles = tiling(kernel, head_dim, call.query.dtype, longest_block, architecture or architecture_of(device))
+        self.tiles = tiling(kernel, head_dim, call.query.dtype, longest_block, name)
         columns = -(-head_dim // self.tiles.channels) if kernel in SUMMARY_KERNELS else 1
         whole_blocks = batch * heads * math.prod(call.blocks) * columns
-        parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, device)
+        parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, processors_of(call.query.device, name))
         self.programs = whole_blocks * parts
-        self.layout: Layout = layout(call, parts)
+        self.parts = parts
+        self.layout: Layout = layout(heads, call.grid, call.blocks, parts)
 
     def new_partial_states(self) -> torch.Tensor:
         """float32 (B, H, M, parts, D + normalize, D), not filled."""
         *blocks, channels, columns = state_shape(self.call)
-        return allocate((*blocks, self.layout.parts, channels, columns), torch.float32, self.call.query.device)
+        return allocate((*blocks, self.parts, channels, columns), torch.float32, self.call.query.device)
 
     def launch(self, kernel: Any, arguments: dict[str, Any], channels_name: str) -> Launch:
         """``kernel`` with those of the shared constants that it takes; ``channels_name`` is BLOCK_C or BLOCK_E."""
@@ -209,5 +211,7 @@ class KernelShape:
         return Launch(kernel, self.programs, arguments, taken, self.tiles)
 
 
-def _optional_rows(tensor: torch.Tensor | None) -> Rows | None:
-    return rows(tensor) if tensor is not None else None
+def _optional(
+    as_argument: Callable[[torch.Tensor], Rows | Numbers], tensor: torch.Tensor | None
+) -> Rows | Numbers | None:
+    return as_argument(tensor) if tensor is not None else None

@@ -6,11 +6,32 @@
 import triton
 import triton.language as tl
 
-from .arguments import Box, Program, Tile
+from .arguments import Box, Layout, Program, Tile
 
 # The interpreter cuts bfloat16 values off instead of rounding them and multiplies their bits as if they were integers:
 # there, tiles are rounded by hand and stay float32, which holds the same values.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def plain(number):
+    """An integer that was passed in disguise."""
+    return (number >> 1) - 1
+
+
+@triton.jit
+def plain_layout(layout):
+    """A :class:`Layout` that was passed in disguise."""
+    return Layout(
+        plain(layout.heads),
+        plain(layout.grid_0),
+        plain(layout.grid_1),
+        plain(layout.grid_2),
+        plain(layout.blocks_0),
+        plain(layout.blocks_1),
+        plain(layout.blocks_2),
+        plain(layout.parts),
+    )
 
 
 @triton.jit
@@ -130,10 +151,10 @@ def store_rows(pointer, values, tile, channels, layout, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def numbers_of(rows, tile):
+def numbers_of(numbers, tile):
     """Addresses of a tile's numbers, one per token, in a (B, N, H, 1)."""
-    start = rows.pointer + tile.batch * rows.batch_stride + tile.head * rows.head_stride
-    return start + tile.tokens * rows.token_stride
+    start = numbers.pointer + tile.batch * plain(numbers.batch_stride) + tile.head * plain(numbers.head_stride)
+    return start + tile.tokens * plain(numbers.token_stride)
 
 
 @triton.jit

@@ -21,13 +21,14 @@ SUMMARY_KERNELS = ("summary", "summary_gradient")
 
 _Table = dict[str, Tiling]
 
-# Chosen so that no kernel spills registers and each fits into the card's shared memory; not measured on any card yet.
+# Chosen so that no kernel spills registers and each fits into the card's shared memory, with Triton 3.6 and 3.9; not
+# measured on any card yet. With two stages the next tile is on its way while one is multiplied.
 _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D = 128 is held
-    "summary": Tiling(tokens=64, channels=128, warps=8, stages=1),
-    "output": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "summary": Tiling(tokens=64, channels=128, warps=8, stages=2),
+    "output": Tiling(tokens=32, channels=128, warps=8, stages=2),
     "query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
-    "summary_gradient": Tiling(tokens=32, channels=64, warps=8, stages=1),
-    "key_value_gradient": Tiling(tokens=64, channels=128, warps=8, stages=1),
+    "summary_gradient": Tiling(tokens=32, channels=64, warps=8, stages=2),
+    "key_value_gradient": Tiling(tokens=32, channels=128, warps=8, stages=2),
 }
 _SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
 _SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
@@ -45,8 +46,10 @@ def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, a
     if dtype == torch.float32 or padded > 128:
         # float32 products run outside the tensor cores on operands of twice the size; D = 256 doubles every row
         tokens, channels = min(tokens, 16), min(channels, 32)
-    if head_dim != padded and kernel in SUMMARY_KERNELS:  # the masks of padded channels take registers of their own
-        tokens = max(tokens // 2, 16)
+    if head_dim != padded:  # the masks of padded channels take registers of their own
+        tokens, stages = max(tokens // 2, 16), 1
+        if kernel in SUMMARY_KERNELS:
+            tokens, channels = 16, channels // 2
     spills_with_four = architecture == "sm_120" or (kernel, architecture) == ("output", "sm_80")
     if padded <= 64 and not spills_with_four:
         warps = 4
@@ -68,16 +71,16 @@ def architecture_of(device: torch.device) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
-def parts_per_block(whole_blocks: int, longest_block: int, tile_tokens: int, device: torch.device) -> int:
+def parts_per_block(whole_blocks: int, longest_block: int, tile_tokens: int, processors: int) -> int:
     """Programs that share one block, so that a call with few blocks fills the card too.
 
     Args:
         whole_blocks: programs that there would be with one per block.
         longest_block: tokens in the longest block.
         tile_tokens: tokens per tile.
-        device: where the kernel runs.
+        processors: of the card, see :func:`processors_of`.
     """
-    wanted = _PROGRAMS_PER_PROCESSOR * _processors(device)
+    wanted = _PROGRAMS_PER_PROCESSOR * processors
     most = max(1, longest_block // (tile_tokens * _TILES_PER_PART))
     return min(most, -(-wanted // whole_blocks))
 
@@ -88,10 +91,17 @@ _TILES_PER_PART = 4
 """A part begins by reading, or ends by writing, a whole summary: with fewer tiles that would be most of its traffic."""
 
 
-def _processors(device: torch.device) -> int:
+PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
+"""Of the largest common card of an architecture: A100, A40, L40S, H100 and H200, B200, RTX 5090, MI300X."""
+_OF_THE_INTERPRETER = 4
+"""So that it shares blocks out as a GPU does."""
+
+
+def processors_of(device: torch.device, architecture: str) -> int:
+    """Processors of a card; of one that is not there, those of the largest common card of its architecture."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return 4  # the interpreter, which then shares blocks out as a GPU does
+    return PROCESSORS.get(architecture, _OF_THE_INTERPRETER)
 
 
 class PairTiling(NamedTuple):
@@ -107,16 +117,14 @@ class PairTiling(NamedTuple):
 
 _PairTable = dict[str, PairTiling]
 
-# Two or three stages, so that the tiles to come are on their way while one is multiplied; without spills, as above.
 _PAIRS_LARGE: _PairTable = {
     "means": PairTiling(own=16, others=32, warps=4, stages=1),
-    "exact": PairTiling(own=128, others=64, warps=8, stages=3),
+    "exact": PairTiling(own=128, others=64, warps=8, stages=2),
     "exact_query_gradient": PairTiling(own=128, others=32, warps=8, stages=3),
     "mean_gradient": PairTiling(own=128, others=32, warps=8, stages=2),
     "exact_key_value_gradient": PairTiling(own=128, others=32, warps=8, stages=3),
 }
 _PAIRS_SMALL: _PairTable = _PAIRS_LARGE | {
-    "exact": PairTiling(own=128, others=64, warps=8, stages=2),
     "exact_query_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
     "mean_gradient": PairTiling(own=64, others=32, warps=8, stages=2),
     "exact_key_value_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
@@ -139,7 +147,7 @@ def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: in
         own, others, stages = (16, 16, 1) if dtype == torch.float32 else (32, 32, 1)
     elif head_dim != padded:  # the masks of padded channels take registers of their own
         of_keys = kernel in ("mean_gradient", "exact_key_value_gradient")
-        own, others = min(own, 32 if of_keys else 64), min(others, 32)
+        own, others = min(own, 32 if of_keys else 64), min(others, 16 if kernel == "means" else 32)
     if kernel != "mean_gradient":  # whose means are of many tiles
         own = min(own, _power_of_two(longest_tile))
     if own <= 32 and not wide:

@@ -1,0 +1,258 @@
+"""What every kernel needs on a GPU that need not be there: compiled ahead of time, counted, nothing measured."""
+
+import math
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from ..attention import Call
+from ..attention.triton import exact_backward, exact_forward, exact_key_gradients, launches
+from ..attention.triton.arguments import Rows, state_shape
+from ..attention.triton.exact_lists import ExactCall, lists_of_keys
+from ..attention.triton.launches import Launch
+from ..attention.triton.tuning import PROCESSORS
+from .shapes import Shape
+
+_REGISTERS = 65_536
+"""Per NVIDIA processor."""
+_SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
+"""Per NVIDIA processor; a program takes one KiB besides its own."""
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One kernel of one call on one architecture. Counted or read from the compiled code."""
+
+    kernel: str
+    architecture: str
+    head_dim: int
+    dtype: str
+    tiles: dict[str, int]
+    registers: int
+    """Per thread."""
+    stack_bytes: int
+    """Per thread: what did not fit into registers."""
+    shared_bytes: int
+    """Per program."""
+    programs: int
+    bytes: int
+    """Of all tensors that it takes, each once: the least that must move."""
+    flops: int
+    """Of its matrix products; a multiplication and an addition count two, and one in three bfloat16 terms once."""
+    waves: float | None
+    """Programs over what the card's processors hold at once; None for AMD, whose limits are not counted here."""
+
+
+_PRODUCTS = {
+    "summary": 1,
+    "output": 1,
+    "query_gradient": 2,
+    "summary_gradient": 1,
+    "key_value_gradient": 2,
+    "means": 0,
+    "exact": 2,
+    "exact_query_gradient": 3,
+    "mean_gradient": 4,
+    "exact_key_value_gradient": 4,
+}
+"""Matrix products: of each token with a D x D summary, or of D channels for each pair of a query and a key or mean."""
+
+
+def launches_of(call: Call, architecture: str) -> list[Launch]:
+    """One launch of each kernel of MHLA, forward and backward."""
+    state = torch.empty(state_shape(call), device="meta")
+    numbers = torch.empty(*call.query.shape[:3], 1, device="meta")
+    query_gradient, gradients = launches.query_gradient_launch(call, state, call.query, numbers, architecture)
+    return [
+        launches.summary_launch(call, architecture)[0],
+        launches.output_launch(call, state, True, architecture)[0],
+        query_gradient,
+        launches.summary_gradient_launch(call, state, call.query, gradients.token_numbers, architecture)[0],
+        launches.key_value_gradient_launch(call, state, architecture)[0],
+    ]
+
+
+def exact_launches_of(call: ExactCall, architecture: str) -> list[Launch]:
+    """One launch of each kernel of the exact tiles, forward and backward."""
+    lists = lists_of_keys(call)
+    of_means, means = exact_forward.means_launch(call, lists, architecture)
+    of_output, output, log_sum = exact_forward.exact_launch(call, lists, means, architecture)
+    known = exact_key_gradients.OutputSide(output, log_sum, output, log_sum)
+    of_query, side = exact_backward.query_gradient_launch(call, lists, means, known, architecture)
+    mean_gradient, shares = exact_key_gradients.mean_gradient_launch(call, means, known, side, architecture)
+    of_key, _ = exact_key_gradients.key_value_gradient_launch(call, lists, means, shares, known, side, architecture)
+    return [of_means, of_output, of_query, mean_gradient, of_key]
+
+
+def call_of(shape: Shape, dtype: torch.dtype, batch: int, *, everything: bool) -> Call:
+    """A call of a shape without memory behind it; RoPE for videos.
+
+    Args:
+        shape: the attention.
+        dtype: of query, key and value.
+        batch: samples.
+        everything: RoPE for all, and key mask, output norm and gate: the variant that needs the most of a card.
+    """
+    tokens, head_dim = shape.tokens, shape.head_dim
+    blocks = math.prod(shape.blocks)
+    rows = torch.empty(batch, tokens, shape.heads, head_dim, dtype=dtype, device="meta")
+    has_rotary = everything or len(shape.grid) == 3
+    return Call(
+        query=rows,
+        key=rows,
+        value=rows,
+        mixing=torch.empty(shape.heads, blocks, blocks, device="meta"),
+        grid=shape.grid,
+        blocks=shape.blocks,
+        rotary=torch.empty(1, tokens, 1, head_dim, device="meta") if has_rotary else None,
+        key_mask=torch.empty(batch, tokens, device="meta") if everything else None,
+        output_norm=torch.empty(head_dim, device="meta") if everything else None,
+        output_gate=rows if everything else None,
+    )
+
+
+def exact_call_of(
+    shape: Shape, tiles: tuple[int, ...], dtype: torch.dtype, batch: int, *, everything: bool
+) -> ExactCall:
+    """The exact tiles of a shape, with means: as :func:`call_of`, with as many pairs as the shape's share says."""
+    rows = torch.empty(batch, shape.tokens, shape.heads, shape.head_dim, dtype=dtype, device="meta")
+    lists = shape.heads * math.prod(tiles)
+    pairs = round(lists * math.prod(tiles) * shape.share)
+    return ExactCall(
+        query=rows,
+        key=rows,
+        value=rows,
+        mean_bias=torch.empty(shape.heads, device="meta"),
+        key_mask=torch.empty(batch, shape.tokens, device="meta") if everything else None,
+        offsets=torch.empty(lists + 1, dtype=torch.int64, device="meta"),
+        tiles=torch.empty(pairs, dtype=torch.int64, device="meta"),
+        grid=shape.grid,
+        counts=tiles,
+    )
+
+
+def variant_of(launch: Launch, architecture: str) -> ASTSource:
+    """The kernel as Triton specialises it at this launch, by Triton's own binder.
+
+    Of two launches that take the same compiled code, ``hash()`` of the two is the same.
+    """
+    backend = make_backend(target_of(architecture))
+    kernel = launch.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    options = launch.options
+    bound, specialization, _ = bind(**launch.arguments, **launch.constants, **options)
+    _, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def report_kernel(launch: Launch, architecture: str) -> KernelReport:
+    """Compile one kernel for an architecture.
+
+    Raises:
+        ValueError: Triton runs as an interpreter, which compiles nothing.
+    """
+    if triton.knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it.")
+    compiled = triton.compile(
+        variant_of(launch, architecture), target=target_of(architecture), options=dict(launch.options)
+    )
+    registers, stack = _registers_and_stack(compiled)
+    shared = int(compiled.metadata.shared)
+    return KernelReport(
+        _name(launch),
+        architecture,
+        launch.constants["HEAD_DIM"],
+        str(_rows_of(launch).dtype).removeprefix("torch."),
+        launch.tiles._asdict(),
+        registers,
+        stack,
+        shared,
+        launch.programs,
+        sum(tensor.nbytes for tensor in _tensors(launch.arguments.values())),
+        _flops(launch),
+        _waves(launch, architecture, registers, shared),
+    )
+
+
+def target_of(architecture: str) -> GPUTarget:
+    """Triton's target of "sm_90", "gfx942"."""
+    if architecture.startswith("sm_"):
+        return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+    return GPUTarget("hip", architecture, 64)
+
+
+def _name(launch: Launch) -> str:
+    return str(launch.kernel.__name__.removesuffix("_kernel"))
+
+
+def _rows_of(launch: Launch) -> torch.Tensor:
+    """Its query or, where it takes none, its key: (B, N, H, D)."""
+    rows: Rows = launch.arguments["query" if "query" in launch.arguments else "key"]
+    return torch.as_tensor(rows.pointer)
+
+
+def _flops(launch: Launch) -> int:
+    batch, tokens, heads, head_dim = _rows_of(launch).shape
+    means, lists = launch.arguments.get("means"), launch.arguments.get("lists")
+    if means is None and lists is None:
+        pairs = batch * tokens * heads * head_dim
+    else:
+        pairs = 0
+        if lists is not None:  # of a pair of tiles, those of the longest; without lists of their own, samples share
+            shared = batch if len(lists.offsets) - 1 == heads * len(lists.tokens) else 1
+            pairs += shared * len(lists.tiles) * lists.tokens.shape[1] ** 2
+        if means is not None and _name(launch) != "exact_key_value_gradient":
+            pairs += batch * heads * tokens * means.key.pointer.shape[1]
+    return 2 * _PRODUCTS[_name(launch)] * pairs * head_dim
+
+
+def _waves(launch: Launch, architecture: str, registers: int, shared: int) -> float | None:
+    if not architecture.startswith("sm_"):
+        return None
+    by_registers = _REGISTERS // (32 * launch.tiles.warps * -(-registers // 8) * 8)
+    by_memory = _SHARED_KIB[architecture] * 1024 // (shared + 1024)
+    return launch.programs / (PROCESSORS[architecture] * max(1, min(by_registers, by_memory, 64 // launch.tiles.warps)))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Those among arguments and in their tuples; one tensor under several names counts as often as it is named."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += _tensors(value)
+    return found
+
+
+def _registers_and_stack(compiled: Any) -> tuple[int, int]:
+    """Per thread."""
+    if "cubin" not in compiled.asm:
+        report = compiled.asm["amdgcn"]
+        registers, stack = (
+            int(_only(rf"\.{name}:\s*(\d+)", report)) for name in ("vgpr_count", "private_segment_fixed_size")
+        )
+        return registers, stack
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return int(_only(r"REG:(\d+)", report)), sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", report))
+
+
+def _only(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"{pattern} is not in Triton's report of a compiled kernel; its form has changed.")
+    return found[1]

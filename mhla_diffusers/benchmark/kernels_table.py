@@ -1,0 +1,87 @@
+"""``mhla bench kernels``: the kernels of some shapes on some architectures, as a table and a file."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from ..attention.triton.tuning import PROCESSORS
+from ..files import write_text
+from .kernels import (
+    KernelReport,
+    call_of,
+    exact_call_of,
+    exact_launches_of,
+    launches_of,
+    report_kernel,
+)
+from .recorder import console
+from .shapes import Shape
+
+
+def write_kernels(
+    shapes: Sequence[Shape],
+    architectures: Sequence[str],
+    dtype: torch.dtype,
+    batch: int,
+    *,
+    everything: bool,
+    output: Path,
+) -> None:
+    """Compile, show and save; a table for every shape and architecture.
+
+    Args:
+        shapes: of attentions; those with tiles have kernels of exact tiles too.
+        architectures: keys of :data:`PROCESSORS`.
+        dtype: of query, key and value.
+        batch: samples.
+        everything: see :func:`call_of`.
+        output: JSON, a line per kernel.
+
+    Raises:
+        ValueError: an architecture is unknown, or Triton runs as an interpreter.
+    """
+    for architecture in architectures:
+        if architecture not in PROCESSORS:
+            raise ValueError(f"Unknown architecture {architecture!r}; allowed: {', '.join(PROCESSORS)}.")
+    reports: list[KernelReport] = []
+    for shape in shapes:
+        for architecture in architectures:
+            found = list(_reports(shape, architecture, dtype, batch, everything=everything))
+            console().print(_table(f"{shape.name}, batch {batch}, {architecture}: counted, not measured", found))
+            reports += found
+            write_text("".join(json.dumps(asdict(report)) + "\n" for report in reports), output)
+    console().print(f"Wrote {output}", highlight=False)
+
+
+def _reports(
+    shape: Shape, architecture: str, dtype: torch.dtype, batch: int, *, everything: bool
+) -> Iterator[KernelReport]:
+    launches = launches_of(call_of(shape, dtype, batch, everything=everything), architecture)
+    if shape.tiles is not None:
+        call = exact_call_of(shape, shape.tiles, dtype, batch, everything=everything)
+        launches += exact_launches_of(call, architecture)
+    for launch in launches:
+        yield report_kernel(launch, architecture)
+
+
+def _table(title: str, reports: Sequence[KernelReport]) -> Table:
+    table = Table("kernel", "tiles", title=title, title_justify="left")
+    for name in ("registers", "stack, B", "shared, KiB", "programs", "waves", "MB", "GFLOP"):
+        table.add_column(name, justify="right")
+    for report in reports:
+        table.add_row(
+            report.kernel,
+            ", ".join(f"{name} {value}" for name, value in report.tiles.items()),
+            f"{report.registers}",
+            f"{report.stack_bytes}",
+            f"{report.shared_bytes / 1024:.0f}",
+            f"{report.programs:,}",
+            "" if report.waves is None else f"{report.waves:.1f}",
+            f"{report.bytes / 1e6:.0f}",
+            f"{report.flops / 1e9:.1f}",
+        )
+    return table
