@@ -95,6 +95,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^pip install ", "it would change the environment"),
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
+    (r"^mhla bench gpu-check ", "it takes minutes; tests/benchmark runs it"),
     (r"^mhla bench all ", "it is the commands below it in a row; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),

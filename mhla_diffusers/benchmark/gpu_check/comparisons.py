@@ -16,7 +16,7 @@ from ..results import Row
 from ..shapes import TINY, Shape, shapes
 from ..timing import Budget
 from ..transformer import TransformerCase, benchmark_training, benchmark_transformer
-from .findings import Measured, NotHereError, Notebook
+from .findings import Measured, Notebook, NotHereError
 
 _SHAPES = {"wan2.1-1.3b-480p": True, "dit-xl-2-1024px": False, "sana-1.6b-2048px": False}
 """Shape → whether torch.compile and FlexAttention take part, which compile for a minute."""

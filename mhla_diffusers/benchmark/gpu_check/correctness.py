@@ -10,6 +10,7 @@ import torch
 from ...attention import Call, initial_mixing, mhla_attention, reference_attention
 from ...attention.rotary import rotary_table
 from ...devices import FLOAT_TYPES
+from ...families import Model
 from ..correctness import (
     LARGEST_ERROR,
     LARGEST_GRADIENT_ERROR,
@@ -21,17 +22,19 @@ from ..correctness import (
 )
 from ..lists import draw_tiles
 from ..models import family_of_model, models
-from ..shapes import TINY, Shape, shapes
+from ..shapes import Shape, shapes
 from ..timing import free_bytes
 from .findings import Measured, Notebook
 
-_SHAPES = {
+SHAPES = {
     "wan2.1-1.3b-480p": "wan2.1-1.3b",
     "wan2.1-1.3b-720p": "wan2.1-1.3b",
     "dit-xl-2-1024px": "dit-xl-2",
     "sana-1.6b-2048px": "sana-1.6b",
 }
 """Shape → its model: head dims 128, 72 and 32."""
+SMALL = Shape("small", (2, 4, 4), (1, 2, 2), 1, 16, tiles=(1, 2, 2), share=0.25)
+"""What the interpreter is through with in seconds."""
 _KINDS = ("plain", "everything", "exact tiles and everything")
 """Everything: RoPE, key mask, output norm and output gate."""
 _HEADS = 2
@@ -41,7 +44,9 @@ _REFERENCE_MATRICES = 24
 _SHARE = 0.25
 """Of exact pairs of tiles, which are few on a small grid."""
 _TO_EAGER = 1.5
-"""Where terms cancel, rounding the inputs' products is an error that the eager backend has too: so many times its."""
+"""Where terms cancel, the eager backend has a large error too: so many times its error is allowed."""
+_OF_HEADS = {"far_field_weight": 10, "mean_bias": 10}
+"""Single numbers per head, each a sum over all tokens in which most cancels, from weights that kernels round."""
 
 
 @dataclass(frozen=True)
@@ -102,16 +107,14 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
     return Problem(tensors, settings, torch.randn_like(tensors["query"]))
 
 
-def _small_shapes(device: torch.device, processes: int) -> list[Shape]:
-    """The shapes, cut to the tokens whose N x N weights fit beside those of the other processes."""
-    if device.type == "cpu":
-        return [replace(TINY, share=_SHARE)]
-    tokens = math.isqrt(int(free_bytes(device) / 2 / processes / (_REFERENCE_MATRICES * _HEADS * 8)))
-    return [_cut(shapes()[name], models()[model], min(tokens, _MOST_TOKENS)) for name, model in _SHAPES.items()]
+def cut(shape: Shape, model: Model, most_tokens: int) -> Shape:
+    """Two heads of a shape, with as many blocks of the real size as hold so many tokens, at least one.
 
-
-def _cut(shape: Shape, model: Any, most_tokens: int) -> Shape:
-    """As many blocks of the real size as have so many tokens, at least one; tiles as long as the real ones."""
+    Args:
+        shape: of a real model.
+        model: which, for its exact tiles, which are as long as the real ones.
+        most_tokens: that the cut grid has, unless one block has more.
+    """
     lengths = [size // count for size, count in zip(shape.grid, shape.blocks, strict=True)]
     tiles = family_of_model(model).exact_tiles(shape.grid)
     tile_lengths = [math.ceil(size / count) for size, count in zip(shape.grid, tiles, strict=True)]
@@ -126,6 +129,14 @@ def _cut(shape: Shape, model: Any, most_tokens: int) -> Shape:
     return replace(shape, grid=grid, blocks=tuple(counts), heads=_HEADS, tiles=cut_tiles, share=_SHARE)
 
 
+def _small_shapes(device: torch.device, processes: int) -> list[Shape]:
+    """The shapes, cut to the tokens whose N x N weights fit beside those of the other processes."""
+    if device.type == "cpu":
+        return [SMALL]
+    tokens = math.isqrt(int(free_bytes(device) / 2 / processes / (_REFERENCE_MATRICES * _HEADS * 8)))
+    return [cut(shapes()[name], models()[model], min(tokens, _MOST_TOKENS)) for name, model in SHAPES.items()]
+
+
 def _compare(shape: Shape, device: torch.device, dtype: torch.dtype, kind: str) -> Measured:
     """Errors of the kernels, those of the eager backend beside them, and what is allowed."""
     problem = draw_problem(shape, device, dtype, kind)
@@ -136,7 +147,7 @@ def _compare(shape: Shape, device: torch.device, dtype: torch.dtype, kind: str) 
         of_eager = relative_error(eager[name], expected[name])
         errors[name] = {
             "error": relative_error(found[name], expected[name]),
-            "limit": max(largest[dtype], _TO_EAGER * of_eager),
+            "limit": max(largest[dtype], _OF_HEADS.get(name, _TO_EAGER) * of_eager),
             "eager": of_eager,
         }
     wrong = [

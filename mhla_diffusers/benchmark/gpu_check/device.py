@@ -12,7 +12,7 @@ import torch
 from ...attention.triton.tuning import architecture_of
 from ...devices import FLOAT_TYPES
 from ..conditions import gather_conditions, measure_rates
-from .findings import Measured, NotHereError, Notebook
+from .findings import Measured, Notebook, NotHereError
 
 _PACKAGES = (
     "numpy",

@@ -9,9 +9,8 @@ from ...attention import mhla_attention
 from ...patching import apply_mhla, mhla_layers
 from ..correctness import LARGEST_ERROR, relative_error
 from ..models import Size, build_transformer, choose_sizes, make_forward_inputs, models
-from ..shapes import TINY
-from .correctness import draw_problem
-from .findings import Measured, NotHereError, Notebook
+from .correctness import SMALL, draw_problem
+from .findings import Measured, Notebook, NotHereError
 
 _MODELS = ("tiny-wan", "tiny-sana")
 _DTYPE = torch.bfloat16
@@ -69,9 +68,9 @@ def _compiler(device: torch.device) -> str:
 
 def _compile_attention(kind: str, device: torch.device) -> Measured:
     """One graph without a break, the same output and gradients."""
-    problem = draw_problem(TINY, device, _DTYPE, kind)
+    problem = draw_problem(SMALL, device, _DTYPE, kind)
     expected = problem.attend("triton")
-    compiled = torch.compile(mhla_attention, fullgraph=True, dynamic=False, backend=_compiler(device))
+    compiled: Any = torch.compile(mhla_attention, fullgraph=True, dynamic=False, backend=_compiler(device))
     inputs = {name: x.detach().requires_grad_() for name, x in problem.tensors.items()}
     output = compiled(**inputs, **problem.settings, backend="triton")
     gradients = torch.autograd.grad(output, list(inputs.values()), problem.upstream)
@@ -84,8 +83,8 @@ def _replay_graph(kind: str, device: torch.device) -> Measured:
     """Captured on one input and replayed on another: what is replayed reads the new one."""
     if device.type != "cuda":
         raise NotHereError("a CPU has no CUDA graphs")
-    problem = draw_problem(TINY, device, _DTYPE, kind)
-    attend = torch.no_grad()(partial(mhla_attention, backend="triton", **problem.settings))
+    problem = draw_problem(SMALL, device, _DTYPE, kind)
+    attend: Any = torch.no_grad()(partial(mhla_attention, backend="triton", **problem.settings))
     given = {name: x.clone() for name, x in problem.tensors.items()}
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -103,7 +102,7 @@ def _replay_graph(kind: str, device: torch.device) -> Measured:
 
 
 def _compile_blocks(device: torch.device) -> Measured:
-    """diffusers' own way to compile a transformer, after a patch."""
+    """Diffusers' own way to compile a transformer, after a patch."""
     transformer, inputs = _patched("tiny-wan", device, "triton")
     with torch.no_grad():
         expected = transformer(**inputs)[0]

@@ -12,9 +12,9 @@ from ...attention.triton.launches import Launch
 from ...attention.triton.tuning import PairTiling, Tiling, tiles_of
 from ..conditions import Rates, measure_rates
 from ..correctness import LARGEST_ERROR, LARGEST_GRADIENT_ERROR, OUTPUT, relative_error
-from ..shapes import TINY, shapes
+from ..shapes import shapes
 from ..timing import Clock
-from .correctness import Problem, draw_problem
+from .correctness import SMALL, Problem, draw_problem
 from .findings import Measured, Notebook
 from .launched import moved_bytes, recorded_launches, seconds_of
 
@@ -33,7 +33,7 @@ Tiles = Tiling | PairTiling
 
 def measure_kernels(notebook: Notebook, device: torch.device) -> None:
     """Every kernel of a call of Wan's shape: first all times, then the search, which takes long."""
-    shape = TINY if device.type == "cpu" else shapes()["wan2.1-1.3b-480p"]
+    shape = SMALL if device.type == "cpu" else shapes()["wan2.1-1.3b-480p"]
     rates = measure_rates(device, _DTYPE) if device.type == "cuda" else None
     clock = Clock(device)
     problems: dict[str, Problem] = {}

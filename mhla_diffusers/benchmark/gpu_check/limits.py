@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from ...attention import ExactTiles, mhla_attention
+from ...config import DEFAULT_SHARE
 from ..correctness import LARGEST_ERROR, LARGEST_GRADIENT_ERROR, OUTPUT, differentiate, relative_error
 from ..lists import draw_mask
-from ..shapes import TINY, shapes
+from ..shapes import shapes
 from ..timing import free_bytes
-from .correctness import draw_problem
-from .findings import Measured, NotHereError, Notebook
+from .correctness import SMALL, draw_problem
+from .findings import Measured, Notebook, NotHereError
 
 _DTYPE = torch.bfloat16
 _SANITIZER = "compute-sanitizer"
 _SANITIZER_SECONDS = 60
-_TINY_CALL = """
+_SMALL_CALL = """
 import torch
-from mhla_diffusers.benchmark.gpu_check.correctness import draw_problem
-from mhla_diffusers.benchmark.shapes import TINY
-draw_problem(TINY, torch.device("cuda"), torch.bfloat16, "exact tiles and everything").attend("triton")
+from mhla_diffusers.benchmark.gpu_check.correctness import SMALL, draw_problem
+draw_problem(SMALL, torch.device("cuda"), torch.bfloat16, "exact tiles and everything").attend("triton")
 torch.cuda.synchronize()
 """
 
@@ -102,7 +102,7 @@ def _attend(large: Large, query: torch.Tensor) -> dict[str, torch.Tensor]:
     settings: dict[str, Any] = {"grid": (large.size[1],), "blocks": (large.slices,)}
     settings["mixing"] = torch.eye(large.slices, device=query.device)
     if large.tiles is not None:
-        mask = draw_mask((large.tiles,), large.heads, TINY.share).to(query.device)
+        mask = draw_mask((large.tiles,), large.heads, DEFAULT_SHARE).to(query.device)
         settings["exact"] = ExactTiles.from_mask((large.tiles,), mask)
         settings["mean_bias"] = torch.zeros(large.heads, device=query.device)
     tensors = dict.fromkeys(("query", "key", "value"), query)
@@ -110,7 +110,7 @@ def _attend(large: Large, query: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _same_bits_twice(device: torch.device) -> Measured:
-    shape = TINY if device.type == "cpu" else shapes()["wan2.1-1.3b-480p"]
+    shape = SMALL if device.type == "cpu" else shapes()["wan2.1-1.3b-480p"]
     problem = draw_problem(shape, device, _DTYPE, "exact tiles and everything")
     first, second = problem.attend("triton"), problem.attend("triton")
     differ = [name for name in first if not torch.equal(first[name], second[name])]
@@ -122,7 +122,7 @@ def _second_device(device: torch.device) -> Measured:
     if device.type != "cuda" or torch.cuda.device_count() < 2:
         raise NotHereError("there is no second GPU")
     other = torch.device("cuda", 1 if (device.index or 0) == 0 else 0)
-    problem = draw_problem(TINY, device, _DTYPE, "plain")
+    problem = draw_problem(SMALL, device, _DTYPE, "plain")
     moved = {name: x.to(other) for name, x in problem.tensors.items()}
     found = replace(problem, tensors=moved, upstream=problem.upstream.to(other)).attend("triton")
     errors = {name: relative_error(found[name].to(device), x) for name, x in problem.attend("triton").items()}
@@ -137,7 +137,7 @@ def _run_sanitizer(device: torch.device) -> Measured:
         raise NotHereError("it watches programs on NVIDIA GPUs")
     if shutil.which(_SANITIZER) is None:
         raise NotHereError(f"{_SANITIZER} is not installed")
-    command = [_SANITIZER, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", _TINY_CALL]
+    command = [_SANITIZER, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", _SMALL_CALL]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         ended = subprocess.run(

@@ -43,6 +43,8 @@ def check_gpu(steps: Sequence[Step], device: torch.device, output: Path) -> bool
     names = [step.name for step in STEPS]
     reports = read_reports(output, names, name)
     end = time.monotonic() + MOST_SECONDS
+    # so that a scheduler's signal ends the processes of the step too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for step in steps:
         kept = step.name in reports and reports[step.name].status == "ok"
         if not kept:
@@ -71,7 +73,7 @@ def _run_step(step: Step, device: torch.device, name: str, output: Path, left: f
     children = [_Child(step.name, device, output, log, share, shares) for share in range(shares)]
     seconds = min(step.seconds, left)
     try:
-        while any([child.is_running() for child in children]) and time.monotonic() < start + seconds:
+        while any(child.is_running() for child in children) and time.monotonic() < start + seconds:
             time.sleep(0.1)
     finally:
         stopped = [child.stop() for child in children]

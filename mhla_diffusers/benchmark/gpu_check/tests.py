@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .findings import Measured, NotHereError, Notebook
+from .findings import Measured, Notebook, NotHereError
 
 _ROOT = Path(__file__).parents[3]
 _FOLDER = Path("tests/attention/triton")
