@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from ..candidates import EXACT, HYBRID, PLAIN
+from ..candidates import EXACT, HYBRID
 from ..models import choose_sizes, models
 from ..operation import benchmark_operation
 from ..recorder import Recorder
@@ -22,7 +22,7 @@ _SHAPES = {"wan2.1-1.3b-480p": True, "dit-xl-2-1024px": False, "sana-1.6b-2048px
 """Shape → whether torch.compile and FlexAttention take part, which compile for a minute."""
 _BUDGET = Budget(seconds=0.5, least=3, most=20)
 _ON_CPU = Budget(seconds=0.01, least=1, most=1)
-_ATTENTIONS = ("softmax native", PLAIN, "MHLA", HYBRID, EXACT)
+_ATTENTIONS = ("softmax native", "MHLA", HYBRID, EXACT)
 
 
 def compare_rivals(notebook: Notebook, device: torch.device) -> None:

@@ -44,16 +44,19 @@ def check_gpu(steps: Sequence[Step], device: torch.device, output: Path) -> bool
     reports = read_reports(output, names, name)
     end = time.monotonic() + MOST_SECONDS
     # so that a scheduler's signal ends the processes of the step too
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    for step in steps:
-        kept = step.name in reports and reports[step.name].status == "ok"
-        if not kept:
-            report = _run_step(step, device, name, output, end - time.monotonic())
-            write_report(report, output)
-            reports[step.name] = report
-        in_order = {name: reports[name] for name in names if name in reports}
-        write_text(summary(in_order, name), output / "summary.md")
-        _print_line(reports[step.name], kept)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        for step in steps:
+            kept = step.name in reports and reports[step.name].status == "ok"
+            if not kept:
+                report = _run_step(step, device, name, output, end - time.monotonic())
+                write_report(report, output)
+                reports[step.name] = report
+            in_order = {name: reports[name] for name in names if name in reports}
+            write_text(summary(in_order, name), output / "summary.md")
+            _print_line(reports[step.name], kept)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return all(reports[step.name].status != "failed" for step in steps)
 
 
@@ -104,7 +107,18 @@ class _Child:
         self._findings = output / f".{step}-{share}.json"
         self._findings.unlink(missing_ok=True)
         module = __package__ or ""
-        self._command = [sys.executable, "-m", module, step, str(device), str(self._findings), str(share), str(shares)]
+        # -P: the package that this process has, whatever lies in the present folder
+        self._command = [
+            sys.executable,
+            "-P",
+            "-m",
+            module,
+            step,
+            str(device),
+            str(self._findings),
+            str(share),
+            str(shares),
+        ]
         self._environment = _environment(device)
         self._log = log
         self._found = 0
