@@ -34,11 +34,11 @@ _QUERIES = (
 
 def describe_device(notebook: Notebook, device: torch.device) -> None:
     """Everything that is to be known before a number of the other steps is read."""
-    notebook.attempt("versions", partial(_versions, device))
-    notebook.attempt("card", partial(_card, device))
-    notebook.attempt("clocks", _clocks)
     for name in FLOAT_TYPES if device.type == "cuda" else ("float32",):
         notebook.attempt(f"rates in {name}", partial(_rates, device, FLOAT_TYPES[name]))
+    notebook.attempt("clocks", _clocks)
+    notebook.attempt("card", partial(_card, device))
+    notebook.attempt("versions", partial(_versions, device))
 
 
 def _versions(device: torch.device) -> Measured:
