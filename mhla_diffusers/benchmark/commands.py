@@ -196,6 +196,23 @@ def bench_kernels(
     write_kernels(shapes, architecture or ["sm_90"], precision, batch, everything=everything, output=output)
 
 
+@bench.command("gpu-check")
+def bench_gpu_check(
+    output: Annotated[Path, typer.Option(help="Gets a file per step and summary.md.")] = Path("outputs/gpu-check"),
+    steps: Annotated[
+        list[str] | None, typer.Option(help="Names with commas between them, or several times; all if left out.")
+    ] = None,
+    device: _DEVICE = "auto",
+) -> None:
+    """What to run first on a new GPU: right, within limits, fast? At most 25 minutes; run again, it goes on."""
+    from ..devices import choose_device
+    from .gpu_check.run import check_gpu
+    from .gpu_check.steps import choose_steps
+
+    if not check_gpu(choose_steps(steps), choose_device(device), output):
+        raise typer.Exit(1)
+
+
 @bench.command("report")
 def bench_report(
     folders: Annotated[list[Path], typer.Argument(help="Outputs of other bench commands; several are drawn together.")],

@@ -1,7 +1,9 @@
 """Whether an attention is right on this device and in this type, asked before anything is timed."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from .shapes import Shape
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """‖found − reference‖ / ‖reference‖ of an output."""
 LARGEST_GRADIENT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+OUTPUT = "output"
+"""Name of the output beside the gradients."""
 _CHECKED_SHARE = 0.25
 """Of exact pairs of tiles, which are few on a small grid."""
 
@@ -55,20 +59,33 @@ def check_operation(
         drawn |= beside_exact_tiles(small.heads, device)
         settings["exact"] = draw_tiles(small, device)
     upstream = make_inputs(small, device, dtype)[0]
-
-    def differentiate(attend: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-        inputs = {name: x.detach().requires_grad_() for name, x in drawn.items()}
-        output = attend(**inputs, **settings, **options)
-        return output, *torch.autograd.grad(output, list(inputs.values()), upstream.to(output.dtype))
-
-    found = differentiate(mhla_attention, backend=backend)
-    expected = differentiate(lambda **arguments: reference_attention(Call(**arguments)))
-    error, what = relative_error(found[0], expected[0]), f"MHLA{' with exact tiles' if exact else ''} {backend}"
+    found = differentiate(partial(mhla_attention, backend=backend, **settings), drawn, upstream)
+    expected = differentiate(lambda **tensors: reference_attention(Call(**tensors, **settings)), drawn, upstream)
+    error, what = (
+        relative_error(found[OUTPUT], expected[OUTPUT]),
+        f"MHLA{' with exact tiles' if exact else ''} {backend}",
+    )
     _require(error, LARGEST_ERROR[dtype], f"The output of {what}", device, dtype)
-    for name, one, other in zip(drawn, found[1:], expected[1:], strict=True):
-        error_of = relative_error(one, other)
+    for name in drawn:
+        error_of = relative_error(found[name], expected[name])
         _require(error_of, LARGEST_GRADIENT_ERROR[dtype], f"The gradient of {name} of {what}", device, dtype)
     return error
+
+
+def differentiate(
+    attend: Callable[..., torch.Tensor], tensors: Mapping[str, torch.Tensor], upstream: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The output of an attention, as ``OUTPUT``, and the gradients of its tensors by their names.
+
+    Args:
+        attend: takes the tensors by name.
+        tensors: every one gets a gradient.
+        upstream: the gradient of the output, in its shape.
+    """
+    inputs = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    output = attend(**inputs)
+    gradients = torch.autograd.grad(output, list(inputs.values()), upstream.to(output.dtype))
+    return {OUTPUT: output.detach(), **dict(zip(inputs, gradients, strict=True))}
 
 
 def beside_exact_tiles(heads: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -168,7 +168,7 @@ def report_kernel(launch: Launch, architecture: str) -> KernelReport:
     registers, stack = _registers_and_stack(compiled)
     shared = int(compiled.metadata.shared)
     return KernelReport(
-        _name(launch),
+        launch.name,
         architecture,
         launch.constants["HEAD_DIM"],
         str(_rows_of(launch).dtype).removeprefix("torch."),
@@ -177,7 +177,7 @@ def report_kernel(launch: Launch, architecture: str) -> KernelReport:
         stack,
         shared,
         launch.programs,
-        sum(tensor.nbytes for tensor in _tensors(launch.arguments.values())),
+        launch.moved_bytes,
         _flops(launch),
         _waves(launch, architecture, registers, shared),
     )
@@ -188,10 +188,6 @@ def target_of(architecture: str) -> GPUTarget:
     if architecture.startswith("sm_"):
         return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     return GPUTarget("hip", architecture, 64)
-
-
-def _name(launch: Launch) -> str:
-    return str(launch.kernel.__name__.removesuffix("_kernel"))
 
 
 def _rows_of(launch: Launch) -> torch.Tensor:
@@ -210,9 +206,9 @@ def _flops(launch: Launch) -> int:
         if lists is not None:  # of a pair of tiles, those of the longest; without lists of their own, samples share
             shared = batch if len(lists.offsets) - 1 == heads * len(lists.tokens) else 1
             pairs += shared * len(lists.tiles) * lists.tokens.shape[1] ** 2
-        if means is not None and _name(launch) != "exact_key_value_gradient":
+        if means is not None and launch.name != "exact_key_value_gradient":
             pairs += batch * heads * tokens * means.key.pointer.shape[1]
-    return 2 * _PRODUCTS[_name(launch)] * pairs * head_dim
+    return 2 * _PRODUCTS[launch.name] * pairs * head_dim
 
 
 def _waves(launch: Launch, architecture: str, registers: int, shared: int) -> float | None:
@@ -221,17 +217,6 @@ def _waves(launch: Launch, architecture: str, registers: int, shared: int) -> fl
     by_registers = _REGISTERS // (32 * launch.tiles.warps * -(-registers // 8) * 8)
     by_memory = _SHARED_KIB[architecture] * 1024 // (shared + 1024)
     return launch.programs / (PROCESSORS[architecture] * max(1, min(by_registers, by_memory, 64 // launch.tiles.warps)))
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """Those among arguments and in their tuples; one tensor under several names counts as often as it is named."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, tuple):
-            found += _tensors(value)
-    return found
 
 
 def _registers_and_stack(compiled: Any) -> tuple[int, int]:

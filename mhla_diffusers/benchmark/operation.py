@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .candidates import EXACT, PLAIN
 from .conditions import Rates
 from .correctness import beside_exact_tiles, check_agreement, check_operation, make_inputs
 from .lists import draw_tiles, flex_over_tiles, why_no_flex
+from .packages import CHUNKED, FLASH, chunked_linear_attention, flash_attention, why_no_package
 from .results import Row, make_row
 from .shapes import (
     SOFTMAX_BACKENDS,
@@ -30,8 +32,11 @@ from .timing import Absent, Budget, Outcome, Variant, time_interleaved
 STAGES = ("forward", "forward+backward")
 LISTED = "exact tiles alone"
 """Without means and far field, which FlexAttention does not know."""
+CAUSAL = "causal linear"
+"""Without a normaliser: the nearest to plain linear attention that flash-linear-attention has."""
 _BACKENDS = ("eager", "triton")
 _COMPILED, _FLEX = "torch.compile", "FlexAttention"
+_PACKAGES = {FLASH: flash_attention, CHUNKED: chunked_linear_attention}
 
 Attend = Callable[[], torch.Tensor]
 CostOf = Callable[[Shape, int, bool], Cost]
@@ -40,6 +45,7 @@ _COSTS: dict[str, CostOf] = {
     EXACT: exact_cost,
     PLAIN: linear_cost,
     LISTED: listed_cost,
+    CAUSAL: linear_cost,
     "softmax": softmax_cost,
 }
 """Kind of a variant → what it costs; the name of a variant is its kind and its backend."""
@@ -195,19 +201,28 @@ def _attends(
 
     def attend(kind: str, backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
         reason = absent.get(backend)
-        if kind == "softmax":
+        if backend in _PACKAGES:
+            reason = why_no_package(backend, device)
+        elif kind == "softmax":
             reason = why_no_softmax(backend, device, shape.tokens, shape.heads)
         if kind == LISTED:
             reason = reason or why_no_flex(device, backward)
         if reason is not None:
             return Absent(reason), ()
+        if backend in _PACKAGES:
+            return partial(_PACKAGES[backend], *inputs), inputs
         if kind == "softmax":
             return lambda: softmax_attention(backend, *inputs), inputs
         if kind == LISTED and lists is not None:
             return flex_over_tiles(shape, inputs, lists), inputs
         return linear(kind, backend)
 
-    kinds = {"MHLA": (*_BACKENDS, _COMPILED), PLAIN: _BACKENDS, "softmax": tuple(SOFTMAX_BACKENDS)}
+    kinds = {
+        "MHLA": (*_BACKENDS, _COMPILED),
+        PLAIN: _BACKENDS,
+        "softmax": (*SOFTMAX_BACKENDS, FLASH),
+        CAUSAL: (CHUNKED,),
+    }
     if lists is not None:
         kinds |= {EXACT: _BACKENDS, LISTED: (_FLEX,)}
     return {f"{kind} {backend}": attend(kind, backend) for kind in _COSTS for backend in kinds.get(kind, ())}
@@ -238,4 +253,4 @@ def _kind(variant: str) -> str:
 
 def _with_blocks(shape: Shape, variant: str) -> Shape:
     """The shape of a variant: plain linear attention has one block."""
-    return replace(shape, blocks=(1,) * len(shape.blocks)) if variant.startswith(PLAIN) else shape
+    return replace(shape, blocks=(1,) * len(shape.blocks)) if variant.startswith((PLAIN, CAUSAL)) else shape

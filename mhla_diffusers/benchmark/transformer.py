@@ -1,7 +1,7 @@
 """A whole transformer with random weights, a forward or a training step: softmax against linear attentions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,9 @@ class Counts:
     """Kind of attention → FLOPs of a forward."""
 
 
-def benchmark_transformer(case: TransformerCase, rates: Rates, budget: Budget, *, compile: bool) -> list[Row]:
+def benchmark_transformer(
+    case: TransformerCase, rates: Rates, budget: Budget, *, compile: bool, only: Collection[str] | None = None
+) -> list[Row]:
     """Check the patched attention, then time a forward of all variants in turns, and then the parts of each.
 
     Args:
@@ -96,6 +98,7 @@ def benchmark_transformer(case: TransformerCase, rates: Rates, budget: Budget, *
         rates: of the device.
         budget: how often.
         compile: time every variant with its repeated blocks compiled as well.
+        only: names of self-attentions; all for None.
 
     Returns:
         A row per variant, and one per variant and part.
@@ -104,7 +107,7 @@ def benchmark_transformer(case: TransformerCase, rates: Rates, budget: Budget, *
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
         ValueError: more layers than the model has.
     """
-    counts = count(case)
+    counts = count(case, only)
     if (refused := _refuse_for_memory(case, counts.weight_bytes, rates, FORWARD)) is not None:
         return [refused]
     transformer = case.build()
@@ -122,7 +125,9 @@ def benchmark_transformer(case: TransformerCase, rates: Rates, budget: Budget, *
     return rows
 
 
-def benchmark_training(case: TransformerCase, rates: Rates, budget: Budget, *, checkpointing: bool) -> list[Row]:
+def benchmark_training(
+    case: TransformerCase, rates: Rates, budget: Budget, *, checkpointing: bool, only: Collection[str] | None = None
+) -> list[Row]:
     """Check the patched attention, then time a step of every variant in turns; all weights train.
 
     Args:
@@ -130,6 +135,7 @@ def benchmark_training(case: TransformerCase, rates: Rates, budget: Budget, *, c
         rates: of the device.
         budget: how often.
         checkpointing: compute activations again in the backward pass instead of keeping them.
+        only: names of self-attentions; all for None.
 
     Returns:
         A row per variant.
@@ -138,7 +144,7 @@ def benchmark_training(case: TransformerCase, rates: Rates, budget: Budget, *, c
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
         ValueError: more layers than the model has.
     """
-    counts = count(case)
+    counts = count(case, only)
     if (refused := _refuse_for_memory(case, _TRAINING_COPIES * counts.weight_bytes, rates, TRAINING_STEP)) is not None:
         return [refused]
     transformer = case.build()
@@ -157,12 +163,18 @@ def benchmark_training(case: TransformerCase, rates: Rates, budget: Budget, *, c
     return _rows(case, counts, candidates, rates, TRAINING_STEP, _TRAINING_PASSES)
 
 
-def count(case: TransformerCase) -> Counts:
-    """Build the transformer on the meta device, where it costs nothing, and count."""
+def count(case: TransformerCase, only: Collection[str] | None = None) -> Counts:
+    """Build the transformer on the meta device, where it costs nothing, and count.
+
+    Args:
+        case: what is measured.
+        only: names of self-attentions; all for None.
+    """
     transformer = case.build(torch.device("meta"))
     inputs, family = case.inputs(transformer), get_family(transformer)
     grid = family.token_grid(transformer, inputs["hidden_states"])
     choices = attention_choices(family, case.model, case.layers_built, grid, case.size.batch, case.device)
+    choices = [choice for choice in choices if only is None or choice.name in only]
     flops: dict[str, int] = {}
     for choice in choices:
         if choice.absent is None and choice.kind not in flops:

@@ -92,9 +92,10 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
 ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^make ", "it would run these tests, or the demo for minutes"),
     (r"^\.ci/run", "it would run these tests"),
-    (r"^pip install ", "it would change the environment"),
+    (r"^pip (install|download|wheel) ", "it would change the environment, or download packages"),
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
+    (r"^mhla bench gpu-check ", "it takes minutes; tests/benchmark runs it"),
     (r"^mhla bench all ", "it is the commands below it in a row; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
@@ -213,7 +214,7 @@ def check(command: list[str]) -> None:
     program, *arguments = command
     checks: dict[str, Callable[[list[str]], None]] = {
         "make": check_target,
-        "pip": check_extras,
+        "pip": check_pip,
         "accelerate": check_launch,
         "mhla": check_mhla,
         "python": check_script,
@@ -227,6 +228,15 @@ def check(command: list[str]) -> None:
 def check_target(arguments: list[str]) -> None:
     """Of the Makefile."""
     assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {arguments[0]}"
+
+
+def check_pip(arguments: list[str]) -> None:
+    """``pip``: its options, and what ``pip install`` takes from a checkout."""
+    from pip._internal.commands import create_command
+
+    create_command(arguments[0]).parse_args(arguments[1:])
+    if arguments[0] == "install" and "--no-index" not in arguments:
+        check_extras(arguments)
 
 
 def check_extras(arguments: list[str]) -> None:

@@ -1,7 +1,7 @@
 """What each kernel is launched with, and what it writes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,16 @@ class Launch:
     arguments: dict[str, Any]
     constants: dict[str, Any]
     tiles: Tiling | PairTiling
+
+    @property
+    def name(self) -> str:
+        """Of the kernel, as :mod:`.tuning` spells it."""
+        return str(self.kernel.__name__.removesuffix("_kernel"))
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of all tensors that the kernel reads or writes, each once: the least that must move."""
+        return sum(tensor.nbytes for tensor in {id(x): x for x in _tensors_of(self.arguments.values())}.values())
 
     @property
     def options(self) -> dict[str, Any]:
@@ -209,6 +219,14 @@ class KernelShape:
         }
         taken = {name: value for name, value in constants.items() if name in kernel.arg_names}
         return Launch(kernel, self.programs, arguments, taken, self.tiles)
+
+
+def _tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors_of(value)
 
 
 def _optional(

@@ -1,5 +1,7 @@
 """Tile sizes and warps of every kernel: looked up, never searched at run time."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -40,6 +42,8 @@ _BY_ARCHITECTURE = {"sm_80": _SM_80, "sm_90": _LARGE, "sm_100": _LARGE, "sm_103"
 
 def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, architecture: str) -> Tiling:
     """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest block."""
+    if isinstance(wished := _WISHES.get(kernel), Tiling):
+        return wished
     table = _BY_ARCHITECTURE.get(architecture, _AMD if architecture.startswith("gfx") else _SMALL)
     tokens, channels, warps, stages = table[kernel]
     padded = _power_of_two(head_dim)
@@ -137,6 +141,8 @@ _PAIRS_BY_ARCHITECTURE["interpreter"] = _PAIRS_INTERPRETER
 
 def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: int, architecture: str) -> PairTiling:
     """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest tile."""
+    if isinstance(wished := _WISHES.get(kernel), PairTiling):
+        return wished
     table = _PAIRS_BY_ARCHITECTURE.get(architecture, _PAIRS_AMD if architecture.startswith("gfx") else _PAIRS_SMALL)
     own, others, warps, stages = table[kernel]
     padded = _power_of_two(head_dim)
@@ -153,3 +159,16 @@ def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: in
     if own <= 32 and not wide:
         warps = 4
     return PairTiling(own, others, warps, stages)
+
+
+_WISHES: dict[str, Tiling | PairTiling] = {}
+
+
+@contextmanager
+def tiles_of(kernel: str, tiles: Tiling | PairTiling) -> Iterator[None]:
+    """Within the context a kernel is cut like this, whatever the tables say: for measuring what they should say."""
+    _WISHES[kernel] = tiles
+    try:
+        yield
+    finally:
+        del _WISHES[kernel]

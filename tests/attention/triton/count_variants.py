@@ -32,7 +32,7 @@ if __name__ == "__main__":
     counts = {
         name: {
             "variants": len({variant_of(launch, ARCHITECTURE).hash() for launch in found}),
-            "tilings": len({(launch.kernel.__name__, launch.tiles) for launch in found}),
+            "tilings": len({(launch.name, launch.tiles) for launch in found}),
         }
         for name, found in launches.items()
     }

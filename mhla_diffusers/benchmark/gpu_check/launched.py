@@ -1,0 +1,44 @@
+"""What a real call launches: every kernel with its arguments, and its time alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+from ...attention.triton.launches import Launch
+from ..timing import Clock, summarise
+
+_REPETITIONS = 20
+
+
+@contextmanager
+def recorded_launches() -> Iterator[dict[str, Launch]]:
+    """Within the context every launch is kept, by its kernel's name in the tuning tables; the last one of each.
+
+    A launch keeps its tensors, so it can be run again and again.
+    """
+    found: dict[str, Launch] = {}
+    run = Launch.run
+
+    def keep(launch: Launch) -> None:
+        found[launch.name] = launch
+        run(launch)
+
+    with patch.object(Launch, "run", keep):  # whatever a call launches, now or later, is there without a list of it
+        yield found
+
+
+def seconds_of(launch: Launch, clock: Clock) -> float:
+    """Median of replays of a CUDA graph that holds the launch alone, so that no time of Python is in it.
+
+    Args:
+        launch: compiled here if it was not before.
+        clock: of a CUDA device; overwrites the cache before every replay.
+    """
+    launch.run()
+    torch.cuda.synchronize(clock.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(clock.device), torch.cuda.graph(graph):
+        launch.run()
+    return summarise([clock.seconds(graph.replay) for _ in range(_REPETITIONS)]).median
