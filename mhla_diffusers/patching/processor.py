@@ -193,16 +193,22 @@ def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionI
 
 
 def project(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value of a self-attention, normed where the model norms them: each (B, N, H, D)."""
+    """Query, key and value of a self-attention, normed where the model norms them: each (B, N, H, D).
+
+    Under autocast a norm may give float32 where the projections give the lower type; all three then take the lower one,
+    as those of ``scaled_dot_product_attention`` do.
+    """
     if attn.fused_projections:
         query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
     else:
         query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-    return (
-        _normed_heads(query, attn.norm_q, attn.heads),
-        _normed_heads(key, attn.norm_k, attn.heads),
-        value.unflatten(-1, (attn.heads, -1)),
-    )
+    query, key = _normed_heads(query, attn.norm_q, attn.heads), _normed_heads(key, attn.norm_k, attn.heads)
+    value = value.unflatten(-1, (attn.heads, -1))
+    device = hidden_states.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
+        lower = torch.get_autocast_dtype(device)
+        return query.to(lower), key.to(lower), value.to(lower)
+    return query, key, value
 
 
 def _normed_heads(x: torch.Tensor, norm: Any, heads: int) -> torch.Tensor:
