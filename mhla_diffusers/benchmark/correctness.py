@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..attention import Call, initial_mixing, mhla_attention, reference_attention
+from ..attention.rotary import rotary_table
 from ..patching import MHLALayer, mhla_layers
 from .lists import draw_tiles
 from .shapes import Shape
@@ -18,6 +19,7 @@ LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LARGEST_GRADIENT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 OUTPUT = "output"
 """Name of the output beside the gradients."""
+_MOST_TOKENS = 1024
 _CHECKED_SHARE = 0.25
 """Of exact pairs of tiles, which are few on a small grid."""
 
@@ -36,7 +38,9 @@ def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple
 def check_operation(
     shape: Shape, device: torch.device, dtype: torch.dtype, backend: str, *, exact: bool = False
 ) -> float:
-    """Compare output and gradients with the float64 reference, with the blocks of a shape on a smaller grid.
+    """Compare output and gradients with the float64 reference, on as many blocks of a shape as that has memory for.
+
+    Videos have RoPE. Blocks and exact tiles are as long as the shape's, so that kernels cut them into whole tiles.
 
     Args:
         shape: the attention; with tile counts where ``exact`` is set.
@@ -51,16 +55,20 @@ def check_operation(
     Raises:
         IncorrectAttentionError: it, or that of a gradient, is too large.
     """
-    small = _smaller(shape, exact)
+    small = cut(shape, _MOST_TOKENS)
     drawn = dict(zip(("query", "key", "value"), make_inputs(small, device, dtype), strict=True))
-    drawn["mixing"] = initial_mixing(shape.blocks).to(device)
+    drawn["mixing"] = initial_mixing(small.blocks).to(device)
     settings: dict[str, Any] = {"grid": small.grid, "blocks": small.blocks}
+    rotary = random_rotary(small, device) if len(small.grid) == 3 and small.head_dim % 2 == 0 else None
     if exact:
         drawn |= beside_exact_tiles(small.heads, device)
         settings["exact"] = draw_tiles(small, device)
     upstream = make_inputs(small, device, dtype)[0]
-    found = differentiate(partial(mhla_attention, backend=backend, **settings), drawn, upstream)
-    expected = differentiate(lambda **tensors: reference_attention(Call(**tensors, **settings)), drawn, upstream)
+    table = rotary_table(rotary) if rotary is not None else None
+    found = differentiate(partial(mhla_attention, backend=backend, rotary=rotary, **settings), drawn, upstream)
+    expected = differentiate(
+        lambda **tensors: reference_attention(Call(**tensors, rotary=table, **settings)), drawn, upstream
+    )
     error, what = (
         relative_error(found[OUTPUT], expected[OUTPUT]),
         f"MHLA{' with exact tiles' if exact else ''} {backend}",
@@ -96,15 +104,36 @@ def beside_exact_tiles(heads: int, device: torch.device) -> dict[str, torch.Tens
     }
 
 
-def _smaller(shape: Shape, exact: bool) -> Shape:
-    """Two heads, two tokens per block and axis, and for exact tiles so many that two of the shape's length fit."""
-    small = replace(shape, grid=tuple(2 * count for count in shape.blocks), heads=2, tiles=None)
-    if not exact or shape.tiles is None:
-        return small
-    lengths = [math.ceil(size / count) for size, count in zip(shape.grid, shape.tiles, strict=True)]
-    grid = tuple(max(size, 2 * length) for size, length in zip(small.grid, lengths, strict=True))
-    tiles = tuple(size // length for size, length in zip(grid, lengths, strict=True))
-    return replace(small, grid=grid, tiles=tiles, share=_CHECKED_SHARE)
+def random_rotary(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) of random angles, each (1, N, 1, D)."""
+    angles = torch.randn(1, shape.tokens, 1, shape.head_dim // 2, device=device).repeat_interleave(2, dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def cut(shape: Shape, most_tokens: int) -> Shape:
+    """Two heads of a shape on a grid of fewer blocks, each as long as the real ones, and so are exact tiles.
+
+    Args:
+        shape: of a real model; a block of it has two tokens per axis at least.
+        most_tokens: of the cut grid; a block that is longer is shortened.
+    """
+    lengths = [max(2, size // count) for size, count in zip(shape.grid, shape.blocks, strict=True)]
+    while math.prod(lengths) > max(most_tokens, 2 ** len(lengths)):
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        lengths[longest] //= 2
+    counts = [1] * len(lengths)
+    for axis in (axis for _ in range(max(shape.blocks)) for axis in reversed(range(len(counts)))):
+        more = [count + (place == axis) for place, count in enumerate(counts)]
+        if math.prod(more) * math.prod(lengths) <= most_tokens and more[axis] <= shape.blocks[axis]:
+            counts = more
+    grid = tuple(count * length for count, length in zip(counts, lengths, strict=True))
+    tiles = None
+    if shape.tiles is not None:
+        tile_lengths = [math.ceil(size / count) for size, count in zip(shape.grid, shape.tiles, strict=True)]
+        if math.prod(grid) <= math.prod(tile_lengths):  # at least two, so that not all are exact
+            grid = (*grid[:-1], 2 * tile_lengths[-1])
+        tiles = tuple(math.ceil(size / length) for size, length in zip(grid, tile_lengths, strict=True))
+    return replace(shape, grid=grid, blocks=tuple(counts), heads=2, tiles=tiles, share=_CHECKED_SHARE)
 
 
 def check_agreement(found: torch.Tensor, eager: torch.Tensor, what: str) -> None:

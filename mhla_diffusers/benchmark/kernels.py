@@ -15,7 +15,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from ..attention import Call
-from ..attention.triton import exact_backward, exact_forward, exact_key_gradients, launches
+from ..attention.triton import exact_backward, exact_forward, exact_key_gradients, launches, mixing_kernels
 from ..attention.triton.arguments import Rows, state_shape
 from ..attention.triton.exact_lists import ExactCall, lists_of_keys
 from ..attention.triton.launches import Launch
@@ -34,8 +34,6 @@ class KernelReport:
 
     kernel: str
     architecture: str
-    head_dim: int
-    dtype: str
     tiles: dict[str, int]
     registers: int
     """Per thread."""
@@ -69,15 +67,18 @@ _PRODUCTS = {
 
 def launches_of(call: Call, architecture: str) -> list[Launch]:
     """One launch of each kernel of MHLA, forward and backward."""
-    state = torch.empty(state_shape(call), device="meta")
+    state, of_state = (torch.empty(state_shape(call), device="meta") for _ in range(2))
     numbers = torch.empty(*call.query.shape[:3], 1, device="meta")
-    query_gradient, gradients = launches.query_gradient_launch(call, state, call.query, numbers, architecture)
+    upstream, dtype = torch.empty_like(call.query), call.query.dtype
+    query_gradient, gradients = launches.query_gradient_launch(call, state, upstream, numbers, architecture)
     return [
         launches.summary_launch(call, architecture)[0],
+        mixing_kernels.mix_launch(call.mixing, state, dtype, architecture)[0],
         launches.output_launch(call, state, True, architecture)[0],
         query_gradient,
-        launches.summary_gradient_launch(call, state, call.query, gradients.token_numbers, architecture)[0],
-        launches.key_value_gradient_launch(call, state, architecture)[0],
+        launches.summary_gradient_launch(call, state, upstream, gradients.token_numbers, architecture)[0],
+        mixing_kernels.mixing_gradient_launch(state, of_state, dtype, architecture)[0],
+        launches.key_value_gradient_launch(call, of_state, architecture)[0],
     ]
 
 
@@ -86,7 +87,8 @@ def exact_launches_of(call: ExactCall, architecture: str) -> list[Launch]:
     lists = lists_of_keys(call)
     of_means, means = exact_forward.means_launch(call, lists, architecture)
     of_output, output, log_sum = exact_forward.exact_launch(call, lists, means, architecture)
-    known = exact_key_gradients.OutputSide(output, log_sum, output, log_sum)
+    upstream = torch.empty_like(output), torch.empty_like(log_sum)
+    known = exact_key_gradients.OutputSide(output, log_sum, *upstream)
     of_query, side = exact_backward.query_gradient_launch(call, lists, means, known, architecture)
     mean_gradient, shares = exact_key_gradients.mean_gradient_launch(call, means, known, side, architecture)
     of_key, _ = exact_key_gradients.key_value_gradient_launch(call, lists, means, shares, known, side, architecture)
@@ -102,35 +104,40 @@ def call_of(shape: Shape, dtype: torch.dtype, batch: int, *, everything: bool) -
         batch: samples.
         everything: RoPE for all, and key mask, output norm and gate: the variant that needs the most of a card.
     """
-    tokens, head_dim = shape.tokens, shape.head_dim
-    blocks = math.prod(shape.blocks)
-    rows = torch.empty(batch, tokens, shape.heads, head_dim, dtype=dtype, device="meta")
+    tokens, head_dim, blocks = shape.tokens, shape.head_dim, math.prod(shape.blocks)
+    query, key, value, gate = _rows(shape, dtype, batch)
     has_rotary = everything or len(shape.grid) == 3
     return Call(
-        query=rows,
-        key=rows,
-        value=rows,
+        query=query,
+        key=key,
+        value=value,
         mixing=torch.empty(shape.heads, blocks, blocks, device="meta"),
         grid=shape.grid,
         blocks=shape.blocks,
         rotary=torch.empty(1, tokens, 1, head_dim, device="meta") if has_rotary else None,
         key_mask=torch.empty(batch, tokens, device="meta") if everything else None,
         output_norm=torch.empty(head_dim, device="meta") if everything else None,
-        output_gate=rows if everything else None,
+        output_gate=gate if everything else None,
     )
+
+
+def _rows(shape: Shape, dtype: torch.dtype, batch: int) -> list[torch.Tensor]:
+    """Four tensors (B, N, H, D)."""
+    size = (batch, shape.tokens, shape.heads, shape.head_dim)
+    return [torch.empty(size, dtype=dtype, device="meta") for _ in range(4)]
 
 
 def exact_call_of(
     shape: Shape, tiles: tuple[int, ...], dtype: torch.dtype, batch: int, *, everything: bool
 ) -> ExactCall:
     """The exact tiles of a shape, with means: as :func:`call_of`, with as many pairs as the shape's share says."""
-    rows = torch.empty(batch, shape.tokens, shape.heads, shape.head_dim, dtype=dtype, device="meta")
+    query, key, value, _ = _rows(shape, dtype, batch)
     lists = shape.heads * math.prod(tiles)
     pairs = round(lists * math.prod(tiles) * shape.share)
     return ExactCall(
-        query=rows,
-        key=rows,
-        value=rows,
+        query=query,
+        key=key,
+        value=value,
         mean_bias=torch.empty(shape.heads, device="meta"),
         key_mask=torch.empty(batch, shape.tokens, device="meta") if everything else None,
         offsets=torch.empty(lists + 1, dtype=torch.int64, device="meta"),
@@ -170,8 +177,6 @@ def report_kernel(launch: Launch, architecture: str) -> KernelReport:
     return KernelReport(
         launch.name,
         architecture,
-        launch.constants["HEAD_DIM"],
-        str(_rows_of(launch).dtype).removeprefix("torch."),
         launch.tiles._asdict(),
         registers,
         stack,
@@ -190,15 +195,13 @@ def target_of(architecture: str) -> GPUTarget:
     return GPUTarget("hip", architecture, 64)
 
 
-def _rows_of(launch: Launch) -> torch.Tensor:
-    """Its query or, where it takes none, its key: (B, N, H, D)."""
-    rows: Rows = launch.arguments["query" if "query" in launch.arguments else "key"]
-    return torch.as_tensor(rows.pointer)
-
-
 def _flops(launch: Launch) -> int:
-    batch, tokens, heads, head_dim = _rows_of(launch).shape
-    means, lists = launch.arguments.get("means"), launch.arguments.get("lists")
+    given = launch.arguments
+    if launch.name in ("mix", "mixing_gradient"):
+        return 2 * given["summaries"].numel() * given["summaries"].shape[2]
+    rows: Rows = given["query" if "query" in given else "key"]
+    batch, tokens, heads, head_dim = torch.as_tensor(rows.pointer).shape
+    means, lists = given.get("means"), given.get("lists")
     if means is None and lists is None:
         pairs = batch * tokens * heads * head_dim
     else:

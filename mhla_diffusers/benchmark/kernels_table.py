@@ -47,13 +47,14 @@ def write_kernels(
     for architecture in architectures:
         if architecture not in PROCESSORS:
             raise ValueError(f"Unknown architecture {architecture!r}; allowed: {', '.join(PROCESSORS)}.")
-    reports: list[KernelReport] = []
+    lines: list[str] = []
     for shape in shapes:
         for architecture in architectures:
             found = list(_reports(shape, architecture, dtype, batch, everything=everything))
             console().print(_table(f"{shape.name}, batch {batch}, {architecture}: counted, not measured", found))
-            reports += found
-            write_text("".join(json.dumps(asdict(report)) + "\n" for report in reports), output)
+            case = {"shape": shape.name, "dtype": str(dtype).removeprefix("torch."), "batch": batch}
+            lines += [json.dumps(case | asdict(report)) + "\n" for report in found]
+            write_text("".join(lines), output)
     console().print(f"Wrote {output}", highlight=False)
 
 

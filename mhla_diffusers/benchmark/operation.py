@@ -192,10 +192,11 @@ def _attends(
 
     def linear(kind: str, backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
         one = _with_blocks(shape, kind)
-        mixing = initial_mixing(one.blocks).to(device).requires_grad_(backward)
+        # learnable in both stages, as in a patched model: what takes gradients may be computed in another way
+        mixing = initial_mixing(one.blocks).to(device).requires_grad_()
         if kind != EXACT:
             return linear_attention(one, inputs, backend, mixing), (*inputs, mixing)
-        weights = {name: x.requires_grad_(backward) for name, x in beside_exact_tiles(shape.heads, device).items()}
+        weights = {name: x.requires_grad_() for name, x in beside_exact_tiles(shape.heads, device).items()}
         attend = linear_attention(one, inputs, backend, mixing, exact=lists, **weights)
         return attend, (*inputs, mixing, *weights.values())
 

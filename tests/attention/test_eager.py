@@ -166,3 +166,11 @@ def test_bits_do_not_depend_on_whether_the_mixing_matrix_takes_gradients(normali
             for learns in (False, True)
         )
     assert torch.equal(frozen, learnable)
+
+
+def test_second_derivatives():
+    """The kernels have none and send their user here."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 12, 1, 4, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
+    inputs.append(torch.rand(4, 4, dtype=torch.float64, generator=generator, requires_grad=True))
+    assert torch.autograd.gradgradcheck(lambda *x: mhla_attention(*x, (12,), (4,), backend="eager"), inputs)

@@ -2,9 +2,9 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 
@@ -25,8 +25,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def why_not(query: torch.Tensor, feature_map: str) -> str | None:
     """Why the Triton backend cannot run a call with such a query (B, N, H, D); None if it can."""
     head_dim = query.shape[3]
-    if not _installed():
-        return "Triton is not installed (pip install triton)"
     if query.device.type not in ("cuda", "cpu"):
         return f"the tensors are on {query.device}; Triton runs on CUDA and ROCm devices"
     if query.device.type == "cpu" and not _interpreting():
@@ -37,6 +35,8 @@ def why_not(query: torch.Tensor, feature_map: str) -> str | None:
         return f"the head dim is {head_dim}; at most {MAX_HEAD_DIM} is allowed"
     if feature_map not in FEATURE_MAPS:
         return f"its kernels know the feature maps {', '.join(FEATURE_MAPS)} and not {feature_map!r}"
+    if (error := _import_error()) is not None:
+        return f"its kernels cannot be imported ({error})"
     return None
 
 
@@ -84,19 +84,32 @@ def _check(call: Call) -> None:
             )
 
 
-def _installed() -> bool:
-    return find_spec("triton") is not None
+@cache
+def _try_import() -> str | None:
+    """Why the kernels cannot be imported, said in the log too; None if they can."""
+    try:
+        from . import exact_backward, launches  # noqa: F401
+    except Exception as error:  # noqa: BLE001 - another version of Triton raises what it likes
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning("The Triton kernels cannot be imported, so eager operations take their place: %s", reason)
+        return reason
+    return None
 
 
 def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+_import_error: Callable[[], str | None] = torch.compiler.assume_constant_result(lambda: _try_import())
+"""The same, which torch.compile does not look into."""
+
+
 def _usable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """``tensor`` itself if its channels lie side by side, as the kernels read them; else a copy."""
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         return tensor
-    _say_copied(name, tensor.stride())
+    if not torch.compiler.is_compiling():  # a call of the logger would break the graph
+        _say_copied(name, tensor.stride())
     return tensor.contiguous()
 
 

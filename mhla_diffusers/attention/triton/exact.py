@@ -12,6 +12,7 @@ from ..call import Call
 from ..rotary import rotated
 from ..tiles import ExactTiles
 from .exact_lists import ExactCall
+from .operators import refuse_second_derivative
 
 _FIELDS = {
     "query": "Tensor",
@@ -131,3 +132,4 @@ def _differentiate(
 
 
 exact_tiles.register_autograd(_differentiate, setup_context=_save)
+exact_tiles_backward.register_autograd(refuse_second_derivative)

@@ -10,11 +10,13 @@ from .tile import load_rows, rotate
 
 
 @triton.jit
-def load_input(source, tile, channels, HEAD_DIM: tl.constexpr, ROPE_BEFORE: tl.constexpr):
+def load_input(source, tile, channels, HEAD_DIM: tl.constexpr, FEATURE_MAP: tl.constexpr, ROPE_BEFORE: tl.constexpr):
     """Query or key, after RoPE if ROPE_BEFORE: what the feature map is applied to. float32 (tokens, channels)."""
     values = load_rows(source.rows, tile, channels, HEAD_DIM)
     if source.rotary is not None and ROPE_BEFORE:
         values = rotate(values, load_rows(source.rotary, tile, channels, HEAD_DIM), False)
+    if FEATURE_MAP == "softmax":  # a channel that is not there has no exponential: 0 may lie far above the maximum
+        values = tl.where((channels < HEAD_DIM)[None, :], values, float("-inf"))
     return values
 
 
@@ -25,8 +27,7 @@ def softmax_scale(
     """Maximum and sum of exponentials of each token's channels; other maps than softmax do not use them."""
     if FEATURE_MAP == "softmax":
         channels = tl.arange(0, BLOCK_D)
-        values = load_input(source, tile, channels, HEAD_DIM, ROPE_BEFORE)
-        values = tl.where((channels < HEAD_DIM)[None, :], values, float("-inf"))
+        values = load_input(source, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
         maximum = tl.max(values, axis=1)
         return maximum, tl.sum(tl.exp(values - maximum[:, None]), axis=1)
     else:
@@ -69,7 +70,7 @@ def load_features(
     ROPE_BEFORE: tl.constexpr,
 ):
     """Features of a tile for the numerator and for the normaliser: twice float32 (tokens, channels)."""
-    plain = _map(load_input(source, tile, channels, HEAD_DIM, ROPE_BEFORE), scale, source.eps, FEATURE_MAP)
+    plain = _map(load_input(source, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE), scale, source.eps, FEATURE_MAP)
     rotated = plain
     if source.rotary is not None and not ROPE_BEFORE:
         rotated = rotate(plain, load_rows(source.rotary, tile, channels, HEAD_DIM), False)
@@ -96,7 +97,7 @@ def input_gradient(
         plain_gradient: gradient of the normaliser's features, (tokens, channels).
         row_product: Σ features × gradient over all D channels, (tokens,); the softmax map needs it.
     """
-    values = load_input(source, tile, channels, HEAD_DIM, ROPE_BEFORE)
+    values = load_input(source, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
     if source.rotary is None:
         gradient = rotated_gradient + plain_gradient
         return _map_gradient(values, scale, gradient, row_product, FEATURE_MAP)

@@ -14,7 +14,7 @@ from ..reference import OUTPUT_NORM_EPS
 from .arguments import Layout, Numbers, Rows, allocate, layout, like, numbers, rotary_rows, rows, state_shape
 from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
 from .forward_kernels import output_kernel, summary_kernel
-from .tuning import SUMMARY_KERNELS, PairTiling, Tiling, architecture_of, parts_per_block, processors_of, tiling
+from .tuning import SUMMARY_KERNELS, AnyTiling, architecture_of, parts_per_block, processors_of, tiling
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Launch:
     programs: int
     arguments: dict[str, Any]
     constants: dict[str, Any]
-    tiles: Tiling | PairTiling
+    tiles: AnyTiling
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class Launch:
 
     def run(self) -> None:
         """Launch the kernel on the device of its tensors."""
-        device = next(x for x in self.arguments.values() if isinstance(x, Rows)).pointer.device
+        device = next(_tensors_of(self.arguments.values())).device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
 

@@ -144,6 +144,20 @@ def _differentiate(
 attention.register_autograd(_differentiate, setup_context=_save)
 
 
+def refuse_second_derivative(*_: Any) -> tuple[Any, ...]:
+    """Stands for the derivative of a backward pass, which no kernel computes.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        'The Triton kernels of MHLA have no second derivative; use backend="eager" to differentiate a gradient.'
+    )
+
+
+attention_backward.register_autograd(refuse_second_derivative)
+
+
 def forward(call: Call, with_normaliser: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output, normaliser or an empty tensor, and the summaries before mixing, as the operator returns them."""
     from .launches import output_launch, summary_launch
@@ -151,7 +165,7 @@ def forward(call: Call, with_normaliser: bool) -> tuple[torch.Tensor, torch.Tens
     launch, parts = summary_launch(call)
     launch.run()
     summary = sum_parts(parts)
-    launch, output, normaliser = output_launch(call, mix(call.mixing, summary), with_normaliser)
+    launch, output, normaliser = output_launch(call, mix(call.mixing, summary, call.query.dtype), with_normaliser)
     launch.run()
     return output, summary.new_empty(0) if normaliser is None else normaliser, summary
 
@@ -162,18 +176,20 @@ def backward(
     """Gradients of a call, given what :func:`forward` returned as summaries."""
     from .launches import key_value_gradient_launch, query_gradient_launch, summary_gradient_launch
 
-    mixed = mix(call.mixing, summary)
+    dtype = call.query.dtype
+    mixed = mix(call.mixing, summary, dtype)
     launch, of_query = query_gradient_launch(call, mixed, output_gradient, normaliser_gradient)
     launch.run()
     launch, parts = summary_gradient_launch(call, mixed, output_gradient, of_query.token_numbers)
     launch.run()
     mixed_gradient = sum_parts(parts)
-    launch, (key_gradient, value_gradient) = key_value_gradient_launch(call, mix(call.mixing.mT, mixed_gradient))
+    summary_gradient = mix(call.mixing.mT, mixed_gradient, dtype)
+    launch, (key_gradient, value_gradient) = key_value_gradient_launch(call, summary_gradient)
     launch.run()
     norm_gradient = None
     if call.output_norm is not None and of_query.norm is not None:
         norm_gradient = of_query.norm.sum(dim=0).to(call.output_norm.dtype)
-    of_mixing = mixing_gradient(call.mixing, summary, mixed_gradient)
+    of_mixing = mixing_gradient(call, summary, mixed_gradient)
     return Gradients(of_query.query, key_gradient, value_gradient, of_mixing, norm_gradient, of_query.gate)
 
 
@@ -182,16 +198,21 @@ def sum_parts(parts: torch.Tensor) -> torch.Tensor:
     return parts.squeeze(3) if parts.shape[3] == 1 else parts.sum(dim=3)
 
 
-def mix(mixing: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
-    """Multi-Head Mixing: float32 (B, H, M, ...), what each query block sees, in torch's float32 matmul precision."""
-    # expanded, since torch.matmul folds a single matrix that takes gradients into a product of transposing copies
-    coefficients = mixing.float().expand(*summary.shape[:2], -1, -1)
-    with torch.autocast(summary.device.type, enabled=False):
-        return (coefficients @ summary.flatten(3)).view(summary.shape)
+def mix(mixing: torch.Tensor, summary: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Multi-Head Mixing: float32 (B, H, M, ...), what each query block sees, as precise as ``dtype`` asks for."""
+    from .mixing_kernels import mix_launch
+
+    launch, mixed = mix_launch(mixing, summary, dtype)
+    launch.run()
+    return mixed
 
 
-def mixing_gradient(mixing: torch.Tensor, summary: torch.Tensor, mixed_gradient: torch.Tensor) -> torch.Tensor:
+def mixing_gradient(call: Call, summary: torch.Tensor, mixed_gradient: torch.Tensor) -> torch.Tensor:
     """Gradient of the mixing matrix, in its shape and type."""
-    with torch.autocast(summary.device.type, enabled=False):
-        per_head = (mixed_gradient.flatten(3) @ summary.flatten(3).mT).sum(dim=0)
-    return (per_head if mixing.ndim == 3 else per_head.sum(dim=0)).to(mixing.dtype)
+    from .mixing_kernels import mixing_gradient_launch
+
+    launch, shares = mixing_gradient_launch(summary, mixed_gradient, call.query.dtype)
+    launch.run()
+    # always added in the same order
+    of_heads = shares.sum(dim=(0, 2))
+    return (of_heads if call.mixing.ndim == 3 else of_heads.sum(dim=0)).to(call.mixing.dtype)

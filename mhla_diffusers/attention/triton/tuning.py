@@ -51,9 +51,13 @@ def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, a
         # float32 products run outside the tensor cores on operands of twice the size; D = 256 doubles every row
         tokens, channels = min(tokens, 16), min(channels, 32)
     if head_dim != padded:  # the masks of padded channels take registers of their own
-        tokens, stages = max(tokens // 2, 16), 1
+        stages = 1
         if kernel in SUMMARY_KERNELS:
             tokens, channels = 16, channels // 2
+        elif kernel == "query_gradient":
+            channels = min(channels, 64)
+    if kernel == "query_gradient" and padded <= 32:
+        tokens = min(tokens, 16)
     spills_with_four = architecture == "sm_120" or (kernel, architecture) == ("output", "sm_80")
     if padded <= 64 and not spills_with_four:
         warps = 4
@@ -161,11 +165,50 @@ def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: in
     return PairTiling(own, others, warps, stages)
 
 
-_WISHES: dict[str, Tiling | PairTiling] = {}
+class MixTiling(NamedTuple):
+    """How one kernel of the mixing cuts its work: a product of matrices."""
+
+    rows: int
+    columns: int
+    depth: int
+    """Terms that are added at once."""
+    warps: int
+    stages: int
+
+    def constants(self, dtype: torch.dtype) -> dict[str, int | bool]:
+        """For the kernel, in a call whose query has this type."""
+        return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth, "IEEE": dtype == torch.float32}
+
+
+_MIXING: dict[str, MixTiling] = {
+    "mix": MixTiling(rows=64, columns=128, depth=32, warps=8, stages=2),
+    "mixing_gradient": MixTiling(rows=64, columns=64, depth=32, warps=8, stages=2),
+}
+
+
+def mix_tiling(kernel: str, dtype: torch.dtype, blocks: int, architecture: str) -> MixTiling:
+    """Tiles of ``kernel`` for an input type and a number of token blocks."""
+    if isinstance(wished := _WISHES.get(kernel), MixTiling):
+        return wished
+    rows, columns, depth, warps, stages = _MIXING[kernel]
+    most = _power_of_two(blocks)
+    if kernel == "mix":
+        depth = min(depth, most)
+    else:
+        columns = min(columns, most)
+    if dtype == torch.float32 or architecture.startswith("gfx"):  # as in tiling()
+        rows, columns, depth, stages = min(rows, 32), min(columns, 64), min(depth, 32), 1
+    if most <= 32:
+        warps = 4
+    return MixTiling(min(rows, most), columns, depth, warps, stages)
+
+
+AnyTiling = Tiling | PairTiling | MixTiling
+_WISHES: dict[str, AnyTiling] = {}
 
 
 @contextmanager
-def tiles_of(kernel: str, tiles: Tiling | PairTiling) -> Iterator[None]:
+def tiles_of(kernel: str, tiles: AnyTiling) -> Iterator[None]:
     """Within the context a kernel is cut like this, whatever the tables say: for measuring what they should say."""
     _WISHES[kernel] = tiles
     try:

@@ -10,14 +10,15 @@ import torch
 from ...attention import Call, initial_mixing, mhla_attention, reference_attention
 from ...attention.rotary import rotary_table
 from ...devices import FLOAT_TYPES
-from ...families import Model
 from ..correctness import (
     LARGEST_ERROR,
     LARGEST_GRADIENT_ERROR,
     OUTPUT,
     beside_exact_tiles,
+    cut,
     differentiate,
     make_inputs,
+    random_rotary,
     relative_error,
 )
 from ..lists import draw_tiles
@@ -38,11 +39,10 @@ SMALL = Shape("small", (2, 4, 4), (1, 2, 2), 1, 16, tiles=(1, 2, 2), share=0.25)
 _KINDS = ("plain", "everything", "exact tiles and everything")
 """Everything: RoPE, key mask, output norm and output gate."""
 _HEADS = 2
+"""Of a cut shape."""
 _MOST_TOKENS = 4096
 _REFERENCE_MATRICES = 24
 """N x N matrices of float64 per head that the reference and its backward pass hold, and some more."""
-_SHARE = 0.25
-"""Of exact pairs of tiles, which are few on a small grid."""
 _TO_EAGER = 1.5
 """Where terms cancel, the eager backend has a large error too: so many times its error is allowed."""
 _OF_HEADS = {"far_field_weight": 10, "mean_bias": 10}
@@ -98,8 +98,7 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
     if "everything" in kind:
         tensors["output_norm"] = 1 + 0.3 * torch.randn(shape.head_dim, device=device)
         tensors["output_gate"] = torch.randn_like(tensors["query"])
-        angles = torch.randn(1, shape.tokens, 1, shape.head_dim // 2, device=device).repeat_interleave(2, dim=-1)
-        settings["rotary"] = (angles.cos(), angles.sin())
+        settings["rotary"] = random_rotary(shape, device)
         settings["key_mask"] = torch.rand(1, shape.tokens, device=device) > 0.3
     if "exact" in kind:
         tensors |= beside_exact_tiles(shape.heads, device)
@@ -107,34 +106,18 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
     return Problem(tensors, settings, torch.randn_like(tensors["query"]))
 
 
-def cut(shape: Shape, model: Model, most_tokens: int) -> Shape:
-    """Two heads of a shape, with as many blocks of the real size as hold so many tokens, at least one.
-
-    Args:
-        shape: of a real model.
-        model: which, for its exact tiles, which are as long as the real ones.
-        most_tokens: that the cut grid has, unless one block has more.
-    """
-    lengths = [size // count for size, count in zip(shape.grid, shape.blocks, strict=True)]
-    tiles = family_of_model(model).exact_tiles(shape.grid)
-    tile_lengths = [math.ceil(size / count) for size, count in zip(shape.grid, tiles, strict=True)]
-    counts = [1] * len(lengths)
-    for axis in (axis for _ in range(max(shape.blocks)) for axis in reversed(range(len(counts)))):
-        more = [count + (place == axis) for place, count in enumerate(counts)]
-        fits = math.prod(more) * math.prod(lengths) <= most_tokens
-        if fits and more[axis] <= shape.blocks[axis]:
-            counts = more
-    grid = tuple(count * length for count, length in zip(counts, lengths, strict=True))
-    cut_tiles = tuple(math.ceil(size / length) for size, length in zip(grid, tile_lengths, strict=True))
-    return replace(shape, grid=grid, blocks=tuple(counts), heads=_HEADS, tiles=cut_tiles, share=_SHARE)
-
-
 def _small_shapes(device: torch.device, processes: int) -> list[Shape]:
     """The shapes, cut to the tokens whose N x N weights fit beside those of the other processes."""
     if device.type == "cpu":
         return [SMALL]
     tokens = math.isqrt(int(free_bytes(device) / 2 / processes / (_REFERENCE_MATRICES * _HEADS * 8)))
-    return [cut(shapes()[name], models()[model], min(tokens, _MOST_TOKENS)) for name, model in SHAPES.items()]
+    return [cut(_with_tiles(name), min(tokens, _MOST_TOKENS)) for name in SHAPES]
+
+
+def _with_tiles(name: str) -> Shape:
+    """A shape with the exact tiles of its family, also where the model's own attention is linear."""
+    shape = shapes()[name]
+    return replace(shape, tiles=family_of_model(models()[SHAPES[name]]).exact_tiles(shape.grid))
 
 
 def _compare(shape: Shape, device: torch.device, dtype: torch.dtype, kind: str) -> Measured:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...attention.triton.launches import Launch
-from ...attention.triton.tuning import PairTiling, Tiling, tiles_of
+from ...attention.triton.tuning import AnyTiling, MixTiling, PairTiling, Tiling, tiles_of
 from ..conditions import Rates, measure_rates
 from ..correctness import LARGEST_ERROR, LARGEST_GRADIENT_ERROR, OUTPUT, relative_error
 from ..shapes import shapes
@@ -28,7 +28,8 @@ _COMPARED = (OUTPUT, "query", "key", "value")
 _REASON = 200
 """Characters kept of why a candidate does not run."""
 
-Tiles = Tiling | PairTiling
+_TOKENS = {Tiling: "tokens", PairTiling: "others", MixTiling: "columns"}
+"""What to try other lengths of."""
 
 
 def measure_kernels(notebook: Notebook, device: torch.device) -> None:
@@ -88,7 +89,7 @@ def _search(name: str, problem: Problem, clock: Clock) -> Measured:
     return Measured(numbers, telling, f"the fastest tiles compute something else: {wrong}" if wrong else "")
 
 
-def _try(name: str, tiles: Tiles, problem: Problem, clock: Clock) -> dict[str, Any]:
+def _try(name: str, tiles: AnyTiling, problem: Problem, clock: Clock) -> dict[str, Any]:
     """Tiles with the kernel's seconds, or with the reason why there are none."""
     try:
         with tiles_of(name, tiles), recorded_launches() as launches:
@@ -105,9 +106,9 @@ def _try(name: str, tiles: Tiles, problem: Problem, clock: Clock) -> dict[str, A
         return {"tiles": tiles._asdict(), "reason": f"{type(error).__name__}: {error}"[:_REASON]}
 
 
-def _candidates(default: Tiles) -> Iterator[Tiles]:
+def _candidates(default: AnyTiling) -> Iterator[AnyTiling]:
     """Other stages, warps and tokens; those that change least come first."""
-    field = "tokens" if isinstance(default, Tiling) else "others"
+    field = _TOKENS[type(default)]
     tokens = getattr(default, field)
     lengths = [x for x in (tokens, tokens // 2, tokens * 2) if _LEAST_TOKENS <= x <= _MOST_TOKENS]
     every = [
@@ -115,7 +116,7 @@ def _candidates(default: Tiles) -> Iterator[Tiles]:
         for length, stages, warps in product(lengths, _STAGES, _WARPS)
     ]
 
-    def changes(tiles: Tiles) -> int:
+    def changes(tiles: AnyTiling) -> int:
         return sum(one != other for one, other in zip(tiles, default, strict=True))
 
     yield from (tiles for tiles in sorted(every, key=changes) if tiles != default)

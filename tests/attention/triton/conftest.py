@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from mhla_diffusers.attention.triton import arguments, exact_forward, exact_key_gradients, exact_tile, launches
+from mhla_diffusers.attention.triton import (
+    arguments,
+    exact_forward,
+    exact_key_gradients,
+    exact_tile,
+    launches,
+    mixing_kernels,
+)
 
 from .interpreter import patch_language_once_per_function
 
@@ -15,5 +22,5 @@ def poisoned_outputs(monkeypatch):
     def allocate(shape, dtype, device):
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
-    for module in (arguments, launches, exact_forward, exact_key_gradients, exact_tile):
+    for module in (arguments, launches, exact_forward, exact_key_gradients, exact_tile, mixing_kernels):
         monkeypatch.setattr(module, "allocate", allocate)

@@ -21,6 +21,8 @@ SHARED_MEMORY = {
     "gfx942": 64 * KIB,
 }
 """What one block (workgroup) may have; from the vendors' tables of limits per architecture."""
+SHAPES = ("wan2.1-1.3b-480p", "dit-xl-2-512px", "sana-1.6b-1024px")
+"""Head dims 128, 72 and 32; the first two with exact tiles of 75 and 64 tokens."""
 OLDEST_TRITON = Path(sys.prefix) / "triton-oldest"
 """The oldest version that is allowed, beside the installed one; the Makefile puts it there."""
 
@@ -57,22 +59,21 @@ def test_the_table_of_cards_is_whole():
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)
 def test_kernels_fit(architecture, tmp_path):
-    """Head dims 128, 72 and 32; the first two with exact tiles of 75 and 64 tokens."""
-    reports = reports_of(architecture, ["wan2.1-1.3b-480p", "dit-xl-2-512px", "sana-1.6b-1024px"], tmp_path)
-    assert len(reports) == 25
+    reports = reports_of(architecture, SHAPES, tmp_path)
+    assert len(reports) == 31
     check(reports)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDEST_TRITON.is_dir(), reason="make puts the oldest Triton beside the installed one")
 def test_kernels_fit_with_the_oldest_triton(tmp_path):
-    reports = reports_of("sm_90", ["wan2.1-1.3b-480p", "dit-xl-2-512px"], tmp_path, OLDEST_TRITON)
-    assert len(reports) == 20
+    reports = reports_of("sm_90", SHAPES, tmp_path, OLDEST_TRITON)
+    assert len(reports) == 31
     check(reports)
 
 
 def test_another_resolution_compiles_nothing(tmp_path):
     """Only where tiles are cut differently is there another variant."""
     counts = json.loads(run_without_interpreter(["-m", "tests.attention.triton.count_variants"], tmp_path))
-    assert counts["MHLA"] == {"variants": 5, "tilings": 5}
+    assert counts["MHLA"] == {"variants": 7, "tilings": 7}
     assert counts["exact"]["variants"] == counts["exact"]["tilings"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mhla_diffusers.attention import backend_names, check_backend, mhla_attention, register_feature_map
+from mhla_diffusers.attention import ExactTiles, backend_names, check_backend, mhla_attention, register_feature_map
 from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
 from mhla_diffusers.attention.triton import backend, operators, why_not
 
@@ -125,6 +126,49 @@ def test_opcheck_of_the_backward(everything):
     of_normaliser = torch.randn_like(normaliser) if everything else None
     given = (torch.randn_like(output), of_normaliser, summary, *arguments[1:])
     torch.library.opcheck(operators.attention_backward, given)
+
+
+def test_compile_in_one_graph_where_channels_are_not_last():
+    def attend(query, key, value):
+        return mhla_attention(query, key, value, **LAYOUT, backend="triton")
+
+    inputs = torch.randn(3, 1, 24, 8, 2, device=DEVICE).mT
+    found = torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs)
+    assert torch.equal(found, attend(*inputs))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_second_derivative_is_refused(exact):
+    query = torch.randn(1, 24, 1, 8, device=DEVICE, requires_grad=True)
+    mask = torch.ones(1, 4, 4, dtype=torch.bool, device=DEVICE)
+    options = {"exact": ExactTiles.from_mask((2, 2), mask)} if exact else {}
+    output = mhla_attention(query, query, query, **LAYOUT, **options, backend="triton")
+    (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match='backend="eager"'):
+        gradient.sum().backward()
+
+
+def test_kernels_that_cannot_be_imported_are_a_reason():
+    """As with a Triton that is older than allowed: eager operations run, and the log says why, once."""
+    script = """
+import torch, triton
+del triton.knobs
+from mhla_diffusers.attention import mhla_attention
+from mhla_diffusers.attention.triton import why_not
+query = torch.ones(1, 4, 1, 8)
+for _ in range(2):
+    assert "cannot be imported" in why_not(query, "relu")
+assert mhla_attention(query, query, query, torch.ones(1, 1), (4,), (1,)).isfinite().all()
+try:
+    mhla_attention(query, query, query, torch.ones(1, 1), (4,), (1,), backend="triton")
+except ValueError as error:
+    assert "cannot be imported" in str(error)
+else:
+    raise SystemExit("not refused")
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True)
+    assert done.stderr.count("The Triton kernels cannot be imported") == 1
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import mhla_attention
-from mhla_diffusers.attention.triton import launches
+from mhla_diffusers.attention.triton import launches, mixing_kernels
 
 from ..problems import GRIDS, Problem, errors_against_reference, make_problem, reference, relative_error
 
@@ -87,9 +87,32 @@ def test_head_dims(head_dim, dtype):
     check(make_problem((5, 9), (1, 2), batch=1, heads=1, head_dim=head_dim, **options), dtype)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has its own tiles, which all other tests run with")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [72, 128])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_tiles_of_real_cards(architecture, head_dim, dtype, monkeypatch):
+    """The interpreter's own tiles are smaller than those that Wan and DiT run with."""
+    for module in (launches, mixing_kernels):
+        monkeypatch.setattr(module, "architecture_of", lambda _: architecture)
+    problem = make_problem(
+        (3, 5, 14), (1, 1, 2), batch=1, heads=1, head_dim=head_dim, rotary=True, mask=True, norm=True
+    )
+    check(problem, dtype)
+
+
 @pytest.mark.parametrize("feature_map", ["elu+1", "softmax"])
 def test_feature_maps_in_half_precision(feature_map):
     check(make_problem((7, 9), (2, 2), heads=1, head_dim=32, rotary=True, feature_map=feature_map), torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [24, 40, 72, 80, 96, 112])
+def test_softmax_of_very_negative_channels(head_dim):
+    """Padded channels are no channels: beside inputs around -100 the exponential of 0 would be infinite."""
+    problem = make_problem((3, 4), (1, 2), batch=1, heads=1, head_dim=head_dim, rotary=True, feature_map="softmax")
+    shifted = {name: x - 100 if name in ("query", "key") else x for name, x in problem.tensors.items()}
+    problem.options["rope"] = "after"
+    check(Problem(shifted, problem.grid, problem.blocks, problem.options))
 
 
 def test_softmax_in_several_tiles_of_channels():
