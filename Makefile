@@ -14,7 +14,7 @@ QUICK := tests/attention/test_blocks.py tests/attention/test_eager.py tests/atte
 
 .PHONY: demo quick test check docs clean
 
-# the oldest version that pyproject.toml allows: kernels are compiled with it too
+# the oldest version that pyproject.toml allows: on Linux the tests compile kernels with it too
 OLDEST_TRITON := 3.6.0
 
 # A machine with CUDA keeps the torch (and the triton that belongs to it) that it has; others get the pinned CPU one.
@@ -28,11 +28,16 @@ $(VENV)/ready: pyproject.toml constraints.txt
 		$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --constraint $(VENV)/constraints.txt torch; \
 	fi
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --constraint $(VENV)/constraints.txt --editable ".[dev]"
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --no-deps --upgrade --target $(VENV)/triton-oldest triton==$(OLDEST_TRITON)
 	touch $@
 
 demo: $(VENV)/ready
 	$(BIN)/mhla demo
+
+ifeq ($(shell uname), Linux)
+test: $(VENV)/triton-oldest
+endif
+$(VENV)/triton-oldest: $(VENV)/ready
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --no-deps --upgrade --target $@ triton==$(OLDEST_TRITON)
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)

@@ -233,7 +233,7 @@ def bench_all(
     compile: _COMPILE = None,
     seconds: _SECONDS = 1.0,
 ) -> None:
-    """All of the above with their defaults, and the report."""
+    """Op, scaling, transformer, train and pipeline with their defaults, and the report."""
     from ..reporting import require_matplotlib
 
     require_matplotlib()

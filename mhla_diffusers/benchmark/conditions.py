@@ -65,7 +65,7 @@ def gather_conditions(device: torch.device) -> Conditions:
         python=platform.python_version(),
         versions={
             "mhla_diffusers": __version__,
-            **{name: found for name in _PACKAGES if (found := _version(name)) is not None},
+            **{name: found for name in _PACKAGES if (found := installed_version(name)) is not None},
         },
         commit=_commit(Path(__file__)),
         threads=torch.get_num_threads(),
@@ -88,7 +88,8 @@ def _processor() -> str:
     return re.sub(r"\((R|TM)\)", "", names[0]) if names else platform.processor() or f"{platform.machine()} CPU"
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Of a package; None where it is not there."""
     try:
         return version(package)
     except PackageNotFoundError:

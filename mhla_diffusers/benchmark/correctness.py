@@ -19,6 +19,7 @@ LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LARGEST_GRADIENT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 OUTPUT = "output"
 """Name of the output beside the gradients."""
+CUT_HEADS = 2
 _MOST_TOKENS = 1024
 _CHECKED_SHARE = 0.25
 """Of exact pairs of tiles, which are few on a small grid."""
@@ -38,9 +39,9 @@ def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple
 def check_operation(
     shape: Shape, device: torch.device, dtype: torch.dtype, backend: str, *, exact: bool = False
 ) -> float:
-    """Compare output and gradients with the float64 reference, on as many blocks of a shape as that has memory for.
+    """Compare output and gradients with the float64 reference, on some blocks of a shape.
 
-    Videos have RoPE. Blocks and exact tiles are as long as the shape's, so that kernels cut them into whole tiles.
+    Videos have RoPE. Blocks, up to 1024 tokens, and exact tiles are as long as the shape's: kernels cut whole tiles.
 
     Args:
         shape: the attention; with tile counts where ``exact`` is set.
@@ -115,7 +116,7 @@ def cut(shape: Shape, most_tokens: int) -> Shape:
 
     Args:
         shape: of a real model; a block of it has two tokens per axis at least.
-        most_tokens: of the cut grid; a block that is longer is shortened.
+        most_tokens: of the cut grid, unless two exact tiles have more; a block that is longer is shortened.
     """
     lengths = [max(2, size // count) for size, count in zip(shape.grid, shape.blocks, strict=True)]
     while math.prod(lengths) > max(most_tokens, 2 ** len(lengths)):
@@ -133,7 +134,7 @@ def cut(shape: Shape, most_tokens: int) -> Shape:
         if math.prod(grid) <= math.prod(tile_lengths):  # at least two, so that not all are exact
             grid = (*grid[:-1], 2 * tile_lengths[-1])
         tiles = tuple(math.ceil(size / length) for size, length in zip(grid, tile_lengths, strict=True))
-    return replace(shape, grid=grid, blocks=tuple(counts), heads=2, tiles=tiles, share=_CHECKED_SHARE)
+    return replace(shape, grid=grid, blocks=tuple(counts), heads=CUT_HEADS, tiles=tiles, share=_CHECKED_SHARE)
 
 
 def check_agreement(found: torch.Tensor, eager: torch.Tensor, what: str) -> None:

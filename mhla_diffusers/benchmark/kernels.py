@@ -22,6 +22,8 @@ from ..attention.triton.launches import Launch
 from ..attention.triton.tuning import PROCESSORS
 from .shapes import Shape
 
+_WARPS = {"sm_80": 64, "sm_90": 64, "sm_100": 64}
+"""Per NVIDIA processor; 48 on the others."""
 _REGISTERS = 65_536
 """Per NVIDIA processor."""
 _SHARED_KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
@@ -43,7 +45,7 @@ class KernelReport:
     """Per program."""
     programs: int
     bytes: int
-    """Of all tensors that it takes, each once: the least that must move."""
+    """Of all tensors that it takes, each once: about the least that must move."""
     flops: int
     """Of its matrix products; a multiplication and an addition count two, and one in three bfloat16 terms once."""
     waves: float | None
@@ -211,7 +213,8 @@ def _flops(launch: Launch) -> int:
             pairs += shared * len(lists.tiles) * lists.tokens.shape[1] ** 2
         if means is not None and launch.name != "exact_key_value_gradient":
             pairs += batch * heads * tokens * means.key.pointer.shape[1]
-    return 2 * _PRODUCTS[launch.name] * pairs * head_dim
+    products = _PRODUCTS[launch.name] + (launch.name == "summary_gradient" and given["output_norm"] is not None)
+    return 2 * products * pairs * head_dim
 
 
 def _waves(launch: Launch, architecture: str, registers: int, shared: int) -> float | None:
@@ -219,7 +222,8 @@ def _waves(launch: Launch, architecture: str, registers: int, shared: int) -> fl
         return None
     by_registers = _REGISTERS // (32 * launch.tiles.warps * -(-registers // 8) * 8)
     by_memory = _SHARED_KIB[architecture] * 1024 // (shared + 1024)
-    return launch.programs / (PROCESSORS[architecture] * max(1, min(by_registers, by_memory, 64 // launch.tiles.warps)))
+    by_warps = _WARPS.get(architecture, 48) // launch.tiles.warps
+    return launch.programs / (PROCESSORS[architecture] * max(1, min(by_registers, by_memory, by_warps)))
 
 
 def _registers_and_stack(compiled: Any) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class Launch:
 
     @property
     def moved_bytes(self) -> int:
-        """Of all tensors that the kernel reads or writes, each once: the least that must move."""
+        """Of all tensors that the kernel reads or writes, each once: about the least that must move."""
         return sum(tensor.nbytes for tensor in {id(x): x for x in _tensors_of(self.arguments.values())}.values())
 
     @property

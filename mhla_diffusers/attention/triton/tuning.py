@@ -84,8 +84,8 @@ def parts_per_block(whole_blocks: int, longest_block: int, tile_tokens: int, pro
 
     Args:
         whole_blocks: programs that there would be with one per block.
-        longest_block: tokens in the longest block.
-        tile_tokens: tokens per tile.
+        longest_block: tokens in the longest block, or whatever else parts share out.
+        tile_tokens: of them per tile.
         processors: of the card, see :func:`processors_of`.
     """
     wanted = _PROGRAMS_PER_PROCESSOR * processors
@@ -197,7 +197,7 @@ def mix_tiling(kernel: str, dtype: torch.dtype, blocks: int, architecture: str) 
     else:
         columns = min(columns, most)
     if dtype == torch.float32 or architecture.startswith("gfx"):  # as in tiling()
-        rows, columns, depth, stages = min(rows, 32), min(columns, 64), min(depth, 32), 1
+        rows, columns, depth, stages = min(rows, 32), min(columns, 64), depth, 1
     if most <= 32:
         warps = 4
     return MixTiling(min(rows, most), columns, depth, warps, stages)

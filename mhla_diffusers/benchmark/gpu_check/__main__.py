@@ -31,6 +31,7 @@ FUNCTIONS: dict[str, Callable[[Notebook, torch.device], None]] = {
 def main() -> None:
     """Make the attempts of one step that fall to this process."""
     step, device, file, share, shares = sys.argv[1:]
+    sys.argv[1:] = ["bench", "gpu-check", "--steps", step]  # what results name as their command
     FUNCTIONS[step](Notebook(Path(file), int(share), int(shares)), torch.device(device))
 
 

@@ -4,14 +4,13 @@ import shutil
 import subprocess
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from ...attention.triton.tuning import architecture_of
 from ...devices import FLOAT_TYPES
-from ..conditions import gather_conditions, measure_rates
+from ..conditions import gather_conditions, installed_version, measure_rates
 from .findings import Measured, Notebook, NotHereError
 
 _PACKAGES = (
@@ -43,16 +42,9 @@ def describe_device(notebook: Notebook, device: torch.device) -> None:
 
 def _versions(device: torch.device) -> Measured:
     conditions = asdict(gather_conditions(device))
-    conditions["versions"] |= {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+    conditions["versions"] |= {name: found for name in _PACKAGES if (found := installed_version(name)) is not None}
     told = ", ".join(f"{name} {conditions['versions'].get(name)}" for name in ("torch", "triton", "diffusers"))
     return Measured(conditions, f"Python {conditions['python']}, {told}")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _card(device: torch.device) -> Measured:

@@ -88,7 +88,7 @@ class Notebook:
             finding = Finding(name, "skipped", str(error))
         except Exception as error:  # noqa: BLE001 - written down with its reason; the other attempts go on
             traceback.print_exc()
-            lost = "CUDA error" in str(error)
+            lost = context_is_lost(error)
             finding = Finding(name, "failed", f"{type(error).__name__}: {error}"[:_LONGEST_REASON])
         self._write(_timed(finding, time.perf_counter() - start))
         if lost:
@@ -100,6 +100,11 @@ class Notebook:
     def _write(self, finding: Finding) -> None:
         self._found[finding.name] = finding
         write_json([asdict(one) for one in self._found.values()], self.file)
+
+
+def context_is_lost(error: Exception) -> bool:
+    """Whether a process can do nothing more on its GPU after an error, by the words of PyTorch and of Triton."""
+    return any(words in str(error) for words in ("CUDA error", "Triton Error [CUDA]"))
 
 
 def read_findings(file: Path) -> list[Finding]:

@@ -15,16 +15,16 @@ from ..correctness import LARGEST_ERROR, LARGEST_GRADIENT_ERROR, OUTPUT, relativ
 from ..shapes import shapes
 from ..timing import Clock
 from .correctness import SMALL, Problem, draw_problem
-from .findings import Measured, Notebook
+from .findings import Measured, Notebook, context_is_lost
 from .launched import recorded_launches, seconds_of
 
 _DTYPE = torch.bfloat16
 _STAGES = (1, 2, 3)
 _WARPS = (4, 8)
 _LEAST_TOKENS, _MOST_TOKENS = 16, 128
-_SECONDS = 25
+_SECONDS = 18
 """Of the search for one kernel; compiling takes most of it."""
-_COMPARED = (OUTPUT, "query", "key", "value")
+_COMPARED = (OUTPUT, "query", "key", "value", "mixing")
 _REASON = 200
 """Characters kept of why a candidate does not run."""
 
@@ -101,7 +101,7 @@ def _try(name: str, tiles: AnyTiling, problem: Problem, clock: Clock) -> dict[st
             return {"tiles": tiles._asdict()}
         return {"tiles": tiles._asdict(), "seconds": seconds_of(launch, clock)}
     except Exception as error:
-        if "CUDA error" in str(error):
+        if context_is_lost(error):
             raise
         return {"tiles": tiles._asdict(), "reason": f"{type(error).__name__}: {error}"[:_REASON]}
 

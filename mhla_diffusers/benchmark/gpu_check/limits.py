@@ -22,11 +22,12 @@ from .findings import Measured, Notebook, NotHereError
 
 _DTYPE = torch.bfloat16
 _SANITIZER = "compute-sanitizer"
-_SANITIZER_SECONDS = 60
+_SANITIZER_SECONDS = 40
 _SMALL_CALL = """
+import sys
 import torch
 from mhla_diffusers.benchmark.gpu_check.correctness import SMALL, draw_problem
-draw_problem(SMALL, torch.device("cuda"), torch.bfloat16, "exact tiles and everything").attend("triton")
+draw_problem(SMALL, torch.device(sys.argv[1]), torch.bfloat16, "exact tiles and everything").attend("triton")
 torch.cuda.synchronize()
 """
 
@@ -137,7 +138,8 @@ def _run_sanitizer(device: torch.device) -> Measured:
         raise NotHereError("it watches programs on NVIDIA GPUs")
     if shutil.which(_SANITIZER) is None:
         raise NotHereError(f"{_SANITIZER} is not installed")
-    command = [_SANITIZER, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", _SMALL_CALL]
+    command = [_SANITIZER, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-P", "-c", _SMALL_CALL]
+    command.append(str(device))
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         ended = subprocess.run(

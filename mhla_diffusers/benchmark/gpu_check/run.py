@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -76,7 +77,10 @@ def _run_step(step: Step, device: torch.device, name: str, output: Path, left: f
     children = [_Child(step.name, device, output, log, share, shares) for share in range(shares)]
     seconds = min(step.seconds, left)
     try:
-        while any(child.is_running() for child in children) and time.monotonic() < start + seconds:
+        while time.monotonic() < start + seconds:
+            running = [child.is_running() for child in children]  # each is asked: that starts a crashed one anew
+            if not any(running):
+                break
             time.sleep(0.1)
     finally:
         stopped = [child.stop() for child in children]
@@ -142,11 +146,11 @@ class _Child:
 
     def stop(self) -> bool:
         """End the process, with those that it started, if it still runs; whether it did."""
-        if self._process.poll() is not None:
-            return False
-        os.killpg(self._process.pid, signal.SIGKILL)
+        runs = self._process.poll() is None
+        with suppress(ProcessLookupError):  # of what it started, something may outlive it
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        return True
+        return runs
 
     def take_findings(self) -> list[Finding]:
         """What was found; its file goes into the result of the step."""

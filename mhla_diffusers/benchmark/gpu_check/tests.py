@@ -14,7 +14,9 @@ from .findings import Measured, Notebook, NotHereError
 
 _ROOT = Path(__file__).parents[3]
 _FOLDER = Path("tests/attention/triton")
-_FILES = ("test_kernels.py", "test_exact.py", "test_backend.py")
+_FILES = ("test_kernels.py", "test_exact.py", "test_backend.py", "test_mixing.py")
+_SECONDS = 120
+"""Of one file."""
 _MOST_PROCESSES = 8
 """Each has a CUDA context of its own."""
 _NEEDED = ("pytest", "hypothesis")
@@ -49,7 +51,11 @@ def _run_file(file: Path, device: torch.device) -> Measured:
     ]
     if find_spec("xdist") is not None:
         command += ["-n", str(min(_MOST_PROCESSES, os.cpu_count() or 1))]
-    ended = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+    try:
+        ended = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        printed = (error.stdout or b"").decode(errors="replace")
+        return Measured({"printed": printed[-2000:]}, wrong=f"not at its end after {_SECONDS} s")
     sys.stdout.write(ended.stdout)
     sys.stderr.write(ended.stderr)
     last = (ended.stdout.strip().splitlines() or ["nothing printed"])[-1]
