@@ -185,18 +185,23 @@ _MIXING: dict[str, MixTiling] = {
     "mixing_gradient": MixTiling(rows=64, columns=64, depth=32, warps=8, stages=2),
 }
 
+_MIXING_INTERPRETER: dict[str, MixTiling] = {  # whose time is that of its programs and steps, whatever their size
+    "mix": MixTiling(rows=64, columns=512, depth=32, warps=4, stages=1),
+    "mixing_gradient": MixTiling(rows=64, columns=64, depth=512, warps=4, stages=1),
+}
+
 
 def mix_tiling(kernel: str, dtype: torch.dtype, blocks: int, architecture: str) -> MixTiling:
     """Tiles of ``kernel`` for an input type and a number of token blocks."""
     if isinstance(wished := _WISHES.get(kernel), MixTiling):
         return wished
-    rows, columns, depth, warps, stages = _MIXING[kernel]
+    rows, columns, depth, warps, stages = (_MIXING_INTERPRETER if architecture == "interpreter" else _MIXING)[kernel]
     most = _power_of_two(blocks)
     if kernel == "mix":
         depth = min(depth, most)
     else:
         columns = min(columns, most)
-    if dtype == torch.float32 or architecture.startswith("gfx"):  # as in tiling()
+    if architecture != "interpreter" and (dtype == torch.float32 or architecture.startswith("gfx")):  # as in tiling()
         rows, columns, depth, stages = min(rows, 32), min(columns, 64), depth, 1
     if most <= 32:
         warps = 4
