@@ -11,9 +11,10 @@ import torch
 from mhla_diffusers.attention.triton.tuning import PairTiling, Tiling, pair_tiling, tiles_of, tiling
 from mhla_diffusers.benchmark.gpu_check import run, steps, tests
 from mhla_diffusers.benchmark.gpu_check.__main__ import FUNCTIONS
-from mhla_diffusers.benchmark.gpu_check.correctness import SHAPES, cut
+from mhla_diffusers.benchmark.gpu_check.correctness import SHAPES
 from mhla_diffusers.benchmark.gpu_check.findings import Measured, Notebook, NotHereError, read_findings
 from mhla_diffusers.benchmark.gpu_check.steps import MOST_SECONDS, STEPS, choose_steps
+from mhla_diffusers.benchmark.problems import cut
 from mhla_diffusers.benchmark.shapes import shapes
 from mhla_diffusers.files import read_json
 

@@ -114,13 +114,16 @@ def mix_launch(
     tiles = mix_tiling("mix", dtype, blocks, architecture or architecture_of(summary.device))
     mixed = allocate(tuple(summary.shape), torch.float32, summary.device)
     coefficients = mixing.float().expand(heads, -1, -1)
-    arguments = {"coefficients": coefficients, "summaries": summary, "mixed": mixed} | {
-        name: disguised(number)
-        for name, number in zip(
-            ("heads", "blocks", "head_stride", "row_stride", "column_stride"),
-            (heads, blocks, *coefficients.stride()),
-            strict=True,
-        )
+    head_stride, row_stride, column_stride = coefficients.stride()
+    arguments = {
+        "coefficients": coefficients,
+        "summaries": summary,
+        "mixed": mixed,
+        "heads": disguised(heads),
+        "blocks": disguised(blocks),
+        "head_stride": disguised(head_stride),
+        "row_stride": disguised(row_stride),
+        "column_stride": disguised(column_stride),
     }
     programs = batch * heads * -(-blocks // tiles.rows) * -(-size // tiles.columns)
     return Launch(mix_kernel, programs, arguments, {"SIZE": size, **tiles.constants(dtype)}, tiles), mixed

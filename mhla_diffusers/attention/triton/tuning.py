@@ -23,8 +23,8 @@ SUMMARY_KERNELS = ("summary", "summary_gradient")
 
 _Table = dict[str, Tiling]
 
-# Chosen so that no kernel spills registers and each fits into the card's shared memory, with Triton 3.6 and 3.9; not
-# measured on any card yet. With two stages the next tile is on its way while one is multiplied.
+# Chosen so that no kernel spills registers and each fits into the card's shared memory, with Triton 3.9, and
+# on sm_90 with 3.6 too; not measured on any card yet. With two stages the next tile is on its way while one is multiplied.
 _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D = 128 is held
     "summary": Tiling(tokens=64, channels=128, warps=8, stages=2),
     "output": Tiling(tokens=32, channels=128, warps=8, stages=2),
@@ -196,16 +196,14 @@ def mix_tiling(kernel: str, dtype: torch.dtype, blocks: int, architecture: str) 
     if isinstance(wished := _WISHES.get(kernel), MixTiling):
         return wished
     rows, columns, depth, warps, stages = (_MIXING_INTERPRETER if architecture == "interpreter" else _MIXING)[kernel]
-    most = _power_of_two(blocks)
-    if kernel == "mix":
-        depth = min(depth, most)
-    else:
-        columns = min(columns, most)
     if architecture != "interpreter" and (dtype == torch.float32 or architecture.startswith("gfx")):  # as in tiling()
-        rows, columns, depth, stages = min(rows, 32), min(columns, 64), depth, 1
+        rows, columns, stages = min(rows, 32), min(columns, 64), 1
+    most = _power_of_two(blocks)
     if most <= 32:
         warps = 4
-    return MixTiling(min(rows, most), columns, depth, warps, stages)
+    if kernel == "mix":
+        return MixTiling(min(rows, most), columns, min(depth, most), warps, stages)
+    return MixTiling(min(rows, most), min(columns, most), depth, warps, stages)
 
 
 AnyTiling = Tiling | PairTiling | MixTiling

@@ -11,10 +11,11 @@ import torch
 from ...attention.triton.launches import Launch
 from ...attention.triton.tuning import AnyTiling, MixTiling, PairTiling, Tiling, tiles_of
 from ..conditions import Rates, measure_rates
-from ..correctness import LARGEST_ERROR, LARGEST_GRADIENT_ERROR, OUTPUT, relative_error
+from ..correctness import errors_of, limits_of, too_large
+from ..problems import OUTPUT, Problem, draw_problem
 from ..shapes import shapes
 from ..timing import Clock
-from .correctness import SMALL, Problem, draw_problem
+from .correctness import SMALL
 from .findings import Measured, Notebook, context_is_lost
 from .launched import recorded_launches, seconds_of
 
@@ -79,9 +80,8 @@ def _search(name: str, problem: Problem, clock: Clock) -> Measured:
     best = min(ran, key=lambda one: one["seconds"]) if "seconds" in ran[0] else ran[-1]
     with tiles_of(name, type(default)(**best["tiles"])):
         found = problem.attend("triton")
-    errors = {one: relative_error(found[one], expected[one]) for one in _COMPARED}
-    limits = {one: 2 * (LARGEST_ERROR if one == OUTPUT else LARGEST_GRADIENT_ERROR)[_DTYPE] for one in _COMPARED}
-    wrong = [f"{one} by {error:.1e}" for one, error in errors.items() if not error <= limits[one]]
+    errors = errors_of(found, {one: expected[one] for one in _COMPARED})
+    wrong = too_large(errors, {one: 2 * limit for one, limit in limits_of(errors, _DTYPE).items()})
     numbers = {"tried": tried, "untried": len(untried), "fastest": best, "errors": errors}
     telling = "not timed on a CPU"
     if "seconds" in best and "seconds" in tried[0]:
