@@ -23,8 +23,8 @@ SUMMARY_KERNELS = ("summary", "summary_gradient")
 
 _Table = dict[str, Tiling]
 
-# Chosen so that no kernel spills registers and each fits into the card's shared memory, with Triton 3.9, and
-# on sm_90 with 3.6 too; not measured on any card yet. With two stages the next tile is on its way while one is multiplied.
+# Chosen so that no kernel spills registers and each fits into the card's shared memory, with Triton 3.9, and on sm_90
+# with 3.6 too; not measured on any card yet. With two stages the next tile is on its way while one is multiplied.
 _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D = 128 is held
     "summary": Tiling(tokens=64, channels=128, warps=8, stages=2),
     "output": Tiling(tokens=32, channels=128, warps=8, stages=2),
