@@ -65,12 +65,12 @@ def query_gradient_kernel(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradients of query, gate and (one row per program) norm weight, and the three numbers per token.
 
     The normaliser may have a gradient of its own, where it was an output too.
     """
-    number: tl.constexpr = query.pointer.dtype.element_ty
     layout = plain_layout(layout)
     source = Source(query, rotary, eps)
     program = this_program(layout, 1)
@@ -94,7 +94,7 @@ def query_gradient_kernel(
             FEATURE_MAP,
             ROPE_BEFORE,
             NORMALIZE,
-            number == tl.float32,
+            PRECISION,
         )
         slope = 1.0 / normaliser
         values = values * slope[:, None]
@@ -147,7 +147,7 @@ def query_gradient_kernel(
             FEATURE_MAP,
             ROPE_BEFORE,
             NORMALIZE,
-            number == tl.float32,
+            PRECISION,
             False,
         )
     if output_norm is not None:
@@ -174,9 +174,9 @@ def summary_gradient_kernel(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradient of the mixed summary from one part of one block's queries, for BLOCK_E channels of the value."""
-    number: tl.constexpr = query.pointer.dtype.element_ty
     layout = plain_layout(layout)
     source = Source(query, rotary, eps)
     program = this_program(layout, (HEAD_DIM + BLOCK_E - 1) // BLOCK_E)
@@ -212,11 +212,11 @@ def summary_gradient_kernel(
                 FEATURE_MAP,
                 ROPE_BEFORE,
                 False,
-                number == tl.float32,
+                PRECISION,
             )
             shrink = tl.load(token_numbers_at(token_numbers, SHRINK, tile, layout), mask=tile.exists, other=0.0)
             gradient = gradient * weight[None, :] - shrink[:, None] * values
-        summary = accurate_dot(tl.trans(rotated), gradient, summary, number == tl.float32, False, False)
+        summary = accurate_dot(tl.trans(rotated), gradient, summary, PRECISION, False, False)
         if NORMALIZE:
             normaliser_gradient = tl.load(
                 token_numbers_at(token_numbers, NORMALISER_GRADIENT, tile, layout), mask=tile.exists, other=0.0
@@ -243,6 +243,7 @@ def key_value_gradient_kernel(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradients of key and value for one part of one block, from the gradient of the block's summary."""
     number: tl.constexpr = key.pointer.dtype.element_ty
@@ -268,7 +269,7 @@ def key_value_gradient_kernel(
             FEATURE_MAP,
             ROPE_BEFORE,
             NORMALIZE,
-            number == tl.float32,
+            PRECISION,
         )
         weight = token_weight(key_mask, tile, layout)
         store_rows(value_gradient, gradient * weight[:, None], tile, channels, layout, HEAD_DIM)
@@ -294,6 +295,6 @@ def key_value_gradient_kernel(
             FEATURE_MAP,
             ROPE_BEFORE,
             NORMALIZE,
-            number == tl.float32,
+            PRECISION,
             number == tl.bfloat16,
         )

@@ -38,16 +38,18 @@ _LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def _attend(queries, keys, values, bias, scale, total, maximum, values_sum, number: tl.constexpr):
+def _attend(
+    queries, keys, values, bias, scale, total, maximum, values_sum, number: tl.constexpr, PRECISION: tl.constexpr
+):
     """One step of online softmax attention: (queries,) sum of weights and maximum, (queries, channels) values."""
     square = tl.zeros((queries.shape[0], keys.shape[0]), tl.float32)
-    logits = product(queries, tl.trans(keys), square) * scale + bias[None, :]
+    logits = product(queries, tl.trans(keys), square, PRECISION) * scale + bias[None, :]
     largest = tl.maximum(maximum, tl.max(logits, axis=1))
     # where nothing has been seen yet, minus infinity less minus infinity would be NaN
     base = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2(logits - base[:, None])
     shrink = tl.exp2(maximum - base)
-    values_sum = product(operand(weights, number), values, values_sum * shrink[:, None])
+    values_sum = product(operand(weights, number), values, values_sum * shrink[:, None], PRECISION)
     return total * shrink + tl.sum(weights, axis=1), largest, values_sum
 
 
@@ -67,6 +69,7 @@ def exact_kernel(
     BLOCK_D: tl.constexpr,
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Output of some queries of one tile, and the log of each query's sum of weights."""
     number: tl.constexpr = query.pointer.dtype.element_ty
@@ -84,14 +87,18 @@ def exact_kernel(
         keys = load_operand(key, others, channels, HEAD_DIM)
         values = load_operand(value, others, channels, HEAD_DIM)
         bias = key_bias(key_mask, others, layout)
-        total, maximum, values_sum = _attend(queries, keys, values, bias, scale, total, maximum, values_sum, number)
+        total, maximum, values_sum = _attend(
+            queries, keys, values, bias, scale, total, maximum, values_sum, number, PRECISION
+        )
     if means is not None:
         for first in range(0, tiles_in_grid(layout), OTHERS):
             others = means_at(batch, head, first, layout, OTHERS)
             keys = load_operand(means.key, others, channels, HEAD_DIM)
             values = load_operand(means.value, others, channels, HEAD_DIM)
             bias = unlisted_bias(means, others, row, layout)
-            total, maximum, values_sum = _attend(queries, keys, values, bias, scale, total, maximum, values_sum, number)
+            total, maximum, values_sum = _attend(
+                queries, keys, values, bias, scale, total, maximum, values_sum, number, PRECISION
+            )
     seen = total > 0
     store_rows(output, values_sum / tl.where(seen, total, 1.0)[:, None], own, channels, layout, HEAD_DIM)
     log_sum = tl.where(seen, (maximum + tl.log2(total)) * _LN_2, _LOWEST)
@@ -111,6 +118,7 @@ def means_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OTHERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Means of the keys and of the values of one tile, contiguous (B, T, H, D), and the sum of its key mask."""
     layout = plain_layout(layout)

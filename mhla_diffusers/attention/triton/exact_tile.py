@@ -18,7 +18,7 @@ from .exact_lists import ExactCall
 from .forward_kernels import token_weight
 from .launches import Launch
 from .tile import numbers_of, plain
-from .tuning import PairTiling, architecture_of, pair_tiling, processors_of
+from .tuning import PairTiling, architecture_of, pair_tiling, precision_of, processors_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -123,6 +123,7 @@ class PairShape:
         name = architecture or architecture_of(query.device)
         self.call = call
         self.processors = processors_of(query.device, name)
+        self.precision = precision_of(query.dtype, name)
         self.tiles: PairTiling = pair_tiling(kernel, query.shape[3], query.dtype, call.longest_tile, name)
 
     def launch(self, kernel: Any, arguments: dict[str, Any], parts: int, whole: int) -> Launch:
@@ -133,6 +134,7 @@ class PairShape:
             "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
             "OWN": self.tiles.own,
             "OTHERS": self.tiles.others,
+            "PRECISION": self.precision,
         }
         shared = {"layout": layout(heads, self.call.grid, self.call.counts, parts)}
         taken = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -52,6 +52,7 @@ def summary_kernel(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """KV summary and key sum of one part of one block (paper, Eq. 3), for BLOCK_E channels of the value."""
     number: tl.constexpr = key.pointer.dtype.element_ty
@@ -69,9 +70,7 @@ def summary_kernel(
         rotated, plain = load_features(source, scale, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
         weight = token_weight(key_mask, tile, layout)[:, None]
         values = load_rows(value, tile, columns, HEAD_DIM)
-        summary = accurate_dot(
-            tl.trans(rotated * weight), values, summary, number == tl.float32, False, number == tl.bfloat16
-        )
+        summary = accurate_dot(tl.trans(rotated * weight), values, summary, PRECISION, False, number == tl.bfloat16)
         key_sum += tl.sum(plain * weight, axis=0)
     store_part(summaries, summary, key_sum, program, columns, layout, HEAD_DIM, NORMALIZE)
 
@@ -102,9 +101,9 @@ def output_kernel(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Output of one part of one block's queries (paper, Eq. 4) with output norm and gate, and their normalisers."""
-    number: tl.constexpr = query.pointer.dtype.element_ty
     layout = plain_layout(layout)
     source = Source(query, rotary, eps)
     program = this_program(layout, 1)
@@ -127,7 +126,7 @@ def output_kernel(
             FEATURE_MAP,
             ROPE_BEFORE,
             NORMALIZE,
-            number == tl.float32,
+            PRECISION,
         )
         if normalisers is not None:
             tl.store(numbers_of(normalisers, tile), normaliser, mask=tile.exists)

@@ -14,7 +14,7 @@ from ..reference import OUTPUT_NORM_EPS
 from .arguments import Layout, Numbers, Rows, allocate, layout, like, numbers, rotary_rows, rows, state_shape
 from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
 from .forward_kernels import output_kernel, summary_kernel
-from .tuning import SUMMARY_KERNELS, AnyTiling, architecture_of, parts_per_block, processors_of, tiling
+from .tuning import SUMMARY_KERNELS, AnyTiling, architecture_of, parts_per_block, precision_of, processors_of, tiling
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,7 @@ class KernelShape:
         parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, processors_of(call.query.device, name))
         self.programs = whole_blocks * parts
         self.parts = parts
+        self.precision = precision_of(call.query.dtype, name)
         self.layout: Layout = layout(heads, call.grid, call.blocks, parts)
 
     def new_partial_states(self) -> torch.Tensor:
@@ -216,6 +217,7 @@ class KernelShape:
             "FEATURE_MAP": self.call.feature_map,
             "ROPE_BEFORE": self.call.rope == "before",
             "NORMALIZE": self.call.normalize,
+            "PRECISION": self.precision,
         }
         taken = {name: value for name, value in constants.items() if name in kernel.arg_names}
         return Launch(kernel, self.programs, arguments, taken, self.tiles)

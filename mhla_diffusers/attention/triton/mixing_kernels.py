@@ -1,7 +1,7 @@
 """Kernels of Multi-Head Mixing and of the mixing matrix's gradient, with their launches.
 
 ``torch.matmul`` would follow the user's choice of float32 precision, under which TF32 rounds to 11 bits. Here products
-of a float32 call are IEEE ones, and those of a half-precision call keep 16 bits on the tensor cores.
+are as precise as those of the other kernels.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -14,7 +14,7 @@ import triton.language as tl
 from .arguments import allocate, disguised
 from .launches import Launch
 from .tile import accurate_dot, plain
-from .tuning import architecture_of, mix_tiling, parts_per_block, processors_of
+from .tuning import architecture_of, mix_tiling, parts_per_block, precision_of, processors_of
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def mix_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    IEEE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Some elements (COLUMNS) of what some query blocks (ROWS) see: Σ_j m_ij S_j, for one batch row and head."""
     heads, blocks = plain(heads), plain(blocks)
@@ -53,7 +53,7 @@ def mix_kernel(
         )
         addresses = summaries + start + others[:, None].to(tl.int64) * SIZE + columns[None, :]
         values = tl.load(addresses, mask=has_other[:, None] & has_column[None, :], other=0.0)
-        total = accurate_dot(weights, values, total, IEEE, False, False)
+        total = accurate_dot(weights, values, total, PRECISION, False, False)
     addresses = mixed + start + rows[:, None].to(tl.int64) * SIZE + columns[None, :]
     tl.store(addresses, total, mask=has_row[:, None] & has_column[None, :])
 
@@ -69,7 +69,7 @@ def mixing_gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    IEEE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradient of some m_ij from one part of the elements of one batch row and head."""
     blocks, parts = plain(blocks), plain(parts)
@@ -90,7 +90,7 @@ def mixing_gradient_kernel(
         exists = elements < SIZE
         left = tl.load(gradients + elements[None, :], mask=has_row[:, None] & exists[None, :], other=0.0)
         right = tl.load(values + elements[:, None], mask=exists[:, None] & has_column[None, :], other=0.0)
-        total = accurate_dot(left, right, total, IEEE, False, False)
+        total = accurate_dot(left, right, total, PRECISION, False, False)
     addresses = shares + ((whole * parts + part) * blocks + rows[:, None]) * blocks + columns[None, :]
     tl.store(addresses, total, mask=has_row[:, None] & has_column[None, :])
 
@@ -111,7 +111,8 @@ def mix_launch(
     """
     batch, heads, blocks = summary.shape[:3]
     size = summary[0, 0, 0].numel()
-    tiles = mix_tiling("mix", dtype, blocks, architecture or architecture_of(summary.device))
+    name = architecture or architecture_of(summary.device)
+    tiles = mix_tiling("mix", dtype, blocks, name)
     mixed = allocate(tuple(summary.shape), torch.float32, summary.device)
     coefficients = mixing.float().expand(heads, -1, -1)
     head_stride, row_stride, column_stride = coefficients.stride()
@@ -125,8 +126,9 @@ def mix_launch(
         "row_stride": disguised(row_stride),
         "column_stride": disguised(column_stride),
     }
+    constants = {"SIZE": size, "PRECISION": precision_of(dtype, name), **tiles.constants()}
     programs = batch * heads * -(-blocks // tiles.rows) * -(-size // tiles.columns)
-    return Launch(mix_kernel, programs, arguments, {"SIZE": size, **tiles.constants(dtype)}, tiles), mixed
+    return Launch(mix_kernel, programs, arguments, constants, tiles), mixed
 
 
 def mixing_gradient_launch(
@@ -154,5 +156,5 @@ def mixing_gradient_launch(
         "blocks": disguised(blocks),
         "parts": disguised(parts),
     }
-    constants = {"SIZE": size, **tiles.constants(dtype)}
+    constants = {"SIZE": size, "PRECISION": precision_of(dtype, name), **tiles.constants()}
     return Launch(mixing_gradient_kernel, whole * parts, arguments, constants, tiles), shares

@@ -18,6 +18,18 @@ class Tiling(NamedTuple):
     stages: int
 
 
+def precision_of(dtype: torch.dtype, architecture: str) -> str:
+    """How kernels multiply float32 tiles in a call whose query has this type.
+
+    "bf16x2": as sums of two bfloat16 tiles, for half precision. "tf32x3": as sums of two TF32 tiles, which keeps 21
+    bits of the 24 on NVIDIA's tensor cores; outside of them such products would also spill registers. "ieee": float32
+    throughout, for cards that have no TF32.
+    """
+    if dtype != torch.float32:
+        return "bf16x2"
+    return "tf32x3" if architecture.startswith("sm_") else "ieee"
+
+
 SUMMARY_KERNELS = ("summary", "summary_gradient")
 """Kernels that add tokens up to summaries, ``channels`` columns at a time; the others read summaries."""
 
@@ -47,13 +59,15 @@ def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, a
     table = _BY_ARCHITECTURE.get(architecture, _AMD if architecture.startswith("gfx") else _SMALL)
     tokens, channels, warps, stages = table[kernel]
     padded = _power_of_two(head_dim)
-    if dtype == torch.float32 or padded > 128:
-        # float32 products run outside the tensor cores on operands of twice the size; D = 256 doubles every row
+    wide = dtype == torch.float32 or padded > 128
+    if wide:
+        # operands of twice the size, in three terms; D = 256 doubles every row
         tokens, channels = min(tokens, 16), min(channels, 32)
+        stages = 1 if dtype == torch.float32 else stages
     if head_dim != padded:  # the masks of padded channels take registers of their own
         stages = 1
         if kernel in SUMMARY_KERNELS:
-            tokens, channels = 16, channels // 2
+            tokens, channels = 16, channels if wide else channels // 2
         elif kernel == "query_gradient":
             channels = min(channels, 64)
     if kernel == "query_gradient" and padded <= 32:
@@ -175,9 +189,9 @@ class MixTiling(NamedTuple):
     warps: int
     stages: int
 
-    def constants(self, dtype: torch.dtype) -> dict[str, int | bool]:
-        """For the kernel, in a call whose query has this type."""
-        return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth, "IEEE": dtype == torch.float32}
+    def constants(self) -> dict[str, int]:
+        """Of the kernel."""
+        return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth}
 
 
 _MIXING: dict[str, MixTiling] = {
