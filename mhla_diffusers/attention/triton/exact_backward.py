@@ -18,7 +18,6 @@ from .exact_key_gradients import OutputSide, QuerySide, key_value_gradient_launc
 from .exact_lists import ExactCall, lists_of_keys, lists_of_queries
 from .exact_tile import (
     LOG2_E,
-    PairShape,
     inputs,
     key_bias,
     list_of,
@@ -26,6 +25,7 @@ from .exact_tile import (
     load_log_sums,
     means_at,
     one_per_token,
+    pair_plan_of,
     this_pair_program,
     tiles_in_grid,
     tokens_of_tile,
@@ -120,7 +120,7 @@ def query_gradient_launch(
     call: ExactCall, lists: Lists, means: Means | None, output: OutputSide, architecture: str | None = None
 ) -> tuple[Launch, QuerySide]:
     """Gradient of the queries, and what the other kernels need."""
-    shape = PairShape(call, "exact_query_gradient", architecture)
+    plan = pair_plan_of(exact_query_gradient_kernel, call, architecture)
     side = QuerySide(like(call.query), like(call.query), one_per_token(call))
     arguments = inputs(call, lists, means) | {
         "output": rows(output.output),
@@ -131,7 +131,7 @@ def query_gradient_launch(
         "rounded_gradient": side.output_gradient,
         "products": numbers(side.products),
     }
-    return shape.launch(exact_query_gradient_kernel, arguments, shape.parts, call.number_of_tiles), side
+    return plan.launch(call, arguments, plan.parts(call), call.number_of_tiles), side
 
 
 def backward(call: ExactCall, output: OutputSide) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,13 +16,13 @@ import triton.language as tl
 from .arguments import Lists, Means, allocate, numbers, rows
 from .exact_lists import ExactCall, bitmap, lists_of_keys
 from .exact_tile import (
-    PairShape,
     inputs,
     key_bias,
     list_of,
     listed_tokens,
     means_at,
     one_per_token,
+    pair_plan_of,
     this_pair_program,
     tiles_in_grid,
     tokens_of_tile,
@@ -165,7 +165,7 @@ def means_launch(call: ExactCall, lists: Lists, architecture: str | None = None)
         "value_means": value_means,
         "counts": counts,
     }
-    launch = PairShape(call, "means", architecture).launch(means_kernel, arguments, 1, tiles)
+    launch = pair_plan_of(means_kernel, call, architecture).launch(call, arguments, 1, tiles)
     return launch, Means(rows(key_means), rows(value_means), counts, call.mean_bias, bitmap(call))
 
 
@@ -173,11 +173,11 @@ def exact_launch(
     call: ExactCall, lists: Lists, means: Means | None, architecture: str | None = None
 ) -> tuple[Launch, torch.Tensor, torch.Tensor]:
     """Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), both float32."""
-    shape = PairShape(call, "exact", architecture)
+    plan = pair_plan_of(exact_kernel, call, architecture)
     output = allocate(tuple(call.query.shape), torch.float32, call.query.device)
     log_sum = one_per_token(call)
     arguments = inputs(call, lists, means) | {"output": output, "log_sums": numbers(log_sum)}
-    return shape.launch(exact_kernel, arguments, shape.parts, call.number_of_tiles), output, log_sum
+    return plan.launch(call, arguments, plan.parts(call), call.number_of_tiles), output, log_sum
 
 
 def forward(call: ExactCall) -> tuple[torch.Tensor, torch.Tensor]:

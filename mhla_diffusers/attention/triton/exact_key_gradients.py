@@ -16,7 +16,6 @@ from .arguments import Lists, Means, Numbers, Rows, Tile, allocate, disguised, l
 from .exact_lists import ExactCall, lists_of_keys, tile_of_token
 from .exact_tile import (
     LOG2_E,
-    PairShape,
     inputs,
     key_bias,
     list_of,
@@ -24,6 +23,7 @@ from .exact_tile import (
     load_log_sums,
     mean_bias,
     means_at,
+    pair_plan_of,
     this_pair_program,
     tiles_in_grid,
     tokens_of_tile,
@@ -217,11 +217,11 @@ def mean_gradient_launch(
     call: ExactCall, means: Means, output: OutputSide, side: QuerySide, architecture: str | None = None
 ) -> tuple[Launch, MeanGradients]:
     """Gradients of means and bias from every query that does not meet their tile exactly."""
-    shape = PairShape(call, "mean_gradient", architecture)
+    plan = pair_plan_of(mean_gradient_kernel, call, architecture)
     batch, tokens, heads, head_dim = call.query.shape
     device, tiles = call.query.device, call.number_of_tiles
-    groups = -(-tiles // shape.tiles.own)
-    parts = parts_per_block(batch * heads * groups, tokens, shape.tiles.others, shape.processors)
+    groups = -(-tiles // plan.tiles.own)
+    parts = parts_per_block(batch * heads * groups, tokens, plan.tiles.others, plan.processors)
     size = (batch, heads, tiles, parts)
     of_keys, of_values = (allocate((*size, head_dim), torch.float32, device) for _ in range(2))
     gradients = MeanGradients(of_keys, of_values, allocate(size, torch.float32, device))
@@ -233,7 +233,7 @@ def mean_gradient_launch(
         "value_gradient": gradients.values,
         "bias_gradient": gradients.bias,
     }
-    return shape.launch(mean_gradient_kernel, arguments, parts, groups), gradients
+    return plan.launch(call, arguments, parts, groups), gradients
 
 
 def key_value_gradient_launch(
@@ -246,7 +246,7 @@ def key_value_gradient_launch(
     architecture: str | None = None,
 ) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor]]:
     """Gradients of keys and values (B, N, H, D); ``lists`` are those of queries."""
-    shape = PairShape(call, "exact_key_value_gradient", architecture)
+    plan = pair_plan_of(exact_key_value_gradient_kernel, call, architecture)
     gradients = like(call.key), like(call.value)
     arguments = (
         inputs(call, lists, means)
@@ -258,7 +258,7 @@ def key_value_gradient_launch(
             "value_gradient": gradients[1],
         }
     )
-    return shape.launch(exact_key_value_gradient_kernel, arguments, shape.parts, call.number_of_tiles), gradients
+    return plan.launch(call, arguments, plan.parts(call), call.number_of_tiles), gradients
 
 
 def _known(output: OutputSide, side: QuerySide) -> dict[str, Rows | Numbers]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,8 +55,8 @@ _BY_ARCHITECTURE = {"sm_80": _SM_80, "sm_90": _LARGE, "sm_100": _LARGE, "sm_103"
 
 def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, architecture: str) -> Tiling:
     """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest block."""
-    if isinstance(wished := _WISHES.get(kernel), Tiling):
-        return wished
+    if isinstance(wish := wished(kernel), Tiling):
+        return wish
     table = _BY_ARCHITECTURE.get(architecture, _AMD if architecture.startswith("gfx") else _SMALL)
     tokens, channels, warps, stages = table[kernel]
     padded = _power_of_two(head_dim)
@@ -83,6 +84,7 @@ def _power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+@cache
 def architecture_of(device: torch.device) -> str:
     """Name of the device's architecture, as the table of this file spells it: "sm_90", "gfx942", "interpreter"."""
     if device.type == "cpu":
@@ -159,8 +161,8 @@ _PAIRS_BY_ARCHITECTURE["interpreter"] = _PAIRS_INTERPRETER
 
 def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: int, architecture: str) -> PairTiling:
     """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest tile."""
-    if isinstance(wished := _WISHES.get(kernel), PairTiling):
-        return wished
+    if isinstance(wish := wished(kernel), PairTiling):
+        return wish
     table = _PAIRS_BY_ARCHITECTURE.get(architecture, _PAIRS_AMD if architecture.startswith("gfx") else _PAIRS_SMALL)
     own, others, warps, stages = table[kernel]
     padded = _power_of_two(head_dim)
@@ -207,8 +209,8 @@ _MIXING_INTERPRETER: dict[str, MixTiling] = {  # whose time is that of its progr
 
 def mix_tiling(kernel: str, dtype: torch.dtype, blocks: int, architecture: str) -> MixTiling:
     """Tiles of ``kernel`` for an input type and a number of token blocks."""
-    if isinstance(wished := _WISHES.get(kernel), MixTiling):
-        return wished
+    if isinstance(wish := wished(kernel), MixTiling):
+        return wish
     rows, columns, depth, warps, stages = (_MIXING_INTERPRETER if architecture == "interpreter" else _MIXING)[kernel]
     if architecture != "interpreter" and (dtype == torch.float32 or architecture.startswith("gfx")):  # as in tiling()
         rows, columns, stages = min(rows, 32), min(columns, 64), 1
@@ -222,6 +224,16 @@ def mix_tiling(kernel: str, dtype: torch.dtype, blocks: int, architecture: str) 
 
 AnyTiling = Tiling | PairTiling | MixTiling
 _WISHES: dict[str, AnyTiling] = {}
+
+
+def wished(kernel: str) -> AnyTiling | None:
+    """What :func:`tiles_of` asks for within its context."""
+    return _WISHES.get(kernel)
+
+
+def name_of(kernel: Any) -> str:
+    """Of a kernel, as the tables of this file spell it."""
+    return str(kernel.__name__.removesuffix("_kernel"))
 
 
 @contextmanager

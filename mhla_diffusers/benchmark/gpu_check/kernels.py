@@ -17,7 +17,7 @@ from ..shapes import shapes
 from ..timing import Clock
 from .correctness import SMALL
 from .findings import Measured, Notebook, context_is_lost
-from .launched import recorded_launches, seconds_of
+from .launched import python_seconds, recorded_launches, seconds_of
 
 _DTYPE = torch.bfloat16
 _STAGES = (1, 2, 3)
@@ -39,6 +39,7 @@ def measure_kernels(notebook: Notebook, device: torch.device) -> None:
     rates = measure_rates(device, _DTYPE) if device.type == "cuda" else None
     clock = Clock(device)
     problems: dict[str, Problem] = {}
+    notebook.attempt("Python of a forward call", partial(_time_of_python, draw_problem(SMALL, device, _DTYPE, "plain")))
     for kind in ("plain", "exact tiles"):
         problem = draw_problem(shape, device, _DTYPE, kind)
         with recorded_launches() as launches:
@@ -49,6 +50,12 @@ def measure_kernels(notebook: Notebook, device: torch.device) -> None:
                 notebook.attempt(f"time of {name}", partial(_time, launch, rates, clock))
     for name, problem in problems.items():
         notebook.attempt(f"tiles of {name}", partial(_search, name, problem, clock))
+
+
+def _time_of_python(problem: Problem) -> Measured:
+    """With nothing launched: on the CPU too it is what a GPU would wait for where kernels are short."""
+    seconds = python_seconds(problem)
+    return Measured({"seconds": seconds}, f"{1e6 * seconds:.0f} µs, nothing launched")
 
 
 def _time(launch: Launch, rates: Rates | None, clock: Clock) -> Measured:

@@ -1,15 +1,22 @@
 """What a real call launches: every kernel with its arguments, and its time alone."""
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from ...attention import mhla_attention
 from ...attention.triton.launches import Launch
+from ..problems import Problem
 from ..timing import Clock, summarise
 
 _REPETITIONS = 20
+_MEANS, _CALLS = 20, 50
 
 
 @contextmanager
@@ -27,6 +34,20 @@ def recorded_launches() -> Iterator[dict[str, Launch]]:
 
     with patch.object(Launch, "run", keep):  # whatever a call launches, now or later, is there without a list of it
         yield found
+
+
+def python_seconds(problem: Problem) -> float:
+    """What Python takes for one forward call, with nothing launched: the least of many means."""
+    given: dict[str, Any] = problem.tensors | problem.settings
+    attend = partial(mhla_attention, backend="triton", **given)
+    least = math.inf
+    with torch.no_grad(), patch.object(Launch, "run", lambda launch: None):
+        for _ in range(_MEANS):
+            start = time.perf_counter()
+            for _ in range(_CALLS):
+                attend()
+            least = min(least, (time.perf_counter() - start) / _CALLS)
+    return least
 
 
 def seconds_of(launch: Launch, clock: Clock) -> float:
