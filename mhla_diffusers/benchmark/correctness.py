@@ -46,7 +46,7 @@ def check_operation(
 ) -> float:
     """Compare output and gradients with the float64 reference, on some blocks of a shape.
 
-    Videos have RoPE. Blocks, up to 1024 tokens, and exact tiles are as long as the shape's: kernels cut whole tiles.
+    Blocks, up to 1024 tokens, and exact tiles are as long as the shape's: kernels cut whole tiles.
 
     Args:
         shape: the attention; with tile counts where ``exact`` is set.

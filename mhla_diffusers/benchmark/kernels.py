@@ -98,17 +98,22 @@ def exact_launches_of(call: ExactCall, architecture: str) -> list[Launch]:
 
 
 def call_of(shape: Shape, dtype: torch.dtype, batch: int, *, everything: bool) -> Call:
-    """A call of a shape without memory behind it; RoPE for videos.
+    """A call of a shape without memory behind it, with the RoPE of its model.
 
     Args:
         shape: the attention.
         dtype: of query, key and value.
         batch: samples.
-        everything: RoPE for all, and key mask, output norm and gate: the variant that needs the most of a card.
+        everything: RoPE for all, with a row for every token where the model has none, and key mask, output norm and
+            gate: the variant that needs the most of a card.
     """
     tokens, head_dim, blocks = shape.tokens, shape.head_dim, math.prod(shape.blocks)
     query, key, value, gate = _rows(shape, dtype, batch)
-    has_rotary = everything or len(shape.grid) == 3
+    rotary = None
+    if shape.rotary_axes is not None:
+        rotary = torch.empty(1, sum(shape.grid), 1, head_dim, device="meta")
+    elif everything:
+        rotary = torch.empty(1, tokens, 1, head_dim, device="meta")
     return Call(
         query=query,
         key=key,
@@ -116,7 +121,8 @@ def call_of(shape: Shape, dtype: torch.dtype, batch: int, *, everything: bool) -
         mixing=torch.empty(shape.heads, blocks, blocks, device="meta"),
         grid=shape.grid,
         blocks=shape.blocks,
-        rotary=torch.empty(1, tokens, 1, head_dim, device="meta") if has_rotary else None,
+        rotary=rotary,
+        rotary_axes=shape.rotary_axes,
         key_mask=torch.empty(batch, tokens, device="meta") if everything else None,
         output_norm=torch.empty(head_dim, device="meta") if everything else None,
         output_gate=gate if everything else None,

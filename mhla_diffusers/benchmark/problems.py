@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..attention import Call, initial_mixing, mhla_attention, reference_attention
-from ..attention.rotary import rotary_table
+from ..attention.rotary import rotary_table, table_of_tokens
 from .lists import draw_tiles
 from .shapes import Shape
 
@@ -37,7 +37,7 @@ class Problem:
 
     def reference(self) -> dict[str, torch.Tensor]:
         """Output and gradients of the reference, in float64."""
-        settings = dict(self.settings)
+        settings = {name: x for name, x in self.settings.items() if name != "rotary_axes"}
         if (rotary := settings.pop("rotary", None)) is not None:
             settings["rotary"] = rotary_table(rotary)
         doubles = {name: x.double() for name, x in self.tensors.items()}
@@ -45,7 +45,7 @@ class Problem:
 
 
 def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: str) -> Problem:
-    """A seeded call of :func:`mhla_attention`; videos have RoPE.
+    """A seeded call of :func:`mhla_attention`, with RoPE where the model has it.
 
     Args:
         shape: the attention; with tile counts where the kind has exact tiles.
@@ -59,8 +59,8 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
     mixing = initial_mixing(shape.blocks).to(device)
     tensors["mixing"] = mixing + 0.1 * torch.rand_like(mixing)
     settings: dict[str, Any] = {"grid": shape.grid, "blocks": shape.blocks}
-    if shape.head_dim % 2 == 0 and ("everything" in kind or len(shape.grid) == 3):
-        settings["rotary"] = random_rotary(shape, device)
+    if shape.rotary_axes is not None or "everything" in kind:
+        settings |= {"rotary": random_rotary(shape, device), "rotary_axes": shape.rotary_axes}
     if "everything" in kind:
         tensors["output_norm"] = 1 + 0.3 * torch.randn(shape.head_dim, device=device)
         tensors["output_gate"] = torch.randn_like(tensors["query"])
@@ -87,8 +87,13 @@ def beside_exact_tiles(heads: int, device: torch.device) -> dict[str, torch.Tens
 
 
 def random_rotary(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) of random angles, each (1, N, 1, D)."""
-    angles = torch.randn(1, shape.tokens, 1, shape.head_dim // 2, device=device).repeat_interleave(2, dim=-1)
+    """(cos, sin) of random angles, each (1, N, 1, D), of one axis for each channel where the model's are."""
+    if shape.rotary_axes is None:
+        angles = torch.randn(1, shape.tokens, 1, shape.head_dim // 2, device=device)
+    else:
+        table = torch.randn(1, sum(shape.grid), 1, shape.head_dim // 2, device=device)
+        angles = table_of_tokens(table, shape.grid, tuple(count // 2 for count in shape.rotary_axes))
+    angles = angles.repeat_interleave(2, dim=-1)
     return angles.cos(), angles.sin()
 
 

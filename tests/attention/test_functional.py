@@ -5,6 +5,7 @@ import torch
 
 from mhla_diffusers.attention import (
     Call,
+    ExactTiles,
     feature_map_names,
     initial_mixing,
     mhla_attention,
@@ -110,3 +111,22 @@ def test_bad_input_is_named():
     refused(r"key_mask must have shape \(2, 12\), got \(12,\)", key_mask=torch.ones(12, dtype=torch.bool))
     refused(r"output_norm must have shape \(8,\), got \(16,\)", output_norm=torch.ones(16))
     refused(r"output_gate must have shape \(2, 12, 2, 8\), got \(2, 12, 16\)", output_gate=torch.ones(2, 12, 16))
+
+
+@pytest.mark.parametrize(("grid", "axes"), [((6,), (8,)), ((4, 5), (6, 2)), ((3, 4, 5), (4, 2, 2)), ((4, 5), (0, 8))])
+def test_rope_of_axes_is_that_of_tokens(grid, axes):
+    """That angles belong to axes is a help for kernels: with exact tiles and without, nothing else changes."""
+    problem = make_problem(grid, (2,) * len(grid), rotary_axes=axes)
+    exact = ExactTiles.from_mask((2,) * len(grid), torch.eye(2 ** len(grid), dtype=torch.bool).expand(2, -1, -1))
+    for more in ({}, {"exact": exact, "far_field_weight": torch.ones(2)}):
+        given = problem.tensors | {"grid": problem.grid, "blocks": problem.blocks} | more
+        of_axes = mhla_attention(**given, **problem.options)
+        torch.testing.assert_close(of_axes, mhla_attention(**given, rotary=problem.options["rotary"]), rtol=0, atol=0)
+
+
+def test_axes_that_do_not_fit_are_refused():
+    problem = make_problem((4, 5), (2, 2), rotary_axes=(4, 4))
+    given = problem.tensors | {"grid": (4, 5), "blocks": (2, 2), "rotary": problem.options["rotary"]}
+    for axes in ((4, 2), (8,), (5, 3), (10, -2)):
+        with pytest.raises(ValueError, match="rotary_axes=.*even number of channels for each of the 2 axes.*8 in all"):
+            mhla_attention(**given, rotary_axes=axes)

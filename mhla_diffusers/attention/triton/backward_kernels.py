@@ -45,7 +45,7 @@ def token_numbers_at(pointer, which: tl.constexpr, tile, layout):
 @triton.jit
 def query_gradient_kernel(
     query,
-    rotary,
+    angles,
     mixed,
     output_norm,
     output_gate,
@@ -72,7 +72,7 @@ def query_gradient_kernel(
     The normaliser may have a gradient of its own, where it was an output too.
     """
     layout = plain_layout(layout)
-    source = Source(query, rotary, eps)
+    source = Source(query, angles, layout, eps)
     program = this_program(layout, 1)
     box = block_box(program.block, layout)
     channels = tl.arange(0, BLOCK_D)
@@ -158,7 +158,7 @@ def query_gradient_kernel(
 @triton.jit
 def summary_gradient_kernel(
     query,
-    rotary,
+    angles,
     mixed,
     output_norm,
     output_gate,
@@ -178,7 +178,7 @@ def summary_gradient_kernel(
 ):
     """Gradient of the mixed summary from one part of one block's queries, for BLOCK_E channels of the value."""
     layout = plain_layout(layout)
-    source = Source(query, rotary, eps)
+    source = Source(query, angles, layout, eps)
     program = this_program(layout, (HEAD_DIM + BLOCK_E - 1) // BLOCK_E)
     box = block_box(program.block, layout)
     channels = tl.arange(0, BLOCK_D)
@@ -229,7 +229,7 @@ def summary_gradient_kernel(
 def key_value_gradient_kernel(
     key,
     value,
-    rotary,
+    angles,
     key_mask,
     summary_gradient,
     key_gradient,
@@ -248,7 +248,7 @@ def key_value_gradient_kernel(
     """Gradients of key and value for one part of one block, from the gradient of the block's summary."""
     number: tl.constexpr = key.pointer.dtype.element_ty
     layout = plain_layout(layout)
-    source = Source(key, rotary, eps)
+    source = Source(key, angles, layout, eps)
     program = this_program(layout, 1)
     box = block_box(program.block, layout)
     channels = tl.arange(0, BLOCK_D)

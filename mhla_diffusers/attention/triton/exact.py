@@ -39,9 +39,10 @@ def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor,
         Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), both in float32. A query that attends to nothing
         gets 0 and the lowest finite number.
     """
+    table = call.rotary_of_tokens
     output, log_sum = exact_tiles(
-        rotated(call.query, call.rotary),
-        rotated(call.key, call.rotary),
+        rotated(call.query, table),
+        rotated(call.key, table),
         call.value,
         call.mean_bias.float().contiguous() if call.mean_bias is not None else None,
         call.key_mask.float().contiguous() if call.key_mask is not None else None,

@@ -40,7 +40,7 @@ def token_weight(key_mask, tile, layout):
 def summary_kernel(
     key,
     value,
-    rotary,
+    angles,
     key_mask,
     summaries,
     layout,
@@ -57,7 +57,7 @@ def summary_kernel(
     """KV summary and key sum of one part of one block (paper, Eq. 3), for BLOCK_E channels of the value."""
     number: tl.constexpr = key.pointer.dtype.element_ty
     layout = plain_layout(layout)
-    source = Source(key, rotary, eps)
+    source = Source(key, angles, layout, eps)
     program = this_program(layout, (HEAD_DIM + BLOCK_E - 1) // BLOCK_E)
     box = block_box(program.block, layout)
     channels = tl.arange(0, BLOCK_D)
@@ -85,7 +85,7 @@ def output_norm_weight(output_norm, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexp
 @triton.jit
 def output_kernel(
     query,
-    rotary,
+    angles,
     mixed,
     output_norm,
     output_gate,
@@ -105,7 +105,7 @@ def output_kernel(
 ):
     """Output of one part of one block's queries (paper, Eq. 4) with output norm and gate, and their normalisers."""
     layout = plain_layout(layout)
-    source = Source(query, rotary, eps)
+    source = Source(query, angles, layout, eps)
     program = this_program(layout, 1)
     box = block_box(program.block, layout)
     channels = tl.arange(0, BLOCK_D)

@@ -13,7 +13,7 @@ import triton
 from ..blocks import Shape
 from ..call import Call
 from ..reference import OUTPUT_NORM_EPS
-from .arguments import Layout, Numbers, Rows, allocate, layout, like, numbers, rotary_rows, rows, state_shape
+from .arguments import Layout, Numbers, Rows, allocate, angles, layout, like, numbers, rows, state_shape
 from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
 from .forward_kernels import output_kernel, summary_kernel
 from .tuning import (
@@ -69,7 +69,7 @@ def summary_launch(call: Call, architecture: str | None = None) -> tuple[Launch,
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "rotary": rotary_rows(call),
+        "angles": angles(call),
         "key_mask": call.key_mask,
         "summaries": summaries,
         "eps": call.eps,
@@ -88,7 +88,7 @@ def output_launch(
         normaliser = allocate((*call.query.shape[:3], 1), torch.float32, call.query.device)
     arguments = {
         "query": rows(call.query),
-        "rotary": rotary_rows(call),
+        "angles": angles(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -133,7 +133,7 @@ def query_gradient_launch(
     )
     arguments = {
         "query": rows(call.query),
-        "rotary": rotary_rows(call),
+        "angles": angles(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -161,7 +161,7 @@ def summary_gradient_launch(
     gradients = plan.new_partial_states(call)
     arguments = {
         "query": rows(call.query),
-        "rotary": rotary_rows(call),
+        "angles": angles(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -182,7 +182,7 @@ def key_value_gradient_launch(
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "rotary": rotary_rows(call),
+        "angles": angles(call),
         "key_mask": call.key_mask,
         "summary_gradient": summary_gradient,
         "key_gradient": key_gradient,

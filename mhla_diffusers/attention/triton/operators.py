@@ -19,6 +19,7 @@ _TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
     Shape: "SymInt[]",
+    Shape | None: "SymInt[]?",
     str: "str",
     bool: "bool",
     float: "float",
