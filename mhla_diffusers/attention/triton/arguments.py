@@ -145,15 +145,14 @@ def rows(tensor: torch.Tensor) -> Rows:
     return Rows(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
 
 
-def angles(call: Call) -> Angles | None:
-    """The RoPE table, the same for every head and possibly for every batch row."""
-    table = call.rotary
+def angles(table: torch.Tensor | None, axes: Shape | None) -> Angles | None:
+    """The RoPE table of a call, the same for every head and possibly for every batch row."""
     if table is None:
         return None
     of_table = Rows(table, 0 if table.shape[0] == 1 else table.stride(0), table.stride(1), 0)
-    if call.rotary_axes is None:
+    if axes is None:
         return Angles(of_table, None, None)
-    first, second, _ = call.rotary_axes
+    first, second, _ = axes
     return Angles(of_table, first, first + second)
 
 

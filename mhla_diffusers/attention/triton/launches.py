@@ -69,7 +69,7 @@ def summary_launch(call: Call, architecture: str | None = None) -> tuple[Launch,
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "angles": angles(call),
+        "angles": angles(call.rotary, call.rotary_axes),
         "key_mask": call.key_mask,
         "summaries": summaries,
         "eps": call.eps,
@@ -88,7 +88,7 @@ def output_launch(
         normaliser = allocate((*call.query.shape[:3], 1), torch.float32, call.query.device)
     arguments = {
         "query": rows(call.query),
-        "angles": angles(call),
+        "angles": angles(call.rotary, call.rotary_axes),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -133,7 +133,7 @@ def query_gradient_launch(
     )
     arguments = {
         "query": rows(call.query),
-        "angles": angles(call),
+        "angles": angles(call.rotary, call.rotary_axes),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -161,7 +161,7 @@ def summary_gradient_launch(
     gradients = plan.new_partial_states(call)
     arguments = {
         "query": rows(call.query),
-        "angles": angles(call),
+        "angles": angles(call.rotary, call.rotary_axes),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -182,7 +182,7 @@ def key_value_gradient_launch(
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "angles": angles(call),
+        "angles": angles(call.rotary, call.rotary_axes),
         "key_mask": call.key_mask,
         "summary_gradient": summary_gradient,
         "key_gradient": key_gradient,

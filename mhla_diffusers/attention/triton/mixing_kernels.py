@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .arguments import allocate, disguised
 from .launches import Launch
-from .tile import accurate_dot, plain
+from .tile import accurate_dot, plain, to_bfloat16
 from .tuning import architecture_of, mix_tiling, parts_per_block, precision_of, processors_of
 
 
@@ -55,6 +55,8 @@ def mix_kernel(
         values = tl.load(addresses, mask=has_other[:, None] & has_column[None, :], other=0.0)
         total = accurate_dot(weights, values, total, PRECISION, False, False)
     addresses = mixed + start + rows[:, None].to(tl.int64) * SIZE + columns[None, :]
+    if mixed.dtype.element_ty == tl.bfloat16:
+        total = to_bfloat16(total)
     tl.store(addresses, total, mask=has_row[:, None] & has_column[None, :])
 
 
@@ -96,7 +98,11 @@ def mixing_gradient_kernel(
 
 
 def mix_launch(
-    mixing: torch.Tensor, summary: torch.Tensor, dtype: torch.dtype, architecture: str | None = None
+    mixing: torch.Tensor,
+    summary: torch.Tensor,
+    dtype: torch.dtype,
+    mixed_dtype: torch.dtype,
+    architecture: str | None = None,
 ) -> tuple[Launch, torch.Tensor]:
     """What each query block sees.
 
@@ -104,6 +110,7 @@ def mix_launch(
         mixing: (M, M) or (H, M, M).
         summary: float32 (B, H, M, ...), contiguous.
         dtype: of the call's query, which says how precise products must be.
+        mixed_dtype: float32 or bfloat16, of what is written.
         architecture: of a card that is not there.
 
     Returns:
@@ -113,7 +120,7 @@ def mix_launch(
     size = summary[0, 0, 0].numel()
     name = architecture or architecture_of(summary.device)
     tiles = mix_tiling("mix", dtype, blocks, name)
-    mixed = allocate(tuple(summary.shape), torch.float32, summary.device)
+    mixed = allocate(tuple(summary.shape), mixed_dtype, summary.device)
     coefficients = mixing.float().expand(heads, -1, -1)
     head_stride, row_stride, column_stride = coefficients.stride()
     arguments = {

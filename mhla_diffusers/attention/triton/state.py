@@ -38,7 +38,7 @@ def read_state(
         rotated, plain = load_features(source, scale, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
         if HEAD_DIM > BLOCK_C:
             held = load_state(state, channels, columns, HEAD_DIM)
-        product = accurate_dot(rotated, held, product, PRECISION, False, False)
+        product = accurate_dot(rotated, held, product, PRECISION, False, state.dtype.element_ty == tl.bfloat16)
         if NORMALIZE:
             normaliser += tl.sum(plain * load_key_sum(state, channels, HEAD_DIM)[None, :], axis=1)
     if NORMALIZE:

@@ -174,13 +174,13 @@ def state_of(pointer, program, layout, HEAD_DIM: tl.constexpr, NORMALIZE: tl.con
 def load_state(state, channels, columns, HEAD_DIM: tl.constexpr):
     """Part of a KV summary, float32 (channels of the key, columns of the value); what does not exist is 0."""
     exists = (channels < HEAD_DIM)[:, None] & (columns < HEAD_DIM)[None, :]
-    return tl.load(state + channels[:, None] * HEAD_DIM + columns[None, :], mask=exists, other=0.0)
+    return tl.load(state + channels[:, None] * HEAD_DIM + columns[None, :], mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_key_sum(state, channels, HEAD_DIM: tl.constexpr):
     """Part of the key sum, which follows the KV summary: float32 (channels,)."""
-    return tl.load(state + HEAD_DIM * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
+    return tl.load(state + HEAD_DIM * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0).to(tl.float32)
 
 
 @triton.jit

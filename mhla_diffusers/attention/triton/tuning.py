@@ -39,13 +39,16 @@ _Table = dict[str, Tiling]
 # Chosen so that no kernel spills registers and each fits into the card's shared memory, with Triton 3.9, and on sm_90
 # with 3.6 too; not measured on any card yet. With two stages the next tile is on its way while one is multiplied.
 _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D = 128 is held
-    "summary": Tiling(tokens=64, channels=128, warps=8, stages=2),
-    "output": Tiling(tokens=32, channels=128, warps=8, stages=2),
+    "summary": Tiling(tokens=32, channels=128, warps=8, stages=3),
+    "output": Tiling(tokens=32, channels=128, warps=8, stages=3),
     "query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
-    "summary_gradient": Tiling(tokens=32, channels=64, warps=8, stages=2),
+    "summary_gradient": Tiling(tokens=16, channels=64, warps=8, stages=2),
     "key_value_gradient": Tiling(tokens=32, channels=128, warps=8, stages=2),
+    "rotate": Tiling(tokens=64, channels=128, warps=4, stages=1),
 }
-_SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
+_SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1)) | {  # 99 KiB
+    "summary_gradient": Tiling(tokens=16, channels=64, warps=8, stages=1)
+}
 _SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
 _AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
 _INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))
@@ -71,6 +74,8 @@ def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, a
             tokens, channels = 16, channels if wide else channels // 2
         elif kernel == "query_gradient":
             channels = min(channels, 64)
+    if kernel in ("output", "key_value_gradient") and dtype == torch.float16:  # more of it is taken as two terms
+        stages = 1
     if kernel == "query_gradient" and padded <= 32:
         tokens = min(tokens, 16)
     spills_with_four = architecture == "sm_120" or (kernel, architecture) == ("output", "sm_80")
