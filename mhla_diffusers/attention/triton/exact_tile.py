@@ -20,16 +20,8 @@ from .exact_lists import ExactCall
 from .forward_kernels import token_weight
 from .launches import Launch
 from .tile import numbers_of, plain
-from .tuning import (
-    AnyTiling,
-    PairTiling,
-    architecture_of,
-    name_of,
-    pair_tiling,
-    precision_of,
-    processors_of,
-    wished,
-)
+from .tilings import AnyTiling, PairTiling, Place, wished
+from .tuning import architecture_of, name_of, pair_tiling, precision_of, processors_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -131,6 +123,7 @@ class PairPlan:
     """How one kernel runs: the same for all calls of one size, so it is made once for each."""
 
     kernel: Any
+    place: Place
     tiles: PairTiling
     processors: int
     constants: dict[str, Any]
@@ -140,7 +133,9 @@ class PairPlan:
         """With the arguments of the kernel besides the layout, in ``parts`` programs for each of ``whole``."""
         batch, _, heads, _ = call.query.shape
         shared = {"layout": layout(heads, call.grid, call.counts, parts)}
-        return Launch(self.kernel, batch * heads * whole * parts, arguments | shared, self.constants, self.tiles)
+        return Launch(
+            self.kernel, batch * heads * whole * parts, arguments | shared, self.constants, self.place, self.tiles
+        )
 
     def parts(self, call: ExactCall) -> int:
         """Programs that share the tokens of a tile."""
@@ -164,7 +159,8 @@ def _plan(
     card: str,
     _wish: AnyTiling | None,  # read by the tables themselves; here it tells calls apart
 ) -> PairPlan:
-    tiles = pair_tiling(name_of(kernel), head_dim, dtype, longest_tile, card)
+    place = Place(card, name_of(kernel), head_dim, dtype, longest_tile)
+    tiles = pair_tiling(place)
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
@@ -173,7 +169,7 @@ def _plan(
         "PRECISION": precision_of(dtype, card),
     }
     taken = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    return PairPlan(kernel, tiles, processors_of(device, card), taken)
+    return PairPlan(kernel, place, tiles, processors_of(device, card), taken)
 
 
 def inputs(call: ExactCall, lists: Lists, means: Means | None) -> dict[str, Any]:

@@ -16,18 +16,8 @@ from ..reference import OUTPUT_NORM_EPS
 from .arguments import Layout, Numbers, Rows, allocate, angles, layout, like, numbers, rows, state_shape
 from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
 from .forward_kernels import output_kernel, summary_kernel
-from .tuning import (
-    SUMMARY_KERNELS,
-    AnyTiling,
-    Tiling,
-    architecture_of,
-    name_of,
-    parts_per_block,
-    precision_of,
-    processors_of,
-    tiling,
-    wished,
-)
+from .tilings import AnyTiling, Place, Tiling, wished
+from .tuning import SUMMARY_KERNELS, architecture_of, name_of, parts_per_block, precision_of, processors_of, tiling
 
 
 @dataclass(frozen=True)
@@ -38,12 +28,13 @@ class Launch:
     programs: int
     arguments: dict[str, Any]
     constants: dict[str, Any]
+    place: Place
     tiles: AnyTiling
 
     @property
     def name(self) -> str:
         """Of the kernel, as :mod:`.tuning` spells it."""
-        return name_of(self.kernel)
+        return self.place.kernel
 
     @property
     def moved_bytes(self) -> int:
@@ -197,6 +188,7 @@ class Plan:
     """How one kernel runs: the same for all calls of one size, so it is made once for each."""
 
     kernel: Any
+    place: Place
     tiles: Tiling
     programs: int
     parts: int
@@ -212,7 +204,8 @@ class Plan:
 
     def launch(self, arguments: dict[str, Any]) -> Launch:
         """With the arguments of the kernel besides the layout."""
-        return Launch(self.kernel, self.programs, arguments | {"layout": self.layout}, self.constants, self.tiles)
+        arguments = arguments | {"layout": self.layout}
+        return Launch(self.kernel, self.programs, arguments, self.constants, self.place, self.tiles)
 
 
 def plan_of(kernel: Any, call: Call, architecture: str | None) -> Plan:
@@ -241,7 +234,8 @@ def _plan(
     feature_map, rope, normalize = settings
     name = name_of(kernel)
     longest_block = math.prod(-(-n // b) for n, b in zip(grid, blocks, strict=True))
-    tiles = tiling(name, head_dim, dtype, longest_block, card)
+    place = Place(card, name, head_dim, dtype, longest_block)
+    tiles = tiling(place)
     columns = -(-head_dim // tiles.channels) if name in SUMMARY_KERNELS else 1
     whole_blocks = batch * heads * math.prod(blocks) * columns
     parts = parts_per_block(whole_blocks, longest_block, tiles.tokens, processors_of(device, card))
@@ -256,7 +250,7 @@ def _plan(
         "PRECISION": precision_of(dtype, card),
     }
     taken = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    return Plan(kernel, tiles, whole_blocks * parts, parts, layout(heads, grid, blocks, parts), taken)
+    return Plan(kernel, place, tiles, whole_blocks * parts, parts, layout(heads, grid, blocks, parts), taken)
 
 
 def _tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:

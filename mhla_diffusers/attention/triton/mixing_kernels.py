@@ -14,6 +14,7 @@ import triton.language as tl
 from .arguments import allocate, disguised
 from .launches import Launch
 from .tile import accurate_dot, plain, to_bfloat16
+from .tilings import Place
 from .tuning import architecture_of, mix_tiling, parts_per_block, precision_of, processors_of
 
 
@@ -118,8 +119,8 @@ def mix_launch(
     """
     batch, heads, blocks = summary.shape[:3]
     size = summary[0, 0, 0].numel()
-    name = architecture or architecture_of(summary.device)
-    tiles = mix_tiling("mix", dtype, blocks, name)
+    place = Place(architecture or architecture_of(summary.device), "mix", 0, dtype, blocks)
+    tiles = mix_tiling(place)
     mixed = allocate(tuple(summary.shape), mixed_dtype, summary.device)
     coefficients = mixing.float().expand(heads, -1, -1)
     head_stride, row_stride, column_stride = coefficients.stride()
@@ -133,9 +134,9 @@ def mix_launch(
         "row_stride": disguised(row_stride),
         "column_stride": disguised(column_stride),
     }
-    constants = {"SIZE": size, "PRECISION": precision_of(dtype, name), **tiles.constants()}
+    constants = {"SIZE": size, "PRECISION": precision_of(dtype, place.architecture), **tiles.constants()}
     programs = batch * heads * -(-blocks // tiles.rows) * -(-size // tiles.columns)
-    return Launch(mix_kernel, programs, arguments, constants, tiles), mixed
+    return Launch(mix_kernel, programs, arguments, constants, place, tiles), mixed
 
 
 def mixing_gradient_launch(
@@ -151,10 +152,10 @@ def mixing_gradient_launch(
     """
     batch, heads, blocks = summary.shape[:3]
     size = summary[0, 0, 0].numel()
-    name = architecture or architecture_of(summary.device)
-    tiles = mix_tiling("mixing_gradient", dtype, blocks, name)
+    place = Place(architecture or architecture_of(summary.device), "mixing_gradient", 0, dtype, blocks)
+    tiles = mix_tiling(place)
     whole = batch * heads * -(-blocks // tiles.rows) * -(-blocks // tiles.columns)
-    parts = parts_per_block(whole, size, tiles.depth, processors_of(summary.device, name))
+    parts = parts_per_block(whole, size, tiles.depth, processors_of(summary.device, place.architecture))
     shares = allocate((batch, heads, parts, blocks, blocks), torch.float32, summary.device)
     arguments = {
         "of_mixed": mixed_gradient,
@@ -163,5 +164,5 @@ def mixing_gradient_launch(
         "blocks": disguised(blocks),
         "parts": disguised(parts),
     }
-    constants = {"SIZE": size, "PRECISION": precision_of(dtype, name), **tiles.constants()}
-    return Launch(mixing_gradient_kernel, whole * parts, arguments, constants, tiles), shares
+    constants = {"SIZE": size, "PRECISION": precision_of(dtype, place.architecture), **tiles.constants()}
+    return Launch(mixing_gradient_kernel, whole * parts, arguments, constants, place, tiles), shares

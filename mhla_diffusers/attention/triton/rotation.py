@@ -12,7 +12,11 @@ from .arguments import Angles, Source, Tile, layout, like, rows
 from .features import load_angles
 from .launches import Launch
 from .tile import load_rows, plain_layout, rotate, store_rows, tokens_in
+from .tilings import Place
 from .tuning import architecture_of, tiling
+
+_ANY_LENGTH = 1024
+"""Tokens stand in one row here, so no block bounds a tile."""
 
 
 @triton.jit
@@ -45,7 +49,8 @@ def rotate_launch(
 ) -> tuple[Launch, torch.Tensor]:
     """``x`` (B, N, H, D) turned by its angles, or back by them, in float32, and rounded to its type."""
     batch, tokens, heads, head_dim = x.shape
-    tiles = tiling("rotate", head_dim, x.dtype, tokens, architecture or architecture_of(x.device))
+    place = Place(architecture or architecture_of(x.device), "rotate", head_dim, x.dtype, _ANY_LENGTH)
+    tiles = tiling(place)
     turned = like(x)
     arguments = {
         "query": rows(x),
@@ -60,4 +65,4 @@ def rotate_launch(
         "BLOCK_T": tiles.tokens,
     }
     programs = batch * heads * -(-tokens // tiles.tokens)
-    return Launch(rotate_kernel, programs, arguments, constants, tiles), turned
+    return Launch(rotate_kernel, programs, arguments, constants, place, tiles), turned

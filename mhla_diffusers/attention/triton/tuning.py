@@ -1,22 +1,16 @@
-"""Tile sizes and warps of every kernel: looked up, never searched at run time."""
+"""Tile sizes and warps of every kernel, by rule where no card was measured: looked up, never searched at run time."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from .tilings import MixTiling, PairTiling, Place, Tiling, tiles_at
 
-class Tiling(NamedTuple):
-    """How one kernel cuts its work."""
 
-    tokens: int
-    """Tokens per tile (BLOCK_T)."""
-    channels: int
-    """Channels of the summary held at once (BLOCK_C or BLOCK_E), where the kernel has to do with one."""
-    warps: int
-    stages: int
+def name_of(kernel: Any) -> str:
+    """Of a kernel, as the tables of this file spell it."""
+    return str(kernel.__name__.removesuffix("_kernel"))
 
 
 def precision_of(dtype: torch.dtype, architecture: str) -> str:
@@ -56,10 +50,11 @@ _BY_ARCHITECTURE = {"sm_80": _SM_80, "sm_90": _LARGE, "sm_100": _LARGE, "sm_103"
 """Cards that are not named here take the small tiles."""
 
 
-def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, architecture: str) -> Tiling:
-    """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest block."""
-    if isinstance(wish := wished(kernel), Tiling):
-        return wish
+def tiling(place: Place) -> Tiling:
+    """Tiles of a kernel of MHLA."""
+    if isinstance(given := tiles_at(place), Tiling):
+        return given
+    architecture, kernel, head_dim, dtype, longest_block = place
     table = _BY_ARCHITECTURE.get(architecture, _AMD if architecture.startswith("gfx") else _SMALL)
     tokens, channels, warps, stages = table[kernel]
     padded = _power_of_two(head_dim)
@@ -133,17 +128,6 @@ def processors_of(device: torch.device, architecture: str) -> int:
     return PROCESSORS.get(architecture, _OF_THE_INTERPRETER)
 
 
-class PairTiling(NamedTuple):
-    """How one kernel of the exact tiles cuts its work."""
-
-    own: int
-    """Queries (or keys) that a program holds."""
-    others: int
-    """Keys (or queries) that it takes at once."""
-    warps: int
-    stages: int
-
-
 _PairTable = dict[str, PairTiling]
 
 _PAIRS_LARGE: _PairTable = {
@@ -164,10 +148,11 @@ _PAIRS_BY_ARCHITECTURE = dict.fromkeys(("sm_90", "sm_100", "sm_103"), _PAIRS_LAR
 _PAIRS_BY_ARCHITECTURE["interpreter"] = _PAIRS_INTERPRETER
 
 
-def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: int, architecture: str) -> PairTiling:
-    """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest tile."""
-    if isinstance(wish := wished(kernel), PairTiling):
-        return wish
+def pair_tiling(place: Place) -> PairTiling:
+    """Tiles of a kernel of the exact tiles."""
+    if isinstance(given := tiles_at(place), PairTiling):
+        return given
+    architecture, kernel, head_dim, dtype, longest_tile = place
     table = _PAIRS_BY_ARCHITECTURE.get(architecture, _PAIRS_AMD if architecture.startswith("gfx") else _PAIRS_SMALL)
     own, others, warps, stages = table[kernel]
     padded = _power_of_two(head_dim)
@@ -186,21 +171,6 @@ def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: in
     return PairTiling(own, others, warps, stages)
 
 
-class MixTiling(NamedTuple):
-    """How one kernel of the mixing cuts its work: a product of matrices."""
-
-    rows: int
-    columns: int
-    depth: int
-    """Terms that are added at once."""
-    warps: int
-    stages: int
-
-    def constants(self) -> dict[str, int]:
-        """Of the kernel."""
-        return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth}
-
-
 _MIXING: dict[str, MixTiling] = {
     "mix": MixTiling(rows=64, columns=128, depth=32, warps=8, stages=2),
     "mixing_gradient": MixTiling(rows=64, columns=64, depth=32, warps=8, stages=2),
@@ -212,10 +182,11 @@ _MIXING_INTERPRETER: dict[str, MixTiling] = {  # whose time is that of its progr
 }
 
 
-def mix_tiling(kernel: str, dtype: torch.dtype, blocks: int, architecture: str) -> MixTiling:
-    """Tiles of ``kernel`` for an input type and a number of token blocks."""
-    if isinstance(wish := wished(kernel), MixTiling):
-        return wish
+def mix_tiling(place: Place) -> MixTiling:
+    """Tiles of a kernel of the mixing."""
+    if isinstance(given := tiles_at(place), MixTiling):
+        return given
+    architecture, kernel, _, dtype, blocks = place
     rows, columns, depth, warps, stages = (_MIXING_INTERPRETER if architecture == "interpreter" else _MIXING)[kernel]
     if architecture != "interpreter" and (dtype == torch.float32 or architecture.startswith("gfx")):  # as in tiling()
         rows, columns, stages = min(rows, 32), min(columns, 64), 1
@@ -225,27 +196,3 @@ def mix_tiling(kernel: str, dtype: torch.dtype, blocks: int, architecture: str) 
     if kernel == "mix":
         return MixTiling(min(rows, most), columns, min(depth, most), warps, stages)
     return MixTiling(min(rows, most), min(columns, most), depth, warps, stages)
-
-
-AnyTiling = Tiling | PairTiling | MixTiling
-_WISHES: dict[str, AnyTiling] = {}
-
-
-def wished(kernel: str) -> AnyTiling | None:
-    """What :func:`tiles_of` asks for within its context."""
-    return _WISHES.get(kernel)
-
-
-def name_of(kernel: Any) -> str:
-    """Of a kernel, as the tables of this file spell it."""
-    return str(kernel.__name__.removesuffix("_kernel"))
-
-
-@contextmanager
-def tiles_of(kernel: str, tiles: AnyTiling) -> Iterator[None]:
-    """Within the context a kernel is cut like this, whatever the tables say: for measuring what they should say."""
-    _WISHES[kernel] = tiles
-    try:
-        yield
-    finally:
-        del _WISHES[kernel]

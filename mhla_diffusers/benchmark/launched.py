@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import torch
 
-from ...attention import mhla_attention
-from ...attention.triton.launches import Launch
-from ..problems import Problem
-from ..timing import Clock, summarise
+from ..attention import mhla_attention
+from ..attention.triton.launches import Launch
+from .problems import Problem
+from .timing import Clock, summarise
 
 _REPETITIONS = 20
 _MEANS, _CALLS = 20, 50
@@ -63,3 +63,8 @@ def seconds_of(launch: Launch, clock: Clock) -> float:
     with torch.cuda.device(clock.device), torch.cuda.graph(graph):
         launch.run()
     return summarise([clock.seconds(graph.replay) for _ in range(_REPETITIONS)]).median
+
+
+def context_is_lost(error: Exception) -> bool:
+    """Whether a process can do nothing more on its GPU after an error, by the words of PyTorch and of Triton."""
+    return any(words in str(error) for words in ("CUDA error", "Triton Error [CUDA]"))
