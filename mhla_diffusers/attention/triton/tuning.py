@@ -46,6 +46,8 @@ _SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, s
 _SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
 _AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
 _INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))
+_SPILL_WITH_FOUR = {("output", "sm_80"), ("summary", "sm_86"), ("summary", "sm_89")}
+"""Kernels that need eight warps at small head dims too."""
 _BY_ARCHITECTURE = {"sm_80": _SM_80, "sm_90": _LARGE, "sm_100": _LARGE, "sm_103": _LARGE, "interpreter": _INTERPRETER}
 """Cards that are not named here take the small tiles."""
 
@@ -73,7 +75,7 @@ def tiling(place: Place) -> Tiling:
         stages = 1
     if kernel == "query_gradient" and padded <= 32:
         tokens = min(tokens, 16)
-    spills_with_four = architecture == "sm_120" or (kernel, architecture) == ("output", "sm_80")
+    spills_with_four = architecture == "sm_120" or (kernel, architecture) in _SPILL_WITH_FOUR
     if padded <= 64 and not spills_with_four:
         warps = 4
     return Tiling(min(tokens, _power_of_two(longest_block)), min(channels, padded), warps, stages)
