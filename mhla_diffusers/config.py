@@ -104,8 +104,7 @@ class MHLAConfig:
         check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
         check_choice("exact", self.exact, ("none", "own", *_SHARED))
         _check_type("eps", self.eps, int | float, "a number")
-        if not self.eps >= 0:
-            raise ValueError(f"eps={self.eps} must be zero or positive.")
+        check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, a floor such as 1e-6.")
         _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")
         if self.convolution is not None and (self.convolution < 1 or self.convolution % 2 == 0):
             raise ValueError(f"convolution={self.convolution} must be an odd kernel size, or None for no convolution.")

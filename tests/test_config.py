@@ -24,7 +24,7 @@ def test_round_trip_and_immutability():
         ({"blocks": (2, 2), "rope": "no"}, "rope='no' is unknown; allowed: 'after', 'before'"),
         ({"blocks": (2, 2), "mixing_init": "random"}, "mixing_init='random' is unknown; allowed: 'locality'"),
         ({"blocks": (2, 2), "convolution": 4}, "convolution=4 must be an odd kernel size"),
-        ({"blocks": (2, 2), "eps": -1.0}, "eps=-1.0 must be zero or positive"),
+        ({"blocks": (2, 2), "eps": -1.0}, "eps=-1.0 must be from 0 to 1"),
         ({"blocks": (2, 2), "layers": "most"}, "layers='most' is unknown"),
         ({"blocks": (2, 2), "layers": 1.5}, "layers=1.5 is unknown"),
         ({"blocks": (2, 2), "layers": "1/0"}, "layers='1/0' is unknown"),
