@@ -92,6 +92,8 @@ class MHLAConfig:
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            object.__setattr__(self, entry.name, _plain(getattr(self, entry.name)))
         object.__setattr__(self, "blocks", check_blocks(self.blocks))
         if isinstance(self.layers, list | tuple | range):
             object.__setattr__(self, "layers", tuple(self.layers))
@@ -199,6 +201,13 @@ class MHLAConfig:
         if "blocks" not in settings:
             raise ValueError("MHLA settings need blocks, the block count per axis, for example blocks=(7, 3, 5).")
         return cls(**settings)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays, as of NumPy and torch, as Python's own, which JSON and YAML can hold."""
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(one) for one in value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _without_near_field(settings: Mapping[str, Any]) -> dict[str, Any]:

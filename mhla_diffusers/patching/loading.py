@@ -103,8 +103,8 @@ def _fill(layer: MHLALayer, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> Path:
-    if not str(patch):
-        raise ValueError("patch is empty; give a folder or a Hub id.")
+    if not isinstance(patch, str | Path) or not str(patch):
+        raise ValueError(f"patch={patch!r} must be a folder, a Hub id, or the name of an adapted patch that ships.")
     path = Path(patch)
     if path.suffix in PICKLE_SUFFIXES:
         raise ValueError(f"{path} is a pickle file, which is never loaded; save the patch with save_mhla().")
@@ -124,18 +124,36 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
             f"{patch} is no folder, no Hub id (owner/name) and no adapted patch that ships.{hint} "
             f"These ship: {', '.join(adapted_patch_names()) or 'none'}."
         )
-    if path.is_absolute() or path.exists():
+    if path.exists():
         raise FileNotFoundError(f"{patch} is no folder; load_mhla takes the folder that save_mhla wrote, or a Hub id.")
+    if not _is_hub_id(patch):
+        known = path.name in adapted_patch_names() and len(path.parts) == 1
+        hint = f" The adapted patch that ships is {path.name!r}, without a slash." if known else ""
+        raise FileNotFoundError(
+            f"There is no folder {patch}, and it is no Hub id (owner/name).{hint} load_mhla takes the folder that "
+            "save_mhla wrote."
+        )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = [CONFIG_NAME, "mhla-*.safetensors"]
     try:
         return Path(snapshot_download(str(patch), revision=revision, token=token, allow_patterns=patterns))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"{patch} is neither a folder here nor a repository that the Hub gave: {error}"
         ) from error
+
+
+def _is_hub_id(patch: str | Path) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(str(patch))
+    except HFValidationError:
+        return False
+    return "/" in str(patch)
 
 
 def _read_tensors(folder: Path, record: PatchRecord) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -461,6 +462,14 @@ def test_half_the_size_where_that_is_asked_for(tmp_path):
 def test_names_that_are_no_adapted_patch_are_answered_without_the_hub():
     with pytest.raises(FileNotFoundError, match="tiny-wan-exat is no folder.*mean 'tiny-wan-exact'.*These ship: "):
         load_mhla(models.wan(), "tiny-wan-exat")
+    for absent in ("./tiny-dit-exact", "outputs/run/result", "/nowhere/patch", "some where/patch"):
+        with pytest.raises(FileNotFoundError, match=f"There is no folder {re.escape(absent)}, and it is no Hub id"):
+            load_mhla(models.wan(), absent)
+    with pytest.raises(FileNotFoundError, match=r"no folder tiny-dit-exact/, .* is 'tiny-dit-exact', without a slash"):
+        load_mhla(models.wan(), "tiny-dit-exact/")
+    for none in (None, "", 3):
+        with pytest.raises(ValueError, match=f"patch={none!r} must be a folder, a Hub id"):
+            load_mhla(models.wan(), none)
     with pytest.raises(ValueError, match=r"settings alone; apply_mhla\(model, 'wan2.1-t2v-1.3b'\) opens it"):
         load_mhla(models.wan(), "wan2.1-t2v-1.3b")
     with pytest.raises(ValueError, match=r"adapted, with weights; load_mhla\(model, 'tiny-wan-exact'\) opens it"):
