@@ -5,20 +5,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
 from ..attention import resize_mixing
 from ..attention.tile_scores import resize_scores, spend
 from ..config import MHLAConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
-from ..files import file_hash
 from .base_weights import base_weights, check_writable, replace_weights
 from .finding import attentions_of, find_transformers, is_patched
 from .layer import MHLALayer
 from .plan import Plan, carry_out, make_plan
 from .processor import MHLAProcessor
-from .record import CONFIG_NAME, PICKLE_SUFFIXES, PatchRecord, TransformerRecord, Weights, check_finite, read_record
+from .record import (
+    CONFIG_NAME,
+    PICKLE_SUFFIXES,
+    PatchRecord,
+    TransformerRecord,
+    Weights,
+    check_file,
+    check_finite,
+    read_record,
+)
 from .tile_choice import TileChoice
 
 Model = TypeVar("Model")
@@ -157,19 +165,9 @@ def _is_hub_id(patch: str | Path) -> bool:
 
 
 def _read_tensors(folder: Path, record: PatchRecord) -> dict[str, torch.Tensor]:
-    path = folder / record.file
-    if path.suffix != ".safetensors" or path.parent != folder:
-        raise ValueError(f"{CONFIG_NAME} names {record.file!r}, which is no safetensors file in {folder}.")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
-    if file_hash(path) != record.sha256:
-        raise ValueError(f"{path} is damaged or was changed: its SHA-256 is not the one in {CONFIG_NAME}.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            record.check_settings(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no readable safetensors file: {error}.") from error
+    path = check_file(folder, record)
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     for name, tensor in tensors.items():
         check_finite(f"{path}: {name}", tensor)
     return tensors

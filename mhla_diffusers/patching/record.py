@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ..config import MHLAConfig, check, check_choice, check_names
-from ..files import read_json
+from ..files import file_hash, read_json
 
 Weights = Literal["mhla", "changed", "all"]
 """What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
@@ -154,6 +155,29 @@ def read_record(folder: Path) -> PatchRecord:
         return record
     except ValueError as error:
         raise ValueError(f"{path} is no valid patch: {error}") from error
+
+
+def check_file(folder: Path, record: PatchRecord) -> Path:
+    """The safetensors file of a saved patch, checked against its record.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: it is no safetensors file of this folder, damaged, or was saved with other settings.
+    """
+    path = folder / record.file
+    if path.suffix != ".safetensors" or path.parent != folder:
+        raise ValueError(f"{CONFIG_NAME} names {record.file!r}, which is no safetensors file in {folder}.")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
+    if file_hash(path) != record.sha256:
+        raise ValueError(f"{path} is damaged or was changed: its SHA-256 is not the one in {CONFIG_NAME}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no readable safetensors file: {error}.") from error
+    record.check_settings(metadata)
+    return path
 
 
 def _parse(kind: type[Record], content: Any, path: str) -> Record:

@@ -534,6 +534,19 @@ def test_a_hub_that_cannot_be_reached_is_told(setting):
     assert "save_mhla" in ended.stdout
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_the_code_of_the_model_card_runs_without_a_warning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pipelines.wan_pipeline().save_pretrained("path/to/base")
+    pipe = apply_mhla(pipelines.wan_pipeline(), exact="none", blocks=(3, 2, 1))
+    save_mhla(pipe, "me/my-patch", base_model="base")
+    card = model_card(pipe, "me/my-patch", read_record(Path("me/my-patch")))
+    names: dict = {}
+    exec(card.split("```python")[1].split("```")[0], names)
+    assert len(mhla_layers(names["pipe"])) == len(mhla_layers(pipe))
+    assert names["pipe"].transformer.dtype == torch.bfloat16
+
+
 def test_the_model_card_says_how_to_use_it(tmp_path):
     pipe = apply_mhla(pipelines.wan_pipeline(), exact="none", blocks=(3, 2, 1), layers="2/3")
     save_mhla(pipe, tmp_path, base_model="someone/base")
