@@ -55,17 +55,17 @@ def replace_weights(transformer: nn.Module, tensors: Mapping[str, torch.Tensor],
         keep: whether to keep those that change, on the CPU, for :func:`restore_weights`.
     """
     places = base_weights(transformer)
-    replaced = {}
+    replaced: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         counts = places[name][0]
         new = tensor.to(counts.device, counts.dtype)
         if counts.is_meta or torch.equal(counts, new):
             continue
-        replaced[name] = counts.to("cpu", copy=True) if keep else None
+        if keep:
+            replaced[name] = counts.to("cpu", copy=True)
+        setattr(transformer, _REPLACED, replaced if keep else None)  # before it is written, should that be interrupted
         for place in places[name]:
             place.copy_(new)
-    if replaced:
-        setattr(transformer, _REPLACED, replaced if keep else None)
 
 
 def check_restorable(transformer: nn.Module) -> None:

@@ -27,6 +27,7 @@ from .record import (
     check_finite,
     read_record,
 )
+from .removal import remove_mhla
 from .tile_choice import TileChoice
 
 Model = TypeVar("Model")
@@ -84,14 +85,17 @@ def load_mhla(
         part = _part(tensors, name, saved, opened)
         _check_tensors(plan, part, record.weights, saved)
         prepared.append((plan, part))
-    for plan, part in prepared:
-        layers = _layers(plan)
-        for name, layer in layers.items():
-            _fill(
-                layer, {key.removeprefix(f"{name}."): part.pop(key) for key in list(part) if key.startswith(f"{name}.")}
-            )
-        carry_out(plan)
-        replace_weights(plan.transformer, part, keep_replaced)
+    try:
+        for plan, part in prepared:
+            for name, layer in _layers(plan).items():
+                own = [key for key in part if key.startswith(f"{name}.")]
+                _fill(layer, {key.removeprefix(f"{name}."): part.pop(key) for key in own})
+            carry_out(plan)
+            replace_weights(plan.transformer, part, keep_replaced)
+    except BaseException:  # no memory, or interrupted
+        if keep_replaced and is_patched(model):
+            remove_mhla(model)
+        raise
     return model
 
 

@@ -160,13 +160,13 @@ def _choose_tensors(
         )
     state = {key: places[0] for key, places in base_weights(transformer).items()} if weights != "mhla" else {}
     for key, tensor in (own | state).items():
-        if tensor.is_meta:
-            raise ValueError(f"{name}.{key} is offloaded and has no data; switch offloading off before saving.")
         if type(tensor) is not torch.Tensor:
             raise ValueError(
                 f"{name}.{key} is no plain tensor but a {type(tensor).__name__}: quantised or sharded weights cannot "
                 "be saved. weights='mhla' saves MHLA's own tensors alone, which quantisation passes over."
             )
+        if tensor.is_meta:
+            raise ValueError(f"{name}.{key} is offloaded and has no data; switch offloading off before saving.")
     if weights == "changed":
         found = base_weights(_base_transformer(name, transformer, base, base_model))
         reference = {key: places[0] for key, places in found.items()}

@@ -9,6 +9,7 @@ from peft import LoraConfig
 import mhla_diffusers as mhla
 
 from ..models import FAMILIES, assert_changed, inputs, output
+from ..pipelines import wan22_pipeline
 from .shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
 
 FUSABLE = ["wan", "wan_i2v", "sana"]
@@ -114,6 +115,30 @@ def test_without_keeping_what_was_replaced_removal_is_refused(tmp_path):
     assert torch.equal(output(model, inputs("wan")), expected), "the patch is whole still"
     own = mhla.save_mhla(mhla.apply_mhla(FAMILIES["wan"].build(), exact="none", blocks=(2, 2, 3)), tmp_path / "own")
     mhla.remove_mhla(mhla.load_mhla(FAMILIES["wan"].build(), own, keep_replaced=False))
+
+
+def test_an_interruption_while_loading_leaves_the_model_as_it_was(tmp_path):
+    pipe, base = wan22_pipeline(), wan22_pipeline()
+    mhla.apply_mhla(pipe, exact="none", blocks=(1, 1, 1))
+    with torch.no_grad():
+        for transformer in (pipe.transformer, pipe.transformer_2):
+            transformer.blocks[0].attn1.to_q.weight.mul_(1.5)
+    mhla.save_mhla(pipe, tmp_path, weights="changed", base=base)
+    before = footprint(base.transformer), footprint(base.transformer_2)
+    interrupted = []
+
+    def interrupt(module, *_):
+        if mhla.is_patched(module) and not interrupted:
+            interrupted.append(mhla.is_patched(base.transformer))
+            raise KeyboardInterrupt
+
+    hook = base.transformer_2.register_state_dict_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        mhla.load_mhla(base, tmp_path)
+    hook.remove()
+    assert interrupted == [True], "the first transformer was patched already"
+    assert_same_footprint(base.transformer, before[0])
+    assert_same_footprint(base.transformer_2, before[1])
 
 
 def test_an_adapted_patch_under_lora(tmp_path):
