@@ -7,6 +7,8 @@ import pytest
 from safetensors.torch import save_file
 
 from mhla_diffusers import load_mhla, mhla_layers, patch_names, save_mhla
+from mhla_diffusers.config import patch_folder
+from mhla_diffusers.info import info_command
 from mhla_diffusers.patching.record import read_record
 
 from . import models
@@ -32,13 +34,14 @@ def test_info_on_one_patch():
     assert "2/3" in shown.stdout
 
 
-def test_info_on_a_saved_patch(tmp_path):
+def test_info_on_a_saved_patch(tmp_path, capsys):
+    """In this process, since the other tests show that the command prints."""
     model = models.patched("wan", output_gate=True)
     model.blocks[1].attn1.to_q.weight.data.mul_(1.5)
     save_mhla(model, tmp_path, weights="changed", base=models.wan(), base_model="someone/base")
     record = read_record(tmp_path)
-    shown = mhla("info", "--patch", str(tmp_path))
-    assert shown.returncode == 0, shown.stderr
+    info_command(str(tmp_path))
+    shown = capsys.readouterr().out
     for words in (
         "someone/base",
         "changed",
@@ -47,14 +50,17 @@ def test_info_on_a_saved_patch(tmp_path):
         "[2, 2, 3]",
         "WanTransformer3DModel",
     ):
-        assert words in shown.stdout
+        assert words in shown
     count = sum(p.numel() for layer in mhla_layers(model).values() for p in layer.parameters())
-    assert f"12 tensors of MHLA with {count:,} values, 1 of the model with 576" in shown.stdout
-    shipped = mhla("info", "--patch", "tiny-wan-exact")
-    assert "tiny-wan" in shipped.stdout and "cf1494f9a5aa" in shipped.stdout, shipped.stderr
+    assert f"12 tensors of MHLA with {count:,} values, 1 of the model with 576" in shown
+    info_command("tiny-wan-exact")
+    shown = capsys.readouterr().out
+    assert (
+        str(patch_folder() / "tiny-wan-exact") in shown and read_record(patch_folder() / "tiny-wan-exact").file in shown
+    )
     (tmp_path / record.file).write_bytes(b"short")
-    damaged = mhla("info", "--patch", str(tmp_path))
-    assert damaged.returncode == 1 and "is damaged or was changed" in damaged.stderr
+    with pytest.raises(ValueError, match="is damaged or was changed"):
+        info_command(str(tmp_path))
 
 
 def test_info_counts_what_exact_tiles_cost(tmp_path):
