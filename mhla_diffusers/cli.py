@@ -25,7 +25,9 @@ def main() -> None:
 
 @app.command()
 def convert(
-    checkpoint: Annotated[Path, typer.Argument(help="Safetensors file trained with the paper's Wan code.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Safetensors file trained with the paper's Wan code, or an .index.json.")
+    ],
     folder: Annotated[Path, typer.Argument(help="Where to write the patch.")],
     blocks: Annotated[str | None, typer.Option(help="Block counts, for example 3,5,10.")] = None,
     base_model: Annotated[str, typer.Option(help="Hub id to record.")] = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",

@@ -38,7 +38,7 @@ def check_backend(name: str) -> None:
         ValueError: with the nearest names.
     """
     if name not in backend_names():
-        near = get_close_matches(name, backend_names(), n=1, cutoff=0.4)
+        near = get_close_matches(str(name), backend_names(), n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"Unknown backend {name!r}; allowed: {', '.join(backend_names())}.{hint}")
 

@@ -1,5 +1,6 @@
 """What mhla_attention promises whatever the backend, and what it refuses."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,36 @@ def test_a_registered_feature_map_is_used(monkeypatch):
     torch.testing.assert_close(squared, direct)
     with pytest.raises(ValueError, match="'square' is already registered"):
         register_feature_map("square", lambda x, eps: x)
+
+
+CELL = """
+def cube(x, eps):
+    return x.abs() ** 3 + eps * {factor}
+register_feature_map("cube", cube)
+register_feature_map("one", lambda x, eps: x * 0 + 1)
+"""
+
+
+def test_a_notebook_cell_that_registers_feature_maps_runs_again(monkeypatch):
+    monkeypatch.setattr(feature_maps_module, "_FEATURE_MAPS", dict(feature_maps_module._FEATURE_MAPS))
+    names = {"register_feature_map": register_feature_map, "__name__": "__main__"}
+    for factor in (1, 1, 2):
+        exec(compile(CELL.format(factor=factor), f"cell-{factor}", "exec"), names)
+    found = feature_maps_module.get_feature_map("cube")(torch.zeros(1), 0.25)
+    assert float(found) == 0.5, "that of the latest run"
+    with pytest.raises(ValueError, match="'cube' is already registered"):
+        register_feature_map("cube", feature_maps_module.elu_plus_one)
+    for _ in range(2):
+        register_feature_map("sharp", torch.nn.functional.softplus)
+    for name in ("relu", "identity"):
+        with pytest.raises(ValueError, match=f"'{name}' is already registered"):
+            register_feature_map(name, feature_maps_module.get_feature_map(name))
+
+
+def test_blocks_of_any_kind_of_integer():
+    query, key, value, mixing = make_problem((12,), (3,)).tensors.values()
+    expected = mhla_attention(query, key, value, mixing, (12,), (3,))
+    assert torch.equal(mhla_attention(query, key, value, mixing, (12,), (np.int64(3),)), expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 12, 2, 8), (2, 12, 0, 8)])
