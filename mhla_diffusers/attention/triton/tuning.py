@@ -43,12 +43,14 @@ _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D =
 _SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1)) | {  # 99 KiB
     "summary_gradient": Tiling(tokens=16, channels=64, warps=8, stages=1)
 }
-_SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
+_NARROW: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
 _AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
 _INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))
 _SPILL_WITH_FOUR = {("output", "sm_80"), ("summary", "sm_86"), ("summary", "sm_89")}
 """Kernels that need eight warps at small head dims too."""
-_BY_ARCHITECTURE = {"sm_80": _SM_80, "sm_90": _LARGE, "sm_100": _LARGE, "sm_103": _LARGE, "interpreter": _INTERPRETER}
+_BY_ARCHITECTURE = {"sm_80": _NARROW, "sm_120": _NARROW, "interpreter": _INTERPRETER} | dict.fromkeys(
+    ("sm_90", "sm_100", "sm_103"), _LARGE
+)
 """Cards that are not named here take the small tiles."""
 
 
