@@ -3,10 +3,8 @@
 import importlib.metadata
 import math
 import platform
-from typing import Annotated
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -21,14 +19,6 @@ from .patching.record import read_record
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 
 _AXES = ("frames", "height", "width")
-
-
-def info_command(patch: Annotated[str | None, typer.Option(help="Show one patch: name or YAML path.")] = None) -> None:
-    """Versions, devices, backends, supported models and ready patches."""
-    if patch is None:
-        print_info()
-    else:
-        print_patch(patch)
 
 
 def print_info() -> None:

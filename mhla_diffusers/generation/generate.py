@@ -1,16 +1,14 @@
-"""Generate images and videos from prompts into a folder: ``mhla generate``."""
+"""Generate images and videos from prompts into a folder."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from ..files import check_writable
-from .names import PipelineOptions, expand_options, read_prompts
 from .pipelines import PipelineChoice
 from .record import import_imageio, record_choices, write_sample
 
@@ -93,31 +91,3 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
 
 def _file_name(prompt: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "empty"
-
-
-@expand_options
-def generate_command(
-    family: Annotated[str, typer.Argument(help="dit, sana or wan.")],
-    options: PipelineOptions,
-    prompts: Annotated[
-        list[str] | None, typer.Argument(help="One or more prompts; classes by number or name for dit.")
-    ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Further prompts, one per line.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder; outputs/<family> if left out.")] = None,
-    seeds: Annotated[
-        list[int] | None, typer.Option("--seed", help="Of the noise, 0 if left out; several times for more samples.")
-    ] = None,
-) -> None:
-    """Generate images or videos, one per prompt and seed. Goes on where it stopped.
-
-    mhla generate wan "a seven moving left" "a three" --seed 0 --seed 1 --set num_inference_steps=20
-    """
-    config = GenerationConfig(
-        family,
-        (*(prompts or ()), *(read_prompts(prompt_file) if prompt_file is not None else ())),
-        output or Path("outputs", family),
-        tuple(seeds or (0,)),
-        **options.arguments(),
-    )
-    for task, made in generate(config):
-        typer.echo(f"{'wrote' if made else 'kept '} {task.file}")
