@@ -28,6 +28,7 @@ def analyze(
     from rich.console import Console
     from rich.table import Table
 
+    from ..files import check_writable
     from ..generation.generate import GenerationConfig
     from ..generation.names import parse_settings
     from .run import analyze as analyze_model
@@ -45,6 +46,7 @@ def analyze(
         dtype=dtype,
         settings={"num_inference_steps": 4, **chosen},
     )
+    check_writable(output)
     config.check()
     pipe = config.load(config.prompts)
 
