@@ -101,7 +101,7 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def folder_for_results(folder: Path) -> Iterator[None]:
-    """Within the context a folder is there and can be written; if it was made for that, it goes again where it is empty.
+    """Within the context a folder is there and can be written; one that was made for that goes again if it is empty.
 
     Raises:
         OSError: it cannot be written, with the reason.

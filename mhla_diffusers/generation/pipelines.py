@@ -152,15 +152,19 @@ class PipelineChoice:
         generators = [torch.Generator().manual_seed(0)]
         apply_mhla(pipe, patch, calibration=lambda: self.generate(pipe, prompts[:1], generators))
 
+    def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
+        """See :meth:`Family.call`; a tiny pipeline has the settings that it was trained for."""
+        defaults = call_settings(self.family) if self.model is None else {}
+        return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings})
+
     def generate(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
-        """One sample per prompt, see :meth:`Family.call`; a tiny pipeline has the settings that it was trained for.
+        """One sample per prompt: :meth:`call`, with errors that tell which settings were given.
 
         Raises:
             ValueError: settings that the pipeline fails with.
         """
-        defaults = call_settings(self.family) if self.model is None else {}
         try:
-            return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings})
+            return self.call(pipe, prompts, generators)
         except RuntimeError as error:
             # sizes that do not fit each other, and not a lack of memory or a failing device, which have classes of
             # their own

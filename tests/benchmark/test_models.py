@@ -55,11 +55,13 @@ def test_the_small_size_has_two_tokens_per_block_and_axis(name):
         (("--model", "tiny-wan", "--frames", "80"), "frames=80 .*77 and 81"),
         (("--model", "tiny-dit", "--size", "big"), "size='big' is unknown; write HEIGHTxWIDTH"),
         (("--model", "tiny-dit", "--layers", "9"), "layers=9 must be from 1 to 3"),
+        (("--model", "tiny-dit", "--layers", "0"), "layers=0 must be from 1 to 3"),
     ],
 )
-def test_wrong_sizes_are_refused(tmp_path, options, message):
+def test_wrong_sizes_are_refused_before_anything_is_measured(tmp_path, capsys, options, message):
     with pytest.raises(ValueError, match=message):
         bench("transformer", "--device", "cpu", *options, "--output", tmp_path)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
