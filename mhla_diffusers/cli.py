@@ -41,11 +41,16 @@ def main(
 @app.command()
 def info(
     patch: Annotated[str | None, typer.Option(help="Show one patch: name or YAML path.")] = None,
+    as_report: Annotated[
+        bool, typer.Option("--report", help="Plain text to paste into an issue; with --patch, that patch's settings.")
+    ] = False,
 ) -> None:
     """Versions, devices, backends, supported models and ready patches."""
-    from .info import print_info, print_patch
+    from .info import print_info, print_patch, report
 
-    if patch is None:
+    if as_report:
+        typer.echo(report(patch))
+    elif patch is None:
         print_info()
     else:
         print_patch(patch)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import math
 import platform
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -47,6 +48,38 @@ def print_info() -> None:
         record = read_record(patch_folder() / name)
         adapted.add_row(name, record.base_model, next(iter(record.transformers.values())).family)
     console.print(adapted)
+
+
+def report(patch: str | None) -> str:
+    """What a report of a bug begins with, as plain text to paste: no paths, no names of users or machines.
+
+    Args:
+        patch: name or YAML file of the patch that it is about.
+
+    Raises:
+        ValueError: unknown patch, or a file that is none.
+        FileNotFoundError: no such file.
+    """
+    devices = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
+    lines = [
+        *(f"{package} {_version(package)}" for package in _PACKAGES),
+        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}",
+        f"devices: {', '.join([*devices, f'CPU with {torch.get_num_threads()} threads'])}",
+        f"backends: {', '.join(backend_names())}",
+    ]
+    if patch is not None:
+        found = load_patch(patch)
+        settings = ", ".join(f"{name}={value!r}" for name, value in found.config.to_dict().items())
+        name = Path(patch).name if Path(patch).suffix else patch
+        lines.append(f"patch {name}: family={found.family!r}, {settings}")
+    return "\n".join(lines)
+
+
+def _describe_gpu(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    capability = f"{properties.major}.{properties.minor}"
+    return f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB, capability {capability})"
 
 
 def print_patch(name: str) -> None:

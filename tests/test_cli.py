@@ -1,12 +1,16 @@
 """The mhla command, run as a user runs it."""
 
 import ast
+import getpass
 import importlib
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
+import diffusers
 import pytest
+import torch
 from safetensors.torch import save_file
 
 import mhla_diffusers
@@ -53,6 +57,24 @@ def test_info_counts_what_exact_tiles_cost(tmp_path):
     (at_480p,) = [line for line in mhla("info", "--patch", str(path)).stdout.splitlines() if "1.3b-480p" in line]
     softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split("│")[-4:-1])
     assert exact - linear == pytest.approx(softmax / 105, abs=0.1)
+
+
+def test_info_as_a_report(tmp_path):
+    patch = tmp_path / "mine.yaml"
+    patch.write_text("family: wan\nbase_model: /home/me/wan\ndescription: d\nmhla:\n  blocks: [7, 3, 5]\n")
+    shown = mhla("info", "--report", "--patch", str(patch))
+    assert shown.returncode == 0, shown.stderr
+    for line in (
+        f"mhla_diffusers {mhla_diffusers.__version__}",
+        f"torch {torch.__version__}",
+        f"diffusers {diffusers.__version__}",
+        "backends: auto, eager, triton",
+        "patch mine.yaml: family='wan', blocks=[7, 3, 5], layers='all', feature_map='relu'",
+    ):
+        assert f"\n{line}" in f"\n{shown.stdout}"
+    personal = (str(tmp_path), str(Path.home()), getpass.getuser(), platform.node(), "/home/me", sys.prefix)
+    assert not [word for word in personal if word in shown.stdout]
+    assert shown.stdout.isascii() and len(shown.stdout) < 2000
 
 
 def test_user_errors_have_no_traceback():
