@@ -27,12 +27,12 @@ def test_a_gpu_gets_every_real_model_and_a_cpu_the_smallest():
 
 def test_a_family_of_the_users_own_tells_its_models_and_what_conditions_them(pixart):
     (model,) = find_models(["tiny-pixart"], "cpu")
-    (size,) = choose_sizes(model, None, None, "cpu", batch=3)
+    (size,) = choose_sizes(model, ["1024"], None, "cpu", batch=3)
     transformer = build_transformer(model, size, None, META, torch.bfloat16)
     inputs = make_forward_inputs(model, transformer, size, META, torch.bfloat16)
     text, mask = inputs["encoder_hidden_states"], inputs["encoder_attention_mask"]
-    assert (text.shape, text.dtype) == ((3, 5, 8), torch.bfloat16)
-    assert (mask.shape, mask.dtype) == ((3, 5), torch.int64)
+    assert (text.shape, text.dtype) == ((3, 120, 32), torch.bfloat16)
+    assert (mask.shape, mask.dtype) == ((3, 120), torch.int64)
     assert inputs["added_cond_kwargs"]["resolution"].shape == (3, 2)
 
 
