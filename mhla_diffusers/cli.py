@@ -40,25 +40,29 @@ def main(
 
 @app.command()
 def info(
-    patch: Annotated[str | None, typer.Option(help="Show one patch: name or YAML path.")] = None,
+    patch: Annotated[
+        str | None, typer.Option(help="Show one patch: name, YAML path, or folder of a saved patch.")
+    ] = None,
     as_report: Annotated[
         bool, typer.Option("--report", help="Plain text to paste into an issue; with --patch, that patch's settings.")
     ] = False,
 ) -> None:
-    """Versions, devices, backends, supported models and ready patches."""
-    from .info import print_info, print_patch, report
+    """Versions, devices, backends, supported models and patches."""
+    from .info import print_any_patch, print_info, report
 
     if as_report:
         typer.echo(report(patch))
     elif patch is None:
         print_info()
     else:
-        print_patch(patch)
+        print_any_patch(patch)
 
 
 @app.command()
 def convert(
-    checkpoint: Annotated[Path, typer.Argument(help="Safetensors file trained with the paper's Wan code.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Safetensors file trained with the paper's Wan code, or an .index.json.")
+    ],
     folder: Annotated[Path, typer.Argument(help="Where to write the patch.")],
     blocks: Annotated[str | None, typer.Option(help="Block counts, for example 3,5,10.")] = None,
     base_model: Annotated[str, typer.Option(help="Hub id to record.")] = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",

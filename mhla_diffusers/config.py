@@ -92,6 +92,8 @@ class MHLAConfig:
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            object.__setattr__(self, entry.name, _plain(getattr(self, entry.name)))
         object.__setattr__(self, "blocks", check_blocks(self.blocks))
         if isinstance(self.layers, list | tuple | range):
             object.__setattr__(self, "layers", tuple(self.layers))
@@ -104,8 +106,7 @@ class MHLAConfig:
         check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
         check_choice("exact", self.exact, ("none", "own", *_SHARED))
         _check_type("eps", self.eps, int | float, "a number")
-        if not self.eps >= 0:
-            raise ValueError(f"eps={self.eps} must be zero or positive.")
+        check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, a floor such as 1e-6.")
         _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")
         if self.convolution is not None and (self.convolution < 1 or self.convolution % 2 == 0):
             raise ValueError(f"convolution={self.convolution} must be an odd kernel size, or None for no convolution.")
@@ -200,6 +201,13 @@ class MHLAConfig:
         if "blocks" not in settings:
             raise ValueError("MHLA settings need blocks, the block count per axis, for example blocks=(7, 3, 5).")
         return cls(**settings)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays, as of NumPy and torch, as Python's own, which JSON and YAML can hold."""
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(one) for one in value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _without_near_field(settings: Mapping[str, Any]) -> dict[str, Any]:

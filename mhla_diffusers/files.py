@@ -4,10 +4,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
@@ -48,6 +51,26 @@ def write_json(result: Any, file: Path) -> None:
         OSError: the file cannot be written.
     """
     write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", file)
+
+
+def write_tensors(tensors: Mapping[str, "torch.Tensor"], file: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, with the rights that any new file gets.
+
+    Args:
+        tensors: name → tensor, contiguous and on the CPU.
+        file: where.
+        metadata: text beside the tensors.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    with written_aside(file) as aside:
+        aside.touch()
+        rights = aside.stat().st_mode
+        save_file(dict(tensors), aside, metadata=None if metadata is None else dict(metadata))
+        aside.chmod(rights)  # safetensors writes a temporary file of its own, which only its owner may read
 
 
 def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:

@@ -1,60 +1,77 @@
-"""``mhla info``: versions, devices, backends, supported models and ready patches."""
+"""``mhla info``: versions, devices, backends, supported models, ready patches and saved ones."""
 
 import importlib.metadata
 import math
 import platform
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import typer
+from safetensors import safe_open
 
 from .attention import backend_names, feature_map_names
 from .attention.blocks import block_sizes
 from .attention.tile_scores import list_length
 from .benchmark.shapes import Shape, exact_cost, linear_cost, softmax_cost
-from .config import MHLAConfig, Patch, adapted_patch_names, load_patch, patch_folder, patch_names
+from .config import (
+    MHLAConfig,
+    Patch,
+    adapted_patch_folder,
+    adapted_patch_names,
+    load_patch,
+    patch_folder,
+    patch_names,
+)
 from .families import families
-from .patching.record import read_record
+from .patching.record import check_file, read_record
+from .reporting import text_table
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 
 _AXES = ("frames", "height", "width")
 
 
+def print_any_patch(patch: str) -> None:
+    """A ready patch by its name or YAML path, or a saved one by its folder."""
+    if (folder := _saved_folder(patch)) is not None:
+        print_saved(folder)
+    else:
+        print_patch(patch)
+
+
 def print_info() -> None:
-    """Versions, devices, backends, supported models and ready patches."""
-    console = Console()
-    versions = Table("package", "version", title="Versions")
-    for package in _PACKAGES:
-        versions.add_row(package, _version(package))
-    console.print(versions)
+    """Versions, devices, backends, supported models and patches."""
+    _print_table("Versions", ["package", "version"], [(package, _version(package)) for package in _PACKAGES])
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    console.print(f"Devices: {', '.join([*devices, f'CPU ({platform.machine()})'])}")
-    console.print(f"Backends: {', '.join(backend_names())}; feature maps: {', '.join(feature_map_names())}")
-    models = Table("family", "transformers", "token grid", "default blocks", title="Supported models")
-    for family in families():
-        axes = " x ".join(_AXES[-family.axes :])
-        models.add_row(family.name, ", ".join(family.transformers), axes, str(family.default_config.blocks))
-    console.print(models)
-    patches = Table("name", "blocks", "layers", "exact", "base model", title="Ready patches")
+    typer.echo(f"\nDevices: {', '.join([*devices, f'CPU ({platform.machine()})'])}")
+    typer.echo(f"Backends: {', '.join(backend_names())}; feature maps: {', '.join(feature_map_names())}\n")
+    models = [
+        (family.name, transformer, " x ".join(_AXES[-family.axes :]), str(family.default_config.blocks))
+        for family in families()
+        for transformer in family.transformers
+    ]
+    _print_table("Supported models", ["family", "transformer", "token grid", "default blocks"], models)
+    patches = []
     for name in patch_names():
         patch = load_patch(name)
         blocks, exact = _times(patch.config.blocks), patch.config.exact
-        patches.add_row(name, blocks, str(patch.config.layers), "" if exact == "none" else exact, patch.base_model)
-    console.print(patches)
-    adapted = Table("name", "for", "family", title="Adapted patches, for load_mhla")
+        patches.append((name, blocks, str(patch.config.layers), "-" if exact == "none" else exact, patch.base_model))
+    typer.echo()
+    _print_table("Ready patches", ["name", "blocks", "layers", "exact", "base model"], patches)
+    adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
-        adapted.add_row(name, record.base_model, next(iter(record.transformers.values())).family)
-    console.print(adapted)
+        adapted.append((name, record.base_model, next(iter(record.transformers.values())).family))
+    typer.echo()
+    _print_table("Adapted patches, for load_mhla", ["name", "for", "family"], adapted)
 
 
 def report(patch: str | None) -> str:
     """What a report of a bug begins with, as plain text to paste: no paths, no names of users or machines.
 
     Args:
-        patch: name or YAML file of the patch that it is about.
+        patch: name, YAML file or folder of the patch that it is about.
 
     Raises:
         ValueError: unknown patch, or a file that is none.
@@ -69,11 +86,22 @@ def report(patch: str | None) -> str:
         f"backends: {', '.join(backend_names())}",
     ]
     if patch is not None:
-        found = load_patch(patch)
-        settings = ", ".join(f"{name}={value!r}" for name, value in found.config.to_dict().items())
-        name = Path(patch).name if Path(patch).suffix else patch
-        lines.append(f"patch {name}: family={found.family!r}, {settings}")
+        lines += [f"patch {Path(patch).resolve().name}: {settings}" for settings in _settings_of(patch)]
     return "\n".join(lines)
+
+
+def _settings_of(patch: str) -> list[str]:
+    """Family and settings of a patch, of a saved one for each of its transformers."""
+    folder = _saved_folder(patch)
+    if folder is None:
+        ready = load_patch(patch)
+        parts = [(ready.family, ready.config.to_dict())]
+    else:
+        parts = [(part.family, part.mhla) for part in read_record(folder).transformers.values()]
+    return [
+        ", ".join(f"{name}={value!r}" for name, value in {"family": family, **settings}.items())
+        for family, settings in parts
+    ]
 
 
 def _describe_gpu(index: int) -> str:
@@ -83,39 +111,80 @@ def _describe_gpu(index: int) -> str:
 
 
 def print_patch(name: str) -> None:
-    """Every setting of one patch, and what a layer costs at the sizes that its family is measured at."""
+    """Every setting of a ready patch, and what a layer costs at the sizes that its family is measured at."""
     patch = load_patch(name)
-    config, console = patch.config, Console()
-    table = Table("setting", "value", title=f"{name}: {patch.description}")
-    table.add_row("family", patch.family)
-    table.add_row("base model", patch.base_model)
-    for field, value in config.to_dict().items():
-        table.add_row(field, str(value))
-    table.add_row("M", str(math.prod(config.blocks)))
+    _print_settings(f"{name}: {patch.description}", patch)
+    _print_costs(patch)
+
+
+def print_saved(folder: Path) -> None:
+    """What a saved patch was made for, its settings, and what its file holds.
+
+    Raises:
+        ValueError: it is damaged.
+        FileNotFoundError: it is incomplete.
+    """
+    record = read_record(folder)
+    file = check_file(folder, record)
+    rows = [
+        ("base model", record.base_model or "not recorded"),
+        ("saved with", f"diffusers {record.diffusers_version}, format {record.format_version}"),
+        ("weights", record.weights),
+        *([("left as it is", ", ".join(record.unpatched))] if record.unpatched else []),
+        ("file", f"{record.file}, {file.stat().st_size / 1e6:,.1f} MB"),
+        ("SHA-256", f"{record.sha256}, fits"),
+    ]
+    _print_table(f"{folder}: a saved patch, for load_mhla", ["record", "value"], rows)
+    with safe_open(file, framework="pt") as tensors:
+        sizes = {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    for name, part in record.transformers.items():
+        own = [size for key, size in sizes.items() if key.startswith(f"{name}.") and ".mhla." in key]
+        base = [size for key, size in sizes.items() if key.startswith(f"{name}.") and ".mhla." not in key]
+        typer.echo(
+            f"\n{name}: {part.transformer} of {part.layers} layers, {part.heads} heads of {part.head_dim}; "
+            f"{len(own)} tensors of MHLA with {sum(own):,} values, {len(base)} of the model with {sum(base):,}\n"
+        )
+        patch = Patch(part.family, record.base_model, name, MHLAConfig.from_dict(part.mhla))
+        _print_settings(f"Settings of the {name}", patch)
+
+
+def _saved_folder(patch: str) -> Path | None:
+    if patch in patch_names():
+        return None
+    return adapted_patch_folder(patch) or (Path(patch) if Path(patch).is_dir() else None)
+
+
+def _print_settings(title: str, patch: Patch) -> None:
+    config = patch.config
+    rows = [("family", patch.family), ("base model", patch.base_model)]
+    rows += [(field, str(value)) for field, value in config.to_dict().items()]
+    rows.append(("M", str(math.prod(config.blocks))))
     if config.exact != "none":
         count = math.prod(config.tiles)
-        table.add_row("tiles", f"{_times(config.tiles)} = {count}")
-        table.add_row("exact pairs of tiles", f"{list_length(config.share, count) / count:.1%}")
-    console.print(table)
-    costs = _costs(patch)
-    if costs.row_count:
-        console.print(costs)
+        rows.append(("tiles", f"{_times(config.tiles)} = {count}"))
+        rows.append(("exact pairs of tiles", f"{list_length(config.share, count) / count:.1%}"))
+    _print_table(title, ["setting", "value"], rows)
 
 
-def _costs(patch: Patch) -> Table:
+def _print_costs(patch: Patch) -> None:
     """FLOPs of a layer at every grid that a model of the family is measured at."""
     config = patch.config
     has_exact = config.exact != "none"
     header = ["at", "grid", *(["tiles"] if has_exact else []), "softmax", "MHLA", *(["exact"] if has_exact else [])]
-    table = Table(*header, title="GFLOP of a self-attention's forward")
-    for column in table.columns[-3 if has_exact else -2 :]:
-        column.justify = "right"
+    rows = []
     for shape in _shapes(patch):
         costs = [softmax_cost, linear_cost, *([exact_cost] if has_exact else [])]
         cells = [_giga(cost(shape, 1, False).flops) for cost in costs]
         tiles = [_tokens_per_tile(shape.grid, config)] if has_exact else []
-        table.add_row(shape.name, _times(shape.grid), *tiles, *cells)
-    return table
+        rows.append((shape.name, _times(shape.grid), *tiles, *cells))
+    if rows:
+        typer.echo()
+        _print_table("GFLOP of a self-attention's forward", header, rows, right=True)
+
+
+def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> None:
+    """As wide as its longest texts, so that a name can be copied whatever the terminal."""
+    typer.echo(f"{title}\n{text_table(header, rows, right)}")
 
 
 def _shapes(patch: Patch) -> list[Shape]:

@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 import mhla_diffusers
-from mhla_diffusers import load_mhla, patch_names
+from mhla_diffusers import load_mhla, mhla_layers, patch_names, save_mhla
+from mhla_diffusers.config import patch_folder
+from mhla_diffusers.info import print_any_patch, report
+from mhla_diffusers.patching.record import read_record
 
 from . import models
 from .patching.test_conversion import paper_checkpoint
@@ -28,14 +31,44 @@ def mhla(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_info_lists_what_there_is():
     shown = mhla("info")
     assert shown.returncode == 0, shown.stderr
-    for word in ("diffusers", "eager", "SanaTransformer2DModel", *(name[:12] for name in patch_names())):
-        assert word in shown.stdout
+    words = shown.stdout.split()
+    for word in ("diffusers", "WanVACETransformer3DModel", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", *patch_names()):
+        assert word in words, "whole, although this is no terminal"
 
 
 def test_info_on_one_patch():
     shown = mhla("info", "--patch", "wan2.1-t2v-1.3b-hybrid")
     assert "[7, 3, 5]" in shown.stdout
     assert "2/3" in shown.stdout
+
+
+def test_info_on_a_saved_patch(tmp_path, capsys):
+    """In this process, since the other tests show that the command prints."""
+    model = models.patched("wan", output_gate=True)
+    model.blocks[1].attn1.to_q.weight.data.mul_(1.5)
+    save_mhla(model, tmp_path, weights="changed", base=models.wan(), base_model="someone/base")
+    record = read_record(tmp_path)
+    print_any_patch(str(tmp_path))
+    shown = capsys.readouterr().out
+    for words in (
+        "someone/base",
+        "changed",
+        record.file,
+        f"{record.sha256}, fits",
+        "[2, 2, 3]",
+        "WanTransformer3DModel",
+    ):
+        assert words in shown
+    count = sum(p.numel() for layer in mhla_layers(model).values() for p in layer.parameters())
+    assert f"12 tensors of MHLA with {count:,} values, 1 of the model with 576" in shown
+    print_any_patch("tiny-wan-exact")
+    shown = capsys.readouterr().out
+    assert (
+        str(patch_folder() / "tiny-wan-exact") in shown and read_record(patch_folder() / "tiny-wan-exact").file in shown
+    )
+    (tmp_path / record.file).write_bytes(b"short")
+    with pytest.raises(ValueError, match="is damaged or was changed"):
+        print_any_patch(str(tmp_path))
 
 
 def test_info_counts_what_exact_tiles_cost(tmp_path):
@@ -50,12 +83,12 @@ def test_info_counts_what_exact_tiles_cost(tmp_path):
     (at_720p,) = [line for line in shown.stdout.splitlines() if "wan2.1-1.3b-720p" in line]
     assert "21x30x50" in at_480p and "420 of 75 " in at_480p
     assert "420 of 168-192" in at_720p
-    softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split("│")[-4:-1])
+    softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split()[-3:])
     assert softmax == pytest.approx(4 * 31_500**2 * 128 * 12 / 1e9, abs=1)
     assert exact - linear == pytest.approx(softmax / 20 + 4 * 31_500 * 420 * 128 * 12 / 1e9, abs=1)
     path.write_text(head + "  exact: own\n  tile_means: false\n")
     (at_480p,) = [line for line in mhla("info", "--patch", str(path)).stdout.splitlines() if "1.3b-480p" in line]
-    softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split("│")[-4:-1])
+    softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split()[-3:])
     assert exact - linear == pytest.approx(softmax / 105, abs=0.1)
 
 
@@ -75,6 +108,7 @@ def test_info_as_a_report(tmp_path):
     personal = (str(tmp_path), str(Path.home()), getpass.getuser(), platform.node(), "/home/me", sys.prefix)
     assert not [word for word in personal if word in shown.stdout]
     assert shown.stdout.isascii() and len(shown.stdout) < 2000
+    assert "patch tiny-wan-exact: family='wan', blocks=[" in report("tiny-wan-exact")
 
 
 def test_user_errors_have_no_traceback():

@@ -1,8 +1,11 @@
 """MHLAConfig and the choice of layers."""
 
 import dataclasses
+import json
 
+import numpy as np
 import pytest
+import torch
 
 from mhla_diffusers import MHLAConfig
 
@@ -15,6 +18,26 @@ def test_round_trip_and_immutability():
         config.blocks = (1, 1, 1)
 
 
+def test_numbers_and_arrays_of_numpy_and_torch():
+    """Kept as Python's own, so that they can be saved."""
+    plain = MHLAConfig(
+        blocks=(7, 3), layers=(1, 2), eps=0.5, convolution=3, exact="content", exact_tiles=(8, 8), exact_share=0.25
+    )
+    config = MHLAConfig(
+        blocks=(np.int64(7), torch.tensor(3)),
+        layers=np.array([1, 2]),
+        eps=np.float32(0.5),
+        convolution=np.int32(3),
+        exact="content",
+        exact_tiles=torch.tensor([8, 8]),
+        exact_share=np.float64(0.25),
+        normalize=np.True_,
+    )
+    assert config == plain
+    assert json.dumps(config.to_dict()) == json.dumps(plain.to_dict())
+    assert plain.replace(blocks=np.array([2, 2])).blocks == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -24,12 +47,15 @@ def test_round_trip_and_immutability():
         ({"blocks": (2, 2), "rope": "no"}, "rope='no' is unknown; allowed: 'after', 'before'"),
         ({"blocks": (2, 2), "mixing_init": "random"}, "mixing_init='random' is unknown; allowed: 'locality'"),
         ({"blocks": (2, 2), "convolution": 4}, "convolution=4 must be an odd kernel size"),
-        ({"blocks": (2, 2), "eps": -1.0}, "eps=-1.0 must be zero or positive"),
+        ({"blocks": (2, 2), "eps": -1.0}, "eps=-1.0 must be from 0 to 1"),
         ({"blocks": (2, 2), "layers": "most"}, "layers='most' is unknown"),
         ({"blocks": (2, 2), "layers": 1.5}, "layers=1.5 is unknown"),
         ({"blocks": (2, 2), "layers": "1/0"}, "layers='1/0' is unknown"),
         ({"blocks": (2, 2), "layers": [0.5]}, "must hold layer indices, got 0.5"),
+        ({"blocks": (2, 2), "layers": np.array([0.5, 1.0])}, "must hold layer indices, got 0.5"),
         ({"blocks": ()}, "has 0 axes"),
+        ({"blocks": (2, np.float64(2.0))}, "must hold positive integers, got 2.0"),
+        ({"blocks": (2, np.True_)}, "must hold positive integers, got True"),
         ({"blocks": (2, 2), "block": 3}, "Unknown MHLA setting 'block'; did you mean 'blocks'"),
         ({"feature_map": "relu"}, "need blocks"),
     ],

@@ -10,9 +10,10 @@ by blocks of ``n // b`` tokens, so that nothing is ever cropped or padded.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,7 +46,7 @@ def check_blocks(blocks: Sequence[int], name: str = "blocks") -> Shape:
     """
     if not isinstance(blocks, Sequence) or isinstance(blocks, str):
         raise ValueError(f"{name}={blocks!r} must be a list of counts, one per axis, for example (7, 3, 5).")
-    counts = tuple(blocks)
+    counts = tuple(map(_as_integer, blocks))
     if len(counts) not in _AXIS_NAMES:
         raise ValueError(
             f"{name}={counts} has {len(counts)} axes; allowed are 1 (length), "
@@ -55,6 +56,14 @@ def check_blocks(blocks: Sequence[int], name: str = "blocks") -> Shape:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{name}={counts} must hold positive integers, got {count!r}.")
     return counts
+
+
+def _as_integer(count: Any) -> Any:
+    """An integer of any kind, such as NumPy's, as Python's own; anything else as it is."""
+    try:
+        return count if isinstance(count, bool) else operator.index(count)
+    except TypeError:
+        return count
 
 
 def check_layout(grid: Sequence[int], blocks: Sequence[int], name: str = "blocks") -> tuple[Shape, Shape]:

@@ -42,7 +42,8 @@ def eager_attention(call: Call) -> tuple[torch.Tensor, ...]:
     query, grid = call.query, call.grid
     heads_at_once, rows_at_once = working_set(query, call.blocks)
     regions = regular_regions(grid, call.blocks, rows_at_once, _length_at_once(query, grid))
-    parts = [_make_part(call, region) for region in regions]
+    rotary = call.rotary_of_tokens
+    parts = [_make_part(call, rotary, region) for region in regions]
     groups = groups_of_heads(query, heads_at_once)
     with without_autocast(query.device):
         if torch.is_grad_enabled():
@@ -99,11 +100,11 @@ def _budget(query: torch.Tensor) -> int:
     return _CPU_BYTES if query.device.type == "cpu" else _DEVICE_BYTES
 
 
-def _make_part(call: Call, region: Region) -> _Part:
+def _make_part(call: Call, rotary: torch.Tensor | None, region: Region) -> _Part:
     dtype = sum_dtype(call.query.dtype)
     table = mask = None
-    if call.rotary is not None:
-        table = to_blocks(call.rotary.unflatten(1, call.grid), region, dtype)
+    if rotary is not None:
+        table = to_blocks(rotary.unflatten(1, call.grid), region, dtype)
     if call.key_mask is not None:
         mask = to_blocks(call.key_mask[:, :, None, None].unflatten(1, call.grid), region, dtype)
     return _Part(region, table, mask)

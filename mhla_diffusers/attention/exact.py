@@ -28,7 +28,8 @@ def exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor, torch.
     device, dtype = call.query.device, sum_dtype(call.query.dtype)
     tokens, exists = (x.to(device) for x in tokens_of_tiles(call.grid, tiles.counts))
     with without_autocast(device):
-        query, key = (rotated(x.to(dtype), call.rotary) for x in (call.query, call.key))
+        table = call.rotary_of_tokens
+        query, key = (rotated(x.to(dtype), table) for x in (call.query, call.key))
         scaled = query * query.shape[-1] ** -0.5
         query, key, value = (in_tiles(x, tokens).contiguous() for x in (scaled, key, call.value.to(dtype)))
         weight = exists.to(dtype)[None]

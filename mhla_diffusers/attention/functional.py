@@ -6,13 +6,13 @@ from difflib import get_close_matches
 
 import torch
 
-from .blocks import check_layout
-from .call import Call
+from .blocks import Shape, check_layout
+from .call import Call, with_rotary
 from .eager import eager_attention
 from .exact import exact_attention
 from .feature_maps import get_feature_map
 from .merge import merged_attention
-from .rotary import Rotary, rotary_table
+from .rotary import Rotary
 from .tiles import ExactTiles
 from .triton import triton_attention, why_not
 
@@ -38,7 +38,7 @@ def check_backend(name: str) -> None:
         ValueError: with the nearest names.
     """
     if name not in backend_names():
-        near = get_close_matches(name, backend_names(), n=1, cutoff=0.4)
+        near = get_close_matches(str(name), backend_names(), n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"Unknown backend {name!r}; allowed: {', '.join(backend_names())}.{hint}")
 
@@ -53,6 +53,7 @@ def mhla_attention(
     *,
     feature_map: str = "relu",
     rotary: Rotary | None = None,
+    rotary_axes: Sequence[int] | None = None,
     rope: str = "after",
     normalize: bool = True,
     eps: float = 1e-6,
@@ -85,6 +86,9 @@ def mhla_attention(
         blocks: block count per axis of the grid; the product is M.
         feature_map: a name registered with :func:`register_feature_map`.
         rotary: (cos, sin), each (1 or B, N, 1, D), as diffusers' Wan computes them; None for no RoPE.
+        rotary_axes: channels of the head that turn with each axis of the grid, in order, such as (44, 42, 42): says
+            that the angles of a channel depend on its axis alone, so that kernels read one row for every place on an
+            axis instead of one for every token. None for angles of any kind.
         rope: "after": rotate φ(q) and φ(k), normaliser unrotated; "before": rotate q and k, then apply φ.
         normalize: divide by the normaliser. Without it the output grows with N and ``output_norm`` should fix it.
         eps: floor that the relu and elu+1 feature maps add.
@@ -114,6 +118,7 @@ def mhla_attention(
     _check_tensors(query, key, value)
     if rotary is not None:
         _check_rotary(rotary, query)
+    axes = _check_axes(rotary_axes, grid, query.shape[3])
     call = Call(
         query,
         key,
@@ -122,7 +127,7 @@ def mhla_attention(
         grid,
         blocks,
         feature_map,
-        rotary_table(rotary) if rotary is not None else None,
+        None,
         rope,
         normalize,
         eps,
@@ -134,6 +139,8 @@ def mhla_attention(
         mean_bias,
     )
     _check(call)
+    if rotary is not None:
+        call = with_rotary(call, rotary, axes)
     if query.numel() == 0:
         return torch.empty_like(query)
     if backend == "auto":
@@ -163,6 +170,17 @@ def _check_rotary(rotary: Rotary, query: torch.Tensor) -> None:
             )
     if head_dim % 2:
         raise ValueError(f"RoPE turns pairs of channels, and the head dim is {head_dim}; it must be even.")
+
+
+def _check_axes(axes: Sequence[int] | None, grid: Shape, head_dim: int) -> Shape | None:
+    if axes is None:
+        return None
+    if len(axes) != len(grid) or sum(axes) != head_dim or any(count < 0 or count % 2 for count in axes):
+        raise ValueError(
+            f"rotary_axes={tuple(axes)} must be an even number of channels for each of the {len(grid)} axes of the "
+            f"grid, {head_dim} in all."
+        )
+    return tuple(axes)
 
 
 def _check(call: Call) -> None:

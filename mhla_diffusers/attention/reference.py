@@ -28,7 +28,8 @@ def reference_weights(call: Call) -> torch.Tensor:
     phi = get_feature_map(call.feature_map)
     query, key = call.query.to(torch.float64, copy=True), call.key.to(torch.float64, copy=True)
     near_query, near_key = query.clone(), key.clone()
-    table = call.rotary.double() if call.rotary is not None else None
+    rotary = call.rotary_of_tokens
+    table = rotary.double() if rotary is not None else None
     if table is not None:
         near_query, near_key = apply_rotary(query, table), apply_rotary(key, table)
     if table is not None and call.rope == "before":

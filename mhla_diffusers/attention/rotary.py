@@ -1,6 +1,10 @@
 """Rotary position embedding in the layout that diffusers' Wan uses."""
 
+from collections.abc import Sequence
+
 import torch
+
+from .blocks import Shape
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """(cos, sin), each (1 or B, N, 1, D): the angle of channel pair (2i, 2i + 1) stands at both channels."""
@@ -10,6 +14,39 @@ def rotary_table(rotary: Rotary) -> torch.Tensor:
     """(cos, sin) of every channel pair at the places of the pair: one table (1 or B, N, 1, D)."""
     cos, sin = rotary
     return torch.stack((cos[..., 0::2], sin[..., 1::2]), dim=-1).flatten(-2)
+
+
+def axial_table(rotary: Rotary, grid: Sequence[int]) -> torch.Tensor:
+    """Where every channel turns with one axis of the grid alone: a row for each place on each axis, the axes in order.
+
+    Args:
+        rotary: (cos, sin), each (1 or B, N, 1, D).
+        grid: token grid of three axes, missing ones in front as 1.
+
+    Returns:
+        (1 or B, sum of the grid, 1, D), as :func:`rotary_table`. A row holds the channels of all axes, of which
+        :func:`table_of_tokens` reads those of its own.
+    """
+    on_axes = []
+    for table in rotary:
+        places = table.unflatten(1, tuple(grid))
+        on_axes.append(torch.cat([places[:, :, 0, 0], places[:, 0, :, 0], places[:, 0, 0]], dim=1))
+    cos, sin = on_axes
+    return rotary_table((cos, sin))
+
+
+def table_of_tokens(table: torch.Tensor, grid: Sequence[int], axes: Shape) -> torch.Tensor:
+    """(1 or B, N, 1, D) of an :func:`axial_table`; ``axes`` are the channels that turn with each axis."""
+    batch = table.shape[0]
+    channels = []
+    rows, first = table.split(list(grid), dim=1), 0
+    for axis, (on_axis, count) in enumerate(zip(rows, axes, strict=True)):
+        size = [batch, 1, 1, 1, 1, count]
+        size[1 + axis] = grid[axis]
+        part = on_axis[..., first : first + count].reshape(size)
+        channels.append(part.expand(batch, *grid, 1, count))
+        first += count
+    return torch.cat(channels, dim=-1).flatten(1, 3)
 
 
 def apply_rotary(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

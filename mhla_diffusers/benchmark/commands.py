@@ -196,6 +196,25 @@ def bench_kernels(
     write_kernels(shapes, architecture or ["sm_90"], precision, batch, everything=everything, output=output)
 
 
+@bench.command("tune")
+def bench_tune(
+    shape: Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b-480p, …; several times.")] = None,
+    device: _DEVICE = "auto",
+    dtype: Annotated[str, typer.Option(help="Of query, key and value.")] = "bfloat16",
+    seconds: Annotated[float, typer.Option(help="Spent on each kernel; compiling takes most of it.")] = 60.0,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON; the table that the kernels read, unless you choose.")
+    ] = None,
+) -> None:
+    """Search the fastest tiles of every kernel on this GPU, and write them where the kernels look for them."""
+    from ..attention.triton.tilings import TABLE
+    from .shapes import choose_shapes
+    from .tuning import tune
+
+    place, precision = _place(device, dtype)
+    tune(choose_shapes(shape or ["wan2.1-1.3b-480p"], place.type), precision, seconds, place, output or TABLE)
+
+
 @bench.command("gpu-check")
 def bench_gpu_check(
     output: Annotated[Path, typer.Option(help="Gets a file per step and summary.md.")] = Path("outputs/gpu-check"),

@@ -1,39 +1,44 @@
 """Whether an attention is right on this device and in this type, asked before anything is timed."""
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ..attention import Call, initial_mixing, mhla_attention, reference_attention
-from ..attention.rotary import rotary_table
 from ..patching import MHLALayer, mhla_layers
-from .lists import draw_tiles
+from .problems import OUTPUT, cut, draw_problem
 from .shapes import Shape
 
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """‖found − reference‖ / ‖reference‖ of an output."""
 LARGEST_GRADIENT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-OUTPUT = "output"
-"""Name of the output beside the gradients."""
-CUT_HEADS = 2
 _MOST_TOKENS = 1024
-_CHECKED_SHARE = 0.25
-"""Of exact pairs of tiles, which are few on a small grid."""
 
 
 class IncorrectAttentionError(ValueError):
     """An attention is not what the reference says; nothing is timed."""
 
 
-def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Seeded query, key and value, each (1, N, H, D)."""
-    generator = torch.Generator(device).manual_seed(0)
-    size = (1, shape.tokens, shape.heads, shape.head_dim)
-    return tuple(torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(3))
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖."""
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+def errors_of(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Relative error of each tensor that is expected, by its name."""
+    return {name: relative_error(found[name], tensor) for name, tensor in expected.items()}
+
+
+def limits_of(names: Iterable[str], dtype: torch.dtype) -> dict[str, float]:
+    """The largest errors of an output, which is named ``OUTPUT``, and of gradients, against the reference."""
+    return {name: (LARGEST_ERROR if name == OUTPUT else LARGEST_GRADIENT_ERROR)[dtype] for name in names}
+
+
+def too_large(errors: Mapping[str, float], limits: Mapping[str, float]) -> str:
+    """The errors above their limits, in words; empty if there are none. An error that is no number is above."""
+    wrong = [f"{name} {error:.1e} of {limits[name]:.0e}" for name, error in errors.items() if not error <= limits[name]]
+    return ", ".join(wrong)
 
 
 def check_operation(
@@ -41,7 +46,7 @@ def check_operation(
 ) -> float:
     """Compare output and gradients with the float64 reference, on some blocks of a shape.
 
-    Videos have RoPE. Blocks, up to 1024 tokens, and exact tiles are as long as the shape's: kernels cut whole tiles.
+    Blocks, up to 1024 tokens, and exact tiles are as long as the shape's: kernels cut whole tiles.
 
     Args:
         shape: the attention; with tile counts where ``exact`` is set.
@@ -56,85 +61,10 @@ def check_operation(
     Raises:
         IncorrectAttentionError: it, or that of a gradient, is too large.
     """
-    small = cut(shape, _MOST_TOKENS)
-    drawn = dict(zip(("query", "key", "value"), make_inputs(small, device, dtype), strict=True))
-    drawn["mixing"] = initial_mixing(small.blocks).to(device)
-    settings: dict[str, Any] = {"grid": small.grid, "blocks": small.blocks}
-    rotary = random_rotary(small, device) if len(small.grid) == 3 and small.head_dim % 2 == 0 else None
-    if exact:
-        drawn |= beside_exact_tiles(small.heads, device)
-        settings["exact"] = draw_tiles(small, device)
-    upstream = make_inputs(small, device, dtype)[0]
-    table = rotary_table(rotary) if rotary is not None else None
-    found = differentiate(partial(mhla_attention, backend=backend, rotary=rotary, **settings), drawn, upstream)
-    expected = differentiate(
-        lambda **tensors: reference_attention(Call(**tensors, rotary=table, **settings)), drawn, upstream
-    )
-    error, what = (
-        relative_error(found[OUTPUT], expected[OUTPUT]),
-        f"MHLA{' with exact tiles' if exact else ''} {backend}",
-    )
-    _require(error, LARGEST_ERROR[dtype], f"The output of {what}", device, dtype)
-    for name in drawn:
-        error_of = relative_error(found[name], expected[name])
-        _require(error_of, LARGEST_GRADIENT_ERROR[dtype], f"The gradient of {name} of {what}", device, dtype)
-    return error
-
-
-def differentiate(
-    attend: Callable[..., torch.Tensor], tensors: Mapping[str, torch.Tensor], upstream: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """The output of an attention, as ``OUTPUT``, and the gradients of its tensors by their names.
-
-    Args:
-        attend: takes the tensors by name.
-        tensors: every one gets a gradient.
-        upstream: the gradient of the output, in its shape.
-    """
-    inputs = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-    output = attend(**inputs)
-    gradients = torch.autograd.grad(output, list(inputs.values()), upstream.to(output.dtype))
-    return {OUTPUT: output.detach(), **dict(zip(inputs, gradients, strict=True))}
-
-
-def beside_exact_tiles(heads: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """λ and β of exact tiles, each (H,): weights of the far field and of means."""
-    return {
-        "far_field_weight": torch.ones(heads, device=device),
-        "mean_bias": torch.zeros(heads, device=device),
-    }
-
-
-def random_rotary(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) of random angles, each (1, N, 1, D)."""
-    angles = torch.randn(1, shape.tokens, 1, shape.head_dim // 2, device=device).repeat_interleave(2, dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def cut(shape: Shape, most_tokens: int) -> Shape:
-    """Two heads of a shape on a grid of fewer blocks, each as long as the real ones, and so are exact tiles.
-
-    Args:
-        shape: of a real model; a block of it has two tokens per axis at least.
-        most_tokens: of the cut grid, unless two exact tiles have more; a block that is longer is shortened.
-    """
-    lengths = [max(2, size // count) for size, count in zip(shape.grid, shape.blocks, strict=True)]
-    while math.prod(lengths) > max(most_tokens, 2 ** len(lengths)):
-        longest = max(range(len(lengths)), key=lengths.__getitem__)
-        lengths[longest] //= 2
-    counts = [1] * len(lengths)
-    for axis in (axis for _ in range(max(shape.blocks)) for axis in reversed(range(len(counts)))):
-        more = [count + (place == axis) for place, count in enumerate(counts)]
-        if math.prod(more) * math.prod(lengths) <= most_tokens and more[axis] <= shape.blocks[axis]:
-            counts = more
-    grid = tuple(count * length for count, length in zip(counts, lengths, strict=True))
-    tiles = None
-    if shape.tiles is not None:
-        tile_lengths = [math.ceil(size / count) for size, count in zip(shape.grid, shape.tiles, strict=True)]
-        if math.prod(grid) <= math.prod(tile_lengths):  # at least two, so that not all are exact
-            grid = (*grid[:-1], 2 * tile_lengths[-1])
-        tiles = tuple(math.ceil(size / length) for size, length in zip(grid, tile_lengths, strict=True))
-    return replace(shape, grid=grid, blocks=tuple(counts), heads=CUT_HEADS, tiles=tiles, share=_CHECKED_SHARE)
+    problem = draw_problem(cut(shape, _MOST_TOKENS), device, dtype, "exact tiles" if exact else "plain")
+    errors = errors_of(problem.attend(backend), problem.reference())
+    _require(errors, limits_of(errors, dtype), f"MHLA{' with exact tiles' if exact else ''} {backend}", device, dtype)
+    return errors[OUTPUT]
 
 
 def check_agreement(found: torch.Tensor, eager: torch.Tensor, what: str) -> None:
@@ -143,10 +73,8 @@ def check_agreement(found: torch.Tensor, eager: torch.Tensor, what: str) -> None
     Raises:
         IncorrectAttentionError: they differ.
     """
-    limit = 2 * LARGEST_ERROR[eager.dtype]
-    _require(
-        relative_error(found, eager), limit, f"{what}, compared with the eager backend,", eager.device, eager.dtype
-    )
+    errors, limits = {OUTPUT: relative_error(found, eager)}, {OUTPUT: 2 * LARGEST_ERROR[eager.dtype]}
+    _require(errors, limits, f"{what}, compared with the eager backend,", eager.device, eager.dtype)
 
 
 @torch.no_grad()
@@ -181,19 +109,15 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> float:
     finally:
         for handle in handles:
             handle.remove()
-    _require(max(errors), LARGEST_ERROR[types[0]], "The patched attention", inputs["hidden_states"].device, types[0])
+    device = inputs["hidden_states"].device
+    _require({OUTPUT: max(errors)}, limits_of([OUTPUT], types[0]), "The patched attention", device, types[0])
     return max(errors)
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖."""
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm())
-
-
-def _require(error: float, limit: float, what: str, device: torch.device, dtype: torch.dtype) -> None:
-    if not error <= limit:
+def _require(
+    errors: Mapping[str, float], limits: Mapping[str, float], what: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    if wrong := too_large(errors, limits):
         raise IncorrectAttentionError(
-            f"{what} has a relative error of {error:.2e} on {device} in {dtype}; at most {limit:.0e} is expected. "
-            "Nothing was timed."
+            f"{what} has a relative error that is too large on {device} in {dtype}: {wrong}. Nothing was timed."
         )

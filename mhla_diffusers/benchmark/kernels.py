@@ -15,8 +15,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from ..attention import Call
-from ..attention.triton import exact_backward, exact_forward, exact_key_gradients, launches, mixing_kernels
-from ..attention.triton.arguments import Rows, state_shape
+from ..attention.triton import exact_backward, exact_forward, exact_key_gradients, launches, mixing_kernels, rotation
+from ..attention.triton.arguments import Angles, Rows, state_shape
 from ..attention.triton.exact_lists import ExactCall, lists_of_keys
 from ..attention.triton.launches import Launch
 from ..attention.triton.tuning import PROCESSORS
@@ -58,6 +58,7 @@ _PRODUCTS = {
     "query_gradient": 2,
     "summary_gradient": 1,
     "key_value_gradient": 2,
+    "rotate": 0,
     "means": 0,
     "exact": 2,
     "exact_query_gradient": 3,
@@ -70,13 +71,14 @@ _PRODUCTS = {
 def launches_of(call: Call, architecture: str) -> list[Launch]:
     """One launch of each kernel of MHLA, forward and backward."""
     state, of_state = (torch.empty(state_shape(call), device="meta") for _ in range(2))
+    mixed = state.bfloat16() if call.query.dtype == torch.bfloat16 else state
     numbers = torch.empty(*call.query.shape[:3], 1, device="meta")
     upstream, dtype = torch.empty_like(call.query), call.query.dtype
     query_gradient, gradients = launches.query_gradient_launch(call, state, upstream, numbers, architecture)
     return [
         launches.summary_launch(call, architecture)[0],
-        mixing_kernels.mix_launch(call.mixing, state, dtype, architecture)[0],
-        launches.output_launch(call, state, True, architecture)[0],
+        mixing_kernels.mix_launch(call.mixing, state, dtype, mixed.dtype, architecture)[0],
+        launches.output_launch(call, mixed, True, architecture)[0],
         query_gradient,
         launches.summary_gradient_launch(call, state, upstream, gradients.token_numbers, architecture)[0],
         mixing_kernels.mixing_gradient_launch(state, of_state, dtype, architecture)[0],
@@ -84,8 +86,11 @@ def launches_of(call: Call, architecture: str) -> list[Launch]:
     ]
 
 
-def exact_launches_of(call: ExactCall, architecture: str) -> list[Launch]:
-    """One launch of each kernel of the exact tiles, forward and backward."""
+def exact_launches_of(call: ExactCall, table: Angles | None, architecture: str) -> list[Launch]:
+    """One launch of each kernel of the exact tiles, forward and backward; ``table`` is that of RoPE."""
+    of_rope = []
+    if table is not None:
+        of_rope.append(rotation.rotate_launch(call.query, table, call.grid, False, architecture)[0])
     lists = lists_of_keys(call)
     of_means, means = exact_forward.means_launch(call, lists, architecture)
     of_output, output, log_sum = exact_forward.exact_launch(call, lists, means, architecture)
@@ -94,21 +99,26 @@ def exact_launches_of(call: ExactCall, architecture: str) -> list[Launch]:
     of_query, side = exact_backward.query_gradient_launch(call, lists, means, known, architecture)
     mean_gradient, shares = exact_key_gradients.mean_gradient_launch(call, means, known, side, architecture)
     of_key, _ = exact_key_gradients.key_value_gradient_launch(call, lists, means, shares, known, side, architecture)
-    return [of_means, of_output, of_query, mean_gradient, of_key]
+    return [*of_rope, of_means, of_output, of_query, mean_gradient, of_key]
 
 
 def call_of(shape: Shape, dtype: torch.dtype, batch: int, *, everything: bool) -> Call:
-    """A call of a shape without memory behind it; RoPE for videos.
+    """A call of a shape without memory behind it, with the RoPE of its model.
 
     Args:
         shape: the attention.
         dtype: of query, key and value.
         batch: samples.
-        everything: RoPE for all, and key mask, output norm and gate: the variant that needs the most of a card.
+        everything: RoPE for all, with a row for every token where the model has none, and key mask, output norm and
+            gate: the variant that needs the most of a card.
     """
     tokens, head_dim, blocks = shape.tokens, shape.head_dim, math.prod(shape.blocks)
     query, key, value, gate = _rows(shape, dtype, batch)
-    has_rotary = everything or len(shape.grid) == 3
+    rotary = None
+    if shape.rotary_axes is not None:
+        rotary = torch.empty(1, sum(shape.grid), 1, head_dim, device="meta")
+    elif everything:
+        rotary = torch.empty(1, tokens, 1, head_dim, device="meta")
     return Call(
         query=query,
         key=key,
@@ -116,7 +126,8 @@ def call_of(shape: Shape, dtype: torch.dtype, batch: int, *, everything: bool) -
         mixing=torch.empty(shape.heads, blocks, blocks, device="meta"),
         grid=shape.grid,
         blocks=shape.blocks,
-        rotary=torch.empty(1, tokens, 1, head_dim, device="meta") if has_rotary else None,
+        rotary=rotary,
+        rotary_axes=shape.rotary_axes,
         key_mask=torch.empty(batch, tokens, device="meta") if everything else None,
         output_norm=torch.empty(head_dim, device="meta") if everything else None,
         output_gate=gate if everything else None,

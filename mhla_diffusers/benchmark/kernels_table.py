@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from ..attention.triton.arguments import angles
 from ..attention.triton.tuning import PROCESSORS
 from ..files import write_text
 from .kernels import (
@@ -61,10 +62,11 @@ def write_kernels(
 def _reports(
     shape: Shape, architecture: str, dtype: torch.dtype, batch: int, *, everything: bool
 ) -> Iterator[KernelReport]:
-    launches = launches_of(call_of(shape, dtype, batch, everything=everything), architecture)
+    call = call_of(shape, dtype, batch, everything=everything)
+    launches = launches_of(call, architecture)
     if shape.tiles is not None:
-        call = exact_call_of(shape, shape.tiles, dtype, batch, everything=everything)
-        launches += exact_launches_of(call, architecture)
+        of_tiles = exact_call_of(shape, shape.tiles, dtype, batch, everything=everything)
+        launches += exact_launches_of(of_tiles, angles(call.rotary, call.rotary_axes), architecture)
     for launch in launches:
         yield report_kernel(launch, architecture)
 

@@ -12,9 +12,10 @@ from ..attention import initial_mixing, mhla_attention
 from ..attention.triton import why_not
 from .candidates import EXACT, PLAIN
 from .conditions import Rates
-from .correctness import beside_exact_tiles, check_agreement, check_operation, make_inputs
+from .correctness import check_agreement, check_operation
 from .lists import draw_tiles, flex_over_tiles, why_no_flex
 from .packages import CHUNKED, FLASH, chunked_linear_attention, flash_attention, why_no_package
+from .problems import beside_exact_tiles, make_inputs
 from .results import Row, make_row
 from .shapes import (
     SOFTMAX_BACKENDS,

@@ -10,8 +10,9 @@ from rich.table import Table
 
 from .candidates import PLAIN
 from .conditions import Rates
-from .correctness import check_operation, make_inputs
+from .correctness import check_operation
 from .operation import fastest_backend, linear_attention, operation_row
+from .problems import make_inputs
 from .recorder import console
 from .results import Row, Run
 from .shapes import Shape, linear_cost, softmax_cost

@@ -31,6 +31,8 @@ class Shape:
     """Part of all pairs of tiles that is exact."""
     tile_means: bool = True
     """Whether the other tiles take part through their means."""
+    rotary_axes: tuple[int, ...] | None = None
+    """Channels that RoPE turns with each axis of the grid; None where the model has none."""
 
     @property
     def tokens(self) -> int:
@@ -46,14 +48,22 @@ class Shape:
         return self.tokens**2 * list_length(self.share, tiles) // tiles
 
 
-TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, tiles=(2, 3, 3))
+TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, tiles=(2, 3, 3), rotary_axes=(8, 4, 4))
 """For trying the command out."""
 
 
 def shapes() -> dict[str, Shape]:
     """Name → attention: the tiny one, and those of the models of all families, such as wan2.1-1.3b-480p."""
     found = [
-        Shape(f"{model.name}-{label}", grid, model.blocks, model.heads, model.head_dim, exact_tiles(model, grid))
+        Shape(
+            f"{model.name}-{label}",
+            grid,
+            model.blocks,
+            model.heads,
+            model.head_dim,
+            exact_tiles(model, grid),
+            rotary_axes=family_of_model(model).rotary_axes(model.head_dim),
+        )
         for model in models().values()
         for label, grid in model.grids.items()
     ]

@@ -13,10 +13,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from ..config import patch_folder
-from ..files import write_json
+from ..files import write_json, write_tensors
 from ..generation import load_result
 from ..patching import save_mhla
 from ..tiny import TINY, TinyPipeline, load_tiny
@@ -68,7 +67,7 @@ class Adapting:
             folder.mkdir(parents=True, exist_ok=True)
             state, before = trained.transformer.state_dict(), base.transformer.state_dict()
             changed = {name: x.half() for name, x in state.items() if not torch.equal(x, before[name])}
-            save_file(changed, folder / CONTROL)
+            write_tensors(changed, folder / CONTROL)
             load_control(saved.transformer, folder / CONTROL)
         else:
             name = f"tiny-{self.tiny.family}"

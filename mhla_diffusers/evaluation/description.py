@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..files import written_aside
+from ..files import write_tensors
 from .extractors import FeatureExtractor, ImageFeatures
 from .images import Images, open_images
 from .metrics import FeatureStatistics, InceptionScore, Normal
@@ -168,7 +168,6 @@ def save_statistics(description: Description, file: Path, name: str, fingerprint
         OSError: the file cannot be written.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     tensors = {"mean": description.pooled.mean, "covariance": description.pooled.covariance}
     if description.spatial is not None:
@@ -177,8 +176,7 @@ def save_statistics(description: Description, file: Path, name: str, fingerprint
         tensors["features"] = _evenly_chosen(description.features, _KEPT_FEATURES).clone()
     metadata = {"extractor": name, "count": str(description.count), "fingerprint": fingerprint}
     try:
-        with written_aside(file) as aside:
-            save_file(tensors, aside, metadata=metadata)
+        write_tensors(tensors, file, metadata)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"The statistics of the reference cannot be kept at {file}: {error}. Link the reference into a folder that "

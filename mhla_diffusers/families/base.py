@@ -99,6 +99,13 @@ class Family(ABC):
         side = 64 ** (1 / len(grid))
         return tuple(max(1, math.ceil(size / side)) for size in grid)
 
+    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
+        """Channels of a head that RoPE turns with each axis of the token grid; None for no RoPE, or for another kind.
+
+        Kernels then read one row of the table for every place on an axis, not one for every token.
+        """
+        return None
+
     @abstractmethod
     def self_attention_processor(self) -> Any:
         """A fresh processor of the kind that diffusers gives the self-attentions of this family."""

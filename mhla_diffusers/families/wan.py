@@ -76,6 +76,11 @@ class WanFamily(Family):
         frames, height, width = grid
         return math.ceil(frames / 3), math.ceil(height / 5), min(10, math.ceil(width / 3))
 
+    def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
+        """As ``WanRotaryPosEmbed`` shares them out: a third each, frames with what is left over."""
+        side = 2 * (head_dim // 6)
+        return head_dim - 2 * side, side, side
+
     def self_attention_processor(self) -> Any:
         """``WanAttnProcessor``."""
         from diffusers.models.transformers.transformer_wan import WanAttnProcessor

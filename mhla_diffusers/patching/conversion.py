@@ -7,6 +7,7 @@ and their mixing matrices are signed, so they are never clipped.
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..config import MHLAConfig
+from ..files import read_json
 from .replacing import apply_mhla
 from .saving import save_mhla
 
@@ -23,6 +25,15 @@ _KNOWN_BLOCKS = {105: (7, 3, 5), 150: (3, 5, 10)}
 
 _MIXING = ".self_attn.block_attn.conv.weight"
 """End of the mixing matrices' names."""
+
+_TELL_THE_SHAPE = (
+    "patch_embedding.weight",
+    "proj_out.weight",
+    "condition_embedder.text_embedder.linear_1.weight",
+    "condition_embedder.time_embedder.linear_1.weight",
+    "blocks.0.ffn.net.2.weight",
+)
+"""Tensors that the transformer's sizes are read off."""
 
 _RENAMED = {
     ".block_attn.conv.weight": ".mhla.mixing",
@@ -45,7 +56,7 @@ def convert_wan(
     The transformer's shape is read off the tensors. Everything is saved, since such training changes all weights.
 
     Args:
-        checkpoint: safetensors file with the names of the paper's code.
+        checkpoint: safetensors file with the names of the paper's code, or the ``.index.json`` of several.
         folder: where to write.
         blocks: block counts (frames, height, width); None for those of the paper's code where M tells them.
         base_model: recorded as base model.
@@ -66,16 +77,16 @@ def convert_wan(
     original = _read(Path(checkpoint))
     _check_names(checkpoint, original)
     state = convert_state_dict(original)
+    absent = [name for name in (*_TELL_THE_SHAPE, f"{_first_layer(state)}.output_norm") if name not in state]
+    if absent:
+        raise _incomplete(checkpoint, absent, [])
     config = _mhla_config(state, blocks)
     with torch.device("meta"):
         transformer = WanTransformer3DModel(**_transformer_config(state))
     apply_mhla(transformer, config)
     missing, unexpected = transformer.load_state_dict(state, strict=False, assign=True)
     if missing or unexpected:
-        raise ValueError(
-            f"{checkpoint} does not give a whole Wan transformer; missing: {', '.join(missing[:4]) or 'none'}, "
-            f"unexpected: {', '.join(unexpected[:4]) or 'none'}."
-        )
+        raise _incomplete(checkpoint, missing, unexpected)
     return save_mhla(transformer, folder, weights="all", base_model=base_model)
 
 
@@ -91,7 +102,20 @@ def convert_state_dict(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return renamed
 
 
+def _incomplete(checkpoint: str | Path, missing: Sequence[str], unexpected: Sequence[str]) -> ValueError:
+    lists = [
+        ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "") for names in (missing, unexpected)
+    ]
+    return ValueError(
+        f"{checkpoint} does not give a whole Wan transformer; missing: {lists[0] or 'none'}, unexpected: "
+        f"{lists[1] or 'none'} (in diffusers' names). Of a checkpoint in several files give the .index.json; weights "
+        "that were trained alone have to be put into the whole checkpoint first."
+    )
+
+
 def _read(path: Path) -> dict[str, torch.Tensor]:
+    if path.name.endswith(".index.json"):
+        return _read_shards(path)
     if path.suffix != ".safetensors":
         raise ValueError(
             f"{path} is no safetensors file; pickle files are never loaded, convert it to safetensors first."
@@ -100,6 +124,17 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}.") from error
+
+
+def _read_shards(index: Path) -> dict[str, torch.Tensor]:
+    content = read_json(index)
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{index} has no weight_map from names to files, as the index of a checkpoint has.")
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted(set(files.values())):
+        state |= _read(index.parent / file)
+    return state
 
 
 def _check_names(checkpoint: str | Path, state: dict[str, torch.Tensor]) -> None:
@@ -112,9 +147,17 @@ def _check_names(checkpoint: str | Path, state: dict[str, torch.Tensor]) -> None
         )
 
 
+def _mhla_layers(state: dict[str, torch.Tensor]) -> list[int]:
+    return sorted(int(name.split(".")[1]) for name in state if name.endswith(".mhla.mixing"))
+
+
+def _first_layer(state: dict[str, torch.Tensor]) -> str:
+    return f"blocks.{_mhla_layers(state)[0]}.attn1.mhla"
+
+
 def _mhla_config(state: dict[str, torch.Tensor], blocks: tuple[int, ...] | None) -> MHLAConfig:
-    layers = sorted(int(name.split(".")[1]) for name in state if name.endswith(".mhla.mixing"))
-    prefix = f"blocks.{layers[0]}.attn1.mhla."
+    layers = _mhla_layers(state)
+    prefix = f"{_first_layer(state)}."
     count = len(state[prefix + "mixing"])
     blocks = blocks or _KNOWN_BLOCKS.get(count)
     if blocks is None or math.prod(blocks) != count:
@@ -135,7 +178,7 @@ def _mhla_config(state: dict[str, torch.Tensor], blocks: tuple[int, ...] | None)
 
 
 def _transformer_config(state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    norm = next(tensor for name, tensor in state.items() if name.endswith(".mhla.output_norm"))
+    norm = state[f"{_first_layer(state)}.output_norm"]
     patches = state["patch_embedding.weight"]
     inner_dim, in_channels, *patch_size = patches.shape
     config = {

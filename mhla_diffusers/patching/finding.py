@@ -15,8 +15,9 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
     """The supported transformers of a pipeline by component name, or the transformer itself as ``transformer``.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or one is wrapped by PEFT.
     """
+    _refuse_wrapped(model)
     found = supported_transformers(model)
     if not found:
         if isinstance(model, nn.Module):
@@ -31,9 +32,24 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
 
 def supported_transformers(model: Any) -> dict[str, nn.Module]:
     """Like :func:`find_transformers`, but empty if there is none."""
+    return {name: module for name, module in _modules(model).items() if find_family(module) is not None}
+
+
+def _modules(model: Any) -> dict[str, nn.Module]:
     components = {"transformer": model} if isinstance(model, nn.Module) else getattr(model, "components", {})
-    modules = {name: _unwrap(part) for name, part in components.items() if isinstance(part, nn.Module)}
-    return {name: module for name, module in modules.items() if find_family(module) is not None}
+    return {name: _unwrap(part) for name, part in components.items() if isinstance(part, nn.Module)}
+
+
+def _refuse_wrapped(model: Any) -> None:
+    for name, module in _modules(model).items():
+        # of PEFT's PeftModel, which would go on with a patched model inside, but is saved and called in its own ways
+        take_out: Any = getattr(module, "get_base_model", None)
+        if callable(take_out) and find_family(take_out()) is not None:
+            raise ValueError(
+                f"The {name} is wrapped in PEFT's {type(module).__name__}. Patch the model inside, which keeps the "
+                f"adapters: {name}.get_base_model(), in a pipeline pipe.{name} = pipe.{name}.get_base_model(). "
+                f"diffusers' own {name}.add_adapter(...) wraps nothing."
+            )
 
 
 def _unwrap(module: nn.Module) -> nn.Module:

@@ -9,18 +9,14 @@ from torch import nn
 from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights
 from ..attention.rotary import Rotary, rotary_table
 from ..config import MHLAConfig
+from .gate_and_convolution import Convolution, Gate
 from .tile_choice import TileChoice
-
-_UNIT_GATE = 1.2784645427610738
-"""The number whose SiLU is 1, so that a fresh gate changes nothing."""
 
 FLOAT32_PARAMETERS = ("mixing", "far_field_log_weight", "mean_bias")
 """Parameters of a layer that stay in float32 whatever the attention computes in."""
 
 _FAR_LOG_WEIGHT = {True: -3.0, False: 0.0}
 """Of the far field at first, with and without tile means, which leave it little to add."""
-
-_CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 class TokenGrid:
@@ -67,22 +63,10 @@ class MHLALayer(nn.Module):
             self.far_field_log_weight = nn.Parameter(torch.full((heads,), _FAR_LOG_WEIGHT[config.tile_means]))
             self.mean_bias = nn.Parameter(torch.zeros(heads)) if config.tile_means else None
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
-        self.gate = nn.Linear(hidden_size, inner_size) if config.output_gate else None
-        self.convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d | None = None
+        self.gate = Gate(hidden_size, inner_size) if config.output_gate else None
+        self.convolution: Convolution | None = None
         if config.convolution is not None:
-            self.convolution = _CONVOLUTIONS[len(config.blocks)](
-                inner_size, inner_size, config.convolution, padding=config.convolution // 2, groups=inner_size
-            )
-        self._set_neutral()
-
-    @torch.no_grad()
-    def _set_neutral(self) -> None:
-        if self.gate is not None:
-            self.gate.weight.zero_()
-            self.gate.bias.fill_(_UNIT_GATE)
-        if self.convolution is not None:
-            for parameter in self.convolution.parameters():
-                parameter.zero_()
+            self.convolution = Convolution(inner_size, config.convolution, len(config.blocks))
 
     def forward(
         self,

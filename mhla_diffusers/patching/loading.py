@@ -5,19 +5,29 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import nn
 
 from ..attention import resize_mixing
 from ..attention.tile_scores import resize_scores, spend
 from ..config import MHLAConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
-from ..files import file_hash
-from .finding import find_transformers, mhla_layers
-from .record import CONFIG_NAME, PICKLE_SUFFIXES, PatchRecord, TransformerRecord, Weights, read_record
+from .base_weights import base_weights, check_writable, replace_weights
+from .finding import attentions_of, find_transformers, is_patched
+from .layer import MHLALayer
+from .plan import Plan, carry_out, make_plan
+from .processor import MHLAProcessor
+from .record import (
+    CONFIG_NAME,
+    PICKLE_SUFFIXES,
+    PatchRecord,
+    TransformerRecord,
+    Weights,
+    check_file,
+    check_finite,
+    read_record,
+)
 from .removal import remove_mhla
-from .replacing import apply_mhla
 from .tile_choice import TileChoice
 
 Model = TypeVar("Model")
@@ -33,11 +43,12 @@ def load_mhla(
     backend: str = "auto",
     revision: str | None = None,
     token: str | None = None,
+    keep_replaced: bool = True,
 ) -> Model:
     """Apply a saved patch and load its weights.
 
     If anything is refused the model is unchanged. A patch saved with ``weights="changed"`` or ``"all"`` also replaces
-    weights of the model itself, which :func:`remove_mhla` does not bring back.
+    weights of the model itself, which :func:`remove_mhla` brings back.
 
     Args:
         model: unpatched pipeline or transformer of the kind that the patch was made for.
@@ -48,6 +59,8 @@ def load_mhla(
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         revision: of a Hub repository.
         token: for a private Hub repository.
+        keep_replaced: whether to keep the weights of the model that the patch changes, in the CPU's memory. Without
+            them :func:`remove_mhla` refuses, since it could not bring them back.
 
     Returns:
         ``model``.
@@ -59,38 +72,51 @@ def load_mhla(
     folder = _find_folder(patch, revision, token)
     record = read_record(folder)
     tensors = _read_tensors(folder, record)
-    transformers = find_transformers(model)
-    _check_model(record, transformers)
-    if mhla_layers(model):
+    transformers = _check_model(record, find_transformers(model))
+    if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
-    configs = {name: MHLAConfig.from_dict(saved.mhla) for name, saved in record.transformers.items()}
     wanted = {"blocks": blocks, "exact_tiles": exact_tiles, "exact_share": exact_share}
     changes = {name: value for name, value in wanted.items() if value is not None}
-    opened = {name: config.replace(**changes) for name, config in configs.items()}
+    prepared = []
+    for name, transformer in transformers.items():
+        saved = record.transformers[name]
+        opened = MHLAConfig.from_dict(saved.mhla).replace(**changes)
+        plan = make_plan(transformer, MHLAProcessor(opened, backend=backend))
+        part = _part(tensors, name, saved, opened)
+        _check_tensors(plan, part, record.weights, saved)
+        prepared.append((plan, part))
     try:
-        for name, transformer in transformers.items():
-            apply_mhla(transformer, opened[name], backend=backend)
-        parts = {name: _part(tensors, name, record.transformers[name], opened[name]) for name in transformers}
-        for name, transformer in transformers.items():
-            _check_tensors(transformer, parts[name], record.weights)
-    except BaseException:
-        if mhla_layers(model):
+        for plan, part in prepared:
+            for name, layer in _layers(plan).items():
+                own = [key for key in part if key.startswith(f"{name}.")]
+                _fill(layer, {key.removeprefix(f"{name}."): part.pop(key) for key in own})
+            carry_out(plan)
+            replace_weights(plan.transformer, part, keep_replaced)
+    except BaseException:  # no memory, or interrupted
+        if keep_replaced and is_patched(model):
             remove_mhla(model)
         raise
-    with torch.no_grad():
-        for name, transformer in transformers.items():
-            state = transformer.state_dict(keep_vars=True)
-            for key, tensor in parts[name].items():
-                state[key].copy_(tensor)
-            for layer in mhla_layers(transformer).values():
-                if layer.exact is not None:
-                    layer.exact.make_lists()
     return model
 
 
+def _layers(plan: Plan) -> dict[str, MHLALayer]:
+    """Name that every new layer will have → the layer."""
+    names = {id(attn): name for name, attn in attentions_of(plan.transformer).items()}
+    return {f"{names[id(attn)]}.mhla": layer for attn, layer in plan.layers}
+
+
+@torch.no_grad()
+def _fill(layer: MHLALayer, tensors: dict[str, torch.Tensor]) -> None:
+    state = layer.state_dict(keep_vars=True)
+    for key, tensor in tensors.items():
+        state[key].copy_(tensor)
+    if layer.exact is not None:
+        layer.exact.make_lists()
+
+
 def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> Path:
-    if not str(patch):
-        raise ValueError("patch is empty; give a folder or a Hub id.")
+    if not isinstance(patch, str | Path) or not str(patch):
+        raise ValueError(f"patch={patch!r} must be a folder, a Hub id, or the name of an adapted patch that ships.")
     path = Path(patch)
     if path.suffix in PICKLE_SUFFIXES:
         raise ValueError(f"{path} is a pickle file, which is never loaded; save the patch with save_mhla().")
@@ -110,60 +136,77 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
             f"{patch} is no folder, no Hub id (owner/name) and no adapted patch that ships.{hint} "
             f"These ship: {', '.join(adapted_patch_names()) or 'none'}."
         )
-    if path.is_absolute() or path.exists():
+    if path.exists():
         raise FileNotFoundError(f"{patch} is no folder; load_mhla takes the folder that save_mhla wrote, or a Hub id.")
+    if not _is_hub_id(patch):
+        known = path.name in adapted_patch_names() and len(path.parts) == 1
+        hint = f" The adapted patch that ships is {path.name!r}, without a slash." if known else ""
+        raise FileNotFoundError(
+            f"There is no folder {patch}, and it is no Hub id (owner/name).{hint} load_mhla takes the folder that "
+            "save_mhla wrote."
+        )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = [CONFIG_NAME, "mhla-*.safetensors"]
     try:
         return Path(snapshot_download(str(patch), revision=revision, token=token, allow_patterns=patterns))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"{patch} is neither a folder here nor a repository that the Hub gave: {error}"
         ) from error
 
 
-def _read_tensors(folder: Path, record: PatchRecord) -> dict[str, torch.Tensor]:
-    path = folder / record.file
-    if path.suffix != ".safetensors" or path.parent != folder:
-        raise ValueError(f"{CONFIG_NAME} names {record.file!r}, which is no safetensors file in {folder}.")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
-    if file_hash(path) != record.sha256:
-        raise ValueError(f"{path} is damaged or was changed: its SHA-256 is not the one in {CONFIG_NAME}.")
+def _is_hub_id(patch: str | Path) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no readable safetensors file: {error}.") from error
+        validate_repo_id(str(patch))
+    except HFValidationError:
+        return False
+    return "/" in str(patch)
+
+
+def _read_tensors(folder: Path, record: PatchRecord) -> dict[str, torch.Tensor]:
+    path = check_file(folder, record)
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     for name, tensor in tensors.items():
-        if ".mhla." in name and not tensor.isfinite().all():
-            raise ValueError(f"{path}: {name} holds NaN or infinite values; the patch is unusable.")
+        check_finite(f"{path}: {name}", tensor)
     return tensors
 
 
-def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> None:
-    if set(record.transformers) != set(transformers):
+def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The transformers to patch."""
+    if {*record.transformers, *record.unpatched} != set(transformers):
+        kept = f", with {', '.join(record.unpatched)} left as it is" if record.unpatched else ""
         raise ValueError(
-            f"The patch is for {', '.join(sorted(record.transformers))} (base model {record.base_model!r}), "
+            f"The patch is for {', '.join(sorted(record.transformers))}{kept} (base model {record.base_model!r}), "
             f"but the model has {', '.join(sorted(transformers))}."
         )
-    for name, transformer in transformers.items():
-        saved, family = record.transformers[name], get_family(transformer)
-        attentions = family.self_attentions(transformer)
-        attn: Any = next(iter(attentions.values()))
-        found = {
-            "transformer": type(transformer).__name__,
-            "layers": len(attentions),
-            "heads": attn.heads,
-            "head_dim": attn.inner_dim // attn.heads,
-        }
-        for what, value in found.items():
-            if getattr(saved, what) != value:
-                raise ValueError(
-                    f"The patch does not fit the {name}: it was made for {what}={getattr(saved, what)!r}, the model "
-                    f"has {value!r}. Base model of the patch: {record.base_model or 'not recorded'}."
-                )
+    found = {name: transformers[name] for name in record.transformers}
+    for name, transformer in found.items():
+        _check_transformer(name, transformer, record)
+    return found
+
+
+def _check_transformer(name: str, transformer: nn.Module, record: PatchRecord) -> None:
+    saved, family = record.transformers[name], get_family(transformer)
+    attentions = family.self_attentions(transformer)
+    attn: Any = next(iter(attentions.values()))
+    found = {
+        "transformer": type(transformer).__name__,
+        "layers": len(attentions),
+        "heads": attn.heads,
+        "head_dim": attn.inner_dim // attn.heads,
+    }
+    for what, value in found.items():
+        if getattr(saved, what) != value:
+            raise ValueError(
+                f"The patch does not fit the {name}: it was made for {what}={getattr(saved, what)!r}, the model "
+                f"has {value!r}. Base model of the patch: {record.base_model or 'not recorded'}."
+            )
 
 
 def _part(
@@ -187,8 +230,9 @@ def _without_near_field(part: dict[str, torch.Tensor], heads: int) -> dict[str, 
     """Tensors of a patch from before there were exact tiles, whose far field left a query's own block out."""
     part = dict(part)
     for key in [key for key in part if key.endswith(".mhla.mixing")]:
-        part[key] = part[key].clone()
-        part[key].diagonal(dim1=-2, dim2=-1).zero_()
+        if part[key].shape[-1] > 1:  # all of a single block is exact, and its matrix says nothing
+            part[key] = part[key].clone()
+            part[key].diagonal(dim1=-2, dim2=-1).zero_()
         # a single block had no far field, and no weight of it
         part.setdefault(key.replace(".mixing", ".far_field_log_weight"), torch.zeros(heads))
     return part
@@ -216,15 +260,22 @@ def _chosen_anew(
     }
 
 
-def _check_tensors(transformer: nn.Module, tensors: dict[str, torch.Tensor], weights: Weights) -> None:
-    state = transformer.state_dict()
-    needed = set(state) if weights == "all" else {key for key in state if ".mhla." in key}
-    allowed = needed if weights == "mhla" else set(state)
+def _check_tensors(plan: Plan, tensors: dict[str, torch.Tensor], weights: Weights, saved: TransformerRecord) -> None:
+    """Raise unless the tensors are those of the new layers and those of the model that the patch should hold.
+
+    Raises:
+        ValueError: naming what is missing, unexpected or of another shape, or weights that cannot be replaced.
+    """
+    own = {f"{name}.{key}": x for name, layer in _layers(plan).items() for key, x in layer.state_dict().items()}
+    base = {key: places[0] for key, places in base_weights(plan.transformer).items()} if weights != "mhla" else {}
+    needed = {*own, *(base if weights == "all" else saved.base_weights)}
+    known = own | base
     problems = [f"missing {key}" for key in sorted(needed - set(tensors))]
-    problems += [f"unexpected {key}" for key in sorted(set(tensors) - allowed)]
-    for key in sorted(set(tensors) & set(state)):
-        if tensors[key].shape != state[key].shape:
-            problems.append(f"{key} has shape {tuple(tensors[key].shape)}, expected {tuple(state[key].shape)}")
+    problems += [f"unexpected {key}" for key in sorted(set(tensors) - set(known))]
+    for key in sorted(set(tensors) & set(known)):
+        if tensors[key].shape != known[key].shape:
+            problems.append(f"{key} has shape {tuple(tensors[key].shape)}, expected {tuple(known[key].shape)}")
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError(f"The patch does not fit the model: {'; '.join(problems[:8])}{more}.")
+    check_writable(plan.transformer, set(tensors) - set(own), "load the patch")

@@ -1,17 +1,32 @@
-"""What the JSON file of a saved patch says."""
+"""What the JSON file of a saved patch says.
+
+The safetensors file carries the settings once more among its metadata, so that its hash covers them: a JSON that was
+changed by hand is noticed.
+"""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..config import MHLAConfig, check, check_choice, check_names
+from ..files import file_hash, read_json
 
 Weights = Literal["mhla", "changed", "all"]
 """What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
 
 CONFIG_NAME = "mhla_config.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READABLE_VERSIONS = (1, 2)
+"""Version 1 had neither settings in the safetensors file nor a list of the base weights."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Files that are never loaded."""
+
+_WORDS = {str: "text", int: "an integer", dict: "an object", list: "a list of names"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +41,8 @@ class TransformerRecord:
     head_dim: int
     mhla: dict[str, Any]
     """Fields of :class:`MHLAConfig`."""
+    base_weights: list[str] = field(default_factory=list)
+    """Names of the model's own tensors that a patch with ``weights="changed"`` holds."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,52 @@ class PatchRecord:
     file: str
     sha256: str
     transformers: dict[str, TransformerRecord]
+    unpatched: list[str] = field(default_factory=list)
+    """Transformers of the pipeline that the patch leaves alone."""
+
+    def settings(self) -> dict[str, Any]:
+        """What belongs to the tensors, as the safetensors file carries it."""
+        parts = {name: asdict(part) for name, part in self.transformers.items()}
+        return {"weights": self.weights, "transformers": parts, "unpatched": self.unpatched}
+
+    def check_settings(self, metadata: Mapping[str, str]) -> None:
+        """Raise unless the settings are those that the safetensors file was saved with.
+
+        Raises:
+            ValueError: naming the first setting that was changed, and both values.
+        """
+        if self.format_version == 1:
+            return
+        check(
+            "mhla" in metadata,
+            f"{self.file} was written anew without its settings, so nothing tells whether those in {CONFIG_NAME} "
+            "belong to its tensors; keep the metadata of the safetensors file, or save with save_mhla().",
+        )
+        path, now, saved = next(_differences(self.settings(), json.loads(metadata["mhla"]), ""), ("", None, None))
+        check(
+            not path,
+            f"{CONFIG_NAME} was changed after saving: {path} is {now!r}, and the weights were saved with {saved!r}. "
+            "They belong together, so put it back. What may differ are the arguments of load_mhla: blocks, "
+            "exact_tiles, exact_share; other settings need other weights: apply_mhla() and an adaptation.",
+        )
+
+
+Record = TypeVar("Record", PatchRecord, TransformerRecord)
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless all values of a tensor of a patch are finite.
+
+    Raises:
+        ValueError: with ``name`` and how many are not.
+    """
+    if not tensor.is_floating_point():
+        return
+    # types of 8 bits do not know isfinite
+    finite = (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isfinite()
+    if not finite.all():
+        count = tensor.numel() - int(finite.sum())
+        raise ValueError(f"{name} holds NaN or infinite values, {count} of {tensor.numel()}; the patch is unusable.")
 
 
 def base_model_name(source: str) -> str:
@@ -70,21 +133,81 @@ def read_record(folder: Path) -> PatchRecord:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no JSON, unknown format version, unknown or missing keys.
+        ValueError: no JSON, unknown format version, unknown or missing keys, values that are not allowed.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
         pickles = [file.name for file in folder.glob("*") if file.suffix in PICKLE_SUFFIXES]
         why = f" It holds {', '.join(sorted(pickles))}, but pickle files are never loaded." if pickles else ""
         raise FileNotFoundError(f"{folder} holds no MHLA patch: {CONFIG_NAME} is missing.{why}")
+    content = read_json(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format_version"] != FORMAT_VERSION:
-            raise ValueError(
-                f"format version {content['format_version']!r} is unknown to this version of mhla_diffusers, "
-                f"which reads version {FORMAT_VERSION}"
-            )
-        transformers = {name: TransformerRecord(**part) for name, part in content.pop("transformers").items()}
-        return PatchRecord(transformers=transformers, **content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no valid patch: {error}.") from error
+        version = content.get("format_version") if isinstance(content, Mapping) else None
+        check(
+            version is None or version in _READABLE_VERSIONS,
+            f"format version {version!r} is unknown to this version of mhla_diffusers, which reads "
+            f"{' and '.join(map(str, _READABLE_VERSIONS))}",
+        )
+        record = _parse(PatchRecord, content, "")
+        check(bool(record.transformers), "transformers is empty, but a patch is for at least one.")
+        for part in record.transformers.values():
+            MHLAConfig.from_dict(part.mhla)
+        return record
+    except ValueError as error:
+        raise ValueError(f"{path} is no valid patch: {error}") from error
+
+
+def check_file(folder: Path, record: PatchRecord) -> Path:
+    """The safetensors file of a saved patch, checked against its record.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: it is no safetensors file of this folder, damaged, or was saved with other settings.
+    """
+    path = folder / record.file
+    if path.suffix != ".safetensors" or path.parent != folder:
+        raise ValueError(f"{CONFIG_NAME} names {record.file!r}, which is no safetensors file in {folder}.")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
+    if file_hash(path) != record.sha256:
+        raise ValueError(f"{path} is damaged or was changed: its SHA-256 is not the one in {CONFIG_NAME}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no readable safetensors file: {error}.") from error
+    record.check_settings(metadata)
+    return path
+
+
+def _parse(kind: type[Record], content: Any, path: str) -> Record:
+    """A record from JSON, all of its fields checked; ``path`` stands before their names in errors."""
+    check(isinstance(content, Mapping), f"{path.rstrip('.') or 'it'} must be an object with names, got {content!r}.")
+    known = {entry.name: entry for entry in fields(kind)}
+    check_names(content, list(known), "key", path)
+    for name, entry in known.items():
+        has_default = entry.default_factory is not MISSING
+        check(name in content or has_default, f"{path}{name} is missing.")
+    values = {name: _checked(known[name].type, value, path + name) for name, value in content.items()}
+    return kind(**values)
+
+
+def _checked(kind: Any, value: Any, path: str) -> Any:
+    if get_origin(kind) is Literal:
+        check_choice(path, value, get_args(kind))
+        return value
+    plain = get_origin(kind) or kind
+    check(isinstance(value, plain) and not isinstance(value, bool), f"{path} must be {_WORDS[plain]}, got {value!r}.")
+    if kind == dict[str, TransformerRecord]:
+        return {name: _parse(TransformerRecord, part, f"{path}.{name}.") for name, part in value.items()}
+    check(plain is not list or all(isinstance(one, str) for one in value), f"{path} must be {_WORDS[plain]}.")
+    return value
+
+
+def _differences(now: Any, saved: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Path, value and former value of everything that differs between two contents of JSON."""
+    if isinstance(now, dict) and isinstance(saved, dict):
+        for name in sorted({*now, *saved}):
+            yield from _differences(now.get(name), saved.get(name), f"{path}.{name}" if path else name)
+    elif now != saved:
+        yield path, now, saved

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..families import Family, get_family
+from .base_weights import check_restorable, restore_weights
 from .finding import attentions_of, find_transformers, is_patched
 from .plan import find_grid_hook
 from .processor import MHLAProcessor
@@ -16,7 +17,9 @@ Model = TypeVar("Model")
 
 
 def remove_mhla(model: Model) -> Model:
-    """Undo :func:`apply_mhla`: processors, modules, hooks and methods are those of before.
+    """Undo :func:`apply_mhla` and :func:`load_mhla`: processors, modules, hooks and methods are those of before.
+
+    Weights of the model that an adapted patch replaced are those of before too, bit for bit.
 
     Attentions that were patched through diffusers' own ``set_attn_processor``, which keeps no record, get the
     processors that diffusers gives a new model.
@@ -25,11 +28,15 @@ def remove_mhla(model: Model) -> Model:
         ``model``.
 
     Raises:
-        ValueError: if the model is not patched.
+        ValueError: if the model is not patched, or weights that the patch replaced cannot be brought back. The model is
+            unchanged then.
     """
     if not is_patched(model):
         raise ValueError("The model is not patched with MHLA; there is nothing to remove.")
     for transformer in find_transformers(model).values():
+        check_restorable(transformer)
+    for transformer in find_transformers(model).values():
+        restore_weights(transformer)
         family = get_family(transformer)
         for attn in attentions_of(transformer).values():
             if isinstance(attn.processor, MHLAProcessor) or hasattr(attn, "mhla"):

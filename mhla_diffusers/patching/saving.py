@@ -2,23 +2,24 @@
 
 A folder holds ``mhla_config.json`` and one safetensors file, named after the hash of its content. The JSON is written
 last and names the file, so that at every moment the folder holds one complete patch: a kill in the middle of saving
-leaves the patch that was there before.
+leaves the patch that was there before. The model's own tensors go by the names of a plain model (see
+:mod:`mhla_diffusers.patching.base_weights`).
 """
 
+import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from ..families import get_family
-from ..files import file_hash, write_json
-from .finding import find_transformers, mhla_layers, require_layers
-from .layer import MHLALayer
+from ..files import file_hash, write_json, write_tensors
+from .base_weights import base_weights
+from .finding import find_transformers, is_patched, mhla_layers, require_layers
 from .record import (
     CONFIG_NAME,
     FORMAT_VERSION,
@@ -26,6 +27,8 @@ from .record import (
     TransformerRecord,
     Weights,
     base_model_name,
+    check_finite,
+    read_record,
 )
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,8 +46,8 @@ def save_mhla(
     """Save the patch of a pipeline or transformer.
 
     Args:
-        model: patched pipeline or transformer.
-        folder: is made if it is missing; a patch in it is replaced in one step.
+        model: patched pipeline or transformer; of a pipeline the transformers that are patched are saved.
+        folder: is made if it is missing; a patch in it is replaced in one step, other files stay.
         weights: "mhla": only MHLA's own tensors; "changed": also every other tensor that differs from ``base``;
             "all": the whole transformer.
         base: for "changed", the unpatched pipeline or transformer to compare with; None loads it from ``base_model``.
@@ -57,8 +60,8 @@ def save_mhla(
         The folder.
 
     Raises:
-        ValueError: not patched, unknown ``weights``, LoRA adapters or offloaded weights in the way, no base known, a
-            unsupported ``dtype``, or a value that ``dtype`` cannot hold.
+        ValueError: not patched, unknown ``weights``, LoRA adapters, offloaded or quantised weights in the way, no base
+            known, NaN or infinite values, an unsupported ``dtype``, or a value that ``dtype`` cannot hold.
     """
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(get_args(Weights))}.")
@@ -66,37 +69,52 @@ def save_mhla(
         raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(map(str, _FLOAT_TYPES))}.")
     require_layers(model)
     transformers = find_transformers(model)
+    patched = {name: transformer for name, transformer in transformers.items() if is_patched(transformer)}
     base_model = base_model or _base_model(model)
     tensors: dict[str, torch.Tensor] = {}
-    for name, transformer in transformers.items():
+    records = {}
+    for name, transformer in patched.items():
         chosen = _choose_tensors(name, transformer, weights, base, base_model)
         tensors |= {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
-    folder = _make_folder(folder)
-    file, digest = _write_tensors(folder, tensors)
+        changed = sorted(key for key in chosen if ".mhla." not in key) if weights == "changed" else []
+        records[name] = _describe_transformer(transformer, changed)
     record = PatchRecord(
         FORMAT_VERSION,
         base_model_name(base_model),
         version("diffusers"),
         weights,
-        file,
-        digest,
-        {name: _describe_transformer(transformer) for name, transformer in transformers.items()},
+        file="",
+        sha256="",
+        transformers=records,
+        unpatched=sorted(set(transformers) - set(patched)),
     )
-    write_json(asdict(record), folder / CONFIG_NAME)
-    for old in folder.glob("mhla-*.safetensors"):
-        if old.name != file:
-            old.unlink()
+    folder = _make_folder(folder)
+    earlier = _earlier_file(folder)
+    file, digest = _write_tensors(folder, tensors, record)
+    write_json(asdict(replace(record, file=file, sha256=digest)), folder / CONFIG_NAME)
+    if earlier is not None and earlier.name != file:
+        earlier.unlink(missing_ok=True)
     return folder
 
 
 def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = tensor.detach().cpu().contiguous()
-    if dtype is None or not tensor.is_floating_point():
+    tensor = tensor.cpu().contiguous()
+    if not tensor.is_floating_point():
         return tensor
-    saved = tensor.to(dtype)
-    if not saved.isfinite().all() and tensor.isfinite().all():
+    check_finite(name, tensor)
+    saved = tensor if dtype is None else tensor.to(dtype)
+    if dtype is not None and not saved.isfinite().all():
         raise ValueError(f"{name} has values up to {float(tensor.abs().max()):.3g}, which {dtype} cannot hold.")
     return saved
+
+
+def _earlier_file(folder: Path) -> Path | None:
+    """The tensors of the patch that the folder holds now, if it does."""
+    try:
+        path = folder / read_record(folder).file
+    except (FileNotFoundError, ValueError):
+        return None
+    return path if path.parent == folder and path.suffix == ".safetensors" else None
 
 
 def _make_folder(folder: str | Path) -> Path:
@@ -115,9 +133,9 @@ def _base_model(model: Any) -> str:
     return str(getattr(source.config, "_name_or_path", "") or "")
 
 
-def _describe_transformer(transformer: nn.Module) -> TransformerRecord:
+def _describe_transformer(transformer: nn.Module, changed: list[str]) -> TransformerRecord:
     family = get_family(transformer)
-    layer = next(module for module in transformer.modules() if isinstance(module, MHLALayer))
+    layer = next(iter(require_layers(transformer).values()))
     return TransformerRecord(
         family.name,
         type(transformer).__name__,
@@ -125,33 +143,40 @@ def _describe_transformer(transformer: nn.Module) -> TransformerRecord:
         layer.heads,
         layer.head_dim,
         layer.config.to_dict(),
+        changed,
     )
 
 
 def _choose_tensors(
     name: str, transformer: nn.Module, weights: Weights, base: Any, base_model: str
 ) -> dict[str, torch.Tensor]:
-    state = transformer.state_dict()
-    own = {key: tensor for key, tensor in state.items() if ".mhla." in key}
-    chosen = own if weights == "mhla" else state
-    adapters = [key for key in chosen if "lora_" in key or ".base_layer." in key]
+    whole = transformer.state_dict()
+    own = {key: tensor for key, tensor in whole.items() if ".mhla." in key}
+    adapters = [key for key in (own if weights == "mhla" else whole) if "lora_" in key or ".base_layer." in key]
     if adapters:
         raise ValueError(
             f"{name} has LoRA adapters ({adapters[0]}, …), which weights={weights!r} cannot tell from the model. "
             "Fuse and unload them first, or save weights='mhla' and the adapters with save_lora_weights()."
         )
+    state = {key: places[0] for key, places in base_weights(transformer).items()} if weights != "mhla" else {}
+    for key, tensor in (own | state).items():
+        if type(tensor) is not torch.Tensor:
+            raise ValueError(
+                f"{name}.{key} is no plain tensor but a {type(tensor).__name__}: quantised or sharded weights cannot "
+                "be saved. weights='mhla' saves MHLA's own tensors alone, which quantisation passes over."
+            )
+        if tensor.is_meta:
+            raise ValueError(f"{name}.{key} is offloaded and has no data; switch offloading off before saving.")
     if weights == "changed":
-        reference = _base_transformer(name, transformer, base, base_model).state_dict()
-        strange = [key for key, x in state.items() if key not in own and not _has_shape(reference.get(key), x)]
+        found = base_weights(_base_transformer(name, transformer, base, base_model))
+        reference = {key: places[0] for key, places in found.items()}
+        strange = [key for key, x in state.items() if not _has_shape(reference.get(key), x)]
         if strange:
             raise ValueError(
                 f"The base does not fit: it has no {name}.{strange[0]} of shape {state[strange[0]].shape}."
             )
-        chosen = own | {key: x for key, x in state.items() if key not in own and _differs(x, reference[key])}
-    offloaded = [key for key, tensor in chosen.items() if tensor.is_meta]
-    if offloaded:
-        raise ValueError(f"{name}.{offloaded[0]} is offloaded and has no data; switch offloading off before saving.")
-    return chosen
+        state = {key: x for key, x in state.items() if _differs(x, reference[key])}
+    return own | state
 
 
 def _has_shape(tensor: torch.Tensor | None, other: torch.Tensor) -> bool:
@@ -181,11 +206,12 @@ def _base_transformer(name: str, transformer: nn.Module, base: Any, base_model: 
     return loaded
 
 
-def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[str, str]:
+def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], record: PatchRecord) -> tuple[str, str]:
     """Write the safetensors file; return its name and hash."""
     aside = folder / f".mhla-{os.getpid()}.tmp"
     try:
-        save_file(tensors, aside, metadata={"format": "pt"})
+        # one entry alone: safetensors writes several in any order, and the name is that of the content
+        write_tensors(tensors, aside, {"mhla": json.dumps(record.settings(), sort_keys=True)})
         digest = file_hash(aside)
         # the name of its content, so that a patch which is replaced keeps its file until the JSON names the new one
         file = f"mhla-{digest[:12]}.safetensors"

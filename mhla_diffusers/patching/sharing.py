@@ -20,7 +20,7 @@ import torch
 from diffusers import DiffusionPipeline
 from mhla_diffusers import load_mhla
 
-pipe = DiffusionPipeline.from_pretrained("{base_source}", torch_dtype=torch.bfloat16)
+pipe = DiffusionPipeline.from_pretrained("{base_source}", dtype=torch.bfloat16)
 load_mhla(pipe, "{repo_id}")
 ```
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from ..files import read_json, write_json, write_text, write_whole_folder
+from ..files import read_json, write_json, write_tensors, write_text, write_whole_folder
 from ..generation.pipelines import LORA_FILE
 from ..patching import save_mhla
 from ..patching.record import Weights
@@ -140,7 +140,7 @@ class RunFolder:
 
         def write(aside: Path) -> None:
             for name, part in tensors.items():
-                save_file(part, aside / f"{name}.safetensors")
+                write_tensors(part, aside / f"{name}.safetensors")
             write_json(asdict(state), aside / _STATE)
 
         _write_whole(folder, write)
@@ -182,7 +182,7 @@ class RunFolder:
                 if is_adapter(name)
             }
             if adapters:
-                save_file(adapters, aside / LORA_FILE, metadata={"format": "pt"})
+                write_tensors(adapters, aside / LORA_FILE, {"format": "pt"})
 
         _write_whole(self.result, write)
 

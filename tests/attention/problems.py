@@ -1,6 +1,7 @@
 """Attention problems that the tests of every backend share: tensors, options and the comparison with the reference."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,8 +47,8 @@ class Problem:
         return {"output": output.detach()} | gradients
 
 
-def call_of(rotary: Any = None, **arguments: Any) -> Call:
-    """The call that ``mhla_attention`` makes of its arguments."""
+def call_of(rotary: Any = None, rotary_axes: Any = None, **arguments: Any) -> Call:
+    """The call that ``mhla_attention`` makes of its arguments; that RoPE is of axes changes nothing."""
     return Call(rotary=rotary_table(rotary) if rotary is not None else None, **arguments)
 
 
@@ -64,6 +65,7 @@ def make_problem(
     heads: int = 2,
     head_dim: int = 8,
     rotary: bool = False,
+    rotary_axes: tuple[int, ...] | None = None,
     mask: bool = False,
     norm: bool = False,
     gate: bool = False,
@@ -92,11 +94,27 @@ def make_problem(
     if rotary:
         angles = draw(1, tokens, 1, head_dim // 2).repeat_interleave(2, dim=-1)
         options["rotary"] = (angles.cos(), angles.sin())
+    if rotary_axes is not None:
+        options |= {"rotary": axial_rotary(grid, rotary_axes, draw), "rotary_axes": rotary_axes}
     if mask:
         keep = torch.rand(batch, tokens, generator=generator) > 0.3
         keep[:, 0] = True
         options["key_mask"] = keep
     return Problem(tensors, grid, blocks, options)
+
+
+def axial_rotary(
+    grid: tuple[int, ...], axes: tuple[int, ...], draw: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) whose channels turn with one axis of the grid each."""
+    parts = []
+    for axis, count in enumerate(axes):
+        shape = [1] * len(grid) + [count]
+        shape[axis] = grid[axis]
+        angles = draw(grid[axis], count // 2).repeat_interleave(2, dim=-1)
+        parts.append(angles.view(shape).expand(*grid, count))
+    angles = torch.cat(parts, dim=-1).reshape(1, math.prod(grid), 1, sum(axes))
+    return angles.cos(), angles.sin()
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

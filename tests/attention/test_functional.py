@@ -1,10 +1,12 @@
 """What mhla_attention promises whatever the backend, and what it refuses."""
 
+import numpy as np
 import pytest
 import torch
 
 from mhla_diffusers.attention import (
     Call,
+    ExactTiles,
     feature_map_names,
     initial_mixing,
     mhla_attention,
@@ -71,6 +73,36 @@ def test_a_registered_feature_map_is_used(monkeypatch):
         register_feature_map("square", lambda x, eps: x)
 
 
+CELL = """
+def cube(x, eps):
+    return x.abs() ** 3 + eps * {factor}
+register_feature_map("cube", cube)
+register_feature_map("one", lambda x, eps: x * 0 + 1)
+"""
+
+
+def test_a_notebook_cell_that_registers_feature_maps_runs_again(monkeypatch):
+    monkeypatch.setattr(feature_maps_module, "_FEATURE_MAPS", dict(feature_maps_module._FEATURE_MAPS))
+    names = {"register_feature_map": register_feature_map, "__name__": "__main__"}
+    for factor in (1, 1, 2):
+        exec(compile(CELL.format(factor=factor), f"cell-{factor}", "exec"), names)
+    found = feature_maps_module.get_feature_map("cube")(torch.zeros(1), 0.25)
+    assert float(found) == 0.5, "that of the latest run"
+    with pytest.raises(ValueError, match="'cube' is already registered"):
+        register_feature_map("cube", feature_maps_module.elu_plus_one)
+    for _ in range(2):
+        register_feature_map("sharp", torch.nn.functional.softplus)
+    for name in ("relu", "identity"):
+        with pytest.raises(ValueError, match=f"'{name}' is already registered"):
+            register_feature_map(name, feature_maps_module.get_feature_map(name))
+
+
+def test_blocks_of_any_kind_of_integer():
+    query, key, value, mixing = make_problem((12,), (3,)).tensors.values()
+    expected = mhla_attention(query, key, value, mixing, (12,), (3,))
+    assert torch.equal(mhla_attention(query, key, value, mixing, (12,), (np.int64(3),)), expected)
+
+
 @pytest.mark.parametrize("shape", [(0, 12, 2, 8), (2, 12, 0, 8)])
 def test_empty_tensors_give_empty_tensors(shape):
     x = torch.empty(shape)
@@ -110,3 +142,22 @@ def test_bad_input_is_named():
     refused(r"key_mask must have shape \(2, 12\), got \(12,\)", key_mask=torch.ones(12, dtype=torch.bool))
     refused(r"output_norm must have shape \(8,\), got \(16,\)", output_norm=torch.ones(16))
     refused(r"output_gate must have shape \(2, 12, 2, 8\), got \(2, 12, 16\)", output_gate=torch.ones(2, 12, 16))
+
+
+@pytest.mark.parametrize(("grid", "axes"), [((6,), (8,)), ((4, 5), (6, 2)), ((3, 4, 5), (4, 2, 2)), ((4, 5), (0, 8))])
+def test_rope_of_axes_is_that_of_tokens(grid, axes):
+    """That angles belong to axes is a help for kernels: with exact tiles and without, nothing else changes."""
+    problem = make_problem(grid, (2,) * len(grid), rotary_axes=axes)
+    exact = ExactTiles.from_mask((2,) * len(grid), torch.eye(2 ** len(grid), dtype=torch.bool).expand(2, -1, -1))
+    for more in ({}, {"exact": exact, "far_field_weight": torch.ones(2)}):
+        given = problem.tensors | {"grid": problem.grid, "blocks": problem.blocks} | more
+        of_axes = mhla_attention(**given, **problem.options)
+        torch.testing.assert_close(of_axes, mhla_attention(**given, rotary=problem.options["rotary"]), rtol=0, atol=0)
+
+
+def test_axes_that_do_not_fit_are_refused():
+    problem = make_problem((4, 5), (2, 2), rotary_axes=(4, 4))
+    given = problem.tensors | {"grid": (4, 5), "blocks": (2, 2), "rotary": problem.options["rotary"]}
+    for axes in ((4, 2), (8,), (5, 3), (10, -2)):
+        with pytest.raises(ValueError, match="rotary_axes=.*even number of channels for each of the 2 axes.*8 in all"):
+            mhla_attention(**given, rotary_axes=axes)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from mhla_diffusers.attention import initial_mixing, mhla_attention
-from mhla_diffusers.benchmark import correctness
-from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operation, make_inputs
+from mhla_diffusers.benchmark import correctness, problems
+from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operation
 from mhla_diffusers.benchmark.lists import draw_mask, draw_tiles, flex_over_tiles
+from mhla_diffusers.benchmark.problems import make_inputs
 from mhla_diffusers.benchmark.shapes import Shape, shapes
 
 from .commands import bench, measure, medians
@@ -65,19 +66,20 @@ def test_lists_are_the_same_ones_every_time_and_of_one_length():
     assert (draw_mask((2, 2), 1, 0.05).sum(dim=-1) == 1).all()
 
 
-@pytest.mark.parametrize("wrong", ["output", "gradient"])
+@pytest.mark.parametrize("wrong", ["output", "query"])
 @pytest.mark.parametrize("kind", ["MHLA", "MHLA with exact tiles"])
 def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
-    right = correctness.mhla_attention
+    """The output, or the gradient of the query alone."""
+    right = problems.mhla_attention
 
     def attend(query, *args, **options):
         if (kind == "MHLA") == ("exact" in options):
             return right(query, *args, **options)
         twice = 2 * query - query.detach()  # the right value and a doubled gradient
-        return right(twice, *args, **options) if wrong == "gradient" else 1.1 * right(query, *args, **options)
+        return right(twice, *args, **options) if wrong == "query" else 1.1 * right(query, *args, **options)
 
-    monkeypatch.setattr(correctness, "mhla_attention", attend)
-    with pytest.raises(IncorrectAttentionError, match=f"{wrong} .*{kind} eager has a relative .* Nothing was timed"):
+    monkeypatch.setattr(problems, "mhla_attention", attend)
+    with pytest.raises(IncorrectAttentionError, match=f"{kind} eager has a relative .* {wrong} .* Nothing was timed"):
         measure(tmp_path, "op", "--shape", "tiny")
     assert not list(tmp_path.rglob("*.json"))
 

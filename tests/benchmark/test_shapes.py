@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_diffusers.attention import initial_mixing, mhla_attention
-from mhla_diffusers.benchmark.correctness import make_inputs
 from mhla_diffusers.benchmark.lists import draw_tiles
+from mhla_diffusers.benchmark.problems import make_inputs
 from mhla_diffusers.benchmark.shapes import (
     TINY,
     Shape,

@@ -1,5 +1,7 @@
 """Checkpoints of the paper's own Wan code."""
 
+import json
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -8,6 +10,7 @@ from torch.nn.functional import conv3d, rms_norm, silu
 
 from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, save_mhla
 from mhla_diffusers.patching.conversion import convert_wan
+from mhla_diffusers.patching.record import read_record
 
 from .. import models
 
@@ -172,6 +175,44 @@ def test_bad_checkpoints_are_named(tmp_path):
     path.write_bytes(b"short")
     with pytest.raises(ValueError, match="cannot be read"):
         convert_wan(path, tmp_path / "patch")
+
+
+def test_a_checkpoint_in_several_files(tmp_path):
+    state = paper_checkpoint(models.wan(), [1, 2], True, False)
+    save_file(state, tmp_path / "whole.safetensors")
+    convert_wan(tmp_path / "whole.safetensors", tmp_path / "patch", blocks=BLOCKS)
+    files = {name: f"paper-{index % 3}.safetensors" for index, name in enumerate(state)}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in state.items() if files[name] == file}, tmp_path / file)
+    index = tmp_path / "paper.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    convert_wan(index, tmp_path / "other", blocks=BLOCKS)
+    assert read_record(tmp_path / "other") == read_record(tmp_path / "patch")
+    with pytest.raises(ValueError, match=r"does not give a whole Wan transformer; missing: .*index\.json"):
+        convert_wan(tmp_path / "paper-1.safetensors", tmp_path / "part", blocks=BLOCKS)
+    (tmp_path / "paper-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"paper-1\.safetensors cannot be read"):
+        convert_wan(index, tmp_path / "part", blocks=BLOCKS)
+    index.write_text("[]")
+    with pytest.raises(ValueError, match=r"index\.json has no weight_map"):
+        convert_wan(index, tmp_path / "part", blocks=BLOCKS)
+    assert not (tmp_path / "part").exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "missing"),
+    [
+        (lambda name: ".self_attn." in name, "missing: patch_embedding.weight, proj_out.weight.* and 1 more"),
+        (lambda name: ".block_attn." in name, "missing: patch_embedding.weight.*trained alone"),
+        (lambda name: "cross_attn" not in name, r"missing: blocks\.0\.attn2"),
+        (lambda name: "g_norm" not in name, r"missing: blocks\.1\.attn1\.mhla\.output_norm, unexpected: none"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_named(tmp_path, kept, missing):
+    state = paper_checkpoint(models.wan(), [1], True, False)
+    save_file({name: tensor for name, tensor in state.items() if kept(name)}, tmp_path / "paper.safetensors")
+    with pytest.raises(ValueError, match=missing):
+        convert_wan(tmp_path / "paper.safetensors", tmp_path / "patch", blocks=BLOCKS)
 
 
 @pytest.mark.parametrize("build", [models.wan, models.sana])

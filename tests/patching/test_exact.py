@@ -1,5 +1,7 @@
 """Exact tiles in patched models: every choice, calibration, saving and opening at other settings."""
 
+import re
+
 import pytest
 import torch
 
@@ -209,6 +211,19 @@ def test_softmax_patches_come_with_exact_tiles_too():
     assert not [name for name in names if name.startswith("sana") and name.endswith("-exact")]
 
 
+def save_as_of_old(model, folder):
+    """Save a patch with the own tile exact as the first format had it, when that was called near field."""
+    save_mhla(model, folder)
+    path = folder / "mhla_config.json"
+    text = path.read_text().replace('"format_version": 2', '"format_version": 1').replace('"base_weights": []', "")
+    for line in ('"exact_tiles": null,', '"exact_share": null,', '"tile_means": false,', ',\n "unpatched": []'):
+        assert line in text
+        text = text.replace(line, "")
+    text = text.replace('"exact": "own"', '"near_field": "softmax"')
+    path.write_text(re.sub(r"},\s*}", "}}", text))
+    assert '"near_field"' in path.read_text()
+
+
 def test_a_near_field_of_old_opens_as_its_own_tile(tmp_path):
     """What a query's own block got from MHLA is nothing, as it was."""
     model, arguments, _ = inputs_and_output("wan")
@@ -217,15 +232,25 @@ def test_a_near_field_of_old_opens_as_its_own_tile(tmp_path):
         for layer in mhla_layers(model).values():
             layer.mixing.diagonal(dim1=-2, dim2=-1).zero_()
     expected = models.output(model, arguments)
-    save_mhla(model, tmp_path)
-    path = tmp_path / "mhla_config.json"
-    text = path.read_text()
-    for line in ('"exact_tiles": null,', '"exact_share": null,', '"tile_means": false,'):
-        text = text.replace(line, "")
-    path.write_text(text.replace('"exact": "own"', '"near_field": "softmax"'))
-    assert '"near_field"' in path.read_text()
+    save_as_of_old(model, tmp_path)
     other = load_mhla(models.wan(), tmp_path)
     assert torch.equal(models.output(other, arguments), expected)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize(("saved", "opened"), [((2, 2, 3), (1, 1, 1)), ((1, 1, 1), (2, 2, 3))])
+def test_own_tiles_open_at_one_block_and_one_block_at_several(saved, opened, is_old, tmp_path):
+    """One block is one tile, which is softmax attention over everything."""
+    model, arguments, before = inputs_and_output("wan")
+    apply_mhla(model, blocks=saved, exact="own", exact_tiles=None, tile_means=False)
+    (save_as_of_old if is_old else save_mhla)(model, tmp_path)
+    other = load_mhla(models.wan(), tmp_path, blocks=opened)
+    found = models.output(other, arguments)
+    assert {layer.config.blocks for layer in mhla_layers(other).values()} == {opened}
+    if opened == (1, 1, 1):
+        torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-5)
+    else:
+        models.assert_changed(found, before)
 
 
 @pytest.mark.parametrize(

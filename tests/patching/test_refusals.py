@@ -8,12 +8,13 @@ from diffusers import (
     DDPMPipeline,
     DDPMScheduler,
 )
+from peft import get_peft_model
 
 import mhla_diffusers as mhla
 
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import wan22_pipeline
-from .shared import MODELS, assert_same_footprint, footprint, unet
+from .shared import MODELS, assert_same_footprint, footprint, lora, unet
 
 REFUSED = {
     "too few block counts": ("wan", {"blocks": (2, 2)}, r"blocks=\(2, 2\) has 2 axes.*has 3"),
@@ -34,9 +35,13 @@ REFUSED = {
     "rope unknown": ("wan", {"rope": "during"}, "rope='during' is unknown; allowed: 'after', 'before'"),
     "initialisation unknown": ("wan", {"mixing_init": "local"}, "mixing_init='local'.*'locality', 'uniform'"),
     "negative eps": ("wan", {"eps": -1.0}, r"eps=-1\.0"),
+    "infinite eps": ("wan", {"eps": math.inf}, "eps=inf must be from 0 to 1"),
+    "no eps": ("wan", {"eps": math.nan}, "eps=nan must be from 0 to 1"),
+    "huge eps": ("wan", {"eps": 1e30}, r"eps=1e\+30 must be from 0 to 1"),
     "even kernel": ("wan", {"convolution": 4}, "convolution=4 must be an odd kernel size"),
     "setting misspelt": ("wan", {"feature_mpa": "relu"}, "'feature_mpa'; did you mean 'feature_map'.*Allowed: blocks"),
     "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre'; allowed: auto, eager.*'eager'"),
+    "no backend": ("wan", {"backend": None}, "Unknown backend None; allowed: auto, eager"),
     "patch misspelt": ("wan", {"patch": "wan2.1-t2v-1b"}, r"'wan2\.1-t2v-1b'; did you mean 'wan2\.1-t2v-1"),
     "patch of another family": ("wan", {"patch": "dit-xl-2-256"}, r"for the 'dit' family.*belongs to 'wan'"),
     "patch file missing": ("wan", {"patch": "nowhere.yaml"}, r"nowhere\.yaml does not exist"),
@@ -153,6 +158,22 @@ def test_models_that_are_not_supported_are_refused():
         mhla.apply_mhla(None)
     assert not mhla.is_patched(pipe)
     assert mhla.mhla_layers(pipe) == {}
+
+
+@pytest.mark.parametrize("component", ["transformer", "transformer_2"])
+def test_a_transformer_wrapped_by_peft_is_refused_with_the_way_out(component):
+    pipe = wan22_pipeline()
+    inner = getattr(pipe, component)
+    setattr(pipe, component, get_peft_model(inner, lora("to_q")))
+    wrapped = getattr(pipe, component)
+    for model, name in ((pipe, component), (wrapped, "transformer")):
+        with pytest.raises(ValueError, match=rf"{name} is wrapped in PEFT's PeftModel.*{name}\.get_base_model\(\)"):
+            mhla.apply_mhla(model, exact="none", blocks=(1, 1, 1))
+    assert not mhla.is_patched(pipe)
+    setattr(pipe, component, wrapped.get_base_model())
+    mhla.apply_mhla(pipe, exact="none", blocks=(1, 1, 1))
+    assert len(mhla.mhla_layers(pipe)) == 2 * len(mhla.mhla_layers(inner))
+    assert any("lora_A" in name for name in inner.state_dict())
 
 
 def test_a_failure_half_way_leaves_the_model_as_it_was():

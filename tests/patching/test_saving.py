@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla
+from mhla_diffusers import MHLAProcessor, apply_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla
 from mhla_diffusers.patching.record import CONFIG_NAME, read_record
 from mhla_diffusers.patching.sharing import model_card
 
 from .. import models, pipelines
+from .shared import assert_same_footprint, footprint
 
 SETTINGS = {"layers": "2/3", "output_gate": True, "output_norm": True, "convolution": 3, "mixing_per_head": True}
 
@@ -87,6 +90,40 @@ def test_two_transformers(tmp_path):
         load_mhla(pipelines.wan_pipeline(), tmp_path)
 
 
+@pytest.mark.parametrize("component", ["transformer", "transformer_2"])
+def test_one_of_two_transformers(component, tmp_path):
+    pipe = pipelines.wan22_pipeline()
+    apply_mhla(getattr(pipe, component), exact="none", blocks=(3, 2, 1))
+    shake(parameter for layer in mhla_layers(pipe).values() for parameter in layer.parameters())
+    save_mhla(pipe, tmp_path)
+    other = load_mhla(pipelines.wan22_pipeline(), tmp_path)
+    assert mhla_layers(other).keys() == mhla_layers(pipe).keys()
+    for name, layer in mhla_layers(pipe).items():
+        assert torch.equal(mhla_layers(other)[name].mixing, layer.mixing)
+    with pytest.raises(ValueError, match=rf"for {component}, with transformer.* left as it is"):
+        load_mhla(pipelines.wan_pipeline(), tmp_path)
+
+
+def test_a_patch_of_one_transformer_does_not_go_into_a_pipeline_of_two(tmp_path):
+    """The same classes and sizes, as Wan 2.1 14B and Wan 2.2 A14B have them, are not the same model."""
+    pipe = pipelines.wan22_pipeline()
+    save_mhla(apply_mhla(pipelines.wan_pipeline(), exact="none", blocks=(3, 2, 1)), tmp_path)
+    with pytest.raises(ValueError, match=r"but the model has transformer, transformer_2"):
+        load_mhla(pipe, tmp_path)
+    load_mhla(pipe.transformer, tmp_path)
+
+
+def test_a_refused_patch_leaves_processors_that_were_set_by_hand(tmp_path):
+    pipe = pipelines.wan22_pipeline()
+    save_mhla(apply_mhla(pipelines.wan22_pipeline(), exact="none", blocks=(3, 2, 1)), tmp_path)
+    pipe.transformer_2.set_attn_processor(MHLAProcessor(blocks=(3, 2, 1), grid=(3, 2, 2)))
+    before = footprint(pipe.transformer), footprint(pipe.transformer_2)
+    with pytest.raises(ValueError, match="already patched"):
+        load_mhla(pipe, tmp_path)
+    assert_same_footprint(pipe.transformer, before[0])
+    assert_same_footprint(pipe.transformer_2, before[1])
+
+
 def test_opening_at_other_block_counts(tmp_path):
     model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3))
     save_mhla(model, tmp_path)
@@ -119,6 +156,28 @@ def test_saving_replaces_the_old_patch(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([CONFIG_NAME, second.file])
 
 
+def test_other_files_of_the_folder_stay(tmp_path):
+    model = trained("wan")
+    kept = tmp_path / "mhla-my-experiment-7.safetensors"
+    save_file({"a": torch.ones(1)}, kept)
+    for _ in range(2):
+        save_mhla(model, tmp_path)
+        shake(mhla_layers(model)["blocks.1.attn1.mhla"].parameters())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [CONFIG_NAME, read_record(tmp_path).file, kept.name]
+    )
+
+
+def test_saved_tensors_get_the_rights_of_any_new_file(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save_mhla(trained("wan"), tmp_path)
+    finally:
+        os.umask(before)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
@@ -138,7 +197,7 @@ save_mhla(model, {folder!r})
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("step", ["save_file", "write_json"])
+@pytest.mark.parametrize("step", ["write_tensors", "write_json"])
 def test_a_kill_while_saving_leaves_a_whole_patch(tmp_path, step, before):
     model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3))
     save_mhla(model, tmp_path)
@@ -168,15 +227,17 @@ def test_wrong_models_are_refused_and_left_alone(tmp_path):
         load_mhla(trained("wan"), tmp_path)
 
 
-def rewrite(folder: Path, change) -> None:
-    """Change the saved tensors and make the hash fit again."""
+def rewrite(folder: Path, change, metadata=None) -> None:
+    """Change the saved tensors and make the hash fit again; the metadata stays unless it is given."""
     import hashlib
 
     record = json.loads((folder / CONFIG_NAME).read_text())
     path = folder / record["file"]
     tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = metadata or file.metadata()
     change(tensors)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata=metadata)
     record["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     (folder / CONFIG_NAME).write_text(json.dumps(record))
 
@@ -207,6 +268,83 @@ def test_wrong_tensors_are_named_and_nothing_is_applied(tmp_path, change, words)
     assert torch.equal(models.output(model, models.inputs("wan")), before)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(own, tmp_path):
+    model = trained("wan")
+    attn = model.blocks[1].attn1
+    save_mhla(model, tmp_path, weights="all")
+    name = NAME if own else "transformer.blocks.1.attn1.to_q.weight"
+    with torch.no_grad():
+        (attn.mhla.mixing if own else attn.to_q.weight).view(-1)[:2] = torch.nan
+    with pytest.raises(ValueError, match=rf"{name} holds NaN or infinite values, 2 of"):
+        save_mhla(model, tmp_path, weights="all")
+    rewrite(tmp_path, lambda tensors: tensors[name].view(-1)[:2].fill_(torch.inf))
+    other = models.wan()
+    before = footprint(other)
+    with pytest.raises(ValueError, match=rf"{name} holds NaN or infinite values, 2 of"):
+        load_mhla(other, tmp_path)
+    assert_same_footprint(other, before)
+
+
+def change_record(folder: Path, change) -> None:
+    record = json.loads((folder / CONFIG_NAME).read_text())
+    change(record)
+    (folder / CONFIG_NAME).write_text(json.dumps(record))
+
+
+def mhla_settings(**settings):
+    return lambda record: record["transformers"]["transformer"]["mhla"].update(settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (mhla_settings(feature_map="elu+1"), r"transformer.mhla.feature_map is 'elu\+1'.*saved with 'relu'.*load_mhla"),
+        (mhla_settings(blocks=[4, 2, 3]), r"transformer.mhla.blocks is \[4, 2, 3\].*saved with \[2, 2, 3\]"),
+        (lambda record: record.update(weights="mhla"), "weights is 'mhla'.*saved with 'changed'"),
+        (
+            lambda record: record["transformers"]["transformer"]["base_weights"].pop(),
+            "transformer.base_weights is .*to_q.bias'\\],",
+        ),
+    ],
+)
+def test_settings_changed_by_hand_are_named(tmp_path, change, words):
+    model = trained("wan")
+    shake(model.blocks[1].attn1.to_q.parameters())
+    save_mhla(model, tmp_path, weights="changed", base=models.wan())
+    change_record(tmp_path, change)
+    with pytest.raises(ValueError, match=f"{CONFIG_NAME} was changed after saving: .*{words}"):
+        load_mhla(models.wan(), tmp_path)
+
+
+def test_a_changed_base_weight_that_is_gone_is_missed(tmp_path):
+    model = trained("wan")
+    shake(model.blocks[1].attn1.to_q.parameters())
+    save_mhla(model, tmp_path, weights="changed", base=models.wan())
+    rewrite(tmp_path, lambda tensors: tensors.pop("transformer.blocks.1.attn1.to_q.bias"))
+    with pytest.raises(ValueError, match=r"missing blocks\.1\.attn1\.to_q\.bias"):
+        load_mhla(models.wan(), tmp_path)
+
+
+def test_patches_of_the_first_format_are_still_read(tmp_path):
+    """They had no settings in the safetensors file and no list of base weights."""
+    model = trained("wan")
+    shake(model.blocks[1].attn1.to_q.parameters())
+    save_mhla(model, tmp_path, weights="changed", base=models.wan())
+    rewrite(tmp_path, lambda tensors: None, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="was written anew without its settings"):
+        load_mhla(models.wan(), tmp_path)
+
+    def to_first(record):
+        record["format_version"] = 1
+        del record["unpatched"], record["transformers"]["transformer"]["base_weights"]
+
+    change_record(tmp_path, to_first)
+    other = load_mhla(models.wan(), tmp_path)
+    arguments = models.inputs("wan")
+    assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+
+
 def test_damaged_files_are_refused(tmp_path):
     save_mhla(trained("wan"), tmp_path)
     path = tmp_path / read_record(tmp_path).file
@@ -226,18 +364,39 @@ def test_damaged_files_are_refused(tmp_path):
     ("change", "words"),
     [
         (lambda record: record.update(format_version=99), "format version 99 is unknown"),
-        (lambda record: record.update(more=1), "more"),
-        (lambda record: record.pop("file"), "file"),
+        (lambda record: record.update(more=1), "Unknown key 'more'; Allowed: format_version"),
+        (lambda record: record.pop("file"), "file is missing"),
+        (lambda record: record.update(weights="zzz"), "weights='zzz' is unknown; allowed: 'mhla', 'changed', 'all'"),
+        (lambda record: record.update(file=3), "file must be text, got 3"),
+        (lambda record: record.update(transformers=[]), r"transformers must be an object, got \[\]"),
+        (lambda record: record.update(transformers={}), "transformers is empty"),
+        (lambda record: record.update(transformers={"transformer": 1}), "transformers.transformer must be an object"),
+        (
+            lambda record: record["transformers"]["transformer"].pop("heads"),
+            "transformers.transformer.heads is missing",
+        ),
+        (
+            lambda record: record["transformers"]["transformer"].update(heads="two"),
+            "transformers.transformer.heads must be an integer, got 'two'",
+        ),
+        (lambda record: record["transformers"]["transformer"]["mhla"].pop("blocks"), "valid patch: .*need blocks"),
         (lambda record: record.update(file="../mhla-x.safetensors"), "names '../mhla-x.safetensors'"),
         (lambda record: record.update(file="weights.bin"), "names 'weights.bin'"),
     ],
 )
 def test_bad_records_are_named(tmp_path, change, words):
     save_mhla(trained("wan"), tmp_path)
-    record = json.loads((tmp_path / CONFIG_NAME).read_text())
-    change(record)
-    (tmp_path / CONFIG_NAME).write_text(json.dumps(record))
+    change_record(tmp_path, change)
     with pytest.raises(ValueError, match=words):
+        load_mhla(models.wan(), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "3", '{"a": '])
+def test_a_record_that_is_none_is_named(tmp_path, text):
+    (tmp_path / CONFIG_NAME).write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"{CONFIG_NAME} is no (valid patch: it must be an object|readable JSON file)"
+    ):
         load_mhla(models.wan(), tmp_path)
 
 
@@ -303,6 +462,14 @@ def test_half_the_size_where_that_is_asked_for(tmp_path):
 def test_names_that_are_no_adapted_patch_are_answered_without_the_hub():
     with pytest.raises(FileNotFoundError, match="tiny-wan-exat is no folder.*mean 'tiny-wan-exact'.*These ship: "):
         load_mhla(models.wan(), "tiny-wan-exat")
+    for absent in ("./tiny-dit-exact", "outputs/run/result", "/nowhere/patch", "some where/patch"):
+        with pytest.raises(FileNotFoundError, match=f"There is no folder {re.escape(absent)}, and it is no Hub id"):
+            load_mhla(models.wan(), absent)
+    with pytest.raises(FileNotFoundError, match=r"no folder tiny-dit-exact/, .* is 'tiny-dit-exact', without a slash"):
+        load_mhla(models.wan(), "tiny-dit-exact/")
+    for none in (None, "", 3):
+        with pytest.raises(ValueError, match=f"patch={none!r} must be a folder, a Hub id"):
+            load_mhla(models.wan(), none)
     with pytest.raises(ValueError, match=r"settings alone; apply_mhla\(model, 'wan2.1-t2v-1.3b'\) opens it"):
         load_mhla(models.wan(), "wan2.1-t2v-1.3b")
     with pytest.raises(ValueError, match=r"adapted, with weights; load_mhla\(model, 'tiny-wan-exact'\) opens it"):
@@ -365,6 +532,19 @@ def test_a_hub_that_cannot_be_reached_is_told(setting):
     )
     assert "Hub repository 'me/my-patch'" in ended.stdout, ended.stderr
     assert "save_mhla" in ended.stdout
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_the_code_of_the_model_card_runs_without_a_warning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pipelines.wan_pipeline().save_pretrained("path/to/base")
+    pipe = apply_mhla(pipelines.wan_pipeline(), exact="none", blocks=(3, 2, 1))
+    save_mhla(pipe, "me/my-patch", base_model="base")
+    card = model_card(pipe, "me/my-patch", read_record(Path("me/my-patch")))
+    names: dict = {}
+    exec(card.split("```python")[1].split("```")[0], names)
+    assert len(mhla_layers(names["pipe"])) == len(mhla_layers(pipe))
+    assert names["pipe"].transformer.dtype == torch.bfloat16
 
 
 def test_the_model_card_says_how_to_use_it(tmp_path):

@@ -15,17 +15,70 @@ def cast(arguments, dtype):
 
 
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
-def test_layerwise_casting_keeps_the_mixing_matrix(name):
-    """Stored in 8 bits: the linear layers, the gate's too. In full: the matrix and the output norm."""
+def test_layerwise_casting_passes_over_what_mhla_adds(name, tmp_path):
+    """Stored in 8 bits: the model's linear layers. In full, also when saved: matrix, norm, gate and convolution."""
     model = patched(name, **EVERYTHING)
-    expected, before = output(model, inputs(name)), [matrix.clone() for matrix in mixings(model)]
+    expected, before = output(model, inputs(name)), own_tensors(model)
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
     # four bits of significand round a weight by up to 6%, in every layer one after the other
     assert 0 < relative_change(output(model, inputs(name)), expected) < 0.2
-    for layer, matrix in zip(mhla.mhla_layers(model).values(), before, strict=True):
-        assert layer.mixing.dtype == layer.output_norm.dtype == torch.float32
-        assert torch.equal(layer.mixing, matrix)
-        assert layer.gate.weight.dtype == layer.convolution.weight.dtype == torch.float8_e4m3fn
+    after = own_tensors(model)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], tensor) and after[key].dtype == tensor.dtype for key, tensor in before.items())
+    other = mhla.load_mhla(FAMILIES[name].build(), mhla.save_mhla(model, tmp_path))
+    assert torch.equal(output(other, inputs(name)), expected)
+    mhla.save_mhla(model, tmp_path, weights="all")
+    other = mhla.load_mhla(FAMILIES[name].build(), tmp_path)
+    assert torch.equal(output(other, inputs(name)), output(model, inputs(name)))
+
+
+def own_tensors(model):
+    return {key: tensor.clone() for key, tensor in model.state_dict().items() if ".mhla." in key}
+
+
+class Quantised(torch.Tensor):
+    """What quantisation puts in place of a weight: a tensor without a storage of its own, as torchao's are."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+    def __init__(self, weight):
+        self.scale = weight.abs().max() / 127
+        self.rounded = (weight / self.scale).round().to(torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].rounded * args[0].scale)
+        plain = [arg.rounded * arg.scale if isinstance(arg, cls) else arg for arg in args]
+        return function(*plain, **(kwargs or {}))
+
+
+def quantise(model):
+    """Every ``nn.Linear``, which is what torchao's ``quantize_`` takes when it is not told otherwise."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(Quantised(module.weight.detach()), requires_grad=False)
+
+
+def test_quantisation_passes_over_what_mhla_adds(tmp_path):
+    """torchao itself need not be installed here; its tensors have no storage either, which safetensors refuse."""
+    model = patched("wan", **EVERYTHING)
+    before, expected = own_tensors(model), output(model, inputs("wan"))
+    quantise(model)
+    assert 0 < relative_change(output(model, inputs("wan")), expected) < 0.05
+    other = mhla.load_mhla(FAMILIES["wan"].build(), mhla.save_mhla(model, tmp_path))
+    assert all(torch.equal(own_tensors(other)[key], tensor) for key, tensor in before.items())
+    for weights in ("changed", "all"):
+        with pytest.raises(ValueError, match=r"\.weight is no plain tensor but a Quantised.*weights='mhla' saves"):
+            mhla.save_mhla(model, tmp_path, weights=weights, base=FAMILIES["wan"].build())
+    adapted = mhla.save_mhla(patched("wan", **EVERYTHING), tmp_path / "all", weights="all")
+    quantised = FAMILIES["wan"].build()
+    quantise(quantised)
+    with pytest.raises(ValueError, match=r"\.weight is no plain tensor but a Quantised.*load the patch before that"):
+        mhla.load_mhla(quantised, adapted)
+    assert not mhla.is_patched(quantised)
 
 
 @pytest.mark.parametrize("settings", [{}, EVERYTHING], ids=["plain", "everything"])

@@ -79,12 +79,24 @@ class Tile(NamedTuple):
     """False beyond the end of the block, (tokens,)."""
 
 
+class Angles(NamedTuple):
+    """The table of RoPE: (cos, sin) at the places of each channel pair."""
+
+    rows: Rows
+    """Of every token; or, with ``first_end``, of every place on the axes of the grid, one axis after the other."""
+    first_end: int | None
+    """Where the channels end that turn with the first axis; None if every token has a row of its own."""
+    second_end: int | None
+    """Where those of the second axis end."""
+
+
 class Source(NamedTuple):
     """Query or key with what its features are computed from."""
 
     rows: Any
-    rotary: Any
-    """:class:`Rows` of the RoPE table, (cos, sin) at the places of each channel pair; None for no RoPE."""
+    angles: Any
+    """:class:`Angles`; None for no RoPE."""
+    layout: Any
     eps: Any
 
 
@@ -133,12 +145,15 @@ def rows(tensor: torch.Tensor) -> Rows:
     return Rows(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
 
 
-def rotary_rows(call: Call) -> Rows | None:
-    """The RoPE table (1 or B, N, 1, D), the same for every head and possibly for every batch row."""
-    table = call.rotary
+def angles(table: torch.Tensor | None, axes: Shape | None) -> Angles | None:
+    """The RoPE table of a call, the same for every head and possibly for every batch row."""
     if table is None:
         return None
-    return Rows(table, 0 if table.shape[0] == 1 else table.stride(0), table.stride(1), 0)
+    of_table = Rows(table, 0 if table.shape[0] == 1 else table.stride(0), table.stride(1), 0)
+    if axes is None:
+        return Angles(of_table, None, None)
+    first, second, _ = axes
+    return Angles(of_table, first, first + second)
 
 
 def layout(heads: int, grid: Shape, blocks: Shape, parts: int) -> Layout:

@@ -45,7 +45,7 @@ def token_numbers_at(pointer, which: tl.constexpr, tile, layout):
 @triton.jit
 def query_gradient_kernel(
     query,
-    rotary,
+    angles,
     mixed,
     output_norm,
     output_gate,
@@ -65,14 +65,14 @@ def query_gradient_kernel(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradients of query, gate and (one row per program) norm weight, and the three numbers per token.
 
     The normaliser may have a gradient of its own, where it was an output too.
     """
-    number: tl.constexpr = query.pointer.dtype.element_ty
     layout = plain_layout(layout)
-    source = Source(query, rotary, eps)
+    source = Source(query, angles, layout, eps)
     program = this_program(layout, 1)
     box = block_box(program.block, layout)
     channels = tl.arange(0, BLOCK_D)
@@ -94,7 +94,7 @@ def query_gradient_kernel(
             FEATURE_MAP,
             ROPE_BEFORE,
             NORMALIZE,
-            number == tl.float32,
+            PRECISION,
         )
         slope = 1.0 / normaliser
         values = values * slope[:, None]
@@ -147,7 +147,7 @@ def query_gradient_kernel(
             FEATURE_MAP,
             ROPE_BEFORE,
             NORMALIZE,
-            number == tl.float32,
+            PRECISION,
             False,
         )
     if output_norm is not None:
@@ -158,7 +158,7 @@ def query_gradient_kernel(
 @triton.jit
 def summary_gradient_kernel(
     query,
-    rotary,
+    angles,
     mixed,
     output_norm,
     output_gate,
@@ -174,11 +174,11 @@ def summary_gradient_kernel(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradient of the mixed summary from one part of one block's queries, for BLOCK_E channels of the value."""
-    number: tl.constexpr = query.pointer.dtype.element_ty
     layout = plain_layout(layout)
-    source = Source(query, rotary, eps)
+    source = Source(query, angles, layout, eps)
     program = this_program(layout, (HEAD_DIM + BLOCK_E - 1) // BLOCK_E)
     box = block_box(program.block, layout)
     channels = tl.arange(0, BLOCK_D)
@@ -212,11 +212,11 @@ def summary_gradient_kernel(
                 FEATURE_MAP,
                 ROPE_BEFORE,
                 False,
-                number == tl.float32,
+                PRECISION,
             )
             shrink = tl.load(token_numbers_at(token_numbers, SHRINK, tile, layout), mask=tile.exists, other=0.0)
             gradient = gradient * weight[None, :] - shrink[:, None] * values
-        summary = accurate_dot(tl.trans(rotated), gradient, summary, number == tl.float32, False, False)
+        summary = accurate_dot(tl.trans(rotated), gradient, summary, PRECISION, False, False)
         if NORMALIZE:
             normaliser_gradient = tl.load(
                 token_numbers_at(token_numbers, NORMALISER_GRADIENT, tile, layout), mask=tile.exists, other=0.0
@@ -229,7 +229,7 @@ def summary_gradient_kernel(
 def key_value_gradient_kernel(
     key,
     value,
-    rotary,
+    angles,
     key_mask,
     summary_gradient,
     key_gradient,
@@ -243,11 +243,12 @@ def key_value_gradient_kernel(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradients of key and value for one part of one block, from the gradient of the block's summary."""
     number: tl.constexpr = key.pointer.dtype.element_ty
     layout = plain_layout(layout)
-    source = Source(key, rotary, eps)
+    source = Source(key, angles, layout, eps)
     program = this_program(layout, 1)
     box = block_box(program.block, layout)
     channels = tl.arange(0, BLOCK_D)
@@ -268,7 +269,7 @@ def key_value_gradient_kernel(
             FEATURE_MAP,
             ROPE_BEFORE,
             NORMALIZE,
-            number == tl.float32,
+            PRECISION,
         )
         weight = token_weight(key_mask, tile, layout)
         store_rows(value_gradient, gradient * weight[:, None], tile, channels, layout, HEAD_DIM)
@@ -294,6 +295,6 @@ def key_value_gradient_kernel(
             FEATURE_MAP,
             ROPE_BEFORE,
             NORMALIZE,
-            number == tl.float32,
+            PRECISION,
             number == tl.bfloat16,
         )

@@ -4,13 +4,14 @@ The formula is that of :mod:`mhla_diffusers.attention.exact`. Importing this fil
 importing Triton, which the first call does.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..call import Call
-from ..rotary import rotated
 from ..tiles import ExactTiles
+from .arguments import angles
 from .exact_lists import ExactCall
 from .operators import refuse_second_derivative
 
@@ -39,9 +40,12 @@ def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor,
         Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), both in float32. A query that attends to nothing
         gets 0 and the lowest finite number.
     """
+    query, key = call.query, call.key
+    if call.rotary is not None:
+        query, key = (rotate(x, call.rotary, call.grid, call.rotary_axes, False) for x in (query, key))
     output, log_sum = exact_tiles(
-        rotated(call.query, call.rotary),
-        rotated(call.key, call.rotary),
+        query,
+        key,
         call.value,
         call.mean_bias.float().contiguous() if call.mean_bias is not None else None,
         call.key_mask.float().contiguous() if call.key_mask is not None else None,
@@ -51,6 +55,43 @@ def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor,
         tiles.counts,
     )
     return output, log_sum
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::rotate",
+    mutates_args=(),
+    schema="(Tensor x, Tensor table, SymInt[] grid, SymInt[]? axes, bool backwards) -> Tensor",
+)
+def rotate(
+    x: torch.Tensor, table: torch.Tensor, grid: Sequence[int], axes: Sequence[int] | None, backwards: bool
+) -> torch.Tensor:
+    """RoPE of queries or keys (B, N, H, D): ``table`` and ``axes`` are those of a :class:`Call`."""
+    from .rotation import rotate_launch
+
+    of_table = angles(table, None if axes is None else tuple(axes))
+    launch, turned = rotate_launch(x, of_table, tuple(grid), backwards)
+    launch.run()
+    return turned
+
+
+@rotate.register_fake
+def _rotate_shape(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save_rotation(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, table, *ctx.settings = inputs
+    ctx.save_for_backward(table)
+
+
+def _rotate_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grid, axes, backwards = ctx.settings
+    if gradient.stride(-1) != 1:
+        gradient = gradient.contiguous()
+    return rotate(gradient, *ctx.saved_tensors, grid, axes, not backwards), None, None, None, None
+
+
+rotate.register_autograd(_rotate_back, setup_context=_save_rotation)
 
 
 def _call_of(arguments: tuple[Any, ...]) -> ExactCall:

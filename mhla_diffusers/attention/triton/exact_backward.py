@@ -18,7 +18,6 @@ from .exact_key_gradients import OutputSide, QuerySide, key_value_gradient_launc
 from .exact_lists import ExactCall, lists_of_keys, lists_of_queries
 from .exact_tile import (
     LOG2_E,
-    PairShape,
     inputs,
     key_bias,
     list_of,
@@ -26,6 +25,7 @@ from .exact_tile import (
     load_log_sums,
     means_at,
     one_per_token,
+    pair_plan_of,
     this_pair_program,
     tiles_in_grid,
     tokens_of_tile,
@@ -36,12 +36,24 @@ from .tile import load_operand, load_rows, numbers_of, operand, plain, plain_lay
 
 
 @triton.jit
-def _query_step(queries, of_output, keys, values, bias, scale, log_sum, product_sum, gradient, number: tl.constexpr):
+def _query_step(
+    queries,
+    of_output,
+    keys,
+    values,
+    bias,
+    scale,
+    log_sum,
+    product_sum,
+    gradient,
+    number: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     square = tl.zeros((queries.shape[0], keys.shape[0]), tl.float32)
-    logits = product(queries, tl.trans(keys), square) * scale + bias[None, :]
+    logits = product(queries, tl.trans(keys), square, PRECISION) * scale + bias[None, :]
     weights = tl.exp2(logits - log_sum[:, None])
-    of_logits = weights * (product(of_output, tl.trans(values), square) - product_sum[:, None])
-    return product(operand(of_logits, number), keys, gradient)
+    of_logits = weights * (product(of_output, tl.trans(values), square, PRECISION) - product_sum[:, None])
+    return product(operand(of_logits, number), keys, gradient, PRECISION)
 
 
 @triton.jit
@@ -65,6 +77,7 @@ def exact_query_gradient_kernel(
     BLOCK_D: tl.constexpr,
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradient of some queries of one tile; P, and the output's gradient in the type of the tensor cores."""
     number: tl.constexpr = query.pointer.dtype.element_ty
@@ -88,7 +101,9 @@ def exact_query_gradient_kernel(
         keys = load_operand(key, others, channels, HEAD_DIM)
         values = load_operand(value, others, channels, HEAD_DIM)
         bias = key_bias(key_mask, others, layout)
-        gradient = _query_step(queries, of_output, keys, values, bias, scale, log_sum, product_sum, gradient, number)
+        gradient = _query_step(
+            queries, of_output, keys, values, bias, scale, log_sum, product_sum, gradient, number, PRECISION
+        )
     if means is not None:
         for first in range(0, tiles_in_grid(layout), OTHERS):
             others = means_at(batch, head, first, layout, OTHERS)
@@ -96,7 +111,7 @@ def exact_query_gradient_kernel(
             values = load_operand(means.value, others, channels, HEAD_DIM)
             bias = unlisted_bias(means, others, row, layout)
             gradient = _query_step(
-                queries, of_output, keys, values, bias, scale, log_sum, product_sum, gradient, number
+                queries, of_output, keys, values, bias, scale, log_sum, product_sum, gradient, number, PRECISION
             )
     store_rows(query_gradient, gradient * (scale / LOG2_E), own, channels, layout, HEAD_DIM)
 
@@ -105,7 +120,7 @@ def query_gradient_launch(
     call: ExactCall, lists: Lists, means: Means | None, output: OutputSide, architecture: str | None = None
 ) -> tuple[Launch, QuerySide]:
     """Gradient of the queries, and what the other kernels need."""
-    shape = PairShape(call, "exact_query_gradient", architecture)
+    plan = pair_plan_of(exact_query_gradient_kernel, call, architecture)
     side = QuerySide(like(call.query), like(call.query), one_per_token(call))
     arguments = inputs(call, lists, means) | {
         "output": rows(output.output),
@@ -116,7 +131,7 @@ def query_gradient_launch(
         "rounded_gradient": side.output_gradient,
         "products": numbers(side.products),
     }
-    return shape.launch(exact_query_gradient_kernel, arguments, shape.parts, call.number_of_tiles), side
+    return plan.launch(call, arguments, plan.parts(call), call.number_of_tiles), side
 
 
 def backward(call: ExactCall, output: OutputSide) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,13 +16,13 @@ import triton.language as tl
 from .arguments import Lists, Means, allocate, numbers, rows
 from .exact_lists import ExactCall, bitmap, lists_of_keys
 from .exact_tile import (
-    PairShape,
     inputs,
     key_bias,
     list_of,
     listed_tokens,
     means_at,
     one_per_token,
+    pair_plan_of,
     this_pair_program,
     tiles_in_grid,
     tokens_of_tile,
@@ -38,16 +38,18 @@ _LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def _attend(queries, keys, values, bias, scale, total, maximum, values_sum, number: tl.constexpr):
+def _attend(
+    queries, keys, values, bias, scale, total, maximum, values_sum, number: tl.constexpr, PRECISION: tl.constexpr
+):
     """One step of online softmax attention: (queries,) sum of weights and maximum, (queries, channels) values."""
     square = tl.zeros((queries.shape[0], keys.shape[0]), tl.float32)
-    logits = product(queries, tl.trans(keys), square) * scale + bias[None, :]
+    logits = product(queries, tl.trans(keys), square, PRECISION) * scale + bias[None, :]
     largest = tl.maximum(maximum, tl.max(logits, axis=1))
     # where nothing has been seen yet, minus infinity less minus infinity would be NaN
     base = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2(logits - base[:, None])
     shrink = tl.exp2(maximum - base)
-    values_sum = product(operand(weights, number), values, values_sum * shrink[:, None])
+    values_sum = product(operand(weights, number), values, values_sum * shrink[:, None], PRECISION)
     return total * shrink + tl.sum(weights, axis=1), largest, values_sum
 
 
@@ -67,6 +69,7 @@ def exact_kernel(
     BLOCK_D: tl.constexpr,
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Output of some queries of one tile, and the log of each query's sum of weights."""
     number: tl.constexpr = query.pointer.dtype.element_ty
@@ -84,14 +87,18 @@ def exact_kernel(
         keys = load_operand(key, others, channels, HEAD_DIM)
         values = load_operand(value, others, channels, HEAD_DIM)
         bias = key_bias(key_mask, others, layout)
-        total, maximum, values_sum = _attend(queries, keys, values, bias, scale, total, maximum, values_sum, number)
+        total, maximum, values_sum = _attend(
+            queries, keys, values, bias, scale, total, maximum, values_sum, number, PRECISION
+        )
     if means is not None:
         for first in range(0, tiles_in_grid(layout), OTHERS):
             others = means_at(batch, head, first, layout, OTHERS)
             keys = load_operand(means.key, others, channels, HEAD_DIM)
             values = load_operand(means.value, others, channels, HEAD_DIM)
             bias = unlisted_bias(means, others, row, layout)
-            total, maximum, values_sum = _attend(queries, keys, values, bias, scale, total, maximum, values_sum, number)
+            total, maximum, values_sum = _attend(
+                queries, keys, values, bias, scale, total, maximum, values_sum, number, PRECISION
+            )
     seen = total > 0
     store_rows(output, values_sum / tl.where(seen, total, 1.0)[:, None], own, channels, layout, HEAD_DIM)
     log_sum = tl.where(seen, (maximum + tl.log2(total)) * _LN_2, _LOWEST)
@@ -111,6 +118,7 @@ def means_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OTHERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Means of the keys and of the values of one tile, contiguous (B, T, H, D), and the sum of its key mask."""
     layout = plain_layout(layout)
@@ -157,7 +165,7 @@ def means_launch(call: ExactCall, lists: Lists, architecture: str | None = None)
         "value_means": value_means,
         "counts": counts,
     }
-    launch = PairShape(call, "means", architecture).launch(means_kernel, arguments, 1, tiles)
+    launch = pair_plan_of(means_kernel, call, architecture).launch(call, arguments, 1, tiles)
     return launch, Means(rows(key_means), rows(value_means), counts, call.mean_bias, bitmap(call))
 
 
@@ -165,11 +173,11 @@ def exact_launch(
     call: ExactCall, lists: Lists, means: Means | None, architecture: str | None = None
 ) -> tuple[Launch, torch.Tensor, torch.Tensor]:
     """Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), both float32."""
-    shape = PairShape(call, "exact", architecture)
+    plan = pair_plan_of(exact_kernel, call, architecture)
     output = allocate(tuple(call.query.shape), torch.float32, call.query.device)
     log_sum = one_per_token(call)
     arguments = inputs(call, lists, means) | {"output": output, "log_sums": numbers(log_sum)}
-    return shape.launch(exact_kernel, arguments, shape.parts, call.number_of_tiles), output, log_sum
+    return plan.launch(call, arguments, plan.parts(call), call.number_of_tiles), output, log_sum
 
 
 def forward(call: ExactCall) -> tuple[torch.Tensor, torch.Tensor]:

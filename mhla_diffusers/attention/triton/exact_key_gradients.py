@@ -16,7 +16,6 @@ from .arguments import Lists, Means, Numbers, Rows, Tile, allocate, disguised, l
 from .exact_lists import ExactCall, lists_of_keys, tile_of_token
 from .exact_tile import (
     LOG2_E,
-    PairShape,
     inputs,
     key_bias,
     list_of,
@@ -24,6 +23,7 @@ from .exact_tile import (
     load_log_sums,
     mean_bias,
     means_at,
+    pair_plan_of,
     this_pair_program,
     tiles_in_grid,
     tokens_of_tile,
@@ -35,12 +35,12 @@ from .tuning import parts_per_block
 
 
 @triton.jit
-def _pair_gradients(keys, values, bias, queries, of_output, log_sum, product_sum, scale):
+def _pair_gradients(keys, values, bias, queries, of_output, log_sum, product_sum, scale, PRECISION: tl.constexpr):
     """Weights and gradients of logits of keys (rows) and queries (columns)."""
     square = tl.zeros((keys.shape[0], queries.shape[0]), tl.float32)
-    logits = product(keys, tl.trans(queries), square) * scale + bias[:, None]
+    logits = product(keys, tl.trans(queries), square, PRECISION) * scale + bias[:, None]
     weights = tl.exp2(logits - log_sum[None, :])
-    return weights, weights * (product(values, tl.trans(of_output), square) - product_sum[None, :])
+    return weights, weights * (product(values, tl.trans(of_output), square, PRECISION) - product_sum[None, :])
 
 
 @triton.jit
@@ -61,6 +61,7 @@ def mean_gradient_kernel(
     BLOCK_D: tl.constexpr,
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradients of some means from one part of all queries: (B, H, T, parts, D), and of the bias (B, H, T, parts)."""
     number: tl.constexpr = query.pointer.dtype.element_ty
@@ -95,11 +96,13 @@ def mean_gradient_kernel(
         row = batch * plain(sample_stride) + head * tiles + tile
         both = own.exists[:, None] & others.exists[None, :]
         is_exact = tl.load(means.is_exact + row[None, :] * tiles + own.tokens[:, None], mask=both, other=1) != 0
-        weights, of_logits = _pair_gradients(keys, values, bias, queries, of_output, log_sum, product_sum, scale)
+        weights, of_logits = _pair_gradients(
+            keys, values, bias, queries, of_output, log_sum, product_sum, scale, PRECISION
+        )
         weights = tl.where(is_exact, 0.0, weights)
         of_logits = tl.where(is_exact, 0.0, of_logits)
-        of_values = product(operand(weights, number), of_output, of_values)
-        of_keys = product(operand(of_logits, number), queries, of_keys)
+        of_values = product(operand(weights, number), of_output, of_values, PRECISION)
+        of_keys = product(operand(of_logits, number), queries, of_keys, PRECISION)
         of_bias += tl.sum(of_logits, axis=1)
     place = ((batch * layout.heads + head) * tiles + own.tokens) * layout.parts + part
     exists = own.exists[:, None] & (channels < HEAD_DIM)[None, :]
@@ -130,6 +133,7 @@ def exact_key_value_gradient_kernel(
     BLOCK_D: tl.constexpr,
     OWN: tl.constexpr,
     OTHERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradients of some keys and values of one tile: from the queries of its list and from its mean."""
     number: tl.constexpr = query.pointer.dtype.element_ty
@@ -149,9 +153,11 @@ def exact_key_value_gradient_kernel(
         of_output = load_operand(output_gradient, others, channels, HEAD_DIM)
         log_sum = load_log_sums(log_sums, others)
         product_sum = tl.load(numbers_of(products, others), mask=others.exists, other=0.0)
-        weights, of_logits = _pair_gradients(keys, values, bias, queries, of_output, log_sum, product_sum, scale)
-        of_values = product(operand(weights, number), of_output, of_values)
-        of_keys = product(operand(of_logits, number), queries, of_keys)
+        weights, of_logits = _pair_gradients(
+            keys, values, bias, queries, of_output, log_sum, product_sum, scale, PRECISION
+        )
+        of_values = product(operand(weights, number), of_output, of_values, PRECISION)
+        of_keys = product(operand(of_logits, number), queries, of_keys, PRECISION)
     of_keys *= scale / LOG2_E
     if means is not None:
         tiles = tiles_in_grid(layout)
@@ -211,11 +217,11 @@ def mean_gradient_launch(
     call: ExactCall, means: Means, output: OutputSide, side: QuerySide, architecture: str | None = None
 ) -> tuple[Launch, MeanGradients]:
     """Gradients of means and bias from every query that does not meet their tile exactly."""
-    shape = PairShape(call, "mean_gradient", architecture)
+    plan = pair_plan_of(mean_gradient_kernel, call, architecture)
     batch, tokens, heads, head_dim = call.query.shape
     device, tiles = call.query.device, call.number_of_tiles
-    groups = -(-tiles // shape.tiles.own)
-    parts = parts_per_block(batch * heads * groups, tokens, shape.tiles.others, shape.processors)
+    groups = -(-tiles // plan.tiles.own)
+    parts = parts_per_block(batch * heads * groups, tokens, plan.tiles.others, plan.processors)
     size = (batch, heads, tiles, parts)
     of_keys, of_values = (allocate((*size, head_dim), torch.float32, device) for _ in range(2))
     gradients = MeanGradients(of_keys, of_values, allocate(size, torch.float32, device))
@@ -227,7 +233,7 @@ def mean_gradient_launch(
         "value_gradient": gradients.values,
         "bias_gradient": gradients.bias,
     }
-    return shape.launch(mean_gradient_kernel, arguments, parts, groups), gradients
+    return plan.launch(call, arguments, parts, groups), gradients
 
 
 def key_value_gradient_launch(
@@ -240,7 +246,7 @@ def key_value_gradient_launch(
     architecture: str | None = None,
 ) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor]]:
     """Gradients of keys and values (B, N, H, D); ``lists`` are those of queries."""
-    shape = PairShape(call, "exact_key_value_gradient", architecture)
+    plan = pair_plan_of(exact_key_value_gradient_kernel, call, architecture)
     gradients = like(call.key), like(call.value)
     arguments = (
         inputs(call, lists, means)
@@ -252,7 +258,7 @@ def key_value_gradient_launch(
             "value_gradient": gradients[1],
         }
     )
-    return shape.launch(exact_key_value_gradient_kernel, arguments, shape.parts, call.number_of_tiles), gradients
+    return plan.launch(call, arguments, plan.parts(call), call.number_of_tiles), gradients
 
 
 def _known(output: OutputSide, side: QuerySide) -> dict[str, Rows | Numbers]:

@@ -7,6 +7,8 @@ The layout of these kernels has tiles for blocks.
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from .exact_lists import ExactCall
 from .forward_kernels import token_weight
 from .launches import Launch
 from .tile import numbers_of, plain
-from .tuning import PairTiling, architecture_of, pair_tiling, processors_of
+from .tilings import AnyTiling, PairTiling, Place, wished
+from .tuning import architecture_of, name_of, pair_tiling, precision_of, processors_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -115,33 +118,58 @@ def load_log_sums(log_sums, tile):
     return tl.where(log_sum < -1e38, 0.0, log_sum * LOG2_E)
 
 
-class PairShape:
-    """Tiles, programs and layout of one kernel for one call."""
+@dataclass(frozen=True)
+class PairPlan:
+    """How one kernel runs: the same for all calls of one size, so it is made once for each."""
 
-    def __init__(self, call: ExactCall, kernel: str, architecture: str | None) -> None:
-        query = call.query
-        name = architecture or architecture_of(query.device)
-        self.call = call
-        self.processors = processors_of(query.device, name)
-        self.tiles: PairTiling = pair_tiling(kernel, query.shape[3], query.dtype, call.longest_tile, name)
+    kernel: Any
+    place: Place
+    tiles: PairTiling
+    processors: int
+    constants: dict[str, Any]
+    """Those of the shared ones that the kernel takes."""
 
-    def launch(self, kernel: Any, arguments: dict[str, Any], parts: int, whole: int) -> Launch:
-        """``kernel`` with those of the shared constants that it takes, in ``parts`` programs for each of ``whole``."""
-        batch, _, heads, head_dim = self.call.query.shape
-        constants = {
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-            "OWN": self.tiles.own,
-            "OTHERS": self.tiles.others,
-        }
-        shared = {"layout": layout(heads, self.call.grid, self.call.counts, parts)}
-        taken = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        return Launch(kernel, batch * heads * whole * parts, arguments | shared, taken, self.tiles)
+    def launch(self, call: ExactCall, arguments: dict[str, Any], parts: int, whole: int) -> Launch:
+        """With the arguments of the kernel besides the layout, in ``parts`` programs for each of ``whole``."""
+        batch, _, heads, _ = call.query.shape
+        shared = {"layout": layout(heads, call.grid, call.counts, parts)}
+        return Launch(
+            self.kernel, batch * heads * whole * parts, arguments | shared, self.constants, self.place, self.tiles
+        )
 
-    @property
-    def parts(self) -> int:
+    def parts(self, call: ExactCall) -> int:
         """Programs that share the tokens of a tile."""
-        return -(-self.call.longest_tile // self.tiles.own)
+        return -(-call.longest_tile // self.tiles.own)
+
+
+def pair_plan_of(kernel: Any, call: ExactCall, architecture: str | None) -> PairPlan:
+    """Looked up by what tiles and constants depend on."""
+    query = call.query
+    card = architecture or architecture_of(query.device)
+    return _plan(kernel, query.shape[3], query.dtype, query.device, call.longest_tile, card, wished(name_of(kernel)))
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    kernel: Any,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest_tile: int,
+    card: str,
+    _wish: AnyTiling | None,  # read by the tables themselves; here it tells calls apart
+) -> PairPlan:
+    place = Place(card, name_of(kernel), head_dim, dtype, longest_tile)
+    tiles = pair_tiling(place)
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "OWN": tiles.own,
+        "OTHERS": tiles.others,
+        "PRECISION": precision_of(dtype, card),
+    }
+    taken = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    return PairPlan(kernel, place, tiles, processors_of(device, card), taken)
 
 
 def inputs(call: ExactCall, lists: Lists, means: Means | None) -> dict[str, Any]:

@@ -10,11 +10,29 @@ from .tile import load_rows, rotate
 
 
 @triton.jit
+def load_angles(source, tile, channels, HEAD_DIM: tl.constexpr):
+    """The RoPE table of a tile, float32 (tokens, channels)."""
+    angles = source.angles
+    if angles.first_end is None:
+        return load_rows(angles.rows, tile, channels, HEAD_DIM)
+    else:
+        layout = source.layout
+        token = tile.tokens.to(tl.int32)[:, None]
+        of_second = layout.grid_0 + token // layout.grid_2 % layout.grid_1
+        of_third = layout.grid_0 + layout.grid_1 + token % layout.grid_2
+        row = tl.where(channels[None, :] < angles.second_end, of_second, of_third)
+        row = tl.where(channels[None, :] < angles.first_end, token // (layout.grid_1 * layout.grid_2), row)
+        start = angles.rows.pointer + tile.batch * angles.rows.batch_stride
+        exists = tile.exists[:, None] & (channels < HEAD_DIM)[None, :]
+        return tl.load(start + row * HEAD_DIM + channels[None, :], mask=exists, other=0.0)
+
+
+@triton.jit
 def load_input(source, tile, channels, HEAD_DIM: tl.constexpr, FEATURE_MAP: tl.constexpr, ROPE_BEFORE: tl.constexpr):
     """Query or key, after RoPE if ROPE_BEFORE: what the feature map is applied to. float32 (tokens, channels)."""
     values = load_rows(source.rows, tile, channels, HEAD_DIM)
-    if source.rotary is not None and ROPE_BEFORE:
-        values = rotate(values, load_rows(source.rotary, tile, channels, HEAD_DIM), False)
+    if source.angles is not None and ROPE_BEFORE:
+        values = rotate(values, load_angles(source, tile, channels, HEAD_DIM), False)
     if FEATURE_MAP == "softmax":  # a channel that is not there has no exponential: 0 may lie far above the maximum
         values = tl.where((channels < HEAD_DIM)[None, :], values, float("-inf"))
     return values
@@ -72,8 +90,8 @@ def load_features(
     """Features of a tile for the numerator and for the normaliser: twice float32 (tokens, channels)."""
     plain = _map(load_input(source, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE), scale, source.eps, FEATURE_MAP)
     rotated = plain
-    if source.rotary is not None and not ROPE_BEFORE:
-        rotated = rotate(plain, load_rows(source.rotary, tile, channels, HEAD_DIM), False)
+    if source.angles is not None and not ROPE_BEFORE:
+        rotated = rotate(plain, load_angles(source, tile, channels, HEAD_DIM), False)
     return rotated, plain
 
 
@@ -98,11 +116,11 @@ def input_gradient(
         row_product: Σ features × gradient over all D channels, (tokens,); the softmax map needs it.
     """
     values = load_input(source, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
-    if source.rotary is None:
+    if source.angles is None:
         gradient = rotated_gradient + plain_gradient
         return _map_gradient(values, scale, gradient, row_product, FEATURE_MAP)
     else:
-        table = load_rows(source.rotary, tile, channels, HEAD_DIM)
+        table = load_angles(source, tile, channels, HEAD_DIM)
         if ROPE_BEFORE:
             gradient = rotated_gradient + plain_gradient
             return rotate(_map_gradient(values, scale, gradient, row_product, FEATURE_MAP), table, True)

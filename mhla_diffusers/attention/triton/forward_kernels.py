@@ -40,7 +40,7 @@ def token_weight(key_mask, tile, layout):
 def summary_kernel(
     key,
     value,
-    rotary,
+    angles,
     key_mask,
     summaries,
     layout,
@@ -52,11 +52,12 @@ def summary_kernel(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """KV summary and key sum of one part of one block (paper, Eq. 3), for BLOCK_E channels of the value."""
     number: tl.constexpr = key.pointer.dtype.element_ty
     layout = plain_layout(layout)
-    source = Source(key, rotary, eps)
+    source = Source(key, angles, layout, eps)
     program = this_program(layout, (HEAD_DIM + BLOCK_E - 1) // BLOCK_E)
     box = block_box(program.block, layout)
     channels = tl.arange(0, BLOCK_D)
@@ -69,9 +70,7 @@ def summary_kernel(
         rotated, plain = load_features(source, scale, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
         weight = token_weight(key_mask, tile, layout)[:, None]
         values = load_rows(value, tile, columns, HEAD_DIM)
-        summary = accurate_dot(
-            tl.trans(rotated * weight), values, summary, number == tl.float32, False, number == tl.bfloat16
-        )
+        summary = accurate_dot(tl.trans(rotated * weight), values, summary, PRECISION, False, number == tl.bfloat16)
         key_sum += tl.sum(plain * weight, axis=0)
     store_part(summaries, summary, key_sum, program, columns, layout, HEAD_DIM, NORMALIZE)
 
@@ -86,7 +85,7 @@ def output_norm_weight(output_norm, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexp
 @triton.jit
 def output_kernel(
     query,
-    rotary,
+    angles,
     mixed,
     output_norm,
     output_gate,
@@ -102,11 +101,11 @@ def output_kernel(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Output of one part of one block's queries (paper, Eq. 4) with output norm and gate, and their normalisers."""
-    number: tl.constexpr = query.pointer.dtype.element_ty
     layout = plain_layout(layout)
-    source = Source(query, rotary, eps)
+    source = Source(query, angles, layout, eps)
     program = this_program(layout, 1)
     box = block_box(program.block, layout)
     channels = tl.arange(0, BLOCK_D)
@@ -127,7 +126,7 @@ def output_kernel(
             FEATURE_MAP,
             ROPE_BEFORE,
             NORMALIZE,
-            number == tl.float32,
+            PRECISION,
         )
         if normalisers is not None:
             tl.store(numbers_of(normalisers, tile), normaliser, mask=tile.exists)

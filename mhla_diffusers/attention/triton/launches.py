@@ -4,17 +4,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
+from ..blocks import Shape
 from ..call import Call
 from ..reference import OUTPUT_NORM_EPS
-from .arguments import Layout, Numbers, Rows, allocate, layout, like, numbers, rotary_rows, rows, state_shape
+from .arguments import Layout, Numbers, Rows, allocate, angles, layout, like, numbers, rows, state_shape
 from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
 from .forward_kernels import output_kernel, summary_kernel
-from .tuning import SUMMARY_KERNELS, AnyTiling, architecture_of, parts_per_block, processors_of, tiling
+from .tilings import AnyTiling, Place, Tiling, wished
+from .tuning import SUMMARY_KERNELS, architecture_of, name_of, parts_per_block, precision_of, processors_of, tiling
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,13 @@ class Launch:
     programs: int
     arguments: dict[str, Any]
     constants: dict[str, Any]
+    place: Place
     tiles: AnyTiling
 
     @property
     def name(self) -> str:
         """Of the kernel, as :mod:`.tuning` spells it."""
-        return str(self.kernel.__name__.removesuffix("_kernel"))
+        return self.place.kernel
 
     @property
     def moved_bytes(self) -> int:
@@ -51,42 +55,40 @@ class Launch:
 
 def summary_launch(call: Call, architecture: str | None = None) -> tuple[Launch, torch.Tensor]:
     """KV summaries and key sums of all blocks: float32 (B, H, M, parts, D + normalize, D)."""
-    shape = KernelShape(call, "summary", architecture)
-    summaries = shape.new_partial_states()
+    plan = plan_of(summary_kernel, call, architecture)
+    summaries = plan.new_partial_states(call)
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "rotary": rotary_rows(call),
+        "angles": angles(call.rotary, call.rotary_axes),
         "key_mask": call.key_mask,
         "summaries": summaries,
-        "layout": shape.layout,
         "eps": call.eps,
     }
-    return shape.launch(summary_kernel, arguments, "BLOCK_E"), summaries
+    return plan.launch(arguments), summaries
 
 
 def output_launch(
     call: Call, mixed: torch.Tensor, with_normaliser: bool, architecture: str | None = None
 ) -> tuple[Launch, torch.Tensor, torch.Tensor | None]:
     """Output (B, N, H, D) from the mixed summaries (B, H, M, D + normalize, D), normaliser float32 (B, N, H, 1)."""
-    shape = KernelShape(call, "output", architecture)
+    plan = plan_of(output_kernel, call, architecture)
     output = like(call.query)
     normaliser = None
     if with_normaliser:
         normaliser = allocate((*call.query.shape[:3], 1), torch.float32, call.query.device)
     arguments = {
         "query": rows(call.query),
-        "rotary": rotary_rows(call),
+        "angles": angles(call.rotary, call.rotary_axes),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
         "output": output,
         "normalisers": _optional(numbers, normaliser),
-        "layout": shape.layout,
         "eps": call.eps,
         "norm_eps": OUTPUT_NORM_EPS,
     }
-    return shape.launch(output_kernel, arguments, "BLOCK_C"), output, normaliser
+    return plan.launch(arguments), output, normaliser
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,18 @@ def query_gradient_launch(
     architecture: str | None = None,
 ) -> tuple[Launch, QueryGradients]:
     """Gradients of what belongs to the query's side."""
-    shape = KernelShape(call, "query_gradient", architecture)
+    plan = plan_of(query_gradient_kernel, call, architecture)
     batch, tokens, heads, head_dim = call.query.shape
     device = call.query.device
     gradients = QueryGradients(
         query=like(call.query),
         gate=like(call.output_gate) if call.output_gate is not None else None,
-        norm=allocate((shape.programs, head_dim), torch.float32, device) if call.output_norm is not None else None,
+        norm=allocate((plan.programs, head_dim), torch.float32, device) if call.output_norm is not None else None,
         token_numbers=allocate((batch, heads, 3, tokens), torch.float32, device),
     )
     arguments = {
         "query": rows(call.query),
-        "rotary": rotary_rows(call),
+        "angles": angles(call.rotary, call.rotary_axes),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -132,11 +134,10 @@ def query_gradient_launch(
         "gate_gradient": gradients.gate,
         "norm_gradients": gradients.norm,
         "token_numbers": gradients.token_numbers,
-        "layout": shape.layout,
         "eps": call.eps,
         "norm_eps": OUTPUT_NORM_EPS,
     }
-    return shape.launch(query_gradient_kernel, arguments, "BLOCK_C"), gradients
+    return plan.launch(arguments), gradients
 
 
 def summary_gradient_launch(
@@ -147,78 +148,109 @@ def summary_gradient_launch(
     architecture: str | None = None,
 ) -> tuple[Launch, torch.Tensor]:
     """Gradient of the mixed summaries: float32 (B, H, M, parts, D + normalize, D)."""
-    shape = KernelShape(call, "summary_gradient", architecture)
-    gradients = shape.new_partial_states()
+    plan = plan_of(summary_gradient_kernel, call, architecture)
+    gradients = plan.new_partial_states(call)
     arguments = {
         "query": rows(call.query),
-        "rotary": rotary_rows(call),
+        "angles": angles(call.rotary, call.rotary_axes),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
         "output_gradient": rows(output_gradient),
         "token_numbers": token_numbers,
         "summary_gradients": gradients,
-        "layout": shape.layout,
         "eps": call.eps,
     }
-    return shape.launch(summary_gradient_kernel, arguments, "BLOCK_E"), gradients
+    return plan.launch(arguments), gradients
 
 
 def key_value_gradient_launch(
     call: Call, summary_gradient: torch.Tensor, architecture: str | None = None
 ) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor]]:
     """Gradients of key and value (B, N, H, D) from that of the summaries (B, H, M, D + normalize, D)."""
-    shape = KernelShape(call, "key_value_gradient", architecture)
+    plan = plan_of(key_value_gradient_kernel, call, architecture)
     key_gradient, value_gradient = like(call.key), like(call.value)
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "rotary": rotary_rows(call),
+        "angles": angles(call.rotary, call.rotary_axes),
         "key_mask": call.key_mask,
         "summary_gradient": summary_gradient,
         "key_gradient": key_gradient,
         "value_gradient": value_gradient,
-        "layout": shape.layout,
         "eps": call.eps,
     }
-    return shape.launch(key_value_gradient_kernel, arguments, "BLOCK_C"), (key_gradient, value_gradient)
+    return plan.launch(arguments), (key_gradient, value_gradient)
 
 
-class KernelShape:
-    """Tiles, programs and layout of one kernel for one call."""
+@dataclass(frozen=True)
+class Plan:
+    """How one kernel runs: the same for all calls of one size, so it is made once for each."""
 
-    def __init__(self, call: Call, kernel: str, architecture: str | None) -> None:
-        batch, _, heads, head_dim = call.query.shape
-        name = architecture or architecture_of(call.query.device)
-        longest_block = math.prod(-(-n // b) for n, b in zip(call.grid, call.blocks, strict=True))
-        self.call = call
-        self.tiles = tiling(kernel, head_dim, call.query.dtype, longest_block, name)
-        columns = -(-head_dim // self.tiles.channels) if kernel in SUMMARY_KERNELS else 1
-        whole_blocks = batch * heads * math.prod(call.blocks) * columns
-        parts = parts_per_block(whole_blocks, longest_block, self.tiles.tokens, processors_of(call.query.device, name))
-        self.programs = whole_blocks * parts
-        self.parts = parts
-        self.layout: Layout = layout(heads, call.grid, call.blocks, parts)
+    kernel: Any
+    place: Place
+    tiles: Tiling
+    programs: int
+    parts: int
+    """Programs that share the tokens of one block."""
+    layout: Layout
+    constants: dict[str, Any]
+    """Those of the shared ones that the kernel takes."""
 
-    def new_partial_states(self) -> torch.Tensor:
+    def new_partial_states(self, call: Call) -> torch.Tensor:
         """float32 (B, H, M, parts, D + normalize, D), not filled."""
-        *blocks, channels, columns = state_shape(self.call)
-        return allocate((*blocks, self.parts, channels, columns), torch.float32, self.call.query.device)
+        *blocks, channels, columns = state_shape(call)
+        return allocate((*blocks, self.parts, channels, columns), torch.float32, call.query.device)
 
-    def launch(self, kernel: Any, arguments: dict[str, Any], channels_name: str) -> Launch:
-        """``kernel`` with those of the shared constants that it takes; ``channels_name`` is BLOCK_C or BLOCK_E."""
-        head_dim = self.call.query.shape[3]
-        constants = {
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-            channels_name: self.tiles.channels,
-            "BLOCK_T": self.tiles.tokens,
-            "FEATURE_MAP": self.call.feature_map,
-            "ROPE_BEFORE": self.call.rope == "before",
-            "NORMALIZE": self.call.normalize,
-        }
-        taken = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        return Launch(kernel, self.programs, arguments, taken, self.tiles)
+    def launch(self, arguments: dict[str, Any]) -> Launch:
+        """With the arguments of the kernel besides the layout."""
+        arguments = arguments | {"layout": self.layout}
+        return Launch(self.kernel, self.programs, arguments, self.constants, self.place, self.tiles)
+
+
+def plan_of(kernel: Any, call: Call, architecture: str | None) -> Plan:
+    """Looked up by what tiles and constants depend on."""
+    settings = call.feature_map, call.rope, call.normalize
+    query = call.query
+    card = architecture or architecture_of(query.device)
+    return _plan(
+        kernel, query.shape, query.dtype, query.device, call.grid, call.blocks, settings, card, wished(name_of(kernel))
+    )
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    kernel: Any,
+    size: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    grid: Shape,
+    blocks: Shape,
+    settings: tuple[str, str, bool],
+    card: str,
+    _wish: AnyTiling | None,  # read by the tables themselves; here it tells calls apart
+) -> Plan:
+    batch, _, heads, head_dim = size
+    feature_map, rope, normalize = settings
+    name = name_of(kernel)
+    longest_block = math.prod(-(-n // b) for n, b in zip(grid, blocks, strict=True))
+    place = Place(card, name, head_dim, dtype, longest_block)
+    tiles = tiling(place)
+    columns = -(-head_dim // tiles.channels) if name in SUMMARY_KERNELS else 1
+    whole_blocks = batch * heads * math.prod(blocks) * columns
+    parts = parts_per_block(whole_blocks, longest_block, tiles.tokens, processors_of(device, card))
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_E" if name in SUMMARY_KERNELS else "BLOCK_C": tiles.channels,
+        "BLOCK_T": tiles.tokens,
+        "FEATURE_MAP": feature_map,
+        "ROPE_BEFORE": rope == "before",
+        "NORMALIZE": normalize,
+        "PRECISION": precision_of(dtype, card),
+    }
+    taken = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    return Plan(kernel, place, tiles, whole_blocks * parts, parts, layout(heads, grid, blocks, parts), taken)
 
 
 def _tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:

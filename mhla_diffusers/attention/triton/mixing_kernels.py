@@ -1,7 +1,7 @@
 """Kernels of Multi-Head Mixing and of the mixing matrix's gradient, with their launches.
 
 ``torch.matmul`` would follow the user's choice of float32 precision, under which TF32 rounds to 11 bits. Here products
-of a float32 call are IEEE ones, and those of a half-precision call keep 16 bits on the tensor cores.
+are as precise as those of the other kernels.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -13,8 +13,9 @@ import triton.language as tl
 
 from .arguments import allocate, disguised
 from .launches import Launch
-from .tile import accurate_dot, plain
-from .tuning import architecture_of, mix_tiling, parts_per_block, processors_of
+from .tile import accurate_dot, plain, to_bfloat16
+from .tilings import Place
+from .tuning import architecture_of, mix_tiling, parts_per_block, precision_of, processors_of
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def mix_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    IEEE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Some elements (COLUMNS) of what some query blocks (ROWS) see: Σ_j m_ij S_j, for one batch row and head."""
     heads, blocks = plain(heads), plain(blocks)
@@ -53,8 +54,10 @@ def mix_kernel(
         )
         addresses = summaries + start + others[:, None].to(tl.int64) * SIZE + columns[None, :]
         values = tl.load(addresses, mask=has_other[:, None] & has_column[None, :], other=0.0)
-        total = accurate_dot(weights, values, total, IEEE, False, False)
+        total = accurate_dot(weights, values, total, PRECISION, False, False)
     addresses = mixed + start + rows[:, None].to(tl.int64) * SIZE + columns[None, :]
+    if mixed.dtype.element_ty == tl.bfloat16:
+        total = to_bfloat16(total)
     tl.store(addresses, total, mask=has_row[:, None] & has_column[None, :])
 
 
@@ -69,7 +72,7 @@ def mixing_gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    IEEE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradient of some m_ij from one part of the elements of one batch row and head."""
     blocks, parts = plain(blocks), plain(parts)
@@ -90,13 +93,17 @@ def mixing_gradient_kernel(
         exists = elements < SIZE
         left = tl.load(gradients + elements[None, :], mask=has_row[:, None] & exists[None, :], other=0.0)
         right = tl.load(values + elements[:, None], mask=exists[:, None] & has_column[None, :], other=0.0)
-        total = accurate_dot(left, right, total, IEEE, False, False)
+        total = accurate_dot(left, right, total, PRECISION, False, False)
     addresses = shares + ((whole * parts + part) * blocks + rows[:, None]) * blocks + columns[None, :]
     tl.store(addresses, total, mask=has_row[:, None] & has_column[None, :])
 
 
 def mix_launch(
-    mixing: torch.Tensor, summary: torch.Tensor, dtype: torch.dtype, architecture: str | None = None
+    mixing: torch.Tensor,
+    summary: torch.Tensor,
+    dtype: torch.dtype,
+    mixed_dtype: torch.dtype,
+    architecture: str | None = None,
 ) -> tuple[Launch, torch.Tensor]:
     """What each query block sees.
 
@@ -104,6 +111,7 @@ def mix_launch(
         mixing: (M, M) or (H, M, M).
         summary: float32 (B, H, M, ...), contiguous.
         dtype: of the call's query, which says how precise products must be.
+        mixed_dtype: float32 or bfloat16, of what is written.
         architecture: of a card that is not there.
 
     Returns:
@@ -111,19 +119,24 @@ def mix_launch(
     """
     batch, heads, blocks = summary.shape[:3]
     size = summary[0, 0, 0].numel()
-    tiles = mix_tiling("mix", dtype, blocks, architecture or architecture_of(summary.device))
-    mixed = allocate(tuple(summary.shape), torch.float32, summary.device)
+    place = Place(architecture or architecture_of(summary.device), "mix", 0, dtype, blocks)
+    tiles = mix_tiling(place)
+    mixed = allocate(tuple(summary.shape), mixed_dtype, summary.device)
     coefficients = mixing.float().expand(heads, -1, -1)
-    arguments = {"coefficients": coefficients, "summaries": summary, "mixed": mixed} | {
-        name: disguised(number)
-        for name, number in zip(
-            ("heads", "blocks", "head_stride", "row_stride", "column_stride"),
-            (heads, blocks, *coefficients.stride()),
-            strict=True,
-        )
+    head_stride, row_stride, column_stride = coefficients.stride()
+    arguments = {
+        "coefficients": coefficients,
+        "summaries": summary,
+        "mixed": mixed,
+        "heads": disguised(heads),
+        "blocks": disguised(blocks),
+        "head_stride": disguised(head_stride),
+        "row_stride": disguised(row_stride),
+        "column_stride": disguised(column_stride),
     }
+    constants = {"SIZE": size, "PRECISION": precision_of(dtype, place.architecture), **tiles.constants()}
     programs = batch * heads * -(-blocks // tiles.rows) * -(-size // tiles.columns)
-    return Launch(mix_kernel, programs, arguments, {"SIZE": size, **tiles.constants(dtype)}, tiles), mixed
+    return Launch(mix_kernel, programs, arguments, constants, place, tiles), mixed
 
 
 def mixing_gradient_launch(
@@ -139,10 +152,10 @@ def mixing_gradient_launch(
     """
     batch, heads, blocks = summary.shape[:3]
     size = summary[0, 0, 0].numel()
-    name = architecture or architecture_of(summary.device)
-    tiles = mix_tiling("mixing_gradient", dtype, blocks, name)
+    place = Place(architecture or architecture_of(summary.device), "mixing_gradient", 0, dtype, blocks)
+    tiles = mix_tiling(place)
     whole = batch * heads * -(-blocks // tiles.rows) * -(-blocks // tiles.columns)
-    parts = parts_per_block(whole, size, tiles.depth, processors_of(summary.device, name))
+    parts = parts_per_block(whole, size, tiles.depth, processors_of(summary.device, place.architecture))
     shares = allocate((batch, heads, parts, blocks, blocks), torch.float32, summary.device)
     arguments = {
         "of_mixed": mixed_gradient,
@@ -151,5 +164,5 @@ def mixing_gradient_launch(
         "blocks": disguised(blocks),
         "parts": disguised(parts),
     }
-    constants = {"SIZE": size, **tiles.constants(dtype)}
-    return Launch(mixing_gradient_kernel, whole * parts, arguments, constants, tiles), shares
+    constants = {"SIZE": size, "PRECISION": precision_of(dtype, place.architecture), **tiles.constants()}
+    return Launch(mixing_gradient_kernel, whole * parts, arguments, constants, place, tiles), shares

@@ -19,6 +19,7 @@ _TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
     Shape: "SymInt[]",
+    Shape | None: "SymInt[]?",
     str: "str",
     bool: "bool",
     float: "float",
@@ -165,7 +166,11 @@ def forward(call: Call, with_normaliser: bool) -> tuple[torch.Tensor, torch.Tens
     launch, parts = summary_launch(call)
     launch.run()
     summary = sum_parts(parts)
-    launch, output, normaliser = output_launch(call, mix(call.mixing, summary, call.query.dtype), with_normaliser)
+    dtype = call.query.dtype
+    # Rounded to bfloat16, it adds less than rounding the output does. The summaries, and what the backward pass reads,
+    # stay float32: there most of a sum cancels, and rounding would make the mixing matrix's gradient 7 times as wrong.
+    mixed = mix(call.mixing, summary, dtype, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    launch, output, normaliser = output_launch(call, mixed, with_normaliser)
     launch.run()
     return output, summary.new_empty(0) if normaliser is None else normaliser, summary
 
@@ -198,11 +203,13 @@ def sum_parts(parts: torch.Tensor) -> torch.Tensor:
     return parts.squeeze(3) if parts.shape[3] == 1 else parts.sum(dim=3)
 
 
-def mix(mixing: torch.Tensor, summary: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Multi-Head Mixing: float32 (B, H, M, ...), what each query block sees, as precise as ``dtype`` asks for."""
+def mix(
+    mixing: torch.Tensor, summary: torch.Tensor, dtype: torch.dtype, mixed_dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Multi-Head Mixing: (B, H, M, ...), what each query block sees, computed as precisely as ``dtype`` asks for."""
     from .mixing_kernels import mix_launch
 
-    launch, mixed = mix_launch(mixing, summary, dtype)
+    launch, mixed = mix_launch(mixing, summary, dtype, mixed_dtype)
     launch.run()
     return mixed
 

@@ -23,7 +23,7 @@ def read_state(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    IEEE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Features × columns of the KV summary, float32 (tokens, columns); and features × key sum, 1 if not NORMALIZE.
 
@@ -38,7 +38,7 @@ def read_state(
         rotated, plain = load_features(source, scale, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
         if HEAD_DIM > BLOCK_C:
             held = load_state(state, channels, columns, HEAD_DIM)
-        product = accurate_dot(rotated, held, product, IEEE, False, False)
+        product = accurate_dot(rotated, held, product, PRECISION, False, state.dtype.element_ty == tl.bfloat16)
         if NORMALIZE:
             normaliser += tl.sum(plain * load_key_sum(state, channels, HEAD_DIM)[None, :], axis=1)
     if NORMALIZE:
@@ -67,7 +67,7 @@ def store_source_gradient(
     FEATURE_MAP: tl.constexpr,
     ROPE_BEFORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    IEEE: tl.constexpr,
+    PRECISION: tl.constexpr,
     EXACT_VALUES: tl.constexpr,
 ):
     """Write the gradient of query or key whose features f enter as weight × (fᵀ S values + key_sum_weight fᵀ z).
@@ -87,7 +87,7 @@ def store_source_gradient(
         if HEAD_DIM > BLOCK_C:
             held = load_state(state, channels, columns, HEAD_DIM)
         rotated = tl.zeros((tile.tokens.shape[0], BLOCK_C), tl.float32)
-        rotated = accurate_dot(values, tl.trans(held), rotated, IEEE, EXACT_VALUES, False)
+        rotated = accurate_dot(values, tl.trans(held), rotated, PRECISION, EXACT_VALUES, False)
         plain = tl.zeros_like(rotated)
         if NORMALIZE:
             plain += key_sum_weight[:, None] * load_key_sum(state, channels, HEAD_DIM)[None, :]

@@ -174,13 +174,13 @@ def state_of(pointer, program, layout, HEAD_DIM: tl.constexpr, NORMALIZE: tl.con
 def load_state(state, channels, columns, HEAD_DIM: tl.constexpr):
     """Part of a KV summary, float32 (channels of the key, columns of the value); what does not exist is 0."""
     exists = (channels < HEAD_DIM)[:, None] & (columns < HEAD_DIM)[None, :]
-    return tl.load(state + channels[:, None] * HEAD_DIM + columns[None, :], mask=exists, other=0.0)
+    return tl.load(state + channels[:, None] * HEAD_DIM + columns[None, :], mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_key_sum(state, channels, HEAD_DIM: tl.constexpr):
     """Part of the key sum, which follows the KV summary: float32 (channels,)."""
-    return tl.load(state + HEAD_DIM * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
+    return tl.load(state + HEAD_DIM * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -234,21 +234,24 @@ def operand(x, number: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, total):
-    """``a @ b + total`` of two tiles of the same type; float32 ones are not rounded to tf32."""
-    return tl.dot(a, b, total, input_precision="ieee")
+def product(a, b, total, PRECISION: tl.constexpr):
+    """``a @ b + total`` of two tiles of the same type: float32 ones as PRECISION says, others exactly."""
+    if a.dtype == tl.float32 and PRECISION != "bf16x2":
+        return tl.dot(a, b, total, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, total)
 
 
 @triton.jit
-def accurate_dot(a, b, total, IEEE: tl.constexpr, EXACT_A: tl.constexpr, EXACT_B: tl.constexpr):
-    """``a @ b + total`` of float32 tiles, on the tensor cores unless IEEE is asked for.
+def accurate_dot(a, b, total, PRECISION: tl.constexpr, EXACT_A: tl.constexpr, EXACT_B: tl.constexpr):
+    """``a @ b + total`` of float32 tiles, see :func:`mhla_diffusers.attention.triton.tuning.precision_of`.
 
-    A float32 tile is taken as the sum of two bfloat16 tiles (16 bits of the 24): rounding the operands to one would
-    add an error as large as that of rounding the result to bfloat16. A tile that was loaded as bfloat16 is exact.
-    float16 would overflow: a summary of 100 000 tokens passes 65 504.
+    With "bf16x2" a float32 tile is taken as the sum of two bfloat16 tiles (16 bits of the 24): rounding the operands
+    to one would add an error as large as that of rounding the result to bfloat16. A tile that was loaded as bfloat16 is
+    exact. float16 would overflow: a summary of 100 000 tokens passes 65 504.
     """
-    if IEEE:
-        return tl.dot(a, b, total, input_precision="ieee")
+    if PRECISION != "bf16x2":
+        return tl.dot(a, b, total, input_precision=PRECISION)
     else:
         high_a = to_bfloat16(a)
         high_b = to_bfloat16(b)

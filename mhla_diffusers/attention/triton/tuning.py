@@ -1,21 +1,28 @@
-"""Tile sizes and warps of every kernel: looked up, never searched at run time."""
+"""Tile sizes and warps of every kernel, by rule where no card was measured: looked up, never searched at run time."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 
+from .tilings import MixTiling, PairTiling, Place, Tiling, tiles_at
 
-class Tiling(NamedTuple):
-    """How one kernel cuts its work."""
 
-    tokens: int
-    """Tokens per tile (BLOCK_T)."""
-    channels: int
-    """Channels of the summary held at once (BLOCK_C or BLOCK_E), where the kernel has to do with one."""
-    warps: int
-    stages: int
+def name_of(kernel: Any) -> str:
+    """Of a kernel, as the tables of this file spell it."""
+    return str(kernel.__name__.removesuffix("_kernel"))
+
+
+def precision_of(dtype: torch.dtype, architecture: str) -> str:
+    """How kernels multiply float32 tiles in a call whose query has this type.
+
+    "bf16x2": as sums of two bfloat16 tiles, for half precision. "tf32x3": as sums of two TF32 tiles, which keeps 21
+    bits of the 24 on NVIDIA's tensor cores; outside of them such products would also spill registers. "ieee": float32
+    throughout, for cards that have no TF32.
+    """
+    if dtype != torch.float32:
+        return "bf16x2"
+    return "tf32x3" if architecture.startswith("sm_") else "ieee"
 
 
 SUMMARY_KERNELS = ("summary", "summary_gradient")
@@ -23,42 +30,52 @@ SUMMARY_KERNELS = ("summary", "summary_gradient")
 
 _Table = dict[str, Tiling]
 
-# Chosen so that no kernel spills registers and each fits into the card's shared memory, with Triton 3.6 and 3.9; not
-# measured on any card yet. With two stages the next tile is on its way while one is multiplied.
+# Chosen so that no kernel spills registers and each fits into the card's shared memory, with Triton 3.9, and on sm_90
+# with 3.6 too; not measured on any card yet. With two stages the next tile is on its way while one is multiplied.
 _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D = 128 is held
-    "summary": Tiling(tokens=64, channels=128, warps=8, stages=2),
-    "output": Tiling(tokens=32, channels=128, warps=8, stages=2),
+    "summary": Tiling(tokens=32, channels=128, warps=8, stages=3),
+    "output": Tiling(tokens=32, channels=128, warps=8, stages=3),
     "query_gradient": Tiling(tokens=32, channels=128, warps=8, stages=1),
-    "summary_gradient": Tiling(tokens=32, channels=64, warps=8, stages=2),
+    "summary_gradient": Tiling(tokens=16, channels=64, warps=8, stages=2),
     "key_value_gradient": Tiling(tokens=32, channels=128, warps=8, stages=2),
+    "rotate": Tiling(tokens=64, channels=128, warps=4, stages=1),
 }
-_SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1))  # 99 KiB
+_SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, stages=1)) | {  # 99 KiB
+    "summary_gradient": Tiling(tokens=16, channels=64, warps=8, stages=1)
+}
 _SM_80: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
 _AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
 _INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))
+_SPILL_WITH_FOUR = {("output", "sm_80"), ("summary", "sm_86"), ("summary", "sm_89")}
+"""Kernels that need eight warps at small head dims too."""
 _BY_ARCHITECTURE = {"sm_80": _SM_80, "sm_90": _LARGE, "sm_100": _LARGE, "sm_103": _LARGE, "interpreter": _INTERPRETER}
 """Cards that are not named here take the small tiles."""
 
 
-def tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_block: int, architecture: str) -> Tiling:
-    """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest block."""
-    if isinstance(wished := _WISHES.get(kernel), Tiling):
-        return wished
+def tiling(place: Place) -> Tiling:
+    """Tiles of a kernel of MHLA."""
+    if isinstance(given := tiles_at(place), Tiling):
+        return given
+    architecture, kernel, head_dim, dtype, longest_block = place
     table = _BY_ARCHITECTURE.get(architecture, _AMD if architecture.startswith("gfx") else _SMALL)
     tokens, channels, warps, stages = table[kernel]
     padded = _power_of_two(head_dim)
-    if dtype == torch.float32 or padded > 128:
-        # float32 products run outside the tensor cores on operands of twice the size; D = 256 doubles every row
+    wide = dtype == torch.float32 or padded > 128
+    if wide:
+        # operands of twice the size, in three terms; D = 256 doubles every row
         tokens, channels = min(tokens, 16), min(channels, 32)
+        stages = 1 if dtype == torch.float32 else stages
     if head_dim != padded:  # the masks of padded channels take registers of their own
         stages = 1
         if kernel in SUMMARY_KERNELS:
-            tokens, channels = 16, channels // 2
+            tokens, channels = 16, channels if wide else channels // 2
         elif kernel == "query_gradient":
             channels = min(channels, 64)
+    if kernel in ("output", "key_value_gradient") and dtype == torch.float16:  # more of it is taken as two terms
+        stages = 1
     if kernel == "query_gradient" and padded <= 32:
         tokens = min(tokens, 16)
-    spills_with_four = architecture == "sm_120" or (kernel, architecture) == ("output", "sm_80")
+    spills_with_four = architecture == "sm_120" or (kernel, architecture) in _SPILL_WITH_FOUR
     if padded <= 64 and not spills_with_four:
         warps = 4
     return Tiling(min(tokens, _power_of_two(longest_block)), min(channels, padded), warps, stages)
@@ -69,6 +86,7 @@ def _power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+@cache
 def architecture_of(device: torch.device) -> str:
     """Name of the device's architecture, as the table of this file spells it: "sm_90", "gfx942", "interpreter"."""
     if device.type == "cpu":
@@ -112,17 +130,6 @@ def processors_of(device: torch.device, architecture: str) -> int:
     return PROCESSORS.get(architecture, _OF_THE_INTERPRETER)
 
 
-class PairTiling(NamedTuple):
-    """How one kernel of the exact tiles cuts its work."""
-
-    own: int
-    """Queries (or keys) that a program holds."""
-    others: int
-    """Keys (or queries) that it takes at once."""
-    warps: int
-    stages: int
-
-
 _PairTable = dict[str, PairTiling]
 
 _PAIRS_LARGE: _PairTable = {
@@ -143,10 +150,11 @@ _PAIRS_BY_ARCHITECTURE = dict.fromkeys(("sm_90", "sm_100", "sm_103"), _PAIRS_LAR
 _PAIRS_BY_ARCHITECTURE["interpreter"] = _PAIRS_INTERPRETER
 
 
-def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: int, architecture: str) -> PairTiling:
-    """Tiles of ``kernel`` for a head dim, an input type and the number of tokens in the longest tile."""
-    if isinstance(wished := _WISHES.get(kernel), PairTiling):
-        return wished
+def pair_tiling(place: Place) -> PairTiling:
+    """Tiles of a kernel of the exact tiles."""
+    if isinstance(given := tiles_at(place), PairTiling):
+        return given
+    architecture, kernel, head_dim, dtype, longest_tile = place
     table = _PAIRS_BY_ARCHITECTURE.get(architecture, _PAIRS_AMD if architecture.startswith("gfx") else _PAIRS_SMALL)
     own, others, warps, stages = table[kernel]
     padded = _power_of_two(head_dim)
@@ -165,21 +173,6 @@ def pair_tiling(kernel: str, head_dim: int, dtype: torch.dtype, longest_tile: in
     return PairTiling(own, others, warps, stages)
 
 
-class MixTiling(NamedTuple):
-    """How one kernel of the mixing cuts its work: a product of matrices."""
-
-    rows: int
-    columns: int
-    depth: int
-    """Terms that are added at once."""
-    warps: int
-    stages: int
-
-    def constants(self, dtype: torch.dtype) -> dict[str, int | bool]:
-        """For the kernel, in a call whose query has this type."""
-        return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth, "IEEE": dtype == torch.float32}
-
-
 _MIXING: dict[str, MixTiling] = {
     "mix": MixTiling(rows=64, columns=128, depth=32, warps=8, stages=2),
     "mixing_gradient": MixTiling(rows=64, columns=64, depth=32, warps=8, stages=2),
@@ -191,32 +184,17 @@ _MIXING_INTERPRETER: dict[str, MixTiling] = {  # whose time is that of its progr
 }
 
 
-def mix_tiling(kernel: str, dtype: torch.dtype, blocks: int, architecture: str) -> MixTiling:
-    """Tiles of ``kernel`` for an input type and a number of token blocks."""
-    if isinstance(wished := _WISHES.get(kernel), MixTiling):
-        return wished
+def mix_tiling(place: Place) -> MixTiling:
+    """Tiles of a kernel of the mixing."""
+    if isinstance(given := tiles_at(place), MixTiling):
+        return given
+    architecture, kernel, _, dtype, blocks = place
     rows, columns, depth, warps, stages = (_MIXING_INTERPRETER if architecture == "interpreter" else _MIXING)[kernel]
-    most = _power_of_two(blocks)
-    if kernel == "mix":
-        depth = min(depth, most)
-    else:
-        columns = min(columns, most)
     if architecture != "interpreter" and (dtype == torch.float32 or architecture.startswith("gfx")):  # as in tiling()
-        rows, columns, depth, stages = min(rows, 32), min(columns, 64), depth, 1
+        rows, columns, stages = min(rows, 32), min(columns, 64), 1
+    most = _power_of_two(blocks)
     if most <= 32:
         warps = 4
-    return MixTiling(min(rows, most), columns, depth, warps, stages)
-
-
-AnyTiling = Tiling | PairTiling | MixTiling
-_WISHES: dict[str, AnyTiling] = {}
-
-
-@contextmanager
-def tiles_of(kernel: str, tiles: AnyTiling) -> Iterator[None]:
-    """Within the context a kernel is cut like this, whatever the tables say: for measuring what they should say."""
-    _WISHES[kernel] = tiles
-    try:
-        yield
-    finally:
-        del _WISHES[kernel]
+    if kernel == "mix":
+        return MixTiling(min(rows, most), columns, min(depth, most), warps, stages)
+    return MixTiling(min(rows, most), min(columns, most), depth, warps, stages)

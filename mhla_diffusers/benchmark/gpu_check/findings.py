@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ...files import read_json, write_json
+from ..launched import context_is_lost
 
 Status = Literal["ok", "failed", "skipped"]
 
@@ -100,11 +101,6 @@ class Notebook:
     def _write(self, finding: Finding) -> None:
         self._found[finding.name] = finding
         write_json([asdict(one) for one in self._found.values()], self.file)
-
-
-def context_is_lost(error: Exception) -> bool:
-    """Whether a process can do nothing more on its GPU after an error, by the words of PyTorch and of Triton."""
-    return any(words in str(error) for words in ("CUDA error", "Triton Error [CUDA]"))
 
 
 def read_findings(file: Path) -> list[Finding]:

@@ -7,9 +7,10 @@ import torch
 
 from ...attention import mhla_attention
 from ...patching import apply_mhla, mhla_layers
-from ..correctness import LARGEST_ERROR, relative_error
+from ..correctness import LARGEST_ERROR, errors_of, relative_error, too_large
 from ..models import Size, build_transformer, choose_sizes, make_forward_inputs, models
-from .correctness import SMALL, draw_problem
+from ..problems import draw_problem
+from .correctness import SMALL
 from .findings import Measured, Notebook, NotHereError
 
 _MODELS = ("tiny-wan", "tiny-sana")
@@ -113,7 +114,7 @@ def _compile_blocks(device: torch.device) -> Measured:
 
 
 def _agreement(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], numbers: dict[str, Any]) -> Measured:
-    errors = {name: relative_error(found[name], expected[name]) for name in expected}
-    wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= _LAYERS_LIMIT]
+    errors = errors_of(found, expected)
     telling = f"differs by at most {max(errors.values()):.1e}"
-    return Measured(numbers | {"errors": errors, "limit": _LAYERS_LIMIT}, telling, "; ".join(wrong))
+    wrong = too_large(errors, dict.fromkeys(errors, _LAYERS_LIMIT))
+    return Measured(numbers | {"errors": errors, "limit": _LAYERS_LIMIT}, telling, wrong)

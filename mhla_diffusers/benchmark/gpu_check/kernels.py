@@ -1,35 +1,23 @@
 """The step ``kernels``: the time of each kernel against the bytes that it moves, and a search for better tiles."""
 
-import time
-from collections.abc import Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 
 from ...attention.triton.launches import Launch
-from ...attention.triton.tuning import AnyTiling, MixTiling, PairTiling, Tiling, tiles_of
 from ..conditions import Rates, measure_rates
-from ..correctness import LARGEST_ERROR, LARGEST_GRADIENT_ERROR, OUTPUT, relative_error
+from ..launched import python_seconds, recorded_launches, seconds_of
+from ..problems import Problem, draw_problem
 from ..shapes import shapes
 from ..timing import Clock
-from .correctness import SMALL, Problem, draw_problem
-from .findings import Measured, Notebook, context_is_lost
-from .launched import recorded_launches, seconds_of
+from ..tuning import search
+from .correctness import SMALL
+from .findings import Measured, Notebook
 
 _DTYPE = torch.bfloat16
-_STAGES = (1, 2, 3)
-_WARPS = (4, 8)
-_LEAST_TOKENS, _MOST_TOKENS = 16, 128
 _SECONDS = 18
 """Of the search for one kernel; compiling takes most of it."""
-_COMPARED = (OUTPUT, "query", "key", "value", "mixing")
-_REASON = 200
-"""Characters kept of why a candidate does not run."""
-
-_TOKENS = {Tiling: "tokens", PairTiling: "others", MixTiling: "columns"}
-"""What to try other lengths of."""
 
 
 def measure_kernels(notebook: Notebook, device: torch.device) -> None:
@@ -38,6 +26,7 @@ def measure_kernels(notebook: Notebook, device: torch.device) -> None:
     rates = measure_rates(device, _DTYPE) if device.type == "cuda" else None
     clock = Clock(device)
     problems: dict[str, Problem] = {}
+    notebook.attempt("Python of a forward call", partial(_time_of_python, draw_problem(SMALL, device, _DTYPE, "plain")))
     for kind in ("plain", "exact tiles"):
         problem = draw_problem(shape, device, _DTYPE, kind)
         with recorded_launches() as launches:
@@ -48,6 +37,12 @@ def measure_kernels(notebook: Notebook, device: torch.device) -> None:
                 notebook.attempt(f"time of {name}", partial(_time, launch, rates, clock))
     for name, problem in problems.items():
         notebook.attempt(f"tiles of {name}", partial(_search, name, problem, clock))
+
+
+def _time_of_python(problem: Problem) -> Measured:
+    """With nothing launched: on the CPU too it is what a GPU would wait for where kernels are short."""
+    seconds = python_seconds(problem)
+    return Measured({"seconds": seconds}, f"{1e6 * seconds:.0f} µs, nothing launched")
 
 
 def _time(launch: Launch, rates: Rates | None, clock: Clock) -> Measured:
@@ -63,60 +58,10 @@ def _time(launch: Launch, rates: Rates | None, clock: Clock) -> Measured:
 
 
 def _search(name: str, problem: Problem, clock: Clock) -> Measured:
-    """Time candidates for a kernel's tiles, and compare what the fastest computes with what the default does."""
-    with recorded_launches() as launches:
-        expected = problem.attend("triton")
-    default = launches[name].tiles
-    tried = [_try(name, default, problem, clock)]
-    end, candidates = time.monotonic() + _SECONDS, list(_candidates(default))
-    untried = candidates if clock.device.type == "cuda" else candidates[:1]
-    while untried and time.monotonic() < end:
-        tried.append(_try(name, untried.pop(0), problem, clock))
-    ran = [one for one in tried if "reason" not in one]
-    if not ran:
-        raise RuntimeError(f"nothing ran: {tried[0]['reason']}")
-    # without a clock the last one stands for the fastest, so that the comparison is made
-    best = min(ran, key=lambda one: one["seconds"]) if "seconds" in ran[0] else ran[-1]
-    with tiles_of(name, type(default)(**best["tiles"])):
-        found = problem.attend("triton")
-    errors = {one: relative_error(found[one], expected[one]) for one in _COMPARED}
-    limits = {one: 2 * (LARGEST_ERROR if one == OUTPUT else LARGEST_GRADIENT_ERROR)[_DTYPE] for one in _COMPARED}
-    wrong = [f"{one} by {error:.1e}" for one, error in errors.items() if not error <= limits[one]]
-    numbers = {"tried": tried, "untried": len(untried), "fastest": best, "errors": errors}
-    telling = "not timed on a CPU"
-    if "seconds" in best and "seconds" in tried[0]:
-        telling = f"{tried[0]['seconds'] / best['seconds']:.2f} times as fast with {best['tiles']}"
-    return Measured(numbers, telling, f"the fastest tiles compute something else: {wrong}" if wrong else "")
-
-
-def _try(name: str, tiles: AnyTiling, problem: Problem, clock: Clock) -> dict[str, Any]:
-    """Tiles with the kernel's seconds, or with the reason why there are none."""
-    try:
-        with tiles_of(name, tiles), recorded_launches() as launches:
-            problem.attend("triton")
-        launch = launches[name]
-        if launch.tiles != tiles:
-            return {"tiles": tiles._asdict(), "reason": "the kernel is not cut by the tuning tables"}
-        if clock.device.type != "cuda":
-            return {"tiles": tiles._asdict()}
-        return {"tiles": tiles._asdict(), "seconds": seconds_of(launch, clock)}
-    except Exception as error:
-        if context_is_lost(error):
-            raise
-        return {"tiles": tiles._asdict(), "reason": f"{type(error).__name__}: {error}"[:_REASON]}
-
-
-def _candidates(default: AnyTiling) -> Iterator[AnyTiling]:
-    """Other stages, warps and tokens; those that change least come first."""
-    field = _TOKENS[type(default)]
-    tokens = getattr(default, field)
-    lengths = [x for x in (tokens, tokens // 2, tokens * 2) if _LEAST_TOKENS <= x <= _MOST_TOKENS]
-    every = [
-        default._replace(**{field: length}, stages=stages, warps=warps)
-        for length, stages, warps in product(lengths, _STAGES, _WARPS)
-    ]
-
-    def changes(tiles: AnyTiling) -> int:
-        return sum(one != other for one, other in zip(tiles, default, strict=True))
-
-    yield from (tiles for tiles in sorted(every, key=changes) if tiles != default)
+    """The fastest tiles that were found, and whether they compute what the default ones do."""
+    found = search(name, problem, clock, _SECONDS)
+    numbers = {"tried": found.tried, "untried": found.untried, "fastest": found.fastest, "errors": found.errors}
+    telling = (
+        "not timed on a CPU" if found.speedup is None else f"{found.speedup:.2f} times as fast with {found.fastest}"
+    )
+    return Measured(numbers, telling, f"the fastest tiles compute something else: {found.wrong}" if found.wrong else "")

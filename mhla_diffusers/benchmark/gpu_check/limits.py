@@ -13,11 +13,12 @@ import torch
 
 from ...attention import ExactTiles, mhla_attention
 from ...config import DEFAULT_SHARE
-from ..correctness import LARGEST_ERROR, LARGEST_GRADIENT_ERROR, OUTPUT, differentiate, relative_error
+from ..correctness import errors_of, limits_of, too_large
 from ..lists import draw_mask
+from ..problems import differentiate, draw_problem
 from ..shapes import shapes
 from ..timing import free_bytes
-from .correctness import SMALL, draw_problem
+from .correctness import SMALL
 from .findings import Measured, Notebook, NotHereError
 
 _DTYPE = torch.bfloat16
@@ -26,7 +27,8 @@ _SANITIZER_SECONDS = 40
 _SMALL_CALL = """
 import sys
 import torch
-from mhla_diffusers.benchmark.gpu_check.correctness import SMALL, draw_problem
+from mhla_diffusers.benchmark.gpu_check.correctness import SMALL
+from mhla_diffusers.benchmark.problems import draw_problem
 draw_problem(SMALL, torch.device(sys.argv[1]), torch.bfloat16, "exact tiles and everything").attend("triton")
 torch.cuda.synchronize()
 """
@@ -90,12 +92,12 @@ def _check_last_slice(large: Large, device: torch.device) -> Measured:
     last = {name: x[rows, tokens].clone() for name, x in whole.items()}
     del whole
     expected = _attend(replace(large, batch=1, slices=1), alone)
-    errors = {name: relative_error(last[name], expected[name]) for name in expected}
-    limits = {name: (LARGEST_ERROR if name == OUTPUT else LARGEST_GRADIENT_ERROR)[_DTYPE] for name in errors}
-    wrong = [f"{name} {error:.1e} of {limits[name]:.0e}" for name, error in errors.items() if not error <= limits[name]]
+    errors = errors_of(last, expected)
+    limits = limits_of(errors, _DTYPE)
+    wrong = too_large(errors, limits)
     numbers = {"elements": query.numel(), "errors": errors, "limits": limits}
     telling = f"{query.numel()} elements, error at most {max(errors.values()):.1e}"
-    return Measured(numbers, telling, f"the last slice differs: {', '.join(wrong)}" if wrong else "")
+    return Measured(numbers, telling, f"the last slice differs: {wrong}" if wrong else "")
 
 
 def _attend(large: Large, query: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -126,10 +128,10 @@ def _second_device(device: torch.device) -> Measured:
     problem = draw_problem(SMALL, device, _DTYPE, "plain")
     moved = {name: x.to(other) for name, x in problem.tensors.items()}
     found = replace(problem, tensors=moved, upstream=problem.upstream.to(other)).attend("triton")
-    errors = {name: relative_error(found[name].to(device), x) for name, x in problem.attend("triton").items()}
-    wrong = [name for name, error in errors.items() if not error <= LARGEST_GRADIENT_ERROR[_DTYPE]]
+    errors = errors_of({key: x.to(device) for key, x in found.items()}, problem.attend("triton"))
+    wrong = too_large(errors, limits_of(errors, _DTYPE))
     name = torch.cuda.get_device_name(other)
-    return Measured({"device": name, "errors": errors}, name, f"differ: {', '.join(wrong)}" if wrong else "")
+    return Measured({"device": name, "errors": errors}, name, f"differ: {wrong}" if wrong else "")
 
 
 def _run_sanitizer(device: torch.device) -> Measured:

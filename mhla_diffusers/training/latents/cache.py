@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ...families import Clip, Sample
-from ...files import read_json, write_json, written_aside
+from ...files import read_json, write_json, write_tensors
 
 INDEX_NAME = "index.json"
 FORMAT_VERSION = 1
@@ -163,8 +163,7 @@ class CacheWriter:
 
     def set_empty(self, sample: Sample) -> None:
         """Store the conditioning of the empty prompt."""
-        with written_aside(self.folder / _EMPTY_NAME) as aside:
-            save_file({name: tensor.contiguous() for name, tensor in sample.items()}, aside)
+        write_tensors({name: tensor.contiguous() for name, tensor in sample.items()}, self.folder / _EMPTY_NAME)
 
     def add(self, source: str, caption: str, sample: Sample) -> None:
         """Add one sample."""
@@ -182,8 +181,7 @@ class CacheWriter:
     def flush(self) -> None:
         """Write what was added since the last shard, then the index."""
         if self._entries:
-            with written_aside(self.folder / self._shard_name()) as aside:
-                save_file(self._tensors, aside)
+            write_tensors(self._tensors, self.folder / self._shard_name())
             self.index.samples += self._entries
             self._tensors, self._entries = {}, []
         write_json({"format_version": FORMAT_VERSION, **asdict(self.index)}, self.folder / INDEX_NAME)

@@ -59,9 +59,8 @@ def test_the_table_of_cards_is_whole():
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)
 def test_kernels_fit(architecture, tmp_path):
-    shapes = SHAPES if architecture in ("sm_80", "sm_90") else SHAPES[:1]
-    reports = reports_of(architecture, shapes, tmp_path)
-    assert len(reports) == (31 if shapes == SHAPES else 12)
+    reports = reports_of(architecture, SHAPES, tmp_path)
+    assert len(reports) == 33
     check(reports)
 
 
@@ -69,7 +68,7 @@ def test_kernels_fit(architecture, tmp_path):
 @pytest.mark.skipif(not OLDEST_TRITON.is_dir(), reason="make puts the oldest Triton beside the installed one")
 def test_kernels_fit_with_the_oldest_triton(tmp_path):
     reports = reports_of("sm_90", SHAPES, tmp_path, OLDEST_TRITON)
-    assert len(reports) == 31
+    assert len(reports) == 33
     check(reports)
 
 

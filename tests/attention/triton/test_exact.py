@@ -91,6 +91,18 @@ def test_tiles_of_75_tokens(dtype):
     check(make((6, 5, 10), (2, 1, 2), head_dim=128, share=0.4, batch=1, rotary=True), dtype)
 
 
+@pytest.mark.parametrize(("grid", "axes"), [((5, 7), (6, 2)), ((3, 5, 4), (4, 2, 2))])
+def test_rope_of_axes(grid, axes):
+    check(make(grid, (2,) * len(grid), rotary_axes=axes, batch=1))
+
+
+def test_rope_of_every_sample():
+    problem = make((5, 7), (2, 2), rotary=True)
+    cos, sin = problem.options["rotary"]
+    problem.options["rotary"] = tuple(torch.cat([x, x.flip(1)]) for x in (cos, sin))
+    check(problem)
+
+
 def per_sample(counts, heads=2, samples=2):
     lists = [random_tiles(counts, heads=heads, seed=seed).mask() for seed in range(samples)]
     return ExactTiles.from_mask(counts, torch.cat(lists))
@@ -249,6 +261,12 @@ def test_opcheck(everything):
     output, log_sum = exact.exact_tiles(*arguments)
     gradients = torch.randn_like(output), torch.randn_like(log_sum) if everything else None
     torch.library.opcheck(exact.exact_tiles_backward, (*gradients, output, log_sum, *arguments))
+
+
+@pytest.mark.parametrize("axes", [None, (0, 4, 4)])
+def test_opcheck_of_rope(axes):
+    x = torch.randn(2, 12, 1, 8, requires_grad=True)
+    torch.library.opcheck(exact.rotate, (x, torch.randn(1, 8 if axes else 12, 1, 8), (3, 4), axes, False))
 
 
 def test_gradients_of_gradients_are_refused():

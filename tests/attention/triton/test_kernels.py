@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mhla_diffusers.attention import mhla_attention
 from mhla_diffusers.attention.triton import launches, mixing_kernels
+from mhla_diffusers.families.wan import WanFamily
 
 from ..problems import GRIDS, Problem, errors_against_reference, make_problem, reference, relative_error
 
@@ -61,6 +62,20 @@ def test_grids(grid, blocks):
 def test_feature_maps_and_rope(feature_map, rope, normalize):
     options = {"rotary": True, "rope": rope} if rope else {}
     check(make_problem((5, 7), (2, 2), heads=1, feature_map=feature_map, normalize=normalize, **options))
+
+
+@pytest.mark.parametrize(("grid", "axes"), [((11,), (8,)), ((5, 7), (6, 2)), ((5, 7, 3), (4, 2, 2)), ((3, 5), (0, 8))])
+@pytest.mark.parametrize("rope", ["after", "before"])
+def test_rope_of_axes(grid, axes, rope):
+    blocks = (2,) * len(grid)
+    check(make_problem(grid, blocks, heads=1, rotary_axes=axes, rope=rope))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_rope_of_axes_as_in_wan(head_dim, dtype):
+    axes = WanFamily().rotary_axes(head_dim)
+    check(make_problem((3, 4, 5), (1, 2, 1), batch=1, heads=1, head_dim=head_dim, rotary_axes=axes), dtype)
 
 
 def test_identity_feature_map_needs_no_normaliser():
