@@ -23,6 +23,8 @@ def modules() -> dict[str, Path]:
     """Dotted name inside the package → file; a package's name is that of its folder."""
     found = {}
     for file in PACKAGE.rglob("*.py"):
+        if file == PACKAGE / "__main__.py":  # another way into the cli and no room
+            continue
         parts = file.relative_to(PACKAGE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found

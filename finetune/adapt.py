@@ -4,7 +4,8 @@ accelerate launch finetune/adapt.py --config finetune/configs/wan2.1-t2v-1.3b-hy
 accelerate launch finetune/adapt.py --config … --resume latest
 accelerate launch --config_file finetune/accelerate/fsdp2.yaml --num_processes 8 finetune/adapt.py --config …
 python finetune/adapt.py --config … --dry-run
-SIGTERM saves and stops; with one process accelerate launch does not pass it on, so send it to this script's process.
+SIGTERM and Ctrl-C save and stop, Ctrl-C again stops at once. With one process accelerate launch does not pass SIGTERM
+on, so send it to this script's process.
 Settings are overridden by key=value, for example: stages.0.steps=200 batch_size=2
 """
 
@@ -17,7 +18,7 @@ from mhla_diffusers.training.finetune import dry_run, finetune
 
 
 def main() -> int:
-    """Run; 143 as exit code after SIGTERM."""
+    """Run; 143 as exit code after SIGTERM or Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file, see finetune/configs")
     parser.add_argument("--resume", help='"latest", or the path of a checkpoint')

@@ -1,16 +1,21 @@
-"""The ``mhla`` command: one line per subcommand, each written in the room that it belongs to."""
+"""The ``mhla`` command: one line per subcommand, each written in the room that it belongs to.
 
+Commands import what they do inside themselves, so that ``--help`` does not wait for torch.
+"""
+
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from . import __version__
 from .analysis.commands import analyze
 from .benchmark.commands import bench
 from .demo.commands import demo
 from .evaluation.commands import app as evaluation
-from .generation.generate import generate_command
-from .info import info_command
+from .generation.commands import generate_command
 from .training.commands import encode_command, finetune_command, synthesize_command
 
 app = typer.Typer(
@@ -18,9 +23,39 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mhla_diffusers {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+) -> None:
     """Linear-cost attention for diffusers pipelines."""
+
+
+@app.command()
+def info(
+    patch: Annotated[
+        str | None, typer.Option(help="Show one patch: name, YAML path, or folder of a saved patch.")
+    ] = None,
+    as_report: Annotated[
+        bool, typer.Option("--report", help="Plain text to paste into an issue; with --patch, that patch's settings.")
+    ] = False,
+) -> None:
+    """Versions, devices, backends, supported models and patches."""
+    from .info import print_any_patch, print_info, report
+
+    if as_report:
+        typer.echo(report(patch))
+    elif patch is None:
+        print_info()
+    else:
+        print_any_patch(patch)
 
 
 @app.command()
@@ -47,7 +82,6 @@ def _parse_blocks(text: str | None) -> tuple[int, ...] | None:
         raise typer.BadParameter(f"{text!r} is no list of block counts; write for example 7,3,5.") from None
 
 
-app.command("info")(info_command)
 app.command("generate")(generate_command)
 app.command("finetune")(finetune_command)
 app.command("encode")(encode_command)
@@ -58,8 +92,23 @@ app.add_typer(evaluation, name="eval")
 app.add_typer(bench, name="bench")
 
 
+_NOT_FOR_USERS = {
+    "diffusers.models.modeling_utils": "should be kept in float32",
+    "diffusers.pipelines.pipeline_utils": "Expected types for id2label",
+    "diffusers.pipelines.wan.pipeline_wan": "has to be divisible by 1.",
+}
+"""Logger of diffusers → part of a warning that tells users of a command nothing: of casts that the command makes, to
+float32 too, of a DiT's labels, and of any number of frames where the VAE leaves them as they are."""
+
+
+def _hide(part: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: part not in record.getMessage()
+
+
 def run() -> None:
     """Entry point: user errors are printed without a traceback."""
+    for name, part in _NOT_FOR_USERS.items():
+        logging.getLogger(name).addFilter(_hide(part))
     try:
         app()
     except (ValueError, OSError, ImportError) as error:

@@ -111,6 +111,8 @@ def check_writable(folder: Path) -> None:
     Raises:
         OSError: if it cannot, with the reason.
     """
+    if folder.is_file():
+        raise NotADirectoryError(f"The output {folder} is a file; give a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -118,6 +120,24 @@ def check_writable(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise OSError(f"Cannot write to the output folder {folder}: {error.strerror}. Choose another one.") from error
+
+
+@contextmanager
+def folder_for_results(folder: Path) -> Iterator[None]:
+    """Within the context a folder is there and can be written; one that was made for that goes again if it is empty.
+
+    Raises:
+        OSError: it cannot be written, with the reason.
+    """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    check_writable(folder)
+    try:
+        yield
+    finally:
+        for place in made:
+            if any(place.iterdir()):
+                break
+            place.rmdir()
 
 
 def file_hash(path: Path) -> str:

@@ -5,7 +5,6 @@ import math
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
@@ -33,15 +32,9 @@ _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate
 _AXES = ("frames", "height", "width")
 
 
-def info_command(
-    patch: Annotated[
-        str | None, typer.Option(help="Show one patch: name, YAML path, or folder of a saved patch.")
-    ] = None,
-) -> None:
-    """Versions, devices, backends, supported models and patches."""
-    if patch is None:
-        print_info()
-    elif (folder := _saved_folder(patch)) is not None:
+def print_any_patch(patch: str) -> None:
+    """A ready patch by its name or YAML path, or a saved one by its folder."""
+    if (folder := _saved_folder(patch)) is not None:
         print_saved(folder)
     else:
         print_patch(patch)
@@ -72,6 +65,49 @@ def print_info() -> None:
         adapted.append((name, record.base_model, next(iter(record.transformers.values())).family))
     typer.echo()
     _print_table("Adapted patches, for load_mhla", ["name", "for", "family"], adapted)
+
+
+def report(patch: str | None) -> str:
+    """What a report of a bug begins with, as plain text to paste: no paths, no names of users or machines.
+
+    Args:
+        patch: name, YAML file or folder of the patch that it is about.
+
+    Raises:
+        ValueError: unknown patch, or a file that is none.
+        FileNotFoundError: no such file.
+    """
+    devices = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
+    lines = [
+        *(f"{package} {_version(package)}" for package in _PACKAGES),
+        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
+        f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}",
+        f"devices: {', '.join([*devices, f'CPU with {torch.get_num_threads()} threads'])}",
+        f"backends: {', '.join(backend_names())}",
+    ]
+    if patch is not None:
+        lines += [f"patch {Path(patch).resolve().name}: {settings}" for settings in _settings_of(patch)]
+    return "\n".join(lines)
+
+
+def _settings_of(patch: str) -> list[str]:
+    """Family and settings of a patch, of a saved one for each of its transformers."""
+    folder = _saved_folder(patch)
+    if folder is None:
+        ready = load_patch(patch)
+        parts = [(ready.family, ready.config.to_dict())]
+    else:
+        parts = [(part.family, part.mhla) for part in read_record(folder).transformers.values()]
+    return [
+        ", ".join(f"{name}={value!r}" for name, value in {"family": family, **settings}.items())
+        for family, settings in parts
+    ]
+
+
+def _describe_gpu(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    capability = f"{properties.major}.{properties.minor}"
+    return f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB, capability {capability})"
 
 
 def print_patch(name: str) -> None:

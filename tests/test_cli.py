@@ -1,14 +1,22 @@
 """The mhla command, run as a user runs it."""
 
+import ast
+import getpass
+import importlib
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
+import diffusers
 import pytest
+import torch
 from safetensors.torch import save_file
 
+import mhla_diffusers
 from mhla_diffusers import load_mhla, mhla_layers, patch_names, save_mhla
 from mhla_diffusers.config import patch_folder
-from mhla_diffusers.info import info_command
+from mhla_diffusers.info import print_any_patch, report
 from mhla_diffusers.patching.record import read_record
 
 from . import models
@@ -40,7 +48,7 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
     model.blocks[1].attn1.to_q.weight.data.mul_(1.5)
     save_mhla(model, tmp_path, weights="changed", base=models.wan(), base_model="someone/base")
     record = read_record(tmp_path)
-    info_command(str(tmp_path))
+    print_any_patch(str(tmp_path))
     shown = capsys.readouterr().out
     for words in (
         "someone/base",
@@ -53,14 +61,14 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
         assert words in shown
     count = sum(p.numel() for layer in mhla_layers(model).values() for p in layer.parameters())
     assert f"12 tensors of MHLA with {count:,} values, 1 of the model with 576" in shown
-    info_command("tiny-wan-exact")
+    print_any_patch("tiny-wan-exact")
     shown = capsys.readouterr().out
     assert (
         str(patch_folder() / "tiny-wan-exact") in shown and read_record(patch_folder() / "tiny-wan-exact").file in shown
     )
     (tmp_path / record.file).write_bytes(b"short")
     with pytest.raises(ValueError, match="is damaged or was changed"):
-        info_command(str(tmp_path))
+        print_any_patch(str(tmp_path))
 
 
 def test_info_counts_what_exact_tiles_cost(tmp_path):
@@ -84,6 +92,25 @@ def test_info_counts_what_exact_tiles_cost(tmp_path):
     assert exact - linear == pytest.approx(softmax / 105, abs=0.1)
 
 
+def test_info_as_a_report(tmp_path):
+    patch = tmp_path / "mine.yaml"
+    patch.write_text("family: wan\nbase_model: /home/me/wan\ndescription: d\nmhla:\n  blocks: [7, 3, 5]\n")
+    shown = mhla("info", "--report", "--patch", str(patch))
+    assert shown.returncode == 0, shown.stderr
+    for line in (
+        f"mhla_diffusers {mhla_diffusers.__version__}",
+        f"torch {torch.__version__}",
+        f"diffusers {diffusers.__version__}",
+        "backends: auto, eager, triton",
+        "patch mine.yaml: family='wan', blocks=[7, 3, 5], layers='all', feature_map='relu'",
+    ):
+        assert f"\n{line}" in f"\n{shown.stdout}"
+    personal = (str(tmp_path), str(Path.home()), getpass.getuser(), platform.node(), "/home/me", sys.prefix)
+    assert not [word for word in personal if word in shown.stdout]
+    assert shown.stdout.isascii() and len(shown.stdout) < 2000
+    assert "patch tiny-wan-exact: family='wan', blocks=[" in report("tiny-wan-exact")
+
+
 def test_user_errors_have_no_traceback():
     shown = mhla("info", "--patch", "wan2.1-t2v-1.3")
     assert shown.returncode == 1
@@ -98,15 +125,90 @@ def test_convert(tmp_path):
     load_mhla(models.wan(), tmp_path / "patch")
 
 
-def test_import_brings_nothing_heavy_beyond_diffusers():
-    """diffusers itself imports triton, through torch; what counts is what this package adds."""
-    script = """
-import sys, torch, diffusers
-before = set(sys.modules)
-import mhla_diffusers
-heavy = ("transformers", "triton", "peft", "accelerate", "diffusers.pipelines", "diffusers.models", "typer", "rich")
-added = [name for name in set(sys.modules) - before if name.startswith(heavy)]
-sys.exit(", ".join(added) or 0)
+def modules_after(script: str) -> set[str]:
+    """What a fresh Python has imported after a script."""
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{script}\nprint('MODULES', *sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(ended.stdout.rpartition("MODULES")[2].split())
+
+
+HELP = """
+import click, typer
+from mhla_diffusers.cli import app
+
+def show(path, command):
+    try:
+        app([*path, "--help"], standalone_mode=False)
+    except SystemExit as error:
+        assert error.code == 0
+    for name, inner in getattr(command, "commands", {}).items():
+        show([*path, name], inner)
+
+show([], typer.main.get_command(app))
 """
-    ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+
+
+def test_help_of_no_command_imports_torch_or_numpy():
+    found = modules_after(HELP)
+    assert "mhla_diffusers.evaluation.sample_commands" in found
+    assert not found & {"torch", "diffusers", "transformers", "accelerate", "triton", "numpy", "psutil"}
+
+
+def test_info_imports_torch_alone():
+    """Its devices are torch's; diffusers and torch.compile would take longer to import than torch itself."""
+    found = modules_after("from mhla_diffusers.cli import app; app(['info'], standalone_mode=False)")
+    assert "torch" in found
+    assert not found & {"diffusers", "transformers", "torch._dynamo"}
+
+
+def test_importing_the_package_costs_nothing():
+    found = modules_after("import mhla_diffusers")
+    assert not found & {"torch", "diffusers", "numpy", "typer", "rich", "yaml"}
+
+
+def test_names_of_lazy_packages_are_there():
+    for package in ("", ".analysis", ".generation", ".training"):
+        module = importlib.import_module(f"mhla_diffusers{package}")
+        for name in module.__all__:
+            assert getattr(module, name).__name__ == name
+        assert set(module.__all__) <= set(dir(module))
+        with pytest.raises(AttributeError, match=f"'mhla_diffusers{package}' has no attribute 'apply_mlha'"):
+            module.__getattr__("apply_mlha")
+
+
+@pytest.mark.parametrize("package", ["", "analysis", "generation", "training"])
+def test_type_checkers_see_the_names_of_lazy_packages(package):
+    """Imported for them alone; and a ``__getattr__`` that they saw would let misspelt names pass."""
+    tree = ast.parse(Path(mhla_diffusers.__path__[0], package, "__init__.py").read_text())
+    (choice,) = [node for node in tree.body if isinstance(node, ast.If)]
+    assert ast.unparse(choice.test) == "TYPE_CHECKING"
+    seen = {alias.name for node in choice.body for alias in node.names}
+    assert seen == set(importlib.import_module(f"mhla_diffusers.{package}".rstrip(".")).__all__)
+    assert [ast.unparse(node).partition(" = ")[0] for node in choice.orelse] == ["__getattr__, __dir__"]
+
+
+@pytest.mark.parametrize("name", ["mhla_diffusers.cli", "mhla_diffusers"])
+def test_version_and_running_as_a_module(name):
+    start = ["-c", "from mhla_diffusers.cli import run; run()"] if name.endswith("cli") else ["-m", name]
+    shown = subprocess.run([sys.executable, *start, "--version"], capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stdout) == (0, f"mhla_diffusers {mhla_diffusers.__version__}\n")
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    """As in ``mhla generate … | head -1``."""
+    command = [sys.executable, "-m", "mhla_diffusers", "generate", "wan", "a", "--output", str(tmp_path)]
+    command += ["--dtype", "bfloat16"]
+    with subprocess.Popen(
+        [*command, "--set", "num_inference_steps=1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 1  # by click
+    assert "Error" not in said and "Broken pipe" not in said
+    # nor do diffusers' warnings of casts that the command makes, or of a VAE that leaves frames as they are
+    assert "kept in float32" not in said and "divisible by 1" not in said
+    assert [file.suffix for file in tmp_path.glob("0*")] == [".mp4"]

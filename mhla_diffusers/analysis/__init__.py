@@ -1,16 +1,39 @@
 """What happened to the attention: the N x N matrices that a patched or unpatched model uses."""
 
-from .matrices import (
-    LayerAnalysis,
-    analyze_layers,
-    attention_matrices,
-    each_attention_matrix,
-    entropy,
-    mean_entropy,
-    mean_rank,
-    rank,
-    rank_bound,
-)
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .matrices import (
+        LayerAnalysis,
+        analyze_layers,
+        attention_matrices,
+        each_attention_matrix,
+        entropy,
+        mean_entropy,
+        mean_rank,
+        rank,
+        rank_bound,
+    )
+else:
+    # mhla analyze lies in this folder as well
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            ".matrices": (
+                "LayerAnalysis",
+                "analyze_layers",
+                "attention_matrices",
+                "each_attention_matrix",
+                "entropy",
+                "mean_entropy",
+                "mean_rank",
+                "rank",
+                "rank_bound",
+            )
+        },
+    )
 
 __all__ = [
     "LayerAnalysis",

@@ -28,6 +28,7 @@ def analyze(
     from rich.console import Console
     from rich.table import Table
 
+    from ..files import folder_for_results
     from ..generation.generate import GenerationConfig
     from ..generation.names import parse_settings
     from .run import analyze as analyze_model
@@ -45,13 +46,14 @@ def analyze(
         dtype=dtype,
         settings={"num_inference_steps": 4, **chosen},
     )
-    config.check()
-    pipe = config.load(config.prompts)
+    with folder_for_results(output):
+        config.check()
+        pipe = config.load(config.prompts)
 
-    def run() -> None:
-        config.generate(pipe, [prompt], [torch.Generator().manual_seed(seed)])
+        def run() -> None:
+            config.generate(pipe, [prompt], [torch.Generator().manual_seed(seed)])
 
-    result = analyze_model(pipe, run, output, layers=layers, token=token)
+        result = analyze_model(pipe, run, output, layers=layers, token=token)
     table = Table("layer", "attention", "tokens", "rank", "at most", "entropy", "moves", box=SIMPLE, pad_edge=False)
     for layer in result.layers:
         change = "-" if result.sensitivity is None else f"{result.sensitivity.get(layer.name, 0.0) ** 0.5:.1%}"

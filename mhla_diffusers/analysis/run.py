@@ -62,9 +62,10 @@ def analyze(
     def keep(name: str, matrix: torch.Tensor) -> None:
         rows[name] = matrix[:, :, chosen].mean(dim=(0, 1)).cpu()
 
-    found = analyze_layers(transformer, call, _layer_names(transformer, layers), keep)
+    names = _layer_names(transformer, layers)
+    found = analyze_layers(transformer, call, names, keep)
     pictures = [draw_attention_maps(rows, grid, chosen, output / "attention-maps.png")]
-    pictures += _draw_mixing(transformer, output)
+    pictures += _draw_mixing(transformer, names, output)
     sensitivity = None
     if is_patched(transformer):
         sensitivity = layer_sensitivity(transformer, lambda: repeat_calls(transformer, calls))
@@ -81,20 +82,20 @@ def _check_token(token: int | None, grid: Sequence[int]) -> int:
     return chosen
 
 
-def _layer_names(transformer: Any, layers: Sequence[int] | None) -> list[str] | None:
-    if layers is None:
-        return None
+def _layer_names(transformer: Any, layers: Sequence[int] | None) -> list[str]:
     names = list(get_family(transformer).self_attentions(transformer))
+    if layers is None:
+        return names
     for layer in layers:
         if not 0 <= layer < len(names):
             raise ValueError(f"Layer {layer} is out of range: the model has the layers 0 to {len(names) - 1}.")
     return [names[layer] for layer in layers]
 
 
-def _draw_mixing(transformer: Any, output: Path) -> list[Path]:
-    patched = mhla_layers(transformer)
-    if not patched:
+def _draw_mixing(transformer: Any, names: Sequence[str], output: Path) -> list[Path]:
+    patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}
+    matrices = {name: patched[name].mixing for name in names if name in patched}
+    if not matrices:
         return []
     blocks = next(iter(patched.values())).config.blocks
-    matrices = {name.removesuffix(".mhla"): layer.mixing for name, layer in patched.items()}
     return [draw_mixing_matrices(matrices, (1, *blocks)[-max(2, len(blocks)) :], output / "mixing-matrices.png")]

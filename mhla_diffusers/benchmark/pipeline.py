@@ -62,7 +62,7 @@ class PipelineCase(PipelineChoice):
     def run(self, pipe: Any) -> None:
         """Generate one sample, always the same."""
         prompt = "3" if self.of_family.prompts_are_classes else "a seven"
-        self.generate(pipe, [prompt], [generator_for(0)])
+        self.call(pipe, [prompt], [generator_for(0)])
 
     def row(self, outcome: Outcome, rates: Rates, stage: str, variant: str, note: str = "") -> Row:
         """A row of this case."""
@@ -148,7 +148,7 @@ def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
     Raises:
         IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
         OSError: no such pipeline.
-        ValueError: it is of another family, or the call is refused.
+        ValueError: it is of another family, or the call is refused or fails before any attention is reached.
     """
     pipe = case.load()
     _check(pipe, case)
@@ -164,6 +164,8 @@ def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
                     calls.peak_bytes = peak_bytes(lambda: case.run(pipe), case.place)
             except RuntimeError as error:
                 calls.refused = outcome_of(error)
+                if not grids:  # the unpatched call, which is the first
+                    raise ValueError(f"{case.name} fails before it reaches its transformer: {error}") from error
     for _ in range(case.repetitions):
         for calls in found:
             if calls.refused is None:

@@ -44,9 +44,16 @@ class Recorder:
         write_run(self.run, self.output)
 
     def finish(self) -> Run:
-        """Say where the files are."""
+        """Say where the files are.
+
+        Raises:
+            ValueError: nothing was measured, with the reasons.
+        """
         files = self.output / self.run.conditions.folder_name / self.run.command
         console().print(f"Wrote {files}.json and .csv", highlight=False)
+        if all(row.median is None for row in self.run.rows):
+            reasons = dict.fromkeys(f"{row.variant} is {row.status} ({row.reason})" for row in self.run.rows)
+            raise ValueError(f"Nothing was measured: {'; '.join(reasons)}.")
         return self.run
 
 

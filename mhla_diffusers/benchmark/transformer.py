@@ -32,7 +32,7 @@ class TransformerCase:
     """A model at one size.
 
     Raises:
-        ValueError: more layers than the model has, when something is built.
+        ValueError: no layers, or more than the model has.
     """
 
     model: Model
@@ -41,6 +41,12 @@ class TransformerCase:
     """Build only so many; None for all."""
     device: torch.device
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and not 1 <= self.layers <= self.model.layers:
+            raise ValueError(
+                f"layers={self.layers} must be from 1 to {self.model.layers}, the layers of {self.model.name}."
+            )
 
     @property
     def is_cut(self) -> bool:
@@ -105,7 +111,6 @@ def benchmark_transformer(
 
     Raises:
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
-        ValueError: more layers than the model has.
     """
     counts = count(case, only)
     if (refused := _refuse_for_memory(case, counts.weight_bytes, rates, FORWARD)) is not None:
@@ -142,7 +147,6 @@ def benchmark_training(
 
     Raises:
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
-        ValueError: more layers than the model has.
     """
     counts = count(case, only)
     if (refused := _refuse_for_memory(case, _TRAINING_COPIES * counts.weight_bytes, rates, TRAINING_STEP)) is not None:

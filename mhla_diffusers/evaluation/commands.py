@@ -9,12 +9,7 @@ import typer
 
 from ..files import write_json
 from ..reporting import show_progress, text_table
-from .clip import ClipScorer, score_samples
-from .compare import compare_sets
-from .extractors import load_callable, load_extractor
-from .fid import FewSamplesWarning, measure_images
 from .geneval import geneval_score
-from .report import score_table, write_report
 from .sample_commands import app as samples
 from .vbench import DIMENSIONS, read_results, total_scores
 from .vbench_run import VBenchConfig, run_vbench
@@ -41,6 +36,9 @@ def fid(
     output: _OUTPUT = None,
 ) -> None:
     """FID and, where the extractor has features for them, sFID, Inception score, precision, recall and KID."""
+    from .extractors import load_extractor
+    from .fid import FewSamplesWarning, measure_images
+
     chosen = load_extractor(extractor, weights, device)
     with warnings.catch_warnings(record=True) as said:
         scores = measure_images(
@@ -101,6 +99,8 @@ def clip(
     output: _OUTPUT = None,
 ) -> None:
     """CLIP score as SANA reports it: 100 times the cosine of image and prompt, averaged."""
+    from .clip import ClipScorer, score_samples
+
     scores = score_samples(samples, ClipScorer(model, device), batch_size, show_progress)
     mean = sum(scores.values()) / len(scores)
     _report({"model": model, "samples": len(scores), "clip_score": mean}, output)
@@ -130,6 +130,11 @@ def compare_variants(
     device: _DEVICE = "cpu",
 ) -> None:
     """One table and report over several variants: scores, paired differences, the same samples side by side."""
+    from .clip import ClipScorer
+    from .compare import compare_sets
+    from .extractors import load_callable, load_extractor
+    from .report import score_table, write_report
+
     scores = {}
     for text in score or ():
         name, separator, place = text.partition("=")

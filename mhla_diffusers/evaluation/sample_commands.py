@@ -9,11 +9,7 @@ from typing import Annotated
 import typer
 
 from ..generation.names import PipelineOptions, expand_options, read_prompts
-from ..generation.pipelines import family_named
-from ..reporting import show_progress
 from .geneval import geneval_samples, read_geneval_metadata, write_geneval_metadata
-from .images import open_images, write_npz
-from .samples import SampleConfig, generate_samples, prepare_folder
 from .sets import Sample, class_samples, prompt_samples
 from .vbench import read_augmented, read_suite, suite_videos
 
@@ -47,10 +43,12 @@ def classes(
     npz: _NPZ = None,
 ) -> None:
     """Images of classes, as FID on ImageNet needs them."""
+    from ..generation.pipelines import family_named
+
     if not family_named(options.family).prompts_are_classes:
         raise ValueError(f"{options.family} is asked for text, not for classes; use mhla eval samples prompts.")
-    if _generate(options, output, class_samples(count, labels, label_order, options.seed)) and npz is not None:
-        write_npz(open_images(output), npz)
+    if _generate(options, output, class_samples(count, labels, label_order, options.seed)):
+        _pack(output, npz)
 
 
 @app.command()
@@ -63,12 +61,14 @@ def prompts(
     npz: _NPZ = None,
 ) -> None:
     """Images or videos of the prompts in a file."""
+    from ..generation.pipelines import family_named
+
     family = family_named(options.family)
     if npz is not None and family.makes_videos:
         raise ValueError(f"--npz {npz} is for images, but {family.name} makes videos.")
     samples = prompt_samples(read_prompts(file), per_prompt, family.suffix)
-    if _generate(options, output, samples) and npz is not None:
-        write_npz(open_images(output), npz)
+    if _generate(options, output, samples):
+        _pack(output, npz)
 
 
 @app.command()
@@ -99,6 +99,14 @@ def vbench(
     _generate(options, output, suite_videos(entries, texts, all_flickering=all_flickering))
 
 
+def _pack(output: Path, npz: Path | None) -> None:
+    """Write the images of a set into one file, where that is asked for."""
+    from .images import open_images, write_npz
+
+    if npz is not None:
+        write_npz(open_images(output), npz)
+
+
 def _generate(options: SetOptions, output: Path, samples: Sequence[Sample]) -> bool:
     """Generate this process's share of a set and wait for the others.
 
@@ -106,6 +114,9 @@ def _generate(options: SetOptions, output: Path, samples: Sequence[Sample]) -> b
         Whether this is the one process that adds what else belongs to the set.
     """
     from accelerate import PartialState
+
+    from ..reporting import show_progress
+    from .samples import SampleConfig, generate_samples, prepare_folder
 
     # processes wait for the slowest one at the end, which may take longer than the usual half an hour
     state = PartialState(timeout=timedelta(days=7))

@@ -1,21 +1,24 @@
-"""Generate images and videos from prompts into a folder: ``mhla generate``."""
+"""Generate images and videos from prompts into a folder."""
 
-import re
+import hashlib
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
-from ..files import check_writable
-from .names import PipelineOptions, expand_options, read_prompts
+from ..files import folder_for_results
 from .pipelines import PipelineChoice
-from .record import import_imageio, record_choices, write_sample
+from .record import check_choices, import_imageio, record_choices, write_sample
 
 MAX_SEED = 2**63 - 1
 """Of torch's generators, which take a few more, but map negative ones to others."""
+
+
+_MAX_LENGTH, _MAX_BYTES = 60, 150
+"""Of a prompt in a file's name, which may have 255 bytes: of letters that take four each, 37."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class GenerationConfig(PipelineChoice):
     prompts: tuple[str, ...]
     """For DiT: class labels, by name or number."""
     output: Path
-    """Folder for ``{prompt number}-{seed}-{prompt}.png`` or ``.mp4``."""
+    """Folder for ``{prompt number}-{seed}-{prompt}.png`` or ``.mp4``, see :func:`name_of_prompt`."""
     seeds: tuple[int, ...] = (0,)
     """Every prompt is generated once per seed."""
 
@@ -57,7 +60,7 @@ def plan_tasks(config: GenerationConfig) -> list[Task]:
     """The files that a configuration asks for."""
     suffix = config.of_family.suffix
     return [
-        Task(prompt, seed, config.output / f"{index:04d}-{seed}-{_file_name(prompt)}{suffix}")
+        Task(prompt, seed, config.output / f"{index:04d}-{seed}-{name_of_prompt(prompt)}{suffix}")
         for index, prompt in enumerate(config.prompts)
         for seed in config.seeds
     ]
@@ -74,50 +77,35 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
         ValueError: a setting that the pipeline does not take, unknown class label, a model of another family, a patch
             that is unknown or does not fit, or a folder of files that were made with other choices.
     """
-    check_writable(config.output)
-    config.check()
-    record_choices(config.output, config.choices)
-    if config.of_family.makes_videos:
-        import_imageio()
-    pipe: Any = None
-    for task in plan_tasks(config):
-        if task.file.exists():
-            yield task, False
-            continue
-        if pipe is None:
-            pipe = config.load(config.prompts)
-        (sample,) = config.generate(pipe, [task.prompt], [torch.Generator().manual_seed(task.seed)])
-        write_sample(sample, task.file, config.video_rate)
-        yield task, True
+    with folder_for_results(config.output):
+        config.check()
+        choices = config.choices
+        check_choices(config.output, choices)
+        if config.of_family.makes_videos:
+            import_imageio()
+        pipe: Any = None
+        for task in plan_tasks(config):
+            if task.file.exists():
+                yield task, False
+                continue
+            if pipe is None:
+                pipe = config.load(config.prompts)
+            (sample,) = config.generate(pipe, [task.prompt], [torch.Generator().manual_seed(task.seed)])
+            record_choices(config.output, choices)
+            write_sample(sample, task.file, config.video_rate)
+            yield task, True
 
 
-def _file_name(prompt: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "empty"
+def name_of_prompt(prompt: str) -> str:
+    """A prompt as part of a file's name: letters and digits of any script; a hash, where these do not say all of it."""
+    letters = "".join(part if _is_letter(part) else " " for part in unicodedata.normalize("NFC", prompt).lower())
+    name = unicodedata.normalize("NFC", "-".join(letters.split()))[:_MAX_LENGTH]
+    name = name.encode()[:_MAX_BYTES].decode(errors="ignore").strip("-") or "empty"
+    if name.replace("-", " ") == prompt:
+        return name
+    return f"{name}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
 
 
-@expand_options
-def generate_command(
-    family: Annotated[str, typer.Argument(help="dit, sana or wan.")],
-    options: PipelineOptions,
-    prompts: Annotated[
-        list[str] | None, typer.Argument(help="One or more prompts; classes by number or name for dit.")
-    ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Further prompts, one per line.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder; outputs/<family> if left out.")] = None,
-    seeds: Annotated[
-        list[int] | None, typer.Option("--seed", help="Of the noise, 0 if left out; several times for more samples.")
-    ] = None,
-) -> None:
-    """Generate images or videos, one per prompt and seed. Goes on where it stopped.
-
-    mhla generate wan "a seven moving left" "a three" --seed 0 --seed 1 --set num_inference_steps=20
-    """
-    config = GenerationConfig(
-        family,
-        (*(prompts or ()), *(read_prompts(prompt_file) if prompt_file is not None else ())),
-        output or Path("outputs", family),
-        tuple(seeds or (0,)),
-        **options.arguments(),
-    )
-    for task, made in generate(config):
-        typer.echo(f"{'wrote' if made else 'kept '} {task.file}")
+def _is_letter(character: str) -> bool:
+    """Or a digit, or a mark, such as the vowels of Devanagari."""
+    return character.isalnum() or unicodedata.category(character).startswith("M")

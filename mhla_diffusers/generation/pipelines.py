@@ -18,6 +18,7 @@ from ..patching import CONFIG_NAME, apply_mhla, find_transformers, load_mhla
 from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES_PER_SECOND
 from .names import check_settings
+from .record import identity_of_weights
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +85,18 @@ class PipelineChoice:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """What decides how a result looks, but for prompt and seed."""
+        """What decides how a result looks, but for prompt and seed; of patch and weights, what lies there now too.
+
+        Raises:
+            FileNotFoundError: no such patch file.
+            ValueError: an unknown patch.
+        """
         names = ("family", "model", "patch", "weights", "dtype", "settings")
-        return {name: getattr(self, name) for name in names}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "patch_settings": None if self.patch is None else load_patch(self.patch).config.to_dict(),
+            "weights_hash": None if self.weights is None else identity_of_weights(self.weights),
+        }
 
     def check(self) -> None:
         """Check the patch and the settings of the pipeline's call; of the pipeline, only the class is looked at.
@@ -99,7 +109,7 @@ class PipelineChoice:
 
         if self.patch is not None:
             load_patch(self.patch)
-        if self.settings:
+        if self.settings or self.model is not None:
             model = str(pipeline_folder(self.family)) if self.model is None else self.model
             name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
             pipeline = getattr(diffusers, str(name), None)
@@ -142,10 +152,25 @@ class PipelineChoice:
         generators = [torch.Generator().manual_seed(0)]
         apply_mhla(pipe, patch, calibration=lambda: self.generate(pipe, prompts[:1], generators))
 
-    def generate(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
-        """One sample per prompt, see :meth:`Family.call`; a tiny pipeline has the settings that it was trained for."""
+    def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
+        """See :meth:`Family.call`; a tiny pipeline has the settings that it was trained for."""
         defaults = call_settings(self.family) if self.model is None else {}
         return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings})
+
+    def generate(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
+        """One sample per prompt: :meth:`call`, with errors that tell which settings were given.
+
+        Raises:
+            ValueError: settings that the pipeline fails with.
+        """
+        try:
+            return self.call(pipe, prompts, generators)
+        except RuntimeError as error:
+            # sizes that do not fit each other, and not a lack of memory or a failing device, which have classes of
+            # their own
+            if not self.settings or type(error) is not RuntimeError:
+                raise
+            raise ValueError(f"{type(pipe).__name__} fails with the settings {self.settings}: {error}") from error
 
 
 def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtype) -> Any:

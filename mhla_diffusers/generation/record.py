@@ -1,19 +1,21 @@
 """A folder of generated files: writing them, and the record of how they were made."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_json, write_json, written_aside
+from ..config import adapted_patch_folder
+from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, read_json, write_json, written_aside
 
 RECORD_NAME = "generation.json"
 """File beside what was generated that says how."""
 
 
-def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Keep beside the files what they were made with, so that nothing made otherwise is taken for them later.
+def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
+    """Make sure that what lies in a folder was made with the same choices, so that it may be kept.
 
     Raises:
         ValueError: the folder holds files that were made with other choices.
@@ -21,13 +23,44 @@ def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
     file = folder / RECORD_NAME
     # without samples it is what a run has left that failed, and speaks of nothing
     if not file.exists() or first_sample(folder) is None:
-        write_json(choices, file)
         return
     recorded = read_json(file)
-    before = {name: recorded.get(name) for name in choices}
-    changed = [f"{name}={before[name]!r}, now {now!r}" for name, now in choices.items() if before[name] != now]
+    changed = [
+        "{}={!r}, now {!r}".format(name, *_differing(recorded.get(name), now))
+        for name, now in choices.items()
+        if recorded.get(name) != now
+    ]
     if changed:
         raise ValueError(f"{folder} holds files made otherwise ({'; '.join(changed)}). Choose another output folder.")
+
+
+def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
+    """Keep beside the files what they were made with, so that nothing made otherwise is taken for them later.
+
+    Raises:
+        ValueError: the folder holds files that were made with other choices.
+        OSError: the folder cannot be written.
+    """
+    check_choices(folder, choices)
+    write_json(choices, folder / RECORD_NAME)
+
+
+def _differing(before: Any, now: Any) -> tuple[Any, Any]:
+    """Two values of a choice; of two mappings, what is not the same in both."""
+    if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
+        return before, now
+    same = [name for name in before if name in now and before[name] == now[name]]
+    first, second = ({name: kept[name] for name in kept if name not in same} for kept in (before, now))
+    return first, second
+
+
+def identity_of_weights(weights: str) -> str | None:
+    """Hash of the files that a folder of weights holds, so that a record tells when they change; None for a Hub id."""
+    folder = adapted_patch_folder(weights) or Path(weights)
+    if not folder.is_dir():
+        return None
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
+    return hashlib.sha256("".join(file.name + file_hash(file) for file in files).encode()).hexdigest()[:16]
 
 
 def first_sample(folder: Path) -> Path | None:

@@ -9,10 +9,10 @@ leaves the patch that was there before. The model's own tensors go by the names 
 import json
 import os
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-import diffusers
 import torch
 from torch import nn
 
@@ -81,7 +81,7 @@ def save_mhla(
     record = PatchRecord(
         FORMAT_VERSION,
         base_model_name(base_model),
-        diffusers.__version__,
+        version("diffusers"),
         weights,
         file="",
         sha256="",
@@ -198,6 +198,8 @@ def _base_transformer(name: str, transformer: nn.Module, base: Any, base_model: 
             "weights='changed' compares with the base model, but it is unknown where this model came from; "
             "give base=the unpatched model, or base_model=its Hub id."
         )
+    import diffusers
+
     cls = getattr(diffusers, type(transformer).__name__)
     is_pipeline = not Path(base_model, "config.json").is_file()
     loaded: nn.Module = cls.from_pretrained(base_model, subfolder=name if is_pipeline else None)

@@ -91,12 +91,14 @@ def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool 
             were adapted: what these are to be compared with.
 
     Raises:
-        ValueError: unknown family, or no such device here.
+        ValueError: unknown family, no such device here, or ``control`` that is neither True nor False.
         DamagedAssetError: files are missing or damaged.
     """
     from diffusers import DiffusionPipeline
 
     tiny_pipeline(family)
+    if not isinstance(control, bool):
+        raise ValueError(f"control={control!r} must be True or False.")
     place = choose_device(str(device))
     folder = pipeline_folder(family)
     check_asset(folder)

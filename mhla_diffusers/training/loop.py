@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from .validation import Sampler
 
 logger = logging.getLogger(__name__)
 
+_SAME_CTRL_C = 1.0
+"""Seconds within which a second SIGINT is the first one, which a launcher hands on to processes that have had it."""
+
 
 @dataclass(frozen=True)
 class TrainingResult:
@@ -26,7 +30,7 @@ class TrainingResult:
     step: int
     """Updates done."""
     finished: bool
-    """False if SIGTERM stopped it; then its last checkpoint is of ``step``."""
+    """False if SIGTERM or Ctrl-C stopped it; then its last checkpoint is of ``step``."""
     result: Path | None
     """Folder with the trained weights; None while unfinished."""
 
@@ -59,6 +63,7 @@ def train(
         TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
             skipped updates, weights or a validation loss that are not finite; then there is no result.
         CheckpointError: the last checkpoint or the result could not be written.
+        KeyboardInterrupt: Ctrl-C a second time, before the checkpoint of the first was written.
     """
     start = Start.of(config, resume)
     check_fits(transformer, data, config)
@@ -86,7 +91,7 @@ def train(
                     if must_save or run.step % config.checkpoint_every == 0:
                         run.save(training, must_succeed=must_save)
                     if update.stop and run.step < config.total_steps:
-                        logger.warning("Stopped by SIGTERM after step %d; resume with --resume latest.", run.step)
+                        logger.warning("Stopped by a signal after step %d; resume with --resume latest.", run.step)
                         return TrainingResult(run.step, finished=False, result=None)
                 if stage == last_stage:
                     result = run.export(training)
@@ -94,23 +99,33 @@ def train(
 
 
 class _StopRequest:
-    """Whether SIGTERM has arrived, the request to save and stop."""
+    """Whether SIGTERM or Ctrl-C has arrived, the request to save and stop. Ctrl-C again stops at once."""
 
     def __init__(self) -> None:
         self.made = False
+        self._interrupted: float | None = None
+        """When Ctrl-C came first."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the context SIGTERM makes the request instead of ending the process; in the main thread only."""
+        """Within the context signals make the request instead of ending the process; in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-
-        def note(signal_number: int, frame: FrameType | None) -> None:
-            self.made = True
-
-        before = signal.signal(signal.SIGTERM, note)
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.made = True
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._interrupted is None:
+            self._interrupted = now
+            logger.warning("Saving a checkpoint at the end of this step; Ctrl-C again stops at once, without one.")
+        elif now - self._interrupted > _SAME_CTRL_C:
+            raise KeyboardInterrupt

@@ -1,8 +1,10 @@
 """What ``mhla analyze`` does, and the command."""
 
 import json
+from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from mhla_diffusers import apply_mhla
@@ -28,6 +30,10 @@ def test_everything_is_written(tmp_path):
     assert [picture.name for picture in result.pictures] == ["attention-maps.png", "mixing-matrices.png"]
     assert all(picture.stat().st_size > 5000 for picture in result.pictures)
     assert json.loads((tmp_path / "analysis.json").read_text())["grid"] == [8, 8]
+    one = analyze(pipe, run_tiny(pipe), tmp_path / "one", layers=[1]).pictures[1]
+    # a layer of two makes a picture half as wide; of an unpatched one there is no mixing
+    assert Image.open(one).width < Image.open(result.pictures[1]).width
+    assert len(analyze(pipe, run_tiny(pipe), tmp_path / "none", layers=[0]).pictures) == 1
     with pytest.raises(ValueError, match="token=64 is out of range.*0 to 63"):
         analyze(pipe, run_tiny(pipe), tmp_path, token=64)
     with pytest.raises(ValueError, match="Layer 4 is out of range"):
@@ -54,9 +60,20 @@ def test_command(tmp_path):
         (("seven", "--device", "tpu9"), "device='tpu9'"),
         (("seven", "--set", "num_inference_step=2"), "did you mean 'num_inference_steps'"),
         (("seven", "--seed", "-1"), "seed -1 is out of range"),
+        (("seven", "--model", "docs"), "docs is no diffusers pipeline: model_index.json is missing"),
     ],
 )
-def test_command_refuses_what_cannot_be(tmp_path, arguments, message):
-    shown = mhla("analyze", "dit", *arguments, "--output", tmp_path / "out")
-    assert isinstance(shown.exception, ValueError)
+def test_command_refuses_what_cannot_be(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("docs").mkdir()
+    shown = mhla("analyze", "dit", *arguments, "--output", "out")
+    assert isinstance(shown.exception, ValueError | OSError)
     assert message in str(shown.exception)
+    assert not Path("out").exists()
+
+
+def test_command_needs_a_folder_to_write_to(tmp_path):
+    (tmp_path / "file").touch()
+    shown = mhla("analyze", "dit", "seven", "--output", tmp_path / "file")
+    assert isinstance(shown.exception, NotADirectoryError)
+    assert str(shown.exception) == f"The output {tmp_path / 'file'} is a file; give a folder."

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from mhla_diffusers.benchmark import Run
-from mhla_diffusers.benchmark.results import read_runs
+from mhla_diffusers.benchmark.results import Run, read_runs
 from mhla_diffusers.cli import app
 
 

@@ -27,12 +27,12 @@ def test_a_gpu_gets_every_real_model_and_a_cpu_the_smallest():
 
 def test_a_family_of_the_users_own_tells_its_models_and_what_conditions_them(pixart):
     (model,) = find_models(["tiny-pixart"], "cpu")
-    (size,) = choose_sizes(model, None, None, "cpu", batch=3)
+    (size,) = choose_sizes(model, ["1024"], None, "cpu", batch=3)
     transformer = build_transformer(model, size, None, META, torch.bfloat16)
     inputs = make_forward_inputs(model, transformer, size, META, torch.bfloat16)
     text, mask = inputs["encoder_hidden_states"], inputs["encoder_attention_mask"]
-    assert (text.shape, text.dtype) == ((3, 5, 8), torch.bfloat16)
-    assert (mask.shape, mask.dtype) == ((3, 5), torch.int64)
+    assert (text.shape, text.dtype) == ((3, 120, 32), torch.bfloat16)
+    assert (mask.shape, mask.dtype) == ((3, 120), torch.int64)
     assert inputs["added_cond_kwargs"]["resolution"].shape == (3, 2)
 
 
@@ -55,11 +55,13 @@ def test_the_small_size_has_two_tokens_per_block_and_axis(name):
         (("--model", "tiny-wan", "--frames", "80"), "frames=80 .*77 and 81"),
         (("--model", "tiny-dit", "--size", "big"), "size='big' is unknown; write HEIGHTxWIDTH"),
         (("--model", "tiny-dit", "--layers", "9"), "layers=9 must be from 1 to 3"),
+        (("--model", "tiny-dit", "--layers", "0"), "layers=0 must be from 1 to 3"),
     ],
 )
-def test_wrong_sizes_are_refused(tmp_path, options, message):
+def test_wrong_sizes_are_refused_before_anything_is_measured(tmp_path, capsys, options, message):
     with pytest.raises(ValueError, match=message):
         bench("transformer", "--device", "cpu", *options, "--output", tmp_path)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

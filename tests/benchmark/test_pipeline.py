@@ -62,6 +62,12 @@ def test_unknown_pipelines_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_call_that_fails_is_no_result(tmp_path):
+    """Of sizes that no machine has the memory for, torch raises a RuntimeError before any attention."""
+    with pytest.raises(ValueError, match="tiny-sana fails before it reaches its transformer: .*memory"):
+        bench("pipeline", "--model", "tiny-sana", "--size", 2**24, "--device", "cpu", "--output", tmp_path)
+
+
 def test_a_folder_is_measured_like_the_pipeline_in_it(tmp_path):
     options = ("--steps", 1, "--repetitions", 1, "--device", "cpu", "--output", tmp_path)
     bench("pipeline", "--model", pipeline_folder("dit"), *options)

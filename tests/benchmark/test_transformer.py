@@ -6,6 +6,7 @@ import torch
 from mhla_diffusers.benchmark.candidates import EXACT, HYBRID, LINEAR_KINDS, PATCHES, PLAIN, REST
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
 from mhla_diffusers.benchmark.parts import PARTS
+from mhla_diffusers.benchmark.results import read_runs
 from mhla_diffusers.benchmark.transformer import TRAINING_STEP
 from mhla_diffusers.patching import layer
 
@@ -57,7 +58,9 @@ def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch):
 
 def test_what_does_not_fit_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr("mhla_diffusers.benchmark.transformer.free_bytes", lambda device: 1000)
-    (row,) = measure(tmp_path, "transformer", "--model", "tiny-dit").rows
+    with pytest.raises(ValueError, match="Nothing was measured: .* is out of memory .*--layers"):
+        measure(tmp_path, "transformer", "--model", "tiny-dit")
+    ((row,),) = [run.rows for run in read_runs([tmp_path])]
     assert row.status == "out of memory" and "--layers" in row.reason
 
 

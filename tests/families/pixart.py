@@ -54,6 +54,7 @@ class PixArtFamily(Family):
             stride=8,
             patch=2,
             sizes=((64, 64),),
+            grids={"64px": (4, 4)},
         ),
     )
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers import WanImageToVideoPipeline, WanVACEPipeline
 
 from mhla_diffusers.families import Clip, get_family
 from mhla_diffusers.tiny import call_settings, load_tiny
@@ -24,6 +25,17 @@ def test_temporal_stride_of_one():
     settings = call_settings("wan") | family.clip_arguments(pipe, clip) | {"num_inference_steps": 1}
     latents = family.call(pipe, ["a seven"], [torch.Generator().manual_seed(0)], output_type="latent", **settings)
     assert latents.shape[2] == clip.frames
+
+
+@pytest.mark.parametrize("pipeline", [WanImageToVideoPipeline, WanVACEPipeline])
+def test_prompts_of_pipelines_that_need_ftfy(pipeline):
+    """diffusers' own cleaning of prompts, for which the extra ``wan`` is there."""
+    pytest.importorskip("ftfy")
+    components = wan_pipeline().components
+    components = {name: components[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")}
+    pipe = pipeline(**components, transformer=None)
+    embedded, _ = pipe.encode_prompt("a cat â€” surfing", do_classifier_free_guidance=False, max_sequence_length=8)
+    assert embedded.shape[1] == 8
 
 
 @pytest.mark.parametrize("values", [{"fps": 0}, {"fps": -1.0}, {"frames": 0}, {"sizes": ()}, {"sizes": ((0, 8),)}])

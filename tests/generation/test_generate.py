@@ -2,15 +2,16 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
-from mhla_diffusers import families
+from mhla_diffusers import apply_mhla, families, mhla_layers, save_mhla
 from mhla_diffusers.families.dit import DiTFamily, class_label
-from mhla_diffusers.files import check_writable
+from mhla_diffusers.files import check_writable, written_aside
 from mhla_diffusers.generation import PipelineChoice
-from mhla_diffusers.generation.generate import GenerationConfig, generate, plan_tasks
+from mhla_diffusers.generation.generate import GenerationConfig, generate, name_of_prompt, plan_tasks
 from mhla_diffusers.patching import is_patched
 from mhla_diffusers.tiny import load_tiny, loading
 
@@ -215,7 +216,76 @@ def test_bad_settings_are_refused(tmp_path, change, message):
         GenerationConfig(**{"family": "dit", "prompts": ("1",), "output": tmp_path, **change})
 
 
-def test_file_names_are_safe(tmp_path):
-    (task,) = plan_tasks(GenerationConfig("wan", ("../A cat/✨ " + "x" * 200,), tmp_path))
+@pytest.mark.parametrize("text", ["../A cat/✨ " + "x" * 200, "猫" * 300, "🦭" * 300, "𠮷" * 300, "\0", "."])
+def test_file_names_are_safe(tmp_path, text):
+    (task,) = plan_tasks(GenerationConfig("wan", (text,), tmp_path, seeds=(2**63 - 1,)))
     assert task.file.parent == tmp_path
-    assert len(task.file.name) < 80
+    assert len(task.file.name.encode()) < 220
+    with written_aside(task.file) as aside:
+        aside.touch()
+    assert task.file.exists()
+
+
+def test_file_names_keep_letters_of_every_script():
+    assert name_of_prompt("a seven moving left") == "a-seven-moving-left"
+    assert name_of_prompt("七向左移动") == "七向左移动"
+    assert name_of_prompt("семёрка влево") == "семёрка-влево"
+    assert name_of_prompt("हिन्दी में सात") == "हिन्दी-में-सात"
+    assert name_of_prompt("Eine Straße, nachts").startswith("eine-straße-nachts-")
+    decomposed, composed = "cafe\u0301", "caf\u00e9"
+    assert name_of_prompt(composed) == composed
+    assert name_of_prompt(decomposed).startswith(composed)
+
+
+def test_prompts_whose_letters_are_the_same_stay_apart():
+    alike = ["a cat", "a cat!", "A cat", "a  cat", "a-cat", "", "empty", "!", "x" * 61, "x" * 62, "e\u0301", "\u00e9"]
+    assert len(set(map(name_of_prompt, alike))) == len(alike)
+
+
+def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_path):
+    """At the same path; the name alone does not tell."""
+    patch = tmp_path / "tiny.yaml"
+    head = "family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n"
+    patch.write_text(head)
+    config = GenerationConfig("dit", ("3",), tmp_path / "patched", patch=str(patch), settings=FAST)
+    assert [made for _, made in generate(config)] == [True]
+    patch.write_text(f"# {head}\n{head}")
+    assert [made for _, made in generate(config)] == [False]
+    patch.write_text(head + "  mixing_init: uniform\n")
+    with pytest.raises(
+        ValueError, match=r"patch_settings={'mixing_init': 'locality'}, now {'mixing_init': 'uniform'}\)"
+    ):
+        next(generate(config))
+    pipe = apply_mhla(load_tiny("dit"), str(patch))
+    save_mhla(pipe, tmp_path / "weights")
+    config = replace(config, patch=None, weights=str(tmp_path / "weights"), output=tmp_path / "trained")
+    assert [made for _, made in generate(config)] == [True]
+    assert [made for _, made in generate(config)] == [False]
+    with torch.no_grad():
+        next(iter(mhla_layers(pipe).values())).mixing.mul_(0.5)
+    save_mhla(pipe, tmp_path / "weights")
+    with pytest.raises(ValueError, match="weights_hash='.*', now '.*another output folder"):
+        next(generate(config))
+
+
+def test_run_that_failed_leaves_no_folder(tmp_path):
+    for changes in ({"settings": {"num_inference_step": 2}}, {"weights": "./nope"}, {"prompts": ("a cat",)}):
+        config = GenerationConfig(**{"family": "dit", "prompts": ("3",), "output": tmp_path / "a" / "b", **changes})
+        with pytest.raises((ValueError, OSError)):
+            list(generate(config))
+        assert not list(tmp_path.iterdir())
+
+
+def test_settings_that_the_pipeline_fails_with_are_a_users_error(tmp_path):
+    """Of sizes that do not fit torch raises a RuntimeError, from somewhere within the pipeline."""
+    config = GenerationConfig(
+        "sana", ("a seven",), tmp_path / "out", settings={**FAST, "height": 2**24, "width": 2**24}
+    )
+    with pytest.raises(ValueError, match="SanaPipeline fails with the settings {.*'height': 16777216"):
+        list(generate(config))
+    assert not (tmp_path / "out").exists()
+
+
+def test_folder_that_is_no_pipeline_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is no diffusers pipeline: model_index.json is missing"):
+        list(generate(GenerationConfig("wan", ("x",), tmp_path / "out", model=str(tmp_path))))

@@ -120,6 +120,12 @@ def test_family_without_pipeline_is_refused():
         load_tiny("flux")
 
 
+@pytest.mark.parametrize("control", ["x", "false", 1, None])
+def test_control_is_true_or_false(control):
+    with pytest.raises(ValueError, match=f"control={control!r} must be True or False"):
+        load_tiny("wan", control=control)
+
+
 def test_no_folder_of_the_machine_that_trained_them_is_recorded():
     configs = [file for family in TINY for file in loading.pipeline_folder(family).glob("*/config.json")]
     assert len(configs) >= 8

@@ -1,18 +1,25 @@
 """A run that is killed or stopped and resumed is the run that was left alone."""
 
+import os
 import random
 import resource
+import signal
 import time
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla
+from mhla_diffusers.families import get_family
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, read_metrics, train
+from mhla_diffusers.training.latents.data import NoisedBatches
 
 from .models import one_stage, tiny_wan, wan_data
-from .processes import finish, start_training
+from .processes import finish, start_process, start_training
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
 
@@ -68,16 +75,69 @@ def test_killed_and_resumed_gives_the_same_losses(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
-def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
-    config = _config(tmp_path / "run", steps=300)
-    process = start_training(config)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_and_exit(tmp_path: Path, number: signal.Signals) -> None:
+    """Twice, since a launcher may hand on a Ctrl-C that has come from the terminal."""
+    process = start_training(replace(_config(tmp_path / "run", steps=300), checkpoint_every=1000))
     _wait_for_step(tmp_path / "run", 5, process)
-    process.terminate()
+    for _ in range(2):
+        psutil.Process(process.pid).send_signal(number)
     process.join(timeout=60)
     assert process.exitcode == 143
     steps = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "state.json").is_file()
     assert not (tmp_path / "run" / "result").exists()
+
+
+def test_ctrl_c_leaves_workers_alone(tmp_path: Path) -> None:
+    """A terminal sends it to the processes that read data as well."""
+    config = one_stage(tmp_path, steps=6, workers=1)
+    process = get_family(tiny_wan()).process(tiny_wan(), 3.0)
+    batches = NoisedBatches(wan_data(), process, config, torch.device("cpu")).from_step(0)
+    before = set(psutil.Process().children())
+    next(batches)
+    (worker,) = set(psutil.Process().children()) - before
+    worker.send_signal(signal.SIGINT)
+    for _ in range(4):  # more than are read ahead
+        next(batches)
+
+
+def _train_on_data_that_waits(folder: Path) -> None:
+    class Waiting:
+        """Data whose second sample takes long."""
+
+        def __init__(self) -> None:
+            self.data = wan_data()
+            self.empty, self.shapes, self.read = None, self.data.shapes, 0
+
+        def __len__(self) -> int:
+            return len(self.data)
+
+        def __getitem__(self, index: int) -> object:
+            self.read += 1
+            if self.read == 2:
+                (folder / "waiting").touch()
+                time.sleep(60)
+            return self.data[index]
+
+    config = one_stage(folder / "run", steps=6, patch=PATCH)
+    train(apply_mhla(tiny_wan(), PATCH), Waiting(), config)  # type: ignore[arg-type]
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    process = start_process(_train_on_data_that_waits, tmp_path)
+    while not (tmp_path / "waiting").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    began = time.monotonic()
+    for _ in range(2):
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(1.2)
+    process.join(timeout=30)
+    assert process.exitcode == 1  # multiprocessing's, of a process that ended with an error
+    assert time.monotonic() - began < 30
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_full_disk_keeps_the_last_checkpoint_and_training_goes_on(

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -100,8 +99,13 @@ def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-_import_error: Callable[[], str | None] = torch.compiler.assume_constant_result(lambda: _try_import())
-"""The same, which torch.compile does not look into."""
+def _import_error() -> str | None:
+    """The same, which torch.compile does not look into."""
+    return _try_import()
+
+
+# the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it, for seconds
+vars(_import_error)["_dynamo_marked_constant"] = True
 
 
 def _usable(tensor: torch.Tensor, name: str) -> torch.Tensor:

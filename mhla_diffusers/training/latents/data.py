@@ -4,6 +4,7 @@ A sample is a mapping of tensors: ``latents`` as the transformer takes them, (C,
 arguments of its forward by name, for example ``encoder_hidden_states`` (L, channels) or ``class_labels`` ().
 """
 
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -13,6 +14,11 @@ from torch.utils.data import DataLoader
 from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
 from ..config import TrainingConfig
+
+
+def _leave_interrupts_alone(worker: int) -> None:
+    """Ctrl-C reaches the workers too, which the training loop needs until it has stopped."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class TrainingData(Protocol):
@@ -115,6 +121,7 @@ class NoisedBatches:
             batch_sampler=sampler,
             collate_fn=stack_samples,
             num_workers=config.workers,
+            worker_init_fn=_leave_interrupts_alone,
         )
         for forward, batch in enumerate(loader, start=step * config.gradient_accumulation):
             this_step, accumulated = divmod(forward, config.gradient_accumulation)
