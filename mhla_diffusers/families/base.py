@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from ..attention.rotary import Rotary
 from ..config import MHLAConfig
 from .processes import DiffusionProcess
 from .sizes import Clip, Model
@@ -89,6 +90,17 @@ class Family(ABC):
         sizes, patch = hidden_states.shape[2:], transformer.config.patch_size
         patches = (patch,) * len(sizes) if isinstance(patch, int) else patch
         return tuple(size // length for size, length in zip(sizes, patches, strict=True))
+
+    def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
+        """Token grid that the tables of RoPE tell a self-attention; None of another model, or if they do not tell.
+
+        With it diffusers' own ``set_attn_processor`` needs no ``grid``.
+
+        Args:
+            attn: a self-attention, in whatever model it is.
+            rotary: what the model hands to it, (cos, sin).
+        """
+        return None
 
     def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Tile counts that exact tiles of a token grid are measured with.

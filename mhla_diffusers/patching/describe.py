@@ -10,8 +10,9 @@ from ..config import MHLAConfig
 from ..families import get_family
 from ..reporting import text_table
 from .finding import find_transformers
-from .layer import MHLALayer
+from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor
+from .token_grid import TokenGridHooks, find_grid_hooks
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,17 @@ def describe(model: Any, grid: Sequence[int] | None = None) -> Description:
     transformers = find_transformers(model)
     layers = Description()
     for component, transformer in transformers.items():
+        hooks = find_grid_hooks(transformer)
         prefix = f"{component}." if len(transformers) > 1 else ""
         for name, attn in get_family(transformer).self_attentions(transformer).items():
-            layers.append(_describe_layer(prefix + name, attn, None if grid is None else tuple(grid)))
+            layers.append(_describe_layer(prefix + name, attn, None if grid is None else tuple(grid), hooks))
     return layers
 
 
-def _describe_layer(name: str, attn: Any, grid: tuple[int, ...] | None) -> LayerDescription:
-    layer, processor = getattr(attn, "mhla", None), attn.processor
+def _describe_layer(
+    name: str, attn: Any, grid: tuple[int, ...] | None, hooks: TokenGridHooks | None
+) -> LayerDescription:
+    layer, processor = layer_of(attn), attn.processor
     if layer is None and not isinstance(processor, MHLAProcessor):
         return LayerDescription(name, False, grid, None, None, 0)
     config = layer.config if layer is not None else processor.config
@@ -108,8 +112,7 @@ def _describe_layer(name: str, attn: Any, grid: tuple[int, ...] | None) -> Layer
         if config.exact != "none":
             check_layout(grid, config.tiles, "exact_tiles")
     else:
-        remembered = layer.token_grid.shape if layer is not None and layer.token_grid is not None else None
-        grid = getattr(processor, "grid", None) or remembered
+        grid = getattr(processor, "grid", None) or (hooks.latest if hooks is not None else None)
     extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
     tokens = _smallest_and_largest(grid, config.blocks)
     return LayerDescription(name, True, grid, config.blocks, tokens, extra, _describe_exact(config, layer, grid))

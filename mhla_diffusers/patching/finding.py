@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..families import find_family, get_family
-from .layer import MHLALayer
+from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor
 
 
@@ -59,16 +59,16 @@ def is_patched(model: Any) -> bool:
 
 
 def mhla_layers(model: Any) -> dict[str, MHLALayer]:
-    """Name and module of every MHLA layer.
+    """Name and module of every MHLA layer that is in use.
 
-    Names are those of ``named_modules()``; for a pipeline the component's name stands before them.
+    The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
     """
     prefixes = {name: f"{name}." if not isinstance(model, nn.Module) else "" for name in supported_transformers(model)}
     return {
-        f"{prefixes[name]}{path}": module
+        f"{prefixes[name]}{path}.mhla": layer
         for name, transformer in supported_transformers(model).items()
-        for path, module in transformer.named_modules()
-        if isinstance(module, MHLALayer)
+        for path, attn in attentions_of(transformer).items()
+        if (layer := layer_of(attn)) is not None
     }
 
 

@@ -23,13 +23,6 @@ _FAR_LOG_WEIGHT = {True: -3.0, False: 0.0}
 _CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-class TokenGrid:
-    """The token grid of a transformer's current input, shared by all its layers."""
-
-    def __init__(self) -> None:
-        self.shape: tuple[int, ...] | None = None
-
-
 class MHLALayer(nn.Module):
     """Mixing matrix and, where configured, exact tiles, output norm, gate and convolution of one attention.
 
@@ -51,8 +44,6 @@ class MHLALayer(nn.Module):
         self.head_dim = head_dim
         self.original_processor: Any = None
         """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
-        self.token_grid: TokenGrid | None = None
-        """Grid of the tokens that come next, kept up to date by a hook of the transformer."""
         inner_size = heads * head_dim
         mixing = initial_mixing(config.blocks, config.mixing_init)
         if config.mixing_per_head:
@@ -210,3 +201,26 @@ class MHLALayer(nn.Module):
         """Blocks and shape, for ``print(model)``."""
         blocks = "x".join(map(str, self.config.blocks))
         return f"blocks={blocks} ({math.prod(self.config.blocks)}), heads={self.heads}, head_dim={self.head_dim}"
+
+
+def layer_of(attn: Any) -> MHLALayer | None:
+    """The MHLA layer that an attention uses, or None.
+
+    PEFT's ``modules_to_save=["mhla"]`` puts a wrapper in its place, with the layer and a copy of it for every adapter.
+    """
+    module: Any = getattr(attn, "mhla", None)
+    if module is None or isinstance(module, MHLALayer):
+        return module
+    copies = module.modules_to_save
+    active = (
+        None if module.disable_adapters else next((name for name in module.active_adapters if name in copies), None)
+    )
+    layer: MHLALayer = module.original_module if active is None else copies[active]
+    return layer
+
+
+def replaced_processor(attn: Any) -> Any:
+    """The processor that an attention had before its patch; None if no record was kept."""
+    module: Any = getattr(attn, "mhla", None)
+    layer = getattr(module, "original_module", module)
+    return None if layer is None else layer.original_processor

@@ -1,18 +1,17 @@
-"""One transformer's patch: which layers, checked first, then carried out; and how its layers learn the token grid."""
+"""One transformer's patch: which layers, checked first, then carried out."""
 
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..config import AUTOMATIC, LayerChoice, is_automatic, parse_layers
 from ..families import Family, get_family
 from .finding import is_patched
-from .layer import MHLALayer, TokenGrid
+from .layer import MHLALayer
 from .processor import MHLAProcessor, make_layer
+from .token_grid import TokenGridHooks
 
 
 @dataclass(frozen=True)
@@ -62,41 +61,12 @@ def _is_group_offloaded(module: nn.Module) -> bool:
 
 def carry_out(plan: Plan) -> None:
     """Patch the transformer."""
-    hook = TokenGridHook(plan.family)
     for attn, layer in plan.layers:
         layer.original_processor = attn.processor
-        layer.token_grid = hook.token_grid
         attn.mhla = layer
         attn.set_processor(plan.processor)
-    hook.handle = plan.transformer.register_forward_pre_hook(hook, with_kwargs=True)
+    TokenGridHooks(plan.family).install(plan.transformer)
     plan.family.prepare(plan.transformer)
-
-
-class TokenGridHook:
-    """Forward pre-hook of a patched transformer: notes the token grid of its input for all layers.
-
-    Under gradient checkpointing a layer runs again during the backward pass and finds the grid of the latest forward;
-    so run forward and backward of one resolution before the forward of another.
-    """
-
-    def __init__(self, family: Family) -> None:
-        self.family = family
-        self.token_grid = TokenGrid()
-        self.handle: RemovableHandle | None = None
-
-    def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the grid off ``hidden_states``, the first argument of every supported transformer."""
-        hidden_states = args[0] if args else kwargs["hidden_states"]
-        # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
-        for axis in range(2, hidden_states.ndim):
-            torch._dynamo.mark_static(hidden_states, axis)
-        self.token_grid.shape = tuple(int(size) for size in self.family.token_grid(transformer, hidden_states))
-
-
-def find_grid_hook(transformer: nn.Module) -> TokenGridHook | None:
-    """The hook that a patched transformer has."""
-    hooks = transformer._forward_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, TokenGridHook)), None)
 
 
 def automatic_count(choice: LayerChoice, count: int) -> int:

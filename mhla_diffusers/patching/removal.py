@@ -8,8 +8,9 @@ from torch import nn
 
 from ..families import Family, get_family
 from .finding import attentions_of, find_transformers, is_patched
-from .plan import find_grid_hook
+from .layer import replaced_processor
 from .processor import MHLAProcessor
+from .token_grid import find_grid_hooks
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
@@ -36,9 +37,9 @@ def remove_mhla(model: Model) -> Model:
                 attn.set_processor(original_processor(attn, family, transformer))
             if hasattr(attn, "mhla"):
                 del attn.mhla
-        hook = find_grid_hook(transformer)
-        if hook is not None and hook.handle is not None:
-            hook.handle.remove()
+        hooks = find_grid_hooks(transformer)
+        if hooks is not None:
+            hooks.remove(transformer)
         family.restore(transformer)
     return model
 
@@ -69,9 +70,9 @@ def mhla_disabled(model: Any) -> Iterator[None]:
 
 def original_processor(attn: Any, family: Family, transformer: nn.Module) -> Any:
     """The processor that an attention had before the patch, or a fresh one where no record was kept."""
-    layer = getattr(attn, "mhla", None)
-    if layer is not None and layer.original_processor is not None:
-        return layer.original_processor
+    replaced = replaced_processor(attn)
+    if replaced is not None:
+        return replaced
     if any(attn is own for own in family.self_attentions(transformer).values()):
         return family.self_attention_processor()
     return family.cross_attention_processor()
