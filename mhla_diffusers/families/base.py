@@ -125,6 +125,10 @@ class Family(ABC):
 
         return AttnProcessor2_0()
 
+    def perturbed_parts(self, processor: Any) -> int | None:
+        """Parts of a batch under a processor of perturbed-attention guidance, which perturbs the last; else None."""
+        return None
+
     def recognises_cross_attention(self, attn: Any) -> bool:
         """Whether a cross-attention, in whatever model it is, needs this family's processor."""
         return False

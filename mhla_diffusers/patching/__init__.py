@@ -21,6 +21,7 @@ from .replacing import apply_mhla, set_attn_processor
 from .saving import save_mhla
 from .sensitivity import TransformerCall, layer_sensitivity, record_calls
 from .sharing import push_mhla
+from .token_grid import token_grid
 
 __all__ = [
     "CONFIG_NAME",
@@ -49,4 +50,5 @@ __all__ = [
     "require_layers",
     "save_mhla",
     "set_attn_processor",
+    "token_grid",
 ]

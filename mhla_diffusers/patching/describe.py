@@ -9,10 +9,10 @@ from ..attention.blocks import block_sizes, check_layout
 from ..config import MHLAConfig
 from ..families import get_family
 from ..reporting import text_table
-from .finding import find_transformers
+from .finding import find_transformers, hook_of
 from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor
-from .token_grid import TokenGridHooks, find_grid_hooks
+from .token_grid import TokenGridHooks
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class LayerDescription:
 
     name: str
     replaced: bool
+    """Whether it is patched."""
     grid: tuple[int, ...] | None
     """Token grid of the latest input, or the one given; None before the first forward."""
     blocks: tuple[int, ...] | None
@@ -47,6 +48,15 @@ class LayerDescription:
     """Parameters that MHLA adds."""
     exact: ExactDescription | None = None
     """None without exact tiles."""
+    processor: str = ""
+    """Class of the processor that runs."""
+    runs_mhla: bool = False
+    """False also for a patched layer whose patch is switched off, or whose processor something else has set."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it is patched and runs something else."""
+        return self.replaced and not self.runs_mhla
 
 
 class Description(list[LayerDescription]):
@@ -60,9 +70,11 @@ class Description(list[LayerDescription]):
         if has_exact:
             header.insert(-1, "exact")
             rows = [(*row[:-1], _share(layer), row[-1]) for row, layer in zip(rows, self, strict=True)]
-        replaced = sum(layer.replaced for layer in self)
+        replaced, off = sum(layer.replaced for layer in self), sum(layer.is_off for layer in self)
         extra = sum(layer.extra_parameters for layer in self)
         total = f"{replaced} of {len(self)} self-attentions replaced, {extra:,} extra parameters"
+        if off:
+            total += f"; MHLA does not run in {off} of them now"
         return "\n".join([text_table(header, rows), *self._exact_lines(), total])
 
     def _exact_lines(self) -> list[str]:
@@ -93,7 +105,7 @@ def describe(model: Any, grid: Sequence[int] | None = None) -> Description:
     transformers = find_transformers(model)
     layers = Description()
     for component, transformer in transformers.items():
-        hooks = find_grid_hooks(transformer)
+        hooks = hook_of(transformer, TokenGridHooks)
         prefix = f"{component}." if len(transformers) > 1 else ""
         for name, attn in get_family(transformer).self_attentions(transformer).items():
             layers.append(_describe_layer(prefix + name, attn, None if grid is None else tuple(grid), hooks))
@@ -105,7 +117,7 @@ def _describe_layer(
 ) -> LayerDescription:
     layer, processor = layer_of(attn), attn.processor
     if layer is None and not isinstance(processor, MHLAProcessor):
-        return LayerDescription(name, False, grid, None, None, 0)
+        return LayerDescription(name, False, grid, None, None, 0, None, type(processor).__name__)
     config = layer.config if layer is not None else processor.config
     if grid is not None:
         check_layout(grid, config.blocks)
@@ -115,7 +127,9 @@ def _describe_layer(
         grid = getattr(processor, "grid", None) or (hooks.latest if hooks is not None else None)
     extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
     tokens = _smallest_and_largest(grid, config.blocks)
-    return LayerDescription(name, True, grid, config.blocks, tokens, extra, _describe_exact(config, layer, grid))
+    exact, running = _describe_exact(config, layer, grid), isinstance(processor, MHLAProcessor)
+    kind = type(processor).__name__
+    return LayerDescription(name, True, grid, config.blocks, tokens, extra, exact, kind, running)
 
 
 def _describe_exact(
@@ -138,7 +152,8 @@ def _smallest_and_largest(grid: tuple[int, ...] | None, counts: tuple[int, ...])
 
 def _cells(layer: LayerDescription) -> tuple[str, ...]:
     blocks = f"{_times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
-    kind, tokens = "MHLA" if layer.replaced else "kept", _range(layer.tokens_per_block)
+    kind = f"off: {layer.processor}" if layer.is_off else "MHLA" if layer.replaced else "kept"
+    tokens = _range(layer.tokens_per_block)
     return layer.name, kind, _times(layer.grid), blocks, tokens, f"{layer.extra_parameters:,}"
 
 

@@ -1,6 +1,6 @@
 """Find what can be patched or is patched: transformers, their attentions and processors, their MHLA layers."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -9,6 +9,8 @@ from torch.utils.hooks import RemovableHandle
 from ..families import find_family, get_family
 from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor
+
+Hook = TypeVar("Hook")
 
 
 def find_transformers(model: Any) -> dict[str, nn.Module]:
@@ -47,6 +49,12 @@ def _unwrap(module: nn.Module) -> nn.Module:
 def attentions_of(transformer: nn.Module) -> dict[str, Any]:
     """Name and module of every attention, cross-attention included."""
     return {name: module for name, module in transformer.named_modules() if hasattr(module, "set_processor")}
+
+
+def hook_of(transformer: nn.Module, kind: type[Hook]) -> Hook | None:
+    """The forward pre-hook of a kind that patching has put on a transformer."""
+    hooks = transformer._forward_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, kind)), None)
 
 
 def is_patched(model: Any) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import skip_init
 
 from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights
 from ..attention.rotary import Rotary, rotary_table
@@ -58,11 +59,13 @@ class MHLALayer(nn.Module):
             self.far_field_log_weight = nn.Parameter(torch.full((heads,), _FAR_LOG_WEIGHT[config.tile_means]))
             self.mean_bias = nn.Parameter(torch.zeros(heads)) if config.tile_means else None
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
-        self.gate = nn.Linear(hidden_size, inner_size) if config.output_gate else None
+        # without initial values, which are not random here: the global generator stays as it was
+        self.gate = skip_init(nn.Linear, hidden_size, inner_size) if config.output_gate else None
         self.convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d | None = None
         if config.convolution is not None:
-            self.convolution = _CONVOLUTIONS[len(config.blocks)](
-                inner_size, inner_size, config.convolution, padding=config.convolution // 2, groups=inner_size
+            padding, convolution = config.convolution // 2, _CONVOLUTIONS[len(config.blocks)]
+            self.convolution = skip_init(
+                convolution, inner_size, inner_size, config.convolution, padding=padding, groups=inner_size
             )
         self._set_neutral()
 

@@ -10,6 +10,7 @@ from ..config import AUTOMATIC, LayerChoice, is_automatic, parse_layers
 from ..families import Family, get_family
 from .finding import is_patched
 from .layer import MHLALayer
+from .other_processors import ProcessorWatch
 from .processor import MHLAProcessor, make_layer
 from .token_grid import TokenGridHooks
 
@@ -66,6 +67,8 @@ def carry_out(plan: Plan) -> None:
         attn.mhla = layer
         attn.set_processor(plan.processor)
     TokenGridHooks(plan.family).install(plan.transformer)
+    watch = ProcessorWatch(plan.family, plan.processor)
+    watch.handle = plan.transformer.register_forward_pre_hook(watch, with_kwargs=True)
     plan.family.prepare(plan.transformer)
 
 

@@ -128,12 +128,6 @@ class TokenGridHooks:
         _THREAD.forward.grid = None
 
 
-def find_grid_hooks(transformer: nn.Module) -> TokenGridHooks | None:
-    """The hooks that a patched transformer has."""
-    hooks = transformer._forward_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, TokenGridHooks)), None)
-
-
 class _Carrying:
     """diffusers' function that runs a block under gradient checkpointing, with the token grid carried along."""
 

@@ -222,3 +222,33 @@ def test_a_bias_that_masks_every_key_alike_masks_none():
     tokens = 64
     masked = masked_attention("sana", tokens, torch.full((2, tokens), -10000.0))
     torch.testing.assert_close(masked, masked_attention("sana", tokens, torch.zeros(2, tokens)))
+
+
+def test_a_residual_and_a_rescaled_output_are_those_of_the_attention():
+    """Diffusers' ``Attention`` may have both; the families here have neither."""
+    attn = FAMILIES["sana"].build().transformer_blocks[0].attn1
+    attn.set_processor(mhla.MHLAProcessor(blocks=(2, 2), grid=(8, 8)))
+    x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = attn(x)
+        attn.residual_connection, attn.rescale_output_factor = True, 2.0
+        torch.testing.assert_close(attn(x), (plain + x) / 2)
+
+
+@pytest.mark.parametrize("norm", ["group_norm", "spatial_norm"])
+def test_a_norm_that_mhla_does_not_run_is_refused(norm):
+    model = FAMILIES["sana"].build()
+    setattr(model.transformer_blocks[1].attn1, norm, torch.nn.Identity())
+    with pytest.raises(ValueError, match=rf"Attention has a {norm}.*layers="):
+        mhla.apply_mhla(model, blocks=(2, 2))
+    assert not mhla.is_patched(model)
+
+
+@pytest.mark.parametrize("wrong", ["x", None, mhla.MHLAProcessor, 3])
+def test_what_is_no_processor_is_refused(wrong):
+    model = FAMILIES["sana"].build()
+    before = model.attn_processors
+    for processor in (wrong, dict.fromkeys(before, wrong)):
+        with pytest.raises(ValueError, match=r"is no attention processor; allowed: MHLAProcessor\(...\)"):
+            mhla.set_attn_processor(model, processor)
+        assert model.attn_processors == before
