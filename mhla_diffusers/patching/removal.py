@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..families import Family, get_family
+from .compiling import give_back_graphs
 from .finding import attentions_of, find_transformers, hook_of, is_patched
 from .layer import replaced_processor
 from .other_processors import ProcessorWatch, other_processors_wanted
@@ -47,6 +48,7 @@ def remove_mhla(model: Model) -> Model:
         if watch is not None and watch.handle is not None:
             watch.handle.remove()
         family.restore(transformer)
+        give_back_graphs(transformer)
     return model
 
 
