@@ -1,6 +1,7 @@
 """Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
 
 from .calibration import calibrate_output_norm
+from .changing import change_mhla
 from .conversion import convert_wan
 from .describe import describe
 from .exact_calibration import calibrate_exact_tiles
@@ -33,6 +34,7 @@ __all__ = [
     "attn_processors",
     "calibrate_exact_tiles",
     "calibrate_output_norm",
+    "change_mhla",
     "convert_wan",
     "describe",
     "find_transformers",

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..config import AUTOMATIC, LayerChoice, is_automatic, parse_layers
+from ..config import AUTOMATIC, LayerChoice, MHLAConfig, is_automatic, parse_layers
 from ..families import Family, get_family
 from .compiling import allow_graphs
 from .finding import is_patched
@@ -35,7 +35,24 @@ def make_plan(transformer: nn.Module, processor: MHLAProcessor) -> Plan:
     """
     family, config = get_family(transformer), processor.config
     if is_patched(transformer):
-        raise ValueError(f"This {type(transformer).__name__} is already patched with MHLA; call remove_mhla() first.")
+        raise ValueError(
+            f"This {type(transformer).__name__} is already patched with MHLA; change_mhla() changes its settings, "
+            "or call remove_mhla() first."
+        )
+    check_settings(transformer, config)
+    attentions = list(family.self_attentions(transformer).values())
+    indices = choose_layers(config.layers, len(attentions))
+    layers = [(attentions[index], make_layer(attentions[index], config)) for index in indices]
+    return Plan(transformer, family, processor, layers)
+
+
+def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
+    """Raise unless a transformer can have these settings.
+
+    Raises:
+        ValueError: offloaded weights, or settings that do not fit.
+    """
+    family = get_family(transformer)
     if len(config.blocks) != family.axes:
         raise ValueError(
             f"blocks={config.blocks} has {len(config.blocks)} axes, but {type(transformer).__name__} has "
@@ -48,12 +65,9 @@ def make_plan(transformer: nn.Module, processor: MHLAProcessor) -> Plan:
         )
     if any(_is_group_offloaded(module) for module in transformer.modules()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
-    attentions = list(family.self_attentions(transformer).values())
-    indices = choose_layers(config.layers, len(attentions))
-    if not indices:
-        raise ValueError(f"layers={config.layers!r} chooses none of the {len(attentions)} layers.")
-    layers = [(attentions[index], make_layer(attentions[index], config)) for index in indices]
-    return Plan(transformer, family, processor, layers)
+    count = len(family.self_attentions(transformer))
+    if not choose_layers(config.layers, count):
+        raise ValueError(f"layers={config.layers!r} chooses none of the {count} layers.")
 
 
 def _is_group_offloaded(module: nn.Module) -> bool:
