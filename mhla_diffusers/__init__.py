@@ -22,6 +22,7 @@ from .patching import (
     remove_mhla,
     save_mhla,
     set_attn_processor,
+    suggest_blocks,
 )
 
 __version__ = "0.1.0"
@@ -51,4 +52,5 @@ __all__ = [
     "remove_mhla",
     "save_mhla",
     "set_attn_processor",
+    "suggest_blocks",
 ]

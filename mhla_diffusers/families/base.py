@@ -91,6 +91,16 @@ class Family(ABC):
         patches = (patch,) * len(sizes) if isinstance(patch, int) else patch
         return tuple(size // length for size, length in zip(sizes, patches, strict=True))
 
+    def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
+        """Token grid of what a pipeline makes of frames and size in pixels.
+
+        By default the autoencoder's strides divide them, and the first frame becomes a latent frame of its own.
+        """
+        stride, sides = self.spatial_stride(pipe), clip.sizes[0]
+        frames = [(clip.frames - 1) // self.temporal_stride(pipe) + 1] if self.makes_videos else []
+        latents = torch.empty(1, 1, *frames, *(side // stride for side in sides), device="meta")
+        return tuple(int(size) for size in self.token_grid(transformer, latents))
+
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
         """Token grid that the tables of RoPE tell a self-attention; None of another model, or if they do not tell.
 

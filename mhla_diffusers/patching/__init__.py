@@ -15,6 +15,7 @@ from .finding import (
 )
 from .layer import MHLALayer
 from .loading import load_mhla
+from .planning import suggest_blocks
 from .processor import MHLAProcessor, project
 from .record import CONFIG_NAME, Weights, read_record
 from .removal import mhla_disabled, remove_mhla
@@ -52,5 +53,6 @@ __all__ = [
     "require_layers",
     "save_mhla",
     "set_attn_processor",
+    "suggest_blocks",
     "token_grid",
 ]
