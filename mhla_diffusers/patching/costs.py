@@ -65,7 +65,7 @@ def attention_cost(attn: Any, family: Family, config: MHLAConfig | None, grid: t
     softmax, written = 4 * pairs * head_dim, _FLOAT32 * pairs
     if config is None and family.own_attention == "softmax":
         return AttentionCost(softmax, softmax, pairs, pairs, 0, written)
-    blocks = math.prod(config.blocks) if config is not None else 1
+    blocks = math.prod(config.blocks_on(grid)) if config is not None else 1
     # summaries are made and read, each with the normaliser, and mixed
     flops = 4 * tokens * summary + (2 * blocks**2 * summary if blocks > 1 else 0)
     held, exact = 2 * _FLOAT32 * blocks * summary, 0

@@ -155,16 +155,17 @@ def _describe_layer(
         return LayerDescription(name, False, known, None, None, 0, None, type(processor).__name__)
     config = layer.config if layer is not None else processor.config
     if grid is not None:
-        check_layout(grid, config.blocks)
-        if config.exact != "none":
+        check_layout(grid, config.blocks_on(grid))
+        if config.exact not in ("none", "content"):  # tiles by content are never more than tokens
             check_layout(grid, config.tiles, "exact_tiles")
     else:
         grid = getattr(processor, "grid", None) or (hooks.latest if hooks is not None else None)
     extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
-    tokens = _smallest_and_largest(grid, config.blocks)
+    blocks = config.blocks if grid is None else config.blocks_on(grid)
+    tokens = _smallest_and_largest(grid, blocks)
     exact, running = _describe_exact(config, layer, grid), isinstance(processor, MHLAProcessor)
     kind = type(processor).__name__
-    return LayerDescription(name, True, grid, config.blocks, tokens, extra, exact, kind, runs_mhla=running)
+    return LayerDescription(name, True, grid, blocks, tokens, extra, exact, kind, runs_mhla=running)
 
 
 def _cost(layer: LayerDescription, attn: Any, family: Family) -> AttentionCost | None:
@@ -181,8 +182,11 @@ def _describe_exact(
     if config.exact == "none":
         return None
     share = layer.exact.share if layer is not None and layer.exact is not None else None
-    tokens = _smallest_and_largest(grid, config.tiles)
-    return ExactDescription(config.exact, config.tiles, tokens, share, config.tile_means)
+    tiles = config.tiles
+    if grid is not None and config.exact == "content":
+        tiles = tuple(min(count, size) for count, size in zip(tiles, grid, strict=True))
+    tokens = _smallest_and_largest(grid, tiles)
+    return ExactDescription(config.exact, tiles, tokens, share, config.tile_means)
 
 
 def _smallest_and_largest(grid: tuple[int, ...] | None, counts: tuple[int, ...]) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import skip_init
 
-from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights
+from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights, resize_mixing
 from ..attention.rotary import Rotary, rotary_table
 from ..config import MHLAConfig
 from .tile_choice import TileChoice
@@ -109,9 +109,9 @@ class MHLALayer(nn.Module):
             query,
             key,
             value,
-            self.mixing,
+            self._mixing_on(grid),
             grid,
-            self.config.blocks,
+            self.config.blocks_on(grid),
             rotary=rotary,
             key_mask=key_mask,
             output_norm=self.output_norm,
@@ -161,13 +161,18 @@ class MHLALayer(nn.Module):
             query,
             key,
             value,
-            self.mixing,
+            self._mixing_on(grid),
             grid,
-            self.config.blocks,
+            self.config.blocks_on(grid),
             rotary=rotary_table(rotary) if rotary is not None else None,
             key_mask=key_mask,
             **self._settings(query, key, grid, rotary),
         )
+
+    def _mixing_on(self, grid: tuple[int, ...]) -> torch.Tensor:
+        """The mixing matrix of the blocks that a grid is cut into."""
+        blocks = self.config.blocks_on(grid)
+        return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
 
     def _settings(
         self, query: torch.Tensor, key: torch.Tensor, grid: tuple[int, ...], rotary: Rotary | None

@@ -90,6 +90,13 @@ def test_describe_refuses_tiles_that_do_not_fit():
         mhla.describe(patched("wan", exact="own", exact_tiles=(1, 5, 1)), grid=(4, 4, 5))
 
 
+def test_tiles_by_content_are_told_as_they_are_clamped():
+    """A run on this grid is not refused, so neither is the question."""
+    model = patched("wan", exact="content", exact_tiles=(4, 9, 10))
+    (layer, *_) = mhla.describe(model, grid=(2, 4, 6))
+    assert (layer.exact.tiles, layer.exact.tokens_per_tile) == ((2, 4, 6), (1, 1))
+
+
 def test_describe_refuses_a_grid_that_does_not_fit():
     with pytest.raises(ValueError, match="width axis.* 2 tokens.* 3 blocks"):
         mhla.describe(patched("wan"), grid=(4, 4, 2))

@@ -99,6 +99,29 @@ def test_a_fresh_gate_and_convolution_change_nothing(name, option):
     assert_changed(output(model, inputs(name)), expected)
 
 
+@pytest.mark.parametrize("settings", [{}, {"exact": "content", "exact_tiles": (2, 4, 3)}], ids=["mhla", "exact"])
+def test_blocks_clamp_to_a_small_grid_where_the_setting_says_so(settings, tmp_path):
+    """As the patch opened at fewer blocks, and with gradients; on a large grid nothing changes."""
+    model = patched("wan", blocks=(6, 2, 3), clamp_blocks=True, **settings)
+    small = inputs("wan", ragged=True)  # 3 latent frames
+    mixing = next(iter(mhla.mhla_layers(model).values())).mixing
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            layer.mixing.mul_(torch.rand(layer.mixing.shape, generator=torch.Generator().manual_seed(0)))
+    mhla.save_mhla(model, tmp_path)
+    fewer = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, blocks=(3, 2, 3))
+    assert torch.equal(output(model, small), output(fewer, small))
+    assert mhla.describe(model)[0].blocks == (3, 2, 3)
+    model(**small).sample.square().mean().backward()
+    assert mixing.grad.abs().sum() > 0
+    long = inputs("wan") | {"hidden_states": torch.randn(2, 16, 6, 8, 12)}
+    strict = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path)
+    mhla.change_mhla(strict, clamp_blocks=False)
+    assert torch.equal(output(model, long), output(strict, long))
+    with pytest.raises(ValueError, match="frames axis.* 3 tokens, too few for 6 blocks"):
+        output(strict, small)
+
+
 @pytest.mark.parametrize("name", ["wan", "sana", "dit"])
 def test_the_convolution_runs_over_the_token_grid(name):
     """A kernel with a single 1 beside its centre shifts the values by one token along the last axis of the grid."""
