@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         attn_processors,
         calibrate_exact_tiles,
         calibrate_output_norm,
+        change_mhla,
         describe,
         is_patched,
         layer_sensitivity,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         remove_mhla,
         save_mhla,
         set_attn_processor,
+        suggest_blocks,
     )
 else:
     # so that neither this import nor mhla --help waits for torch
@@ -42,6 +44,7 @@ else:
                 "attn_processors",
                 "calibrate_exact_tiles",
                 "calibrate_output_norm",
+                "change_mhla",
                 "describe",
                 "is_patched",
                 "layer_sensitivity",
@@ -53,6 +56,7 @@ else:
                 "remove_mhla",
                 "save_mhla",
                 "set_attn_processor",
+                "suggest_blocks",
             ),
         },
     )
@@ -68,6 +72,7 @@ __all__ = [
     "attn_processors",
     "calibrate_exact_tiles",
     "calibrate_output_norm",
+    "change_mhla",
     "describe",
     "is_patched",
     "layer_sensitivity",
@@ -83,4 +88,5 @@ __all__ = [
     "remove_mhla",
     "save_mhla",
     "set_attn_processor",
+    "suggest_blocks",
 ]

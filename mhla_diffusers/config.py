@@ -32,6 +32,7 @@ _BOOLEANS = (
     "output_norm",
     "output_gate",
     "tile_means",
+    "clamp_blocks",
 )
 _SHARED = ("calibrated", "content")
 """Choices of exact tiles that take a share."""
@@ -90,6 +91,10 @@ class MHLAConfig:
     """
     convolution: int | None = None
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
+    clamp_blocks: bool = False
+    """Whether an axis of fewer tokens than blocks is cut into single tokens, with the mixing matrix interpolated to as
+    many blocks, instead of an error. Tiles of "own" and "calibrated" are not clamped.
+    """
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -151,6 +156,12 @@ class MHLAConfig:
                 "normalize=True and, with the relu feature map, eps > 0; "
                 f"got normalize={self.normalize}, eps={self.eps}."
             )
+
+    def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
+        """Block counts on a token grid: those of the setting, or fewer where ``clamp_blocks`` lets them be."""
+        if not self.clamp_blocks or len(grid) != len(self.blocks):
+            return self.blocks
+        return tuple(min(count, size) for count, size in zip(self.blocks, grid, strict=True))
 
     @property
     def tiles(self) -> tuple[int, ...]:

@@ -191,5 +191,5 @@ def rank_bound(attn: Any, grid: tuple[int, ...], kind: str) -> int:
     tokens, head_dim = torch.Size(grid).numel(), int(attn.inner_dim) // int(attn.heads)
     if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.exact != "none"):
         return tokens
-    sizes = block_sizes(grid, attn.mhla.config.blocks) if kind == "MHLA" else [tokens]
+    sizes = block_sizes(grid, attn.mhla.config.blocks_on(grid)) if kind == "MHLA" else [tokens]
     return sum(min(size, head_dim) for size in sizes)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..attention.rotary import Rotary
 from .base import Family, Sample
 from .dit import DiTFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
@@ -71,6 +72,15 @@ def cross_attention_processor(attn: Any) -> Any:
     return AttnProcessor2_0() if known is None else known.cross_attention_processor()
 
 
+def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | None:
+    """The token grid that a self-attention is told by its tables of RoPE, which may have to be read from the device.
+
+    Such a module does not tell which model it is in, so the families are asked whether they recognise it.
+    """
+    grids = (family.grid_of_attention(attn, rotary) for family in families()) if rotary is not None else ()
+    return next((grid for grid in grids if grid is not None), None)
+
+
 __all__ = [
     "Clip",
     "DiffusionProcess",
@@ -84,5 +94,6 @@ __all__ = [
     "families",
     "find_family",
     "get_family",
+    "grid_of_attention",
     "register_family",
 ]

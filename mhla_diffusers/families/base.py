@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from ..attention.rotary import Rotary
 from ..config import MHLAConfig
 from .processes import DiffusionProcess
 from .sizes import Clip, Model
@@ -90,6 +91,27 @@ class Family(ABC):
         patches = (patch,) * len(sizes) if isinstance(patch, int) else patch
         return tuple(size // length for size, length in zip(sizes, patches, strict=True))
 
+    def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
+        """Token grid of what a pipeline makes of frames and size in pixels.
+
+        By default the autoencoder's strides divide them, and the first frame becomes a latent frame of its own.
+        """
+        stride, sides = self.spatial_stride(pipe), clip.sizes[0]
+        frames = [(clip.frames - 1) // self.temporal_stride(pipe) + 1] if self.makes_videos else []
+        latents = torch.empty(1, 1, *frames, *(side // stride for side in sides), device="meta")
+        return tuple(int(size) for size in self.token_grid(transformer, latents))
+
+    def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
+        """Token grid that the tables of RoPE tell a self-attention; None of another model, or if they do not tell.
+
+        With it diffusers' own ``set_attn_processor`` needs no ``grid``.
+
+        Args:
+            attn: a self-attention, in whatever model it is.
+            rotary: what the model hands to it, (cos, sin).
+        """
+        return None
+
     def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Tile counts that exact tiles of a token grid are measured with.
 
@@ -119,6 +141,10 @@ class Family(ABC):
         from diffusers.models.attention_processor import AttnProcessor2_0
 
         return AttnProcessor2_0()
+
+    def perturbed_parts(self, processor: Any) -> int | None:
+        """Parts of a batch under a processor of perturbed-attention guidance, which perturbs the last; else None."""
+        return None
 
     def recognises_cross_attention(self, attn: Any) -> bool:
         """Whether a cross-attention, in whatever model it is, needs this family's processor."""

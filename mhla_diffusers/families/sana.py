@@ -86,6 +86,11 @@ class SanaFamily(Family):
 
         return SanaAttnProcessor2_0()
 
+    def perturbed_parts(self, processor: Any) -> int | None:
+        """``SanaPAGPipeline`` has two, with and without classifier-free guidance."""
+        parts = {"PAGCFGSanaLinearAttnProcessor2_0": 3, "PAGIdentitySanaLinearAttnProcessor2_0": 2}
+        return parts.get(type(processor).__name__)
+
     def recognises_cross_attention(self, attn: Any) -> bool:
         """SANA 1.5 norms query and key across heads, which diffusers' common processor does not."""
         weight = getattr(attn.norm_q, "weight", None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..attention.rotary import Rotary
 from ..config import MHLAConfig
 from .base import Family, Sample
 from .processes import DiffusionProcess, FlowMatching
@@ -18,6 +19,20 @@ from .sizes import Clip, Model
 
 _TEXT_TOKENS = 512
 """Length that the pipeline pads text to in training; its text is not masked, so the length matters."""
+
+
+_LAID_OUT: set[tuple[int, ...]] = set()
+"""Shapes of tables before they were flattened that were seen to be the token grid."""
+
+
+def _grid_of_sines(table: torch.Tensor) -> tuple[int, ...]:
+    """Token grid of RoPE's sines, (1, N, 1, D)."""
+    head_dim = table.shape[-1]
+    side = 2 * (head_dim // 6)
+    # the first channel of an axis is sin(coordinate), which no coordinate but 0 makes 0
+    at_zero = table[0, :, 0, [0, head_dim - 2 * side, head_dim - side]] == 0
+    along = [at_zero[:, [axis for axis in range(3) if axis != counted]].all(dim=1).sum() for counted in range(3)]
+    return tuple(torch.stack(along).tolist())
 
 
 def _model(name: str, heads: int, ffn_dim: int, layers: int) -> Model:
@@ -67,6 +82,25 @@ class WanFamily(Family):
     dispatches_attention = True
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     models = (_model("wan2.1-1.3b", 12, 8960, 30), _model("wan2.1-14b", 40, 13824, 40), _TINY)
+
+    def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
+        """Read off the three coordinates of every token, whose sines the table holds.
+
+        The table is a flattened (frames, height, width, D), of which it remains a view outside of inference mode. Once
+        the coordinates were seen to lie as this shape says, the shape tells by itself, and no device is waited for.
+        """
+        if type(attn).__name__ != "WanAttention":
+            return None
+        table: Any = rotary[1]
+        laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
+        if laid_out in _LAID_OUT:
+            return laid_out
+        if not hasattr(table, "token_grid"):  # all layers of a forward are handed the same table
+            table.token_grid = _grid_of_sines(table)
+        if table.token_grid == laid_out:
+            _LAID_OUT.add(table.token_grid)
+        grid: tuple[int, ...] = table.token_grid
+        return grid
 
     def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Three latent frames by five rows by a tenth of the width: 75 tokens at 480p and 120 at 720p.

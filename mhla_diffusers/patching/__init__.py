@@ -1,6 +1,7 @@
 """Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
 
 from .calibration import calibrate_output_norm
+from .changing import change_mhla
 from .conversion import convert_wan
 from .describe import describe
 from .exact_calibration import calibrate_exact_tiles
@@ -14,6 +15,7 @@ from .finding import (
 )
 from .layer import MHLALayer
 from .loading import load_mhla
+from .planning import suggest_blocks
 from .processor import MHLAProcessor, project
 from .record import CONFIG_NAME, Weights, read_record
 from .removal import mhla_disabled, remove_mhla
@@ -21,6 +23,7 @@ from .replacing import apply_mhla, set_attn_processor
 from .saving import save_mhla
 from .sensitivity import TransformerCall, layer_sensitivity, record_calls
 from .sharing import push_mhla
+from .token_grid import token_grid
 
 __all__ = [
     "CONFIG_NAME",
@@ -32,6 +35,7 @@ __all__ = [
     "attn_processors",
     "calibrate_exact_tiles",
     "calibrate_output_norm",
+    "change_mhla",
     "convert_wan",
     "describe",
     "find_transformers",
@@ -49,4 +53,6 @@ __all__ = [
     "require_layers",
     "save_mhla",
     "set_attn_processor",
+    "suggest_blocks",
+    "token_grid",
 ]

@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..attention.blocks import block_sizes, check_layout
 from ..config import MHLAConfig
-from ..families import get_family
+from ..families import Family, get_family
 from ..reporting import text_table
-from .finding import find_transformers
-from .layer import MHLALayer
+from .costs import AttentionCost, attention_cost
+from .finding import find_transformers, hook_of
+from .layer import MHLALayer, layer_of
+from .planning import grids_of_size
 from .processor import MHLAProcessor
+from .token_grid import TokenGridHooks
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class LayerDescription:
 
     name: str
     replaced: bool
+    """Whether it is patched."""
     grid: tuple[int, ...] | None
     """Token grid of the latest input, or the one given; None before the first forward."""
     blocks: tuple[int, ...] | None
@@ -46,6 +50,17 @@ class LayerDescription:
     """Parameters that MHLA adds."""
     exact: ExactDescription | None = None
     """None without exact tiles."""
+    processor: str = ""
+    """Class of the processor that runs."""
+    cost: AttentionCost | None = None
+    """Of the attention on the grid; None while the grid is unknown."""
+    runs_mhla: bool = False
+    """False also for a patched layer whose patch is switched off, or whose processor something else has set."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it is patched and runs something else."""
+        return self.replaced and not self.runs_mhla
 
 
 class Description(list[LayerDescription]):
@@ -59,10 +74,24 @@ class Description(list[LayerDescription]):
         if has_exact:
             header.insert(-1, "exact")
             rows = [(*row[:-1], _share(layer), row[-1]) for row, layer in zip(rows, self, strict=True)]
-        replaced = sum(layer.replaced for layer in self)
+        replaced, off = sum(layer.replaced for layer in self), sum(layer.is_off for layer in self)
         extra = sum(layer.extra_parameters for layer in self)
         total = f"{replaced} of {len(self)} self-attentions replaced, {extra:,} extra parameters"
-        return "\n".join([text_table(header, rows), *self._exact_lines(), total])
+        if off:
+            total += f"; MHLA does not run in {off} of them now"
+        return "\n".join([text_table(header, rows), *self._exact_lines(), *self._cost_lines(), total])
+
+    @property
+    def cost(self) -> AttentionCost | None:
+        """Of all self-attentions of one forward and sample; None while a grid is unknown."""
+        costs = [layer.cost for layer in self if layer.cost is not None]
+        return sum(costs, AttentionCost()) if costs and len(costs) == len(self) else None
+
+    def _cost_lines(self) -> list[str]:
+        grids = {layer.grid for layer in self if layer.grid is not None}
+        if self.cost is None or len(grids) != 1:
+            return []
+        return [f"attention of {math.prod(grids.pop()):,} tokens: {self.cost}"]
 
     def _exact_lines(self) -> list[str]:
         """A line for every layout of exact tiles that layers have."""
@@ -79,40 +108,72 @@ class Description(list[LayerDescription]):
         return lines
 
 
-def describe(model: Any, grid: Sequence[int] | None = None) -> Description:
-    """What is replaced and what is kept, layer by layer.
+def describe(
+    model: Any,
+    grid: Sequence[int] | None = None,
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+) -> Description:
+    """What is replaced and what is kept, layer by layer, and what attention costs beside softmax's.
 
     Args:
         model: a pipeline or a transformer, patched or not.
         grid: token grid to describe; None for that of the latest forward.
+        height: in pixels, for the grid of a size; of a pipeline, before any run.
+        width: in pixels.
+        num_frames: of a video; None for the family's default.
 
     Raises:
-        ValueError: unsupported model, or a grid that the blocks do not fit.
+        ValueError: unsupported model, a grid that the blocks do not fit, both a grid and a size, or a size that the
+            model does not take.
     """
     transformers = find_transformers(model)
+    grids: dict[str, tuple[int, ...] | None] = dict.fromkeys(transformers, None if grid is None else tuple(grid))
+    if (height, width, num_frames) != (None, None, None):
+        if grid is not None:
+            raise ValueError(f"Give either grid={tuple(grid)} or a size in pixels, not both.")
+        grids.update(grids_of_size(model, height, width, num_frames))
     layers = Description()
     for component, transformer in transformers.items():
+        hooks = hook_of(transformer, TokenGridHooks)
         prefix = f"{component}." if len(transformers) > 1 else ""
-        for name, attn in get_family(transformer).self_attentions(transformer).items():
-            layers.append(_describe_layer(prefix + name, attn, None if grid is None else tuple(grid)))
+        family = get_family(transformer)
+        for name, attn in family.self_attentions(transformer).items():
+            layer = _describe_layer(prefix + name, attn, grids[component], hooks)
+            layers.append(layer if layer.grid is None else replace(layer, cost=_cost(layer, attn, family)))
     return layers
 
 
-def _describe_layer(name: str, attn: Any, grid: tuple[int, ...] | None) -> LayerDescription:
-    layer, processor = getattr(attn, "mhla", None), attn.processor
+def _describe_layer(
+    name: str, attn: Any, grid: tuple[int, ...] | None, hooks: TokenGridHooks | None
+) -> LayerDescription:
+    layer, processor = layer_of(attn), attn.processor
     if layer is None and not isinstance(processor, MHLAProcessor):
-        return LayerDescription(name, False, grid, None, None, 0)
+        known = grid or (hooks.latest if hooks is not None else None)
+        return LayerDescription(name, False, known, None, None, 0, None, type(processor).__name__)
     config = layer.config if layer is not None else processor.config
     if grid is not None:
-        check_layout(grid, config.blocks)
-        if config.exact != "none":
+        check_layout(grid, config.blocks_on(grid))
+        if config.exact not in ("none", "content"):  # tiles by content are never more than tokens
             check_layout(grid, config.tiles, "exact_tiles")
     else:
-        remembered = layer.token_grid.shape if layer is not None and layer.token_grid is not None else None
-        grid = getattr(processor, "grid", None) or remembered
+        grid = getattr(processor, "grid", None) or (hooks.latest if hooks is not None else None)
     extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
-    tokens = _smallest_and_largest(grid, config.blocks)
-    return LayerDescription(name, True, grid, config.blocks, tokens, extra, _describe_exact(config, layer, grid))
+    blocks = config.blocks if grid is None else config.blocks_on(grid)
+    tokens = _smallest_and_largest(grid, blocks)
+    exact, running = _describe_exact(config, layer, grid), isinstance(processor, MHLAProcessor)
+    kind = type(processor).__name__
+    return LayerDescription(name, True, grid, blocks, tokens, extra, exact, kind, runs_mhla=running)
+
+
+def _cost(layer: LayerDescription, attn: Any, family: Family) -> AttentionCost | None:
+    """None for a grid that was refused and remembered."""
+    config = (layer_of(attn) or attn.processor).config if layer.runs_mhla else None
+    if layer.grid is None or layer.replaced and layer.tokens_per_block is None:
+        return None
+    return attention_cost(attn, family, config, layer.grid)
 
 
 def _describe_exact(
@@ -121,8 +182,11 @@ def _describe_exact(
     if config.exact == "none":
         return None
     share = layer.exact.share if layer is not None and layer.exact is not None else None
-    tokens = _smallest_and_largest(grid, config.tiles)
-    return ExactDescription(config.exact, config.tiles, tokens, share, config.tile_means)
+    tiles = config.tiles
+    if grid is not None and config.exact == "content":
+        tiles = tuple(min(count, size) for count, size in zip(tiles, grid, strict=True))
+    tokens = _smallest_and_largest(grid, tiles)
+    return ExactDescription(config.exact, tiles, tokens, share, config.tile_means)
 
 
 def _smallest_and_largest(grid: tuple[int, ...] | None, counts: tuple[int, ...]) -> tuple[int, int] | None:
@@ -135,7 +199,8 @@ def _smallest_and_largest(grid: tuple[int, ...] | None, counts: tuple[int, ...])
 
 def _cells(layer: LayerDescription) -> tuple[str, ...]:
     blocks = f"{_times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
-    kind, tokens = "MHLA" if layer.replaced else "kept", _range(layer.tokens_per_block)
+    kind = f"off: {layer.processor}" if layer.is_off else "MHLA" if layer.replaced else "kept"
+    tokens = _range(layer.tokens_per_block)
     return layer.name, kind, _times(layer.grid), blocks, tokens, f"{layer.extra_parameters:,}"
 
 

@@ -22,6 +22,7 @@ from .processor import AttentionInput, attention_input, project
 from .removal import mhla_disabled
 from .sensitivity import TransformerCall, measure_sensitivity, patched_pairs, record_calls, repeat_calls
 from .tile_choice import TileChoice
+from .token_grid import grid_of_call
 
 _QUERIES = 8
 """Queries of every tile whose softmax weights are formed; each costs N of them."""
@@ -152,16 +153,9 @@ def _measuring(measured: TileMeasurement) -> Callable[[Any, tuple[Any, ...], dic
 def _tiled_input(attn: Any, given: AttentionInput) -> TiledInput:
     table = rotary_table(given.rotary) if given.rotary is not None else None
     query, key, value = (x.float() for x in project(attn, given.hidden_states))
-    grid = _grid(attn.mhla)
+    grid = grid_of_call(attn, given.rotary)
     counts = attn.mhla.exact.counts(grid)
     return TiledInput.of(rotated(query, table), rotated(key, table), value, grid, counts, given.key_mask)
-
-
-def _grid(layer: MHLALayer) -> tuple[int, ...]:
-    grid = layer.token_grid.shape if layer.token_grid is not None else None
-    if grid is None:
-        raise ValueError("The token grid is not known; patch with apply_mhla() or mhla_diffusers.set_attn_processor().")
-    return grid
 
 
 def _projections(attn: Any) -> torch.Tensor:
@@ -244,7 +238,7 @@ def _candidates(layer: MHLALayer) -> Candidates:
 def _try_candidates(attn: Any, given: AttentionInput) -> torch.Tensor:
     layer, tiled = attn.mhla, _tiled_input(attn, given)
     query, key, value = (x.float() for x in project(attn, given.hidden_states))
-    grid = _grid(layer)
+    grid = grid_of_call(attn, given.rotary)
     call = layer.call(query, key, value, grid, given.rotary, given.key_mask)
     far, normaliser = eager_attention(far_field(call))
     tokens = tokens_of_tiles(grid, attn.mhla.exact.counts(grid))[0].to(query.device)

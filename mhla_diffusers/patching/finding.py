@@ -1,14 +1,16 @@
 """Find what can be patched or is patched: transformers, their attentions and processors, their MHLA layers."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..families import find_family, get_family
-from .layer import MHLALayer
+from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor
+
+Hook = TypeVar("Hook")
 
 
 def find_transformers(model: Any) -> dict[str, nn.Module]:
@@ -65,6 +67,12 @@ def attentions_of(transformer: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in transformer.named_modules() if hasattr(module, "set_processor")}
 
 
+def hook_of(transformer: nn.Module, kind: type[Hook]) -> Hook | None:
+    """The forward pre-hook of a kind that patching has put on a transformer."""
+    hooks = transformer._forward_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, kind)), None)
+
+
 def is_patched(model: Any) -> bool:
     """Whether any attention of a pipeline or transformer runs MHLA or holds its weights."""
     return any(
@@ -75,16 +83,16 @@ def is_patched(model: Any) -> bool:
 
 
 def mhla_layers(model: Any) -> dict[str, MHLALayer]:
-    """Name and module of every MHLA layer.
+    """Name and module of every MHLA layer that is in use.
 
-    Names are those of ``named_modules()``; for a pipeline the component's name stands before them.
+    The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
     """
     prefixes = {name: f"{name}." if not isinstance(model, nn.Module) else "" for name in supported_transformers(model)}
     return {
-        f"{prefixes[name]}{path}": module
+        f"{prefixes[name]}{path}.mhla": layer
         for name, transformer in supported_transformers(model).items()
-        for path, module in transformer.named_modules()
-        if isinstance(module, MHLALayer)
+        for path, attn in attentions_of(transformer).items()
+        if (layer := layer_of(attn)) is not None
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights
+from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights, resize_mixing
 from ..attention.rotary import Rotary, rotary_table
 from ..config import MHLAConfig
 from .gate_and_convolution import Convolution, Gate
@@ -17,13 +17,6 @@ FLOAT32_PARAMETERS = ("mixing", "far_field_log_weight", "mean_bias")
 
 _FAR_LOG_WEIGHT = {True: -3.0, False: 0.0}
 """Of the far field at first, with and without tile means, which leave it little to add."""
-
-
-class TokenGrid:
-    """The token grid of a transformer's current input, shared by all its layers."""
-
-    def __init__(self) -> None:
-        self.shape: tuple[int, ...] | None = None
 
 
 class MHLALayer(nn.Module):
@@ -47,8 +40,6 @@ class MHLALayer(nn.Module):
         self.head_dim = head_dim
         self.original_processor: Any = None
         """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
-        self.token_grid: TokenGrid | None = None
-        """Grid of the tokens that come next, kept up to date by a hook of the transformer."""
         inner_size = heads * head_dim
         mixing = initial_mixing(config.blocks, config.mixing_init)
         if config.mixing_per_head:
@@ -99,9 +90,9 @@ class MHLALayer(nn.Module):
             query,
             key,
             value,
-            self.mixing,
+            self._mixing_on(grid),
             grid,
-            self.config.blocks,
+            self.config.blocks_on(grid),
             rotary=rotary,
             key_mask=key_mask,
             output_norm=self.output_norm,
@@ -151,13 +142,18 @@ class MHLALayer(nn.Module):
             query,
             key,
             value,
-            self.mixing,
+            self._mixing_on(grid),
             grid,
-            self.config.blocks,
+            self.config.blocks_on(grid),
             rotary=rotary_table(rotary) if rotary is not None else None,
             key_mask=key_mask,
             **self._settings(query, key, grid, rotary),
         )
+
+    def _mixing_on(self, grid: tuple[int, ...]) -> torch.Tensor:
+        """The mixing matrix of the blocks that a grid is cut into."""
+        blocks = self.config.blocks_on(grid)
+        return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
 
     def _settings(
         self, query: torch.Tensor, key: torch.Tensor, grid: tuple[int, ...], rotary: Rotary | None
@@ -194,3 +190,26 @@ class MHLALayer(nn.Module):
         """Blocks and shape, for ``print(model)``."""
         blocks = "x".join(map(str, self.config.blocks))
         return f"blocks={blocks} ({math.prod(self.config.blocks)}), heads={self.heads}, head_dim={self.head_dim}"
+
+
+def layer_of(attn: Any) -> MHLALayer | None:
+    """The MHLA layer that an attention uses, or None.
+
+    PEFT's ``modules_to_save=["mhla"]`` puts a wrapper in its place, with the layer and a copy of it for every adapter.
+    """
+    module: Any = getattr(attn, "mhla", None)
+    if module is None or isinstance(module, MHLALayer):
+        return module
+    copies = module.modules_to_save
+    active = (
+        None if module.disable_adapters else next((name for name in module.active_adapters if name in copies), None)
+    )
+    layer: MHLALayer = module.original_module if active is None else copies[active]
+    return layer
+
+
+def replaced_processor(attn: Any) -> Any:
+    """The processor that an attention had before its patch; None if no record was kept."""
+    module: Any = getattr(attn, "mhla", None)
+    layer = getattr(module, "original_module", module)
+    return None if layer is None else layer.original_processor

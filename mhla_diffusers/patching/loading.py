@@ -8,8 +8,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from ..attention import resize_mixing
-from ..attention.tile_scores import resize_scores, spend
 from ..config import MHLAConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
 from .base_weights import base_weights, check_writable, replace_weights
@@ -28,7 +26,7 @@ from .record import (
     read_record,
 )
 from .removal import remove_mhla
-from .tile_choice import TileChoice
+from .resizing import resized
 
 Model = TypeVar("Model")
 
@@ -217,13 +215,7 @@ def _part(
     part = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     if record.mhla.get("near_field") == "softmax":
         part = _without_near_field(part, record.heads)
-    if saved.blocks != opened.blocks:
-        for key in part:
-            if key.endswith(".mhla.mixing"):
-                part[key] = resize_mixing(part[key], saved.blocks, opened.blocks)
-    if saved.exact == "calibrated" and (saved.tiles, saved.share) != (opened.tiles, opened.share):
-        part |= _chosen_anew(part, saved, opened, record.heads)
-    return part
+    return resized(part, saved, opened, record.heads)
 
 
 def _without_near_field(part: dict[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
@@ -236,28 +228,6 @@ def _without_near_field(part: dict[str, torch.Tensor], heads: int) -> dict[str, 
         # a single block had no far field, and no weight of it
         part.setdefault(key.replace(".mixing", ".far_field_log_weight"), torch.zeros(heads))
     return part
-
-
-def _chosen_anew(
-    part: dict[str, torch.Tensor], saved: MHLAConfig, opened: MHLAConfig, heads: int
-) -> dict[str, torch.Tensor]:
-    """Calibrated tiles for another share or other tile counts, from the scores that were saved."""
-    marker = ".mhla.exact.is_exact"
-    names = [key.removesuffix(marker) for key in part if key.endswith(marker)]
-    choices, scores = {}, {}
-    for name in names:
-        kept = TileChoice(saved, heads)
-        kept.load_state_dict({key: part[f"{name}.mhla.exact.{key}"] for key in kept.state_dict()})
-        scores[name] = resize_scores(kept.all_scores(), saved.tiles, opened.tiles)
-        choices[name] = TileChoice(opened, heads)
-    for name, mask in zip(names, spend(list(scores.values()), opened.share), strict=True):
-        choices[name].keep_scores(scores[name])
-        choices[name].choose(mask)
-    return {
-        f"{name}.mhla.exact.{key}": tensor
-        for name, choice in choices.items()
-        for key, tensor in choice.state_dict().items()
-    }
 
 
 def _check_tensors(plan: Plan, tensors: dict[str, torch.Tensor], weights: Weights, saved: TransformerRecord) -> None:

@@ -1,18 +1,19 @@
-"""One transformer's patch: which layers, checked first, then carried out; and how its layers learn the token grid."""
+"""One transformer's patch: which layers, checked first, then carried out."""
 
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from ..config import AUTOMATIC, LayerChoice, is_automatic, parse_layers
+from ..config import AUTOMATIC, LayerChoice, MHLAConfig, is_automatic, parse_layers
 from ..families import Family, get_family
+from .compiling import allow_graphs
 from .finding import is_patched
-from .layer import MHLALayer, TokenGrid
+from .layer import MHLALayer
+from .other_processors import ProcessorWatch
 from .processor import MHLAProcessor, make_layer
+from .token_grid import TokenGridHooks
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,24 @@ def make_plan(transformer: nn.Module, processor: MHLAProcessor) -> Plan:
     """
     family, config = get_family(transformer), processor.config
     if is_patched(transformer):
-        raise ValueError(f"This {type(transformer).__name__} is already patched with MHLA; call remove_mhla() first.")
+        raise ValueError(
+            f"This {type(transformer).__name__} is already patched with MHLA; change_mhla() changes its settings, "
+            "or call remove_mhla() first."
+        )
+    check_settings(transformer, config)
+    attentions = list(family.self_attentions(transformer).values())
+    indices = choose_layers(config.layers, len(attentions))
+    layers = [(attentions[index], make_layer(attentions[index], config)) for index in indices]
+    return Plan(transformer, family, processor, layers)
+
+
+def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
+    """Raise unless a transformer can have these settings.
+
+    Raises:
+        ValueError: offloaded weights, or settings that do not fit.
+    """
+    family = get_family(transformer)
     if len(config.blocks) != family.axes:
         raise ValueError(
             f"blocks={config.blocks} has {len(config.blocks)} axes, but {type(transformer).__name__} has "
@@ -47,12 +65,9 @@ def make_plan(transformer: nn.Module, processor: MHLAProcessor) -> Plan:
         )
     if any(_is_group_offloaded(module) for module in transformer.modules()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
-    attentions = list(family.self_attentions(transformer).values())
-    indices = choose_layers(config.layers, len(attentions))
-    if not indices:
-        raise ValueError(f"layers={config.layers!r} chooses none of the {len(attentions)} layers.")
-    layers = [(attentions[index], make_layer(attentions[index], config)) for index in indices]
-    return Plan(transformer, family, processor, layers)
+    count = len(family.self_attentions(transformer))
+    if not choose_layers(config.layers, count):
+        raise ValueError(f"layers={config.layers!r} chooses none of the {count} layers.")
 
 
 def _is_group_offloaded(module: nn.Module) -> bool:
@@ -62,41 +77,15 @@ def _is_group_offloaded(module: nn.Module) -> bool:
 
 def carry_out(plan: Plan) -> None:
     """Patch the transformer."""
-    hook = TokenGridHook(plan.family)
     for attn, layer in plan.layers:
         layer.original_processor = attn.processor
-        layer.token_grid = hook.token_grid
         attn.mhla = layer
         attn.set_processor(plan.processor)
-    hook.handle = plan.transformer.register_forward_pre_hook(hook, with_kwargs=True)
+    TokenGridHooks(plan.family).install(plan.transformer)
+    watch = ProcessorWatch(plan.family, plan.processor)
+    watch.handle = plan.transformer.register_forward_pre_hook(watch, with_kwargs=True)
     plan.family.prepare(plan.transformer)
-
-
-class TokenGridHook:
-    """Forward pre-hook of a patched transformer: notes the token grid of its input for all layers.
-
-    Under gradient checkpointing a layer runs again during the backward pass and finds the grid of the latest forward;
-    so run forward and backward of one resolution before the forward of another.
-    """
-
-    def __init__(self, family: Family) -> None:
-        self.family = family
-        self.token_grid = TokenGrid()
-        self.handle: RemovableHandle | None = None
-
-    def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the grid off ``hidden_states``, the first argument of every supported transformer."""
-        hidden_states = args[0] if args else kwargs["hidden_states"]
-        # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
-        for axis in range(2, hidden_states.ndim):
-            torch._dynamo.mark_static(hidden_states, axis)
-        self.token_grid.shape = tuple(int(size) for size in self.family.token_grid(transformer, hidden_states))
-
-
-def find_grid_hook(transformer: nn.Module) -> TokenGridHook | None:
-    """The hook that a patched transformer has."""
-    hooks = transformer._forward_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, TokenGridHook)), None)
+    allow_graphs(plan.transformer)
 
 
 def automatic_count(choice: LayerChoice, count: int) -> int:

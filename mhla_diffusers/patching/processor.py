@@ -8,7 +8,8 @@ from ..attention import check_backend
 from ..attention.rotary import Rotary
 from ..config import MHLAConfig
 from ..families import cross_attention_processor
-from .layer import FLOAT32_PARAMETERS, MHLALayer
+from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of
+from .token_grid import grid_of_call
 
 _FLOAT16_MAX = 65504.0
 
@@ -19,15 +20,16 @@ class MHLAProcessor:
     A plain object without weights, as diffusers' processors are: the weights of every attention live in its own
     submodule ``attn.mhla``. One instance may therefore serve all attentions of a model::
 
-        pipe.transformer.set_attn_processor(MHLAProcessor(blocks=(7, 3, 5), grid=(21, 30, 50)))
+        pipe.transformer.set_attn_processor(MHLAProcessor(blocks=(7, 3, 5)))
 
     diffusers does not tell a processor which model it is put on. Set in that way, it makes ``attn.mhla`` when the
-    attention first runs, and it needs ``grid``. :func:`mhla_diffusers.set_attn_processor` and
-    :func:`mhla_diffusers.apply_mhla` make the weights at once and read the grid of every input.
+    attention first runs, and the attention must be told the grid (Wan's is, by the tables of RoPE) or ``grid`` given.
+    :func:`mhla_diffusers.set_attn_processor` and :func:`mhla_diffusers.apply_mhla` make the weights at once and read
+    the grid of every input.
 
     Args:
         config: settings; or give the fields of :class:`MHLAConfig` as keywords.
-        grid: token grid of every input; None to read it from the transformer's input.
+        grid: token grid of every input; None to find it out.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         **settings: fields of :class:`MHLAConfig`; unknown ones are an error.
 
@@ -58,6 +60,7 @@ class MHLAProcessor:
         self.backend = backend
         if self.grid is not None and len(self.grid) != len(self.config.blocks):
             raise ValueError(f"grid={self.grid} and blocks={self.config.blocks} must have the same number of axes.")
+        _register_with_diffusers(type(self))
 
     def __call__(
         self,
@@ -87,19 +90,18 @@ class MHLAProcessor:
             processor = _cross_attention_processor(attn)
             processor._attention_backend = self._attention_backend
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask)
-        layer = getattr(attn, "mhla", None)
+        layer = layer_of(attn)
         self._check_layer(layer)
-        grid = self._grid_of(layer, hidden_states.shape[1])
+        grid = self._grid_of(attn, hidden_states.shape[1], rotary_emb)
         key_mask = key_padding_mask(attention_mask, *hidden_states.shape[:2]) if attention_mask is not None else None
         if layer is None:
-            layer = attn.mhla = make_layer(attn, self.config)
+            attn.mhla = make_layer(attn, self.config)
         query, key, value = project(attn, hidden_states)
-        output = layer(query, key, value, hidden_states, grid, rotary_emb, key_mask, self.backend)
-        output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
-        if output.dtype == torch.float16:
-            # an infinity here would spread over the whole image; diffusers' own linear attention clips too
-            output = output.clip(-_FLOAT16_MAX, _FLOAT16_MAX)
-        return output
+        if _skips_scores(attn):
+            output = value
+        else:
+            output = attn.mhla(query, key, value, hidden_states, grid, rotary_emb, key_mask, self.backend)
+        return hand_on(attn, output, hidden_states)
 
     def _check_layer(self, layer: MHLALayer | None) -> None:
         if layer is None and self.config.layers != "all":
@@ -115,16 +117,8 @@ class MHLAProcessor:
                 "Call remove_mhla() before patching with other settings."
             )
 
-    def _grid_of(self, layer: MHLALayer | None, tokens: int) -> tuple[int, ...]:
-        grid = self.grid
-        if grid is None and layer is not None and layer.token_grid is not None:
-            grid = layer.token_grid.shape
-        if grid is None:
-            raise ValueError(
-                "MHLAProcessor does not know the token grid. Give it with grid=(frames, height, width), "
-                "or patch with mhla_diffusers.apply_mhla(pipe, ...) or mhla_diffusers.set_attn_processor(transformer, "
-                "processor), which read it from every input."
-            )
+    def _grid_of(self, attn: Any, tokens: int, rotary: Rotary | None) -> tuple[int, ...]:
+        grid = self.grid if self.grid is not None else grid_of_call(attn, rotary)
         if torch.Size(grid).numel() != tokens:
             raise ValueError(
                 f"The token grid {grid} holds {torch.Size(grid).numel()} tokens, but the attention got {tokens}. "
@@ -140,8 +134,15 @@ def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
     Gate, norm and convolution take the type that the attention computes in.
 
     Raises:
-        ValueError: if the weights of the attention are offloaded, so that its device is not known.
+        ValueError: if the weights of the attention are offloaded, so that its device is not known, or the attention
+            does what MHLA has no part for.
     """
+    for norm in ("group_norm", "spatial_norm"):
+        if getattr(attn, norm, None) is not None:
+            raise ValueError(
+                f"This {type(attn).__name__} has a {norm}, which MHLA does not run; leave its layer as it is with "
+                "layers=[...]."
+            )
     if hasattr(attn.to_out[0], "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     heads = int(attn.heads)
@@ -155,6 +156,26 @@ def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
                 if name not in FLOAT32_PARAMETERS:
                     parameter.data = parameter.data.to(_compute_dtype(attn, weights[0]))
     return layer.train(attn.training)
+
+
+def _skips_scores(attn: Any) -> bool:
+    """Whether a hook of diffusers asks this attention to hand on its values, as perturbed-attention guidance does."""
+    registry = getattr(attn, "_diffusers_hook", None)
+    return registry is not None and any(
+        getattr(hook, "skip_attention_scores", False) for hook in registry.hooks.values()
+    )
+
+
+def _skip(attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What diffusers' layer skipping runs in place of a patched attention: nothing."""
+    return hidden_states
+
+
+def _register_with_diffusers(kind: type) -> None:
+    """Tell diffusers' hooks, which look a processor's class up, how it is skipped."""
+    from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
+
+    AttentionProcessorRegistry.register(kind, AttentionProcessorMetadata(skip_processor_output_fn=_skip))
 
 
 def _compute_dtype(attn: Any, weight: torch.Tensor) -> torch.dtype:
@@ -209,6 +230,20 @@ def project(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
         lower = torch.get_autocast_dtype(device)
         return query.to(lower), key.to(lower), value.to(lower)
     return query, key, value
+
+
+def hand_on(attn: Any, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    """What a self-attention returns, from the output of its heads (B, N, H, D) and its input: (B, N, hidden size)."""
+    output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
+    if getattr(attn, "residual_connection", False):
+        output = output + hidden_states
+    factor = getattr(attn, "rescale_output_factor", 1.0)
+    if factor != 1:
+        output = output / factor
+    if output.dtype == torch.float16:
+        # an infinity here would spread over the whole image; diffusers' own linear attention clips too
+        output = output.clip(-_FLOAT16_MAX, _FLOAT16_MAX)
+    return output
 
 
 def _normed_heads(x: torch.Tensor, norm: Any, heads: int) -> torch.Tensor:

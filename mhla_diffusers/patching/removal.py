@@ -1,19 +1,25 @@
 """Take a patch away, for good or for a while."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ..families import Family, get_family
 from .base_weights import check_restorable, restore_weights
-from .finding import attentions_of, find_transformers, is_patched
-from .plan import find_grid_hook
+from .compiling import give_back_graphs
+from .finding import attentions_of, find_transformers, hook_of, is_patched
+from .layer import replaced_processor
+from .other_processors import ProcessorWatch, other_processors_wanted
 from .processor import MHLAProcessor
+from .token_grid import TokenGridHooks
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
+
+_BACKEND = "_attention_backend"
+"""Attribute that diffusers' set_attention_backend writes into processors."""
 
 
 def remove_mhla(model: Model) -> Model:
@@ -43,10 +49,13 @@ def remove_mhla(model: Model) -> Model:
                 attn.set_processor(original_processor(attn, family, transformer))
             if hasattr(attn, "mhla"):
                 del attn.mhla
-        hook = find_grid_hook(transformer)
-        if hook is not None and hook.handle is not None:
-            hook.handle.remove()
+        hooks, watch = hook_of(transformer, TokenGridHooks), hook_of(transformer, ProcessorWatch)
+        if hooks is not None:
+            hooks.remove(transformer)
+        if watch is not None and watch.handle is not None:
+            watch.handle.remove()
         family.restore(transformer)
+        give_back_graphs(transformer)
     return model
 
 
@@ -67,7 +76,10 @@ def mhla_disabled(model: Any) -> Iterator[None]:
                 switched.append((attn, attn.processor))
                 attn.set_processor(original_processor(attn, family, transformer))
     try:
-        yield
+        with ExitStack() as stack:
+            for transformer in find_transformers(model).values():
+                stack.enter_context(other_processors_wanted(transformer))
+            yield
     finally:
         for attn, processor in switched:
             if hasattr(attn, "mhla"):  # the patch may have been removed meanwhile
@@ -75,10 +87,15 @@ def mhla_disabled(model: Any) -> Iterator[None]:
 
 
 def original_processor(attn: Any, family: Family, transformer: nn.Module) -> Any:
-    """The processor that an attention had before the patch, or a fresh one where no record was kept."""
-    layer = getattr(attn, "mhla", None)
-    if layer is not None and layer.original_processor is not None:
-        return layer.original_processor
-    if any(attn is own for own in family.self_attentions(transformer).values()):
-        return family.self_attention_processor()
-    return family.cross_attention_processor()
+    """The processor that an attention had before the patch, or a fresh one where no record was kept.
+
+    It gets the backend that ``set_attention_backend`` has set meanwhile.
+    """
+    original = replaced_processor(attn)
+    if original is None:
+        is_self_attention = any(attn is own for own in family.self_attentions(transformer).values())
+        original = family.self_attention_processor() if is_self_attention else family.cross_attention_processor()
+    meanwhile = vars(attn.processor).get(_BACKEND, original) if isinstance(attn.processor, MHLAProcessor) else original
+    if meanwhile is not original and hasattr(original, _BACKEND):
+        setattr(original, _BACKEND, meanwhile)
+    return original

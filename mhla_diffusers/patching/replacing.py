@@ -137,7 +137,8 @@ def set_attn_processor(transformer: Any, processor: Any) -> None:
     each its own; the dict is left as it is.
 
     Raises:
-        ValueError: unsupported transformer, already patched, or a dict whose names are not those of the attentions.
+        ValueError: unsupported transformer, already patched, what is no processor, or a dict whose names are not those
+            of the attentions.
     """
     if isinstance(processor, MHLAProcessor):
         carry_out(make_plan(transformer, processor))
@@ -145,6 +146,12 @@ def set_attn_processor(transformer: Any, processor: Any) -> None:
     get_family(transformer)
     attentions = attentions_of(transformer)
     names = {f"{name}.processor": module for name, module in attentions.items()}
+    for one in processor.values() if isinstance(processor, Mapping) else [processor]:
+        if isinstance(one, type) or not callable(one):
+            raise ValueError(
+                f"processor={one!r} is no attention processor; allowed: MHLAProcessor(...), a processor of diffusers "
+                "such as AttnProcessor2_0(), or a dict of them as attn_processors(transformer) gives it."
+            )
     if isinstance(processor, Mapping):
         if set(processor) != set(names):
             wrong = sorted(set(processor) ^ set(names))

@@ -31,6 +31,9 @@ from .record import (
     read_record,
 )
 
+_ADAPTER_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
+"""Parts of the names that PEFT gives to weights."""
+
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -151,8 +154,14 @@ def _choose_tensors(
     name: str, transformer: nn.Module, weights: Weights, base: Any, base_model: str
 ) -> dict[str, torch.Tensor]:
     whole = transformer.state_dict()
-    own = {key: tensor for key, tensor in whole.items() if ".mhla." in key}
-    adapters = [key for key in (own if weights == "mhla" else whole) if "lora_" in key or ".base_layer." in key]
+    # under plain names, also where PEFT's modules_to_save has put a copy of a layer beside it
+    own = {
+        f"{path}.{key}": tensor
+        for path, layer in mhla_layers(transformer).items()
+        for key, tensor in layer.state_dict().items()
+    }
+    written = own if weights == "mhla" else whole
+    adapters = [key for key in written if any(mark in key for mark in _ADAPTER_MARKS)]
     if adapters:
         raise ValueError(
             f"{name} has LoRA adapters ({adapters[0]}, …), which weights={weights!r} cannot tell from the model. "

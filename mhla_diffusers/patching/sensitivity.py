@@ -9,6 +9,7 @@ from torch import nn
 
 from ..families import get_family
 from .finding import find_transformers, is_patched, require_layers
+from .other_processors import other_processors_wanted
 from .processor import MHLAProcessor
 from .removal import mhla_disabled, original_processor
 
@@ -123,18 +124,21 @@ def measure_sensitivity(
     """
     patched = {name: attn.processor for name, (attn, _) in attentions.items()}
     sensitivities = {}
-    try:
-        for attn, original in attentions.values():
-            attn.set_processor(original)
-        expected = [call.predict(transformer).float() for call in calls]
-        for name, (attn, original) in attentions.items():
-            attn.set_processor(patched[name])
-            changes = [_change(call.predict(transformer).float(), e) for call, e in zip(calls, expected, strict=True)]
-            sensitivities[name] = sum(changes) / len(changes)
-            attn.set_processor(original)
-    finally:
-        for name, (attn, _) in attentions.items():
-            attn.set_processor(patched[name])
+    with other_processors_wanted(transformer):
+        try:
+            for attn, original in attentions.values():
+                attn.set_processor(original)
+            expected = [call.predict(transformer).float() for call in calls]
+            for name, (attn, original) in attentions.items():
+                attn.set_processor(patched[name])
+                changes = [
+                    _change(call.predict(transformer).float(), e) for call, e in zip(calls, expected, strict=True)
+                ]
+                sensitivities[name] = sum(changes) / len(changes)
+                attn.set_processor(original)
+        finally:
+            for name, (attn, _) in attentions.items():
+                attn.set_processor(patched[name])
     return sensitivities
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..families import DiffusionProcess, NoisedBatch
+from ..families import DiffusionProcess, NoisedBatch, get_family
+from ..patching import token_grid
 from .config import ObjectiveWeights
 from .sharding import is_sharded
 from .teacher import Teacher
@@ -149,9 +150,11 @@ def transfer_attention_in_parts(
     with _hooks(attentions, record):
         prediction = teacher_prediction(transformer, teacher, batch)
     total = torch.zeros((), device=batch.latents.device)
+    grid = get_family(transformer).token_grid(transformer, batch.hidden_states)
     for name, attn in attentions.items():
         args, kwargs, output = calls.pop(name)
-        loss = (attn(*args, **kwargs).float() - output.float()).square().mean() / len(attentions)
+        with token_grid(grid):
+            loss = (attn(*args, **kwargs).float() - output.float()).square().mean() / len(attentions)
         backward(loss)
         total = total + loss.detach()
     return total, prediction

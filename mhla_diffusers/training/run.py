@@ -76,7 +76,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             )
         grid = family.token_grid(transformer, torch.empty(1, *shape, device="meta"))
         for layer in layers.values():
-            check_layout(grid, layer.config.blocks)
+            check_layout(grid, layer.config.blocks_on(grid))
 
 
 class Run:

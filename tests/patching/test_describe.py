@@ -41,6 +41,8 @@ def test_describe_prints_a_table():
         "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            144",
         "blocks.2.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            144",
         "blocks.3.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            144",
+        "attention of 80 tokens: 1.18 MFLOP (softmax 2.46 MFLOP), 25.0% of all pairs exact",
+        "a layer holds 29.2 KiB beside query, key, value and output (softmax, written out, 50 KiB)",
         "3 of 4 self-attentions replaced, 432 extra parameters",
     ]
     pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
@@ -56,6 +58,8 @@ def test_describe_tells_of_exact_tiles():
         "blocks.2.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            ?      148",
         "blocks.3.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            ?      148",
         "exact tiles: calibrated, 4x2x2 = 16 of 4 to 6 tokens, not calibrated yet, others through their means",
+        "attention of 80 tokens: 2.01 MFLOP (softmax 2.46 MFLOP), 43.8% of all pairs exact",
+        "a layer holds 32.2 KiB beside query, key, value and output (softmax, written out, 50 KiB)",
         "3 of 4 self-attentions replaced, 444 extra parameters",
     ]
     arguments = inputs("wan")
@@ -84,6 +88,13 @@ def test_describe_tells_the_share_of_lists_that_need_no_calibration(settings, sh
 def test_describe_refuses_tiles_that_do_not_fit():
     with pytest.raises(ValueError, match="height axis .* 4 tokens, too few for 5 exact_tiles"):
         mhla.describe(patched("wan", exact="own", exact_tiles=(1, 5, 1)), grid=(4, 4, 5))
+
+
+def test_tiles_by_content_are_told_as_they_are_clamped():
+    """A run on this grid is not refused, so neither is the question."""
+    model = patched("wan", exact="content", exact_tiles=(4, 9, 10))
+    (layer, *_) = mhla.describe(model, grid=(2, 4, 6))
+    assert (layer.exact.tiles, layer.exact.tokens_per_tile) == ((2, 4, 6), (1, 1))
 
 
 def test_describe_refuses_a_grid_that_does_not_fit():

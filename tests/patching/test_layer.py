@@ -8,6 +8,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.attention import Call, reference_attention
 from mhla_diffusers.attention.rotary import rotary_table
 from mhla_diffusers.patching.processor import project
+from mhla_diffusers.patching.token_grid import token_grid
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import MODELS
@@ -76,10 +77,10 @@ def test_one_block_on_sana_is_its_own_linear_attention(name, settings):
     width = own.transformer_blocks[0].attn1.to_q.in_features
     hidden_states = torch.randn(2, 64, width, generator=torch.Generator().manual_seed(0))
     for block, other in zip(own.transformer_blocks, patched_model.transformer_blocks, strict=True):
-        other.attn1.mhla.token_grid.shape = (8, 8)
         alive = (project(block.attn1, hidden_states)[0] > 1e-3).any(dim=-1).all(dim=-1)
         assert alive.float().mean() > 0.9
-        expected, found = block.attn1(hidden_states)[alive], other.attn1(hidden_states)[alive]
+        with token_grid((8, 8)):
+            expected, found = block.attn1(hidden_states)[alive], other.attn1(hidden_states)[alive]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert_changed(output(patched(name), inputs(name)), output(own, inputs(name)))
 
@@ -96,6 +97,29 @@ def test_a_fresh_gate_and_convolution_change_nothing(name, option):
             for module in filter(None, (layer.gate, layer.convolution)):
                 module.weight.add_(0.3)
     assert_changed(output(model, inputs(name)), expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"exact": "content", "exact_tiles": (2, 4, 3)}], ids=["mhla", "exact"])
+def test_blocks_clamp_to_a_small_grid_where_the_setting_says_so(settings, tmp_path):
+    """As the patch opened at fewer blocks, and with gradients; on a large grid nothing changes."""
+    model = patched("wan", blocks=(6, 2, 3), clamp_blocks=True, **settings)
+    small = inputs("wan", ragged=True)  # 3 latent frames
+    mixing = next(iter(mhla.mhla_layers(model).values())).mixing
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            layer.mixing.mul_(torch.rand(layer.mixing.shape, generator=torch.Generator().manual_seed(0)))
+    mhla.save_mhla(model, tmp_path)
+    fewer = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, blocks=(3, 2, 3))
+    assert torch.equal(output(model, small), output(fewer, small))
+    assert mhla.describe(model)[0].blocks == (3, 2, 3)
+    model(**small).sample.square().mean().backward()
+    assert mixing.grad.abs().sum() > 0
+    long = inputs("wan") | {"hidden_states": torch.randn(2, 16, 6, 8, 12)}
+    strict = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path)
+    mhla.change_mhla(strict, clamp_blocks=False)
+    assert torch.equal(output(model, long), output(strict, long))
+    with pytest.raises(ValueError, match="frames axis.* 3 tokens, too few for 6 blocks"):
+        output(strict, small)
 
 
 @pytest.mark.parametrize("name", ["wan", "sana", "dit"])

@@ -116,11 +116,47 @@ def test_diffusers_own_form_is_removed_too(name, ran):
     mhla.apply_mhla(model, exact="none", blocks=case.blocks)
 
 
-def test_diffusers_own_form_needs_the_grid():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["wan", "wan_i2v", "wan_ti2v", "wan_vace"])
+def test_diffusers_own_form_reads_the_grid_off_the_rotary_tables_of_wan(name, mode):
+    """Landscape, portrait of as many tokens, another size, and landscape again."""
+    model, reference = FAMILIES[name].build(), patched(name, blocks=(2, 2, 2), convolution=3)
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 2), convolution=3))
+    output(model, inputs(name))
+    for layers in (mhla.mhla_layers(model), mhla.mhla_layers(reference)):
+        for layer in layers.values():
+            torch.nn.init.constant_(layer.convolution.weight, 0.1)
+    wide = inputs(name)
+    tall = {key: value.mT if value.ndim == 5 else value for key, value in wide.items()}
+    with mode():
+        for arguments in (wide, tall, inputs(name, ragged=True), wide):
+            assert torch.equal(model(**arguments).sample, reference(**arguments).sample)
+
+
+def test_a_grid_that_was_read_once_is_not_read_from_the_device_again():
+    """On the meta device, where nothing can be read."""
     model = FAMILIES["wan"].build()
     model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3)))
-    with pytest.raises(ValueError, match="does not know the token grid.*grid=.*apply_mhla.*set_attn_processor"):
-        output(model, inputs("wan"))
+    output(model, inputs("wan"))
+    model.to("meta")
+    arguments = {key: value.to("meta") for key, value in inputs("wan").items()}
+    assert output(model, arguments).shape == inputs("wan")["hidden_states"].shape
+
+
+def test_diffusers_own_form_names_the_line_that_gives_the_grid():
+    """SANA's attention is told nothing of it, nor is a compiled graph."""
+    message = r"does not know the token grid.*mhla_diffusers\.set_attn_processor\(pipe\.transformer, processor\)"
+    model = FAMILIES["sana"].build()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(4, 2)))
+    with pytest.raises(ValueError, match=message):
+        output(model, inputs("sana"))
+    model = FAMILIES["wan"].build()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3)))
+    output(model, inputs("wan"))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=message):
+        output(compiled, inputs("wan"))
+    torch._dynamo.reset()
 
 
 def test_a_grid_whose_product_is_not_the_number_of_tokens_is_refused():
@@ -186,3 +222,33 @@ def test_a_bias_that_masks_every_key_alike_masks_none():
     tokens = 64
     masked = masked_attention("sana", tokens, torch.full((2, tokens), -10000.0))
     torch.testing.assert_close(masked, masked_attention("sana", tokens, torch.zeros(2, tokens)))
+
+
+def test_a_residual_and_a_rescaled_output_are_those_of_the_attention():
+    """Diffusers' ``Attention`` may have both; the families here have neither."""
+    attn = FAMILIES["sana"].build().transformer_blocks[0].attn1
+    attn.set_processor(mhla.MHLAProcessor(blocks=(2, 2), grid=(8, 8)))
+    x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = attn(x)
+        attn.residual_connection, attn.rescale_output_factor = True, 2.0
+        torch.testing.assert_close(attn(x), (plain + x) / 2)
+
+
+@pytest.mark.parametrize("norm", ["group_norm", "spatial_norm"])
+def test_a_norm_that_mhla_does_not_run_is_refused(norm):
+    model = FAMILIES["sana"].build()
+    setattr(model.transformer_blocks[1].attn1, norm, torch.nn.Identity())
+    with pytest.raises(ValueError, match=rf"Attention has a {norm}.*layers="):
+        mhla.apply_mhla(model, blocks=(2, 2))
+    assert not mhla.is_patched(model)
+
+
+@pytest.mark.parametrize("wrong", ["x", None, mhla.MHLAProcessor, 3])
+def test_what_is_no_processor_is_refused(wrong):
+    model = FAMILIES["sana"].build()
+    before = model.attn_processors
+    for processor in (wrong, dict.fromkeys(before, wrong)):
+        with pytest.raises(ValueError, match=r"is no attention processor; allowed: MHLAProcessor\(...\)"):
+            mhla.set_attn_processor(model, processor)
+        assert model.attn_processors == before

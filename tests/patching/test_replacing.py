@@ -16,7 +16,7 @@ import mhla_diffusers as mhla
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
 from ..pipelines import PIPELINES, generate, wan22_pipeline
-from .shared import MODELS, assert_same_footprint, footprint, unet
+from .shared import EVERYTHING, MODELS, ONE_PER_CLASS, assert_same_footprint, footprint, unet
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -232,3 +232,11 @@ def test_a_model_with_quantised_projections_can_be_patched():
     found = output(model, inputs("wan"))
     # eight bits: half a percent per projection
     assert 0 < relative_change(found, expected) < 0.05
+
+
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_applying_leaves_the_global_generator_as_it_was(name):
+    model = FAMILIES[name].build()
+    before = torch.get_rng_state()
+    mhla.apply_mhla(model, blocks=FAMILIES[name].blocks, exact="none", **EVERYTHING)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,10 +1,13 @@
 """torch.compile and torch.export of patched models."""
 
+from weakref import WeakSet
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
+from mhla_diffusers.patching import compiling
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import EVERYTHING, ONE_PER_CLASS, assert_equal_up_to_order
@@ -50,6 +53,27 @@ def test_one_compilation_per_resolution(counter):
         assert_equal_up_to_order(output(compiled, arguments), wanted)
         counts.append(counter.frame_count)
     assert counts == [1, 2, 2, 2]
+
+
+@pytest.mark.slow
+def test_more_resolutions_than_pytorch_allows_graphs(counter, monkeypatch):
+    """PyTorch's limit is raised, 8 as it comes and 2 here, and back after removal."""
+    monkeypatch.setattr(compiling, "_patched", WeakSet())
+    monkeypatch.setattr(compiling, "_limits_before", [])
+    model, other = FAMILIES["sana"].build(), FAMILIES["sana"].build()
+    del model.transformer_blocks[1:]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for one in (model, other):
+            mhla.apply_mhla(one, blocks=(1, 1))
+        assert torch._dynamo.config.recompile_limit == 64
+        model.compile(backend=counter, fullgraph=True)
+        for rows in (2, 3, 4):
+            arguments = inputs("sana") | {"hidden_states": torch.randn(2, 4, rows, 3)}
+            assert output(model, arguments).shape == (2, 4, rows, 3)
+        mhla.remove_mhla(other)
+        assert torch._dynamo.config.recompile_limit == 64
+        mhla.remove_mhla(model)
+        assert torch._dynamo.config.recompile_limit == 2
 
 
 @pytest.mark.slow

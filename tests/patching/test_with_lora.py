@@ -3,8 +3,9 @@
 import pytest
 import torch
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file
 
 import mhla_diffusers as mhla
@@ -99,6 +100,72 @@ def test_lora_loads_into_a_patched_pipeline():
     pipe.unload_lora_weights()
     assert_equal_up_to_order(output(pipe.transformer, inputs("wan")), expected)
     assert mhla.is_patched(pipe)
+
+
+def mixing_saved_with(model):
+    """An adapter with a copy of every MHLA layer, which PEFT trains and saves along with LoRA."""
+    config = LoraConfig(r=4, target_modules=["to_q", "to_v"], modules_to_save=["mhla"])
+    model.add_adapter(config)
+    return model
+
+
+def test_lora_with_mixing_trains_the_copy_at_every_size():
+    """PEFT copies the layers; the copies see the grid of the input, and are what is found, clipped and trained."""
+    model = patched("wan", blocks=(2, 2, 2), convolution=3)
+    output(model, inputs("wan"))
+    mixing_saved_with(model)
+    layers = mhla.mhla_layers(model)
+    assert list(layers) == [f"blocks.{index}.attn1.mhla" for index in range(4)]
+    with torch.no_grad():
+        for layer in layers.values():
+            layer.convolution.weight.add_(0.1)
+            layer.mixing.mul_(0.5)
+    reference = patched("wan", blocks=(2, 2, 2), convolution=3)
+    for layer in mhla.mhla_layers(reference).values():
+        layer.load_state_dict(next(iter(layers.values())).state_dict())
+    wide, ragged = inputs("wan"), inputs("wan", ragged=True)
+    tall = wide | {"hidden_states": wide["hidden_states"].mT}
+    for arguments in (wide, tall, ragged):
+        assert torch.equal(output(model, arguments), output(reference, arguments))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    mhla.register_mixing_clip(optimizer, model)
+    model(**tall).sample.square().mean().backward()
+    assert all(layer.mixing.grad is not None for layer in layers.values())
+
+
+def test_lora_with_mixing_is_saved_under_plain_names_and_loads(tmp_path):
+    model = mixing_saved_with(patched("wan"))
+    with torch.no_grad():
+        for matrix in mixings(model):
+            matrix.mul_(0.5)
+    mhla.save_mhla(model, tmp_path)
+    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(mixings(model), mixings(loaded), strict=True))
+    with pytest.raises(ValueError, match="has LoRA adapters.*weights='all'"):
+        mhla.save_mhla(model, tmp_path, weights="all")
+    original = FAMILIES["wan"].build()
+    assert str(mhla.describe(model)) == str(mhla.describe(loaded))
+    mhla.remove_mhla(model)
+    assert not mhla.is_patched(model)
+    assert [type(one) for one in model.attn_processors.values()] == [
+        type(one) for one in original.attn_processors.values()
+    ]
+
+
+def test_lora_with_mixing_that_is_switched_off_uses_the_layer_itself():
+    model = patched("wan")
+    expected = output(model, inputs("wan"))
+    mixing_saved_with(model)
+    with torch.no_grad():
+        for matrix in mixings(model):
+            matrix.mul_(torch.rand_like(matrix))
+    assert_changed(output(model, inputs("wan")), expected)
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):  # diffusers' disable_adapters() leaves these on
+            module.enable_adapters(False)
+    model.disable_adapters()
+    assert torch.equal(output(model, inputs("wan")), expected)
+    assert all(isinstance(layer, mhla.MHLALayer) for layer in mhla.mhla_layers(model).values())
 
 
 def test_an_adapter_freezes_mhla_like_every_other_weight_until_it_is_unfrozen():

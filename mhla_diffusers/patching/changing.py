@@ -1,0 +1,138 @@
+"""Change the settings of a patched model in place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..families import get_family
+from .finding import attentions_of, find_transformers, hook_of, mhla_layers, require_layers
+from .layer import MHLALayer, layer_of
+from .other_processors import ProcessorWatch
+from .plan import check_settings, choose_layers
+from .processor import MHLAProcessor, make_layer
+from .removal import original_processor
+from .resizing import resized
+
+Model = TypeVar("Model")
+"""A diffusers pipeline or a transformer."""
+
+
+def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) -> Model:
+    """Change blocks, layers, exact tiles, backend or other settings of a patched model, without loading it again.
+
+    What the layers have learned is kept: mixing matrices are interpolated to other blocks and calibrated tiles chosen
+    anew for another share, as :func:`load_mhla` does it; a layer that is patched now starts fresh, and one that is no
+    longer patched gets its processor of before. Layers have new parameters afterwards, so make optimizers after it.
+    Where something else has set processors, MHLA runs again. If anything is refused the model is unchanged.
+
+    Args:
+        model: patched pipeline or transformer.
+        backend: see :func:`mhla_diffusers.attention.mhla_attention`; None for the one it has.
+        **settings: fields of :class:`MHLAConfig` that change.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: not patched or switched off, settings that do not fit, or weights that they do not fit.
+    """
+    require_layers(model)
+    patched = [part for part in find_transformers(model).values() if mhla_layers(part)]
+    changes = [_make_change(part, backend, settings) for part in patched]
+    for change in changes:
+        _carry_out(change)
+    return model
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Checked other settings of one patched transformer."""
+
+    transformer: nn.Module
+    processor: MHLAProcessor
+    layers: dict[str, MHLALayer]
+    """Name of every attention that is to be patched, with its new layer."""
+
+
+def _make_change(transformer: nn.Module, backend: str | None, settings: Mapping[str, Any]) -> _Change:
+    """Check everything and change nothing."""
+    watch = hook_of(transformer, ProcessorWatch)
+    if watch is not None and watch.paused:
+        raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
+    if any(_is_wrapped(attn) for attn in attentions_of(transformer).values()):
+        raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
+    attentions = get_family(transformer).self_attentions(transformer)
+    before = {name: layer for name, attn in attentions.items() if (layer := layer_of(attn)) is not None}
+    some_layer, old_processor = next(iter(before.values())), _processor(transformer, watch)
+    config = some_layer.config.replace(**settings)
+    check_settings(transformer, config)
+    names = list(attentions)
+    chosen = [names[index] for index in choose_layers(config.layers, len(names))]
+    layers = {name: make_layer(attentions[name], config) for name in chosen}
+    kept = {name: before[name] for name in chosen if name in before}
+    tensors = {f"{name}.mhla.{key}": x for name, layer in kept.items() for key, x in layer.state_dict().items()}
+    fitting = resized(tensors, some_layer.config, config, some_layer.heads)
+    for name, layer in layers.items():
+        layer.original_processor = before[name].original_processor if name in before else attentions[name].processor
+    for name, old in kept.items():
+        prefix = f"{name}.mhla."
+        own = {key.removeprefix(prefix): x for key, x in fitting.items() if key.startswith(prefix)}
+        _carry_over(name, old, layers[name], own)
+    processor = MHLAProcessor(config, grid=old_processor.grid, backend=backend or old_processor.backend)
+    processor._attention_backend = old_processor._attention_backend
+    return _Change(transformer, processor, layers)
+
+
+def _processor(transformer: nn.Module, watch: ProcessorWatch | None) -> MHLAProcessor:
+    """The processor of the patch as it is, also where something else has set others."""
+    if watch is not None:
+        return watch.processor
+    found = (attn.processor for attn in attentions_of(transformer).values())
+    return next(one for one in found if isinstance(one, MHLAProcessor))
+
+
+def _is_wrapped(attn: Any) -> bool:
+    return not isinstance(getattr(attn, "mhla", None), MHLALayer | None)
+
+
+def _carry_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a new layer the tensors of the one before, as far as it has them, and what is frozen stays frozen."""
+    state = after.state_dict(keep_vars=True)
+    for key in state.keys() & tensors.keys():
+        if state[key].shape != tensors[key].shape:
+            raise ValueError(
+                f"{name}.mhla.{key} has shape {tuple(tensors[key].shape)}, which these settings would make "
+                f"{tuple(state[key].shape)}; what it has learned cannot be carried over. Call remove_mhla() and "
+                "apply_mhla() to begin anew."
+            )
+        with torch.no_grad():
+            state[key].copy_(tensors[key])
+    if after.exact is not None:
+        after.exact.make_lists()
+    old = dict(before.named_parameters())
+    for key, parameter in after.named_parameters():
+        is_set_anew = key == "mixing" and before.config.mixing_learnable != after.config.mixing_learnable
+        if key in old and not is_set_anew:
+            parameter.requires_grad_(old[key].requires_grad)
+
+
+def _carry_out(change: _Change) -> None:
+    transformer = change.transformer
+    family, watch = get_family(transformer), hook_of(transformer, ProcessorWatch)
+    own = family.self_attentions(transformer)
+    for attn in attentions_of(transformer).values():
+        name = next((name for name, one in own.items() if one is attn), None)
+        if name in change.layers:
+            attn.mhla = change.layers[name]
+            attn.set_processor(change.processor)
+        elif name is not None and (hasattr(attn, "mhla") or isinstance(attn.processor, MHLAProcessor)):
+            attn.set_processor(original_processor(attn, family, transformer))
+            if hasattr(attn, "mhla"):
+                del attn.mhla
+        elif isinstance(attn.processor, MHLAProcessor):  # a cross-attention, in diffusers' own form
+            attn.set_processor(change.processor)
+    if watch is not None:
+        watch.processor = change.processor

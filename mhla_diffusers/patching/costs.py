@@ -1,0 +1,88 @@
+"""What the attention of a layer costs on a token grid, told from shapes alone."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..attention.tile_scores import list_length
+from ..config import MHLAConfig
+from ..families import Family
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Of self-attention without its projections, for one sample and one forward; sums of layers add up.
+
+    A multiplication and an addition count two.
+    """
+
+    flops: int = 0
+    softmax_flops: int = 0
+    """Of softmax attention in its place."""
+    exact_pairs: int = 0
+    """Pairs of a query and a key that a head attends to with softmax."""
+    all_pairs: int = 0
+    """Of all such pairs."""
+    held_bytes: int = 0
+    """Held beside query, key, value and output: KV summaries and means of tiles, in float32."""
+    softmax_bytes: int = 0
+    """What softmax attention holds where its weights are written out, in float32; a fused kernel holds next to none."""
+
+    def __add__(self, other: "AttentionCost") -> "AttentionCost":
+        """The two one after another: what is held is held by one layer at a time."""
+        return AttentionCost(
+            self.flops + other.flops,
+            self.softmax_flops + other.softmax_flops,
+            self.exact_pairs + other.exact_pairs,
+            self.all_pairs + other.all_pairs,
+            max(self.held_bytes, other.held_bytes),
+            max(self.softmax_bytes, other.softmax_bytes),
+        )
+
+    def __str__(self) -> str:
+        exact = f", {self.exact_pairs / self.all_pairs:.1%} of all pairs exact" if self.exact_pairs else ""
+        flops, softmax_flops = (_scaled(one, 1000, "FLOP") for one in (self.flops, self.softmax_flops))
+        held, softmax_bytes = (_scaled(one, 1024, "B") for one in (self.held_bytes, self.softmax_bytes))
+        return (
+            f"{flops} (softmax {softmax_flops}){exact}\n"
+            f"a layer holds {held} beside query, key, value and output (softmax, written out, {softmax_bytes})"
+        )
+
+
+def attention_cost(attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...]) -> AttentionCost:
+    """Cost of one self-attention.
+
+    Args:
+        attn: the attention, whose heads are counted.
+        family: whose own attention a layer without a patch has.
+        config: of its patch; None without one.
+        grid: token grid.
+    """
+    tokens, heads, head_dim = math.prod(grid), int(attn.heads), int(attn.inner_dim) // int(attn.heads)
+    pairs, summary = heads * tokens**2, heads * head_dim * (head_dim + 1)
+    softmax, written = 4 * pairs * head_dim, _FLOAT32 * pairs
+    if config is None and family.own_attention == "softmax":
+        return AttentionCost(softmax, softmax, pairs, pairs, 0, written)
+    blocks = math.prod(config.blocks_on(grid)) if config is not None else 1
+    # summaries are made and read, each with the normaliser, and mixed
+    flops = 4 * tokens * summary + (2 * blocks**2 * summary if blocks > 1 else 0)
+    held, exact = 2 * _FLOAT32 * blocks * summary, 0
+    if config is not None and config.exact != "none":
+        tiles = math.prod(min(count, size) for count, size in zip(config.tiles, grid, strict=True))
+        share = list_length(config.share, tiles) / tiles if config.exact == "content" else config.share
+        exact = round(share * pairs)
+        means = heads * tiles * head_dim if config.tile_means else 0
+        flops += 4 * exact * head_dim + 4 * tokens * means
+        held += 2 * _FLOAT32 * means
+    return AttentionCost(flops, softmax, exact, pairs, held, written)
+
+
+def _scaled(value: float, base: int, unit: str) -> str:
+    """A number with three digits or four, and the prefix of its unit for powers of 1000 or of 1024."""
+    prefixes = ("", "k", "M", "G", "T", "P") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi")
+    power = 0
+    while value >= base and power < len(prefixes) - 1:
+        value, power = value / base, power + 1
+    return f"{value:.4g} {prefixes[power]}{unit}" if value >= 1000 else f"{value:.3g} {prefixes[power]}{unit}"

@@ -1,0 +1,146 @@
+"""The token grid of a call: noted by hooks of the transformer for their own thread, and known again to a recomputation.
+
+The grid belongs to the call and not to the layers, which two threads share and which PEFT, ``deepcopy`` and
+checkpointing copy or run again.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..attention.rotary import Rotary
+from ..families import Family, grid_of_attention
+from .layer import MHLALayer, layer_of
+
+Grid = tuple[int, ...]
+
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""Attribute in which diffusers' ``enable_gradient_checkpointing`` puts what runs a block."""
+
+
+class _Forward:
+    """What a thread's transformer is working on."""
+
+    grid: Grid | None = None
+
+
+class _Thread(threading.local):
+    """One :class:`_Forward` per thread, an object of its own since torch.compile follows no context variables."""
+
+    def __init__(self) -> None:
+        self.forward = _Forward()
+
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def token_grid(grid: Grid | None) -> Iterator[None]:
+    """Within the context patched attentions that this thread runs have a token grid."""
+    forward = _THREAD.forward
+    before, forward.grid = forward.grid, grid
+    try:
+        yield
+    finally:
+        forward.grid = before
+
+
+def grid_of_call(attn: Any, rotary: Rotary | None) -> Grid:
+    """The token grid of the call that an attention is in.
+
+    Args:
+        attn: the attention.
+        rotary: the tables that the model hands to it.
+
+    Raises:
+        ValueError: nothing tells it.
+    """
+    grid = _THREAD.forward.grid
+    if grid is None and not torch.compiler.is_compiling():  # a compiled graph reads no values
+        grid = grid_of_attention(attn, rotary)
+    if grid is None:
+        raise ValueError(_unknown_grid(layer_of(attn)))
+    return grid
+
+
+def _unknown_grid(layer: MHLALayer | None) -> str:
+    if layer is not None and layer.original_processor is not None:
+        return (
+            "The token grid is known while the transformer runs, and this attention runs outside of it. Let gradient "
+            "checkpointing be done by transformer.enable_gradient_checkpointing(), which carries the grid along; or "
+            "give the processor the grid of every input, MHLAProcessor(..., grid=(frames, height, width))."
+        )
+    return (
+        "MHLAProcessor does not know the token grid: this model, or torch.compile, does not tell it to an attention. "
+        "Call mhla_diffusers.set_attn_processor(pipe.transformer, processor) or mhla_diffusers.apply_mhla(pipe, ...), "
+        "which read it from every input, or give grid=(frames, height, width) to the processor."
+    )
+
+
+class TokenGridHooks:
+    """Hooks of a patched transformer: before a forward they note the token grid of its input, after it they forget it.
+
+    Under gradient checkpointing a block runs again during the backward pass, in whatever thread and after whatever
+    other forwards; :class:`_Carrying` gives it the grid of the forward that it belongs to.
+    """
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self.latest: Grid | None = None
+        """Grid of the latest input, to be shown; no attention reads it."""
+        self._handles: list[RemovableHandle] = []
+
+    def install(self, transformer: nn.Module) -> None:
+        """Put the hooks on a transformer."""
+        self._handles = [
+            transformer.register_forward_pre_hook(self, with_kwargs=True),
+            transformer.register_forward_hook(self.forget, always_call=True),
+        ]
+
+    def remove(self, transformer: nn.Module) -> None:
+        """Take them away."""
+        for handle in self._handles:
+            handle.remove()
+        carrying = getattr(transformer, _CHECKPOINT, None)
+        if isinstance(carrying, _Carrying):
+            setattr(transformer, _CHECKPOINT, carrying.checkpoint)
+
+    def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the grid off ``hidden_states``, the first argument of every supported transformer."""
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
+        for axis in range(2, hidden_states.ndim):
+            torch._dynamo.mark_static(hidden_states, axis)
+        grid = tuple(int(size) for size in self.family.token_grid(transformer, hidden_states))
+        _THREAD.forward.grid = self.latest = grid
+        checkpoint = getattr(transformer, _CHECKPOINT, None)
+        if checkpoint is not None and not isinstance(checkpoint, _Carrying):
+            setattr(transformer, _CHECKPOINT, _Carrying(checkpoint))
+
+    def forget(self, *_: Any) -> None:
+        """The forward is over."""
+        _THREAD.forward.grid = None
+
+
+class _Carrying:
+    """diffusers' function that runs a block under gradient checkpointing, with the token grid carried along."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, block: Any, *args: Any) -> Any:
+        """Run a block; when it runs again, it has the grid of now."""
+        if torch.compiler.is_compiling():  # recomputes its graph, of which the grid is a part
+            return self.checkpoint(block, *args)
+        return self.checkpoint(partial(_run_on, _THREAD.forward.grid, block), *args)
+
+
+def _run_on(grid: Grid | None, block: Any, *args: Any) -> Any:
+    with token_grid(grid):
+        return block(*args)

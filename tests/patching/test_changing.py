@@ -1,0 +1,142 @@
+"""Settings of a patched model are changed in place."""
+
+import math
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from peft import LoraConfig
+
+import mhla_diffusers as mhla
+
+from ..models import FAMILIES, assert_changed, inputs, output, patched
+from ..pipelines import wan22_pipeline
+from .shared import MODELS, assert_equal_up_to_order, assert_same_footprint, footprint
+
+
+def trained(name, **settings):
+    """A patched model whose layers have learned something, each its own."""
+    model = patched(name, **settings)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            for parameter in layer.parameters():
+                parameter.mul_(0.8 + 0.4 * torch.rand(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_blocks_and_layers_are_those_that_load_mhla_opens(name, tmp_path):
+    case = FAMILIES[name]
+    blocks = tuple(2 * count for count in case.blocks[:-1]) + case.blocks[-1:]
+    model = trained(name)
+    mhla.save_mhla(model, tmp_path)
+    assert mhla.change_mhla(model, blocks=blocks) is model
+    loaded = mhla.load_mhla(case.build(), tmp_path, blocks=blocks)
+    assert torch.equal(output(model, inputs(name)), output(loaded, inputs(name)))
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, inputs(name)), output(case.build(), inputs(name)))
+
+
+def test_layers_are_added_and_taken_away():
+    """Kept ones keep what they have learned, new ones start fresh, others attend as before."""
+    model, original = trained("wan", layers=[0, 1]), FAMILIES["wan"].build()
+    before = {path: layer.mixing.detach().clone() for path, layer in mhla.mhla_layers(model).items()}
+    mhla.change_mhla(model, layers=[1, 2])
+    layers = mhla.mhla_layers(model)
+    assert list(layers) == ["blocks.1.attn1.mhla", "blocks.2.attn1.mhla"]
+    assert torch.equal(layers["blocks.1.attn1.mhla"].mixing, before["blocks.1.attn1.mhla"])
+    fresh = mhla.mhla_layers(patched("wan"))["blocks.2.attn1.mhla"]
+    assert torch.equal(layers["blocks.2.attn1.mhla"].mixing, fresh.mixing)
+    assert [layer.runs_mhla for layer in mhla.describe(model)] == [False, True, True, False]
+    output(model, inputs("wan"))
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, inputs("wan")), output(original, inputs("wan")))
+
+
+def test_backend_and_exact_share():
+    model = trained("wan", exact="content", exact_tiles=(2, 2, 3), exact_share=0.1)
+    expected = output(model, inputs("wan"))
+    mhla.change_mhla(model, backend="eager")
+    assert {processor.backend for path, processor in model.attn_processors.items() if "attn1" in path} == {"eager"}
+    assert torch.equal(output(model, inputs("wan")), expected)
+    mhla.change_mhla(model, exact_share=0.5)
+    assert mhla.describe(model)[0].exact.share == pytest.approx(0.5)
+    assert_changed(output(model, inputs("wan")), expected)
+    mhla.change_mhla(model, exact="none")
+    assert mhla.describe(model)[0].exact is None
+
+
+def test_calibrated_tiles_are_chosen_anew_as_load_mhla_does(tmp_path):
+    model = patched("wan", exact="calibrated", exact_tiles=(2, 2, 3), exact_share=0.2)
+    mhla.calibrate_exact_tiles(model, lambda: output(model, inputs("wan")))
+    mhla.save_mhla(model, tmp_path)
+    mhla.change_mhla(model, exact_share=0.4, exact_tiles=(2, 4, 3))
+    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, exact_share=0.4, exact_tiles=(2, 4, 3))
+    assert torch.equal(output(model, inputs("wan")), output(loaded, inputs("wan")))
+
+
+def test_both_transformers_of_a_pipeline_and_diffusers_own_form():
+    pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
+    mhla.change_mhla(pipe, blocks=(2, 1, 1))
+    assert {layer.blocks for layer in mhla.describe(pipe)} == {(2, 1, 1)}
+    model = FAMILIES["wan"].build()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3)))
+    with pytest.raises(ValueError, match="no MHLA weights yet"):
+        mhla.change_mhla(model, blocks=(1, 1, 1))
+    output(model, inputs("wan"))
+    mhla.change_mhla(model, blocks=(1, 1, 1))
+    # one block's weight divides out
+    assert_equal_up_to_order(output(model, inputs("wan")), output(patched("wan", blocks=(1, 1, 1)), inputs("wan")))
+
+
+def test_mhla_runs_again_where_something_else_had_set_processors():
+    model = trained("wan")
+    expected = output(model, inputs("wan"))
+    model.set_attn_processor(WanAttnProcessor())
+    mhla.change_mhla(model)
+    assert torch.equal(output(model, inputs("wan")), expected)
+
+
+def test_what_is_frozen_stays_frozen():
+    model = trained("wan", output_norm=True)
+    for layer in mhla.mhla_layers(model).values():
+        layer.mixing.requires_grad_(False)
+    mhla.change_mhla(model, blocks=(1, 2, 3))
+    flags = {name: p.requires_grad for name, p in model.named_parameters() if ".mhla." in name}
+    assert all(flag is not name.endswith("mixing") for name, flag in flags.items())
+    mhla.change_mhla(model, mixing_learnable=False)
+    mhla.change_mhla(model, mixing_learnable=True)
+    assert all(layer.mixing.requires_grad for layer in mhla.mhla_layers(model).values())
+
+
+REFUSED = {
+    "another number of axes": ({"blocks": (2, 2)}, r"blocks=\(2, 2\) has 2 axes"),
+    "a layer that is not there": ({"layers": [9]}, "Layer 9 is out of range"),
+    "no layers": ({"layers": []}, "chooses none"),
+    "a matrix per head": ({"mixing_per_head": True}, r"mhla.mixing has shape \(12, 12\).*\(2, 12, 12\).*remove_mhla"),
+    "a setting that there is not": ({"block": (1, 1, 1)}, "'block'; did you mean 'blocks'"),
+    "a backend that there is not": ({"backend": "eagre"}, "'eagre'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_changes_nothing(case):
+    settings, message = REFUSED[case]
+    model = trained("wan")
+    before = footprint(model)
+    with pytest.raises(ValueError, match=message):
+        mhla.change_mhla(model, **settings)
+    assert_same_footprint(model, before)
+
+
+def test_models_that_cannot_be_changed():
+    with pytest.raises(ValueError, match="not patched with MHLA"):
+        mhla.change_mhla(FAMILIES["wan"].build(), blocks=(1, 1, 1))
+    model = trained("wan")
+    with mhla.mhla_disabled(model), pytest.raises(ValueError, match=r"switched off; leave mhla_disabled\(\)"):
+        mhla.change_mhla(model, blocks=(1, 1, 1))
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["mhla"]))
+    with pytest.raises(ValueError, match="An adapter has copies"):
+        mhla.change_mhla(model, blocks=(1, 1, 1))
+    assert math.prod(mhla.describe(model)[0].blocks) == 12

@@ -1,0 +1,268 @@
+"""The token grid belongs to the call: threads, recomputation, copies and compilation each see their own."""
+
+import copy
+import io
+import threading
+from functools import partial
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed import HashStore, destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import mhla_diffusers as mhla
+
+from ..models import FAMILIES, assert_changed, inputs, output, patched
+from .shared import assert_equal_up_to_order
+
+SETTINGS = {"blocks": {"wan": (2, 2, 2), "sana": (2, 2), "dit": (2, 2)}, "convolution": 3}
+"""A convolution over the grid and blocks of it, so that a wrong grid shows everywhere."""
+
+
+def gridded(name):
+    return patched(name, **(SETTINGS | {"blocks": SETTINGS["blocks"][name]}))
+
+
+def two_inputs(name):
+    """Inputs of one number of tokens and different grids: landscape and portrait; of two sizes for DiT, of squares."""
+    wide = inputs(name)
+    if name == "dit":
+        return wide, inputs(name, ragged=True)
+    latents = wide["hidden_states"][..., :4, :] if name == "sana" else wide["hidden_states"]
+    return wide | {"hidden_states": latents}, wide | {"hidden_states": latents.mT.contiguous()}
+
+
+def random_convolutions(model):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            layer.convolution.weight.copy_(torch.randn(layer.convolution.weight.shape, generator=generator))
+    return model
+
+
+@pytest.fixture
+def interleave():
+    """Runs something in another thread in the middle of a model's next forward: before its last block."""
+
+    def run(model, work):
+        blocks = getattr(model, "blocks", None) or model.transformer_blocks
+
+        def between(*_):
+            handle.remove()
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+
+        handle = blocks[-1].register_forward_pre_hook(between)
+
+    return run
+
+
+@pytest.mark.parametrize("name", SETTINGS["blocks"])
+def test_two_threads_run_one_transformer_at_two_sizes(name, interleave):
+    """The second forward happens while the first is between two layers."""
+    model = random_convolutions(gridded(name))
+    wide, tall = two_inputs(name)
+    expected = [output(model, arguments) for arguments in (wide, tall)]
+    found = {}
+    interleave(model, lambda: found.update(tall=output(model, tall)))
+    found["wide"] = output(model, wide)
+    assert torch.equal(found["wide"], expected[0])
+    assert torch.equal(found["tall"], expected[1])
+
+
+def gradients(model):
+    found = {path: parameter.grad for path, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def reentrant(block, *args):
+    return checkpoint(block.__call__, *args, use_reentrant=True)
+
+
+@pytest.mark.parametrize("function", [None, reentrant], ids=["without reentry", "with reentry"])
+@pytest.mark.parametrize("name", SETTINGS["blocks"])
+def test_two_forwards_of_two_sizes_before_one_backward_under_gradient_checkpointing(name, function):
+    """The gradients without checkpointing; the backward pass runs in a thread of its own."""
+    model = random_convolutions(gridded(name))
+    requests = two_inputs(name)
+    for arguments in requests:
+        arguments["hidden_states"].requires_grad_(True)  # reentry needs it
+
+    def loss():
+        return sum(model(**arguments).sample.square().mean() for arguments in requests)
+
+    loss().backward()
+    expected = gradients(model)
+    model.enable_gradient_checkpointing(function)
+    total = loss()
+    thread = threading.Thread(target=total.backward)
+    thread.start()
+    thread.join()
+    found = gradients(model)
+    assert list(found) == list(expected)
+    for path, gradient in expected.items():  # reentry adds the two gradients in another order
+        torch.testing.assert_close(found[path], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_removal_gives_back_the_checkpointing_of_diffusers():
+    model = FAMILIES["wan"].build()
+    model.enable_gradient_checkpointing()
+    before = model._gradient_checkpointing_func
+    mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3))
+    model(**inputs("wan"))
+    assert model._gradient_checkpointing_func is not before
+    mhla.remove_mhla(model)
+    assert model._gradient_checkpointing_func is before
+
+
+def test_checkpointing_that_is_not_diffusers_own():
+    """Wan reads the grid off what its attention is handed; SANA has nothing there, and says what does it."""
+    for name in ("wan", "sana"):
+        model = random_convolutions(gridded(name))
+        wide, tall = two_inputs(name)
+        (model(**wide).sample.mean() + model(**tall).sample.mean()).backward()
+        expected = gradients(model)
+        for block in getattr(model, "blocks", None) or model.transformer_blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        total = model(**wide).sample.mean() + model(**tall).sample.mean()
+        if name == "sana":
+            with pytest.raises(ValueError, match=r"transformer\.enable_gradient_checkpointing\(\)"):
+                total.backward()
+        else:
+            total.backward()
+            found = gradients(model)
+            assert all(torch.equal(found[path], gradient) for path, gradient in expected.items())
+
+
+def test_a_grid_is_forgotten_after_the_forward_and_after_a_failure():
+    model = patched("sana")
+    output(model, inputs("sana"))
+    attn = model.transformer_blocks[0].attn1
+    with pytest.raises(ValueError, match="known while the transformer runs"):
+        attn(torch.zeros(1, 64, 32))
+    with pytest.raises(ValueError, match="too few"):
+        output(model, inputs("sana") | {"hidden_states": torch.zeros(2, 4, 1, 8)})
+    with pytest.raises(ValueError, match="known while the transformer runs"):
+        attn(torch.zeros(1, 8, 32))
+
+
+def pickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("name", SETTINGS["blocks"])
+def test_a_copy_has_its_own_calls(name, copied, interleave):
+    model = random_convolutions(gridded(name))
+    wide, tall = two_inputs(name)
+    expected = [output(model, arguments) for arguments in (wide, tall)]
+    clone, found = copied(model), {}
+    interleave(model, lambda: found.update(tall=output(clone, tall)))
+    assert torch.equal(output(model, wide), expected[0])
+    assert torch.equal(found["tall"], expected[1])
+
+
+def test_distributed_data_parallel():
+    init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        model = random_convolutions(gridded("wan"))
+        wide, tall = two_inputs("wan")
+        (model(**wide).sample.mean() + model(**tall).sample.mean()).backward()
+        expected = gradients(model)
+        model.enable_gradient_checkpointing()
+        parallel = DistributedDataParallel(model)
+        with parallel.no_sync():  # so that one backward may follow two forwards
+            (parallel(**wide).sample.mean() + parallel(**tall).sample.mean()).backward()
+        found = gradients(model)
+        assert all(torch.equal(found[path], gradient) for path, gradient in expected.items())
+    finally:
+        destroy_process_group()
+
+
+def test_first_block_cache_at_two_sizes(interleave):
+    """Its hooks run blocks through functions of their own."""
+    model = random_convolutions(gridded("wan"))
+    wide, tall = two_inputs("wan")
+    expected = output(model, wide)
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    clone = random_convolutions(gridded("wan"))
+    interleave(model, lambda: output(clone, tall))
+    with model.cache_context("cond"):
+        assert torch.equal(output(model, wide), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks_alone", [False, True], ids=["whole transformer", "repeated blocks"])
+def test_threads_share_compiled_graphs(blocks_alone):
+    """A second thread compiles nothing anew, and has its own grid."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    model = random_convolutions(gridded("wan"))
+    del model.blocks[2:]
+    requests = two_inputs("wan")
+    expected = [output(model, arguments) for arguments in requests]
+    if blocks_alone:
+        model.compile_repeated_blocks(backend=counter, fullgraph=True)
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+    found = []
+
+    def run():
+        found.extend(output(compiled, arguments) for arguments in requests)
+
+    run()
+    assert counter.frame_count == 2
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert counter.frame_count == 2
+    for one, wanted in zip(found, expected * 2, strict=True):
+        assert_equal_up_to_order(one, wanted)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks_alone", [False, True], ids=["whole transformer", "repeated blocks"])
+def test_compiled_under_gradient_checkpointing(blocks_alone):
+    torch._dynamo.reset()
+    model = random_convolutions(gridded("wan"))
+    del model.blocks[2:]
+    wide, tall = two_inputs("wan")
+
+    def loss(run):
+        return run(**wide).sample.square().mean() + run(**tall).sample.square().mean()
+
+    loss(model).backward()
+    expected = gradients(model)
+    model.enable_gradient_checkpointing()
+    if blocks_alone:
+        model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss(compiled).backward()
+    for path, gradient in gradients(model).items():
+        assert_equal_up_to_order(gradient, expected[path])
+    torch._dynamo.reset()
+
+
+def test_the_grids_of_these_tests_matter():
+    """A wrong grid of the right number of tokens changes the output."""
+    for name in ("wan", "sana"):
+        model = random_convolutions(gridded(name))
+        wide, tall = two_inputs(name)
+        expected = output(model, wide)
+        family = mhla.families.get_family(model)
+        grid = family.token_grid(model, tall["hidden_states"])
+        for attn in family.self_attentions(model).values():
+            attn.set_processor(mhla.MHLAProcessor(attn.processor.config, grid=grid))
+        assert_changed(output(model, wide), expected)
