@@ -81,6 +81,15 @@ def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | Non
     return next((grid for grid in grids if grid is not None), None)
 
 
+def rotary_axes(attn: Any) -> tuple[int, ...] | None:
+    """Channels of a self-attention's heads that RoPE turns with each axis of the token grid; None where nothing tells.
+
+    Such a module does not tell which model it is in, so the families are asked whether they recognise it.
+    """
+    known = next((family for family in families() if family.recognises_self_attention(attn)), None)
+    return None if known is None else known.rotary_axes(int(attn.inner_dim) // int(attn.heads))
+
+
 __all__ = [
     "Clip",
     "DiffusionProcess",
@@ -96,4 +105,5 @@ __all__ = [
     "get_family",
     "grid_of_attention",
     "register_family",
+    "rotary_axes",
 ]

@@ -146,6 +146,10 @@ class Family(ABC):
         """Parts of a batch under a processor of perturbed-attention guidance, which perturbs the last; else None."""
         return None
 
+    def recognises_self_attention(self, attn: Any) -> bool:
+        """Whether a self-attention, in whatever model it is, has RoPE as :meth:`rotary_axes` says."""
+        return False
+
     def recognises_cross_attention(self, attn: Any) -> bool:
         """Whether a cross-attention, in whatever model it is, needs this family's processor."""
         return False

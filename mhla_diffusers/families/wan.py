@@ -83,13 +83,17 @@ class WanFamily(Family):
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     models = (_model("wan2.1-1.3b", 12, 8960, 30), _model("wan2.1-14b", 40, 13824, 40), _TINY)
 
+    def recognises_self_attention(self, attn: Any) -> bool:
+        """``WanAttention``."""
+        return type(attn).__name__ == "WanAttention"
+
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
         """Read off the three coordinates of every token, whose sines the table holds.
 
         The table is a flattened (frames, height, width, D), of which it remains a view outside of inference mode. Once
         the coordinates were seen to lie as this shape says, the shape tells by itself, and no device is waited for.
         """
-        if type(attn).__name__ != "WanAttention":
+        if not self.recognises_self_attention(attn):
             return None
         table: Any = rotary[1]
         laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None

@@ -40,6 +40,8 @@ class MHLALayer(nn.Module):
         self.head_dim = head_dim
         self.original_processor: Any = None
         """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
+        self.rotary_axes: tuple[int, ...] | None = None
+        """Channels that RoPE turns with each axis of the grid, if it is known to; see :func:`mhla_attention`."""
         inner_size = heads * head_dim
         mixing = initial_mixing(config.blocks, config.mixing_init)
         if config.mixing_per_head:
@@ -94,6 +96,7 @@ class MHLALayer(nn.Module):
             grid,
             self.config.blocks_on(grid),
             rotary=rotary,
+            rotary_axes=self.rotary_axes,
             key_mask=key_mask,
             output_norm=self.output_norm,
             output_gate=gate,

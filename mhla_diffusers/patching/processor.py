@@ -7,7 +7,7 @@ import torch
 from ..attention import check_backend
 from ..attention.rotary import Rotary
 from ..config import MHLAConfig
-from ..families import cross_attention_processor
+from ..families import cross_attention_processor, rotary_axes
 from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of
 from .token_grid import grid_of_call
 
@@ -155,6 +155,7 @@ def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
             for name, parameter in layer.named_parameters():
                 if name not in FLOAT32_PARAMETERS:
                     parameter.data = parameter.data.to(_compute_dtype(attn, weights[0]))
+    layer.rotary_axes = rotary_axes(attn)
     return layer.train(attn.training)
 
 
