@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..attention.costs import linear_flops, softmax_flops, state_size
 from ..attention.tile_scores import list_length
 from ..config import DEFAULT_SHARE
 from ..families import Model
@@ -92,7 +93,7 @@ def choose_shapes(names: list[str] | None, device_type: str) -> list[Shape]:
     return real if device_type != "cpu" else [min(real, key=lambda shape: softmax_cost(shape, 1, False).flops)]
 
 
-# Costs. A multiplication and an addition count two. The backward pass counts twice the forward, for every attention
+# Costs. The backward pass counts twice the forward, for every attention
 # alike; what a kernel computes again is not counted.
 
 
@@ -107,7 +108,7 @@ class Cost:
 
 def softmax_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     """Two products of N x D with D x N for each head."""
-    flops = 4 * shape.tokens**2 * shape.head_dim * shape.heads
+    flops = softmax_flops(shape.heads * shape.tokens**2, shape.head_dim)
     return Cost(flops * _passes(backward), _moved(shape, itemsize, backward))
 
 
@@ -120,16 +121,14 @@ def linear_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
         backward: count forward and backward.
     """
     blocks = math.prod(shape.blocks)
-    summary = shape.head_dim * (shape.head_dim + 1) * shape.heads
-    mixing = 2 * blocks**2 * summary if blocks > 1 else 0
-    flops = 4 * shape.tokens * summary + mixing
-    summaries = 2 * _FLOAT32 * blocks * summary
+    flops = linear_flops(shape.tokens, blocks, shape.heads, shape.head_dim)
+    summaries = 2 * _FLOAT32 * state_size(blocks, shape.heads, shape.head_dim)
     return Cost(flops * _passes(backward), _moved(shape, itemsize, backward) + summaries * (2 if backward else 1))
 
 
 def listed_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     """Softmax attention over the exact tiles alone: two products for every pair of a query and a key."""
-    flops = 4 * shape.exact_pairs * shape.head_dim * shape.heads
+    flops = softmax_flops(shape.heads * shape.exact_pairs, shape.head_dim)
     return Cost(flops * _passes(backward), _moved(shape, itemsize, backward))
 
 
@@ -138,7 +137,7 @@ def exact_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     far, listed = linear_cost(shape, itemsize, backward), listed_cost(shape, itemsize, backward)
     tiles = math.prod(shape.tiles) if shape.tiles is not None and shape.tile_means else 0
     means = tiles * shape.head_dim * shape.heads
-    flops = 4 * shape.tokens * means * _passes(backward)
+    flops = softmax_flops(shape.heads * shape.tokens * tiles, shape.head_dim) * _passes(backward)
     moved = 2 * 2 * _FLOAT32 * means * (2 if backward else 1)  # keys and values, written and read
     return Cost(far.flops + listed.flops + flops, far.bytes + moved)
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..attention.costs import linear_flops, softmax_flops, state_size
 from ..attention.tile_scores import list_length
 from ..config import MHLAConfig
 from ..families import Family
@@ -13,10 +14,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Of self-attention without its projections, for one sample and one forward; sums of layers add up.
-
-    A multiplication and an addition count two.
-    """
+    """Of self-attention without its projections, for one sample and one forward; sums of layers add up."""
 
     flops: int = 0
     softmax_flops: int = 0
@@ -61,21 +59,20 @@ def attention_cost(attn: Any, family: Family, config: MHLAConfig | None, grid: t
         grid: token grid.
     """
     tokens, heads, head_dim = math.prod(grid), int(attn.heads), int(attn.inner_dim) // int(attn.heads)
-    pairs, summary = heads * tokens**2, heads * head_dim * (head_dim + 1)
-    softmax, written = 4 * pairs * head_dim, _FLOAT32 * pairs
+    pairs = heads * tokens**2
+    softmax, written = softmax_flops(pairs, head_dim), _FLOAT32 * pairs
     if config is None and family.own_attention == "softmax":
         return AttentionCost(softmax, softmax, pairs, pairs, 0, written)
     blocks = math.prod(config.blocks_on(grid)) if config is not None else 1
-    # summaries are made and read, each with the normaliser, and mixed
-    flops = 4 * tokens * summary + (2 * blocks**2 * summary if blocks > 1 else 0)
-    held, exact = 2 * _FLOAT32 * blocks * summary, 0
+    flops = linear_flops(tokens, blocks, heads, head_dim)
+    held, exact = 2 * _FLOAT32 * state_size(blocks, heads, head_dim), 0
     if config is not None and config.exact != "none":
         tiles = math.prod(min(count, size) for count, size in zip(config.tiles, grid, strict=True))
         share = list_length(config.share, tiles) / tiles if config.exact == "content" else config.share
         exact = round(share * pairs)
-        means = heads * tiles * head_dim if config.tile_means else 0
-        flops += 4 * exact * head_dim + 4 * tokens * means
-        held += 2 * _FLOAT32 * means
+        means = heads * tiles if config.tile_means else 0
+        flops += softmax_flops(exact + tokens * means, head_dim)
+        held += 2 * _FLOAT32 * means * head_dim
     return AttentionCost(flops, softmax, exact, pairs, held, written)
 
 
