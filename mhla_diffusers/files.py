@@ -135,6 +135,8 @@ def folder_for_results(folder: Path) -> Iterator[None]:
         yield
     finally:
         for place in made:
+            if not place.exists():  # taken away meanwhile
+                continue
             if any(place.iterdir()):
                 break
             place.rmdir()

@@ -15,11 +15,13 @@ def lazy_names(
 
     Args:
         package: its ``__name__``.
-        homes: module, seen from the package, such as ".patching" → names that it holds.
+        homes: module, seen from the package, such as ".patching" → names that it holds; the modules are names too.
     """
     home_of = {name: module for module, names in homes.items() for name in names}
 
     def get(name: str) -> Any:
+        if f".{name}" in homes:
+            return import_module(f".{name}", package)
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(home_of[name], package), name)

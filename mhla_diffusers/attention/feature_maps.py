@@ -59,6 +59,8 @@ def register_feature_map(name: str, feature_map: FeatureMap) -> None:
 def _is_defined_again(known: FeatureMap, feature_map: FeatureMap) -> bool:
     if not (isinstance(known, FunctionType) and isinstance(feature_map, FunctionType)):
         return known is feature_map
+    if known.__closure__ or feature_map.__closure__ or known.__defaults__ != feature_map.__defaults__:
+        return known is feature_map  # what they compute does not stand in their code alone
     if feature_map.__name__ == "<lambda>":  # a name that all of them have
         return known.__code__ == feature_map.__code__
     return (known.__module__, known.__qualname__) == (feature_map.__module__, feature_map.__qualname__)

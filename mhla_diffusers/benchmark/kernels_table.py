@@ -66,7 +66,7 @@ def _reports(
     launches = launches_of(call, architecture)
     if shape.tiles is not None:
         of_tiles = exact_call_of(shape, shape.tiles, dtype, batch, everything=everything)
-        launches += exact_launches_of(of_tiles, angles(call.rotary, call.rotary_axes), architecture)
+        launches += exact_launches_of(of_tiles, angles(call.rotary, call.grid, call.rotary_axes), architecture)
     for launch in launches:
         yield report_kernel(launch, architecture)
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from ..attention import mhla_attention
-from ..attention.triton.launches import Launch
+from ..attention.triton.launches import Launch, launched_by
 from .problems import Problem
 from .timing import Clock, summarise
 
@@ -26,13 +25,12 @@ def recorded_launches() -> Iterator[dict[str, Launch]]:
     A launch keeps its tensors, so it can be run again and again.
     """
     found: dict[str, Launch] = {}
-    run = Launch.run
 
     def keep(launch: Launch) -> None:
         found[launch.name] = launch
-        run(launch)
+        launch.start()
 
-    with patch.object(Launch, "run", keep):  # whatever a call launches, now or later, is there without a list of it
+    with launched_by(keep):
         yield found
 
 
@@ -41,7 +39,7 @@ def python_seconds(problem: Problem) -> float:
     given: dict[str, Any] = problem.tensors | problem.settings
     attend = partial(mhla_attention, backend="triton", **given)
     least = math.inf
-    with torch.no_grad(), patch.object(Launch, "run", lambda launch: None):
+    with torch.no_grad(), launched_by(lambda launch: None):
         for _ in range(_MEANS):
             start = time.perf_counter()
             for _ in range(_CALLS):

@@ -62,7 +62,7 @@ def tune(shapes: Sequence[Shape], dtype: torch.dtype, seconds: float, device: to
         dtype: of query, key and value.
         seconds: spent on each kernel; compiling takes most of it.
         device: a GPU.
-        file: of the table; rows that are searched anew are replaced, the others stay.
+        file: of the table, of which rows are added, or replaced by tiles that are faster than theirs.
 
     Raises:
         ValueError: the device is a CPU, whose interpreter has no speed.
@@ -81,7 +81,6 @@ def tune(shapes: Sequence[Shape], dtype: torch.dtype, seconds: float, device: to
                 found = search(name, problem, clock, seconds)
                 console().print(f"{shape.name} {name}: {_verdict(found)}", highlight=False)
                 place = launches[name].place
-                table.pop(place, None)
                 if found.speedup is not None and found.speedup >= _LEAST_GAIN and not found.wrong:
                     table[place] = type(launches[name].tiles)(**found.fastest)
                 write_table(table, file)

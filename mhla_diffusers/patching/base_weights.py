@@ -19,6 +19,9 @@ _FUSED = {
 }
 """Projections that diffusers joins into one, which it keeps beside them and uses in their place."""
 
+_NOT_OF_THE_MODEL = (".mhla.", "lora_", ".modules_to_save.")
+"""Parts of the names of weights that patches and adapters have added."""
+
 _REPLACED = "_mhla_replaced"
 """Attribute of a patched transformer: the weights that its patch replaced, or None where they were not kept."""
 
@@ -29,9 +32,9 @@ def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
     A fused projection is given by its parts, which lie there and in the single projections.
     """
     state = {
-        name.replace(".base_layer.", "."): [tensor]
-        for name, tensor in transformer.state_dict().items()
-        if ".mhla." not in name and "lora_" not in name
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): [tensor]
+        for name, tensor in transformer.state_dict(keep_vars=True).items()
+        if not any(mark in name for mark in _NOT_OF_THE_MODEL)
     }
     for path in attentions_of(transformer):
         for fused, parts in _FUSED.items():
@@ -68,21 +71,28 @@ def replace_weights(transformer: nn.Module, tensors: Mapping[str, torch.Tensor],
             place.copy_(new)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds its values as they are: no quantised parameter, no part of a sharded one."""
+    return type(tensor) in (torch.Tensor, nn.Parameter)
+
+
+def is_restorable(transformer: nn.Module) -> bool:
+    """Whether nothing was replaced, or all of it was kept."""
+    return vars(transformer).get(_REPLACED, {}) is not None
+
+
 def check_restorable(transformer: nn.Module) -> None:
     """Raise unless :func:`restore_weights` can bring back what was replaced.
 
     Raises:
         ValueError: it was not kept, or :func:`check_writable` refuses.
     """
-    if _REPLACED not in vars(transformer):
-        return
-    replaced = vars(transformer)[_REPLACED]
-    if replaced is None:
+    if not is_restorable(transformer):
         raise ValueError(
             "The patch replaced weights of the model, which load_mhla(..., keep_replaced=False) did not keep, so they "
             "cannot be brought back; load the model again with from_pretrained()."
         )
-    check_writable(transformer, replaced, "remove the patch")
+    check_writable(transformer, vars(transformer).get(_REPLACED, {}), "remove the patch")
 
 
 def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -> None:
@@ -109,7 +119,7 @@ def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -
     whole = all(tensor.is_meta for tensor in transformer.state_dict().values())
     for name in names:
         place = places[name][0]
-        if type(place) is not torch.Tensor:
+        if not is_plain(place):
             raise ValueError(
                 f"{name} is no plain tensor but a {type(place).__name__}: quantised or sharded weights cannot be "
                 f"replaced; {purpose} before that, or load the model again with from_pretrained()."

@@ -91,7 +91,13 @@ def _processor(transformer: nn.Module, watch: ProcessorWatch | None) -> MHLAProc
     if watch is not None:
         return watch.processor
     found = (attn.processor for attn in attentions_of(transformer).values())
-    return next(one for one in found if isinstance(one, MHLAProcessor))
+    processor = next((one for one in found if isinstance(one, MHLAProcessor)), None)
+    if processor is None:
+        raise ValueError(
+            "No attention of this model runs MHLA now: its patch is switched off, or other processors have been set "
+            "since. Leave mhla_disabled(), or set the processor again with transformer.set_attn_processor()."
+        )
+    return processor
 
 
 def _is_wrapped(attn: Any) -> bool:

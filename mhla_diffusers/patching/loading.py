@@ -10,7 +10,7 @@ from torch import nn
 
 from ..config import MHLAConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
-from .base_weights import base_weights, check_writable, replace_weights
+from .base_weights import base_weights, check_writable, is_restorable, replace_weights
 from .finding import attentions_of, find_transformers, is_patched
 from .layer import MHLALayer
 from .plan import Plan, carry_out, make_plan
@@ -91,7 +91,7 @@ def load_mhla(
             carry_out(plan)
             replace_weights(plan.transformer, part, keep_replaced)
     except BaseException:  # no memory, or interrupted
-        if keep_replaced and is_patched(model):
+        if is_patched(model) and all(is_restorable(plan.transformer) for plan, _ in prepared):
             remove_mhla(model)
         raise
     return model

@@ -38,7 +38,16 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Rotary | None = None,
     ) -> torch.Tensor:
-        """Run one self-attention; arguments as of :class:`MHLAProcessor`."""
+        """Run one self-attention; arguments as of :class:`MHLAProcessor`.
+
+        Raises:
+            ValueError: a batch that is not cut into so many parts, as after a call of guidance that was interrupted.
+        """
+        if len(hidden_states) % self.parts:
+            raise ValueError(
+                f"This layer is set up for perturbed-attention guidance with a batch of {self.parts} parts, but got "
+                f"{len(hidden_states)} samples: a guided call was interrupted. change_mhla(model) sets it up anew."
+            )
         *parts, perturbed = hidden_states.chunk(self.parts)
         mask = attention_mask[: -len(perturbed)] if attention_mask is not None else None
         attended = super().__call__(attn, torch.cat(parts), encoder_hidden_states, mask, rotary_emb)

@@ -8,7 +8,6 @@ from torch import nn
 
 from ..config import AUTOMATIC, LayerChoice, MHLAConfig, is_automatic, parse_layers
 from ..families import Family, get_family
-from .compiling import allow_graphs
 from .finding import is_patched
 from .layer import MHLALayer
 from .other_processors import ProcessorWatch
@@ -85,7 +84,6 @@ def carry_out(plan: Plan) -> None:
     watch = ProcessorWatch(plan.family, plan.processor)
     watch.handle = plan.transformer.register_forward_pre_hook(watch, with_kwargs=True)
     plan.family.prepare(plan.transformer)
-    allow_graphs(plan.transformer)
 
 
 def automatic_count(choice: LayerChoice, count: int) -> int:

@@ -8,7 +8,6 @@ from torch import nn
 
 from ..families import Family, get_family
 from .base_weights import check_restorable, restore_weights
-from .compiling import give_back_graphs
 from .finding import attentions_of, find_transformers, hook_of, is_patched
 from .layer import replaced_processor
 from .other_processors import ProcessorWatch, other_processors_wanted
@@ -55,7 +54,6 @@ def remove_mhla(model: Model) -> Model:
         if watch is not None and watch.handle is not None:
             watch.handle.remove()
         family.restore(transformer)
-        give_back_graphs(transformer)
     return model
 
 
@@ -73,7 +71,7 @@ def mhla_disabled(model: Any) -> Iterator[None]:
         family = get_family(transformer)
         for attn in attentions_of(transformer).values():
             if isinstance(attn.processor, MHLAProcessor):
-                switched.append((attn, attn.processor))
+                switched.append((attn, attn.processor, hasattr(attn, "mhla")))
                 attn.set_processor(original_processor(attn, family, transformer))
     try:
         with ExitStack() as stack:
@@ -81,8 +79,9 @@ def mhla_disabled(model: Any) -> Iterator[None]:
                 stack.enter_context(other_processors_wanted(transformer))
             yield
     finally:
-        for attn, processor in switched:
-            if hasattr(attn, "mhla"):  # the patch may have been removed meanwhile
+        for attn, processor, had_layer in switched:
+            # the patch may have been removed meanwhile; in diffusers' own form there may be no layer yet
+            if hasattr(attn, "mhla") or not had_layer:
                 attn.set_processor(processor)
 
 

@@ -38,18 +38,20 @@ def resized(
 def _chosen_anew(
     part: dict[str, torch.Tensor], before: MHLAConfig, after: MHLAConfig, heads: int
 ) -> dict[str, torch.Tensor]:
-    """Calibrated tiles for another share or other tile counts, from the scores that were saved."""
+    """Calibrated tiles for another share or other tile counts, from the scores that were saved, if there are any."""
     marker = ".mhla.exact.is_exact"
     names = [key.removesuffix(marker) for key in part if key.endswith(marker)]
     choices, scores = {}, {}
     for name in names:
         kept = TileChoice(before, heads)
         kept.load_state_dict({key: part[f"{name}.mhla.exact.{key}"] for key in kept.state_dict()})
-        scores[name] = resize_scores(kept.all_scores(), before.tiles, after.tiles)
         choices[name] = TileChoice(after, heads)
-    for name, mask in zip(names, spend(list(scores.values()), after.share), strict=True):
-        choices[name].keep_scores(scores[name])
-        choices[name].choose(mask)
+        if kept.is_exact.any():  # else nothing was measured, and the new choice is as fresh as the old one
+            scores[name] = resize_scores(kept.all_scores(), before.tiles, after.tiles)
+    if scores:
+        for name, mask in zip(scores, spend(list(scores.values()), after.share), strict=True):
+            choices[name].keep_scores(scores[name])
+            choices[name].choose(mask)
     return {
         f"{name}.mhla.exact.{key}": tensor
         for name, choice in choices.items()

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..families import get_family
 from ..files import file_hash, write_json, write_tensors
-from .base_weights import base_weights
+from .base_weights import base_weights, is_plain
 from .finding import find_transformers, is_patched, mhla_layers, require_layers
 from .record import (
     CONFIG_NAME,
@@ -101,7 +101,7 @@ def save_mhla(
 
 
 def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = tensor.cpu().contiguous()
+    tensor = tensor.detach().cpu().contiguous()
     if not tensor.is_floating_point():
         return tensor
     check_finite(name, tensor)
@@ -169,7 +169,7 @@ def _choose_tensors(
         )
     state = {key: places[0] for key, places in base_weights(transformer).items()} if weights != "mhla" else {}
     for key, tensor in (own | state).items():
-        if type(tensor) is not torch.Tensor:
+        if not is_plain(tensor):
             raise ValueError(
                 f"{name}.{key} is no plain tensor but a {type(tensor).__name__}: quantised or sharded weights cannot "
                 "be saved. weights='mhla' saves MHLA's own tensors alone, which quantisation passes over."

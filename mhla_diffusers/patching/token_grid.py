@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.rotary import Rotary
 from ..families import Family, grid_of_attention
+from .compiling import allow_graphs, give_back_graphs
 from .layer import MHLALayer, layer_of
 
 Grid = tuple[int, ...]
@@ -95,6 +96,12 @@ class TokenGridHooks:
         self.latest: Grid | None = None
         """Grid of the latest input, to be shown; no attention reads it."""
         self._handles: list[RemovableHandle] = []
+        allow_graphs(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copied or unpickled transformer."""
+        vars(self).update(state)
+        allow_graphs(self)
 
     def install(self, transformer: nn.Module) -> None:
         """Put the hooks on a transformer."""
@@ -110,6 +117,7 @@ class TokenGridHooks:
         carrying = getattr(transformer, _CHECKPOINT, None)
         if isinstance(carrying, _Carrying):
             setattr(transformer, _CHECKPOINT, carrying.checkpoint)
+        give_back_graphs(self)
 
     def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the grid off ``hidden_states``, the first argument of every supported transformer."""

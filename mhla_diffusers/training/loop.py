@@ -126,6 +126,6 @@ class _StopRequest:
         now = time.monotonic()
         if self._interrupted is None:
             self._interrupted = now
-            logger.warning("Saving a checkpoint at the end of this step; Ctrl-C again stops at once, without one.")
+            logger.warning("Saving a checkpoint at the end of this step; Ctrl-C again, after a second, stops at once.")
         elif now - self._interrupted > _SAME_CTRL_C:
             raise KeyboardInterrupt

@@ -97,6 +97,20 @@ def test_a_notebook_cell_that_registers_feature_maps_runs_again(monkeypatch):
             register_feature_map(name, feature_maps_module.get_feature_map(name))
 
 
+def test_functions_that_differ_in_what_they_enclose_are_not_the_same(monkeypatch):
+    monkeypatch.setattr(feature_maps_module, "_FEATURE_MAPS", dict(feature_maps_module._FEATURE_MAPS))
+
+    def scaled(factor):
+        def phi(x, eps):
+            return factor * x.relu() + eps
+
+        return phi
+
+    register_feature_map("scaled", scaled(2))
+    with pytest.raises(ValueError, match="'scaled' is already registered"):
+        register_feature_map("scaled", scaled(3))
+
+
 def test_blocks_of_any_kind_of_integer():
     query, key, value, mixing = make_problem((12,), (3,)).tensors.values()
     expected = mhla_attention(query, key, value, mixing, (12,), (3,))

@@ -50,6 +50,8 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
     (r'exact="calibrated", ', 'exact="calibrated", exact_tiles=(7, 4, 4), '),
+    # what needs a GPU
+    (r"^mhla bench tune .*", "mhla bench tune --help"),
     # generation
     (r"--device cuda|--dtype bfloat16", ""),
     (r"--set (height=480|width=832|num_frames=81|num_inference_steps=2)", ""),

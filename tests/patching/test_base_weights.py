@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 
 import mhla_diffusers as mhla
+from mhla_diffusers.patching import loading
 
 from ..models import FAMILIES, assert_changed, inputs, output
 from ..pipelines import wan22_pipeline
@@ -168,3 +169,42 @@ def test_an_adapted_patch_and_lora_that_is_merged_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"unfuse_lora\(\) before you remove the patch"):
         mhla.remove_mhla(patched)
     torch.testing.assert_close(output(patched, inputs("wan")), expected)
+
+
+def test_removal_while_an_adapter_keeps_a_copy_of_a_module(tmp_path):
+    """PEFT's modules_to_save puts the module that the patch changed into a wrapper."""
+    folder, _ = saved("wan", tmp_path)
+    model = mhla.load_mhla(FAMILIES["wan"].build(), folder)
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["proj_out"]))
+    mhla.remove_mhla(model)
+    expected = FAMILIES["wan"].build().proj_out.weight
+    assert torch.equal(model.proj_out.original_module.weight, expected)
+
+
+def test_quantised_parameters_are_refused_by_their_class(tmp_path):
+    """Libraries hold them as parameters of a class of their own, whose data is a plain tensor."""
+
+    class Int8Params(torch.nn.Parameter):
+        pass
+
+    folder, _ = saved("wan", tmp_path)
+    model = FAMILIES["wan"].build()
+    weight = model.blocks[0].ffn.net[2].weight.detach()
+    model.blocks[0].ffn.net[2].weight = Int8Params(weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"blocks.0.ffn.net.2.weight is no plain tensor but a Int8Params"):
+        mhla.load_mhla(model, folder)
+    assert not mhla.mhla_layers(model)
+
+
+def test_what_fails_before_anything_was_replaced_is_undone_without_keeping_too(tmp_path, monkeypatch):
+    folder, _ = saved("wan", tmp_path)
+    model = FAMILIES["wan"].build()
+    before = footprint(model)
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(loading, "replace_weights", full)
+    with pytest.raises(MemoryError):
+        mhla.load_mhla(model, folder, keep_replaced=False)
+    assert_same_footprint(model, before)

@@ -1,5 +1,6 @@
 """Settings of a patched model are changed in place."""
 
+import contextlib
 import math
 
 import pytest
@@ -140,3 +141,28 @@ def test_models_that_cannot_be_changed():
     with pytest.raises(ValueError, match="An adapter has copies"):
         mhla.change_mhla(model, blocks=(1, 1, 1))
     assert math.prod(mhla.describe(model)[0].blocks) == 12
+
+
+def test_tiles_that_were_never_calibrated_stay_so(tmp_path):
+    """Of scores that were not measured no tiles can be chosen: the error that says so still comes."""
+    model = patched("wan", exact="calibrated", exact_tiles=(2, 2, 3), exact_share=0.1)
+    mhla.save_mhla(model, tmp_path)
+    mhla.change_mhla(model, exact_share=0.3)
+    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, exact_share=0.3)
+    for one in (model, loaded):
+        with pytest.raises(ValueError, match="does not know yet which tiles the heads need"):
+            output(one, inputs("wan"))
+
+
+@pytest.mark.parametrize("how", ["other processors", "switched off"])
+def test_in_diffusers_own_form_without_its_processor_there_is_nothing_to_change(how):
+    model = FAMILIES["wan"].build()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=FAMILIES["wan"].blocks))
+    output(model, inputs("wan"))
+    with contextlib.ExitStack() as stack:
+        if how == "switched off":
+            stack.enter_context(mhla.mhla_disabled(model))
+        else:
+            model.set_attn_processor(WanAttnProcessor())
+        with pytest.raises(ValueError, match="No attention of this model runs MHLA now"):
+            mhla.change_mhla(model, exact_share=0.3)

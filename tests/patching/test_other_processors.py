@@ -167,3 +167,19 @@ def test_an_attention_backend_set_before_the_patch_stays_too(active_backend):
     model.reset_attention_backend()
     mhla.remove_mhla(model)
     assert {processor._attention_backend for processor in model.attn_processors.values()} == {None}
+
+
+def test_guidance_that_was_interrupted_does_not_perturb_the_next_call():
+    """diffusers' own processors are left behind then too, and fail by the number of parts."""
+    model = patched("sana")
+    pipe = pag_pipeline(model)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe(**PIPELINES["sana"].call, pag_scale=3.0, callback_on_step_end=interrupt)
+    with pytest.raises(ValueError, match="batch of 3 parts, but got 2 samples.*change_mhla"):
+        output(model, inputs("sana"))
+    mhla.change_mhla(model)
+    assert torch.equal(output(model, inputs("sana")), output(patched("sana"), inputs("sana")))

@@ -39,3 +39,13 @@ def test_removal_while_switched_off_stays_removed():
         mhla.remove_mhla(model)
     assert not mhla.is_patched(model)
     assert torch.equal(output(model, arguments), expected)
+
+
+def test_switched_off_before_the_first_forward_of_diffusers_own_form():
+    """There are no layers yet, and the processors come back all the same."""
+    model = FAMILIES["wan"].build()
+    processor = mhla.MHLAProcessor(blocks=FAMILIES["wan"].blocks)
+    model.set_attn_processor(processor)
+    with mhla.mhla_disabled(model):
+        assert torch.equal(output(model, inputs("wan")), output(FAMILIES["wan"].build(), inputs("wan")))
+    assert set(model.attn_processors.values()) == {processor}

@@ -1,5 +1,7 @@
 """torch.compile and torch.export of patched models."""
 
+import copy
+import gc
 from weakref import WeakSet
 
 import pytest
@@ -58,7 +60,7 @@ def test_one_compilation_per_resolution(counter):
 @pytest.mark.slow
 def test_more_resolutions_than_pytorch_allows_graphs(counter, monkeypatch):
     """PyTorch's limit is raised, 8 as it comes and 2 here, and back after removal."""
-    monkeypatch.setattr(compiling, "_patched", WeakSet())
+    monkeypatch.setattr(compiling, "_owners", WeakSet())
     monkeypatch.setattr(compiling, "_limits_before", [])
     model, other = FAMILIES["sana"].build(), FAMILIES["sana"].build()
     del model.transformer_blocks[1:]
@@ -170,3 +172,16 @@ def test_export_gives_a_program_for_one_resolution(name):
     assert_equal_up_to_order(program(**inputs(name, seed=8), **fixed)[0], output(model, inputs(name, seed=8)))
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         program(**inputs(name, ragged=True), **fixed)
+
+
+def test_a_copy_of_a_patched_model_and_one_that_is_gone_count_too(monkeypatch):
+    monkeypatch.setattr(compiling, "_owners", WeakSet())
+    monkeypatch.setattr(compiling, "_limits_before", [])
+    with torch._dynamo.config.patch(recompile_limit=2):
+        model = mhla.apply_mhla(FAMILIES["sana"].build(), blocks=(1, 1))
+        copied = copy.deepcopy(model)
+        mhla.remove_mhla(model)
+        assert torch._dynamo.config.recompile_limit == 64
+        del copied
+        gc.collect()
+        assert torch._dynamo.config.recompile_limit == 2

@@ -83,11 +83,16 @@ class Angles(NamedTuple):
     """The table of RoPE: (cos, sin) at the places of each channel pair."""
 
     rows: Rows
-    """Of every token; or, with ``first_end``, of every place on the axes of the grid, one axis after the other."""
-    first_end: int | None
-    """Where the channels end that turn with the first axis; None if every token has a row of its own."""
-    second_end: int | None
-    """Where those of the second axis end."""
+    """Of every place on the axes of the grid, one axis after the other; or of every token, as of places on a third axis
+    that is as long as the sequence."""
+    first_end: int
+    """Where the channels end that turn with the first axis."""
+    second_end: int
+    """Where those of the second axis end; the others turn with the third."""
+    third_start: int
+    """Row of the third axis' first place. In disguise."""
+    third_size: int
+    """Places on the third axis. In disguise."""
 
 
 class Source(NamedTuple):
@@ -145,15 +150,22 @@ def rows(tensor: torch.Tensor) -> Rows:
     return Rows(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
 
 
-def angles(table: torch.Tensor | None, axes: Shape | None) -> Angles | None:
-    """The RoPE table of a call, the same for every head and possibly for every batch row."""
+def angles(table: torch.Tensor | None, grid: Shape, axes: Shape | None) -> Angles | None:
+    """The RoPE table of a call, the same for every head and possibly for every batch row.
+
+    Args:
+        table: see :attr:`Call.rotary`.
+        grid: token grid.
+        axes: see :attr:`Call.rotary_axes`.
+    """
     if table is None:
         return None
     of_table = Rows(table, 0 if table.shape[0] == 1 else table.stride(0), table.stride(1), 0)
     if axes is None:
-        return Angles(of_table, None, None)
+        return Angles(of_table, 0, 0, disguised(0), disguised(table.shape[1]))
     first, second, _ = axes
-    return Angles(of_table, first, first + second)
+    third_size = grid[-1]
+    return Angles(of_table, first, first + second, disguised(table.shape[1] - third_size), disguised(third_size))
 
 
 def layout(heads: int, grid: Shape, blocks: Shape, parts: int) -> Layout:

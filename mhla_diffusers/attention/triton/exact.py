@@ -68,7 +68,7 @@ def rotate(
     """RoPE of queries or keys (B, N, H, D): ``table`` and ``axes`` are those of a :class:`Call`."""
     from .rotation import rotate_launch
 
-    of_table = angles(table, None if axes is None else tuple(axes))
+    of_table = angles(table, tuple(grid), None if axes is None else tuple(axes))
     launch, turned = rotate_launch(x, of_table, tuple(grid), backwards)
     launch.run()
     return turned

@@ -21,7 +21,7 @@ from .forward_kernels import token_weight
 from .launches import Launch
 from .tile import numbers_of, plain
 from .tilings import AnyTiling, PairTiling, Place, wished
-from .tuning import architecture_of, name_of, pair_tiling, precision_of, processors_of
+from .tuning import architecture_of, name_of, pair_tiling, power_of_two, precision_of, processors_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -163,7 +163,7 @@ def _plan(
     tiles = pair_tiling(place)
     constants = {
         "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": power_of_two(head_dim),
         "OWN": tiles.own,
         "OTHERS": tiles.others,
         "PRECISION": precision_of(dtype, card),

@@ -6,25 +6,22 @@
 import triton
 import triton.language as tl
 
-from .tile import load_rows, rotate
+from .tile import load_rows, plain, rotate
 
 
 @triton.jit
 def load_angles(source, tile, channels, HEAD_DIM: tl.constexpr):
     """The RoPE table of a tile, float32 (tokens, channels)."""
-    angles = source.angles
-    if angles.first_end is None:
-        return load_rows(angles.rows, tile, channels, HEAD_DIM)
-    else:
-        layout = source.layout
-        token = tile.tokens.to(tl.int32)[:, None]
-        of_second = layout.grid_0 + token // layout.grid_2 % layout.grid_1
-        of_third = layout.grid_0 + layout.grid_1 + token % layout.grid_2
-        row = tl.where(channels[None, :] < angles.second_end, of_second, of_third)
-        row = tl.where(channels[None, :] < angles.first_end, token // (layout.grid_1 * layout.grid_2), row)
-        start = angles.rows.pointer + tile.batch * angles.rows.batch_stride
-        exists = tile.exists[:, None] & (channels < HEAD_DIM)[None, :]
-        return tl.load(start + row * HEAD_DIM + channels[None, :], mask=exists, other=0.0)
+    angles, layout = source.angles, source.layout
+    token = tile.tokens.to(tl.int32)[:, None]
+    of_first = token // (layout.grid_1 * layout.grid_2) * HEAD_DIM
+    of_second = (layout.grid_0 + token // layout.grid_2 % layout.grid_1) * HEAD_DIM
+    of_third = (plain(angles.third_start) + token % plain(angles.third_size)) * HEAD_DIM
+    row = tl.where(channels[None, :] < angles.second_end, of_second, of_third)
+    row = tl.where(channels[None, :] < angles.first_end, of_first, row)
+    start = angles.rows.pointer + tile.batch * angles.rows.batch_stride
+    exists = tile.exists[:, None] & (channels < HEAD_DIM)[None, :]
+    return tl.load(start + row + channels[None, :], mask=exists, other=0.0)
 
 
 @triton.jit

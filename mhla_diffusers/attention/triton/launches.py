@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 
 from ..blocks import Shape
 from ..call import Call
@@ -17,7 +16,16 @@ from .arguments import Layout, Numbers, Rows, allocate, angles, layout, like, nu
 from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
 from .forward_kernels import output_kernel, summary_kernel
 from .tilings import AnyTiling, Place, Tiling, wished
-from .tuning import SUMMARY_KERNELS, architecture_of, name_of, parts_per_block, precision_of, processors_of, tiling
+from .tuning import (
+    SUMMARY_KERNELS,
+    architecture_of,
+    name_of,
+    parts_per_block,
+    power_of_two,
+    precision_of,
+    processors_of,
+    tiling,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Launch:
     @property
     def moved_bytes(self) -> int:
         """Of all tensors that the kernel reads or writes, each once: about the least that must move."""
-        return sum(tensor.nbytes for tensor in {id(x): x for x in _tensors_of(self.arguments.values())}.values())
+        return sum(map(_bytes_of, {id(x): x for x in _tensors_of(self.arguments.values())}.values()))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -47,10 +55,27 @@ class Launch:
         return {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages, "enable_fp_fusion": True}
 
     def run(self) -> None:
+        """Launch the kernel on the device of its tensors, or do what :func:`launched_by` says."""
+        (_LAUNCHERS[-1] if _LAUNCHERS else Launch.start)(self)
+
+    def start(self) -> None:
         """Launch the kernel on the device of its tensors."""
         device = next(_tensors_of(self.arguments.values())).device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+
+
+_LAUNCHERS: list[Callable[[Launch], None]] = []
+
+
+@contextmanager
+def launched_by(launch: Callable[[Launch], None]) -> Iterator[None]:
+    """Within the context every launch is handed to a function instead: for looking at them, or leaving them out."""
+    _LAUNCHERS.append(launch)
+    try:
+        yield
+    finally:
+        _LAUNCHERS.pop()
 
 
 def summary_launch(call: Call, architecture: str | None = None) -> tuple[Launch, torch.Tensor]:
@@ -60,7 +85,7 @@ def summary_launch(call: Call, architecture: str | None = None) -> tuple[Launch,
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "angles": angles(call.rotary, call.rotary_axes),
+        "angles": angles(call.rotary, call.grid, call.rotary_axes),
         "key_mask": call.key_mask,
         "summaries": summaries,
         "eps": call.eps,
@@ -79,7 +104,7 @@ def output_launch(
         normaliser = allocate((*call.query.shape[:3], 1), torch.float32, call.query.device)
     arguments = {
         "query": rows(call.query),
-        "angles": angles(call.rotary, call.rotary_axes),
+        "angles": angles(call.rotary, call.grid, call.rotary_axes),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -124,7 +149,7 @@ def query_gradient_launch(
     )
     arguments = {
         "query": rows(call.query),
-        "angles": angles(call.rotary, call.rotary_axes),
+        "angles": angles(call.rotary, call.grid, call.rotary_axes),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -152,7 +177,7 @@ def summary_gradient_launch(
     gradients = plan.new_partial_states(call)
     arguments = {
         "query": rows(call.query),
-        "angles": angles(call.rotary, call.rotary_axes),
+        "angles": angles(call.rotary, call.grid, call.rotary_axes),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -173,7 +198,7 @@ def key_value_gradient_launch(
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "angles": angles(call.rotary, call.rotary_axes),
+        "angles": angles(call.rotary, call.grid, call.rotary_axes),
         "key_mask": call.key_mask,
         "summary_gradient": summary_gradient,
         "key_gradient": key_gradient,
@@ -241,7 +266,7 @@ def _plan(
     parts = parts_per_block(whole_blocks, longest_block, tiles.tokens, processors_of(device, card))
     constants = {
         "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": power_of_two(head_dim),
         "BLOCK_E" if name in SUMMARY_KERNELS else "BLOCK_C": tiles.channels,
         "BLOCK_T": tiles.tokens,
         "FEATURE_MAP": feature_map,
@@ -251,6 +276,12 @@ def _plan(
     }
     taken = {key: value for key, value in constants.items() if key in kernel.arg_names}
     return Plan(kernel, place, tiles, whole_blocks * parts, parts, layout(heads, grid, blocks, parts), taken)
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """What an expanded tensor repeats counts once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.itemsize
 
 
 def _tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -13,7 +13,7 @@ from .features import load_angles
 from .launches import Launch
 from .tile import load_rows, plain_layout, rotate, store_rows, tokens_in
 from .tilings import Place
-from .tuning import architecture_of, tiling
+from .tuning import architecture_of, power_of_two, tiling
 
 _ANY_LENGTH = 1024
 """Tokens stand in one row here, so no block bounds a tile."""
@@ -61,7 +61,7 @@ def rotate_launch(
     constants = {
         "BACKWARDS": backwards,
         "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": power_of_two(head_dim),
         "BLOCK_T": tiles.tokens,
     }
     programs = batch * heads * -(-tokens // tiles.tokens)

@@ -31,7 +31,8 @@ SUMMARY_KERNELS = ("summary", "summary_gradient")
 _Table = dict[str, Tiling]
 
 # Chosen so that no kernel spills registers and each fits into the card's shared memory, with Triton 3.9, and on sm_90
-# with 3.6 too; not measured on any card yet. With two stages the next tile is on its way while one is multiplied.
+# with 3.6 too but for 8 bytes; not measured on any card yet. With two stages the next tile is on its way while one is
+# multiplied.
 _LARGE: _Table = {  # 227 KiB of shared memory per block: a whole summary of D = 128 is held
     "summary": Tiling(tokens=32, channels=128, warps=8, stages=3),
     "output": Tiling(tokens=32, channels=128, warps=8, stages=3),
@@ -61,7 +62,7 @@ def tiling(place: Place) -> Tiling:
     architecture, kernel, head_dim, dtype, longest_block = place
     table = _BY_ARCHITECTURE.get(architecture, _AMD if architecture.startswith("gfx") else _SMALL)
     tokens, channels, warps, stages = table[kernel]
-    padded = _power_of_two(head_dim)
+    padded = power_of_two(head_dim)
     wide = dtype == torch.float32 or padded > 128
     if wide:
         # operands of twice the size, in three terms; D = 256 doubles every row
@@ -80,10 +81,10 @@ def tiling(place: Place) -> Tiling:
     spills_with_four = architecture == "sm_120" or (kernel, architecture) in _SPILL_WITH_FOUR
     if padded <= 64 and not spills_with_four:
         warps = 4
-    return Tiling(min(tokens, _power_of_two(longest_block)), min(channels, padded), warps, stages)
+    return Tiling(min(tokens, power_of_two(longest_block)), min(channels, padded), warps, stages)
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
     """The next power of two, at least 16, the smallest side of a tile that the tensor cores multiply."""
     return max(16, 1 << (size - 1).bit_length())
 
@@ -135,13 +136,14 @@ def processors_of(device: torch.device, architecture: str) -> int:
 _PairTable = dict[str, PairTiling]
 
 _PAIRS_LARGE: _PairTable = {
-    "means": PairTiling(own=16, others=32, warps=4, stages=1),
+    "means": PairTiling(own=16, others=64, warps=4, stages=1),
     "exact": PairTiling(own=128, others=64, warps=8, stages=2),
     "exact_query_gradient": PairTiling(own=128, others=32, warps=8, stages=3),
     "mean_gradient": PairTiling(own=128, others=32, warps=8, stages=2),
     "exact_key_value_gradient": PairTiling(own=128, others=32, warps=8, stages=3),
 }
 _PAIRS_SMALL: _PairTable = _PAIRS_LARGE | {
+    "means": PairTiling(own=16, others=32, warps=4, stages=1),
     "exact_query_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
     "mean_gradient": PairTiling(own=64, others=32, warps=8, stages=2),
     "exact_key_value_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
@@ -159,17 +161,17 @@ def pair_tiling(place: Place) -> PairTiling:
     architecture, kernel, head_dim, dtype, longest_tile = place
     table = _PAIRS_BY_ARCHITECTURE.get(architecture, _PAIRS_AMD if architecture.startswith("gfx") else _PAIRS_SMALL)
     own, others, warps, stages = table[kernel]
-    padded = _power_of_two(head_dim)
+    padded = power_of_two(head_dim)
     wide = dtype == torch.float32 or padded > 128
     if architecture == "interpreter":
-        return PairTiling(min(own, _power_of_two(longest_tile)), others, warps, stages)
+        return PairTiling(min(own, power_of_two(longest_tile)), others, warps, stages)
     if wide:  # as in tiling()
         own, others, stages = (16, 16, 1) if dtype == torch.float32 else (32, 32, 1)
     elif head_dim != padded:  # the masks of padded channels take registers of their own
         of_keys = kernel in ("mean_gradient", "exact_key_value_gradient")
         own, others = min(own, 32 if of_keys else 64), min(others, 16 if kernel == "means" else 32)
     if kernel != "mean_gradient":  # whose means are of many tiles
-        own = min(own, _power_of_two(longest_tile))
+        own = min(own, power_of_two(longest_tile))
     if own <= 32 and not wide:
         warps = 4
     return PairTiling(own, others, warps, stages)
@@ -194,7 +196,7 @@ def mix_tiling(place: Place) -> MixTiling:
     rows, columns, depth, warps, stages = (_MIXING_INTERPRETER if architecture == "interpreter" else _MIXING)[kernel]
     if architecture != "interpreter" and (dtype == torch.float32 or architecture.startswith("gfx")):  # as in tiling()
         rows, columns, stages = min(rows, 32), min(columns, 64), 1
-    most = _power_of_two(blocks)
+    most = power_of_two(blocks)
     if most <= 32:
         warps = 4
     if kernel == "mix":

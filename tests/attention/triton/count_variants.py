@@ -29,7 +29,7 @@ if __name__ == "__main__":
             call = call_of(shape, torch.bfloat16, batch, everything=True)
             launches["MHLA"] += launches_of(call, ARCHITECTURE)
             of_tiles = exact_call_of(shape, shape.tiles, torch.bfloat16, batch, everything=True)
-            table = angles(call.rotary, call.rotary_axes)
+            table = angles(call.rotary, call.grid, call.rotary_axes)
             launches["exact"] += exact_launches_of(of_tiles, table, ARCHITECTURE)
     counts = {
         name: {

