@@ -47,6 +47,8 @@ _SMALL: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=8, s
 _NARROW: _Table = _SMALL | {"output": Tiling(tokens=32, channels=32, warps=8, stages=1)}  # a padded D = 72 spilled
 _AMD: _Table = dict.fromkeys(_LARGE, Tiling(tokens=32, channels=64, warps=4, stages=1))  # 64 KiB, 64 threads per warp
 _INTERPRETER: _Table = dict.fromkeys(_LARGE, Tiling(tokens=64, channels=64, warps=4, stages=1))
+_WHOLE_WHEN_PADDED = {("summary", "sm_100"), ("summary", "sm_103")}
+"""Kernels that need all columns at once where channels are padded; others need fewer."""
 _SPILL_WITH_FOUR = {("output", "sm_80"), ("summary", "sm_86"), ("summary", "sm_89")}
 """Kernels that need eight warps at small head dims too."""
 _BY_ARCHITECTURE = {"sm_80": _NARROW, "sm_120": _NARROW, "interpreter": _INTERPRETER} | dict.fromkeys(
@@ -71,7 +73,8 @@ def tiling(place: Place) -> Tiling:
     if head_dim != padded:  # the masks of padded channels take registers of their own
         stages = 1
         if kernel in SUMMARY_KERNELS:
-            tokens, channels = 16, channels if wide else channels // 2
+            is_whole = wide or (kernel, architecture) in _WHOLE_WHEN_PADDED
+            tokens, channels = 16, channels if is_whole else channels // 2
         elif kernel == "query_gradient":
             channels = min(channels, 64)
     if kernel in ("output", "key_value_gradient") and dtype == torch.float16:  # more of it is taken as two terms
@@ -136,14 +139,13 @@ def processors_of(device: torch.device, architecture: str) -> int:
 _PairTable = dict[str, PairTiling]
 
 _PAIRS_LARGE: _PairTable = {
-    "means": PairTiling(own=16, others=64, warps=4, stages=1),
+    "means": PairTiling(own=16, others=32, warps=4, stages=1),
     "exact": PairTiling(own=128, others=64, warps=8, stages=2),
     "exact_query_gradient": PairTiling(own=128, others=32, warps=8, stages=3),
     "mean_gradient": PairTiling(own=128, others=32, warps=8, stages=2),
     "exact_key_value_gradient": PairTiling(own=128, others=32, warps=8, stages=3),
 }
 _PAIRS_SMALL: _PairTable = _PAIRS_LARGE | {
-    "means": PairTiling(own=16, others=32, warps=4, stages=1),
     "exact_query_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
     "mean_gradient": PairTiling(own=64, others=32, warps=8, stages=2),
     "exact_key_value_gradient": PairTiling(own=64, others=64, warps=8, stages=2),

@@ -68,7 +68,7 @@ def test_kernels_fit(architecture, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not OLDEST_TRITON.is_dir(), reason="make puts the oldest Triton beside the installed one")
 def test_kernels_fit_with_the_oldest_triton(tmp_path):
-    """It finds no register for one number of two backward kernels at D = 128, which the newer version does."""
+    """It finds no register for one number of some kernels at D = 128, which the newer version does."""
     reports = reports_of("sm_90", SHAPES, tmp_path, OLDEST_TRITON)
     assert len(reports) == 33
     check(reports, stack_bytes=8)
