@@ -7,6 +7,7 @@ the main ones. A Wan 2.2 A14B pipeline has two transformers, which are patched a
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,6 +83,12 @@ class WanFamily(Family):
     dispatches_attention = True
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     models = (_model("wan2.1-1.3b", 12, 8960, 30), _model("wan2.1-14b", 40, 13824, 40), _TINY)
+
+    def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
+        """Of as many frames as the pipeline makes, which rounds to one more than its temporal stride divides."""
+        stride = self.temporal_stride(pipe)
+        frames = clip.frames if clip.frames % stride == 1 else clip.frames // stride * stride + 1
+        return super().grid_of_clip(pipe, transformer, replace(clip, frames=frames))
 
     def recognises_self_attention(self, attn: Any) -> bool:
         """``WanAttention``."""

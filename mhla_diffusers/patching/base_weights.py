@@ -76,6 +76,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter)
 
 
+def has_replaced(transformer: nn.Module) -> bool:
+    """Whether a patch has replaced weights of the model, kept or not."""
+    return vars(transformer).get(_REPLACED, {}) != {}
+
+
 def is_restorable(transformer: nn.Module) -> bool:
     """Whether nothing was replaced, or all of it was kept."""
     return vars(transformer).get(_REPLACED, {}) is not None

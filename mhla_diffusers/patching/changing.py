@@ -23,10 +23,11 @@ Model = TypeVar("Model")
 def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) -> Model:
     """Change blocks, layers, exact tiles, backend or other settings of a patched model, without loading it again.
 
-    What the layers have learned is kept: mixing matrices are interpolated to other blocks and calibrated tiles chosen
-    anew for another share, as :func:`load_mhla` does it; a layer that is patched now starts fresh, and one that is no
-    longer patched gets its processor of before. Layers have new parameters afterwards, so make optimizers after it.
-    Where something else has set processors, MHLA runs again. If anything is refused the model is unchanged.
+    What the layers that stay patched have learned is kept: mixing matrices are interpolated to other blocks and
+    calibrated tiles chosen anew for another share, as :func:`load_mhla` does it; a layer that is patched now starts
+    fresh, and one that is no longer patched gets its processor of before. Layers have new parameters afterwards, so
+    make optimizers after it. Where something else has set processors, MHLA runs again. If anything is refused the model
+    is unchanged.
 
     Args:
         model: patched pipeline or transformer.
@@ -69,6 +70,11 @@ def _make_change(transformer: nn.Module, backend: str | None, settings: Mapping[
     some_layer, old_processor = next(iter(before.values())), _processor(transformer, watch)
     config = some_layer.config.replace(**settings)
     check_settings(transformer, config)
+    if config.mixing_init != some_layer.config.mixing_init:
+        raise ValueError(
+            f"mixing_init={config.mixing_init!r} says how fresh mixing matrices begin, and these are kept; call "
+            "remove_mhla() and apply_mhla() to begin anew."
+        )
     names = list(attentions)
     chosen = [names[index] for index in choose_layers(config.layers, len(names))]
     layers = {name: make_layer(attentions[name], config) for name in chosen}

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention import check_backend
+from ..attention.blocks import check_blocks
 from ..attention.rotary import Rotary
 from ..config import MHLAConfig
 from ..families import cross_attention_processor, rotary_axes
@@ -29,7 +30,8 @@ class MHLAProcessor:
 
     Args:
         config: settings; or give the fields of :class:`MHLAConfig` as keywords.
-        grid: token grid of every input; None to find it out.
+        grid: token grid of every input; None to find it out. It is believed: of an input with as many tokens in
+            another shape, such as portrait for landscape, the blocks would be wrong.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         **settings: fields of :class:`MHLAConfig`; unknown ones are an error.
 
@@ -56,7 +58,7 @@ class MHLAProcessor:
             )
         check_backend(backend)
         self.config = config if config is not None else MHLAConfig.from_dict(settings)
-        self.grid = None if grid is None else tuple(grid)
+        self.grid = None if grid is None else check_blocks(grid, "grid")
         self.backend = backend
         if self.grid is not None and len(self.grid) != len(self.config.blocks):
             raise ValueError(f"grid={self.grid} and blocks={self.config.blocks} must have the same number of axes.")

@@ -7,6 +7,7 @@ leaves the patch that was there before. The model's own tensors go by the names 
 """
 
 import json
+import logging
 import os
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from torch import nn
 
 from ..families import get_family
 from ..files import file_hash, write_json, write_tensors
-from .base_weights import base_weights, is_plain
+from .base_weights import base_weights, has_replaced, is_plain
 from .finding import find_transformers, is_patched, mhla_layers, require_layers
 from .record import (
     CONFIG_NAME,
@@ -30,6 +31,8 @@ from .record import (
     check_finite,
     read_record,
 )
+
+logger = logging.getLogger(__name__)
 
 _ADAPTER_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
 """Parts of the names that PEFT gives to weights."""
@@ -77,6 +80,12 @@ def save_mhla(
     tensors: dict[str, torch.Tensor] = {}
     records = {}
     for name, transformer in patched.items():
+        if weights == "mhla" and has_replaced(transformer):
+            logger.warning(
+                "The patch of the %s came with weights of the model, which weights='mhla' does not save: loaded "
+                "elsewhere it draws something else. Save weights='changed' with base=the unpatched model.",
+                name,
+            )
         chosen = _choose_tensors(name, transformer, weights, base, base_model)
         tensors |= {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
         changed = sorted(key for key in chosen if ".mhla." not in key) if weights == "changed" else []

@@ -208,3 +208,13 @@ def test_what_fails_before_anything_was_replaced_is_undone_without_keeping_too(t
     with pytest.raises(MemoryError):
         mhla.load_mhla(model, folder, keep_replaced=False)
     assert_same_footprint(model, before)
+
+
+def test_saving_without_the_weights_that_a_patch_brought_warns(tmp_path, caplog):
+    folder, _ = saved("wan", tmp_path / "adapted")
+    model = mhla.load_mhla(FAMILIES["wan"].build(), folder)
+    mhla.save_mhla(model, tmp_path / "again")
+    assert "came with weights of the model" in caplog.text
+    caplog.clear()
+    mhla.save_mhla(model, tmp_path / "whole", weights="changed", base=FAMILIES["wan"].build())
+    assert not caplog.text

@@ -166,3 +166,10 @@ def test_in_diffusers_own_form_without_its_processor_there_is_nothing_to_change(
             model.set_attn_processor(WanAttnProcessor())
         with pytest.raises(ValueError, match="No attention of this model runs MHLA now"):
             mhla.change_mhla(model, exact_share=0.3)
+
+
+def test_how_matrices_begin_cannot_be_changed_afterwards():
+    model = trained("wan")
+    with pytest.raises(ValueError, match="mixing_init='identity' says how fresh mixing matrices begin"):
+        mhla.change_mhla(model, mixing_init="identity")
+    assert mhla.describe(model)[0].replaced

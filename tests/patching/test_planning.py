@@ -25,6 +25,15 @@ def test_the_grid_of_a_size_is_that_of_a_run(name):
     assert told == ran
 
 
+@pytest.mark.parametrize("num_frames", [6, 8, 9])
+def test_frames_are_rounded_as_the_pipeline_does(num_frames):
+    pipe = mhla.apply_mhla(wan_pipeline(), exact="none", blocks=(1, 2, 2))
+    call = PIPELINES["wan"].call | {"num_frames": num_frames}
+    told = mhla.describe(pipe, height=call["height"], width=call["width"], num_frames=num_frames)[0].grid
+    pipe(**call)
+    assert mhla.describe(pipe)[0].grid == told
+
+
 @pytest.mark.parametrize(("settings", "exact"), [({}, 0), ({"layers": [1, 2]}, 2 * 2 * 96**2)])
 def test_costs_count_what_is_computed(settings, exact):
     """Two products for every pair of softmax attention; of MHLA those with summaries, the normaliser a column more."""

@@ -204,6 +204,8 @@ def test_processor_arguments_are_checked():
         mhla.MHLAProcessor(blocs=(2, 2, 2))
     with pytest.raises(ValueError, match="need blocks"):
         mhla.MHLAProcessor(grid=(2, 2))
+    with pytest.raises(ValueError, match=r"grid=\(4, -8, 8\) must hold positive integers, got -8"):
+        mhla.MHLAProcessor(blocks=(2, 2, 2), grid=(4, -8, 8))
     with pytest.raises(ValueError, match="'eagr'.*auto.*eager"):
         mhla.MHLAProcessor(blocks=(2, 2), backend="eagr")
 
