@@ -7,6 +7,9 @@ are as precise as those of the other kernels.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +17,7 @@ import triton.language as tl
 from .arguments import allocate, disguised
 from .launches import Launch
 from .tile import accurate_dot, plain, to_bfloat16
-from .tilings import Place
+from .tilings import AnyTiling, MixTiling, Place, wished
 from .tuning import architecture_of, mix_tiling, parts_per_block, precision_of, processors_of
 
 
@@ -98,6 +101,18 @@ def mixing_gradient_kernel(
     tl.store(addresses, total, mask=has_row[:, None] & has_column[None, :])
 
 
+@lru_cache(maxsize=1024)
+def _cut(
+    place: Place,
+    size: int,
+    _wish: AnyTiling | None,  # read by the tables themselves; here it tells calls apart
+) -> tuple[MixTiling, dict[str, Any]]:
+    """Tiles and constants, the same for all calls of one size."""
+    tiles = mix_tiling(place)
+    precision = precision_of(place.dtype, place.architecture)
+    return tiles, {"SIZE": size, "PRECISION": precision, **tiles.constants()}
+
+
 def mix_launch(
     mixing: torch.Tensor,
     summary: torch.Tensor,
@@ -120,7 +135,7 @@ def mix_launch(
     batch, heads, blocks = summary.shape[:3]
     size = summary[0, 0, 0].numel()
     place = Place(architecture or architecture_of(summary.device), "mix", 0, dtype, blocks)
-    tiles = mix_tiling(place)
+    tiles, constants = _cut(place, size, wished(place.kernel))
     mixed = allocate(tuple(summary.shape), mixed_dtype, summary.device)
     coefficients = mixing.float().expand(heads, -1, -1)
     head_stride, row_stride, column_stride = coefficients.stride()
@@ -134,7 +149,6 @@ def mix_launch(
         "row_stride": disguised(row_stride),
         "column_stride": disguised(column_stride),
     }
-    constants = {"SIZE": size, "PRECISION": precision_of(dtype, place.architecture), **tiles.constants()}
     programs = batch * heads * -(-blocks // tiles.rows) * -(-size // tiles.columns)
     return Launch(mix_kernel, programs, arguments, constants, place, tiles), mixed
 
@@ -153,7 +167,7 @@ def mixing_gradient_launch(
     batch, heads, blocks = summary.shape[:3]
     size = summary[0, 0, 0].numel()
     place = Place(architecture or architecture_of(summary.device), "mixing_gradient", 0, dtype, blocks)
-    tiles = mix_tiling(place)
+    tiles, constants = _cut(place, size, wished(place.kernel))
     whole = batch * heads * -(-blocks // tiles.rows) * -(-blocks // tiles.columns)
     parts = parts_per_block(whole, size, tiles.depth, processors_of(summary.device, place.architecture))
     shares = allocate((batch, heads, parts, blocks, blocks), torch.float32, summary.device)
@@ -164,5 +178,4 @@ def mixing_gradient_launch(
         "blocks": disguised(blocks),
         "parts": disguised(parts),
     }
-    constants = {"SIZE": size, "PRECISION": precision_of(dtype, place.architecture), **tiles.constants()}
     return Launch(mixing_gradient_kernel, whole * parts, arguments, constants, place, tiles), shares
