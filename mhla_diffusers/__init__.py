@@ -4,63 +4,6 @@ from typing import TYPE_CHECKING
 
 from .lazy import lazy_names
 
-if TYPE_CHECKING:
-    from .attention import mhla_attention, register_feature_map
-    from .config import MHLAConfig, patch_names
-    from .families import Family, register_family
-    from .patching import (
-        MHLALayer,
-        MHLAProcessor,
-        apply_mhla,
-        attn_processors,
-        calibrate_exact_tiles,
-        calibrate_output_norm,
-        change_mhla,
-        describe,
-        is_patched,
-        layer_sensitivity,
-        load_mhla,
-        mhla_disabled,
-        mhla_layers,
-        push_mhla,
-        register_mixing_clip,
-        remove_mhla,
-        save_mhla,
-        set_attn_processor,
-        suggest_blocks,
-    )
-else:
-    # so that neither this import nor mhla --help waits for torch
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            ".attention": ("mhla_attention", "register_feature_map"),
-            ".config": ("MHLAConfig", "patch_names"),
-            ".families": ("Family", "register_family"),
-            ".patching": (
-                "MHLALayer",
-                "MHLAProcessor",
-                "apply_mhla",
-                "attn_processors",
-                "calibrate_exact_tiles",
-                "calibrate_output_norm",
-                "change_mhla",
-                "describe",
-                "is_patched",
-                "layer_sensitivity",
-                "load_mhla",
-                "mhla_disabled",
-                "mhla_layers",
-                "push_mhla",
-                "register_mixing_clip",
-                "remove_mhla",
-                "save_mhla",
-                "set_attn_processor",
-                "suggest_blocks",
-            ),
-        },
-    )
-
 __version__ = "0.1.0"
 
 __all__ = [
@@ -90,3 +33,32 @@ __all__ = [
     "set_attn_processor",
     "suggest_blocks",
 ]
+
+if TYPE_CHECKING:
+    from .attention import mhla_attention, register_feature_map
+    from .config import MHLAConfig, patch_names
+    from .families import Family, register_family
+    from .patching import (
+        MHLALayer,
+        MHLAProcessor,
+        apply_mhla,
+        attn_processors,
+        calibrate_exact_tiles,
+        calibrate_output_norm,
+        change_mhla,
+        describe,
+        is_patched,
+        layer_sensitivity,
+        load_mhla,
+        mhla_disabled,
+        mhla_layers,
+        push_mhla,
+        register_mixing_clip,
+        remove_mhla,
+        save_mhla,
+        set_attn_processor,
+        suggest_blocks,
+    )
+else:
+    # so that neither this import nor mhla --help waits for torch
+    __getattr__, __dir__ = lazy_names(__name__, __all__, (".config", ".attention", ".families", ".patching"))

@@ -1,12 +1,12 @@
 """Packages whose names are imported when they are asked for, so that importing one of them costs nothing."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, tuple[str, ...]]
+    package: str, names: Sequence[str], homes: Sequence[str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """What a package's ``__init__`` takes for its ``__getattr__`` and ``__dir__``.
 
@@ -15,18 +15,22 @@ def lazy_names(
 
     Args:
         package: its ``__name__``.
-        homes: module, seen from the package, such as ".patching" → names that it holds; the modules are names too.
+        names: its ``__all__``.
+        homes: modules that hold them, seen from the package, such as ".patching", the quickest to import first; they
+            are names too.
     """
-    home_of = {name: module for module, names in homes.items() for name in names}
 
     def get(name: str) -> Any:
         if f".{name}" in homes:
             return import_module(f".{name}", package)
-        if name not in home_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(home_of[name], package), name)
+        if name in names:
+            for home in homes:
+                module = import_module(home, package)
+                if hasattr(module, name):
+                    return getattr(module, name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    def names() -> list[str]:
-        return sorted([*vars(import_module(package)), *home_of])
+    def listed() -> list[str]:
+        return sorted([*vars(import_module(package)), *names])
 
-    return get, names
+    return get, listed

@@ -4,6 +4,18 @@ from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
 
+__all__ = [
+    "LayerAnalysis",
+    "analyze_layers",
+    "attention_matrices",
+    "each_attention_matrix",
+    "entropy",
+    "mean_entropy",
+    "mean_rank",
+    "rank",
+    "rank_bound",
+]
+
 if TYPE_CHECKING:
     from .matrices import (
         LayerAnalysis,
@@ -18,31 +30,4 @@ if TYPE_CHECKING:
     )
 else:
     # mhla analyze lies in this folder as well
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            ".matrices": (
-                "LayerAnalysis",
-                "analyze_layers",
-                "attention_matrices",
-                "each_attention_matrix",
-                "entropy",
-                "mean_entropy",
-                "mean_rank",
-                "rank",
-                "rank_bound",
-            )
-        },
-    )
-
-__all__ = [
-    "LayerAnalysis",
-    "analyze_layers",
-    "attention_matrices",
-    "each_attention_matrix",
-    "entropy",
-    "mean_entropy",
-    "mean_rank",
-    "rank",
-    "rank_bound",
-]
+    __getattr__, __dir__ = lazy_names(__name__, __all__, (".matrices",))

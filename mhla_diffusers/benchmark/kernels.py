@@ -16,7 +16,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from ..attention import Call
 from ..attention.triton import exact_backward, exact_forward, exact_key_gradients, launches, mixing_kernels, rotation
-from ..attention.triton.arguments import Angles, Rows, state_shape
+from ..attention.triton.arguments import Angles, Rows, mixed_dtype, state_shape
 from ..attention.triton.exact_lists import ExactCall, lists_of_keys
 from ..attention.triton.launches import Launch
 from ..attention.triton.tuning import PROCESSORS
@@ -71,7 +71,7 @@ _PRODUCTS = {
 def launches_of(call: Call, architecture: str) -> list[Launch]:
     """One launch of each kernel of MHLA, forward and backward."""
     state, of_state = (torch.empty(state_shape(call), device="meta") for _ in range(2))
-    mixed = state.bfloat16() if call.query.dtype == torch.bfloat16 else state
+    mixed = state.to(mixed_dtype(call))
     numbers = torch.empty(*call.query.shape[:3], 1, device="meta")
     upstream, dtype = torch.empty_like(call.query), call.query.dtype
     query_gradient, gradients = launches.query_gradient_launch(call, state, upstream, numbers, architecture)

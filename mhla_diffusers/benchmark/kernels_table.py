@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from ..attention.triton.arguments import angles
+from ..attention.triton.arguments import angles_of
 from ..attention.triton.tuning import PROCESSORS
 from ..files import write_text
 from .kernels import (
@@ -66,7 +66,7 @@ def _reports(
     launches = launches_of(call, architecture)
     if shape.tiles is not None:
         of_tiles = exact_call_of(shape, shape.tiles, dtype, batch, everything=everything)
-        launches += exact_launches_of(of_tiles, angles(call.rotary, call.grid, call.rotary_axes), architecture)
+        launches += exact_launches_of(of_tiles, angles_of(call), architecture)
     for launch in launches:
         yield report_kernel(launch, architecture)
 

@@ -4,26 +4,6 @@ from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
 
-if TYPE_CHECKING:
-    from .noise import generator_for
-    from .pipelines import PipelineChoice, component_identity, family_of, load_pipeline, load_result, pipeline_file
-else:
-    # the options of commands lie in this folder as well
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            ".noise": ("generator_for",),
-            ".pipelines": (
-                "PipelineChoice",
-                "component_identity",
-                "family_of",
-                "load_pipeline",
-                "load_result",
-                "pipeline_file",
-            ),
-        },
-    )
-
 __all__ = [
     "PipelineChoice",
     "component_identity",
@@ -33,3 +13,10 @@ __all__ = [
     "load_result",
     "pipeline_file",
 ]
+
+if TYPE_CHECKING:
+    from .noise import generator_for
+    from .pipelines import PipelineChoice, component_identity, family_of, load_pipeline, load_result, pipeline_file
+else:
+    # the options of commands lie in this folder as well
+    __getattr__, __dir__ = lazy_names(__name__, __all__, (".noise", ".pipelines"))

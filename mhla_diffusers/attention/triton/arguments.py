@@ -150,6 +150,11 @@ def rows(tensor: torch.Tensor) -> Rows:
     return Rows(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
 
 
+def angles_of(call: Call) -> Angles | None:
+    """See :func:`angles`."""
+    return angles(call.rotary, call.grid, call.rotary_axes)
+
+
 def angles(table: torch.Tensor | None, grid: Shape, axes: Shape | None) -> Angles | None:
     """The RoPE table of a call, the same for every head and possibly for every batch row.
 
@@ -178,6 +183,15 @@ def state_shape(call: Call) -> Shape:
     """Of the summaries: (B, H, M, D, D), or (B, H, M, D + 1, D) where the key sum follows the KV summary."""
     batch, _, heads, head_dim = call.query.shape
     return batch, heads, math.prod(call.blocks), head_dim + call.normalize, head_dim
+
+
+def mixed_dtype(call: Call) -> torch.dtype:
+    """Of the mixed summaries of a forward pass.
+
+    Rounded to bfloat16, they add less to the output than rounding it does. The summaries, and what the backward pass
+    reads, stay float32: there most of a sum cancels, and the mixing matrix's gradient was up to 11 times as wrong.
+    """
+    return torch.bfloat16 if call.query.dtype == torch.bfloat16 else torch.float32
 
 
 def allocate(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -118,7 +118,6 @@ def means_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OTHERS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Means of the keys and of the values of one tile, contiguous (B, T, H, D), and the sum of its key mask."""
     layout = plain_layout(layout)

@@ -85,11 +85,13 @@ def load_features(
     ROPE_BEFORE: tl.constexpr,
 ):
     """Features of a tile for the numerator and for the normaliser: twice float32 (tokens, channels)."""
-    plain = _map(load_input(source, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE), scale, source.eps, FEATURE_MAP)
-    rotated = plain
+    unrotated = _map(
+        load_input(source, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE), scale, source.eps, FEATURE_MAP
+    )
+    rotated = unrotated
     if source.angles is not None and not ROPE_BEFORE:
-        rotated = rotate(plain, load_angles(source, tile, channels, HEAD_DIM), False)
-    return rotated, plain
+        rotated = rotate(unrotated, load_angles(source, tile, channels, HEAD_DIM), False)
+    return rotated, unrotated
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 from ..blocks import Shape
 from ..call import Call
 from ..reference import OUTPUT_NORM_EPS
-from .arguments import Layout, Numbers, Rows, allocate, angles, layout, like, numbers, rows, state_shape
+from .arguments import Layout, Numbers, Rows, allocate, angles_of, layout, like, numbers, rows, state_shape
 from .backward_kernels import key_value_gradient_kernel, query_gradient_kernel, summary_gradient_kernel
 from .forward_kernels import output_kernel, summary_kernel
 from .tilings import AnyTiling, Place, Tiling, wished
@@ -85,7 +85,7 @@ def summary_launch(call: Call, architecture: str | None = None) -> tuple[Launch,
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "angles": angles(call.rotary, call.grid, call.rotary_axes),
+        "angles": angles_of(call),
         "key_mask": call.key_mask,
         "summaries": summaries,
         "eps": call.eps,
@@ -104,7 +104,7 @@ def output_launch(
         normaliser = allocate((*call.query.shape[:3], 1), torch.float32, call.query.device)
     arguments = {
         "query": rows(call.query),
-        "angles": angles(call.rotary, call.grid, call.rotary_axes),
+        "angles": angles_of(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -149,7 +149,7 @@ def query_gradient_launch(
     )
     arguments = {
         "query": rows(call.query),
-        "angles": angles(call.rotary, call.grid, call.rotary_axes),
+        "angles": angles_of(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -177,7 +177,7 @@ def summary_gradient_launch(
     gradients = plan.new_partial_states(call)
     arguments = {
         "query": rows(call.query),
-        "angles": angles(call.rotary, call.grid, call.rotary_axes),
+        "angles": angles_of(call),
         "mixed": mixed,
         "output_norm": call.output_norm,
         "output_gate": _optional(rows, call.output_gate),
@@ -198,7 +198,7 @@ def key_value_gradient_launch(
     arguments = {
         "key": rows(call.key),
         "value": rows(call.value),
-        "angles": angles(call.rotary, call.grid, call.rotary_axes),
+        "angles": angles_of(call),
         "key_mask": call.key_mask,
         "summary_gradient": summary_gradient,
         "key_gradient": key_gradient,

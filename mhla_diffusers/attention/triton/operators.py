@@ -13,7 +13,7 @@ import torch
 
 from ..blocks import Shape
 from ..call import Call
-from .arguments import state_shape
+from .arguments import mixed_dtype, state_shape
 
 _TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
@@ -166,10 +166,7 @@ def forward(call: Call, with_normaliser: bool) -> tuple[torch.Tensor, torch.Tens
     launch, parts = summary_launch(call)
     launch.run()
     summary = sum_parts(parts)
-    dtype = call.query.dtype
-    # Rounded to bfloat16, it adds less than rounding the output does. The summaries, and what the backward pass reads,
-    # stay float32: there most of a sum cancels, and the mixing matrix's gradient was up to 11 times as wrong.
-    mixed = mix(call.mixing, summary, dtype, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    mixed = mix(call.mixing, summary, call.query.dtype, mixed_dtype(call))
     launch, output, normaliser = output_launch(call, mixed, with_normaliser)
     launch.run()
     return output, summary.new_empty(0) if normaliser is None else normaliser, summary
@@ -204,12 +201,12 @@ def sum_parts(parts: torch.Tensor) -> torch.Tensor:
 
 
 def mix(
-    mixing: torch.Tensor, summary: torch.Tensor, dtype: torch.dtype, mixed_dtype: torch.dtype = torch.float32
+    mixing: torch.Tensor, summary: torch.Tensor, dtype: torch.dtype, of_mixed: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Multi-Head Mixing: (B, H, M, ...), what each query block sees, computed as precisely as ``dtype`` asks for."""
+    """Multi-Head Mixing: (B, H, M, ...), what each query block sees, as precise as ``dtype``, kept as ``of_mixed``."""
     from .mixing_kernels import mix_launch
 
-    launch, mixed = mix_launch(mixing, summary, dtype, mixed_dtype)
+    launch, mixed = mix_launch(mixing, summary, dtype, of_mixed)
     launch.run()
     return mixed
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from mhla_diffusers.attention.triton.arguments import angles
+from mhla_diffusers.attention.triton.arguments import angles_of
 from mhla_diffusers.benchmark.kernels import call_of, exact_call_of, exact_launches_of, launches_of, variant_of
 from mhla_diffusers.benchmark.models import family_of_model, models
 from mhla_diffusers.benchmark.shapes import shapes
@@ -29,7 +29,7 @@ if __name__ == "__main__":
             call = call_of(shape, torch.bfloat16, batch, everything=True)
             launches["MHLA"] += launches_of(call, ARCHITECTURE)
             of_tiles = exact_call_of(shape, shape.tiles, torch.bfloat16, batch, everything=True)
-            table = angles(call.rotary, call.grid, call.rotary_axes)
+            table = angles_of(call)
             launches["exact"] += exact_launches_of(of_tiles, table, ARCHITECTURE)
     counts = {
         name: {
