@@ -95,6 +95,10 @@ class MHLAConfig:
     """Whether an axis of fewer tokens than blocks is cut into single tokens, with the mixing matrix interpolated to as
     many blocks, instead of an error. Tiles of "own" and "calibrated" are not clamped.
     """
+    softmax_steps: int | float = 0
+    """First denoising steps of a pipeline's call in which all layers attend as before the patch: a number of steps, or
+    as a float a fraction of them, rounded up. 1 is one step, and 1.0 are all.
+    """
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -115,6 +119,7 @@ class MHLAConfig:
         _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")
         if self.convolution is not None and (self.convolution < 1 or self.convolution % 2 == 0):
             raise ValueError(f"convolution={self.convolution} must be an odd kernel size, or None for no convolution.")
+        self._check_softmax_steps()
         if not self.normalize and not self.output_norm:
             raise ValueError(
                 "normalize=False leaves an output that grows with the number of tokens, so something else must fix "
@@ -126,6 +131,13 @@ class MHLAConfig:
                 "use normalize=False with output_norm=True, or a positive feature map."
             )
         self._check_exact()
+
+    def _check_softmax_steps(self) -> None:
+        steps = self.softmax_steps
+        words = "a number of denoising steps such as 3, or a fraction of them from 0.0 to 1.0"
+        _check_type("softmax_steps", steps, int | float, words)
+        fits = steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1
+        check(fits, f"softmax_steps={steps} must be {words}.")
 
     def _check_exact(self) -> None:
         if self.exact_tiles is not None:

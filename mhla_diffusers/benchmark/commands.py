@@ -152,12 +152,16 @@ def bench_pipeline(
     guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
+    softmax_steps: Annotated[
+        str, typer.Option(help="First steps in which patches rest: a number such as 3, or 20%.")
+    ] = "0",
     repetitions: Annotated[int, typer.Option(help="Calls of each variant, after one to warm up.")] = 3,
     device: _DEVICE = "auto",
     dtype: _DTYPE = None,
     output: _OUTPUT = _FOLDER,
 ) -> None:
     """A whole call of a pipeline, and its parts: text encoding, denoising, VAE."""
+    from ..generation.names import parse_steps
     from .models import parse_size
     from .pipeline import benchmark_pipeline, choose_pipeline
     from .recorder import Recorder
@@ -172,7 +176,7 @@ def bench_pipeline(
         "num_frames": frames,
     }
     settings = {name: value for name, value in asked.items() if value is not None}
-    case = choose_pipeline(model, place, precision, repetitions, settings)
+    case = choose_pipeline(model, place, precision, repetitions, settings, parse_steps(softmax_steps))
     recorder = Recorder("pipeline", place, precision, output)
     recorder.add(benchmark_pipeline(case, recorder.rates))
     recorder.finish()

@@ -37,11 +37,14 @@ class PipelineCase(PipelineChoice):
 
     repetitions: int = 3
     """Calls of each variant, after one to warm up."""
+    softmax_steps: int | float = 0
+    """First denoising steps in which every patch rests, see :class:`MHLAConfig`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.repetitions < 1:
             raise ValueError(f"repetitions={self.repetitions} must be positive.")
+        self.of_family.default_config.replace(softmax_steps=self.softmax_steps)  # which refuses what cannot be
 
     @property
     def name(self) -> str:
@@ -66,7 +69,8 @@ class PipelineCase(PipelineChoice):
 
     def row(self, outcome: Outcome, rates: Rates, stage: str, variant: str, note: str = "") -> Row:
         """A row of this case."""
-        described = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        settings = {**self.settings, **({"softmax_steps": self.softmax_steps} if self.softmax_steps else {})}
+        described = ", ".join(f"{name}={value}" for name, value in settings.items())
         return make_row(
             outcome,
             rates,
@@ -86,7 +90,12 @@ _SIZES = {"frames": "num_frames", "height": "height", "width": "width"}
 
 
 def choose_pipeline(
-    name: str, device: torch.device, dtype: torch.dtype, repetitions: int, settings: Mapping[str, Any]
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    repetitions: int,
+    settings: Mapping[str, Any],
+    softmax_steps: int | float = 0,
 ) -> PipelineCase:
     """A pipeline by name, checked with its settings before anything is loaded.
 
@@ -96,6 +105,7 @@ def choose_pipeline(
         dtype: of its weights.
         repetitions: calls of each variant.
         settings: arguments of the call, such as num_inference_steps, guidance_scale, height, width, num_frames.
+        softmax_steps: first denoising steps in which patches rest.
 
     Raises:
         FileNotFoundError: no such pipeline.
@@ -107,7 +117,13 @@ def choose_pipeline(
         model, family = name, family_of(name).name
     types = {dtype: name for name, dtype in FLOAT_TYPES.items()}
     case = PipelineCase(
-        family, repetitions, model=model, device=str(device), dtype=types[dtype], settings=dict(settings)
+        family,
+        repetitions,
+        softmax_steps,
+        model=model,
+        device=str(device),
+        dtype=types[dtype],
+        settings=dict(settings),
     )
     case.check()
     return case
@@ -159,7 +175,7 @@ def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
             try:
                 if calls.variant == EXACT:
                     _calibrate(pipe, case, calls, grids[0])
-                with _patched(pipe, calls):
+                with _patched(pipe, case, calls):
                     case.run(pipe)
                     calls.peak_bytes = peak_bytes(lambda: case.run(pipe), case.place)
             except RuntimeError as error:
@@ -169,7 +185,7 @@ def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
     for _ in range(case.repetitions):
         for calls in found:
             if calls.refused is None:
-                with _patched(pipe, calls):
+                with _patched(pipe, case, calls):
                     calls.seconds.append(_timed_call(pipe, case))
     return [row for calls in found for row in _rows(case, calls, rates)]
 
@@ -183,12 +199,12 @@ def _rows(case: PipelineCase, calls: Calls, rates: Rates) -> list[Row]:
 
 
 @contextmanager
-def _patched(pipe: Any, calls: Calls) -> Iterator[None]:
+def _patched(pipe: Any, case: PipelineCase, calls: Calls) -> Iterator[None]:
     """The pipeline with another attention; patching takes no part in the time."""
     if calls.variant == UNPATCHED:
         yield
         return
-    apply_mhla(pipe, **calls.settings)
+    apply_mhla(pipe, softmax_steps=case.softmax_steps, **calls.settings)
     try:
         layers = mhla_layers(pipe)
         for name, state in calls.calibrated.items():

@@ -101,6 +101,10 @@ class Family(ABC):
         latents = torch.empty(1, 1, *frames, *(side // stride for side in sides), device="meta")
         return tuple(int(size) for size in self.token_grid(transformer, latents))
 
+    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
+        """The scheduler's timestep that the pipeline made the transformer's argument ``timestep`` of; by default it."""
+        return timestep
+
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
         """Token grid that the tables of RoPE tell a self-attention; None of another model, or if they do not tell.
 

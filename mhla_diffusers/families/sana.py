@@ -100,6 +100,10 @@ class SanaFamily(Family):
         """Flow matching; SANA-Sprint scales its timesteps."""
         return FlowMatching(flow_shift, timestep_scale=float(transformer.config.timestep_scale))
 
+    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
+        """Without the factor of SANA-Sprint."""
+        return timestep / float(transformer.config.timestep_scale)
+
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """``encoder_hidden_states`` (300, channels) and ``encoder_attention_mask`` (300,).
 

@@ -61,6 +61,22 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
+def parse_steps(text: str) -> int | float:
+    """``softmax_steps`` of a patch as a command takes it: a number of steps such as 3, or a part such as 0.2 or 20%.
+
+    Raises:
+        ValueError: neither.
+    """
+    try:
+        if text.endswith("%"):
+            return float(text.removesuffix("%")) / 100
+        return int(text) if text.isdigit() else float(text)
+    except ValueError:
+        raise ValueError(
+            f"steps={text!r} is unknown; write a number such as 3, or a part of all such as 20%."
+        ) from None
+
+
 def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
     """Check settings against the annotations of a pipeline's call.
 

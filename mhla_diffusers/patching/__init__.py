@@ -3,6 +3,7 @@
 from .calibration import calibrate_output_norm
 from .changing import change_mhla
 from .conversion import convert_wan
+from .denoising_steps import patch_in_every_step
 from .describe import describe
 from .exact_calibration import calibrate_exact_tiles
 from .finding import (
@@ -44,6 +45,7 @@ __all__ = [
     "load_mhla",
     "mhla_disabled",
     "mhla_layers",
+    "patch_in_every_step",
     "project",
     "push_mhla",
     "read_record",

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..families import get_family
+from .denoising_steps import StepHooks
 from .finding import attentions_of, find_transformers, hook_of, mhla_layers, require_layers
 from .layer import MHLALayer, layer_of
 from .other_processors import ProcessorWatch
@@ -44,7 +45,7 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     patched = [part for part in find_transformers(model).values() if mhla_layers(part)]
     changes = [_make_change(part, backend, settings) for part in patched]
     for change in changes:
-        _carry_out(change)
+        _carry_out(change, model)
     return model
 
 
@@ -70,6 +71,11 @@ def _make_change(transformer: nn.Module, backend: str | None, settings: Mapping[
     some_layer, old_processor = next(iter(before.values())), _processor(transformer, watch)
     config = some_layer.config.replace(**settings)
     check_settings(transformer, config)
+    if config.softmax_steps and watch is None:
+        raise ValueError(
+            f"softmax_steps={config.softmax_steps!r} needs a patch of apply_mhla(), which keeps the processors of "
+            "before; diffusers' own set_attn_processor drops them."
+        )
     if config.mixing_init != some_layer.config.mixing_init:
         raise ValueError(
             f"mixing_init={config.mixing_init!r} says how fresh mixing matrices begin, and these are kept; call "
@@ -131,7 +137,7 @@ def _carry_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping
             parameter.requires_grad_(old[key].requires_grad)
 
 
-def _carry_out(change: _Change) -> None:
+def _carry_out(change: _Change, model: Any) -> None:
     transformer = change.transformer
     family, watch = get_family(transformer), hook_of(transformer, ProcessorWatch)
     own = family.self_attentions(transformer)
@@ -148,3 +154,8 @@ def _carry_out(change: _Change) -> None:
             attn.set_processor(change.processor)
     if watch is not None:
         watch.processor = change.processor
+    steps = hook_of(transformer, StepHooks)
+    if steps is not None:
+        steps.softmax_steps = change.processor.config.softmax_steps
+        if not isinstance(model, nn.Module):
+            steps.call_from(model)

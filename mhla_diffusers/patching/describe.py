@@ -54,6 +54,8 @@ class LayerDescription:
     """Class of the processor that runs."""
     cost: AttentionCost | None = None
     """Of the attention on the grid; None while the grid is unknown."""
+    softmax_steps: int | float = 0
+    """First denoising steps in which it attends as before the patch, see :class:`mhla_diffusers.MHLAConfig`."""
     runs_mhla: bool = False
     """False also for a patched layer whose patch is switched off, or whose processor something else has set."""
 
@@ -79,7 +81,9 @@ class Description(list[LayerDescription]):
         total = f"{replaced} of {len(self)} self-attentions replaced, {extra:,} extra parameters"
         if off:
             total += f"; MHLA does not run in {off} of them now"
-        return "\n".join([text_table(header, rows), *self._exact_lines(), *self._cost_lines(), total])
+        return "\n".join(
+            [text_table(header, rows), *self._exact_lines(), *self._step_lines(), *self._cost_lines(), total]
+        )
 
     @property
     def cost(self) -> AttentionCost | None:
@@ -92,6 +96,11 @@ class Description(list[LayerDescription]):
         if self.cost is None or len(grids) != 1:
             return []
         return [f"attention of {math.prod(grids.pop()):,} tokens: {self.cost}"]
+
+    def _step_lines(self) -> list[str]:
+        steps = {layer.softmax_steps for layer in self if layer.softmax_steps}
+        texts = [f"{one:.0%} of the denoising steps" if isinstance(one, float) else f"{one} steps" for one in steps]
+        return [f"as before the patch in the first {text}" for text in texts]
 
     def _exact_lines(self) -> list[str]:
         """A line for every layout of exact tiles that layers have."""
@@ -165,7 +174,9 @@ def _describe_layer(
     tokens = _smallest_and_largest(grid, blocks)
     exact, running = _describe_exact(config, layer, grid), isinstance(processor, MHLAProcessor)
     kind = type(processor).__name__
-    return LayerDescription(name, True, grid, blocks, tokens, extra, exact, kind, runs_mhla=running)
+    return LayerDescription(
+        name, True, grid, blocks, tokens, extra, exact, kind, softmax_steps=config.softmax_steps, runs_mhla=running
+    )
 
 
 def _cost(layer: LayerDescription, attn: Any, family: Family) -> AttentionCost | None:

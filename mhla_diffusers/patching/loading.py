@@ -88,7 +88,7 @@ def load_mhla(
             for name, layer in _layers(plan).items():
                 own = [key for key in part if key.startswith(f"{name}.")]
                 _fill(layer, {key.removeprefix(f"{name}."): part.pop(key) for key in own})
-            carry_out(plan)
+            carry_out(plan, model)
             replace_weights(plan.transformer, part, keep_replaced)
     except BaseException:  # no memory, or interrupted
         if is_patched(model) and all(is_restorable(plan.transformer) for plan, _ in prepared):

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..config import AUTOMATIC, LayerChoice, MHLAConfig, is_automatic, parse_layers
 from ..families import Family, get_family
+from .denoising_steps import StepHooks
 from .finding import is_patched
 from .layer import MHLALayer
 from .other_processors import ProcessorWatch
@@ -74,13 +75,15 @@ def _is_group_offloaded(module: nn.Module) -> bool:
     return hooks is not None and hooks.get_hook("group_offloading") is not None
 
 
-def carry_out(plan: Plan) -> None:
-    """Patch the transformer."""
+def carry_out(plan: Plan, model: Any) -> None:
+    """Patch the transformer, which is ``model`` or a part of it."""
     for attn, layer in plan.layers:
         layer.original_processor = attn.processor
         attn.mhla = layer
         attn.set_processor(plan.processor)
     TokenGridHooks(plan.family).install(plan.transformer)
+    pipe = None if isinstance(model, nn.Module) else model
+    StepHooks(plan.family, plan.processor.config.softmax_steps, pipe).install(plan.transformer)
     watch = ProcessorWatch(plan.family, plan.processor)
     watch.handle = plan.transformer.register_forward_pre_hook(watch, with_kwargs=True)
     plan.family.prepare(plan.transformer)

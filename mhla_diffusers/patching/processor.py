@@ -9,10 +9,12 @@ from ..attention.blocks import check_blocks
 from ..attention.rotary import Rotary
 from ..config import MHLAConfig
 from ..families import cross_attention_processor, rotary_axes
-from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of
-from .token_grid import grid_of_call
+from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
+from .token_grid import attends_as_before, grid_of_call
 
 _FLOAT16_MAX = 65504.0
+_BACKEND = "_attention_backend"
+"""Attribute that diffusers' set_attention_backend writes into processors."""
 
 
 class MHLAProcessor:
@@ -94,6 +96,10 @@ class MHLAProcessor:
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask)
         layer = layer_of(attn)
         self._check_layer(layer)
+        if attends_as_before() and not _skips_scores(attn):
+            rotary = {} if rotary_emb is None else {"rotary_emb": rotary_emb}
+            before = with_backend_of(self, replaced_processor(attn))
+            return before(attn, hidden_states, attention_mask=attention_mask, **rotary)
         grid = self._grid_of(attn, hidden_states.shape[1], rotary_emb)
         key_mask = key_padding_mask(attention_mask, *hidden_states.shape[:2]) if attention_mask is not None else None
         if layer is None:
@@ -112,6 +118,11 @@ class MHLAProcessor:
                 "processor on every layer; use mhla_diffusers.set_attn_processor(transformer, processor) or "
                 "apply_mhla()."
             )
+        if layer is None and self.config.softmax_steps:
+            raise ValueError(
+                f"softmax_steps={self.config.softmax_steps!r} cannot be honoured when diffusers' own "
+                "set_attn_processor drops the processors of before; use apply_mhla(pipe, ...), which keeps them."
+            )
         # identity first: under torch.compile(dynamic=True) numbers inside an equality would become symbols
         if layer is not None and layer.config is not self.config and layer.config != self.config:
             raise ValueError(
@@ -128,6 +139,14 @@ class MHLAProcessor:
                 "run under context parallelism."
             )
         return grid
+
+
+def with_backend_of(processor: MHLAProcessor, original: Any) -> Any:
+    """The processor of before with the backend that ``set_attention_backend`` has set on a patched one meanwhile."""
+    meanwhile = vars(processor).get(_BACKEND, original)
+    if meanwhile is not original and getattr(original, _BACKEND, meanwhile) != meanwhile:
+        setattr(original, _BACKEND, meanwhile)
+    return original
 
 
 def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:

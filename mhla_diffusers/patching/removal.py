@@ -8,17 +8,15 @@ from torch import nn
 
 from ..families import Family, get_family
 from .base_weights import check_restorable, restore_weights
+from .denoising_steps import StepHooks
 from .finding import attentions_of, find_transformers, hook_of, is_patched
 from .layer import replaced_processor
 from .other_processors import ProcessorWatch, other_processors_wanted
-from .processor import MHLAProcessor
+from .processor import MHLAProcessor, with_backend_of
 from .token_grid import TokenGridHooks
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
-
-_BACKEND = "_attention_backend"
-"""Attribute that diffusers' set_attention_backend writes into processors."""
 
 
 def remove_mhla(model: Model) -> Model:
@@ -49,6 +47,9 @@ def remove_mhla(model: Model) -> Model:
             if hasattr(attn, "mhla"):
                 del attn.mhla
         hooks, watch = hook_of(transformer, TokenGridHooks), hook_of(transformer, ProcessorWatch)
+        steps = hook_of(transformer, StepHooks)
+        if steps is not None:
+            steps.remove(transformer)
         if hooks is not None:
             hooks.remove(transformer)
         if watch is not None and watch.handle is not None:
@@ -94,7 +95,4 @@ def original_processor(attn: Any, family: Family, transformer: nn.Module) -> Any
     if original is None:
         is_self_attention = any(attn is own for own in family.self_attentions(transformer).values())
         original = family.self_attention_processor() if is_self_attention else family.cross_attention_processor()
-    meanwhile = vars(attn.processor).get(_BACKEND, original) if isinstance(attn.processor, MHLAProcessor) else original
-    if meanwhile is not original and hasattr(original, _BACKEND):
-        setattr(original, _BACKEND, meanwhile)
-    return original
+    return with_backend_of(attn.processor, original) if isinstance(attn.processor, MHLAProcessor) else original

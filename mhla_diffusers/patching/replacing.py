@@ -72,7 +72,7 @@ def apply_mhla(
         configs = _choose_automatically(transformers, configs, calibration, backend)
     plans = [make_plan(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
     for plan in plans:
-        carry_out(plan)
+        carry_out(plan, model)
     if calibration is not None and has_exact:
         try:
             calibrate_exact_tiles(model, calibration)
@@ -102,7 +102,7 @@ def _choose_automatically(
     calls = record_calls(transformers, calibration)
     chosen = {}
     for name, plan in plans.items():
-        carry_out(plan)
+        carry_out(plan, plan.transformer)
         try:
             if plan.processor.config.exact != "none":
                 calibrate_exact_tiles(plan.transformer, partial(repeat_calls, plan.transformer, calls[name]))
@@ -141,7 +141,7 @@ def set_attn_processor(transformer: Any, processor: Any) -> None:
             of the attentions.
     """
     if isinstance(processor, MHLAProcessor):
-        carry_out(make_plan(transformer, processor))
+        carry_out(make_plan(transformer, processor), transformer)
         return
     get_family(transformer)
     attentions = attentions_of(transformer)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..families import get_family
+from .denoising_steps import patch_in_every_step
 from .finding import find_transformers, is_patched, require_layers
 from .other_processors import other_processors_wanted
 from .processor import MHLAProcessor
@@ -66,7 +67,8 @@ class TransformerCall:
 
     def predict(self, transformer: nn.Module) -> torch.Tensor:
         """Output of the transformer: (B, output channels, ...)."""
-        prediction: torch.Tensor = transformer(*self.args, **{**self.kwargs, "return_dict": False})[0]
+        with patch_in_every_step():  # outside of the loop that it was recorded in
+            prediction: torch.Tensor = transformer(*self.args, **{**self.kwargs, "return_dict": False})[0]
         return prediction
 
 

@@ -1,7 +1,7 @@
-"""The token grid of a call: noted by hooks of the transformer for their own thread, and known again to a recomputation.
+"""What a call tells its attentions: the token grid, and whether they attend as before the patch.
 
-The grid belongs to the call and not to the layers, which two threads share and which PEFT, ``deepcopy`` and
-checkpointing copy or run again.
+Hooks of the transformer note it for their own thread, and a recomputation knows it again. It belongs to the call and
+not to the layers, which two threads share and which PEFT, ``deepcopy`` and checkpointing copy or run again.
 """
 
 import threading
@@ -29,6 +29,7 @@ class _Forward:
     """What a thread's transformer is working on."""
 
     grid: Grid | None = None
+    attends_as_before: bool = False
 
 
 class _Thread(threading.local):
@@ -50,6 +51,16 @@ def token_grid(grid: Grid | None) -> Iterator[None]:
         yield
     finally:
         forward.grid = before
+
+
+def attend_as_before(wanted: bool) -> None:
+    """Until the forward of this thread's transformer ends, patched attentions run what they ran before the patch."""
+    _THREAD.forward.attends_as_before = wanted
+
+
+def attends_as_before() -> bool:
+    """What :func:`attend_as_before` was told."""
+    return _THREAD.forward.attends_as_before
 
 
 def grid_of_call(attn: Any, rotary: Rotary | None) -> Grid:
@@ -134,6 +145,7 @@ class TokenGridHooks:
     def forget(self, *_: Any) -> None:
         """The forward is over."""
         _THREAD.forward.grid = None
+        _THREAD.forward.attends_as_before = False
 
 
 class _Carrying:
@@ -146,9 +158,15 @@ class _Carrying:
         """Run a block; when it runs again, it has the grid of now."""
         if torch.compiler.is_compiling():  # recomputes its graph, of which the grid is a part
             return self.checkpoint(block, *args)
-        return self.checkpoint(partial(_run_on, _THREAD.forward.grid, block), *args)
+        forward = _THREAD.forward
+        return self.checkpoint(partial(_run_on, forward.grid, forward.attends_as_before, block), *args)
 
 
-def _run_on(grid: Grid | None, block: Any, *args: Any) -> Any:
-    with token_grid(grid):
-        return block(*args)
+def _run_on(grid: Grid | None, as_before: bool, block: Any, *args: Any) -> Any:
+    forward = _THREAD.forward
+    before, forward.attends_as_before = forward.attends_as_before, as_before
+    try:
+        with token_grid(grid):
+            return block(*args)
+    finally:
+        forward.attends_as_before = before

@@ -10,6 +10,7 @@ from torch import nn
 from ..families import Clip, DiffusionProcess, get_family
 from ..generation.noise import generator_for
 from ..generation.record import write_sample
+from ..patching import patch_in_every_step
 from .config import TrainingConfig
 from .latents.data import TrainingData, on_device
 
@@ -50,7 +51,9 @@ class ValidationLoss:
             noise = torch.randn(latents.shape, generator=generator_for(self._seed, "validation", index)).to(device)
             for quantile in self._quantiles.to(device):
                 batch = self._process.make_batch(latents, noise, quantile[None], sample)
-                loss = self._process.loss(batch.predict(transformer), batch)
+                with patch_in_every_step():
+                    prediction = batch.predict(transformer)
+                loss = self._process.loss(prediction, batch)
                 total += counted * loss.double().squeeze(0) / len(self._quantiles)
         return total
 

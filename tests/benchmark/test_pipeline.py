@@ -40,7 +40,7 @@ def test_calls_are_patched_with_what_was_calibrated():
     _calibrate(pipe, case, calls, (3, 8, 8))
     assert not is_patched(pipe)
     assert "1x2x3 tiles" in calls.note
-    with _patched(pipe, calls):
+    with _patched(pipe, case, calls):
         masks = [layer.exact.mask for layer in mhla_layers(pipe).values()]
         weights = [float(layer.far_field_log_weight[0]) for layer in mhla_layers(pipe).values()]
         case.run(pipe)
@@ -74,3 +74,15 @@ def test_a_folder_is_measured_like_the_pipeline_in_it(tmp_path):
     (run,) = read_runs([tmp_path])
     assert tuple(medians(run, WHOLE)) == (*VARIANTS, EXACT)
     assert run.rows[0].model == str(pipeline_folder("dit"))
+
+
+def test_patches_rest_in_the_first_steps(tmp_path):
+    """The case says so, and with all steps at rest MHLA takes no part in the time."""
+    options = ("--steps", 2, "--softmax-steps", "50%", "--repetitions", 1, "--device", "cpu", "--output", tmp_path)
+    bench("pipeline", "--model", "tiny-wan", *options)
+    (run,) = read_runs([tmp_path])
+    assert {row.case for row in run.rows} == {"tiny-wan, num_inference_steps=2, softmax_steps=0.5"}
+    assert set(medians(run, WHOLE)) == {*VARIANTS, EXACT}
+    for value, message in (("many", "write a number such as 3"), ("120%", "softmax_steps=1.2 must be")):
+        with pytest.raises(ValueError, match=message):
+            bench("pipeline", "--model", "tiny-wan", "--softmax-steps", value, "--device", "cpu", "--output", tmp_path)

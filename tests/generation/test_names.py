@@ -3,7 +3,7 @@
 import pytest
 from diffusers import DiTPipeline, SanaPipeline, WanPipeline
 
-from mhla_diffusers.generation.names import check_settings, parse_settings, read_prompts
+from mhla_diffusers.generation.names import check_settings, parse_settings, parse_steps, read_prompts
 from mhla_diffusers.tiny import call_settings
 
 
@@ -19,6 +19,15 @@ def test_settings_are_typed():
 def test_settings_that_cannot_be_read(text, message):
     with pytest.raises(ValueError, match=message):
         parse_settings([text])
+
+
+def test_steps_are_a_number_or_a_part():
+    found = {text: parse_steps(text) for text in ("0", "3", "1", "0.2", "20%", "1.0", "100%")}
+    assert found == {"0": 0, "3": 3, "1": 1, "0.2": 0.2, "20%": 0.2, "1.0": 1.0, "100%": 1.0}
+    assert type(found["1"]) is int and type(found["1.0"]) is type(found["100%"]) is float
+    for text in ("many", "", "%", "3 steps"):
+        with pytest.raises(ValueError, match="write a number such as 3, or a part of all such as 20%"):
+            parse_steps(text)
 
 
 @pytest.mark.parametrize(

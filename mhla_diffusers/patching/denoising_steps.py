@@ -1,0 +1,177 @@
+"""Which denoising step a forward of a transformer belongs to, and in which of them its patch rests.
+
+A pipeline that tells the step to diffusers' ``cache_context``, as Wan's do, is believed. Of any other the step is the
+place of its timestep among those of the scheduler.
+"""
+
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..families import Family
+from .token_grid import attend_as_before
+
+logger = logging.getLogger(__name__)
+
+_CACHE_CONTEXT = "cache_context"
+"""Method of diffusers' ``CacheMixin`` that a pipeline enters around every forward."""
+_SAME = 1e-5
+"""Relative difference up to which two timesteps are one, since some are scaled on their way to the transformer."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a denoising loop."""
+
+    index: int
+    """From 0."""
+    count: int
+    """Of all steps."""
+
+    def is_among_first(self, steps: int | float) -> bool:
+        """Whether it is one of the first ``steps``, a number or, as a float, a fraction of all, rounded up."""
+        return self.index < (steps if isinstance(steps, int) else math.ceil(steps * self.count - 1e-9))
+
+
+class _Loop:
+    """What a thread's pipeline has told of the forward that comes."""
+
+    step: Step | None = None
+    rests: bool = False
+    """Whether the patch rests in it: worked out outside of the transformer, since a compiled one would be compiled anew
+    for every number of a step.
+    """
+    patch_runs_always: bool = False
+
+
+class _Thread(threading.local):
+    """One :class:`_Loop` per thread, an object of its own since torch.compile follows no context variables."""
+
+    def __init__(self) -> None:
+        self.loop = _Loop()
+
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def patch_in_every_step() -> Iterator[None]:
+    """Within the context patches of this thread do not rest, for forwards that are no part of a denoising loop."""
+    loop = _THREAD.loop
+    before, loop.patch_runs_always = loop.patch_runs_always, True
+    try:
+        yield
+    finally:
+        loop.patch_runs_always = before
+
+
+class StepHooks:
+    """Forward pre-hook of a patched transformer: in the first denoising steps its attentions run as before the patch.
+
+    Args:
+        family: of the transformer.
+        softmax_steps: how many, see :class:`mhla_diffusers.MHLAConfig`.
+        pipe: pipeline that calls the transformer; None if only the transformer is known.
+    """
+
+    def __init__(self, family: Family, softmax_steps: int | float, pipe: Any) -> None:
+        self.family = family
+        self.softmax_steps = softmax_steps
+        self.call_from(pipe)
+        self._has_warned = False
+        self._handle: RemovableHandle | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle of the transformer, which some other pipeline will call."""
+        return {**vars(self), "_pipe": None}
+
+    def call_from(self, pipe: Any) -> None:
+        """Say which pipeline calls the transformer; it is not kept alive."""
+        self._pipe = weakref.ref(pipe) if pipe is not None else None
+
+    def install(self, transformer: nn.Module) -> None:
+        """Put the hook on a transformer."""
+        self._handle = transformer.register_forward_pre_hook(self, with_kwargs=True)
+        if hasattr(type(transformer), _CACHE_CONTEXT):
+            setattr(transformer, _CACHE_CONTEXT, _Listening(transformer, self))
+
+    def remove(self, transformer: nn.Module) -> None:
+        """Take it away."""
+        if self._handle is not None:
+            self._handle.remove()
+        if isinstance(vars(transformer).get(_CACHE_CONTEXT), _Listening):
+            delattr(transformer, _CACHE_CONTEXT)
+
+    def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before every forward; in training mode the patch never rests."""
+        loop = _THREAD.loop
+        if not self.softmax_steps or transformer.training or loop.patch_runs_always:
+            return
+        if loop.step is not None:
+            attend_as_before(loop.rests)
+            return
+        step = self.step(transformer, kwargs)
+        if step is not None:
+            attend_as_before(step.is_among_first(self.softmax_steps))
+        elif not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "softmax_steps=%s has no effect on a forward of %s that nothing tells its denoising step: MHLA runs. "
+                "Give the pipeline that calls it to apply_mhla(), load_mhla() or change_mhla(), or enter "
+                'transformer.cache_context("cond", step_index=…, num_inference_steps=…) around it.',
+                self.softmax_steps,
+                type(transformer).__name__,
+            )
+
+    def step(self, transformer: nn.Module, kwargs: dict[str, Any]) -> Step | None:
+        """The step of a forward with these keyword arguments; None if nothing tells.
+
+        Where the pipeline does not say it to ``cache_context``, the timestep is read, for which a device is waited.
+        """
+        told = _THREAD.loop.step
+        if told is not None:
+            return told
+        pipe, timestep = self._pipe() if self._pipe is not None else None, kwargs.get("timestep")
+        timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
+        if timestep is None or timesteps is None or not len(timesteps):
+            return None
+        of_scheduler = self.family.scheduler_timestep(transformer, torch.as_tensor(timestep).float().max())
+        differences = (timesteps.to(of_scheduler.device).float() - of_scheduler).abs()
+        index = int(differences.argmin())
+        is_same = float(differences[index]) <= _SAME * max(1.0, float(of_scheduler))
+        return Step(index, len(timesteps)) if is_same else None
+
+
+class _Listening:
+    """A transformer's ``cache_context`` that notes the step that it is told."""
+
+    def __init__(self, transformer: nn.Module, hooks: StepHooks) -> None:
+        self._transformer = transformer
+        self._hooks = hooks
+
+    def __call__(self, name: str, **fields: Any) -> AbstractContextManager[None]:
+        """Of diffusers; what it is told goes on to it."""
+        return self._noted(name, fields)
+
+    @contextmanager
+    def _noted(self, name: str, fields: dict[str, Any]) -> Iterator[None]:
+        index, count = fields.get("step_index"), fields.get("num_inference_steps")
+        loop = _THREAD.loop
+        before = loop.step, loop.rests
+        loop.step = Step(int(index), int(count)) if index is not None and count is not None else None
+        loop.rests = loop.step is not None and loop.step.is_among_first(self._hooks.softmax_steps)
+        transformer: Any = self._transformer
+        try:
+            with getattr(type(transformer), _CACHE_CONTEXT)(transformer, name, **fields):
+                yield
+        finally:
+            loop.step, loop.rests = before

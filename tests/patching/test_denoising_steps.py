@@ -1,0 +1,277 @@
+"""softmax_steps: in the first steps of a pipeline's call a patched model attends as before the patch."""
+
+import copy
+import logging
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, SanaPAGPipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mhla_diffusers as mhla
+from mhla_diffusers.patching.denoising_steps import Step, patch_in_every_step
+
+from ..models import FAMILIES, assert_changed, inputs, output, patched
+from ..pipelines import PIPELINES, quiet, sana_pipeline, wan_pipeline
+from .shared import assert_equal_up_to_order, assert_same_footprint, footprint
+
+
+def steps_with_mhla(pipe, run):
+    """Number of MHLA layers that run at each timestep of the transformer."""
+    counts, timestep = Counter(), []
+    transformers = [part for part in pipe.components.values() if hasattr(part, "config") and mhla.is_patched(part)]
+    handles = [
+        part.register_forward_pre_hook(
+            lambda _, args, kwargs: timestep.append(float(kwargs["timestep"].float().max())), with_kwargs=True
+        )
+        for part in transformers
+    ]
+    handles += [
+        layer.register_forward_pre_hook(lambda *_: counts.update([timestep[-1]]))
+        for layer in mhla.mhla_layers(pipe).values()
+    ]
+    run()
+    for handle in handles:
+        handle.remove()
+    return [counts[one] for one in dict.fromkeys(timestep)]
+
+
+def short(name, steps=4):
+    return PIPELINES[name].call | {"num_inference_steps": steps}
+
+
+def run_of(name, pipe, steps=4):
+    return lambda: pipe(**short(name, steps), generator=torch.Generator().manual_seed(3))
+
+
+def pictures(name, pipe, steps=4):
+    result = run_of(name, pipe, steps)()
+    return result.frames if hasattr(result, "frames") else result.images
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_patch_rests_in_the_first_steps_of_every_pipeline(name):
+    """DiT's DDIM counts no steps, SANA's solver does, Wan tells diffusers' cache context; of Wan 2.2 both models."""
+    pipe = PIPELINES[name].build()
+    before = pictures(name, pipe)
+    mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks, exact="none", exact_tiles=None)
+    every = steps_with_mhla(pipe, run_of(name, pipe))
+    assert len(every) == 4 and all(every)
+    found = {0: pictures(name, pipe)}
+    for steps, resting in ((1, 1), (0.5, 2), (0.51, 3), (3, 3), (1.0, 4), (9, 4)):
+        mhla.change_mhla(pipe, softmax_steps=steps)
+        assert steps_with_mhla(pipe, run_of(name, pipe)) == [0] * resting + every[resting:]
+        found[steps] = pictures(name, pipe)
+    assert torch.equal(found[1.0], before) and torch.equal(found[9], before)
+    assert_changed(found[3], before)
+    assert_changed(found[1], found[0])
+    assert torch.equal(found[0.51], found[3])
+
+
+def test_step_numbers_and_fractions():
+    assert [Step(index, 10).is_among_first(0.2) for index in range(3)] == [True, True, False]
+    assert [Step(index, 10).is_among_first(0.21) for index in range(4)] == [True, True, True, False]
+    assert [Step(index, 10).is_among_first(2) for index in range(3)] == [True, True, False]
+    assert Step(0, 10).is_among_first(1) and not Step(1, 10).is_among_first(1)
+    assert Step(9, 10).is_among_first(1.0)
+
+
+@given(st.integers(1, 200), st.floats(0, 1))
+def test_a_fraction_is_rounded_up(count, fraction):
+    resting = sum(Step(index, count).is_among_first(fraction) for index in range(count))
+    assert fraction * count - 1e-6 <= resting < fraction * count + 1
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, -0.1, True, "3", float("nan")])
+def test_other_values_are_refused(steps):
+    with pytest.raises(ValueError, match=r"softmax_steps=.* must be a number of denoising steps such as 3"):
+        mhla.MHLAConfig(blocks=(2, 2), softmax_steps=steps)
+
+
+def test_another_scheduler_after_patching():
+    pipe = PIPELINES["dit"].build()
+    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=2)
+    pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
+    assert steps_with_mhla(pipe, run_of("dit", pipe))[:2] == [0, 0]
+
+
+def test_timesteps_that_are_scaled_on_their_way():
+    """As SANA-Sprint's are."""
+    pipe = sana_pipeline()
+    pipe.transformer.register_to_config(timestep_scale=0.001)
+    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=1)
+    assert steps_with_mhla(pipe, run_of("sana", pipe)) == [0, 3, 3, 3]
+
+
+def test_a_transformer_alone(caplog):
+    """Wan's pipeline tells the step to the transformer; of DiT nothing does, which is said once."""
+    pipe = wan_pipeline()
+    mhla.apply_mhla(pipe.transformer, blocks=(3, 2, 1), softmax_steps=2)
+    assert steps_with_mhla(pipe, run_of("wan", pipe))[:3] == [0, 0, 8]
+    pipe = PIPELINES["dit"].build()
+    mhla.apply_mhla(pipe.transformer, blocks=(4, 2), softmax_steps=2)
+    with caplog.at_level(logging.WARNING, "mhla_diffusers"):
+        assert all(steps_with_mhla(pipe, run_of("dit", pipe)))
+    (warning,) = [record.message for record in caplog.records if "softmax_steps" in record.message]
+    assert "softmax_steps=2 has no effect on a forward of DiTTransformer2DModel" in warning
+    mhla.change_mhla(pipe, backend="eager")
+    assert steps_with_mhla(pipe, run_of("dit", pipe))[:2] == [0, 0], "the pipeline is known now"
+
+
+def test_a_loop_of_ones_own():
+    model = patched("wan", softmax_steps=0.5)
+    arguments = inputs("wan")
+    with mhla.mhla_disabled(model):
+        before = output(model, arguments)
+    with model.cache_context("cond", step_index=0, num_inference_steps=4):
+        assert torch.equal(output(model, arguments), before)
+        with patch_in_every_step():
+            assert_changed(output(model, arguments), before)
+    with model.cache_context("cond", step_index=2, num_inference_steps=4):
+        assert_changed(output(model, arguments), before)
+    assert_changed(output(model, arguments), before)
+
+
+def test_training_and_measuring_are_no_steps(caplog):
+    """Whatever the pipeline did last: its scheduler still holds timesteps that a forward could meet by chance."""
+    pipe = PIPELINES["dit"].build()
+    run = run_of("dit", pipe)
+    mhla.apply_mhla(pipe, blocks=(4, 2), exact="none", exact_tiles=None)
+    expected = mhla.layer_sensitivity(pipe, run)
+    mhla.change_mhla(pipe, softmax_steps=1.0)
+    run()
+    assert mhla.layer_sensitivity(pipe, run) == expected
+    arguments = inputs("dit") | {"timestep": pipe.scheduler.timesteps[:2]}
+    pipe.transformer.train()
+    found = output(pipe.transformer, arguments)
+    pipe.transformer.eval()
+    assert_changed(found, output(pipe.transformer, arguments))
+    assert not caplog.records
+
+
+def test_removal_leaves_nothing():
+    pipe = wan_pipeline()
+    before = footprint(pipe.transformer)
+    mhla.apply_mhla(pipe, blocks=(3, 2, 1), softmax_steps=2)
+    assert "cache_context" in vars(pipe.transformer)
+    mhla.remove_mhla(pipe)
+    assert_same_footprint(pipe.transformer, before)
+
+
+def test_saved_and_loaded(tmp_path):
+    pipe = PIPELINES["sana"].build()
+    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=0.5)
+    expected = pictures("sana", pipe)
+    mhla.save_mhla(pipe, tmp_path)
+    mhla.remove_mhla(pipe)
+    mhla.load_mhla(pipe, tmp_path)
+    assert torch.equal(pictures("sana", pipe), expected)
+    assert {layer.softmax_steps for layer in mhla.describe(pipe)} == {0.5}
+    assert "as before the patch in the first 50% of the denoising steps" in str(mhla.describe(pipe))
+
+
+def test_copies_belong_to_no_pipeline(caplog):
+    """A copied or unpickled transformer may be called by any; Wan's tells the step to whatever it calls."""
+    pipe = wan_pipeline()
+    mhla.apply_mhla(pipe, blocks=(3, 2, 1), softmax_steps=2)
+    for other in (copy.deepcopy(pipe.transformer), pickle.loads(pickle.dumps(pipe.transformer))):  # noqa: S301
+        elsewhere = wan_pipeline(other)
+        assert steps_with_mhla(elsewhere, run_of("wan", elsewhere))[:3] == [0, 0, 8]
+    assert not caplog.records
+
+
+def test_diffusers_own_form_is_refused():
+    """It drops the processors of before."""
+    model = FAMILIES["wan"].build()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3), softmax_steps=1))
+    with pytest.raises(ValueError, match="softmax_steps=1 cannot be honoured when diffusers' own set_attn_processor"):
+        output(model, inputs("wan"))
+    model = FAMILIES["wan"].build()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3)))
+    output(model, inputs("wan"))
+    with pytest.raises(ValueError, match=r"softmax_steps=1 needs a patch of apply_mhla\(\)"):
+        mhla.change_mhla(model, softmax_steps=1)
+
+
+def test_perturbed_attention_guidance_in_the_first_steps():
+    """With the patch resting throughout, guidance draws what it draws without a patch."""
+    images = []
+    for steps in (None, 1.0):
+        pipe = quiet(SanaPAGPipeline(**sana_pipeline().components, pag_applied_layers=["transformer_blocks.1"]))
+        if steps is not None:
+            mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=steps)
+        call = PIPELINES["sana"].call | {"pag_scale": 3.0}
+        images.append(pipe(**call, generator=torch.Generator().manual_seed(3)).images)
+    # the branches are attended to in other batches
+    assert_equal_up_to_order(images[1], images[0])
+
+
+def test_the_backend_that_is_set_on_the_patched_model_holds():
+    model = patched("wan", softmax_steps=1)
+    model.set_attention_backend("_native_math")
+    with model.cache_context("cond", step_index=0, num_inference_steps=2):
+        output(model, inputs("wan"))
+    layers = mhla.mhla_layers(model).values()
+    assert {layer.original_processor._attention_backend for layer in layers} == {"_native_math"}
+
+
+def test_gradient_checkpointing_recomputes_what_ran():
+    """Gradients of a step in which the patch rests, after another in which it runs."""
+    gradients = []
+    for checkpointing in (False, True):
+        model = patched("wan", softmax_steps=1)
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        latents = inputs("wan")["hidden_states"].requires_grad_(True)
+        total = 0
+        for index in range(2):
+            with model.cache_context("cond", step_index=index, num_inference_steps=2):
+                total = total + (index + 1) * model(**(inputs("wan") | {"hidden_states": latents})).sample.sum()
+        total.backward()
+        gradients.append(latents.grad)
+    assert_equal_up_to_order(gradients[1], gradients[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False], ids=["whole transformer", "repeated blocks"])
+def test_compiled_it_takes_two_graphs_whatever_the_number_of_steps(whole):
+    torch._dynamo.reset()
+    model, counter = patched("wan", softmax_steps=2), CompileCounterWithBackend("eager")
+    arguments = inputs("wan")
+    with mhla.mhla_disabled(model):
+        before = output(model, arguments)
+    with patch_in_every_step():
+        after = output(model, arguments)
+    if whole:
+        model.compile(backend=counter, fullgraph=True)
+    else:
+        model.compile_repeated_blocks(backend=counter, fullgraph=True)
+    counts = []
+    for index in range(6):
+        with model.cache_context("cond", step_index=index, num_inference_steps=6):
+            assert_equal_up_to_order(output(model, arguments), before if index < 2 else after)
+        counts.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert counts[1] == counts[0] and counts[2] > counts[1] and len(set(counts[2:])) == 1
+
+
+@pytest.mark.slow
+def test_compiled_where_only_the_scheduler_tells():
+    """The graph breaks where the timestep is read; what comes out is right."""
+    torch._dynamo.reset()
+    pipe = PIPELINES["dit"].build()
+    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=2)
+    expected = pictures("dit", pipe)
+    pipe.transformer.compile(backend="eager")
+    assert_equal_up_to_order(pictures("dit", pipe), expected)
+    torch._dynamo.reset()
+    pipe = PIPELINES["dit"].build()
+    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=2)
+    for block in pipe.transformer.transformer_blocks:
+        block.compile(backend="eager", fullgraph=True)
+    assert_equal_up_to_order(pictures("dit", pipe), expected)
+    torch._dynamo.reset()
