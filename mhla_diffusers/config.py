@@ -36,6 +36,8 @@ _BOOLEANS = (
 )
 _SHARED = ("calibrated", "content")
 """Choices of exact tiles that take a share."""
+MOST_BLOCKS = 8192
+"""Of a patch: their mixing matrix takes 256 MB in every layer, or for every head."""
 DEFAULT_SHARE = 0.05
 """Of exact pairs of tiles."""
 
@@ -104,6 +106,12 @@ class MHLAConfig:
         for entry in fields(self):
             object.__setattr__(self, entry.name, _plain(getattr(self, entry.name)))
         object.__setattr__(self, "blocks", check_blocks(self.blocks))
+        count = math.prod(self.blocks)
+        check(
+            count <= MOST_BLOCKS,
+            f"blocks={self.blocks} are {count:,} blocks, whose mixing matrix would have {count:,} rows and columns; at "
+            f"most {MOST_BLOCKS:,} are allowed, and suggest_blocks() tells how many a size needs.",
+        )
         if isinstance(self.layers, list | tuple | range):
             object.__setattr__(self, "layers", tuple(self.layers))
         parse_layers(self.layers)
@@ -367,7 +375,8 @@ def load_patch(name_or_path: str | Path) -> Patch:
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         if str(name_or_path) not in patch_names():
-            near = get_close_matches(str(name_or_path), patch_names(), n=3, cutoff=0.4)
+            known = [*patch_names(), *adapted_patch_names()]
+            near = get_close_matches(str(name_or_path), known, n=3, cutoff=0.4)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
             if adapted_patch_folder(str(name_or_path)) is not None:
                 hint = f": it is adapted, with weights; load_mhla(model, {str(name_or_path)!r}) opens it, or --weights."

@@ -43,6 +43,7 @@ def test_numbers_and_arrays_of_numpy_and_torch():
     [
         ({"blocks": (2, 2), "normalize": False}, "normalize=False .* set output_norm=True"),
         ({"blocks": (2, 2), "feature_map": "identity"}, "feature_map='identity' is signed"),
+        ({"blocks": (9999, 9999)}, "are 99,980,001 blocks, .*; at most 8,192 are allowed"),
         ({"blocks": (2, 2), "feature_map": "relo"}, "did you mean 'relu'"),
         ({"blocks": (2, 2), "rope": "no"}, "rope='no' is unknown; allowed: 'after', 'before'"),
         ({"blocks": (2, 2), "mixing_init": "random"}, "mixing_init='random' is unknown; allowed: 'locality'"),

@@ -74,6 +74,8 @@ def test_unknown_patches_give_the_nearest_names(tmp_path):
         load_patch(str(tmp_path))
     with pytest.raises(ValueError, match=r"Unknown patch 'wan2.1-t2v-1.3'; did you mean 'wan2.1-t2v-1.3b'"):
         load_patch("wan2.1-t2v-1.3")
+    with pytest.raises(ValueError, match=r"Unknown patch 'tiny-wan-exakt'; did you mean 'tiny-wan-exact'"):
+        load_patch("tiny-wan-exakt")
     with pytest.raises(FileNotFoundError, match="nowhere.yaml does not exist"):
         load_patch(tmp_path / "nowhere.yaml")
 

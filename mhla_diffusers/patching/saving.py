@@ -130,8 +130,8 @@ def _earlier_file(folder: Path) -> Path | None:
 
 
 def _make_folder(folder: str | Path) -> Path:
-    if not str(folder):
-        raise ValueError("folder is empty; give the folder to save into.")
+    if not isinstance(folder, str | Path) or not str(folder):
+        raise ValueError(f"folder={folder!r} must be the path of the folder to save into.")
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:

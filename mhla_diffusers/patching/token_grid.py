@@ -86,12 +86,14 @@ def _unknown_grid(layer: MHLALayer | None) -> str:
         return (
             "The token grid is known while the transformer runs, and this attention runs outside of it. Let gradient "
             "checkpointing be done by transformer.enable_gradient_checkpointing(), which carries the grid along; or "
-            "give the processor the grid of every input, MHLAProcessor(..., grid=(frames, height, width))."
+            "give the processor the grid of every input, MHLAProcessor(..., grid=…): (frames, height, width) in tokens, "
+            "or (height, width) for images."
         )
     return (
         "MHLAProcessor does not know the token grid: this model, or torch.compile, does not tell it to an attention. "
         "Call mhla_diffusers.set_attn_processor(pipe.transformer, processor) or mhla_diffusers.apply_mhla(pipe, ...), "
-        "which read it from every input, or give grid=(frames, height, width) to the processor."
+        "which read it from every input, or give it to the processor, grid=(frames, height, width) in tokens, or "
+        "(height, width) for images."
     )
 
 

@@ -424,8 +424,9 @@ def test_saving_refuses_what_it_cannot_save(tmp_path):
     file.write_text("")
     with pytest.raises(ValueError, match="Cannot save a patch into .*file"):
         save_mhla(model, file)
-    with pytest.raises(ValueError, match="folder is empty"):
-        save_mhla(model, "")
+    for folder in ("", None):
+        with pytest.raises(ValueError, match=f"folder={folder!r} must be the path of the folder"):
+            save_mhla(model, folder)
     with pytest.raises(FileNotFoundError, match="is no folder; load_mhla takes the folder"):
         load_mhla(models.wan(), file)
     from peft import LoraConfig
