@@ -86,7 +86,7 @@ def _unknown_grid(layer: MHLALayer | None) -> str:
         return (
             "The token grid is known while the transformer runs, and this attention runs outside of it. Let gradient "
             "checkpointing be done by transformer.enable_gradient_checkpointing(), which carries the grid along; or "
-            "give the processor the grid of every input, MHLAProcessor(..., grid=…): (frames, height, width) in tokens, "
+            "give the processor the grid of every input in tokens, MHLAProcessor(..., grid=(frames, height, width)), "
             "or (height, width) for images."
         )
     return (
