@@ -11,9 +11,8 @@ import typer
 from safetensors import safe_open
 
 from .attention import backend_names, feature_map_names
-from .attention.blocks import block_sizes
+from .attention.blocks import smallest_and_largest
 from .attention.tile_scores import list_length
-from .benchmark.shapes import Shape, exact_cost, linear_cost, softmax_cost
 from .config import (
     MHLAConfig,
     Patch,
@@ -24,8 +23,9 @@ from .config import (
     patch_names,
 )
 from .families import families
+from .patching.costs import attention_sizes
 from .patching.record import check_file, read_record
-from .reporting import text_table
+from .reporting import from_to, text_table, times
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 
@@ -55,7 +55,7 @@ def print_info() -> None:
     patches = []
     for name in patch_names():
         patch = load_patch(name)
-        blocks, exact = _times(patch.config.blocks), patch.config.exact
+        blocks, exact = times(patch.config.blocks), patch.config.exact
         patches.append((name, blocks, str(patch.config.layers), "-" if exact == "none" else exact, patch.base_model))
     typer.echo()
     _print_table("Ready patches", ["name", "blocks", "layers", "exact", "base model"], patches)
@@ -161,22 +161,26 @@ def _print_settings(title: str, patch: Patch) -> None:
     rows.append(("M", str(math.prod(config.blocks))))
     if config.exact != "none":
         count = math.prod(config.tiles)
-        rows.append(("tiles", f"{_times(config.tiles)} = {count}"))
+        rows.append(("tiles", f"{times(config.tiles)} = {count}"))
         rows.append(("exact pairs of tiles", f"{list_length(config.share, count) / count:.1%}"))
     _print_table(title, ["setting", "value"], rows)
 
 
 def _print_costs(patch: Patch) -> None:
-    """FLOPs of a layer at every grid that a model of the family is measured at."""
+    """FLOPs of a layer at every grid that a model of the family is measured at, and that the patch fits."""
     config = patch.config
     has_exact = config.exact != "none"
     header = ["at", "grid", *(["tiles"] if has_exact else []), "softmax", "MHLA", *(["exact"] if has_exact else [])]
+    counts = [config.blocks, config.tiles] if has_exact else [config.blocks]
     rows = []
-    for shape in _shapes(patch):
-        costs = [softmax_cost, linear_cost, *([exact_cost] if has_exact else [])]
-        cells = [_giga(cost(shape, 1, False).flops) for cost in costs]
-        tiles = [_tokens_per_tile(shape.grid, config)] if has_exact else []
-        rows.append((shape.name, _times(shape.grid), *tiles, *cells))
+    for model in (model for family in families() if family.name == patch.family for model in family.models):
+        for label, grid in model.grids.items():
+            if all(count <= size for shape in counts for count, size in zip(shape, grid, strict=True)):
+                sizes = attention_sizes(config, grid, model.heads, model.head_dim)
+                flops = [sizes.softmax_flops, sizes.linear_flops, *([sizes.flops] if has_exact else [])]
+                tiles = [f"{math.prod(config.tiles)} of {from_to(smallest_and_largest(grid, config.tiles))}"]
+                cells = [*(tiles if has_exact else []), *map(_giga, flops)]
+                rows.append((f"{model.name}-{label}", times(grid), *cells))
     if rows:
         typer.echo()
         _print_table("GFLOP of a self-attention's forward", header, rows, right=True)
@@ -187,41 +191,8 @@ def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]
     typer.echo(f"{title}\n{text_table(header, rows, right)}")
 
 
-def _shapes(patch: Patch) -> list[Shape]:
-    """Attentions that are measured and that the patch fits."""
-    config = patch.config
-    counts = [config.blocks] if config.exact == "none" else [config.blocks, config.tiles]
-    return [
-        Shape(
-            f"{model.name}-{label}",
-            grid,
-            config.blocks,
-            model.heads,
-            model.head_dim,
-            None if config.exact == "none" else config.tiles,
-            config.share,
-            config.tile_means,
-        )
-        for family in families()
-        if family.name == patch.family
-        for model in family.models
-        for label, grid in model.grids.items()
-        if all(count <= size for shape in counts for count, size in zip(shape, grid, strict=True))
-    ]
-
-
-def _tokens_per_tile(grid: tuple[int, ...], config: MHLAConfig) -> str:
-    sizes = block_sizes(grid, config.tiles)
-    low, high = min(sizes), max(sizes)
-    return f"{len(sizes)} of {low}" + ("" if low == high else f"-{high}")
-
-
 def _giga(number: int) -> str:
     return f"{number / 1e9:,.0f}" if number >= 1e11 else f"{number / 1e9:.2f}"
-
-
-def _times(counts: tuple[int, ...]) -> str:
-    return "x".join(map(str, counts))
 
 
 def _version(package: str) -> str:

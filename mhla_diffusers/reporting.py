@@ -52,6 +52,19 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool
     )
 
 
+def times(counts: Sequence[int] | None) -> str:
+    """Counts along axes, such as ``"7x3x5"``; ``"-"`` for None."""
+    return "x".join(map(str, counts)) if counts else "-"
+
+
+def from_to(ends: tuple[int, int] | None) -> str:
+    """A range, such as ``"45 to 60"``, or one number; ``"-"`` for None."""
+    if ends is None:
+        return "-"
+    low, high = ends
+    return str(low) if low == high else f"{low} to {high}"
+
+
 def mean_and_spread(values: Sequence[float], style: str) -> str:
     """Mean, and their standard deviation where there are several: ``"0.0802 ± 0.0007"`` for the style ``".4f"``."""
     return f"{fmean(values):{style}}" + (f" ± {stdev(values):{style}}" if len(values) > 1 else "")

@@ -82,7 +82,7 @@ def test_info_counts_what_exact_tiles_cost(tmp_path):
     (at_480p,) = [line for line in shown.stdout.splitlines() if "wan2.1-1.3b-480p" in line]
     (at_720p,) = [line for line in shown.stdout.splitlines() if "wan2.1-1.3b-720p" in line]
     assert "21x30x50" in at_480p and "420 of 75 " in at_480p
-    assert "420 of 168-192" in at_720p
+    assert "420 of 168 to 192" in at_720p
     softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split()[-3:])
     assert softmax == pytest.approx(4 * 31_500**2 * 128 * 12 / 1e9, abs=1)
     assert exact - linear == pytest.approx(softmax / 20 + 4 * 31_500 * 420 * 128 * 12 / 1e9, abs=1)

@@ -99,6 +99,12 @@ def block_sizes(grid: Sequence[int], blocks: Sequence[int]) -> list[int]:
     return [math.prod(shape) for shape in product(*lengths)]
 
 
+def smallest_and_largest(grid: Sequence[int], blocks: Sequence[int]) -> tuple[int, int]:
+    """Fewest and most tokens of a block."""
+    sizes = block_sizes(grid, blocks)
+    return min(sizes), max(sizes)
+
+
 def block_index(grid: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
     """Block of every token: int64 (N,), tokens in raster order. ``b(t)`` of the paper's Eq. 5."""
     index = torch.zeros(1, dtype=torch.int64)

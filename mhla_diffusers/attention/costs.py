@@ -1,17 +1,91 @@
 """What an attention costs without its projections, counted from sizes. A multiplication and an addition count two."""
 
+from dataclasses import dataclass, replace
 
-def softmax_flops(pairs: int, head_dim: int) -> int:
-    """Two products of D channels for every pair of a query and a key."""
-    return 4 * pairs * head_dim
+from .tile_scores import list_length
 
-
-def state_size(blocks: int, heads: int, head_dim: int) -> int:
-    """Numbers in the KV summaries and key sums of all blocks."""
-    return blocks * heads * head_dim * (head_dim + 1)
+_FLOAT32 = 4
 
 
-def linear_flops(tokens: int, blocks: int, heads: int, head_dim: int) -> int:
-    """KV summaries, Multi-Head Mixing and reading, each with the normaliser; one block mixes nothing."""
-    state = state_size(1, heads, head_dim)
-    return 4 * tokens * state + (2 * blocks**2 * state if blocks > 1 else 0)
+@dataclass(frozen=True)
+class AttentionSizes:
+    """All that the cost of one self-attention depends on, for one sample and one forward."""
+
+    tokens: int
+    """N."""
+    heads: int
+    head_dim: int
+    blocks: int = 1
+    """M; one block mixes nothing, which is plain linear attention."""
+    exact_pairs: int = 0
+    """Pairs of a query and a key that softmax attention over exact tiles looks at, of all heads."""
+    means: int = 0
+    """Tiles that take part through their means; 0 without them."""
+    far_field: bool = True
+    """Whether MHLA over all blocks is computed."""
+
+    def with_exact_tiles(
+        self, tiles: int, share: float, *, tile_means: bool, equal_lists: bool = True
+    ) -> "AttentionSizes":
+        """The same with exact tiles beside MHLA; at a share of 1 they are all there is.
+
+        Args:
+            tiles: T.
+            share: part of all pairs of tiles; every query tile has at least one key tile.
+            tile_means: whether the other tiles take part through their means.
+            equal_lists: whether all query tiles have as many key tiles; calibrated lists differ.
+        """
+        listed = list_length(share, tiles) / tiles if equal_lists else max(share, 1 / tiles)
+        return replace(
+            self,
+            exact_pairs=round(listed * self.pairs),
+            means=tiles if tile_means and share < 1 else 0,
+            far_field=share < 1,
+        )
+
+    @property
+    def pairs(self) -> int:
+        """Of a query and a key, of all heads."""
+        return self.heads * self.tokens**2
+
+    @property
+    def softmax_flops(self) -> int:
+        """Of softmax attention in its place: two products of D channels for every pair."""
+        return 4 * self.pairs * self.head_dim
+
+    @property
+    def linear_flops(self) -> int:
+        """Of MHLA alone: KV summaries, Multi-Head Mixing and reading, each with the normaliser."""
+        state = self.heads * self.head_dim * (self.head_dim + 1)
+        return 4 * self.tokens * state + (2 * self.blocks**2 * state if self.blocks > 1 else 0)
+
+    @property
+    def listed_flops(self) -> int:
+        """Of softmax attention over the exact tiles alone."""
+        return 4 * self.exact_pairs * self.head_dim
+
+    @property
+    def flops(self) -> int:
+        """Of exact tiles, means and MHLA together; without exact tiles of MHLA."""
+        means = 4 * self.heads * self.tokens * self.means * self.head_dim
+        return (self.linear_flops if self.far_field else 0) + self.listed_flops + means
+
+    @property
+    def summary_bytes(self) -> int:
+        """KV summaries and key sums of all blocks, in float32."""
+        return _FLOAT32 * self.blocks * self.heads * self.head_dim * (self.head_dim + 1)
+
+    @property
+    def mean_bytes(self) -> int:
+        """Mean keys and values of all tiles, in float32."""
+        return 2 * _FLOAT32 * self.means * self.heads * self.head_dim
+
+    @property
+    def held_bytes(self) -> int:
+        """Held beside query, key, value and output: summaries, their mixtures, and means."""
+        return (2 * self.summary_bytes if self.far_field else 0) + self.mean_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights of softmax attention, written out in float32; a fused kernel holds next to none."""
+        return _FLOAT32 * self.pairs

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attention.costs import linear_flops, softmax_flops, state_size
-from ..attention.tile_scores import list_length
+from ..attention.costs import AttentionSizes
 from ..config import DEFAULT_SHARE
 from ..families import Model
 from .models import family_of_model, models
 from .timing import free_bytes
-
-_FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,12 @@ class Shape:
         return math.prod(self.grid)
 
     @property
-    def exact_pairs(self) -> int:
-        """Pairs of a query and a key of an exact tile, of one head; where tiles differ in length, on average."""
+    def sizes(self) -> AttentionSizes:
+        """What its cost depends on; where tiles differ in length, on average."""
+        sizes = AttentionSizes(self.tokens, self.heads, self.head_dim, math.prod(self.blocks))
         if self.tiles is None:
-            return 0
-        tiles = math.prod(self.tiles)
-        return self.tokens**2 * list_length(self.share, tiles) // tiles
+            return sizes
+        return sizes.with_exact_tiles(math.prod(self.tiles), self.share, tile_means=self.tile_means)
 
 
 TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, tiles=(2, 3, 3), rotary_axes=(8, 4, 4))
@@ -107,39 +104,33 @@ class Cost:
 
 
 def softmax_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
-    """Two products of N x D with D x N for each head."""
-    flops = softmax_flops(shape.heads * shape.tokens**2, shape.head_dim)
-    return Cost(flops * _passes(backward), _moved(shape, itemsize, backward))
-
-
-def linear_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
-    """KV summaries, Multi-Head Mixing and reading, each with the normaliser.
+    """Two products of N x D with D x N for each head.
 
     Args:
-        shape: the attention; plain linear attention has one block and mixes nothing.
+        shape: the attention.
         itemsize: bytes per element of query, key and value.
         backward: count forward and backward.
     """
-    blocks = math.prod(shape.blocks)
-    flops = linear_flops(shape.tokens, blocks, shape.heads, shape.head_dim)
-    summaries = 2 * _FLOAT32 * state_size(blocks, shape.heads, shape.head_dim)
-    return Cost(flops * _passes(backward), _moved(shape, itemsize, backward) + summaries * (2 if backward else 1))
+    return Cost(shape.sizes.softmax_flops * _passes(backward), _moved(shape, itemsize, backward))
+
+
+def linear_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
+    """KV summaries, Multi-Head Mixing and reading; plain linear attention has one block and mixes nothing."""
+    sizes = shape.sizes
+    summaries = 2 * sizes.summary_bytes * (2 if backward else 1)
+    return Cost(sizes.linear_flops * _passes(backward), _moved(shape, itemsize, backward) + summaries)
 
 
 def listed_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     """Softmax attention over the exact tiles alone: two products for every pair of a query and a key."""
-    flops = softmax_flops(shape.heads * shape.exact_pairs, shape.head_dim)
-    return Cost(flops * _passes(backward), _moved(shape, itemsize, backward))
+    return Cost(shape.sizes.listed_flops * _passes(backward), _moved(shape, itemsize, backward))
 
 
 def exact_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     """Exact tiles and the means of all tiles on top of MHLA, whose query, key and value are those that MHLA reads."""
-    far, listed = linear_cost(shape, itemsize, backward), listed_cost(shape, itemsize, backward)
-    tiles = math.prod(shape.tiles) if shape.tiles is not None and shape.tile_means else 0
-    means = tiles * shape.head_dim * shape.heads
-    flops = softmax_flops(shape.heads * shape.tokens * tiles, shape.head_dim) * _passes(backward)
-    moved = 2 * 2 * _FLOAT32 * means * (2 if backward else 1)  # keys and values, written and read
-    return Cost(far.flops + listed.flops + flops, far.bytes + moved)
+    sizes = shape.sizes
+    held = sizes.held_bytes + sizes.mean_bytes  # summaries and their mixtures; means are written and read
+    return Cost(sizes.flops * _passes(backward), _moved(shape, itemsize, backward) + held * (2 if backward else 1))
 
 
 def _passes(backward: bool) -> int:

@@ -4,12 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..attention.costs import linear_flops, softmax_flops, state_size
-from ..attention.tile_scores import list_length
+from ..attention.costs import AttentionSizes
 from ..config import MHLAConfig
 from ..families import Family
-
-_FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,23 @@ class AttentionCost:
         )
 
 
+def attention_sizes(config: MHLAConfig, grid: tuple[int, ...], heads: int, head_dim: int) -> AttentionSizes:
+    """What the cost of an attention with a patch depends on.
+
+    Args:
+        config: of the patch.
+        grid: token grid.
+        heads: H.
+        head_dim: D.
+    """
+    sizes = AttentionSizes(math.prod(grid), heads, head_dim, math.prod(config.blocks_on(grid)))
+    if config.exact == "none":
+        return sizes
+    tiles = math.prod(min(count, size) for count, size in zip(config.tiles, grid, strict=True))
+    equal_lists = config.exact != "calibrated"
+    return sizes.with_exact_tiles(tiles, config.share, tile_means=config.tile_means, equal_lists=equal_lists)
+
+
 def attention_cost(attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...]) -> AttentionCost:
     """Cost of one self-attention.
 
@@ -58,22 +72,16 @@ def attention_cost(attn: Any, family: Family, config: MHLAConfig | None, grid: t
         config: of its patch; None without one.
         grid: token grid.
     """
-    tokens, heads, head_dim = math.prod(grid), int(attn.heads), int(attn.inner_dim) // int(attn.heads)
-    pairs = heads * tokens**2
-    softmax, written = softmax_flops(pairs, head_dim), _FLOAT32 * pairs
-    if config is None and family.own_attention == "softmax":
-        return AttentionCost(softmax, softmax, pairs, pairs, 0, written)
-    blocks = math.prod(config.blocks_on(grid)) if config is not None else 1
-    flops = linear_flops(tokens, blocks, heads, head_dim)
-    held, exact = 2 * _FLOAT32 * state_size(blocks, heads, head_dim), 0
-    if config is not None and config.exact != "none":
-        tiles = math.prod(min(count, size) for count, size in zip(config.tiles, grid, strict=True))
-        share = list_length(config.share, tiles) / tiles if config.exact == "content" else config.share
-        exact = round(share * pairs)
-        means = heads * tiles if config.tile_means else 0
-        flops += softmax_flops(exact + tokens * means, head_dim)
-        held += 2 * _FLOAT32 * means * head_dim
-    return AttentionCost(flops, softmax, exact, pairs, held, written)
+    heads, head_dim = int(attn.heads), int(attn.inner_dim) // int(attn.heads)
+    if config is not None:
+        sizes = attention_sizes(config, grid, heads, head_dim)
+    else:
+        sizes = AttentionSizes(math.prod(grid), heads, head_dim)
+        if family.own_attention == "softmax":
+            sizes = sizes.with_exact_tiles(1, 1.0, tile_means=False)
+    return AttentionCost(
+        sizes.flops, sizes.softmax_flops, sizes.exact_pairs, sizes.pairs, sizes.held_bytes, sizes.weight_bytes
+    )
 
 
 def _scaled(value: float, base: int, unit: str) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..attention.blocks import block_sizes, check_layout
+from ..attention.blocks import check_layout, smallest_and_largest
 from ..config import MHLAConfig
 from ..families import Family, get_family
-from ..reporting import text_table
+from ..reporting import from_to, text_table, times
 from .costs import AttentionCost, attention_cost
 from .finding import find_transformers, hook_of
 from .layer import MHLALayer, layer_of
@@ -111,9 +111,9 @@ class Description(list[LayerDescription]):
         for (kind, tiles, tokens, means), found in layers.items():
             shares = [one.share for one in found if one.share is not None]
             share = f"{sum(shares) / len(shares):.1%} of their pairs" if shares else "not calibrated yet"
-            size = f" of {_range(tokens)} tokens" if tokens is not None else ""
+            size = f" of {from_to(tokens)} tokens" if tokens is not None else ""
             others = "others through their means" if means else "without the means of others"
-            lines.append(f"exact tiles: {kind}, {_times(tiles)} = {math.prod(tiles)}{size}, {share}, {others}")
+            lines.append(f"exact tiles: {kind}, {times(tiles)} = {math.prod(tiles)}{size}, {share}, {others}")
         return lines
 
 
@@ -171,7 +171,7 @@ def _describe_layer(
         grid = getattr(processor, "grid", None) or (hooks.latest if hooks is not None else None)
     extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
     blocks = config.blocks if grid is None else config.blocks_on(grid)
-    tokens = _smallest_and_largest(grid, blocks)
+    tokens = _tokens_per_block(grid, blocks)
     exact, running = _describe_exact(config, layer, grid), isinstance(processor, MHLAProcessor)
     kind = type(processor).__name__
     return LayerDescription(
@@ -196,37 +196,25 @@ def _describe_exact(
     tiles = config.tiles
     if grid is not None and config.exact == "content":
         tiles = tuple(min(count, size) for count, size in zip(tiles, grid, strict=True))
-    tokens = _smallest_and_largest(grid, tiles)
+    tokens = _tokens_per_block(grid, tiles)
     return ExactDescription(config.exact, tiles, tokens, share, config.tile_means)
 
 
-def _smallest_and_largest(grid: tuple[int, ...] | None, counts: tuple[int, ...]) -> tuple[int, int] | None:
-    """Tokens per block; None for a grid that is unknown, or was refused and remembered."""
+def _tokens_per_block(grid: tuple[int, ...] | None, counts: tuple[int, ...]) -> tuple[int, int] | None:
+    """Smallest and largest; None for a grid that is unknown, or was refused and remembered."""
     if grid is None or any(count > size for count, size in zip(counts, grid, strict=True)):
         return None
-    sizes = block_sizes(grid, counts)
-    return min(sizes), max(sizes)
+    return smallest_and_largest(grid, counts)
 
 
 def _cells(layer: LayerDescription) -> tuple[str, ...]:
-    blocks = f"{_times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
+    blocks = f"{times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
     kind = f"off: {layer.processor}" if layer.is_off else "MHLA" if layer.replaced else "kept"
-    tokens = _range(layer.tokens_per_block)
-    return layer.name, kind, _times(layer.grid), blocks, tokens, f"{layer.extra_parameters:,}"
+    tokens = from_to(layer.tokens_per_block)
+    return layer.name, kind, times(layer.grid), blocks, tokens, f"{layer.extra_parameters:,}"
 
 
 def _share(layer: LayerDescription) -> str:
     if layer.exact is None:
         return "-"
     return "?" if layer.exact.share is None else f"{layer.exact.share:.1%}"
-
-
-def _times(shape: tuple[int, ...] | None) -> str:
-    return "x".join(map(str, shape)) if shape else "-"
-
-
-def _range(tokens: tuple[int, int] | None) -> str:
-    if tokens is None:
-        return "-"
-    low, high = tokens
-    return str(low) if low == high else f"{low} to {high}"

@@ -59,6 +59,12 @@ def test_costs_of_exact_tiles_grow_with_their_share():
         assert mhla.describe(model, grid=(4, 4, 6)).cost.flops == costs[0].softmax_flops
 
 
+def test_at_a_share_of_1_softmax_attention_is_all_that_is_computed():
+    for exact in ("content", "calibrated"):
+        cost = mhla.describe(patched("wan", exact=exact, exact_tiles=(2, 2, 3), exact_share=1), grid=(4, 4, 6)).cost
+        assert (cost.flops, cost.exact_pairs, cost.held_bytes) == (cost.softmax_flops, cost.all_pairs, 0)
+
+
 def test_own_attention_of_sana_is_linear():
     cost = mhla.describe(FAMILIES["sana"].build(), grid=(8, 8)).cost
     assert cost.flops == 3 * 4 * 64 * 2 * 16 * 17
