@@ -46,11 +46,44 @@ def info(
     as_report: Annotated[
         bool, typer.Option("--report", help="Plain text to paste into an issue; with --patch, that patch's settings.")
     ] = False,
+    model: Annotated[str | None, typer.Option(help="Forecast what a patch brings to wan2.1-1.3b, dit-xl-2, …")] = None,
+    height: Annotated[int | None, typer.Option(help="Of the forecast, in pixels; the model's first size.")] = None,
+    width: Annotated[int | None, typer.Option(help="In pixels.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
+    share: Annotated[float | None, typer.Option(help="Of exact pairs of tiles, 0.05; or give a --patch.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of the sampler, 50.")] = None,
+    passes: Annotated[int | None, typer.Option(help="Forwards per step: 2, and 1 without guidance.")] = None,
+    softmax_steps: Annotated[int | None, typer.Option(help="First steps that are not patched, 0.")] = None,
+    device: Annotated[Path | None, typer.Option(help="JSON of mhla bench transformer: as fast as that.")] = None,
+    matmul_rate: Annotated[float | None, typer.Option(help="FLOP/s, for a bound; with --copy-rate.")] = None,
+    copy_rate: Annotated[float | None, typer.Option(help="Bytes/s, for a bound.")] = None,
 ) -> None:
-    """Versions, devices, backends, supported models and patches."""
-    from .info import print_any_patch, print_info, report
+    """Versions, devices, backends, supported models and patches; with --model, what to expect of a patch."""
+    from .info import configs_of, print_any_patch, print_info, report
 
-    if as_report:
+    of_forecast = {
+        "height": height,
+        "width": width,
+        "frames": frames,
+        "share": share,
+        "steps": steps,
+        "passes": passes,
+        "softmax_steps": softmax_steps,
+        "device": device,
+        "matmul_rate": matmul_rate,
+        "copy_rate": copy_rate,
+    }
+    given = [f"--{name.replace('_', '-')}" for name, value in of_forecast.items() if value is not None]
+    if model is None and given:
+        raise ValueError(f"{', '.join(given)} belongs to a forecast: give --model as well, such as wan2.1-1.3b.")
+    if model is not None and as_report:
+        raise ValueError("--report and --model ask for different things; give one of them.")
+    if model is not None:
+        from .benchmark.forecast_text import Options, forecast_text
+
+        config = None if patch is None else configs_of(patch)[0]
+        typer.echo(forecast_text(model, config, Options(**of_forecast)))
+    elif as_report:
         typer.echo(report(patch))
     elif patch is None:
         print_info()

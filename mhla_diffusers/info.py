@@ -92,16 +92,25 @@ def report(patch: str | None) -> str:
 
 def _settings_of(patch: str) -> list[str]:
     """Family and settings of a patch, of a saved one for each of its transformers."""
+    return [
+        ", ".join(f"{name}={value!r}" for name, value in {"family": family, **config.to_dict()}.items())
+        for family, config in configs_of(patch)
+    ]
+
+
+def configs_of(patch: str) -> list[tuple[str, MHLAConfig]]:
+    """Family and configuration of a patch, given like :func:`print_any_patch`; a saved one has several transformers.
+
+    Raises:
+        ValueError: unknown patch, or a file that is none.
+        FileNotFoundError: no such file.
+    """
     folder = _saved_folder(patch)
     if folder is None:
         ready = load_patch(patch)
-        parts = [(ready.family, ready.config.to_dict())]
-    else:
-        parts = [(part.family, part.mhla) for part in read_record(folder).transformers.values()]
-    return [
-        ", ".join(f"{name}={value!r}" for name, value in {"family": family, **settings}.items())
-        for family, settings in parts
-    ]
+        return [(ready.family, ready.config)]
+    parts = read_record(folder).transformers.values()
+    return [(part.family, MHLAConfig.from_dict(part.mhla)) for part in parts]
 
 
 def _describe_gpu(index: int) -> str:

@@ -65,6 +65,15 @@ def from_to(ends: tuple[int, int] | None) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
+def scaled(value: float, base: int, unit: str) -> str:
+    """A number with three digits or four, and the prefix of its unit for powers of 1000 or of 1024."""
+    prefixes = ("", "k", "M", "G", "T", "P") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi")
+    power = 0
+    while value >= base and power < len(prefixes) - 1:
+        value, power = value / base, power + 1
+    return f"{value:.4g} {prefixes[power]}{unit}" if value >= 1000 else f"{value:.3g} {prefixes[power]}{unit}"
+
+
 def mean_and_spread(values: Sequence[float], style: str) -> str:
     """Mean, and their standard deviation where there are several: ``"0.0802 ± 0.0007"`` for the style ``".4f"``."""
     return f"{fmean(values):{style}}" + (f" ± {stdev(values):{style}}" if len(values) > 1 else "")

@@ -86,6 +86,11 @@ class AttentionSizes:
         return (2 * self.summary_bytes if self.far_field else 0) + self.mean_bytes
 
     @property
+    def moved_bytes(self) -> int:
+        """The least that moves beside query, key, value and output: summaries and means, written once and read once."""
+        return (2 * self.summary_bytes if self.far_field else 0) + 2 * self.mean_bytes
+
+    @property
     def weight_bytes(self) -> int:
         """All weights of softmax attention, written out in float32; a fused kernel holds next to none."""
         return _FLOAT32 * self.pairs

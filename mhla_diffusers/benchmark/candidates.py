@@ -245,6 +245,9 @@ def _draw_lists(patched: Any) -> None:
             if layer.heads not in masks:
                 masks[layer.heads] = draw_mask(layer.config.tiles, layer.heads, layer.config.share)
             layer.exact.choose(masks[layer.heads].to(layer.mixing.device))
+            if layer.mixing.is_meta:  # which has no values that tell how many there are
+                count = int(masks[layer.heads].sum())
+                layer.exact.keys = torch.empty(count, dtype=torch.int64, device="meta")
 
 
 def _hand_on(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

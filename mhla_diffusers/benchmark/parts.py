@@ -1,21 +1,35 @@
-"""Where the time of a transformer goes: self-attention, its projections, cross-attention, feed-forward, the rest."""
+"""Where time and work of a transformer go: self-attention, its projections, cross-attention, feed-forward, the rest.
+
+What is timed and what is counted are told apart by the same hooks on the same modules.
+"""
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from ..families import get_family
+from ..patching import MHLAProcessor
+from ..patching.costs import sizes_of
+from .shapes import Cost
 from .timing import Timing, summarise, synchronize
 
-PARTS = ("self-attention", "projections", "cross-attention", "feed-forward", "rest")
+ATTENTION = "self-attention"
+"""Without its projections."""
+_PROJECTIONS, _REST = "projections", "rest"
+PARTS = (ATTENTION, _PROJECTIONS, "cross-attention", "feed-forward", _REST)
 _REPETITIONS = 3
 
 _Mark = Any
 """A CUDA event, or seconds."""
+_Begun = TypeVar("_Begun")
+_Number = TypeVar("_Number", int, float)
 
 
 def time_parts(transformer: Any, run: Callable[[], object], device: torch.device) -> dict[str, Timing]:
@@ -31,49 +45,119 @@ def time_parts(transformer: Any, run: Callable[[], object], device: torch.device
     """
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     for _ in range(_REPETITIONS):
-        for part, seconds in _once(transformer, run, device).items():
+        for part, seconds in _time_once(transformer, run, device).items():
             found[part].append(seconds)
     return {part: summarise(seconds) for part, seconds in found.items()}
 
 
-def _once(transformer: Any, run: Callable[[], object], device: torch.device) -> dict[str, float]:
+def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
+    """FLOPs of each part of one forward, and the least bytes that it must move.
+
+    A module reads its weights and its inputs and writes its output once. Self-attention reads query, key and value and
+    writes the output of its heads, and summaries and means are written and read. What other parts are given and give
+    back, the rest writes and reads.
+
+    Args:
+        transformer: on the meta device, where nothing is computed.
+        inputs: of its forward.
+    """
+    flops, moved = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
+
+    def end(part: str, module: nn.Module, begun: int, given: Any, output: Any) -> None:
+        flops[part] += counter.get_total_flops() - begun
+        if part != _PROJECTIONS:
+            moved[_REST] += _bytes(tree_leaves(given)[:1]) + _bytes(output)
+        if part == ATTENTION:
+            moved[part] += _bytes_of_attention(transformer, module, inputs["hidden_states"])
+        else:
+            moved[part] += _bytes(given) + _bytes(output) + _bytes(list(module.parameters()))
+            moved[_REST] -= _bytes(list(module.parameters()))
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with _hooks(transformer, lambda: int(counter.get_total_flops()), end):
+            output = transformer(**inputs)
+        flops = _told_apart(flops, int(counter.get_total_flops()))
+    moved[_REST] += _bytes(inputs) + _bytes(output) + _bytes(list(transformer.parameters()))
+    return {part: Cost(flops[part], moved[part]) for part in PARTS}
+
+
+def _bytes_of_attention(transformer: Any, attn: Any, latents: torch.Tensor) -> int:
+    """Query, key, value and output of the heads, and what MHLA holds between them."""
+    family, processor = get_family(transformer), attn.processor
+    config = processor.config if isinstance(processor, MHLAProcessor) else None
+    sizes = sizes_of(attn, family, config, family.token_grid(transformer, latents))
+    ends = 4 * sizes.tokens * sizes.heads * sizes.head_dim * latents.itemsize
+    return len(latents) * (ends + sizes.moved_bytes)
+
+
+def _bytes(tensors: Any) -> int:
+    """Of all tensors in nested lists, tuples and mappings."""
+    return sum(x.numel() * x.itemsize for x in tree_leaves(tensors) if isinstance(x, torch.Tensor))
+
+
+def _time_once(transformer: Any, run: Callable[[], object], device: torch.device) -> dict[str, float]:
     spans: list[tuple[str, _Mark, _Mark]] = []
-    open_marks: list[_Mark] = []
-    handles: list[RemovableHandle] = []
 
-    def watch(part: str, module: nn.Module) -> None:
-        def begin(*_: Any) -> None:
-            open_marks.append(_mark(device))
+    def end(part: str, module: nn.Module, begun: _Mark, given: Any, output: Any) -> None:
+        spans.append((part, begun, _mark(device)))
 
-        def end(*_: Any) -> None:
-            spans.append((part, open_marks.pop(), _mark(device)))
-
-        handles.extend((module.register_forward_pre_hook(begin), module.register_forward_hook(end)))
-
-    for part, module in _modules(transformer):
-        watch(part, module)
-    try:
+    with _hooks(transformer, lambda: _mark(device), end):
         synchronize(device)
         start = _mark(device)
         run()
         stop = _mark(device)
         synchronize(device)
-    finally:
-        for handle in handles:
-            handle.remove()
     totals = dict.fromkeys(PARTS, 0.0)
     for part, first, last in spans:
         totals[part] += _between(first, last)
-    totals["rest"] = _between(start, stop) - sum(totals[part] for part in PARTS if part not in ("projections", "rest"))
-    totals["self-attention"] -= totals["projections"]
-    return totals
+    return _told_apart(totals, _between(start, stop))
+
+
+def _told_apart(totals: Mapping[str, _Number], whole: _Number) -> dict[str, _Number]:
+    """Parts that add up to the whole: projections lie inside of self-attention; the rest is what is left."""
+    inside = sum(totals[part] for part in PARTS if part not in (_PROJECTIONS, _REST))
+    attention = totals[ATTENTION] - totals[_PROJECTIONS]
+    return {**totals, ATTENTION: attention, _REST: whole - inside}
+
+
+@contextmanager
+def _hooks(
+    transformer: Any, begin: Callable[[], _Begun], end: Callable[[str, nn.Module, _Begun, Any, Any], None]
+) -> Iterator[None]:
+    """Within the context ``begin`` is called before every module of a part, and ``end`` after it.
+
+    Args:
+        transformer: not compiled.
+        begin: gives a mark.
+        end: takes the part, the module, its mark, its arguments and its output.
+    """
+    marks: list[_Begun] = []
+    handles: list[RemovableHandle] = []
+
+    def watch(part: str, module: nn.Module) -> None:
+        def before(*_: Any) -> None:
+            marks.append(begin())
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            end(part, module, marks.pop(), (args, kwargs), output)
+
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    for part, module in _modules(transformer):
+        watch(part, module)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
     family = get_family(transformer)
     for attn in family.self_attentions(transformer).values():
-        yield "self-attention", attn
-        yield from (("projections", linear) for linear in (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]))
+        yield ATTENTION, attn
+        yield from ((_PROJECTIONS, linear) for linear in (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]))
     for block in family.blocks_of(transformer).values():
         for part, names in (("cross-attention", ("attn2",)), ("feed-forward", ("ff", "ffn"))):
             for name in names:

@@ -102,6 +102,9 @@ class Cost:
     bytes: int
     """The least that must move: inputs are read once and outputs written once, and so are KV summaries."""
 
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
 
 def softmax_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     """Two products of N x D with D x N for each head.
@@ -129,8 +132,8 @@ def listed_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
 def exact_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
     """Exact tiles and the means of all tiles on top of MHLA, whose query, key and value are those that MHLA reads."""
     sizes = shape.sizes
-    held = sizes.held_bytes + sizes.mean_bytes  # summaries and their mixtures; means are written and read
-    return Cost(sizes.flops * _passes(backward), _moved(shape, itemsize, backward) + held * (2 if backward else 1))
+    moved = _moved(shape, itemsize, backward) + sizes.moved_bytes * (2 if backward else 1)
+    return Cost(sizes.flops * _passes(backward), moved)
 
 
 def _passes(backward: bool) -> int:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import Model, get_family
 from .candidates import REST, Candidate, Choice, attention_choices, exact_choice, make_candidate, make_variant
 from .conditions import Rates
 from .correctness import check_patched
 from .models import Size, build_transformer, make_forward_inputs, small_size
-from .parts import time_parts
+from .parts import count_parts, time_parts
 from .results import PART, Row, make_row
+from .shapes import Cost
 from .timing import Absent, Budget, Outcome, free_bytes, show_progress, time_interleaved
 
 FORWARD = "forward"
@@ -90,8 +90,12 @@ class Counts:
     tokens: int
     weight_bytes: int
     choices: list[Choice]
-    flops: dict[str, int]
-    """Kind of attention → FLOPs of a forward."""
+    costs: dict[str, dict[str, Cost]]
+    """Kind of attention → cost of every part of a forward."""
+
+    def flops(self, kind: str) -> int | None:
+        """Of a forward with a kind of attention; None where it cannot run."""
+        return sum(cost.flops for cost in self.costs[kind].values()) if kind in self.costs else None
 
 
 def benchmark_transformer(
@@ -125,7 +129,7 @@ def benchmark_transformer(
         _measure(candidates, case.device, budget)
     rows = _rows(case, counts, candidates, rates, FORWARD, passes=1)
     for candidate in show_progress(candidates, "looking at parts"):
-        rows += _part_rows(case, candidate, rates)
+        rows += _part_rows(case, counts, candidate, rates)
     torch.compiler.reset()
     return rows
 
@@ -179,15 +183,12 @@ def count(case: TransformerCase, only: Collection[str] | None = None) -> Counts:
     grid = family.token_grid(transformer, inputs["hidden_states"])
     choices = attention_choices(family, case.model, case.layers_built, grid, case.size.batch, case.device)
     choices = [choice for choice in choices if only is None or choice.name in only]
-    flops: dict[str, int] = {}
+    costs: dict[str, dict[str, Cost]] = {}
     for choice in choices:
-        if choice.absent is None and choice.kind not in flops:
-            variant = make_variant(transformer, case.model, choice)
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                variant(**inputs)
-            flops[choice.kind] = counter.get_total_flops()
+        if choice.absent is None and choice.kind not in costs:
+            costs[choice.kind] = count_parts(make_variant(transformer, case.model, choice), inputs)
     weights = sum(parameter.numel() * parameter.itemsize for parameter in transformer.parameters())
-    return Counts(math.prod(grid), weights, choices, flops)
+    return Counts(math.prod(grid), weights, choices, costs)
 
 
 def _refuse_for_memory(case: TransformerCase, needed: int, rates: Rates, stage: str) -> Row | None:
@@ -250,7 +251,7 @@ def _rows(
     rest = next((one.outcome for one in candidates if one.choice == REST), None)
     rows = []
     for candidate in candidates:
-        choice, flops = candidate.choice, counts.flops.get(candidate.choice.kind)
+        choice, flops = candidate.choice, counts.flops(candidate.choice.kind)
         whole = None if choice == REST else _whole_seconds(case, candidate.outcome, rest)
         notes = [choice.note] if choice.note else []
         if case.is_cut and whole is not None:
@@ -283,13 +284,23 @@ def _whole_seconds(case: TransformerCase, outcome: Outcome, rest: Outcome | None
     return rest.timing.median + of_layers * case.model.layers / case.layers_built
 
 
-def _part_rows(case: TransformerCase, candidate: Candidate, rates: Rates) -> list[Row]:
+def _part_rows(case: TransformerCase, counts: Counts, candidate: Candidate, rates: Rates) -> list[Row]:
     """A row per part of a candidate that was measured; parts of what is compiled are not told apart."""
     run = candidate.run
     measured = candidate.outcome.status == "measured"
     if not measured or isinstance(run, Absent) or candidate.compiled or candidate.choice == REST:
         return []
+    costs = counts.costs[candidate.choice.kind]
     return [
-        case.row(Outcome("measured", timing), rates, stage=PART + part, variant=candidate.name, baseline=False)
+        case.row(
+            Outcome("measured", timing),
+            rates,
+            stage=PART + part,
+            variant=candidate.name,
+            baseline=False,
+            tokens=counts.tokens,
+            flops=costs[part].flops or None,  # none of a part that the model does not have
+            bytes=costs[part].bytes or None,
+        )
         for part, timing in time_parts(candidate.model, run, case.device).items()
     ]

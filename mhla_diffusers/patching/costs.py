@@ -7,6 +7,7 @@ from typing import Any
 from ..attention.costs import AttentionSizes
 from ..config import MHLAConfig
 from ..families import Family
+from ..reporting import scaled
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class AttentionCost:
 
     def __str__(self) -> str:
         exact = f", {self.exact_pairs / self.all_pairs:.1%} of all pairs exact" if self.exact_pairs else ""
-        flops, softmax_flops = (_scaled(one, 1000, "FLOP") for one in (self.flops, self.softmax_flops))
-        held, softmax_bytes = (_scaled(one, 1024, "B") for one in (self.held_bytes, self.softmax_bytes))
+        flops, softmax_flops = (scaled(one, 1000, "FLOP") for one in (self.flops, self.softmax_flops))
+        held, softmax_bytes = (scaled(one, 1024, "B") for one in (self.held_bytes, self.softmax_bytes))
         return (
             f"{flops} (softmax {softmax_flops}){exact}\n"
             f"a layer holds {held} beside query, key, value and output (softmax, written out, {softmax_bytes})"
@@ -63,8 +64,8 @@ def attention_sizes(config: MHLAConfig, grid: tuple[int, ...], heads: int, head_
     return sizes.with_exact_tiles(tiles, config.share, tile_means=config.tile_means, equal_lists=equal_lists)
 
 
-def attention_cost(attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...]) -> AttentionCost:
-    """Cost of one self-attention.
+def sizes_of(attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...]) -> AttentionSizes:
+    """What the cost of a model's self-attention depends on.
 
     Args:
         attn: the attention, whose heads are counted.
@@ -74,20 +75,14 @@ def attention_cost(attn: Any, family: Family, config: MHLAConfig | None, grid: t
     """
     heads, head_dim = int(attn.heads), int(attn.inner_dim) // int(attn.heads)
     if config is not None:
-        sizes = attention_sizes(config, grid, heads, head_dim)
-    else:
-        sizes = AttentionSizes(math.prod(grid), heads, head_dim)
-        if family.own_attention == "softmax":
-            sizes = sizes.with_exact_tiles(1, 1.0, tile_means=False)
+        return attention_sizes(config, grid, heads, head_dim)
+    sizes = AttentionSizes(math.prod(grid), heads, head_dim)
+    return sizes.with_exact_tiles(1, 1.0, tile_means=False) if family.own_attention == "softmax" else sizes
+
+
+def attention_cost(attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...]) -> AttentionCost:
+    """Cost of one self-attention, whose arguments are those of :func:`sizes_of`."""
+    sizes = sizes_of(attn, family, config, grid)
     return AttentionCost(
         sizes.flops, sizes.softmax_flops, sizes.exact_pairs, sizes.pairs, sizes.held_bytes, sizes.weight_bytes
     )
-
-
-def _scaled(value: float, base: int, unit: str) -> str:
-    """A number with three digits or four, and the prefix of its unit for powers of 1000 or of 1024."""
-    prefixes = ("", "k", "M", "G", "T", "P") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi")
-    power = 0
-    while value >= base and power < len(prefixes) - 1:
-        value, power = value / base, power + 1
-    return f"{value:.4g} {prefixes[power]}{unit}" if value >= 1000 else f"{value:.3g} {prefixes[power]}{unit}"

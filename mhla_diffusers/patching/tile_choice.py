@@ -119,7 +119,8 @@ class TileChoice(nn.Module):
         if self.config.exact != "calibrated" or self.config.share == 1:
             return
         if self.is_exact.is_meta:  # without values, for counting: as long as the share says
-            count = round(self.config.share * self.heads * math.prod(self.config.tiles) ** 2)
+            tiles = math.prod(self.config.tiles)
+            count = max(round(self.config.share * self.heads * tiles**2), self.heads * tiles)
             self.keys, self.is_ready = torch.zeros(count, dtype=torch.int64, device="meta"), True
             return
         lists = ExactTiles.from_mask(self.config.tiles, self.mask)

@@ -1,0 +1,216 @@
+"""What denoising will take before anything is patched or downloaded: counted on the meta device, times from speeds."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..config import MHLAConfig
+from ..families import Model
+from ..patching import apply_mhla, mhla_layers
+from ..patching.plan import choose_layers
+from .candidates import EXACT, PLAIN
+from .models import Size, build_transformer, make_forward_inputs
+from .parts import ATTENTION, PARTS, count_parts
+from .shapes import Cost
+from .speeds import Speeds
+
+_MOST_TOKENS = 2**20
+"""A break-even size is looked for up to here."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: the denoising of one call of a pipeline.
+
+    Raises:
+        ValueError: a number of steps or passes that is not allowed.
+    """
+
+    model: Model
+    size: Size
+    config: MHLAConfig
+    """Of the patch."""
+    steps: int = 50
+    """Of the sampler."""
+    passes: int = 2
+    """Forwards per step: two with classifier-free guidance, with and without the prompt."""
+    softmax_steps: int = 0
+    """First steps that are not patched."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("passes", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
+        if not 0 <= self.softmax_steps <= self.steps:
+            raise ValueError(f"softmax_steps={self.softmax_steps} must be from 0 to steps={self.steps}.")
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Token grid."""
+        model, size = self.model, self.size
+        step = model.stride * model.patch
+        frames = [] if size.frames is None else [(size.frames - 1) // model.temporal_stride + 1]
+        return (*frames, size.height // step, size.width // step)
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return math.prod(self.grid)
+
+    @property
+    def kind(self) -> str:
+        """Of the patch, as ``mhla bench`` names it."""
+        if self.config.exact != "none":
+            return EXACT
+        return PLAIN if math.prod(self.config.blocks) == 1 else "MHLA"
+
+    @property
+    def layers(self) -> int:
+        """How many are replaced."""
+        return len(choose_layers(self.config.layers, self.model.layers))
+
+    @property
+    def patched(self) -> float:
+        """Part of all layers of all steps that are patched."""
+        return self.layers / self.model.layers * (1 - self.softmax_steps / self.steps)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Cost of every part of one forward of one sample."""
+
+    unpatched: dict[str, Cost]
+    patched: dict[str, Cost]
+    """With every layer replaced."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The answer: of a whole call's denoising, without text encoder and VAE."""
+
+    question: Question
+    unpatched: dict[str, Cost]
+    patched: dict[str, Cost]
+    unpatched_seconds: dict[str, float] | None = None
+    """None where nothing is known of speeds."""
+    patched_seconds: dict[str, float] | None = None
+    break_even: Question | None = None
+    """The same at the smallest size of this aspect ratio and length from which the patch is faster; None for none."""
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times less time the patched call takes."""
+        if self.unpatched_seconds is None or self.patched_seconds is None:
+            return None
+        return sum(self.unpatched_seconds.values()) / sum(self.patched_seconds.values())
+
+
+def make_forecast(question: Question, dtype: torch.dtype, speeds: Speeds | None = None) -> Forecast:
+    """Count, and where speeds are known tell times.
+
+    Args:
+        question: what is asked.
+        dtype: of the weights, for bytes.
+        speeds: of the parts; None for counts alone.
+
+    Raises:
+        ValueError: a patch that does not fit the model or the size.
+    """
+    counts = count_forwards(question, dtype)
+    forwards, patched = question.steps * question.passes, question.patched
+    found = Forecast(
+        question,
+        {part: _mixed(cost, cost, 0, forwards) for part, cost in counts.unpatched.items()},
+        {part: _mixed(counts.patched[part], cost, patched, forwards) for part, cost in counts.unpatched.items()},
+    )
+    if speeds is None:
+        return found
+    one, other = _seconds(counts, speeds)
+    return replace(
+        found,
+        unpatched_seconds={part: forwards * one[part] for part in PARTS},
+        patched_seconds={part: forwards * (patched * other[part] + (1 - patched) * one[part]) for part in PARTS},
+        break_even=_break_even(question, dtype, speeds),
+    )
+
+
+def count_forwards(question: Question, dtype: torch.dtype, layers: int | None = None) -> Counts:
+    """Count a forward without and with the patch; from one layer and from two, since all are alike.
+
+    Args:
+        question: model, size and patch.
+        dtype: of the weights.
+        layers: of the model; all for None.
+    """
+    count = (layers or question.model.layers) - 1
+    one = _count(question, dtype, 1)
+    if not count:
+        return one
+    two = _count(question, dtype, 2)
+    return Counts(*(_extrapolated(getattr(one, name), getattr(two, name), count) for name in _BOTH))
+
+
+_BOTH = ("unpatched", "patched")
+
+
+def _count(question: Question, dtype: torch.dtype, layers: int) -> Counts:
+    model, size, meta = question.model, question.size, torch.device("meta")
+    transformer = build_transformer(model, size, layers, meta, dtype)
+    inputs = make_forward_inputs(model, transformer, size, meta, dtype)
+    unpatched = count_parts(transformer, inputs)
+    apply_mhla(transformer, question.config.replace(layers="all"))
+    for layer in mhla_layers(transformer).values():
+        if layer.exact is not None:
+            layer.exact.make_lists()  # of the length that calibration gives them, without values
+    return Counts(unpatched, count_parts(transformer, inputs))
+
+
+def _extrapolated(one: Mapping[str, Cost], two: Mapping[str, Cost], more: int) -> dict[str, Cost]:
+    """Cost of one layer, and of ``more`` layers beside it."""
+
+    def further(part: str, name: str) -> int:
+        first, second = (int(getattr(costs[part], name)) for costs in (one, two))
+        return first + more * (second - first)
+
+    return {part: Cost(further(part, "flops"), further(part, "bytes")) for part in one}
+
+
+def _mixed(patched: Cost, unpatched: Cost, share: float, forwards: int) -> Cost:
+    """Of forwards of which a share of the layers is patched."""
+    flops, moved = (
+        round(forwards * (share * getattr(patched, name) + (1 - share) * getattr(unpatched, name)))
+        for name in ("flops", "bytes")
+    )
+    return Cost(flops, moved)
+
+
+def _seconds(counts: Counts, speeds: Speeds) -> tuple[dict[str, float], dict[str, float]]:
+    """Of one forward without and with the patch."""
+    return speeds.seconds(counts.unpatched, speeds.unpatched), speeds.seconds(counts.patched, speeds.patched)
+
+
+def _break_even(question: Question, dtype: torch.dtype, speeds: Speeds) -> Question | None:
+    """By halving: as soon as the patched attention is the faster one, it is so at every larger size."""
+    model = question.model
+    step, (*frames, height, width) = model.stride * model.patch, question.grid
+
+    def at(rows: int) -> Question:
+        columns = max(1, round(rows * width / height))
+        return replace(question, size=replace(question.size, height=rows * step, width=columns * step))
+
+    def gains(rows: int) -> bool:
+        one, other = _seconds(count_forwards(at(rows), dtype, 1), speeds)
+        return other[ATTENTION] < one[ATTENTION]
+
+    def fits(rows: int) -> bool:
+        grid, config = at(rows).grid, question.config
+        counts = [config.blocks_on(grid), *([config.tiles] if config.exact in ("own", "calibrated") else [])]
+        return all(count <= tokens for shape in counts for count, tokens in zip(shape, grid, strict=True))
+
+    most = math.isqrt(int(_MOST_TOKENS / math.prod(frames) * height / width))
+    tried = range(bisect_left(range(height), True, key=fits), max(most, height) + 1)
+    rows = bisect_left(tried, True, key=gains)
+    return at(tried[rows]) if rows < len(tried) else None

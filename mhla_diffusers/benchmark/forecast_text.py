@@ -1,0 +1,203 @@
+"""``mhla info --model``: the options of a forecast, checked, and the forecast as text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import AUTOMATIC, MHLAConfig, is_automatic
+from ..devices import FLOAT_TYPES
+from ..families import Model
+from ..patching.costs import attention_sizes
+from ..reporting import scaled, text_table, times
+from .forecast import Forecast, Question, make_forecast
+from .models import choose_sizes, family_of_model, find_models
+from .parts import ATTENTION, PARTS
+from .results import read_run
+from .shapes import Cost
+from .speeds import Speeds, measured_speeds, stated_speeds
+
+_COUNTED_IN = "bfloat16"
+"""Bytes where no results say of which type."""
+_WHOLE = "denoising"
+
+
+@dataclass(frozen=True)
+class Options:
+    """As they were given on the command line; None for those that were not.
+
+    Raises:
+        ValueError: options that do not go together.
+    """
+
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    share: float | None = None
+    """Of exact pairs of tiles, with the family's patch."""
+    steps: int | None = None
+    passes: int | None = None
+    softmax_steps: int | None = None
+    device: Path | None = None
+    """Results of ``mhla bench``."""
+    matmul_rate: float | None = None
+    """FLOP/s."""
+    copy_rate: float | None = None
+    """Bytes/s."""
+
+    def __post_init__(self) -> None:
+        if (self.height is None) != (self.width is None):
+            raise ValueError(
+                f"--height {self.height} and --width {self.width} belong together; give both, in pixels, or neither."
+            )
+        if (self.matmul_rate is None) != (self.copy_rate is None):
+            raise ValueError(
+                "--matmul-rate and --copy-rate belong together: the slower of arithmetic and memory decides. Give both."
+            )
+        if self.device is not None and self.matmul_rate is not None:
+            raise ValueError(
+                "--device holds rates that were measured, --matmul-rate and --copy-rate state others; give one of both."
+            )
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Those of :class:`Question` that were given."""
+        asked = {"steps": self.steps, "passes": self.passes, "softmax_steps": self.softmax_steps}
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+def forecast_text(name: str, patch: tuple[str, MHLAConfig] | None, options: Options) -> str:
+    """What denoising will take, without and with a patch.
+
+    Args:
+        name: of a model that ``mhla bench transformer`` knows.
+        patch: name of the family that it is for, and its settings; None for the family's with ``share``.
+        options: of the command line.
+
+    Raises:
+        ValueError: an unknown model, a size, a patch or a share that it does not take, or results without what is
+            needed.
+        OSError: no such results.
+    """
+    (model,) = find_models([name], "cpu")
+    if options.frames is not None and not model.is_video:
+        raise ValueError(f"--frames {options.frames} was given, but {name} makes images; leave it out.")
+    sides = None if options.height is None else [f"{options.height}x{options.width}"]
+    (size,) = choose_sizes(model, sides, None if options.frames is None else [options.frames], "cpu")
+    question = Question(model, size, _config(model, patch, options), **options.calls)
+    speeds, dtype = _speeds(question, options)
+    forecast = make_forecast(question, FLOAT_TYPES[dtype], speeds)
+    lines = [*_heading(question), "", _table(forecast, dtype), "", "Not in it: text encoder, VAE, and the sampler."]
+    return "\n".join([*lines, *(_no_times(model) if speeds is None else _findings(forecast, speeds))])
+
+
+def _config(model: Model, patch: tuple[str, MHLAConfig] | None, options: Options) -> MHLAConfig:
+    """Settings of the patch, with which layers an automatic choice takes left open: all cost the same."""
+    family = family_of_model(model)
+    if patch is None:
+        config = family.default_config.replace(blocks=model.blocks)
+        if options.share is None:
+            return config
+        if family.own_attention == "linear":
+            raise ValueError(
+                f"--share {options.share} is of exact pairs of tiles, and the own attention of {model.name} is linear, "
+                "with nothing to be exact about; leave it out."
+            )
+        return config.replace(exact_share=options.share)
+    name, config = patch
+    if options.share is not None:
+        raise ValueError(f"--share {options.share} and --patch both say how much is exact; give one of them.")
+    if name != family.name:
+        raise ValueError(f"The patch is for the {name!r} family, but {model.name} belongs to {family.name!r}.")
+    return config.replace(layers=str(config.layers).removeprefix(AUTOMATIC)) if is_automatic(config.layers) else config
+
+
+def _speeds(question: Question, options: Options) -> tuple[Speeds | None, str]:
+    """Speeds, if there are any, and the type that bytes are counted in."""
+    if options.matmul_rate is not None and options.copy_rate is not None:
+        return stated_speeds(options.matmul_rate, options.copy_rate), _COUNTED_IN
+    if options.device is None:
+        return None, _COUNTED_IN
+    if not options.device.is_file():
+        raise FileNotFoundError(
+            f"--device {options.device} is no file; give the JSON that mhla bench transformer has written, such as "
+            "outputs/benchmark/DEVICE/transformer.json."
+        )
+    run = read_run(options.device)
+    return measured_speeds(run, question.model, question.tokens, question.kind), run.rates.matmul_dtype
+
+
+def _heading(question: Question) -> list[str]:
+    """Model, size, call and patch."""
+    model, size, config = question.model, question.size, question.config
+    own = family_of_model(model).own_attention
+    patch = f"MHLA of {times(config.blocks_on(question.grid))} blocks"
+    if config.exact != "none":
+        sizes = attention_sizes(config, question.grid, model.heads, model.head_dim)
+        patch += f", tiles {times(config.tiles)}, {sizes.exact_pairs / sizes.pairs:.1%} of all pairs exact"
+    softmax = f", the first {question.softmax_steps} of them unpatched" if question.softmax_steps else ""
+    return [
+        f"{model.name} at {size}: {times(question.grid)} = {question.tokens:,} tokens",
+        f"{question.steps} steps{softmax}, {question.passes} forward{'s' if question.passes > 1 else ''} each",
+        f"unpatched: {own} attention; patched: {patch}, in {question.layers} of {model.layers} layers",
+    ]
+
+
+def _table(forecast: Forecast, dtype: str) -> str:
+    """A line per part that the model has, and one for all of them."""
+    header = ["part", "FLOP unpatched", "patched", f"bytes unpatched, {dtype}", "patched"]
+    costs = [{**counts, _WHOLE: sum(counts.values(), Cost(0, 0))} for counts in (forecast.unpatched, forecast.patched)]
+    shown = [part for part in (*PARTS, _WHOLE) if costs[0][part] != Cost(0, 0)]
+    columns = [[scaled(of[part].flops, 1000, "") for part in shown] for of in costs]
+    columns += [[scaled(of[part].bytes, 1000, "B") for part in shown] for of in costs]
+    for seconds in (forecast.unpatched_seconds, forecast.patched_seconds):
+        if seconds is not None:
+            header.append("patched" if "time unpatched" in header else "time unpatched")
+            columns.append([_time({**seconds, _WHOLE: sum(seconds.values())}[part]) for part in shown])
+    return text_table(header, list(zip(shown, *columns, strict=True)), right=True)
+
+
+def _findings(forecast: Forecast, speeds: Speeds) -> list[str]:
+    """Speed-up, why it is no more, break-even, and what the times are worth."""
+    one, other = forecast.unpatched_seconds, forecast.patched_seconds
+    if one is None or other is None or forecast.speed_up is None:
+        return []
+    question, share = forecast.question, one[ATTENTION] / sum(one.values())
+    attention = f"self-attention is {share:.0%} of the unpatched time"
+    if forecast.speed_up > 1:
+        lines = [f"Speed-up {forecast.speed_up:.2f}; {attention}, so one that cost nothing would bring {_most(share)}."]
+    else:
+        took, takes = _time(one[ATTENTION]), _time(other[ATTENTION])
+        lines = [f"No gain at this size: {attention}, {took}, and the patch takes {takes} for it."]
+    lines += [_break_even(forecast.break_even, question), f"Times {speeds.source}"]
+    if speeds.is_measured:
+        lines.append(
+            "Other sizes meet other caches and clocks, and what a forward takes whatever its size is not told apart."
+        )
+        if question.config.exact == "content":
+            lines.append("Choosing tiles by content is counted, and taken for as fast as the lists that were timed.")
+    return lines
+
+
+def _break_even(found: Question | None, question: Question) -> str:
+    length = "" if question.size.frames is None else " and length"
+    if found is None:
+        return f"At no size of this aspect ratio{length} up to a million tokens is the patch faster."
+    return f"The patch is faster from about {found.tokens:,} tokens, {found.size} at this aspect ratio{length}."
+
+
+def _no_times(model: Model) -> list[str]:
+    return [
+        "No times, as nothing is known of a device. Measure one and give --device the JSON that this writes:",
+        f"  mhla bench transformer --model {model.name}",
+        "or state --matmul-rate (FLOP/s) and --copy-rate (bytes/s) for a bound.",
+    ]
+
+
+def _most(share: float) -> str:
+    """The speed-up of an attention that costs nothing."""
+    return f"{1 / (1 - share):.2f}" if share < 1 else "any"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"

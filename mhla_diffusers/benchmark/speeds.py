@@ -1,0 +1,173 @@
+"""How fast the parts of a forward are: as ``mhla bench`` measured them, or at most, at rates that are stated."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from ..families import Model
+from .conditions import Rates
+from .parts import ATTENTION, PARTS
+from .results import Row, Run
+from .shapes import Cost
+
+Reached = Mapping[str, float]
+"""Part → how fast it is, as a fraction of what the device's rates allow; a part that is not there reaches them."""
+_BACKENDS = ("eager", "triton")
+"""What attentions by themselves are named after that a patched model runs without being compiled."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Rates of a device, and how near the parts of a forward come to them."""
+
+    rates: Rates
+    unpatched: Reached
+    patched: Reached
+    source: str
+    """Where they come from, as a line for people."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is a measurement behind them; if not, times are the least that the rates allow."""
+        return bool(self.unpatched)
+
+    def seconds(self, costs: Mapping[str, Cost], reached: Reached) -> dict[str, float]:
+        """Part → time of its cost, at speeds that are those of ``unpatched`` or of ``patched``."""
+        return {part: least_seconds(cost, self.rates) / reached.get(part, 1.0) for part, cost in costs.items()}
+
+
+def least_seconds(cost: Cost, rates: Rates) -> float:
+    """What the rates of matrix products and of copying allow: the roofline."""
+    return max(cost.flops / rates.matmul, cost.bytes / rates.copy)
+
+
+def stated_speeds(matmul: float, copy: float) -> Speeds:
+    """Every part at rates that somebody states.
+
+    Args:
+        matmul: FLOP/s.
+        copy: bytes/s.
+
+    Raises:
+        ValueError: a rate that is not positive.
+    """
+    for name, rate in (("matmul-rate", matmul), ("copy-rate", copy)):
+        if not 0 < rate < math.inf:
+            raise ValueError(f"--{name} {rate:g} must be positive, for example the peak of a data sheet such as 1e14.")
+    source = (
+        f"at the rates stated, {matmul:.3g} FLOP/s and {copy:.3g} bytes/s.\n"
+        "This is a bound and no measurement: no part reaches these rates throughout, and softmax and the patch come to "
+        "them\nto different degrees, so the speed-up will be another."
+    )
+    return Speeds(Rates(matmul, "stated", copy), {}, {}, source)
+
+
+def measured_speeds(run: Run, model: Model, tokens: int, kind: str) -> Speeds:
+    """Speeds at the measured size that is nearest in tokens; at one of the same model, where there is one.
+
+    Self-attention is as fast as that of the variant, all other parts as those of both variants together.
+
+    Args:
+        run: of ``mhla bench transformer``, or of ``mhla bench op``, which holds self-attention alone.
+        model: that is asked about.
+        tokens: N that is asked about.
+        kind: of the patch, one of :data:`mhla_diffusers.benchmark.candidates.PATCHES`.
+
+    Raises:
+        ValueError: another command's results, or results without what is needed.
+    """
+    if run.command not in _PAIRS:
+        raise ValueError(
+            f"A forecast needs results of {' or '.join(f'mhla bench {name}' for name in _PAIRS)}; "
+            f"these are of mhla bench {run.command}."
+        )
+    cases = {case: list(rows) for case, rows in groupby(run.rows, key=lambda row: row.case)}
+    pairs = {case: pair for case, rows in cases.items() if (pair := _PAIRS[run.command](rows, kind)) is not None}
+    if not pairs:
+        there = ", ".join(dict.fromkeys(row.variant for row in run.rows if row.median is not None))
+        raise ValueError(
+            f"These results hold no case with FLOPs of the parts of both {kind!r} and of what it replaces; measured "
+            f"are {there or 'none'}. Measure anew: mhla bench transformer --model {model.name}."
+        )
+
+    def distance(case: str) -> tuple[bool, float]:
+        measured = next(row.tokens for row in cases[case] if row.tokens)
+        return not case.startswith((f"{model.name} ", f"{model.name}-")), abs(math.log(tokens / measured))
+
+    case = min(pairs, key=distance)
+    near, (unpatched, patched) = next(row.tokens for row in cases[case] if row.tokens), pairs[case]
+    shared = {part: unpatched[part] + patched[part] for part in PARTS if part in unpatched and part in patched}
+    common = {part: time.reached(run.rates) for part, time in shared.items() if part != ATTENTION}
+    alone = "" if common else " of self-attention alone; all else is at the rates of the same file, a bound"
+    source = f"as measured at {case}, {near:,} tokens ({tokens / near:.3g} times as many are asked for){alone}, on "
+    return Speeds(
+        run.rates,
+        common | {ATTENTION: unpatched[ATTENTION].reached(run.rates)},
+        common | {ATTENTION: patched[ATTENTION].reached(run.rates)},
+        f"{source}{run.conditions.device}.",
+    )
+
+
+@dataclass(frozen=True)
+class _Time:
+    """Of a part that was measured."""
+
+    cost: Cost
+    seconds: float
+
+    def __add__(self, other: "_Time") -> "_Time":
+        return _Time(self.cost + other.cost, self.seconds + other.seconds)
+
+    def reached(self, rates: Rates) -> float:
+        return least_seconds(self.cost, rates) / self.seconds
+
+
+_Pair = tuple[dict[str, _Time], dict[str, _Time]]
+"""Times of the parts of the fastest baseline, and of a patch."""
+
+
+def _pair_of_transformer(rows: list[Row], kind: str) -> _Pair | None:
+    """None where a case lacks one of the two, or was measured before parts were counted."""
+    wholes = {row.variant: row for row in rows if row.part is None}
+    parts = {name: _parts(row, rows) for name, row in wholes.items()}
+    own = [row for row in wholes.values() if row.baseline and ATTENTION in parts[row.variant]]
+    if not own or ATTENTION not in parts.get(kind, {}):
+        return None
+    return parts[min(own, key=lambda row: row.median or math.inf).variant], parts[kind]
+
+
+def _parts(whole: Row, rows: list[Row]) -> dict[str, _Time]:
+    """Times of a variant's parts, which share out the time of the whole forward; without parts that do nothing."""
+    found = [row for row in rows if row.variant == whole.variant and row.part is not None and row.median is not None]
+    measured = sum(row.median or 0.0 for row in found)
+    if whole.median is None or not measured:
+        return {}
+    share = whole.median / measured
+    times = {row.part: _time(row, share) for row in found if row.part is not None}
+    return {part: time for part, time in times.items() if time is not None}
+
+
+def _pair_of_operation(rows: list[Row], kind: str) -> _Pair | None:
+    """The fastest softmax, and the fastest backend of the patch."""
+    forward = [row for row in rows if row.stage == "forward" and row.median is not None]
+    own = [row for row in forward if row.baseline]
+    patched = [row for row in forward if row.variant in [f"{kind} {backend}" for backend in _BACKENDS]]
+    fastest = [min(some, key=lambda row: row.median or math.inf, default=None) for some in (own, patched)]
+    times = [None if row is None else _time(row) for row in fastest]
+    if times[0] is None or times[1] is None:
+        return None
+    return {ATTENTION: times[0]}, {ATTENTION: times[1]}
+
+
+def _time(row: Row, share: float = 1.0) -> _Time | None:
+    """None of what was not counted, or does nothing."""
+    cost = Cost(row.flops or 0, row.bytes or 0)
+    return _Time(cost, share * row.median) if row.median and row.median > 0 and cost != Cost(0, 0) else None
+
+
+_PAIRS: dict[str, Callable[[list[Row], str], _Pair | None]] = {
+    "transformer": _pair_of_transformer,
+    "op": _pair_of_operation,
+}
+"""Command → how its rows are read."""
