@@ -53,7 +53,7 @@ def info(
     share: Annotated[float | None, typer.Option(help="Of exact pairs of tiles, 0.05; or give a --patch.")] = None,
     steps: Annotated[int | None, typer.Option(help="Of the sampler, 50.")] = None,
     passes: Annotated[int | None, typer.Option(help="Forwards per step: 2, and 1 without guidance.")] = None,
-    softmax_steps: Annotated[int | None, typer.Option(help="First steps that are not patched, 0.")] = None,
+    softmax_steps: Annotated[str | None, typer.Option(help="First steps in which it rests: 3, or 20%.")] = None,
     device: Annotated[Path | None, typer.Option(help="JSON of mhla bench transformer: as fast as that.")] = None,
     matmul_rate: Annotated[float | None, typer.Option(help="FLOP/s, for a bound; with --copy-rate.")] = None,
     copy_rate: Annotated[float | None, typer.Option(help="Bytes/s, for a bound.")] = None,

@@ -10,6 +10,7 @@ import torch
 from ..config import MHLAConfig
 from ..families import Model
 from ..patching import apply_mhla, mhla_layers
+from ..patching.denoising_steps import Step
 from ..patching.plan import choose_layers
 from .candidates import EXACT, PLAIN
 from .models import Size, build_transformer, make_forward_inputs
@@ -37,15 +38,11 @@ class Question:
     """Of the sampler."""
     passes: int = 2
     """Forwards per step: two with classifier-free guidance, with and without the prompt."""
-    softmax_steps: int = 0
-    """First steps that are not patched."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("passes", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
-        if not 0 <= self.softmax_steps <= self.steps:
-            raise ValueError(f"softmax_steps={self.softmax_steps} must be from 0 to steps={self.steps}.")
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -71,6 +68,12 @@ class Question:
     def layers(self) -> int:
         """How many are replaced."""
         return len(choose_layers(self.config.layers, self.model.layers))
+
+    @property
+    def softmax_steps(self) -> int:
+        """First steps in which the patch rests."""
+        steps = [Step(index, self.steps) for index in range(self.steps)]
+        return sum(step.is_among_first(self.config.softmax_steps) for step in steps)
 
     @property
     def patched(self) -> float:
@@ -128,7 +131,7 @@ def make_forecast(question: Question, dtype: torch.dtype, speeds: Speeds | None 
     )
     if speeds is None:
         return found
-    one, other = _seconds(counts, speeds)
+    one, other = forward_seconds(counts, speeds)
     return replace(
         found,
         unpatched_seconds={part: forwards * one[part] for part in PARTS},
@@ -161,7 +164,7 @@ def _count(question: Question, dtype: torch.dtype, layers: int) -> Counts:
     transformer = build_transformer(model, size, layers, meta, dtype)
     inputs = make_forward_inputs(model, transformer, size, meta, dtype)
     unpatched = count_parts(transformer, inputs)
-    apply_mhla(transformer, question.config.replace(layers="all"))
+    apply_mhla(transformer, question.config.replace(layers="all", softmax_steps=0))
     for layer in mhla_layers(transformer).values():
         if layer.exact is not None:
             layer.exact.make_lists()  # of the length that calibration gives them, without values
@@ -187,7 +190,7 @@ def _mixed(patched: Cost, unpatched: Cost, share: float, forwards: int) -> Cost:
     return Cost(flops, moved)
 
 
-def _seconds(counts: Counts, speeds: Speeds) -> tuple[dict[str, float], dict[str, float]]:
+def forward_seconds(counts: Counts, speeds: Speeds) -> tuple[dict[str, float], dict[str, float]]:
     """Of one forward without and with the patch."""
     return speeds.seconds(counts.unpatched, speeds.unpatched), speeds.seconds(counts.patched, speeds.patched)
 
@@ -202,7 +205,7 @@ def _break_even(question: Question, dtype: torch.dtype, speeds: Speeds) -> Quest
         return replace(question, size=replace(question.size, height=rows * step, width=columns * step))
 
     def gains(rows: int) -> bool:
-        one, other = _seconds(count_forwards(at(rows), dtype, 1), speeds)
+        one, other = forward_seconds(count_forwards(at(rows), dtype, 1), speeds)
         return other[ATTENTION] < one[ATTENTION]
 
     def fits(rows: int) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from ..config import AUTOMATIC, MHLAConfig, is_automatic
 from ..devices import FLOAT_TYPES
 from ..families import Model
+from ..generation.names import parse_steps
 from ..patching.costs import attention_sizes
 from ..reporting import scaled, text_table, times
 from .forecast import Forecast, Question, make_forecast
@@ -35,7 +36,8 @@ class Options:
     """Of exact pairs of tiles, with the family's patch."""
     steps: int | None = None
     passes: int | None = None
-    softmax_steps: int | None = None
+    softmax_steps: str | None = None
+    """As :func:`mhla_diffusers.generation.names.parse_steps` takes it, in place of the patch's."""
     device: Path | None = None
     """Results of ``mhla bench``."""
     matmul_rate: float | None = None
@@ -60,7 +62,7 @@ class Options:
     @property
     def calls(self) -> dict[str, int]:
         """Those of :class:`Question` that were given."""
-        asked = {"steps": self.steps, "passes": self.passes, "softmax_steps": self.softmax_steps}
+        asked = {"steps": self.steps, "passes": self.passes}
         return {name: value for name, value in asked.items() if value is not None}
 
 
@@ -82,7 +84,10 @@ def forecast_text(name: str, patch: tuple[str, MHLAConfig] | None, options: Opti
         raise ValueError(f"--frames {options.frames} was given, but {name} makes images; leave it out.")
     sides = None if options.height is None else [f"{options.height}x{options.width}"]
     (size,) = choose_sizes(model, sides, None if options.frames is None else [options.frames], "cpu")
-    question = Question(model, size, _config(model, patch, options), **options.calls)
+    config = _config(model, patch, options)
+    if options.softmax_steps is not None:
+        config = config.replace(softmax_steps=parse_steps(options.softmax_steps))
+    question = Question(model, size, config, **options.calls)
     speeds, dtype = _speeds(question, options)
     forecast = make_forecast(question, FLOAT_TYPES[dtype], speeds)
     lines = [*_heading(question), "", _table(forecast, dtype), "", "Not in it: text encoder, VAE, and the sampler."]

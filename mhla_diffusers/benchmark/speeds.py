@@ -100,13 +100,20 @@ def measured_speeds(run: Run, model: Model, tokens: int, kind: str) -> Speeds:
     shared = {part: unpatched[part] + patched[part] for part in PARTS if part in unpatched and part in patched}
     common = {part: time.reached(run.rates) for part, time in shared.items() if part != ATTENTION}
     alone = "" if common else " of self-attention alone; all else is at the rates of the same file, a bound"
-    source = f"as measured at {case}, {near:,} tokens ({tokens / near:.3g} times as many are asked for){alone}, on "
+    source = f"as measured at {case}, {near:,} tokens{_compared(near, tokens)}, on {run.conditions.device}{alone}."
     return Speeds(
         run.rates,
         common | {ATTENTION: unpatched[ATTENTION].reached(run.rates)},
         common | {ATTENTION: patched[ATTENTION].reached(run.rates)},
-        f"{source}{run.conditions.device}.",
+        source,
     )
+
+
+def _compared(measured: int, asked: int) -> str:
+    if measured == asked:
+        return ""
+    more, less = max(measured, asked), min(measured, asked)
+    return f", {more / less:.3g} times {'fewer' if measured < asked else 'more'} than asked for"
 
 
 @dataclass(frozen=True)

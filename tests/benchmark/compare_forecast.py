@@ -1,0 +1,86 @@
+"""Forecast every size in results of ``mhla bench transformer`` from every other one, and print forecast / measured.
+
+mhla bench transformer --model dit-s-2 --size 256 --size 512 --output outputs/held
+python -m tests.benchmark.compare_forecast outputs/held/*/transformer.json
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mhla_diffusers.benchmark.candidates import HYBRID, PATCHES, PLAIN, patch_settings
+from mhla_diffusers.benchmark.forecast import Question, count_forwards, forward_seconds
+from mhla_diffusers.benchmark.models import Size, family_of_model, models
+from mhla_diffusers.benchmark.results import Row, Run, read_run
+from mhla_diffusers.benchmark.shapes import exact_tiles
+from mhla_diffusers.benchmark.speeds import measured_speeds
+from mhla_diffusers.devices import FLOAT_TYPES
+from mhla_diffusers.families import Model
+from mhla_diffusers.reporting import text_table
+
+
+@dataclass(frozen=True)
+class Held:
+    """A forecast and what it is held against, in seconds of a forward of the layers that were timed."""
+
+    known: str
+    asked: str
+    attention: str
+    forecast: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        return self.forecast / self.measured
+
+
+def compare(run: Run) -> Iterator[Held]:
+    """Of every pair of sizes of a model, unpatched and with every patch that both were measured with."""
+    cases: dict[str, list[Row]] = {}
+    for row in run.rows:
+        cases.setdefault(row.case, []).append(row)
+    for asked, rows in cases.items():
+        for known, others in cases.items():
+            if known != asked and others[0].model == rows[0].model:
+                yield from _of_pair(replace(run, rows=others), known, rows)
+
+
+def _of_pair(known: Run, name: str, rows: list[Row]) -> Iterator[Held]:
+    whole = {row.variant: row for row in rows if row.part is None and row.median is not None}
+    own = min((row for row in whole.values() if row.baseline), key=lambda row: row.median or math.inf)
+    model = models()[str(own.model)]
+    size = Size(int(own.height or 0), int(own.width or 0), own.frames, own.batch)
+    both = whole.keys() & {row.variant for row in known.rows if row.part is not None}
+    for kind in (kind for kind in PATCHES if kind in both and kind != HYBRID):
+        question = asked(model, size, kind)
+        speeds = measured_speeds(known, model, question.tokens, kind)
+        counts = count_forwards(question, FLOAT_TYPES[own.dtype], own.layers)
+        for row, seconds in zip((own, whole[kind]), forward_seconds(counts, speeds), strict=True):
+            attention = row.variant if row is not own else f"{row.variant} ({family_of_model(model).own_attention})"
+            yield Held(name, rows[0].case, attention, sum(seconds.values()), float(row.median or 0))
+
+
+def asked(model: Model, size: Size, kind: str) -> Question:
+    """One forward, with the patch that ``mhla bench transformer`` measures under this name."""
+    own = family_of_model(model).default_config
+    plain = Question(model, size, own.replace(**patch_settings(PLAIN, model.blocks)), steps=1, passes=1)
+    settings = patch_settings(kind, model.blocks, exact_tiles(model, plain.grid))
+    return replace(plain, config=own.replace(exact_tiles=None, exact_share=None).replace(**settings))
+
+
+def main(files: list[str]) -> None:
+    """Print a table of all files, and the ratio that is farthest from 1."""
+    held = list(dict.fromkeys(one for file in files for one in compare(read_run(Path(file)))))
+    rows = [
+        (one.asked, one.known, one.attention, f"{one.forecast:.3g}", f"{one.measured:.3g}", f"{one.ratio:.2f}")
+        for one in held
+    ]
+    header = ["size", "forecast from", "attention", "forecast s", "measured s", "ratio"]
+    worst = max((max(one.ratio, 1 / one.ratio) for one in held), default=1.0)
+    sys.stdout.write(f"{text_table(header, rows)}\nfarthest from 1: by a factor of {worst:.2f}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
