@@ -6,7 +6,7 @@ Commands import what they do inside themselves, so that ``--help`` does not wait
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -61,7 +61,7 @@ def info(
     """Versions, devices, backends, supported models and patches; with --model, what to expect of a patch."""
     from .info import configs_of, print_any_patch, print_info, report
 
-    of_forecast = {
+    of_forecast: dict[str, Any] = {
         "height": height,
         "width": width,
         "frames": frames,

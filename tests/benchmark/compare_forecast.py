@@ -41,15 +41,17 @@ def compare(run: Run) -> Iterator[Held]:
     cases: dict[str, list[Row]] = {}
     for row in run.rows:
         cases.setdefault(row.case, []).append(row)
-    for asked, rows in cases.items():
+    for case, rows in cases.items():
         for known, others in cases.items():
-            if known != asked and others[0].model == rows[0].model:
+            if known != case and others[0].model == rows[0].model:
                 yield from _of_pair(replace(run, rows=others), known, rows)
 
 
 def _of_pair(known: Run, name: str, rows: list[Row]) -> Iterator[Held]:
     whole = {row.variant: row for row in rows if row.part is None and row.median is not None}
-    own = min((row for row in whole.values() if row.baseline), key=lambda row: row.median or math.inf)
+    own = min((row for row in whole.values() if row.baseline), key=lambda row: row.median or math.inf, default=None)
+    if own is None:
+        return
     model = models()[str(own.model)]
     size = Size(int(own.height or 0), int(own.width or 0), own.frames, own.batch)
     both = whole.keys() & {row.variant for row in known.rows if row.part is not None}
@@ -58,7 +60,7 @@ def _of_pair(known: Run, name: str, rows: list[Row]) -> Iterator[Held]:
         speeds = measured_speeds(known, model, question.tokens, kind)
         counts = count_forwards(question, FLOAT_TYPES[own.dtype], own.layers)
         for row, seconds in zip((own, whole[kind]), forward_seconds(counts, speeds), strict=True):
-            attention = row.variant if row is not own else f"{row.variant} ({family_of_model(model).own_attention})"
+            attention = kind if row is not own else f"{row.variant}, beside {kind}"
             yield Held(name, rows[0].case, attention, sum(seconds.values()), float(row.median or 0))
 
 

@@ -99,6 +99,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
     (r"^mhla bench kernels ", "nothing is compiled while the interpreter is on; the tests of the kernels run it"),
     (r"^mhla bench gpu-check ", "it takes minutes; tests/benchmark runs it"),
+    (r"^mhla info .*--device ", "it reads what the reader's device has measured; tests/benchmark runs it"),
     (r"^mhla bench all ", "it is the commands below it in a row; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
