@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
@@ -51,11 +52,11 @@ def time_parts(transformer: Any, run: Callable[[], object], device: torch.device
 
 
 def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
-    """FLOPs of each part of one forward, and the least bytes that it must move.
+    """FLOPs of each part of one forward, and the bytes that it must move.
 
     A module reads its weights and its inputs and writes its output once. Self-attention reads query, key and value and
-    writes the output of its heads, and summaries and means are written and read. What other parts are given and give
-    back, the rest writes and reads.
+    writes the output of its heads, and summaries and means are written and read. In the rest, norms, modulation and
+    residuals, every operator of PyTorch reads and writes for itself.
 
     Args:
         transformer: on the meta device, where nothing is computed.
@@ -63,22 +64,41 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
     """
     flops, moved = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
 
+    def begin() -> int:
+        traffic.parts_open += 1
+        return int(counter.get_total_flops())
+
     def end(part: str, module: nn.Module, begun: int, given: Any, output: Any) -> None:
+        traffic.parts_open -= 1
         flops[part] += counter.get_total_flops() - begun
-        if part != _PROJECTIONS:
-            moved[_REST] += _bytes(tree_leaves(given)[:1]) + _bytes(output)
         if part == ATTENTION:
             moved[part] += _bytes_of_attention(transformer, module, inputs["hidden_states"])
         else:
-            moved[part] += _bytes(given) + _bytes(output) + _bytes(list(module.parameters()))
-            moved[_REST] -= _bytes(list(module.parameters()))
+            moved[part] += _bytes((given, output, list(module.parameters())))
 
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        with _hooks(transformer, lambda: int(counter.get_total_flops()), end):
-            output = transformer(**inputs)
+    with torch.no_grad(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:
+        with _hooks(transformer, begin, end):
+            transformer(**inputs)
         flops = _told_apart(flops, int(counter.get_total_flops()))
-    moved[_REST] += _bytes(inputs) + _bytes(output) + _bytes(list(transformer.parameters()))
+    moved[_REST] = traffic.bytes
     return {part: Cost(flops[part], moved[part]) for part in PARTS}
+
+
+class _Traffic(TorchDispatchMode):
+    """Bytes that operators read and write while no module of a part runs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.parts_open = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not self.parts_open and not func.is_view:
+            self.bytes += _bytes((args, kwargs, output))
+        return output
 
 
 def _bytes_of_attention(transformer: Any, attn: Any, latents: torch.Tensor) -> int:
