@@ -13,6 +13,8 @@ from .shapes import Cost
 
 Reached = Mapping[str, float]
 """Part → how fast it is, as a fraction of what the device's rates allow; a part that is not there reaches them."""
+_NEAR = 4
+"""Times as many tokens, or as few, up to which nobody is told to measure nearer."""
 _BACKENDS = ("eager", "triton")
 """What attentions by themselves are named after that a patched model runs without being compiled."""
 
@@ -112,8 +114,9 @@ def measured_speeds(run: Run, model: Model, tokens: int, kind: str) -> Speeds:
 def _compared(measured: int, asked: int) -> str:
     if measured == asked:
         return ""
-    more, less = max(measured, asked), min(measured, asked)
-    return f", {more / less:.3g} times {'fewer' if measured < asked else 'more'} than asked for"
+    times = max(measured, asked) / min(measured, asked)
+    far = " (far: measure nearer)" if times > _NEAR else ""
+    return f", {times:.3g} times {'fewer' if measured < asked else 'more'} than asked for{far}"
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,9 @@ def test_speeds_are_those_of_the_nearest_size_of_the_model():
     run = made_up(Size(64, 96, 9), Size(256, 384, 9))
     assert "tiny-wan 256x384x9, 1,152 tokens" in measured_speeds(run, models()["tiny-wan"], 900, EXACT).source
     assert "tiny-wan 64x96x9, 72 tokens" in measured_speeds(run, models()["tiny-wan"], 80, EXACT).source
+    assert "1,152 tokens, 6.56 times fewer than asked for (far: measure nearer)" in (
+        measured_speeds(run, models()["tiny-wan"], 7560, EXACT).source
+    )
     others = [replace(row, case=row.case.replace("tiny-wan", "tiny-dit")) for row in made_up(Size(128, 192, 9)).rows]
     both = replace(run, rows=run.rows + others)
     assert "tiny-dit" in measured_speeds(both, models()["tiny-dit"], 900, EXACT).source
