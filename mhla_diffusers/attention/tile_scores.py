@@ -15,7 +15,7 @@ from .rotary import rotated
 from .tiles import ExactTiles, in_tiles, tokens_of_tiles
 
 KEPT = 0.2
-"""Part of all pairs whose scores are kept: budgets beyond it are spent on the rest as on equals."""
+"""Part of all pairs whose scores are kept: budgets beyond it are spread evenly over the rest."""
 CEILING = 4.0
 """Key tiles that one query tile may attend to exactly, in units of the average."""
 
@@ -48,33 +48,51 @@ def resize_scores(scores: torch.Tensor, counts: Shape, new_counts: Shape) -> tor
     return resize_mixing(scores, counts, new_counts).clamp_min(0)
 
 
-def priorities(scores: torch.Tensor, share: float) -> torch.Tensor:
+def ranks(scores: torch.Tensor) -> torch.Tensor:
+    """Place of every key tile in the order of its query tile's scores (H, T, T), the best first: int64 (H, T, T).
+
+    Equal ones follow the query tile's own place, so that no key tile is preferred by all.
+    """
+    tiles = torch.arange(scores.shape[-1], device=scores.device)
+    turned = ((tiles[:, None] + tiles) % len(tiles)).expand_as(scores)
+    order = turned.gather(-1, scores.gather(-1, turned).argsort(dim=-1, descending=True, stable=True))
+    return torch.empty_like(order).scatter_(-1, order, tiles.expand_as(order))
+
+
+def priorities(scores: torch.Tensor, rank: torch.Tensor, share: float) -> torch.Tensor:
     """Scores (H, T, T) such that whoever spends by them keeps a floor and a ceiling.
 
     Every query tile's best key tile comes before everything else, and what exceeds ``CEILING`` times the average list
     after it.
     """
-    tiles = scores.shape[-1]
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(tiles, device=order.device).expand_as(order))
-    most = max(1, math.ceil(CEILING * share * tiles))
+    most = max(1, math.ceil(CEILING * share * scores.shape[-1]))
     return torch.where(rank == 0, math.inf, torch.where(rank < most, scores, -1 / (1 + scores)))
+
+
+def budget_of(shapes: Sequence[torch.Size], share: float) -> int:
+    """Pairs that a share of those of all layers, (H, T, T), is; at least one for every query tile."""
+    return max(round(share * sum(shape.numel() for shape in shapes)), sum(heads * tiles for heads, tiles, _ in shapes))
 
 
 def spend(scores: Sequence[torch.Tensor], share: float) -> list[torch.Tensor]:
     """Spend a budget on the pairs of all layers where it is worth most: bool (H, T, T) of every layer.
 
+    Among pairs of equal score, as those that were not kept, the query tiles of all heads and layers get one in turn.
+
     Args:
         scores: (H, T, T) of every layer.
         share: part of all pairs that the budget is; every query tile gets at least one key tile.
     """
-    ordered = [priorities(layer, share) for layer in scores]
-    flat = torch.cat([layer.flatten() for layer in ordered])
-    budget = max(round(share * len(flat)), sum(layer.shape[0] * layer.shape[1] for layer in scores))
-    chosen = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
-    chosen[flat.argsort(descending=True, stable=True)[:budget]] = True
-    parts = chosen.split([layer.numel() for layer in ordered])
-    return [part.view(layer.shape) for part, layer in zip(parts, ordered, strict=True)]
+    orders = [ranks(layer) for layer in scores]
+    flat = torch.cat([priorities(*both, share).flatten() for both in zip(scores, orders, strict=True)])
+    budget = budget_of([layer.shape for layer in scores], share)
+    least = flat.topk(budget).values[-1]
+    chosen = flat > least
+    equal = (flat == least).nonzero().flatten()
+    turn = torch.cat([order.flatten() for order in orders])[equal].argsort(stable=True)
+    chosen[equal[turn[: budget - int(chosen.sum())]]] = True
+    parts = chosen.split([layer.numel() for layer in scores])
+    return [part.view(layer.shape) for part, layer in zip(parts, scores, strict=True)]
 
 
 def list_length(share: float, tiles: int) -> int:

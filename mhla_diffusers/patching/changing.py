@@ -43,14 +43,14 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     """
     require_layers(model)
     patched = [part for part in find_transformers(model).values() if mhla_layers(part)]
-    changes = [_make_change(part, backend, settings) for part in patched]
+    changes = [make_change(part, backend, settings) for part in patched]
     for change in changes:
-        _carry_out(change, model)
+        carry_out_change(change, model)
     return model
 
 
 @dataclass(frozen=True)
-class _Change:
+class Change:
     """Checked other settings of one patched transformer."""
 
     transformer: nn.Module
@@ -59,8 +59,17 @@ class _Change:
     """Name of every attention that is to be patched, with its new layer."""
 
 
-def _make_change(transformer: nn.Module, backend: str | None, settings: Mapping[str, Any]) -> _Change:
-    """Check everything and change nothing."""
+def make_change(transformer: nn.Module, backend: str | None, settings: Mapping[str, Any]) -> Change:
+    """Check other settings and change nothing.
+
+    Args:
+        transformer: patched.
+        backend: None for the one it has.
+        settings: fields of :class:`MHLAConfig` that change.
+
+    Raises:
+        ValueError: switched off, settings that do not fit, or weights that they do not fit.
+    """
     watch = hook_of(transformer, ProcessorWatch)
     if watch is not None and watch.paused:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
@@ -95,7 +104,7 @@ def _make_change(transformer: nn.Module, backend: str | None, settings: Mapping[
         _carry_over(name, old, layers[name], own)
     processor = MHLAProcessor(config, grid=old_processor.grid, backend=backend or old_processor.backend)
     processor._attention_backend = old_processor._attention_backend
-    return _Change(transformer, processor, layers)
+    return Change(transformer, processor, layers)
 
 
 def _processor(transformer: nn.Module, watch: ProcessorWatch | None) -> MHLAProcessor:
@@ -137,7 +146,8 @@ def _carry_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping
             parameter.requires_grad_(old[key].requires_grad)
 
 
-def _carry_out(change: _Change, model: Any) -> None:
+def carry_out_change(change: Change, model: Any) -> None:
+    """Change a transformer, which is ``model`` or a part of it."""
     transformer = change.transformer
     family, watch = get_family(transformer), hook_of(transformer, ProcessorWatch)
     own = family.self_attentions(transformer)

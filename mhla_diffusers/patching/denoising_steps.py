@@ -116,6 +116,9 @@ class StepHooks:
         loop = _THREAD.loop
         if not self.softmax_steps or transformer.training or loop.patch_runs_always:
             return
+        if isinstance(self.softmax_steps, float) and self.softmax_steps == 1:  # whichever step it is
+            attend_as_before(True)
+            return
         if loop.step is not None:
             attend_as_before(loop.rests)
             return

@@ -1,6 +1,6 @@
 """Recorded calls of a transformer, and how much each layer's replacement alone changes its output on them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,7 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
             handle.remove()
     missed = [name for name in transformers if not calls[name]]
     if missed:
-        raise ValueError(f"The calibration did not run {', '.join(missed)}; it must call the pipeline or transformer.")
+        raise ValueError(f"run() did not run {', '.join(missed)}; it must call the pipeline or transformer.")
     return calls
 
 
@@ -142,6 +142,16 @@ def measure_sensitivity(
             for name, (attn, _) in attentions.items():
                 attn.set_processor(patched[name])
     return sensitivities
+
+
+@torch.no_grad()
+def measure_change(transformer: nn.Module, calls: Sequence[TransformerCall]) -> float:
+    """How much the whole patch moves the output, relative and squared as of one layer, averaged over calls."""
+    found = [call.predict(transformer).float() for call in calls]
+    with mhla_disabled(transformer):
+        return sum(_change(f, call.predict(transformer).float()) for f, call in zip(found, calls, strict=True)) / len(
+            calls
+        )
 
 
 def _change(output: torch.Tensor, expected: torch.Tensor) -> float:
