@@ -7,15 +7,18 @@ from .lazy import lazy_names
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
     "Family",
     "MHLAConfig",
     "MHLALayer",
     "MHLAProcessor",
     "apply_mhla",
     "attn_processors",
+    "audit",
     "calibrate_exact_tiles",
     "calibrate_output_norm",
     "change_mhla",
+    "densify",
     "describe",
     "is_patched",
     "layer_sensitivity",
@@ -31,6 +34,7 @@ __all__ = [
     "remove_mhla",
     "save_mhla",
     "set_attn_processor",
+    "set_exact_share",
     "suggest_blocks",
 ]
 
@@ -39,13 +43,16 @@ if TYPE_CHECKING:
     from .config import MHLAConfig, patch_names
     from .families import Family, register_family
     from .patching import (
+        Audit,
         MHLALayer,
         MHLAProcessor,
         apply_mhla,
         attn_processors,
+        audit,
         calibrate_exact_tiles,
         calibrate_output_norm,
         change_mhla,
+        densify,
         describe,
         is_patched,
         layer_sensitivity,
@@ -57,6 +64,7 @@ if TYPE_CHECKING:
         remove_mhla,
         save_mhla,
         set_attn_processor,
+        set_exact_share,
         suggest_blocks,
     )
 else:

@@ -65,6 +65,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in watches}
     check_reached(list(names.values()), [names[key] for key, watch in watches.items() if watch.calls])
     calls = {component: _spread(found) for component, found in recorded.items()}
+    halves = {component: _spread(clock.halves(part)) for component, part in transformers.items()}
     moves = {
         component: measure_sensitivity(part, pairs[component], calls[component])
         for component, part in transformers.items()
@@ -74,7 +75,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         for (component, name), watch in watches.items()
     )
     changes = [measure_change(part, calls[component]) for component, part in transformers.items()]
-    return Audit(layers, clock.rests, clock.knows_steps, sum(changes) / len(changes), _fit(layers), calls)
+    return Audit(layers, clock.rests, clock.knows_steps, sum(changes) / len(changes), _fit(layers), calls, halves)
 
 
 class _Clock:
@@ -84,6 +85,7 @@ class _Clock:
         self._steps: list[Step | None] = []
         self._resting: set[int] = set()
         self._generation = 0
+        self._halves: dict[nn.Module, list[int]] = {}
 
     def tick(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward."""
@@ -92,6 +94,7 @@ class _Clock:
         if step is not None and before is not None and step.index < before.index:
             self._generation += 1
         self._steps.append(step)
+        self._halves.setdefault(transformer, []).append(self.half)
 
     @property
     def _latest(self) -> Step | None:
@@ -109,6 +112,10 @@ class _Clock:
         """
         step = self._latest
         return self.call % 2 if step is None else (self._generation + (2 * step.index >= step.count)) % 2
+
+    def halves(self, transformer: nn.Module) -> list[int]:
+        """The halves of all forwards of a transformer."""
+        return self._halves[transformer]
 
     def rest(self) -> None:
         """The patch rests in the forward that is running."""
@@ -202,7 +209,7 @@ class _Tiles:
 
     def __init__(self, attn: Any, clock: _Clock) -> None:
         self.attn, self.clock = attn, clock
-        self.pair_errors: list[torch.Tensor | float] = [0.0, 0.0]
+        self._pair_errors: list[torch.Tensor | float] = [0.0, 0.0]
         self._left: list[torch.Tensor] = []
         self._total: list[torch.Tensor] = []
         self._mass = self._square = self._share = 0.0
@@ -216,6 +223,8 @@ class _Tiles:
             self._projections = _projections(self.attn)
         query, key, _ = project(self.attn, given.hidden_states)
         lists = layer.exact(query, key, given.rotary, grid_of_call(self.attn, given.rotary))
+        if self._counts not in ((), lists.counts):
+            raise ValueError("run() ran at sizes that cut exact tiles differently; audit one size at a time.")
         mask, self._counts = lists.mask(), lists.counts
         tiled = _tiled_input(self.attn, given)
         samples = tiled.samples(min(_QUERIES, tiled.exists.shape[1]), len(self._left))
@@ -226,17 +235,14 @@ class _Tiles:
             errors = errors.to(found.device) + found / len(mask)
             self._mass += float((masses * exact).sum(dim=-1).mean()) / len(mask)
             self._square += float(squares.sum()) * mask.shape[-1] / len(mask)
-        sum_so_far = self.pair_errors[self.clock.half]
-        if isinstance(sum_so_far, torch.Tensor) and sum_so_far.shape != errors.shape:
-            raise ValueError("run() ran at sizes that cut exact tiles differently; audit one size at a time.")
-        self.pair_errors[self.clock.half] = errors + sum_so_far
+        self._pair_errors[self.clock.half] = errors + self._pair_errors[self.clock.half]
         self._left.append(left.double())
         self._total.append(errors.sum().double().cpu())
         self._share += float(mask.float().mean())
 
     def result(self, calls: list[int]) -> TileAudit:
         """What was found."""
-        first, second = self.pair_errors
+        first, second = self._pair_errors
         some = first if isinstance(first, torch.Tensor) else second
         halves = torch.stack([(torch.zeros_like(some) + half).cpu() for half in (first, second)])
         left, total = (self.clock.by_step(calls, found) for found in (self._left, self._total))
@@ -262,17 +268,12 @@ def _samples(tiled: TiledInput, lists: int) -> list[TiledInput]:
 
 
 def _fit(layers: Sequence[LayerAudit]) -> Fit | None:
-    """Choose lists by each half of the run and judge them by the other."""
+    """Compare the lists that there are with those that this run would choose."""
     found = [(layer.gain, layer.tiles) for layer in layers if layer.tiles is not None]
     if not found:
         return None
     left = sum(gain * float(tiles.left.sum()) for gain, tiles in found)
-    share, anew = sum(tiles.share for _, tiles in found) / len(found), 0.0
-    weighted = [gain * tiles.pair_errors for gain, tiles in found]
-    # of a single forward there is but one half, which has to judge itself
-    halves = [half for half in (0, 1) if any(bool(scores[half].any()) for scores in weighted)]
-    for half in halves:
-        masks = spend([scores[half] for scores in weighted], share)
-        other = 1 - half if len(halves) == 2 else half
-        anew += sum(float((scores[other] * ~mask).sum()) for scores, mask in zip(weighted, masks, strict=True))
+    share = sum(tiles.share for _, tiles in found) / len(found)
+    scores = [gain * tiles.pair_errors.sum(dim=0) for gain, tiles in found]
+    anew = sum(float((score * ~mask).sum()) for score, mask in zip(scores, spend(scores, share), strict=True))
     return Fit(left**0.5, anew**0.5, all(tiles.kind == "calibrated" for _, tiles in found))

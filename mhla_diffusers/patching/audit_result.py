@@ -82,7 +82,7 @@ class Fit:
     left: float
     """With the lists that there are."""
     anew: float
-    """With lists chosen anew at the same share, judged on the half of the run that they were not chosen on."""
+    """With lists chosen anew at the same share by what this run has shown."""
     is_calibrated: bool
     """Whether the lists were calibrated; others are chosen by rule at every call."""
 
@@ -123,6 +123,8 @@ class Audit:
     """None without exact tiles."""
     calls: Mapping[str, Sequence[TransformerCall]]
     """Component → some of its forwards, of the patched trajectory."""
+    halves: Mapping[str, Sequence[int]]
+    """Component → of each of these, the half of the run that it belongs to, see :class:`TileAudit`."""
 
     def errors_of_layer(self, layer: LayerAudit) -> torch.Tensor:
         """Relative error of every head over the run, ‖patched − before‖ / ‖before‖: (H,)."""

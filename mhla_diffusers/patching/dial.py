@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -82,12 +83,12 @@ def densify(model: Model, audit: Audit, share: float) -> Model:
         _check_audit(part, found[name])
     if share == 1:
         return change_mhla(model, softmax_steps=1.0)
-    choices = {
-        name: _changes(part, found[name], plan_spending(found[name], share, audit.knows_steps), len(audit.rests))
+    ways = [
+        _Way.plan(part, found[name], plan_spending(found[name], share, audit.knows_steps), len(audit.rests))
         for name, part in transformers.items()
-    }
-    for name, changes in choices.items():
-        _carry_out_best(changes, audit.calls[name])
+    ]
+    for name, way in zip(transformers, ways, strict=True):
+        _carry_out(way, audit.calls[name], audit.halves[name])
     return model
 
 
@@ -100,48 +101,76 @@ def _check_audit(transformer: nn.Module, layers: Sequence[LayerAudit]) -> None:
         raise ValueError("The audit is of another model; audit(model, run) audits this one.")
 
 
-def _changes(transformer: nn.Module, layers: Sequence[LayerAudit], spending: Spending, steps: int) -> list[Change]:
-    """Ways to spend as planned, each with its lists of tiles: calibrated ones and, if there are, those by content."""
-    names = list(get_family(transformer).self_attentions(transformer))
-    some = layers[0].tiles
-    others = [layer for index, layer in enumerate(layers) if index not in spending.whole]
-    active = active_steps(layers)
-    resting = (active[spending.steps - 1] + 1) / steps if spending.steps else 0.0
-    settings = {"layers": [names.index(layer.attention) for layer in others], "softmax_steps": resting}
-    if some is None:
-        return [make_change(transformer, None, settings)]
-    settings |= {"exact_tiles": some.counts}
-    tiles = math.prod(some.counts)
-    calibrated = make_change(transformer, None, {**settings, "exact": "calibrated", "exact_share": spending.share})
-    _choose(calibrated, others, [layer.gain * weights_after(layer, active, spending.steps) for layer in others])
-    if some.kind != "content":
-        return [calibrated]
-    by_content = max(1, math.floor(spending.share * tiles + 1e-9)) / tiles
-    return [calibrated, make_change(transformer, None, {**settings, "exact": "content", "exact_share": by_content})]
+@dataclass(frozen=True)
+class _Way:
+    """A checked way to spend the budget of one transformer."""
 
+    transformer: nn.Module
+    layers: list[LayerAudit]
+    """Those that stay patched."""
+    factors: list[float]
+    """What an error of each counts, in the steps that are left."""
+    change: Change
+    """With calibrated tiles, whose lists are to be chosen, if there are tiles."""
+    by_content: Change | None
+    """With tiles by content instead, where they were so before."""
 
-def _choose(change: Change, layers: Sequence[LayerAudit], factors: Sequence[float]) -> None:
-    """Give new layers their lists of exact tiles."""
-    errors = [layer.tiles.pair_errors.sum(dim=0) for layer in layers if layer.tiles is not None]
-    scores = [factor * found for factor, found in zip(factors, errors, strict=True)]
-    largest = max(1e-30, *(float(score.max()) for score in scores))
-    for layer, score, mask in zip(layers, scores, spend(scores, change.processor.config.share), strict=True):
-        choice: Any = change.layers[layer.attention].exact
-        device = choice.pairs.device
-        choice.keep_scores((score / largest).to(device))
-        choice.choose(mask.to(device))
+    @classmethod
+    def plan(cls, transformer: nn.Module, layers: Sequence[LayerAudit], spending: Spending, steps: int) -> "_Way":
+        names, active = list(get_family(transformer).self_attentions(transformer)), active_steps(layers)
+        others = [layer for index, layer in enumerate(layers) if index not in spending.whole]
+        factors = [layer.gain * weights_after(layer, active, spending.steps) for layer in others]
+        settings: dict[str, Any] = {
+            "layers": [names.index(layer.attention) for layer in others],
+            "softmax_steps": (active[spending.steps - 1] + 1) / steps if spending.steps else 0,
+        }
+        some = layers[0].tiles
+        if some is None:
+            return cls(transformer, others, factors, make_change(transformer, None, settings), None)
+        lists = {"exact": "calibrated", "exact_share": spending.share, "exact_tiles": some.counts}
+        calibrated, by_content = make_change(transformer, None, settings | lists), None
+        if some.kind == "content":
+            tiles = math.prod(some.counts)
+            length = max(1, math.floor(spending.share * tiles + 1e-9))  # of every list, within the budget
+            rule = {"exact": "content", "exact_share": length / tiles}
+            by_content = make_change(transformer, None, settings | rule)
+        return cls(transformer, others, factors, calibrated, by_content)
+
+    def choose(self, halves: Sequence[int]) -> None:
+        """Choose the lists of calibrated tiles by what some halves of the run have shown."""
+        errors = [layer.tiles.pair_errors[list(halves)].sum(dim=0) for layer in self.layers if layer.tiles is not None]
+        if not errors:
+            return
+        scores = [factor * found for factor, found in zip(self.factors, errors, strict=True)]
+        largest, share = max(1e-30, *(float(score.max()) for score in scores)), self.change.processor.config.share
+        for layer, score, mask in zip(self.layers, scores, spend(scores, share), strict=True):
+            choice: Any = self.change.layers[layer.attention].exact
+            choice.keep_scores((score / largest).to(choice.pairs.device))
+            choice.choose(mask.to(choice.pairs.device))
 
 
 @torch.no_grad()
-def _carry_out_best(changes: Sequence[Change], calls: Sequence[TransformerCall]) -> None:
-    """Carry changes of one transformer out one after another, fit β and λ, and stay with that which changes least."""
-    measured = []
-    for change in changes:
-        carry_out_change(change, change.transformer)
-        attentions = get_family(change.transformer).self_attentions(change.transformer)
-        patched = {name: attentions[name] for name, layer in change.layers.items() if layer.exact is not None}
-        if patched and change.processor.config.share < 1:
-            _fit_weights(change.transformer, patched, list(calls))
-        measured.append(measure_change(change.transformer, calls) if len(changes) > 1 else 0.0)
-    best = changes[min(range(len(changes)), key=measured.__getitem__)]
-    carry_out_change(best, best.transformer)
+def _carry_out(way: _Way, calls: Sequence[TransformerCall], halves: Sequence[int]) -> None:
+    """Change a transformer in the better way of those that there are, and fit β and λ."""
+    change = way.change
+    if way.by_content is not None:
+        carry_out_change(way.by_content, way.transformer)
+        by_content = measure_change(way.transformer, calls)
+        carry_out_change(way.change, way.transformer)
+        change = way.change if _judge_lists(way, calls, halves) < by_content else way.by_content
+    way.choose([0, 1])
+    carry_out_change(change, way.transformer)
+    attentions = get_family(way.transformer).self_attentions(way.transformer)
+    patched = {name: attentions[name] for name, layer in change.layers.items() if layer.exact is not None}
+    if patched:
+        _fit_weights(way.transformer, patched, list(calls))
+
+
+def _judge_lists(way: _Way, calls: Sequence[TransformerCall], halves: Sequence[int]) -> float:
+    """How much calibrated tiles change the output on calls of the half of the run that they were not chosen on."""
+    changes = 0.0
+    for half in set(halves):
+        judged = [call for call, own in zip(calls, halves, strict=True) if own == half]
+        way.choose([1 - half] if len(set(halves)) > 1 else [half])
+        changes += measure_change(way.transformer, judged) * len(judged)
+    return changes / len(calls)

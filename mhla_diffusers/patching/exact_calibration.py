@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from .removal import mhla_disabled
 from .sensitivity import TransformerCall, measure_sensitivity, patched_pairs, record_calls, repeat_calls
 from .tile_choice import TileChoice
 from .token_grid import grid_of_call
+
+Item = TypeVar("Item")
 
 _QUERIES = 8
 """Queries of every tile whose softmax weights are formed; each costs N of them."""
@@ -171,7 +173,7 @@ def _projections(attn: Any) -> torch.Tensor:
     return torch.linalg.qr(columns.unflatten(0, (heads, -1)).mT).R.mT
 
 
-def _spread(calls: list[TransformerCall]) -> list[TransformerCall]:
+def _spread(calls: list[Item]) -> list[Item]:
     """Some calls, evenly spread over all."""
     count = min(len(calls), _FITTING_CALLS)
     return [calls[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]

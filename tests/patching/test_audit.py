@@ -1,0 +1,244 @@
+"""What a patch costs, layer by layer, head by head and step by step."""
+
+import json
+
+import pytest
+import torch
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention.tile_scores import spend
+from mhla_diffusers.families import get_family
+from mhla_diffusers.patching.processor import attention_input, project
+
+from .. import models
+from ..pipelines import PIPELINES, generate, wan22_pipeline
+from .shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
+
+NAMES = ["wan", "wan_vace", "sana", "dit"]
+TILES = {"wan": (2, 4, 3), "dit": (4, 4)}
+
+
+def audited(name, **settings):
+    model = models.patched(name, **settings)
+    return model, mhla.audit(model, lambda: models.output(model, models.inputs(name)))
+
+
+def handed_on(model, name):
+    """What every self-attention hands to its output projection, with the same input: layer → (B, N, H, D)."""
+    found, handles = {}, []
+    for layer, attn in get_family(model).self_attentions(model).items():
+
+        def note(_, args, layer=layer, attn=attn):
+            found[layer] = args[0].unflatten(-1, (attn.heads, -1))
+
+        handles.append(attn.to_out[0].register_forward_pre_hook(note))
+    models.output(model, models.inputs(name))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_layers_error_is_what_its_heads_hand_on(name):
+    """Later layers get other inputs without the patch, so only the first can be compared from outside."""
+    model, found = audited(name)
+    with mhla.mhla_disabled(model):
+        before = handed_on(model, name)
+    patched = handed_on(model, name)
+    first = found.layers[0]
+    expected = (patched[first.attention] - before[first.attention]).square().sum(dim=(0, 1, 3))
+    expected = (expected / before[first.attention].square().sum(dim=(0, 1, 3))).sqrt()
+    torch.testing.assert_close(found.errors_of_layer(first).float(), expected, rtol=1e-5, atol=0)
+    assert [layer.name for layer in found.layers] == list(get_family(model).self_attentions(model))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_audit_leaves_the_model_as_it_was(name):
+    model = models.patched(name)
+    before, expected = footprint(model), models.output(model, models.inputs(name))
+    mhla.audit(model, lambda: models.output(model, models.inputs(name)))
+    assert_same_footprint(model, before)
+    assert torch.equal(models.output(model, models.inputs(name)), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moves_are_what_single_layers_and_the_whole_patch_change(name):
+    model, found = audited(name)
+    run = lambda: models.output(model, models.inputs(name))  # noqa: E731
+    assert {layer.name: layer.moves for layer in found.layers} == mhla.layer_sensitivity(model, run)
+    original = models.output(models.FAMILIES[name].build(), models.inputs(name))
+    assert found.moves == pytest.approx(models.relative_change(run(), original) ** 2, rel=1e-4)
+
+
+def test_a_patch_that_changes_nothing_has_no_error():
+    _, found = audited("wan", exact="content", exact_tiles=TILES["wan"], exact_share=1.0)
+    # the same sums in another order
+    assert all(found.error_of_layer(layer) < 1e-5 for layer in found.layers)
+    assert all(layer.tiles.mass == pytest.approx(1, abs=1e-5) for layer in found.layers)
+    assert found.moves < 1e-10
+
+
+@pytest.mark.parametrize("name", ["wan", "wan_vace", "sana", "dit"])
+def test_lora_is_part_of_both_attentions(name):
+    model = with_lora(models.patched(name), *PROJECTIONS)
+    found = mhla.audit(model, lambda: models.output(model, models.inputs(name)))
+    with mhla.mhla_disabled(model):
+        before = handed_on(model, name)
+    first = found.layers[0]
+    expected = before[first.attention].square().sum(dim=(0, 1, 3)).double()
+    torch.testing.assert_close(first.squares[0], expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("exact", ["own", "content"])
+def test_mass_is_the_softmax_weight_of_the_exact_pairs_of_every_call(exact):
+    """With two tokens of a tile and all of them looked at, the measured weight is the whole truth."""
+    share = {} if exact == "own" else {"exact_share": 0.2}
+    model, found = audited("dit", exact=exact, exact_tiles=(8, 4), **share)
+    attn = model.transformer_blocks[0].attn1
+    weights = {}
+
+    def note(_, args, kwargs):
+        query, key, _ = project(attn, attention_input(args, kwargs).hidden_states)
+        logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+        tiles = attn.mhla.exact(query, key, None, (8, 8)).mask()
+        tile = (torch.arange(64) // 8) * 4 + torch.arange(64) % 8 // 2
+        weights["kept"] = (logits.softmax(dim=-1) * tiles[:, :, tile][..., tile]).sum(dim=-1).mean()
+
+    handle = attn.register_forward_pre_hook(note, with_kwargs=True)
+    models.output(model, models.inputs("dit"))
+    handle.remove()
+    assert found.layers[0].tiles.mass == pytest.approx(float(weights["kept"]), rel=1e-4)
+    assert found.layers[0].tiles.share == pytest.approx(1 / 32 if exact == "own" else 6 / 32)
+
+
+def test_without_tiles_there_is_nothing_to_fit():
+    for name in ("wan", "sana"):
+        _, found = audited(name)
+        assert found.fit is None and all(layer.tiles is None for layer in found.layers)
+        assert "mass" not in str(found)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_pipeline_tells_its_steps(name):
+    case = PIPELINES[name]
+    pipe = mhla.apply_mhla(case.build(), exact="none", blocks=case.blocks, softmax_steps=1)
+    found = mhla.audit(pipe, lambda: generate(name, pipe))
+    steps = case.call["num_inference_steps"]
+    assert found.knows_steps
+    assert found.rests == (True, *[False] * (steps - 1))
+    by_steps = found.errors_of_steps
+    assert (by_steps[:, 0][~by_steps[:, 0].isnan()] == 0).all()
+    assert (by_steps[:, 1:][~by_steps[:, 1:].isnan()] > 0).all()
+    # what the patch would do in a step in which it rests is known all the same
+    assert (found.layers[0].errors[0] > 0).all()
+    assert "as before the patch" in str(found)
+
+
+def test_both_transformers_are_audited_each_in_its_steps():
+    pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
+    found = mhla.audit(pipe, lambda: generate("wan22", pipe))
+    assert [layer.name for layer in found.layers[::4]] == ["transformer.blocks.0.attn1", "transformer_2.blocks.0.attn1"]
+    ran = found.errors_of_steps.isnan().logical_not()
+    assert torch.equal(ran[0], ~ran[4]) and ran.any(dim=1).all(), "each step has one transformer"
+
+
+def test_guidance_counts_both_forwards_of_a_step():
+    pipe = mhla.apply_mhla(PIPELINES["wan"].build(), exact="none", blocks=(1, 1, 1))
+    calls = []
+    handle = pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
+    found = mhla.audit(pipe, lambda: generate("wan", pipe))
+    handle.remove()
+    assert len(found.rests) == 3 < len(calls)
+
+
+def test_forwards_without_steps_are_numbered():
+    model = models.patched("dit")
+    found = mhla.audit(model, lambda: [models.output(model, models.inputs("dit", seed=seed)) for seed in (1, 2)])
+    assert not found.knows_steps and len(found.rests) == 2
+    assert "forward  error" in str(found)
+
+
+def sharp():
+    """Attention that is sharp enough for it to matter which tiles are exact."""
+    model = models.wan()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn1.norm_q.weight.mul_(10)
+    return model
+
+
+CALIBRATED = {"blocks": (2, 2, 3), "exact": "calibrated", "exact_tiles": (2, 4, 6), "exact_share": 0.1}
+
+
+def test_fresh_lists_fit_and_a_lora_makes_them_stale():
+    model = sharp()
+    run = lambda: [models.output(model, models.inputs("wan", seed=seed)) for seed in range(4)]  # noqa: E731
+    mhla.apply_mhla(model, **CALIBRATED, calibration=run)
+    fresh = mhla.audit(model, run)
+    assert not fresh.fit.is_stale, str(fresh.fit)
+    assert "the calibration fits" in str(fresh)
+    with_lora(model, "to_q", "to_k")
+    stale = mhla.audit(model, run)
+    assert stale.fit.is_stale, str(stale.fit)
+    assert "the calibration is stale" in str(stale) and "calibrate_exact_tiles(pipe, run)" in str(stale)
+    mhla.calibrate_exact_tiles(model, run)
+    again = mhla.audit(model, run)
+    assert not again.fit.is_stale, str(again.fit)
+    assert again.fit.left < stale.fit.left
+    kept = [sum(layer.tiles.mass for layer in found.layers) / 4 for found in (fresh, stale, again)]
+    assert kept[1] < 0.7 * kept[0] and kept[1] < 0.7 * kept[2]
+
+
+def test_lists_chosen_anew_are_those_of_this_run():
+    model = sharp()
+    run = lambda: models.output(model, models.inputs("wan"))  # noqa: E731
+    mhla.apply_mhla(model, **CALIBRATED, calibration=run)
+    found = mhla.audit(model, run)
+    scores = [layer.gain * layer.tiles.pair_errors.sum(dim=0) for layer in found.layers]
+    anew = sum(float((score * ~mask).sum()) for score, mask in zip(scores, spend(scores, 0.1), strict=True))
+    assert found.fit.anew == pytest.approx(anew**0.5, rel=1e-5)
+    assert found.fit.left == pytest.approx(sum(layer.moves for layer in found.layers) ** 0.5, rel=1e-5)
+    for layer in found.layers:
+        exact = mhla.mhla_layers(model)[f"{layer.attention}.mhla"].exact.mask
+        left = float((layer.tiles.pair_errors.sum(dim=0) * ~exact).sum())
+        assert float(layer.tiles.left.sum()) == pytest.approx(left, rel=1e-4)
+        assert layer.tiles.share == pytest.approx(float(exact.float().mean()))
+
+
+def test_a_compiled_model_is_audited():
+    model = models.patched("dit")
+    compiled = torch.compile(model, backend="eager")
+    models.output(compiled, models.inputs("dit"))
+    found = mhla.audit(model, lambda: models.output(compiled, models.inputs("dit")))
+    expected = mhla.audit(model, lambda: models.output(model, models.inputs("dit")))
+    assert [found.error_of_layer(layer) for layer in found.layers] == [
+        expected.error_of_layer(layer) for layer in expected.layers
+    ]
+
+
+def test_figures_as_json():
+    _, found = audited("dit", exact="content", exact_tiles=(4, 4), exact_share=0.1)
+    written = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    first = written["layers"][0]
+    assert first["error"] == found.error_of_layer(found.layers[0])
+    assert len(first["errors_of_heads"]) == 2 and first["exact"]["mass_kept"] > 0.1
+    assert written["fit"]["is_stale"] is False
+    pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
+    of_two = mhla.audit(pipe, lambda: generate("wan22", pipe)).to_dict()
+    assert None in of_two["layers"][0]["errors_of_steps"]
+    json.dumps(of_two, allow_nan=False)
+
+
+def test_what_cannot_be_audited_is_refused():
+    with pytest.raises(ValueError, match="not patched with MHLA"):
+        mhla.audit(models.wan(), lambda: None)
+    model = models.patched("wan")
+    with pytest.raises(ValueError, match=r"run\(\) did not run transformer"):
+        mhla.audit(model, lambda: None)
+    with mhla.mhla_disabled(model), pytest.raises(ValueError, match="leave mhla_disabled"):
+        mhla.audit(model, lambda: None)
+    model = models.patched("wan", exact="content", exact_tiles=(4, 4, 6))
+    sizes = [models.inputs("wan"), models.inputs("wan", ragged=True)] * 2
+    with pytest.raises(ValueError, match="audit one size at a time"):
+        mhla.audit(model, lambda: [models.output(model, size) for size in sizes])
+    assert not any(len(attn._forward_hooks) for attn in model.modules() if hasattr(attn, "to_out"))
