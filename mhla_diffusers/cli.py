@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
-from .analysis.commands import analyze
+from .analysis.commands import analyze, audit
 from .benchmark.commands import bench
 from .demo.commands import demo
 from .evaluation.commands import app as evaluation
@@ -120,6 +120,7 @@ app.command("finetune")(finetune_command)
 app.command("encode")(encode_command)
 app.command("synthesize")(synthesize_command)
 app.command("analyze")(analyze)
+app.command("audit")(audit)
 app.command("demo")(demo)
 app.add_typer(evaluation, name="eval")
 app.add_typer(bench, name="bench")

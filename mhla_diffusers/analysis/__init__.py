@@ -1,4 +1,4 @@
-"""What happened to the attention: the N x N matrices that a patched or unpatched model uses."""
+"""What happened to the attention: the N x N matrices of a patched or unpatched model, and pictures of an audit."""
 
 from typing import TYPE_CHECKING
 
@@ -8,15 +8,18 @@ __all__ = [
     "LayerAnalysis",
     "analyze_layers",
     "attention_matrices",
+    "draw_audit",
     "each_attention_matrix",
     "entropy",
     "mean_entropy",
     "mean_rank",
     "rank",
     "rank_bound",
+    "write_audit",
 ]
 
 if TYPE_CHECKING:
+    from .audit import draw_audit, write_audit
     from .matrices import (
         LayerAnalysis,
         analyze_layers,
@@ -30,4 +33,4 @@ if TYPE_CHECKING:
     )
 else:
     # mhla analyze lies in this folder as well
-    __getattr__, __dir__ = lazy_names(__name__, __all__, (".matrices",))
+    __getattr__, __dir__ = lazy_names(__name__, __all__, (".matrices", ".audit"))

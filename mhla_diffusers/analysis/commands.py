@@ -1,59 +1,43 @@
-"""``mhla analyze``."""
+"""``mhla analyze`` and ``mhla audit``."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from ..generation.names import LoadOptions, expand_options
 
+Found = TypeVar("Found")
+
+_FAMILY = Annotated[str, typer.Argument(help="dit, sana or wan.")]
+_PROMPT = Annotated[str, typer.Argument(help="What to generate; a class for dit.")]
+_SEED = Annotated[int, typer.Option(help="Of the noise.")]
+
+
+@expand_options
 def analyze(
-    family: Annotated[str, typer.Argument(help="dit, sana or wan.")],
-    prompt: Annotated[str, typer.Argument(help="What to generate; a class for dit.")],
+    family: _FAMILY,
+    prompt: _PROMPT,
+    options: LoadOptions,
     output: Annotated[Path, typer.Option(help="Folder for analysis.json and pictures.")] = Path("outputs/analysis"),
-    model: Annotated[str | None, typer.Option(help="Hub id or folder; the tiny pipeline if left out.")] = None,
-    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch.")] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="What mhla finetune left, or folder or Hub id of a patch.")
-    ] = None,
     layers: Annotated[list[int] | None, typer.Option("--layer", help="Index; several times; all if left out.")] = None,
     token: Annotated[int | None, typer.Option(help="Whose attention is drawn; the middle one if left out.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of the pipeline's call.")] = None,
+    seed: _SEED = 0,
 ) -> None:
     """Rank, entropy and sensitivity of every layer's attention; attention maps and mixing matrices as pictures."""
-    import torch
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    from ..files import folder_for_results
-    from ..generation.generate import GenerationConfig
-    from ..generation.names import parse_settings
     from .run import analyze as analyze_model
 
-    chosen = parse_settings(settings or [])
-    config = GenerationConfig(
-        family,
-        (prompt,),
+    result = _examine(
+        lambda pipe, run: analyze_model(pipe, run, output, layers=layers, token=token),
+        (family, prompt, seed),
         output,
-        seeds=(seed,),
-        model=model,
-        patch=patch,
-        weights=weights,
-        device=device,
-        dtype=dtype,
-        settings={"num_inference_steps": 4, **chosen},
+        options,
     )
-    with folder_for_results(output):
-        config.check()
-        pipe = config.load(config.prompts)
-
-        def run() -> None:
-            config.generate(pipe, [prompt], [torch.Generator().manual_seed(seed)])
-
-        result = analyze_model(pipe, run, output, layers=layers, token=token)
     table = Table("layer", "attention", "tokens", "rank", "at most", "entropy", "moves", box=SIMPLE, pad_edge=False)
     for layer in result.layers:
         change = "-" if result.sensitivity is None else f"{result.sensitivity.get(layer.name, 0.0) ** 0.5:.1%}"
@@ -66,3 +50,55 @@ def analyze(
     )
     for picture in result.pictures:
         typer.echo(f"Wrote {picture}")
+
+
+@expand_options
+def audit(
+    family: _FAMILY,
+    prompt: _PROMPT,
+    options: LoadOptions,
+    output: Annotated[Path, typer.Option(help="Folder for audit.json and audit.png.")] = Path("outputs/audit"),
+    seed: _SEED = 0,
+) -> None:
+    """What a patch costs: error of every layer, head and step, and whether calibrated exact tiles still fit."""
+    if options.patch is None and options.weights is None:
+        raise ValueError("There is nothing to audit without a patch; give --patch or --weights.")
+    from ..patching import audit as audit_model
+    from .audit import write_audit
+
+    def examine(pipe: Any, run: Callable[[], object]) -> list[Path]:
+        found = audit_model(pipe, run)
+        typer.echo(str(found))
+        return write_audit(found, output)
+
+    for file in _examine(examine, (family, prompt, seed), output, options):
+        typer.echo(f"Wrote {file}")
+
+
+def _examine(
+    examine: Callable[[Any, Callable[[], object]], Found],
+    sample: tuple[str, str, int],
+    output: Path,
+    options: LoadOptions,
+) -> Found:
+    """Look at a pipeline with a short run of it.
+
+    Args:
+        examine: gets the pipeline and what runs it.
+        sample: family, prompt and seed.
+        output: folder for results.
+        options: which pipeline.
+    """
+    import torch
+
+    from ..files import folder_for_results
+    from ..generation.generate import GenerationConfig
+
+    family, prompt, seed = sample
+    given = options.arguments()
+    settings = {"num_inference_steps": 4, **given.pop("settings")}
+    config = GenerationConfig(family, (prompt,), output, seeds=(seed,), settings=settings, **given)
+    with folder_for_results(output):
+        config.check()
+        pipe = config.load(config.prompts)
+        return examine(pipe, lambda: config.generate(pipe, [prompt], [torch.Generator().manual_seed(seed)]))

@@ -121,13 +121,12 @@ def _types(annotation: Any) -> set[type]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
+class LoadOptions:
     """Which pipeline, patched how, called with what: :class:`PipelineChoice` as it is written on the command line."""
 
     model: Annotated[str | None, typer.Option(help="Hub id or folder; the tiny pipeline if left out.")] = None
     patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch, as it is before training.")] = None
     weights: Annotated[str | None, typer.Option(help="What mhla finetune left, or folder or Hub id of a patch.")] = None
-    frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None
     device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu"
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32"
     settings: Annotated[
@@ -142,6 +141,13 @@ class PipelineOptions:
             ValueError: a setting that is not ``KEY=VALUE``.
         """
         return {**vars(self), "settings": parse_settings(self.settings or [])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(LoadOptions):
+    """The same for what writes samples."""
+
+    frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
