@@ -14,7 +14,7 @@ _MOST_TICKS = 40
 """Names of layers that stand beside a map; of more, every other one or fewer."""
 
 
-def write_audit(audit: Audit, folder: Path) -> list[Path]:
+def write_audit(audit: Audit, folder: str | Path) -> list[Path]:
     """Write ``audit.json`` and ``audit.png``.
 
     Returns:
@@ -25,6 +25,7 @@ def write_audit(audit: Audit, folder: Path) -> list[Path]:
         OSError: the folder cannot be written.
     """
     require_matplotlib()
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(audit.to_dict(), folder / "audit.json")
     return [folder / "audit.json", draw_audit(audit, folder / "audit.png")]
@@ -49,7 +50,7 @@ def draw_audit(audit: Audit, file: Path) -> Path:
         axis.set_xticks(_ticks(values.shape[1]))
     rows = _ticks(len(names))
     axes[0].set_yticks(rows, [names[row] for row in rows], fontsize=7)
-    figure.colorbar(image, ax=axes, label="relative error of the heads' output", format=lambda x, _: f"{x:.0%}")
+    figure.colorbar(image, ax=axes, label="relative error", format=lambda x, _: f"{x:.0%}")
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file

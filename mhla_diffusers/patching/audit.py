@@ -209,7 +209,7 @@ class _Tiles:
 
     def __init__(self, attn: Any, clock: _Clock) -> None:
         self.attn, self.clock = attn, clock
-        self._pair_errors: list[torch.Tensor | float] = [0.0, 0.0]
+        self._pair_errors: dict[int, torch.Tensor] = {}
         self._left: list[torch.Tensor] = []
         self._total: list[torch.Tensor] = []
         self._mass = self._square = self._share = 0.0
@@ -235,16 +235,16 @@ class _Tiles:
             errors = errors.to(found.device) + found / len(mask)
             self._mass += float((masses * exact).sum(dim=-1).mean()) / len(mask)
             self._square += float(squares.sum()) * mask.shape[-1] / len(mask)
-        self._pair_errors[self.clock.half] = errors + self._pair_errors[self.clock.half]
+        half, errors = self.clock.half, errors.cpu()
+        self._pair_errors[half] = self._pair_errors[half] + errors if half in self._pair_errors else errors
         self._left.append(left.double())
-        self._total.append(errors.sum().double().cpu())
+        self._total.append(errors.sum().double())
         self._share += float(mask.float().mean())
 
     def result(self, calls: list[int]) -> TileAudit:
         """What was found."""
-        first, second = self._pair_errors
-        some = first if isinstance(first, torch.Tensor) else second
-        halves = torch.stack([(torch.zeros_like(some) + half).cpu() for half in (first, second)])
+        some = next(iter(self._pair_errors.values()))
+        halves = torch.stack([self._pair_errors.get(half, torch.zeros_like(some)) for half in (0, 1)])
         left, total = (self.clock.by_step(calls, found) for found in (self._left, self._total))
         count, kind = len(calls), self.attn.mhla.config.exact
         share, mass = self._share / count, self._mass / count

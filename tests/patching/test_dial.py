@@ -177,7 +177,7 @@ class Along:
 )
 def test_the_error_of_trained_pipelines_falls_with_what_is_spent(family, tiles):
     pipe = mhla.apply_mhla(load_tiny(family), **tiles)
-    run = run_tiny(pipe, steps=4)
+    run = run_tiny(pipe, steps=2 if family == "wan" else 4)
     audit = mhla.audit(pipe, run)
     errors = [Along(mhla.densify(pipe, audit, share), run).error for share in SHARES]
     assert errors == sorted(errors, reverse=True)
@@ -189,7 +189,7 @@ def test_the_error_of_trained_pipelines_falls_with_what_is_spent(family, tiles):
 @pytest.mark.parametrize("exact", ["calibrated", "content"])
 def test_the_error_of_trained_pipelines_falls_with_the_share(family, tiles, exact):
     pipe = load_tiny(family)
-    run = run_tiny(pipe, steps=4)
+    run = run_tiny(pipe, steps=2 if family == "wan" else 4)
     mhla.apply_mhla(pipe, exact=exact, exact_tiles=tiles, calibration=run)
     errors = [Along(mhla.set_exact_share(pipe, share), run).error for share in SHARES]
     assert errors == sorted(errors, reverse=True)
