@@ -12,6 +12,8 @@ from .sensitivity import TransformerCall
 
 STALE = 0.75
 """Lists are stale where lists chosen anew would leave less than this part of the error that they leave."""
+_NOTHING = 1e-3
+"""Error that is not worth a calibration."""
 _MOST_ROWS = 12
 """Of the table of steps; of more, several share a row."""
 
@@ -89,7 +91,7 @@ class Fit:
     @property
     def is_stale(self) -> bool:
         """Whether calibrating again is worth it."""
-        return self.is_calibrated and self.anew < STALE * self.left
+        return self.is_calibrated and self.left > _NOTHING and self.anew < STALE * self.left
 
     def __str__(self) -> str:
         if not self.is_calibrated:

@@ -12,13 +12,16 @@ from ..attention.tile_scores import spend
 from ..families import get_family
 from .audit_result import Audit, LayerAudit
 from .changing import Change, carry_out_change, change_mhla, make_change
-from .exact_calibration import _fit_weights
+from .exact_calibration import _FAR_LOG_WEIGHTS, _fit_weights
 from .finding import find_transformers, mhla_layers, require_layers
 from .sensitivity import TransformerCall, measure_change
 from .spending import Spending, active_steps, plan_spending, weights_after
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
+
+_NO_FAR_FIELD = -60.0
+"""Of log λ: nothing beside any softmax weights, and yet a positive number in float32."""
 
 
 def set_exact_share(model: Model, share: float) -> Model:
@@ -164,6 +167,18 @@ def _carry_out(way: _Way, calls: Sequence[TransformerCall], halves: Sequence[int
     patched = {name: attentions[name] for name, layer in change.layers.items() if layer.exact is not None}
     if patched:
         _fit_weights(way.transformer, patched, list(calls))
+    for layer in change.layers.values():
+        if layer.far_field_log_weight is not None:
+            _leave_out_far_fields(layer.far_field_log_weight)
+
+
+def _leave_out_far_fields(log_weight: torch.Tensor) -> None:
+    """Give heads that are best with the least far field none, which is better still where most pairs are exact.
+
+    A calibration leaves it to them, since training could not bring it back. It does not fade by itself: the sum of
+    softmax weights that it stands beside depends on how large a query's logits are.
+    """
+    log_weight[log_weight <= float(_FAR_LOG_WEIGHTS.min())] = _NO_FAR_FIELD
 
 
 def _judge_lists(way: _Way, calls: Sequence[TransformerCall], halves: Sequence[int]) -> float:

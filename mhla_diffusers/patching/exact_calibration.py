@@ -31,8 +31,7 @@ _QUERIES = 8
 _FITTING_CALLS = 4
 """Calls, out of those that ``run`` makes, that weights of layers and β and λ are fitted on."""
 _MEAN_BIASES = torch.linspace(-2.0, 2.0, 17)
-_FAR_LOG_WEIGHTS = torch.cat([torch.tensor([-60.0, -12.0, -6.0]), torch.linspace(-3.0, 5.0, 17)])
-"""The least is no far field, which is best where nearly all pairs are exact."""
+_FAR_LOG_WEIGHTS = torch.linspace(-3.0, 5.0, 17)
 
 
 @dataclass(frozen=True)

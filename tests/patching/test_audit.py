@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from diffusers import SanaPAGPipeline, SanaPipeline
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention.tile_scores import spend
@@ -11,7 +12,7 @@ from mhla_diffusers.families import get_family
 from mhla_diffusers.patching.processor import attention_input, project
 
 from .. import models
-from ..pipelines import PIPELINES, generate, wan22_pipeline
+from ..pipelines import PIPELINES, generate, quiet, sana_pipeline, wan22_pipeline
 from .shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
 
 NAMES = ["wan", "wan_vace", "sana", "dit"]
@@ -149,6 +150,22 @@ def test_guidance_counts_both_forwards_of_a_step():
     found = mhla.audit(pipe, lambda: generate("wan", pipe))
     handle.remove()
     assert len(found.rests) == 3 < len(calls)
+
+
+def test_under_perturbed_attention_guidance_the_branches_that_attend_are_compared():
+    """With one block MHLA is SANA's own attention but for the floor of its normaliser, in branches that it runs in."""
+    squares = []
+    for pag in ({}, {"pag_scale": 3.0}):
+        components = sana_pipeline(mhla.apply_mhla(models.sana(), blocks=(1, 1), eps=1e-12)).components
+        of_layers = {"pag_applied_layers": ["transformer_blocks.1"]} if pag else {}
+        pipe = quiet((SanaPAGPipeline if pag else SanaPipeline)(**components, **of_layers))
+        call = {**PIPELINES["sana"].call, **pag, "generator": torch.Generator().manual_seed(3)}
+        found = mhla.audit(pipe, lambda pipe=pipe, call=call: pipe(**call))
+        assert all(found.error_of_layer(layer) < 1e-3 for layer in found.layers)
+        squares.append([layer.squares[0] for layer in found.layers])
+    plain, guided = squares
+    torch.testing.assert_close(guided[1], plain[1])
+    assert (guided[0] > 1.2 * plain[0]).all(), "where nothing is perturbed all three branches are compared"
 
 
 def test_forwards_without_steps_are_numbered():

