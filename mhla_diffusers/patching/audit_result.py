@@ -170,20 +170,16 @@ class Audit:
         return text_table(header, rows, right=True)
 
     def _table_of_steps(self) -> str:
-        count = len(self.rests)
-        errors, squares = (sum(x.sum(dim=1) for x in found) for found in self._sums())
-        width = math.ceil(count / _MOST_ROWS)
+        errors = torch.stack([self._acting(layer).sum(dim=1) for layer in self.layers]).sum(dim=0)
+        squares = torch.stack([layer.squares.sum(dim=1) for layer in self.layers]).sum(dim=0)
+        width = math.ceil(len(errors) / _MOST_ROWS)
         rows = []
-        for start in range(0, count, width):
-            here = slice(start, min(start + width, count))
+        for start in range(0, len(errors), width):
+            here = slice(start, min(start + width, len(errors)))
             name = str(start) if here.stop - start == 1 else f"{start} to {here.stop - 1}"
             resting = "  as before the patch" if all(self.rests[here]) else ""
-            error = _relative(torch.as_tensor(errors)[here].sum(), torch.as_tensor(squares)[here].sum())
-            rows.append((name, f"{error:.1%}{resting}"))
+            rows.append((name, f"{_relative(errors[here].sum(), squares[here].sum()):.1%}{resting}"))
         return text_table(("step" if self.knows_steps else "forward", "error"), rows)
-
-    def _sums(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return [self._acting(layer) for layer in self.layers], [layer.squares for layer in self.layers]
 
     def to_dict(self) -> dict[str, Any]:
         """Figures as JSON holds them, without the scores of pairs; errors are relative, None where nothing ran."""

@@ -62,8 +62,8 @@ def densify(model: Model, audit: Audit, share: float) -> Model:
     calibrated ones where these change the output less on the calls that the audit has kept. Where the own attention is
     linear, or there are no tiles, there are steps and layers alone. Each transformer of a pipeline spends on its own.
     At 1 the model attends as before the patch in all steps, and nothing of the patch is computed. β and λ are fitted to
-    the new tiles as :func:`calibrate_exact_tiles` does it. A layer that gets its attention of before forgets what its
-    patch has learned.
+    the new tiles as :func:`calibrate_exact_tiles` does it, but that heads can be left without a far field, which
+    training would not bring back. A layer that gets its attention of before forgets what its patch has learned.
 
     Args:
         model: the pipeline or transformer that was audited.

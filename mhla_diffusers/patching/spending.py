@@ -40,7 +40,7 @@ def plan_spending(layers: Sequence[LayerAudit], share: float, knows_steps: bool)
 
 def active_steps(layers: Sequence[LayerAudit]) -> list[int]:
     """Steps in which a transformer runs: with two of them, each does in a part of the steps."""
-    squares: torch.Tensor = sum(layer.squares.sum(dim=1) for layer in layers)  # type: ignore[assignment]
+    squares = torch.stack([layer.squares.sum(dim=1) for layer in layers]).sum(dim=0)
     return squares.nonzero().flatten().tolist()
 
 
