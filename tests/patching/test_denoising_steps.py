@@ -122,6 +122,15 @@ def test_a_transformer_alone(caplog):
     assert steps_with_mhla(pipe, run_of("dit", pipe))[:2] == [0, 0], "the pipeline is known now"
 
 
+def test_all_steps_need_no_telling(caplog):
+    """Of a transformer alone, which no pipeline is known to call."""
+    model = patched("sana", softmax_steps=1.0)
+    assert torch.equal(output(model, inputs("sana")), output(FAMILIES["sana"].build(), inputs("sana")))
+    assert not caplog.records
+    mhla.change_mhla(model, softmax_steps=1)
+    assert_changed(output(model, inputs("sana")), output(FAMILIES["sana"].build(), inputs("sana")))
+
+
 def test_a_loop_of_ones_own():
     model = patched("wan", softmax_steps=0.5)
     arguments = inputs("wan")
