@@ -89,7 +89,9 @@ def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
         yield Row("exact tiles alone", {**tiles, "tile_means": False}, is_fitted=False)
         yield Row("exact tiles and means", tiles, is_fitted=False)
         yield Row("exact tiles, means and MHLA, calibrated", tiles)
-        yield Row("the same, tiles by content", {**tiles, "exact": "content"})
+        by_content = {**tiles, "exact": "content"}
+        yield Row("the same, tiles by content", by_content)
+        yield Row("by content, softmax in the first 20 % of steps", {**by_content, "softmax_steps": 0.2})
 
 
 class Table:

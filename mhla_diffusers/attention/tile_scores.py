@@ -16,8 +16,10 @@ from .tiles import ExactTiles, in_tiles, tokens_of_tiles
 
 KEPT = 0.2
 """Part of all pairs whose scores are kept: budgets beyond it are spent on the rest as on equals."""
-CEILING = 4.0
-"""Key tiles that one query tile may attend to exactly, in units of the average."""
+FLOOR = 0.5
+"""Key tiles that every query tile attends to exactly, in units of the average, and at least one."""
+CEILING = 2.0
+"""Key tiles that one query tile may attend to exactly, in the same units."""
 
 
 def kept_pairs(heads: int, tiles: int) -> int:
@@ -51,14 +53,14 @@ def resize_scores(scores: torch.Tensor, counts: Shape, new_counts: Shape) -> tor
 def priorities(scores: torch.Tensor, share: float) -> torch.Tensor:
     """Scores (H, T, T) such that whoever spends by them keeps a floor and a ceiling.
 
-    Every query tile's best key tile comes before everything else, and what exceeds ``CEILING`` times the average list
-    after it.
+    Every query tile's best key tiles, ``FLOOR`` times the average list, come before everything else, and what exceeds
+    ``CEILING`` times the average list after it.
     """
     tiles = scores.shape[-1]
     order = scores.argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(tiles, device=order.device).expand_as(order))
-    most = max(1, math.ceil(CEILING * share * tiles))
-    return torch.where(rank == 0, math.inf, torch.where(rank < most, scores, -1 / (1 + scores)))
+    least, most = max(1, int(FLOOR * share * tiles)), max(1, math.ceil(CEILING * share * tiles))
+    return torch.where(rank < least, math.inf, torch.where(rank < most, scores, -1 / (1 + scores)))
 
 
 def spend(scores: Sequence[torch.Tensor], share: float) -> list[torch.Tensor]:
