@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from mhla_diffusers import MHLAConfig, mhla_layers
+from mhla_diffusers import MHLAConfig, calibrate_mixing, mhla_layers
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.examining import Yardstick
 from mhla_diffusers.demo.fidelity import HEADER, Fidelity, measure_fidelity
@@ -47,7 +47,9 @@ class Row:
     settings: dict[str, Any]
     """Fields of :class:`MHLAConfig` besides blocks and tile counts."""
     is_fitted: bool = True
-    """Whether means and MHLA weigh what calibration found; else means weigh as they are, and there is no MHLA."""
+    """Whether means and MHLA weigh what calibration found; else means weigh as they are, and beside exact tiles there
+    is no MHLA.
+    """
 
     @property
     def share(self) -> str:
@@ -62,7 +64,9 @@ class Row:
         if config.exact != "none":
             config = config.replace(exact_tiles=tiny.exact_tiles)
         pipe = adaptation.patched(config, lambda pipe: calibration_run(adaptation, pipe))
-        if not self.is_fitted:
+        if config.exact == "none" and self.is_fitted:
+            calibrate_mixing(pipe, lambda: calibration_run(adaptation, pipe))
+        elif config.exact != "none" and not self.is_fitted:
             with torch.no_grad():
                 for layer in mhla_layers(pipe).values():
                     layer.far_field_log_weight.fill_(_NO_FAR_FIELD)
@@ -80,10 +84,11 @@ def calibration_run(adaptation: Adaptation, pipe: Any) -> None:
 
 def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
     """The rows of a pipeline. SANA's own attention is linear, so there is nothing to attend to exactly."""
-    yield Row("MHLA, every block alike", {"mixing_init": "uniform"})
-    yield Row("MHLA", {})
+    yield Row("MHLA, every block alike", {"mixing_init": "uniform"}, is_fitted=False)
+    yield Row("MHLA", {}, is_fitted=False)
     if family_named(tiny.family).own_attention != "softmax":
         return
+    yield Row("MHLA, calibrated", {})
     for share in SHARES:
         tiles = {"exact": "calibrated", "exact_share": share}
         yield Row("exact tiles alone", {**tiles, "tile_means": False}, is_fitted=False)

@@ -16,6 +16,7 @@ from .finding import (
 )
 from .layer import MHLALayer
 from .loading import load_mhla
+from .mixing_calibration import calibrate_mixing
 from .planning import suggest_blocks
 from .processor import MHLAProcessor, project
 from .record import CONFIG_NAME, Weights, read_record
@@ -35,6 +36,7 @@ __all__ = [
     "apply_mhla",
     "attn_processors",
     "calibrate_exact_tiles",
+    "calibrate_mixing",
     "calibrate_output_norm",
     "change_mhla",
     "convert_wan",
