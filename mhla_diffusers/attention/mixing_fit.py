@@ -56,10 +56,11 @@ class BlockInput:
         turned = (rotated(call.query, table), rotated(call.key, table))
         softmax = TiledInput.of(*turned, call.value, call.grid, call.blocks, call.key_mask)
         tokens = tokens_of_tiles(call.grid, call.blocks)[0].to(call.query.device)
-        query, key = ([in_tiles(x, tokens) for x in _features(call, y)] for y in (call.query, call.key))
+        numerator, denominator = (in_tiles(x, tokens) for x in _features(call, call.query))
+        key, plain_key = (in_tiles(x, tokens) for x in _features(call, call.key))
         weight = softmax.weight[:, None, :, :, None]
-        summaries = (key[0] * weight).mT @ softmax.value
-        return cls(softmax, softmax.samples(queries, shift), *query, summaries, (key[1] * weight).sum(dim=3))
+        summaries, key_sums = (key * weight).mT @ softmax.value, (plain_key * weight).sum(dim=3)
+        return cls(softmax, softmax.samples(queries, shift), numerator, denominator, summaries, key_sums)
 
 
 def _features(call: Call, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
