@@ -16,8 +16,10 @@ from .tiles import ExactTiles, in_tiles, tokens_of_tiles
 
 KEPT = 0.2
 """Part of all pairs whose scores are kept: budgets beyond it are spread evenly over the rest."""
-CEILING = 4.0
-"""Key tiles that one query tile may attend to exactly, in units of the average."""
+FLOOR = 0.5
+"""Key tiles that every query tile attends to exactly, in units of the average, and at least one."""
+CEILING = 2.0
+"""Key tiles that one query tile may attend to exactly, in the same units."""
 
 
 def kept_pairs(heads: int, tiles: int) -> int:
@@ -62,11 +64,12 @@ def ranks(scores: torch.Tensor) -> torch.Tensor:
 def priorities(scores: torch.Tensor, rank: torch.Tensor, share: float) -> torch.Tensor:
     """Scores (H, T, T) such that whoever spends by them keeps a floor and a ceiling.
 
-    Every query tile's best key tile comes before everything else, and what exceeds ``CEILING`` times the average list
-    after it.
+    Every query tile's best key tiles, ``FLOOR`` times the average list, come before everything else, and what exceeds
+    ``CEILING`` times the average list after it.
     """
-    most = max(1, math.ceil(CEILING * share * scores.shape[-1]))
-    return torch.where(rank == 0, math.inf, torch.where(rank < most, scores, -1 / (1 + scores)))
+    average = share * scores.shape[-1]
+    least, most = max(1, int(FLOOR * average)), max(1, math.ceil(CEILING * average))
+    return torch.where(rank < least, math.inf, torch.where(rank < most, scores, -1 / (1 + scores)))
 
 
 def budget_of(shapes: Sequence[torch.Size], share: float) -> int:

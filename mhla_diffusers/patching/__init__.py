@@ -19,6 +19,7 @@ from .finding import (
 )
 from .layer import MHLALayer
 from .loading import load_mhla
+from .mixing_calibration import calibrate_mixing
 from .planning import suggest_blocks
 from .processor import MHLAProcessor, project
 from .record import CONFIG_NAME, Weights, read_record
@@ -43,6 +44,7 @@ __all__ = [
     "attn_processors",
     "audit",
     "calibrate_exact_tiles",
+    "calibrate_mixing",
     "calibrate_output_norm",
     "change_mhla",
     "convert_wan",

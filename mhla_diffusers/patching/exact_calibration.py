@@ -1,5 +1,6 @@
 """Find out which tiles every head needs exactly, and how much the means and the far field should weigh beside them."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,8 @@ Item = TypeVar("Item")
 
 _QUERIES = 8
 """Queries of every tile whose softmax weights are formed; each costs N of them."""
+_FITTING_QUERIES = 4
+"""Queries of every tile that β and λ are fitted on."""
 _FITTING_CALLS = 4
 """Calls, out of those that ``run`` makes, that weights of layers and β and λ are fitted on."""
 _MEAN_BIASES = torch.linspace(-2.0, 2.0, 17)
@@ -62,7 +65,8 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
     ``run`` is called once with the patch switched off. On some queries of every tile it is measured what leaving each
     pair of tiles inexact does to the output (:mod:`mhla_diffusers.attention.tile_errors`); a layer counts by how much
     its replacement alone moves the transformer's output. The budget of the configuration's ``exact_share`` goes to the
-    pairs of all heads and layers of a transformer where it is worth most, each query tile getting at least one. Then
+    pairs of all heads and layers of a transformer where it is worth most, each query tile getting at least half as many
+    as the average and at most twice as many. Then
     β and λ of every head are those that bring the output closest to softmax attention's. With ``exact="own"`` and
     ``"content"`` only the latter is done.
 
@@ -212,12 +216,13 @@ def _report(name: str, found: TileMeasurement, mask: torch.Tensor) -> LayerCalib
 def _fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: list[TransformerCall]) -> None:
     """Set β and λ of every head to what brings its output closest to softmax attention's."""
     open_ones = {name: attn for name, attn in attentions.items() if attn.mhla.far_field_log_weight is not None}
-    errors: dict[str, torch.Tensor] = {}
+    errors: dict[str, list[torch.Tensor]] = defaultdict(list)
 
     def watch(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found = _try_candidates(attn, attention_input(args, kwargs))
-            errors[name] = errors[name] + found if name in errors else found
+            # other queries in every call: what fits some places within the tiles need not fit the others
+            found = _try_candidates(attn, attention_input(args, kwargs), len(errors[name]))
+            errors[name].append(found)
 
         return note
 
@@ -226,7 +231,7 @@ def _fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: l
     check_reached(open_ones, errors)
     for name, attn in open_ones.items():
         candidates = _candidates(attn.mhla)
-        best = errors[name].flatten(1).argmin(dim=1).cpu()
+        best = torch.stack(errors[name]).sum(dim=0).flatten(1).argmin(dim=1).cpu()
         count = len(candidates.far_log_weight)
         attn.mhla.far_field_log_weight.copy_(candidates.far_log_weight[best % count])
         if attn.mhla.mean_bias is not None:
@@ -237,7 +242,7 @@ def _candidates(layer: MHLALayer) -> Candidates:
     return Candidates(_MEAN_BIASES if layer.config.tile_means else torch.tensor([-torch.inf]), _FAR_LOG_WEIGHTS)
 
 
-def _try_candidates(attn: Any, given: AttentionInput) -> torch.Tensor:
+def _try_candidates(attn: Any, given: AttentionInput, shift: int) -> torch.Tensor:
     layer, tiled = attn.mhla, _tiled_input(attn, given)
     query, key, value = (x.float() for x in project(attn, given.hidden_states))
     grid = grid_of_call(attn, given.rotary)
@@ -245,5 +250,5 @@ def _try_candidates(attn: Any, given: AttentionInput) -> torch.Tensor:
     far, normaliser = eager_attention(far_field(call))
     tokens = tokens_of_tiles(grid, attn.mhla.exact.counts(grid))[0].to(query.device)
     far_in_tiles = in_tiles(far, tokens), in_tiles(normaliser.log(), tokens).squeeze(-1)
-    samples, candidates = tiled.samples(_QUERIES // 4, 0), _candidates(layer)
+    samples, candidates = tiled.samples(_FITTING_QUERIES, shift), _candidates(layer)
     return candidate_errors(tiled, samples, _projections(attn), call.exact.mask(), far_in_tiles, candidates)

@@ -1,0 +1,162 @@
+"""How good a patch is without any training: the tiny pipelines on a CPU.
+
+python finetune/fidelity.py untrained                        # all three pipelines
+python finetune/fidelity.py untrained --family dit --scenes 200
+
+Every row is patched anew and calibrated on training samples, of which none is among those that it is measured on. All
+rows see the same held-out samples and noise; held-out loss, digits recognised, Fréchet distance to real digits, and the
+distance of every picture to the unpatched pipeline's for the same noise, means with their standard error, go to
+<table>-<family>.csv and .md. Rows that are finished are kept, so a command goes on where it was stopped.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from mhla_diffusers import MHLAConfig, calibrate_mixing, mhla_layers
+from mhla_diffusers.demo.adaptation import Adaptation
+from mhla_diffusers.demo.examining import Yardstick
+from mhla_diffusers.demo.fidelity import HEADER, Fidelity, measure_fidelity
+from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.files import write_json, written_aside
+from mhla_diffusers.generation.pipelines import family_named
+from mhla_diffusers.reporting import write_table
+from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
+
+SHARES = (0.05, 0.1, 0.15, 0.25)
+"""Parts of all pairs of tiles that are exact."""
+CALIBRATION_SAMPLES = 16
+_NO_FAR_FIELD = -80.0
+"""log λ: a far field that no float32 sum sees."""
+SCENES = {"wan": 32, "dit": 200, "sana": 200}
+"""As many as one core generates in about a minute."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to patch."""
+
+    name: str
+    settings: dict[str, Any]
+    """Fields of :class:`MHLAConfig` besides blocks and tile counts."""
+    is_fitted: bool = True
+    """Whether means and MHLA weigh what calibration found; else means weigh as they are, and beside exact tiles there
+    is no MHLA.
+    """
+
+    @property
+    def share(self) -> str:
+        """As the table has it."""
+        share = self.settings.get("exact_share")
+        return "" if share is None else f"{share:.0%}"
+
+    def patched(self, adaptation: Adaptation) -> Any:
+        """A fresh pipeline, patched and calibrated."""
+        tiny = adaptation.tiny
+        config = MHLAConfig(blocks=tiny.blocks, mixing_per_head=True, **self.settings)
+        if config.exact != "none":
+            config = config.replace(exact_tiles=tiny.exact_tiles)
+        pipe = adaptation.patched(config, lambda pipe: calibration_run(adaptation, pipe))
+        if config.exact == "none" and self.is_fitted:
+            calibrate_mixing(pipe, lambda: calibration_run(adaptation, pipe))
+        elif config.exact != "none" and not self.is_fitted:
+            with torch.no_grad():
+                for layer in mhla_layers(pipe).values():
+                    layer.far_field_log_weight.fill_(_NO_FAR_FIELD)
+                    if layer.mean_bias is not None:
+                        layer.mean_bias.zero_()
+        return pipe
+
+
+def calibration_run(adaptation: Adaptation, pipe: Any) -> None:
+    """What is calibrated on: training samples, noised to equally spaced timesteps."""
+    count = CALIBRATION_SAMPLES
+    quantiles = (torch.arange(count) + 0.5) / count
+    adaptation.batch(pipe.transformer, range(count), quantiles).predict(pipe.transformer)
+
+
+def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
+    """The rows of a pipeline. SANA's own attention is linear, so there is nothing to attend to exactly."""
+    yield Row("MHLA, every block alike", {"mixing_init": "uniform"}, is_fitted=False)
+    yield Row("MHLA", {}, is_fitted=False)
+    if family_named(tiny.family).own_attention != "softmax":
+        return
+    yield Row("MHLA, calibrated", {})
+    for share in SHARES:
+        tiles = {"exact": "calibrated", "exact_share": share}
+        yield Row("exact tiles alone", {**tiles, "tile_means": False}, is_fitted=False)
+        yield Row("exact tiles and means", tiles, is_fitted=False)
+        yield Row("exact tiles, means and MHLA, calibrated", tiles)
+        by_content = {**tiles, "exact": "content"}
+        yield Row("the same, tiles by content", by_content)
+        yield Row("by content, softmax in the first 20 % of steps", {**by_content, "softmax_steps": 0.2})
+
+
+class Table:
+    """The rows of one pipeline, and where they are kept."""
+
+    def __init__(self, tiny: TinyPipeline, scenes: int, held_out: int, output: Path) -> None:
+        data = digit_latents(load_tiny(tiny.family), tiny, CALIBRATION_SAMPLES, held_out, seed=1)
+        self.adaptation = Adaptation(tiny, data, held_out, seed=1, validate_every=1, batch_size=tiny.batch_size)
+        self.yardstick = Yardstick.of(self.adaptation, scenes, seed=1)
+        self.folder = output / f"{tiny.family}-{scenes}-{held_out}"
+
+    def original(self) -> tuple[Fidelity, list[torch.Tensor]]:
+        """Of the pipeline as it ships, and what it generates."""
+        file = self.folder / "unpatched.safetensors"
+        kept = self._kept("unpatched")
+        if kept is not None and file.is_file():
+            return kept, list(load_file(file)["pictures"])
+        found, pictures = measure_fidelity(load_tiny(self.adaptation.tiny.family), self.yardstick)
+        with written_aside(file) as aside:
+            save_file({"pictures": torch.stack(pictures)}, aside)
+        self._keep("unpatched", found)
+        return found, pictures
+
+    def measure(self, row: Row, unpatched: list[torch.Tensor]) -> Fidelity:
+        """One row; what was measured before is taken from its file."""
+        name = f"{row.name} {row.share}".translate({ord(","): None, ord(" "): "-", ord("%"): None})
+        found = self._kept(name)
+        if found is None:
+            found, _ = measure_fidelity(row.patched(self.adaptation), self.yardstick, unpatched)
+            self._keep(name, found)
+        return found
+
+    def _kept(self, name: str) -> Fidelity | None:
+        file = self.folder / f"{name}.json"
+        return Fidelity(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+    def _keep(self, name: str, found: Fidelity) -> None:
+        write_json(asdict(found), self.folder / f"{name}.json")
+
+
+def main() -> None:
+    """Measure all rows of a table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=["untrained"])
+    parser.add_argument("--family", nargs="+", choices=list(TINY), default=list(TINY))
+    parser.add_argument("--scenes", type=int, help=f"left out: {SCENES}")
+    parser.add_argument("--held-out", type=int, default=64)
+    parser.add_argument("--output", type=Path, default=Path("outputs/fidelity"))
+    arguments = parser.parse_args()
+    for family in arguments.family:
+        tiny = TINY[family]
+        table = Table(tiny, arguments.scenes or SCENES[family], arguments.held_out, arguments.output)
+        original, unpatched = table.original()
+        lines = [(f"own {family_named(family).own_attention} attention", "", *original.cells)]
+        for row in rows_of(tiny):
+            lines.append((row.name, row.share, *table.measure(row, unpatched).cells))
+            sys.stdout.write(" | ".join(lines[-1]) + "\n")
+        header = ["self-attention", "exact pairs", *HEADER]
+        sys.stdout.write(write_table(header, lines, arguments.output, f"{arguments.table}-{family}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Fit the mixing matrices of a patch without exact tiles to the softmax attention that it replaces."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention.mixing_fit import BlockInput, fit_mixing
+from ..families import get_family
+from .calibration import check_reached
+from .exact_calibration import _projections, _spread
+from .finding import find_transformers, is_patched
+from .other_processors import other_processors_wanted
+from .processor import attention_input, project
+from .removal import mhla_disabled
+from .sensitivity import TransformerCall, patched_pairs, record_calls, repeat_calls
+from .token_grid import grid_of_call
+
+_QUERIES = 16
+"""Queries of every block in every call."""
+
+
+@torch.no_grad()
+def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
+    """Set the mixing matrices of a patch without exact tiles to what brings its output closest to softmax attention's.
+
+    ``run`` is called once with the patch switched off. Then the layers are fitted one after another, on what they get
+    from those before, which are patched already: see :mod:`mhla_diffusers.attention.mixing_fit`. Nothing else of the
+    patch changes. Without training it helps much, and is still far from what adaptation reaches.
+
+    Args:
+        model: a patched pipeline or transformer with ``exact="none"``.
+        run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
+
+    Raises:
+        ValueError: if the model is not patched, has exact tiles, was not patched in place of softmax attention or
+            without a normaliser, is at another number of blocks, or ``run`` did not reach every layer.
+    """
+    transformers = {name: part for name, part in find_transformers(model).items() if is_patched(part)}
+    if not transformers:
+        raise ValueError("The model is not patched with MHLA; there is no mixing matrix to calibrate.")
+    for transformer in transformers.values():
+        _check(transformer)
+    with mhla_disabled(model):
+        calls = record_calls(transformers, run)
+    for name, transformer in transformers.items():
+        _fit_layers(transformer, _spread(calls[name]))
+
+
+def _check(transformer: nn.Module) -> None:
+    if get_family(transformer).own_attention != "softmax":
+        raise ValueError(
+            f"The own attention of {type(transformer).__name__} is linear: mixing_init='uniform' is the same as it."
+        )
+    for attn, _ in patched_pairs(transformer).values():
+        config = attn.mhla.config
+        if config.exact != "none" or not config.normalize:
+            raise ValueError(
+                f"calibrate_mixing() fits MHLA alone, exact='none' and normalize=True; got exact={config.exact!r}, "
+                f"normalize={config.normalize}. calibrate_exact_tiles() fits what goes with exact tiles."
+            )
+
+
+def _fit_layers(transformer: nn.Module, calls: list[TransformerCall]) -> None:
+    pairs = patched_pairs(transformer)
+    patched = {name: attn.processor for name, (attn, _) in pairs.items()}
+    with other_processors_wanted(transformer):
+        try:
+            for attn, original in pairs.values():
+                attn.set_processor(original)
+            for name, (attn, _) in pairs.items():
+                given = _inputs(transformer, attn, calls)
+                check_reached([name], [name] if given else [])
+                attn.mhla.mixing.copy_(fit_mixing(given, _projections(attn), attn.mhla.mixing))
+                attn.mhla.clip_mixing_()
+                attn.set_processor(patched[name])
+        finally:
+            for name, (attn, _) in pairs.items():
+                attn.set_processor(patched[name])
+
+
+def _inputs(transformer: nn.Module, attn: Any, calls: list[TransformerCall]) -> list[BlockInput]:
+    """What one attention gets in some calls.
+
+    Raises:
+        ValueError: a grid that is cut into other blocks than the matrix is for.
+    """
+    found: list[BlockInput] = []
+
+    def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = attention_input(args, kwargs)
+        query, key, value = (x.float() for x in project(attn, given.hidden_states))
+        grid = grid_of_call(attn, given.rotary)
+        call = attn.mhla.call(query, key, value, grid, given.rotary, given.key_mask)
+        if call.blocks != attn.mhla.config.blocks:
+            raise ValueError(
+                f"The grid {grid} is cut into {call.blocks} blocks, the matrix is for {attn.mhla.config.blocks}; "
+                "calibrate at a size with at least as many tokens along every axis."
+            )
+        found.append(BlockInput.of(call, _QUERIES, len(found)))
+
+    handle = attn.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        repeat_calls(transformer, calls)
+    finally:
+        handle.remove()
+    return found

@@ -1,0 +1,52 @@
+"""Mixing matrices fitted to softmax attention in patched models."""
+
+import pytest
+import torch
+
+from mhla_diffusers import apply_mhla, calibrate_mixing, load_mhla, mhla_layers, save_mhla
+
+from .. import models
+
+SOFTMAX = ["wan", "dit"]
+
+
+def patched(name, **settings):
+    return models.patched(name, exact="none", exact_tiles=None, **settings)
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_the_model_changes_less(name, per_head, tmp_path):
+    arguments = models.inputs(name)
+    before = models.output(models.FAMILIES[name].build(), arguments)
+    model = patched(name, mixing_per_head=per_head)
+    fresh = models.relative_change(models.output(model, arguments), before)
+    calibrate_mixing(model, lambda: models.output(model, arguments))
+    assert models.relative_change(models.output(model, arguments), before) < 0.95 * fresh
+    for layer in mhla_layers(model).values():
+        assert ((layer.mixing > 0) & (layer.mixing < 1)).all()
+    save_mhla(model, tmp_path)
+    other = load_mhla(models.FAMILIES[name].build(), tmp_path)
+    assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+
+
+def test_what_cannot_be_fitted_is_refused():
+    for model, message in (
+        (models.wan(), "not patched with MHLA"),
+        (models.patched("sana"), "linear: mixing_init='uniform' is the same"),
+        (models.patched("wan", exact="content"), "got exact='content'"),
+        (patched("wan", normalize=False, output_norm=True), "normalize=False"),
+        (patched("wan"), "did not run transformer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate_mixing(model, lambda: None)
+
+
+def test_a_grid_of_fewer_blocks_is_refused_and_leaves_the_model_patched():
+    model = models.wan()
+    apply_mhla(model, blocks=(99, 2, 2), clamp_blocks=True, exact="none", exact_tiles=None)
+    arguments = models.inputs("wan")
+    patched_output = models.output(model, arguments)
+    with pytest.raises(ValueError, match="the matrix is for \\(99, 2, 2\\)"):
+        calibrate_mixing(model, lambda: models.output(model, arguments))
+    assert torch.equal(models.output(model, arguments), patched_output)
