@@ -10,8 +10,8 @@ from ..files import write_json
 from ..patching import Audit
 from ..reporting import require_matplotlib
 
-_MOST_TICKS = 40
-"""Names of layers that stand beside a map; of more, every other one or fewer."""
+_MOST_ROWS, _MOST_COLUMNS = 40, 12
+"""Names of layers that stand beside a map, and numbers below it; of more, every other one or fewer."""
 
 
 def write_audit(audit: Audit, folder: str | Path) -> list[Path]:
@@ -47,8 +47,8 @@ def draw_audit(audit: Audit, file: Path) -> Path:
     for axis, (name, values) in zip(axes, maps.items(), strict=True):
         image = _draw(axis, values, max(worst, 1e-9))
         axis.set_xlabel(name)
-        axis.set_xticks(_ticks(values.shape[1]))
-    rows = _ticks(len(names))
+        axis.set_xticks(_ticks(values.shape[1], _MOST_COLUMNS))
+    rows = _ticks(len(names), _MOST_ROWS)
     axes[0].set_yticks(rows, [names[row] for row in rows], fontsize=7)
     figure.colorbar(image, ax=axes, label="relative error", format=lambda x, _: f"{x:.0%}")
     figure.savefig(file, dpi=110)
@@ -61,5 +61,5 @@ def _draw(axis: Any, values: torch.Tensor, worst: float) -> Any:
     return axis.imshow(values.numpy(), cmap="magma", vmin=0, vmax=worst, aspect="auto", interpolation="nearest")
 
 
-def _ticks(count: int) -> Sequence[int]:
-    return range(0, count, -(-count // _MOST_TICKS))
+def _ticks(count: int, most: int) -> Sequence[int]:
+    return range(0, count, -(-count // most))

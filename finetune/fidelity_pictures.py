@@ -1,0 +1,233 @@
+"""The pictures of docs/fidelity.md, one per step, from the tiny pipelines on a CPU.
+
+python finetune/fidelity_pictures.py                   # all of them, into assets/fidelity; minutes on one core
+python finetune/fidelity_pictures.py --only audit lora
+
+The one of the first steps is drawn from the table that fidelity.py steps has written.
+"""
+
+import argparse
+import csv
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from fidelity import CALIBRATION_SAMPLES, Row, calibration_run
+from peft import LoraConfig
+
+from mhla_diffusers import apply_mhla, audit, densify, set_exact_share
+from mhla_diffusers.analysis import draw_audit
+from mhla_diffusers.benchmark.forecast import Question, make_forecast
+from mhla_diffusers.benchmark.models import choose_sizes, family_of_model, find_models
+from mhla_diffusers.demo.adaptation import Adaptation
+from mhla_diffusers.demo.judging import generate_scenes
+from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.files import written_aside
+from mhla_diffusers.patching.sensitivity import measure_change, record_calls
+from mhla_diffusers.reporting import require_matplotlib
+from mhla_diffusers.tiny import TINY, load_tiny
+
+FOLDER = Path("assets/fidelity")
+STEPS_TABLE = Path("assets/adaptation/steps-wan.csv")
+SHARES = (0.25, 0.15, 0.1, 0.05)
+DIAL = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 1)
+MODELS = (
+    ("dit-xl-2", "256", None),
+    ("dit-xl-2", "1024", None),
+    ("wan2.1-1.3b", "480x832", 81),
+    ("wan2.1-1.3b", "720x1280", 81),
+)
+STRENGTHS = (0.0, 1.0, 2.0, 4.0, 6.0, 8.0)
+_CALIBRATED = {"exact": "calibrated", "exact_share": 0.05}
+
+
+def adaptation_of(family: str) -> Adaptation:
+    """The samples that calibration looks at."""
+    tiny = TINY[family]
+    data = digit_latents(load_tiny(family), tiny, CALIBRATION_SAMPLES, 1, seed=1)
+    return Adaptation(tiny, data, 1, seed=1, validate_every=1, batch_size=tiny.batch_size)
+
+
+def scenes_of(family: str, count: int, seed: int = 5) -> Callable[[Any], list[torch.Tensor]]:
+    """What generates some scenes with a pipeline."""
+    tiny, chance = TINY[family], random.Random(seed)
+    scenes = [tiny.random_scene(chance) for _ in range(count)]
+    return lambda pipe: generate_scenes(pipe, tiny, scenes, seed)
+
+
+def draw_forecast(plt: Any) -> Any:
+    """FLOPs of a forward by part, as parts of the unpatched one's."""
+    figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    names, colours = [], plt.colormaps["tab10"].colors
+    for name, size, frames in MODELS:
+        (model,) = find_models([name], "cpu")
+        (chosen,) = choose_sizes(model, [size], None if frames is None else [frames], "cpu")
+        config = family_of_model(model).default_config.replace(blocks=model.blocks)
+        found = make_forecast(Question(model, chosen, config, 1, 1), torch.bfloat16)
+        whole = sum(cost.flops for cost in found.unpatched.values())
+        for kind in ("unpatched", "patched"):
+            left, costs = 0.0, getattr(found, kind)
+            for place, (part, cost) in enumerate(costs.items()):
+                width = cost.flops / whole
+                axis.barh(len(names), width, left=left, color=colours[place], label=part if not names else None)
+                left += width
+            axis.text(left + 0.01, len(names), f"{left:.0%}", va="center", fontsize=8)
+            names.append(f"{name}, {chosen}, {kind}")
+            sys.stdout.write(
+                f"{names[-1]}: self-attention {costs['self-attention'].flops / whole:.1%}, all {left:.1%}\n"
+            )
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("FLOPs of a forward, as part of the unpatched one's")
+    axis.set_xlim(0, 1.07)
+    figure.legend(fontsize=8, loc="outside upper center", ncols=5)
+    return figure
+
+
+def draw_untrained(plt: Any) -> Any:
+    """The same noise unpatched and at several shares, calibrated; of clips the middle frame."""
+    families, count = ("wan", "dit"), 8
+    figure, axes = plt.subplots(
+        len(families) * (1 + len(SHARES)), count, figsize=(9, 11.4), layout="constrained", squeeze=False
+    )
+    rows = iter(axes)
+    for family in families:
+        adaptation, generate = adaptation_of(family), scenes_of(family, count)
+        for share in (None, *SHARES):
+            settings = _CALIBRATED | {"exact_share": share}
+            pipe = load_tiny(family) if share is None else Row("", settings).patched(adaptation)
+            row = next(rows)
+            row[0].set_ylabel(f"{family}, {'unpatched' if share is None else f'{share:.0%} exact'}", fontsize=8)
+            for axis, picture in zip(row, generate(pipe), strict=True):
+                axis.imshow(picture[len(picture) // 2], cmap="gray", vmin=0, vmax=1)
+                axis.set(xticks=[], yticks=[])
+    return figure
+
+
+def draw_dial(plt: Any) -> Any:
+    """Change of the transformer's output on forwards of other samples than those that were calibrated on."""
+    adaptation, generate = adaptation_of("wan"), scenes_of("wan", 2)
+    pipe = load_tiny("wan")
+    (calls,) = record_calls({"transformer": pipe.transformer}, partial(generate, pipe)).values()
+    calls = calls[:: max(1, len(calls) // 8)]
+    row = Row("", {"exact": "calibrated", "exact_share": 0.1})
+    run = lambda pipe: lambda: calibration_run(adaptation, pipe)  # noqa: E731
+    errors: dict[str, list[float]] = {"set_exact_share": [], "densify": []}
+    for share in DIAL:
+        pipe = row.patched(adaptation)
+        found = audit(pipe, run(pipe))
+        for name, turn in (
+            ("set_exact_share", partial(set_exact_share, pipe)),
+            ("densify", partial(densify, pipe, found)),
+        ):
+            turn(share)
+            errors[name].append(measure_change(pipe.transformer, calls) ** 0.5)
+        sys.stdout.write(
+            f"{share:.0%}: " + ", ".join(f"{name} {found[-1]:.3%}" for name, found in errors.items()) + "\n"
+        )
+    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for name, found in errors.items():
+        axis.plot([100 * share for share in DIAL], [100 * error for error in found], "o-", label=name, markersize=4)
+    axis.set(xlabel="share of all pairs, %", ylabel="change of the output, %", ylim=(0, None))
+    axis.legend()
+    return figure
+
+
+def draw_audit_of_wan(plt: Any) -> Any:
+    """Of tiles that were calibrated on the same two clips."""
+    generate, pipe = scenes_of("wan", 2), load_tiny("wan")
+    run = partial(generate, pipe)
+    tiny = TINY["wan"]
+    settings = {"blocks": tiny.blocks, "mixing_per_head": True, "exact_tiles": tiny.exact_tiles, **_CALIBRATED}
+    found = audit(apply_mhla(pipe, **settings, calibration=run), run)
+    sys.stdout.write(f"{found}\n")
+    return found
+
+
+def draw_lora(plt: Any) -> Any:
+    """What exact tiles are expected to leave under a LoRA drawn at random, by its strength."""
+    adaptation = adaptation_of("wan")
+    pipe = Row("", _CALIBRATED).patched(adaptation)
+    run = partial(calibration_run, adaptation, pipe)
+    torch.manual_seed(2)
+    adapter = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=["to_q", "to_k"])
+    pipe.transformer.add_adapter(adapter, "style")
+    fits = {}
+    for strength in STRENGTHS:
+        pipe.transformer.set_adapters("style", strength)
+        fits[strength] = audit(pipe, run).fit
+        sys.stdout.write(f"{strength}: {fits[strength]}\n")
+    figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    for name, label in (("left", "with the lists that there are"), ("anew", "with lists chosen anew")):
+        axis.plot(STRENGTHS, [100 * getattr(fit, name) for fit in fits.values()], "o-", label=label, markersize=4)
+    for strength, fit in fits.items():
+        if fit.is_stale:
+            axis.annotate(
+                "stale", (strength, 100 * fit.left), (0, 6), textcoords="offset points", ha="center", fontsize=8
+            )
+    axis.set(xlabel="strength of the LoRA", ylabel="expected change of the output, %", ylim=(0, None))
+    axis.legend(fontsize=8)
+    return figure
+
+
+def draw_steps(plt: Any) -> Any:
+    """From the table of fidelity.py: distance of the clips and digits recognised, by part of the steps at rest."""
+    with STEPS_TABLE.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    columns = ("distance of the pictures ↓", "digits recognised ↑")
+    unpatched = next(row for row in rows if not row["softmax in the first"])
+    for axis, column in zip(axes, columns, strict=True):
+        for name in dict.fromkeys(row["self-attention"] for row in rows if row["softmax in the first"]):
+            own = [row for row in rows if row["self-attention"] == name]
+            x = [float(row["softmax in the first"].removesuffix("%")) for row in own]
+            mean, error = zip(*(_mean_and_error(row[column]) for row in own), strict=True)
+            axis.errorbar(x, mean, error, fmt="o-", label=name, markersize=4, capsize=2)
+        if column == columns[1]:
+            axis.axhline(_mean_and_error(unpatched[column])[0], color="0.5", linestyle=":", label="unpatched")
+        axis.set(xlabel="part of the steps that keep softmax, %", ylabel=column.rstrip(" ↓↑"))
+    axes[0].set_ylim(0, None)
+    axes[1].legend(fontsize=7)
+    return figure
+
+
+def _mean_and_error(cell: str) -> tuple[float, float]:
+    mean, _, error = cell.removesuffix(" %").partition(" ± ")
+    return float(mean), float(error or 0)
+
+
+PICTURES: dict[str, Callable[[Any], Any]] = {
+    "forecast": draw_forecast,
+    "untrained": draw_untrained,
+    "audit": draw_audit_of_wan,
+    "dial": draw_dial,
+    "steps": draw_steps,
+    "lora": draw_lora,
+}
+
+
+def main() -> None:
+    """Draw and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(PICTURES), default=list(PICTURES))
+    parser.add_argument("--output", type=Path, default=FOLDER)
+    arguments = parser.parse_args()
+    plt = require_matplotlib()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for name in arguments.only:
+        drawn = PICTURES[name](plt)
+        with written_aside(arguments.output / f"{name}.png") as aside:
+            if name == "audit":
+                draw_audit(drawn, aside)
+            else:
+                drawn.savefig(aside, dpi=110, format="png")
+                plt.close(drawn)
+        sys.stdout.write(f"Wrote {arguments.output / f'{name}.png'}\n")
+
+
+if __name__ == "__main__":
+    main()
