@@ -122,7 +122,7 @@ class Table:
 
     def measure(self, row: Row, unpatched: list[torch.Tensor]) -> Fidelity:
         """One row; what was measured before is taken from its file."""
-        name = f"{row.name} {row.share}".translate({ord(","): None, ord(" "): "-", ord("%"): None})
+        name = f"{row.name} {row.share}".strip().translate({ord(","): None, ord(" "): "-", ord("%"): None})
         found = self._kept(name)
         if found is None:
             found, _ = measure_fidelity(row.patched(self.adaptation), self.yardstick, unpatched)
