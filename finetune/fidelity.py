@@ -1,18 +1,20 @@
-"""How good a patch is without any training: the tiny pipelines on a CPU.
+"""How good a patch is without any training, and with softmax in the first steps: the tiny pipelines on a CPU.
 
 python finetune/fidelity.py untrained                        # all three pipelines
 python finetune/fidelity.py untrained --family dit --scenes 200
+python finetune/fidelity.py steps --family wan               # untrained and adapted, 0 to 30 % of the steps softmax
 
-Every row is patched anew and calibrated on training samples, of which none is among those that it is measured on. All
-rows see the same held-out samples and noise; held-out loss, digits recognised, Fréchet distance to real digits, and the
-distance of every picture to the unpatched pipeline's for the same noise, means with their standard error, go to
-<table>-<family>.csv and .md. Rows that are finished are kept, so a command goes on where it was stopped.
+Every row is patched anew and calibrated on training samples, of which none is among those that it is measured on, or an
+adapted patch that ships. All rows see the same held-out samples and noise. Held-out loss, digits recognised, Fréchet
+distance to real digits, and the distance of every picture to the unpatched pipeline's for the same noise, means with
+their standard error, go to <table>-<family>.csv and .md. Rows that are finished are kept, so a command goes on where it
+was stopped.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from mhla_diffusers import MHLAConfig, calibrate_mixing, mhla_layers
+from mhla_diffusers import MHLAConfig, calibrate_mixing, change_mhla, load_mhla, mhla_layers
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.examining import Yardstick
 from mhla_diffusers.demo.fidelity import HEADER, Fidelity, measure_fidelity
@@ -32,6 +34,8 @@ from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
 
 SHARES = (0.05, 0.1, 0.15, 0.25)
 """Parts of all pairs of tiles that are exact."""
+STEPS = (0.0, 0.1, 0.2, 0.3)
+"""Parts of the denoising steps that keep softmax."""
 CALIBRATION_SAMPLES = 16
 _NO_FAR_FIELD = -80.0
 """log λ: a far field that no float32 sum sees."""
@@ -45,11 +49,13 @@ class Row:
 
     name: str
     settings: dict[str, Any]
-    """Fields of :class:`MHLAConfig` besides blocks and tile counts."""
+    """Fields of :class:`MHLAConfig` besides blocks and tile counts; of an adapted patch those that change."""
     is_fitted: bool = True
     """Whether means and MHLA weigh what calibration found; else means weigh as they are, and beside exact tiles there
     is no MHLA.
     """
+    adapted: str | None = None
+    """What comes after ``tiny-<family>-`` in the name of an adapted patch that ships."""
 
     @property
     def share(self) -> str:
@@ -57,9 +63,16 @@ class Row:
         share = self.settings.get("exact_share")
         return "" if share is None else f"{share:.0%}"
 
+    @property
+    def steps(self) -> str:
+        """First steps that keep softmax, as the table has it."""
+        return f"{self.settings.get('softmax_steps', 0):.0%}"
+
     def patched(self, adaptation: Adaptation) -> Any:
-        """A fresh pipeline, patched and calibrated."""
+        """A fresh pipeline, patched and calibrated, or with an adapted patch."""
         tiny = adaptation.tiny
+        if self.adapted is not None:
+            return change_mhla(load_mhla(load_tiny(tiny.family), f"tiny-{tiny.family}-{self.adapted}"), **self.settings)
         config = MHLAConfig(blocks=tiny.blocks, mixing_per_head=True, **self.settings)
         if config.exact != "none":
             config = config.replace(exact_tiles=tiny.exact_tiles)
@@ -99,6 +112,32 @@ def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
         yield Row("by content, softmax in the first 20 % of steps", {**by_content, "softmax_steps": 0.2})
 
 
+def rows_of_steps(tiny: TinyPipeline) -> Iterator[Row]:
+    """The rows of a pipeline whose own attention is softmax, untrained and adapted."""
+    tiles = {"exact": "content", "exact_share": 0.05}
+    for steps in STEPS:
+        yield Row("MHLA, calibrated, untrained", {"softmax_steps": steps})
+        yield Row("exact tiles by content, calibrated, untrained", {**tiles, "softmax_steps": steps})
+        yield Row("MHLA, adapted", {"softmax_steps": steps}, adapted="mhla")
+        yield Row("exact tiles by content, adapted", {"softmax_steps": steps}, adapted="exact")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A table that can be asked for."""
+
+    rows: Callable[[TinyPipeline], Iterator[Row]]
+    header: str
+    """Of the column in which rows of one name differ."""
+    cell: Callable[[Row], str]
+
+
+TABLES = {
+    "untrained": Kind(rows_of, "exact pairs", lambda row: row.share),
+    "steps": Kind(rows_of_steps, "softmax in the first", lambda row: row.steps),
+}
+
+
 class Table:
     """The rows of one pipeline, and where they are kept."""
 
@@ -122,7 +161,8 @@ class Table:
 
     def measure(self, row: Row, unpatched: list[torch.Tensor]) -> Fidelity:
         """One row; what was measured before is taken from its file."""
-        name = f"{row.name} {row.share}".strip().translate({ord(","): None, ord(" "): "-", ord("%"): None})
+        steps = row.steps if row.settings.get("softmax_steps") and row.steps not in row.name else ""
+        name = f"{row.name} {row.share} {steps}".strip().translate({ord(","): None, ord(" "): "-", ord("%"): None})
         found = self._kept(name)
         if found is None:
             found, _ = measure_fidelity(row.patched(self.adaptation), self.yardstick, unpatched)
@@ -140,21 +180,24 @@ class Table:
 def main() -> None:
     """Measure all rows of a table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=["untrained"])
+    parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--family", nargs="+", choices=list(TINY), default=list(TINY))
     parser.add_argument("--scenes", type=int, help=f"left out: {SCENES}")
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("outputs/fidelity"))
     arguments = parser.parse_args()
+    kind = TABLES[arguments.table]
+    if arguments.table == "steps" and "sana" in arguments.family:
+        parser.error("steps is for pipelines whose own attention is softmax: --family wan dit")
     for family in arguments.family:
         tiny = TINY[family]
         table = Table(tiny, arguments.scenes or SCENES[family], arguments.held_out, arguments.output)
         original, unpatched = table.original()
         lines = [(f"own {family_named(family).own_attention} attention", "", *original.cells)]
-        for row in rows_of(tiny):
-            lines.append((row.name, row.share, *table.measure(row, unpatched).cells))
+        for row in kind.rows(tiny):
+            lines.append((row.name, kind.cell(row), *table.measure(row, unpatched).cells))
             sys.stdout.write(" | ".join(lines[-1]) + "\n")
-        header = ["self-attention", "exact pairs", *HEADER]
+        header = ["self-attention", kind.header, *HEADER]
         sys.stdout.write(write_table(header, lines, arguments.output, f"{arguments.table}-{family}"))
 
 
