@@ -155,18 +155,34 @@ class _Way:
 @torch.no_grad()
 def _carry_out(way: _Way, calls: Sequence[TransformerCall], halves: Sequence[int]) -> None:
     """Change a transformer in the better way of those that there are, and fit β and λ."""
-    change = way.change
     if way.by_content is not None:
-        carry_out_change(way.by_content, way.transformer)
+        _put_on(way.by_content, calls)
         by_content = measure_change(way.transformer, calls)
-        carry_out_change(way.change, way.transformer)
-        change = way.change if _judge_lists(way, calls, halves) < by_content else way.by_content
+        if _judge_lists(way, calls, halves) >= by_content:
+            carry_out_change(way.by_content, way.transformer)
+            return
     way.choose([0, 1])
-    carry_out_change(change, way.transformer)
-    attentions = get_family(way.transformer).self_attentions(way.transformer)
+    _put_on(way.change, calls)
+
+
+def _judge_lists(way: _Way, calls: Sequence[TransformerCall], halves: Sequence[int]) -> float:
+    """How much calibrated tiles change the output on calls of the half of the run that they were not chosen on."""
+    changes = 0.0
+    for half in set(halves):
+        judged = [call for call, own in zip(calls, halves, strict=True) if own == half]
+        way.choose([1 - half] if len(set(halves)) > 1 else [half])
+        _put_on(way.change, calls)
+        changes += measure_change(way.transformer, judged) * len(judged)
+    return changes / len(calls)
+
+
+def _put_on(change: Change, calls: Sequence[TransformerCall]) -> None:
+    """Change a transformer, and fit β and λ, without which no way shows what it is worth."""
+    carry_out_change(change, change.transformer)
+    attentions = get_family(change.transformer).self_attentions(change.transformer)
     patched = {name: attentions[name] for name, layer in change.layers.items() if layer.exact is not None}
     if patched:
-        _fit_weights(way.transformer, patched, list(calls))
+        _fit_weights(change.transformer, patched, list(calls))
     for layer in change.layers.values():
         if layer.far_field_log_weight is not None:
             _leave_out_far_fields(layer.far_field_log_weight)
@@ -179,13 +195,3 @@ def _leave_out_far_fields(log_weight: torch.Tensor) -> None:
     softmax weights that it stands beside depends on how large a query's logits are.
     """
     log_weight[log_weight <= float(_FAR_LOG_WEIGHTS.min())] = _NO_FAR_FIELD
-
-
-def _judge_lists(way: _Way, calls: Sequence[TransformerCall], halves: Sequence[int]) -> float:
-    """How much calibrated tiles change the output on calls of the half of the run that they were not chosen on."""
-    changes = 0.0
-    for half in set(halves):
-        judged = [call for call, own in zip(calls, halves, strict=True) if own == half]
-        way.choose([1 - half] if len(set(halves)) > 1 else [half])
-        changes += measure_change(way.transformer, judged) * len(judged)
-    return changes / len(calls)
