@@ -13,7 +13,7 @@ from ..attention.tile_scores import spend
 from .audit_result import Audit, Fit, LayerAudit, TileAudit
 from .calibration import check_reached
 from .denoising_steps import Step, StepHooks
-from .exact_calibration import _QUERIES, _projections, _spread, _tiled_input
+from .exact_calibration import QUERIES, head_projections, spread_calls, tiled_input
 from .finding import find_transformers, hook_of, require_layers
 from .layer import layer_of
 from .processor import AttentionInput, attention_input, project
@@ -64,8 +64,8 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
             handle.remove()
     names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in watches}
     check_reached(list(names.values()), [names[key] for key, watch in watches.items() if watch.calls])
-    calls = {component: _spread(found) for component, found in recorded.items()}
-    halves = {component: _spread(clock.halves(part)) for component, part in transformers.items()}
+    calls = {component: spread_calls(found) for component, found in recorded.items()}
+    halves = {component: spread_calls(clock.halves(part)) for component, part in transformers.items()}
     moves = {
         component: measure_sensitivity(part, pairs[component], calls[component])
         for component, part in transformers.items()
@@ -220,14 +220,14 @@ class _Tiles:
         """Measure the pairs of one forward, each sample by its own lists where these are chosen by content."""
         layer = self.attn.mhla
         if self._projections is None:
-            self._projections = _projections(self.attn)
+            self._projections = head_projections(self.attn)
         query, key, _ = project(self.attn, given.hidden_states)
         lists = layer.exact(query, key, given.rotary, grid_of_call(self.attn, given.rotary))
         if self._counts not in ((), lists.counts):
             raise ValueError("run() ran at sizes that cut exact tiles differently; audit one size at a time.")
         mask, self._counts = lists.mask(), lists.counts
-        tiled = _tiled_input(self.attn, given)
-        samples = tiled.samples(min(_QUERIES, tiled.exists.shape[1]), len(self._left))
+        tiled = tiled_input(self.attn, given)
+        samples = tiled.samples(min(QUERIES, tiled.exists.shape[1]), len(self._left))
         left, errors = torch.zeros(()), torch.zeros(())
         for exact, one in zip(mask, _samples(tiled, len(mask)), strict=True):
             found, masses, squares = pair_errors(one, samples, self._projections, layer.config.tile_means)

@@ -10,7 +10,7 @@ import torch
 from ..reporting import text_table
 from .sensitivity import TransformerCall
 
-STALE = 0.75
+STALE = 0.85
 """Lists are stale where lists chosen anew would leave less than this part of the error that they leave."""
 _NOTHING = 1e-3
 """Error that is not worth a calibration."""

@@ -12,7 +12,7 @@ from ..attention.tile_scores import spend
 from ..families import get_family
 from .audit_result import Audit, LayerAudit
 from .changing import Change, carry_out_change, change_mhla, make_change
-from .exact_calibration import _FAR_LOG_WEIGHTS, _fit_weights
+from .exact_calibration import FAR_LOG_WEIGHTS, fit_weights
 from .finding import find_transformers, mhla_layers, require_layers
 from .sensitivity import TransformerCall, measure_change
 from .spending import Spending, active_steps, plan_spending, weights_after
@@ -182,7 +182,7 @@ def _put_on(change: Change, calls: Sequence[TransformerCall]) -> None:
     attentions = get_family(change.transformer).self_attentions(change.transformer)
     patched = {name: attentions[name] for name, layer in change.layers.items() if layer.exact is not None}
     if patched:
-        _fit_weights(change.transformer, patched, list(calls))
+        fit_weights(change.transformer, patched, list(calls))
     for layer in change.layers.values():
         if layer.far_field_log_weight is not None:
             _leave_out_far_fields(layer.far_field_log_weight)
@@ -194,4 +194,4 @@ def _leave_out_far_fields(log_weight: torch.Tensor) -> None:
     A calibration leaves it to them, since training could not bring it back. It does not fade by itself: the sum of
     softmax weights that it stands beside depends on how large a query's logits are.
     """
-    log_weight[log_weight <= float(_FAR_LOG_WEIGHTS.min())] = _NO_FAR_FIELD
+    log_weight[log_weight <= float(FAR_LOG_WEIGHTS.min())] = _NO_FAR_FIELD

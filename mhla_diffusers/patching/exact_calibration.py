@@ -27,14 +27,14 @@ from .token_grid import grid_of_call
 
 Item = TypeVar("Item")
 
-_QUERIES = 8
+QUERIES = 8
 """Queries of every tile whose softmax weights are formed; each costs N of them."""
 _FITTING_QUERIES = 4
 """Queries of every tile that β and λ are fitted on."""
 _FITTING_CALLS = 4
 """Calls, out of those that ``run`` makes, that weights of layers and β and λ are fitted on."""
 _MEAN_BIASES = torch.linspace(-2.0, 2.0, 17)
-_FAR_LOG_WEIGHTS = torch.linspace(-3.0, 5.0, 17)
+FAR_LOG_WEIGHTS = torch.linspace(-3.0, 5.0, 17)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
     measured, calls = measure_tiles(model, run)
     found = Calibration()
     for component, transformer in transformers.items():
-        some = _spread(calls[component])
+        some = spread_calls(calls[component])
         prefix = f"{component}."
         attentions = {name.removeprefix(prefix): attn for name, attn in layers.items() if name.startswith(prefix)}
         here = {name.removeprefix(prefix): m for name, m in measured.items() if name.startswith(prefix)}
@@ -98,7 +98,7 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
             _choose(transformer, choices, here, some)
             shown = prefix if len(transformers) > 1 else ""
             found.extend(_report(shown + name, here[name], choice.mask) for name, choice in choices.items())
-        _fit_weights(transformer, attentions, some)
+        fit_weights(transformer, attentions, some)
     return found
 
 
@@ -145,9 +145,9 @@ def measure_tiles(
 
 def _measuring(measured: TileMeasurement) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
     def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = _tiled_input(attn, attention_input(args, kwargs))
-        samples = given.samples(_QUERIES, measured.calls)
-        errors, masses, squares = pair_errors(given, samples, _projections(attn), attn.mhla.config.tile_means)
+        given = tiled_input(attn, attention_input(args, kwargs))
+        samples = given.samples(QUERIES, measured.calls)
+        errors, masses, squares = pair_errors(given, samples, head_projections(attn), attn.mhla.config.tile_means)
         measured.errors = measured.errors.to(errors.device) + errors
         measured.masses = measured.masses.to(errors.device) + masses
         measured.squares = measured.squares.to(errors.device) + squares
@@ -156,7 +156,8 @@ def _measuring(measured: TileMeasurement) -> Callable[[Any, tuple[Any, ...], dic
     return note
 
 
-def _tiled_input(attn: Any, given: AttentionInput) -> TiledInput:
+def tiled_input(attn: Any, given: AttentionInput) -> TiledInput:
+    """What a patched self-attention with exact tiles attends with, tile by tile."""
     table = rotary_table(given.rotary) if given.rotary is not None else None
     query, key, value = (x.float() for x in project(attn, given.hidden_states))
     grid = grid_of_call(attn, given.rotary)
@@ -164,7 +165,7 @@ def _tiled_input(attn: Any, given: AttentionInput) -> TiledInput:
     return TiledInput.of(rotated(query, table), rotated(key, table), value, grid, counts, given.key_mask)
 
 
-def _projections(attn: Any) -> torch.Tensor:
+def head_projections(attn: Any) -> torch.Tensor:
     """The output projection of every head as far as lengths go: (H, D, D), ‖W_h v‖ = ‖v @ projection‖.
 
     Read off what the projection does, since its weights may be quantised or have an adapter.
@@ -176,8 +177,8 @@ def _projections(attn: Any) -> torch.Tensor:
     return torch.linalg.qr(columns.unflatten(0, (heads, -1)).mT).R.mT
 
 
-def _spread(calls: list[Item]) -> list[Item]:
-    """Some calls, evenly spread over all."""
+def spread_calls(calls: list[Item]) -> list[Item]:
+    """Some calls, or what belongs to them, evenly spread over all."""
     count = min(len(calls), _FITTING_CALLS)
     return [calls[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]
 
@@ -213,7 +214,7 @@ def _report(name: str, found: TileMeasurement, mask: torch.Tensor) -> LayerCalib
     return LayerCalibration(name, float(mask.float().mean()), mass, error)
 
 
-def _fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: list[TransformerCall]) -> None:
+def fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: list[TransformerCall]) -> None:
     """Set β and λ of every head to what brings its output closest to softmax attention's."""
     open_ones = {name: attn for name, attn in attentions.items() if attn.mhla.far_field_log_weight is not None}
     errors: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -239,11 +240,11 @@ def _fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: l
 
 
 def _candidates(layer: MHLALayer) -> Candidates:
-    return Candidates(_MEAN_BIASES if layer.config.tile_means else torch.tensor([-torch.inf]), _FAR_LOG_WEIGHTS)
+    return Candidates(_MEAN_BIASES if layer.config.tile_means else torch.tensor([-torch.inf]), FAR_LOG_WEIGHTS)
 
 
 def _try_candidates(attn: Any, given: AttentionInput, shift: int) -> torch.Tensor:
-    layer, tiled = attn.mhla, _tiled_input(attn, given)
+    layer, tiled = attn.mhla, tiled_input(attn, given)
     query, key, value = (x.float() for x in project(attn, given.hidden_states))
     grid = grid_of_call(attn, given.rotary)
     call = layer.call(query, key, value, grid, given.rotary, given.key_mask)
@@ -251,4 +252,4 @@ def _try_candidates(attn: Any, given: AttentionInput, shift: int) -> torch.Tenso
     tokens = tokens_of_tiles(grid, attn.mhla.exact.counts(grid))[0].to(query.device)
     far_in_tiles = in_tiles(far, tokens), in_tiles(normaliser.log(), tokens).squeeze(-1)
     samples, candidates = tiled.samples(_FITTING_QUERIES, shift), _candidates(layer)
-    return candidate_errors(tiled, samples, _projections(attn), call.exact.mask(), far_in_tiles, candidates)
+    return candidate_errors(tiled, samples, head_projections(attn), call.exact.mask(), far_in_tiles, candidates)

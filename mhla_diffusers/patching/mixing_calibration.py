@@ -9,7 +9,7 @@ from torch import nn
 from ..attention.mixing_fit import BlockInput, fit_mixing
 from ..families import get_family
 from .calibration import check_reached
-from .exact_calibration import _projections, _spread
+from .exact_calibration import head_projections, spread_calls
 from .finding import find_transformers, is_patched
 from .other_processors import other_processors_wanted
 from .processor import attention_input, project
@@ -45,7 +45,7 @@ def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
     with mhla_disabled(model):
         calls = record_calls(transformers, run)
     for name, transformer in transformers.items():
-        _fit_layers(transformer, _spread(calls[name]))
+        _fit_layers(transformer, spread_calls(calls[name]))
 
 
 def _check(transformer: nn.Module) -> None:
@@ -72,7 +72,7 @@ def _fit_layers(transformer: nn.Module, calls: list[TransformerCall]) -> None:
             for name, (attn, _) in pairs.items():
                 given = _inputs(transformer, attn, calls)
                 check_reached([name], [name] if given else [])
-                attn.mhla.mixing.copy_(fit_mixing(given, _projections(attn), attn.mhla.mixing))
+                attn.mhla.mixing.copy_(fit_mixing(given, head_projections(attn), attn.mhla.mixing))
                 attn.mhla.clip_mixing_()
                 attn.set_processor(patched[name])
         finally:

@@ -11,6 +11,7 @@ from ..config import MHLAConfig, Patch, is_automatic, load_patch
 from ..families import Family, get_family
 from .exact_calibration import calibrate_exact_tiles
 from .finding import attentions_of, find_transformers
+from .mixing_calibration import calibrate_mixing
 from .plan import automatic_count, carry_out, make_plan
 from .processor import MHLAProcessor
 from .removal import remove_mhla
@@ -38,10 +39,12 @@ def apply_mhla(
         model: a pipeline (all its supported transformers are patched) or one transformer.
         patch: settings, the name of a ready patch, or the path of a patch YAML; None for the family's defaults.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
-        calibration: for ``exact="calibrated"`` and ``layers="auto:2/3"``: runs the model on typical inputs, for example
-            ``lambda: pipe("a cat", num_inference_steps=4)``. It says which tiles every head needs, see
-            :func:`calibrate_exact_tiles`. Of automatic layers those whose replacement alone moves the output least are
-            replaced, which costs one run of each call per layer; their list is recorded in the configuration.
+        calibration: makes the patch as good as it is without training: runs the model on typical inputs, for example
+            ``lambda: pipe("a cat", num_inference_steps=4)``. It says which tiles every head needs and how the rest is
+            weighed, see :func:`calibrate_exact_tiles`; without exact tiles it fits the mixing matrices, see
+            :func:`calibrate_mixing`. With ``layers="auto:2/3"`` those layers are replaced whose replacement alone moves
+            the output least, which costs one run of each call per layer; their list is recorded in the configuration,
+            and mixing matrices are left as they are.
         **settings: fields of :class:`MHLAConfig` that replace those of ``patch``.
 
     Returns:
@@ -63,19 +66,15 @@ def apply_mhla(
     }
     automatic = any(is_automatic(config.layers) for config in configs.values())
     has_exact = any(config.exact != "none" for config in configs.values())
-    if calibration is not None and not automatic and not has_exact:
-        raise ValueError(
-            "calibration chooses layers or exact tiles, but this patch leaves neither open; write layers='auto:2/3' or "
-            "exact='calibrated', or leave the calibration out."
-        )
+    calibrate = calibrate_exact_tiles if has_exact else None if automatic else calibrate_mixing
     if calibration is not None and automatic:
         configs = _choose_automatically(transformers, configs, calibration, backend)
     plans = [make_plan(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
     for plan in plans:
         carry_out(plan, model)
-    if calibration is not None and has_exact:
+    if calibration is not None and calibrate is not None:
         try:
-            calibrate_exact_tiles(model, calibration)
+            calibrate(model, calibration)
         except BaseException:
             remove_mhla(model)
             raise

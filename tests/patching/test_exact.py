@@ -119,9 +119,6 @@ def test_what_cannot_be_calibrated_is_refused():
         calibrate_exact_tiles(models.patched("wan"), lambda: None)
     with pytest.raises(ValueError, match=r"run\(\) did not run transformer"):
         calibrate_exact_tiles(models.patched("wan", exact="own", exact_tiles=None), lambda: None)
-    model = models.wan()
-    with pytest.raises(ValueError, match="leaves neither open"):
-        apply_mhla(model, **tiles("wan"), exact="none", calibration=lambda: None)
     with pytest.raises(ValueError, match="own attention of SanaTransformer2DModel is linear"):
         models.patched("sana", exact="content")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mhla_diffusers import apply_mhla, calibrate_mixing, load_mhla, mhla_layers, save_mhla
+from mhla_diffusers import apply_mhla, calibrate_mixing, is_patched, load_mhla, mhla_layers, save_mhla
 
 from .. import models
 
@@ -28,6 +28,20 @@ def test_the_model_changes_less(name, per_head, tmp_path):
     save_mhla(model, tmp_path)
     other = load_mhla(models.FAMILIES[name].build(), tmp_path)
     assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+
+
+def test_a_patch_without_exact_tiles_is_fitted_as_it_is_applied():
+    """By its calibration; where that is refused the model is as before."""
+    arguments, model = models.inputs("dit"), patched("dit", mixing_per_head=True)
+    calibrate_mixing(model, lambda: models.output(model, arguments))
+    other = models.FAMILIES["dit"].build()
+    settings = {"blocks": models.FAMILIES["dit"].blocks, "exact": "none", "exact_tiles": None, "mixing_per_head": True}
+    apply_mhla(other, **settings, calibration=lambda: models.output(other, arguments))
+    assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+    sana = models.sana()
+    with pytest.raises(ValueError, match="linear: mixing_init='uniform' is the same"):
+        apply_mhla(sana, blocks=(4, 2), calibration=lambda: None)
+    assert not is_patched(sana)
 
 
 def test_what_cannot_be_fitted_is_refused():
