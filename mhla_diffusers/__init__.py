@@ -43,18 +43,16 @@ if TYPE_CHECKING:
     from .attention import mhla_attention, register_feature_map
     from .config import MHLAConfig, patch_names
     from .families import Family, register_family
+    from .fidelity import Audit, audit, densify, set_exact_share
     from .patching import (
-        Audit,
         MHLALayer,
         MHLAProcessor,
         apply_mhla,
         attn_processors,
-        audit,
         calibrate_exact_tiles,
         calibrate_mixing,
         calibrate_output_norm,
         change_mhla,
-        densify,
         describe,
         is_patched,
         layer_sensitivity,
@@ -66,9 +64,10 @@ if TYPE_CHECKING:
         remove_mhla,
         save_mhla,
         set_attn_processor,
-        set_exact_share,
         suggest_blocks,
     )
 else:
     # so that neither this import nor mhla --help waits for torch
-    __getattr__, __dir__ = lazy_names(__name__, __all__, (".config", ".attention", ".families", ".patching"))
+    __getattr__, __dir__ = lazy_names(
+        __name__, __all__, (".config", ".attention", ".families", ".patching", ".fidelity")
+    )

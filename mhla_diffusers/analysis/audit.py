@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..fidelity import Audit
 from ..files import write_json
-from ..patching import Audit
 from ..reporting import require_matplotlib
 
 _MOST_ROWS, _MOST_COLUMNS = 40, 12

@@ -63,7 +63,7 @@ def audit(
     """What a patch costs: error of every layer, head and step, and whether calibrated exact tiles still fit."""
     if options.patch is None and options.weights is None:
         raise ValueError("There is nothing to audit without a patch; give --patch or --weights.")
-    from ..patching import audit as audit_model
+    from ..fidelity import audit as audit_model
     from .audit import write_audit
 
     def examine(pipe: Any, run: Callable[[], object]) -> list[Path]:

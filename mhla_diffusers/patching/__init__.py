@@ -1,13 +1,10 @@
 """Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
 
-from .audit import audit
-from .audit_result import Audit, Fit, LayerAudit, TileAudit
 from .calibration import calibrate_output_norm
 from .changing import change_mhla
 from .conversion import convert_wan
 from .denoising_steps import patch_in_every_step
 from .describe import describe
-from .dial import densify, set_exact_share
 from .exact_calibration import calibrate_exact_tiles
 from .finding import (
     attn_processors,
@@ -32,23 +29,17 @@ from .token_grid import token_grid
 
 __all__ = [
     "CONFIG_NAME",
-    "Audit",
-    "Fit",
-    "LayerAudit",
     "MHLALayer",
     "MHLAProcessor",
-    "TileAudit",
     "TransformerCall",
     "Weights",
     "apply_mhla",
     "attn_processors",
-    "audit",
     "calibrate_exact_tiles",
     "calibrate_mixing",
     "calibrate_output_norm",
     "change_mhla",
     "convert_wan",
-    "densify",
     "describe",
     "find_transformers",
     "is_patched",
@@ -66,7 +57,6 @@ __all__ = [
     "require_layers",
     "save_mhla",
     "set_attn_processor",
-    "set_exact_share",
     "suggest_blocks",
     "token_grid",
 ]

@@ -103,7 +103,10 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla bench all ", "it is the commands below it in a row; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
-    (r"^python finetune/(quality|compare|compare_choices|fidelity|fidelity_pictures|gap)\.py", "it takes minutes to hours"),
+    (
+        r"^python finetune/(quality|compare|compare_choices|fidelity|fidelity_pictures|gap)\.py",
+        "it takes minutes to hours",
+    ),
     (r"^python -m mhla_diffusers\.demo\.(making|adapting)", "it takes half an hour and more"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""

@@ -12,8 +12,8 @@ from mhla_diffusers.families import get_family
 from mhla_diffusers.patching.processor import attention_input, project
 
 from .. import models
+from ..patching.shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
 from ..pipelines import PIPELINES, generate, quiet, sana_pipeline, wan22_pipeline
-from .shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
 
 NAMES = ["wan", "wan_vace", "sana", "dit"]
 TILES = {"wan": (2, 4, 3), "dit": (4, 4)}

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 import mhla_diffusers as mhla
 import mhla_diffusers.attention.merge as merge
 from mhla_diffusers.attention.tile_scores import budget_of, spend
+from mhla_diffusers.fidelity.spending import plan_spending
 from mhla_diffusers.patching import mhla_disabled
-from mhla_diffusers.patching.spending import plan_spending
 from mhla_diffusers.tiny import load_tiny
 
 from .. import models
 from ..analysis.tiny import run_tiny
+from ..patching.shared import assert_same_footprint, footprint
 from ..pipelines import PIPELINES, generate, wan22_pipeline
-from .shared import assert_same_footprint, footprint
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 1)
 TILES = {"wan": (2, 4, 3), "dit": (4, 4), "sana": None}

@@ -10,11 +10,11 @@ from torch import nn
 
 from ..attention.tile_scores import spend
 from ..families import get_family
+from ..patching.changing import Change, carry_out_change, change_mhla, make_change
+from ..patching.exact_calibration import FAR_LOG_WEIGHTS, fit_weights
+from ..patching.finding import find_transformers, mhla_layers, require_layers
+from ..patching.sensitivity import TransformerCall, measure_change
 from .audit_result import Audit, LayerAudit
-from .changing import Change, carry_out_change, change_mhla, make_change
-from .exact_calibration import FAR_LOG_WEIGHTS, fit_weights
-from .finding import find_transformers, mhla_layers, require_layers
-from .sensitivity import TransformerCall, measure_change
 from .spending import Spending, active_steps, plan_spending, weights_after
 
 Model = TypeVar("Model")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..patching.sensitivity import TransformerCall
 from ..reporting import text_table
-from .sensitivity import TransformerCall
 
 STALE = 0.85
 """Lists are stale where lists chosen anew would leave less than this part of the error that they leave."""

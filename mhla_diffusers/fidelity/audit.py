@@ -10,15 +10,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.tile_errors import TiledInput, pair_errors
 from ..attention.tile_scores import spend
+from ..patching.calibration import check_reached
+from ..patching.denoising_steps import Step, StepHooks
+from ..patching.exact_calibration import QUERIES, head_projections, spread_calls, tiled_input
+from ..patching.finding import find_transformers, hook_of, require_layers
+from ..patching.layer import layer_of
+from ..patching.processor import AttentionInput, attention_input, project
+from ..patching.sensitivity import measure_change, measure_sensitivity, patched_pairs, record_calls
+from ..patching.token_grid import attend_as_before, attends_as_before, grid_of_call
 from .audit_result import Audit, Fit, LayerAudit, TileAudit
-from .calibration import check_reached
-from .denoising_steps import Step, StepHooks
-from .exact_calibration import QUERIES, head_projections, spread_calls, tiled_input
-from .finding import find_transformers, hook_of, require_layers
-from .layer import layer_of
-from .processor import AttentionInput, attention_input, project
-from .sensitivity import measure_change, measure_sensitivity, patched_pairs, record_calls
-from .token_grid import attend_as_before, attends_as_before, grid_of_call
 
 
 @torch.no_grad()
