@@ -119,7 +119,7 @@ def fit_mixing(given: list[BlockInput], projections: torch.Tensor, mixing: torch
     Returns:
         Of the same shape; the largest weight of every row is 1.
     """
-    weights = mixing.view(-1, *mixing.shape[-2:])
+    weights = mixing.float().view(-1, *mixing.shape[-2:])
     for _ in range(_ROUNDS):
         gram, slope = _equations(given, projections, weights)
         change = nonnegative_step(gram, slope, weights, _DAMPING) - weights

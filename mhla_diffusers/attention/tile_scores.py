@@ -51,14 +51,14 @@ def resize_scores(scores: torch.Tensor, counts: Shape, new_counts: Shape) -> tor
 
 
 def ranks(scores: torch.Tensor) -> torch.Tensor:
-    """Place of every key tile in the order of its query tile's scores (H, T, T), the best first: int64 (H, T, T).
+    """Place of every key tile in the order of its query tile's scores (H, T, T), the best first: int16 (H, T, T).
 
     Equal ones follow the query tile's own place, so that no key tile is preferred by all.
     """
     tiles = torch.arange(scores.shape[-1], device=scores.device)
     turned = ((tiles[:, None] + tiles) % len(tiles)).expand_as(scores)
     order = turned.gather(-1, scores.gather(-1, turned).argsort(dim=-1, descending=True, stable=True))
-    return torch.empty_like(order).scatter_(-1, order, tiles.expand_as(order))
+    return torch.empty_like(order, dtype=torch.int16).scatter_(-1, order, tiles.to(torch.int16).expand_as(order))
 
 
 def priorities(scores: torch.Tensor, rank: torch.Tensor, share: float) -> torch.Tensor:

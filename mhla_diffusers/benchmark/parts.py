@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from ..attention.costs import AttentionSizes
 from ..families import get_family
 from ..patching import MHLAProcessor
 from ..patching.costs import sizes_of
@@ -54,6 +55,9 @@ def time_parts(transformer: Any, run: Callable[[], object], device: torch.device
 def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
     """FLOPs of each part of one forward, and the bytes that it must move.
 
+    Of self-attention the FLOPs are those that its sizes tell: eager operations fill short tiles up, others need not. Of
+    everything else they are counted operator by operator.
+
     A module reads its weights and its inputs and writes its output once. Self-attention reads query, key and value and
     writes the output of its heads, and summaries and means are written and read. In the rest, norms, modulation and
     residuals, every operator of PyTorch reads and writes for itself.
@@ -63,6 +67,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         inputs: of its forward.
     """
     flops, moved = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
+    of_attention: list[int] = []
 
     def begin() -> int:
         traffic.parts_open += 1
@@ -72,14 +77,18 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         traffic.parts_open -= 1
         flops[part] += counter.get_total_flops() - begun
         if part == ATTENTION:
-            moved[part] += _bytes_of_attention(transformer, module, inputs["hidden_states"])
+            sizes, latents = _sizes_of_attention(transformer, module, inputs["hidden_states"]), inputs["hidden_states"]
+            of_attention.append(len(latents) * sizes.flops)
+            # query, key, value and output of the heads, and what MHLA holds between them
+            ends = 4 * sizes.tokens * sizes.heads * sizes.head_dim * latents.itemsize
+            moved[part] += len(latents) * (ends + sizes.moved_bytes)
         else:
             moved[part] += _bytes((given, output, list(module.parameters())))
 
     with torch.no_grad(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:
         with _hooks(transformer, begin, end):
             transformer(**inputs)
-        flops = _told_apart(flops, int(counter.get_total_flops()))
+        flops = {**_told_apart(flops, int(counter.get_total_flops())), ATTENTION: sum(of_attention)}
     moved[_REST] = traffic.bytes
     return {part: Cost(flops[part], moved[part]) for part in PARTS}
 
@@ -101,13 +110,10 @@ class _Traffic(TorchDispatchMode):
         return output
 
 
-def _bytes_of_attention(transformer: Any, attn: Any, latents: torch.Tensor) -> int:
-    """Query, key, value and output of the heads, and what MHLA holds between them."""
+def _sizes_of_attention(transformer: Any, attn: Any, latents: torch.Tensor) -> AttentionSizes:
     family, processor = get_family(transformer), attn.processor
     config = processor.config if isinstance(processor, MHLAProcessor) else None
-    sizes = sizes_of(attn, family, config, family.token_grid(transformer, latents))
-    ends = 4 * sizes.tokens * sizes.heads * sizes.head_dim * latents.itemsize
-    return len(latents) * (ends + sizes.moved_bytes)
+    return sizes_of(attn, family, config, family.token_grid(transformer, latents))
 
 
 def _bytes(tensors: Any) -> int:

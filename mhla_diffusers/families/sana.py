@@ -101,7 +101,9 @@ class SanaFamily(Family):
         return FlowMatching(flow_shift, timestep_scale=float(transformer.config.timestep_scale))
 
     def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
-        """Without the factor of SANA-Sprint."""
+        """Without its factor; of SANA-Sprint, which embeds its guidance, the t of sin t / (sin t + cos t)."""
+        if transformer.config.guidance_embeds:
+            return torch.atan2(timestep, 1 - timestep)
         return timestep / float(transformer.config.timestep_scale)
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:

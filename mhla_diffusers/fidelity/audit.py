@@ -42,6 +42,8 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         ValueError: if the model is not patched, its patch is switched off, or ``run`` did not reach every layer or ran
             at several sizes that cut tiles differently.
     """
+    if not callable(run):
+        raise ValueError(f'run={run!r} must be a function that runs the model, such as lambda: pipe("a cat").')
     require_layers(model)
     pairs = {name: found for name, part in find_transformers(model).items() if (found := patched_pairs(part))}
     if not pairs:
@@ -268,12 +270,19 @@ def _samples(tiled: TiledInput, lists: int) -> list[TiledInput]:
 
 
 def _fit(layers: Sequence[LayerAudit]) -> Fit | None:
-    """Compare the lists that there are with those that this run would choose."""
-    found = [(layer.gain, layer.tiles) for layer in layers if layer.tiles is not None]
+    """Compare the lists that there are with those that this run would choose, each transformer's budget by itself."""
+    found = [layer.tiles for layer in layers if layer.tiles is not None]
     if not found:
         return None
-    left = sum(gain * float(tiles.left.sum()) for gain, tiles in found)
-    share = sum(tiles.share for _, tiles in found) / len(found)
-    scores = [gain * tiles.pair_errors.sum(dim=0) for gain, tiles in found]
-    anew = sum(float((score * ~mask).sum()) for score, mask in zip(scores, spend(scores, share), strict=True))
-    return Fit(left**0.5, anew**0.5, all(tiles.kind == "calibrated" for _, tiles in found))
+    components = dict.fromkeys(layer.component for layer in layers)
+    parts = [[layer for layer in layers if layer.component == name and layer.tiles is not None] for name in components]
+    left = sum(layer.gain * float(layer.tiles.left.sum()) for layer in layers if layer.tiles is not None)
+    anew = sum(_left_anew(part) for part in parts if part)
+    return Fit(left**0.5, anew**0.5, all(tiles.kind == "calibrated" for tiles in found))
+
+
+def _left_anew(layers: Sequence[LayerAudit]) -> float:
+    tiles = [layer.tiles for layer in layers if layer.tiles is not None]
+    share = sum(one.share for one in tiles) / len(tiles)
+    scores = [layer.gain * one.pair_errors.sum(dim=0) for layer, one in zip(layers, tiles, strict=True)]
+    return sum(float((score * ~mask).sum()) for score, mask in zip(scores, spend(scores, share), strict=True))

@@ -90,7 +90,10 @@ class Fit:
 
     @property
     def is_stale(self) -> bool:
-        """Whether calibrating again is worth it."""
+        """Whether calibrating again is worth it, if the run is the one that was calibrated on, prompts and seeds alike.
+
+        Of another run lists are always worse than those that it would choose itself.
+        """
         return self.is_calibrated and self.left > _NOTHING and self.anew < STALE * self.left
 
     def __str__(self) -> str:
@@ -102,7 +105,8 @@ class Fit:
         if self.is_stale:
             return (
                 f"the calibration is stale: chosen anew, the same share would leave {self.anew:.1%} instead of "
-                f"{self.left:.1%}; calibrate_exact_tiles(pipe, run)"
+                f"{self.left:.1%}; calibrate_exact_tiles(pipe, run). Unless this run is of other prompts or seeds than "
+                "that of the calibration, of which lists are always worse"
             )
         return (
             f"the calibration fits: it leaves {self.left:.1%}; chosen anew, the same share would leave {self.anew:.1%}"
@@ -152,7 +156,8 @@ class Audit:
 
     def __str__(self) -> str:
         lines = [self._table_of_layers(), "", self._table_of_steps(), ""]
-        lines.append(f"together the patch moves the output by {math.sqrt(self.moves):.1%}")
+        at_rest = " where it does not rest, which it does in every step" if all(self.rests) else ""
+        lines.append(f"together the patch moves the output by {math.sqrt(self.moves):.1%}{at_rest}")
         if self.fit is not None:
             lines.append(str(self.fit))
         return "\n".join(lines)

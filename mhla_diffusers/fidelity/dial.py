@@ -10,7 +10,7 @@ from torch import nn
 
 from ..attention.tile_scores import spend
 from ..families import get_family
-from ..patching.changing import Change, carry_out_change, change_mhla, make_change
+from ..patching.changing import Change, as_it_is, carry_out_change, change_mhla, make_change
 from ..patching.exact_calibration import FAR_LOG_WEIGHTS, fit_weights
 from ..patching.finding import find_transformers, mhla_layers, require_layers
 from ..patching.sensitivity import TransformerCall, measure_change
@@ -28,7 +28,7 @@ def set_exact_share(model: Model, share: float) -> Model:
     """Attend to another share of all pairs of tiles exactly, in place.
 
     Calibrated tiles are chosen anew from the scores that were saved, of which there are those of the heaviest fifth of
-    all pairs; a larger share is spread evenly over the rest. The share of before brings its lists back. At 1 the
+    all pairs; a larger share is spread evenly over the rest. At 1 the
     attention is softmax attention to rounding, without means and far field. Everything else stays as it is, β and λ
     too. It is :func:`change_mhla` with ``exact_share``; layers have new parameters afterwards.
 
@@ -48,6 +48,11 @@ def set_exact_share(model: Model, share: float) -> Model:
                 f'exact={layer.config.exact!r} has no share to set; change_mhla(model, exact="content") gives softmax '
                 "attention's patches one. Of SANA, whose own attention is linear, densify(model, audit, share) brings "
                 "layers and steps back."
+            )
+        if layer.config.softmax_steps == 1.0 and isinstance(layer.config.softmax_steps, float):
+            raise ValueError(
+                "softmax_steps=1.0 leaves the patch no step in which a share would matter; "
+                "change_mhla(model, softmax_steps=0) gives them back."
             )
     return change_mhla(model, exact_share=share)
 
@@ -79,6 +84,8 @@ def densify(model: Model, audit: Audit, share: float) -> Model:
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ValueError(f"share={share!r} must be in (0, 1], a part of all pairs of tiles in all steps such as 0.1.")
+    if not isinstance(audit, Audit):
+        raise ValueError(f"audit={audit!r} must be what audit(model, run) gives.")
     require_layers(model)
     transformers = {name: part for name, part in find_transformers(model).items() if mhla_layers(part)}
     found = {name: [layer for layer in audit.layers if layer.component == name] for name in transformers}
@@ -90,8 +97,14 @@ def densify(model: Model, audit: Audit, share: float) -> Model:
         _Way.plan(part, found[name], plan_spending(found[name], share, audit.knows_steps), len(audit.rests))
         for name, part in transformers.items()
     ]
-    for name, way in zip(transformers, ways, strict=True):
-        _carry_out(way, audit.calls[name], audit.halves[name])
+    before = [as_it_is(part) for part in transformers.values()]
+    try:
+        for name, way in zip(transformers, ways, strict=True):
+            _carry_out(way, audit.calls[name], audit.halves[name])
+    except BaseException:  # no memory, or interrupted
+        for change in before:
+            carry_out_change(change, model)
+        raise
     return model
 
 

@@ -103,8 +103,16 @@ def make_change(transformer: nn.Module, backend: str | None, settings: Mapping[s
         own = {key.removeprefix(prefix): x for key, x in fitting.items() if key.startswith(prefix)}
         _carry_over(name, old, layers[name], own)
     processor = MHLAProcessor(config, grid=old_processor.grid, backend=backend or old_processor.backend)
-    processor._attention_backend = old_processor._attention_backend
+    if "_attention_backend" in vars(old_processor):  # set since it was patched, and not the class's None
+        processor._attention_backend = old_processor._attention_backend
     return Change(transformer, processor, layers)
+
+
+def as_it_is(transformer: nn.Module) -> Change:
+    """What puts the layers of now back, whatever is carried out in between."""
+    attentions = get_family(transformer).self_attentions(transformer)
+    layers = {name: layer for name, attn in attentions.items() if (layer := layer_of(attn)) is not None}
+    return Change(transformer, _processor(transformer, hook_of(transformer, ProcessorWatch)), layers)
 
 
 def _processor(transformer: nn.Module, watch: ProcessorWatch | None) -> MHLAProcessor:

@@ -88,11 +88,13 @@ class StepHooks:
         self.softmax_steps = softmax_steps
         self.call_from(pipe)
         self._has_warned = False
+        self._loop: tuple[Any, int] = (None, 0)
+        """Timesteps of the scheduler, and the place of the first one that a pipeline's call has come to."""
         self._handle: RemovableHandle | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or a pickle of the transformer, which some other pipeline will call."""
-        return {**vars(self), "_pipe": None}
+        return {**vars(self), "_pipe": None, "_loop": (None, 0)}
 
     def call_from(self, pipe: Any) -> None:
         """Say which pipeline calls the transformer; it is not kept alive."""
@@ -148,10 +150,16 @@ class StepHooks:
         if timestep is None or timesteps is None or not len(timesteps):
             return None
         of_scheduler = self.family.scheduler_timestep(transformer, torch.as_tensor(timestep).float().max())
-        differences = (timesteps.to(of_scheduler.device).float() - of_scheduler).abs()
+        # a solver of second order comes to a timestep twice
+        places = timesteps.to(of_scheduler.device).float().unique_consecutive()
+        differences = (places - of_scheduler).abs()
         index = int(differences.argmin())
-        is_same = float(differences[index]) <= _SAME * max(1.0, float(of_scheduler))
-        return Step(index, len(timesteps)) if is_same else None
+        if float(differences[index]) > _SAME * max(1.0, float(of_scheduler)):
+            return None
+        # a call with a strength leaves the first timesteps out; every call makes the scheduler new ones
+        if timesteps is not self._loop[0] or index < self._loop[1]:
+            self._loop = (timesteps, index)
+        return Step(index - self._loop[1], len(places) - self._loop[1])
 
 
 class _Listening:

@@ -19,7 +19,7 @@ from ..reporting import text_table
 from .calibration import check_reached, patched_attentions, run_unpatched
 from .finding import find_transformers
 from .layer import MHLALayer
-from .processor import AttentionInput, attention_input, project
+from .processor import AttentionInput, MHLAProcessor, attention_input, project
 from .removal import mhla_disabled
 from .sensitivity import TransformerCall, measure_sensitivity, patched_pairs, record_calls, repeat_calls
 from .tile_choice import TileChoice
@@ -85,6 +85,8 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
         raise ValueError(
             'The model has no exact tiles to calibrate; patch it with exact="calibrated", "content" or "own".'
         )
+    if not all(isinstance(attn.processor, MHLAProcessor) for attn in layers.values()):
+        raise ValueError("The patch is switched off in some layers; leave mhla_disabled(), or call change_mhla(model).")
     transformers = find_transformers(model)
     measured, calls = measure_tiles(model, run)
     found = Calibration()

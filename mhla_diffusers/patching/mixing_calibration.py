@@ -1,5 +1,6 @@
 """Fit the mixing matrices of a patch without exact tiles to the softmax attention that it replaces."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from .removal import mhla_disabled
 from .sensitivity import TransformerCall, patched_pairs, record_calls, repeat_calls
 from .token_grid import grid_of_call
 
+_FLOAT32 = 4
+_MOST_BYTES = 16 * 2**30
+"""Of the equations of one layer, M³ numbers for every matrix."""
 _QUERIES = 16
 """Queries of every block in every call."""
 
@@ -55,16 +59,25 @@ def _check(transformer: nn.Module) -> None:
         )
     for attn, _ in patched_pairs(transformer).values():
         config = attn.mhla.config
-        if config.exact != "none" or not config.normalize:
+        if config.exact != "none" or not config.normalize or config.output_norm:
             raise ValueError(
-                f"calibrate_mixing() fits MHLA alone, exact='none' and normalize=True; got exact={config.exact!r}, "
-                f"normalize={config.normalize}. calibrate_exact_tiles() fits what goes with exact tiles."
+                "calibrate_mixing() fits MHLA alone, exact='none', normalize=True and output_norm=False; got "
+                f"exact={config.exact!r}, normalize={config.normalize}, output_norm={config.output_norm}. "
+                "calibrate_exact_tiles() fits what goes with exact tiles, calibrate_output_norm() a norm."
+            )
+        size = _FLOAT32 * attn.mhla.mixing[..., 0, 0].numel() * math.prod(config.blocks) ** 3
+        if size > _MOST_BYTES:
+            raise ValueError(
+                f"blocks={config.blocks} are too many to fit: the equations of a layer would take {size / 2**30:.0f} "
+                f"GiB, and at most {_MOST_BYTES // 2**30} are allowed. Fewer blocks, or one matrix for all heads "
+                "(mixing_per_head=False), take less."
             )
 
 
 def _fit_layers(transformer: nn.Module, calls: list[TransformerCall]) -> None:
     pairs = patched_pairs(transformer)
     patched = {name: attn.processor for name, (attn, _) in pairs.items()}
+    before = {name: attn.mhla.mixing.clone() for name, (attn, _) in pairs.items()}
     with other_processors_wanted(transformer):
         try:
             for attn, original in pairs.values():
@@ -75,6 +88,10 @@ def _fit_layers(transformer: nn.Module, calls: list[TransformerCall]) -> None:
                 attn.mhla.mixing.copy_(fit_mixing(given, head_projections(attn), attn.mhla.mixing))
                 attn.mhla.clip_mixing_()
                 attn.set_processor(patched[name])
+        except BaseException:
+            for name, (attn, _) in pairs.items():
+                attn.mhla.mixing.copy_(before[name])
+            raise
         finally:
             for name, (attn, _) in pairs.items():
                 attn.set_processor(patched[name])

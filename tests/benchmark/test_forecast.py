@@ -132,7 +132,7 @@ def test_counts_of_wan_are_those_told_from_sizes():
     tokens, width, layers = 31_500, 1536, 30
     softmax = layers * 4 * tokens**2 * width
     assert counts.unpatched[ATTENTION].flops == softmax
-    far = layers * ((4 * tokens + 2 * 105**2) * 129 - 2 * tokens) * width  # key sums are no product
+    far = layers * (4 * tokens + 2 * 105**2) * 129 * width
     assert counts.patched[ATTENTION].flops == softmax // 20 + layers * 4 * tokens * 420 * width + far
     assert (
         counts.unpatched["projections"].flops == counts.patched["projections"].flops == layers * 8 * tokens * width**2

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mhla_diffusers as mhla
 import mhla_diffusers.attention.merge as merge
 from mhla_diffusers.attention.tile_scores import budget_of, spend
+from mhla_diffusers.families import get_family
+from mhla_diffusers.fidelity import dial
 from mhla_diffusers.fidelity.spending import plan_spending
 from mhla_diffusers.patching import mhla_disabled
 from mhla_diffusers.tiny import load_tiny
@@ -288,3 +291,43 @@ def test_the_audit_of_another_model_is_refused():
     audit = mhla.audit(model, run_of(model, "sana"))
     with mhla_disabled(model), pytest.raises(ValueError, match="switched off"):
         mhla.densify(model, audit, 0.5)
+
+
+def test_an_interruption_leaves_the_model_as_it_was(monkeypatch):
+    model = patched("wan", "content")
+    found, before, layers = mhla.audit(model, run_of(model, "wan")), run_of(model, "wan")(), mhla.mhla_layers(model)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dial, "fit_weights", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mhla.densify(model, found, 0.5)
+    assert mhla.mhla_layers(model) == layers
+    assert torch.equal(run_of(model, "wan")(), before)
+
+
+def test_a_share_without_a_step_to_matter_in_is_refused():
+    model = patched("dit", "calibrated")
+    found = mhla.audit(model, run_of(model, "dit"))
+    mhla.densify(model, found, 1)
+    assert "rest, which it does in every step" in str(mhla.audit(model, run_of(model, "dit")))
+    with pytest.raises(ValueError, match=r"softmax_steps=1.0 leaves the patch no step .*softmax_steps=0\)"):
+        mhla.set_exact_share(model, 0.2)
+    mhla.set_exact_share(mhla.change_mhla(model, softmax_steps=0), 0.2)
+    with pytest.raises(ValueError, match="audit=None must be what audit"):
+        mhla.densify(model, None, 0.2)
+    with pytest.raises(ValueError, match="run='a cat' must be a function"):
+        mhla.audit(model, "a cat")
+    with mhla.mhla_disabled(model), pytest.raises(ValueError, match="switched off in some layers"):
+        mhla.calibrate_exact_tiles(model, run_of(model, "dit"))
+
+
+def test_the_dial_keeps_the_backend_that_was_set_before_patching():
+    model = models.wan()
+    model.set_attention_backend("_native_math")
+    mhla.apply_mhla(model, blocks=(2, 2, 3), exact="content", exact_tiles=(2, 4, 3))
+    mhla.remove_mhla(mhla.set_exact_share(model, 0.5))
+    assert {attn.processor._attention_backend for attn in get_family(model).self_attentions(model).values()} == {
+        AttentionBackendName._NATIVE_MATH
+    }

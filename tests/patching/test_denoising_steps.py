@@ -7,12 +7,20 @@ from collections import Counter
 
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, SanaPAGPipeline
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    HeunDiscreteScheduler,
+    PNDMScheduler,
+    SanaPAGPipeline,
+    WanVideoToVideoPipeline,
+)
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
+from mhla_diffusers.families import get_family
 from mhla_diffusers.patching.denoising_steps import Step, patch_in_every_step
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
@@ -97,6 +105,39 @@ def test_another_scheduler_after_patching():
     mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=2)
     pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
     assert steps_with_mhla(pipe, run_of("dit", pipe))[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("scheduler", [HeunDiscreteScheduler, PNDMScheduler])
+def test_a_solver_that_comes_to_a_timestep_twice(scheduler):
+    """Both forwards belong to one step."""
+    pipe = PIPELINES["dit"].build()
+    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=2)
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
+    counts = steps_with_mhla(pipe, run_of("dit", pipe))
+    assert counts[:2] == [0, 0] and all(counts[2:]) and len(counts) > 2
+
+
+@pytest.mark.parametrize(("strength", "steps"), [(1.0, 4), (0.5, 2)])
+def test_a_call_that_begins_in_the_middle_of_the_schedule(strength, steps):
+    """Its first step is the first that it comes to, in this call and the next."""
+    components = {name: part for name, part in wan_pipeline().components.items() if name != "transformer_2"}
+    pipe = quiet(WanVideoToVideoPipeline(**components))
+    mhla.apply_mhla(pipe, blocks=(3, 2, 1), softmax_steps=1)
+    embeddings = torch.zeros(1, 8, pipe.transformer.config.text_dim)  # its prompts need ftfy
+    call = short("wan") | {"video": [Image.new("RGB", (48, 32))] * 9, "strength": strength, "prompt": None}
+    call |= {"prompt_embeds": embeddings, "negative_prompt_embeds": embeddings}
+    call.pop("num_frames")
+    for _ in range(2):
+        counts = steps_with_mhla(pipe, lambda: pipe(**call, generator=torch.Generator().manual_seed(3)))
+        assert counts == [0] + [8] * (steps - 1)
+
+
+def test_timesteps_of_sana_sprint():
+    """It gives the transformer sin t / (sin t + cos t)."""
+    family, transformer = get_family(sana_pipeline().transformer), FAMILIES["sana_qk_norm"].build()
+    angle = torch.linspace(0, 1.5708, 9)
+    found = family.scheduler_timestep(transformer, angle.sin() / (angle.sin() + angle.cos()))
+    torch.testing.assert_close(found, angle, rtol=1e-5, atol=1e-6)
 
 
 def test_timesteps_that_are_scaled_on_their_way():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mhla_diffusers import apply_mhla, calibrate_mixing, is_patched, load_mhla, mhla_layers, save_mhla
+from mhla_diffusers.patching import mixing_calibration
 
 from .. import models
 
@@ -50,6 +51,7 @@ def test_what_cannot_be_fitted_is_refused():
         (models.patched("sana"), "linear: mixing_init='uniform' is the same"),
         (models.patched("wan", exact="content"), "got exact='content'"),
         (patched("wan", normalize=False, output_norm=True), "normalize=False"),
+        (patched("wan", output_norm=True), "output_norm=True"),
         (patched("wan"), "did not run transformer"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -64,3 +66,31 @@ def test_a_grid_of_fewer_blocks_is_refused_and_leaves_the_model_patched():
     with pytest.raises(ValueError, match="the matrix is for \\(99, 2, 2\\)"):
         calibrate_mixing(model, lambda: models.output(model, arguments))
     assert torch.equal(models.output(model, arguments), patched_output)
+
+
+def test_a_model_that_was_cast_after_patching():
+    """``pipe.to`` casts the matrices too."""
+    arguments = {name: x.bfloat16() if x.is_floating_point() else x for name, x in models.inputs("dit").items()}
+    model = patched("dit").to(torch.bfloat16)
+    before = [layer.mixing.clone() for layer in mhla_layers(model).values()]
+    calibrate_mixing(model, lambda: models.output(model, arguments))
+    for old, layer in zip(before, mhla_layers(model).values(), strict=True):
+        assert layer.mixing.dtype == torch.bfloat16 and not torch.equal(layer.mixing, old)
+
+
+def test_what_is_interrupted_leaves_the_matrices_of_before(monkeypatch):
+    model = patched("wan")
+    before = {name: layer.mixing.clone() for name, layer in mhla_layers(model).items()}
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return fit_mixing(*arguments)
+
+    fit_mixing = mixing_calibration.fit_mixing
+    monkeypatch.setattr(mixing_calibration, "fit_mixing", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_mixing(model, lambda: models.output(model, models.inputs("wan")))
+    assert all(torch.equal(layer.mixing, before[name]) for name, layer in mhla_layers(model).items())
