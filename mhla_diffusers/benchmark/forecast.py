@@ -88,6 +88,7 @@ class Counts:
     unpatched: dict[str, Cost]
     patched: dict[str, Cost]
     """With every layer replaced."""
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,8 @@ def count_forwards(question: Question, dtype: torch.dtype, layers: int | None = 
     if not count:
         return one
     two = _count(question, dtype, 2)
-    return Counts(*(_extrapolated(getattr(one, name), getattr(two, name), count) for name in _BOTH))
-
-
-_BOTH = ("unpatched", "patched")
+    unpatched = _extrapolated(one.unpatched, two.unpatched, count)
+    return Counts(unpatched, _extrapolated(one.patched, two.patched, count), count + 1)
 
 
 def _count(question: Question, dtype: torch.dtype, layers: int) -> Counts:
@@ -168,7 +167,7 @@ def _count(question: Question, dtype: torch.dtype, layers: int) -> Counts:
     for layer in mhla_layers(transformer).values():
         if layer.exact is not None:
             layer.exact.make_lists()  # of the length that calibration gives them, without values
-    return Counts(unpatched, count_parts(transformer, inputs))
+    return Counts(unpatched, count_parts(transformer, inputs), layers)
 
 
 def _extrapolated(one: Mapping[str, Cost], two: Mapping[str, Cost], more: int) -> dict[str, Cost]:
@@ -192,7 +191,8 @@ def _mixed(patched: Cost, unpatched: Cost, share: float, forwards: int) -> Cost:
 
 def forward_seconds(counts: Counts, speeds: Speeds) -> tuple[dict[str, float], dict[str, float]]:
     """Of one forward without and with the patch."""
-    return speeds.seconds(counts.unpatched, speeds.unpatched), speeds.seconds(counts.patched, speeds.patched)
+    layers = counts.layers
+    return speeds.unpatched_seconds(counts.unpatched, layers), speeds.patched_seconds(counts.patched, layers)
 
 
 def _break_even(question: Question, dtype: torch.dtype, speeds: Speeds) -> Question | None:

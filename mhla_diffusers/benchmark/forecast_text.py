@@ -174,9 +174,9 @@ def _findings(forecast: Forecast, speeds: Speeds) -> list[str]:
         lines = [f"No gain at this size: {attention}, {took}, and the patch takes {takes} for it."]
     lines += [_break_even(forecast.break_even, question), f"Times {speeds.source}"]
     if speeds.is_measured:
-        lines.append(
-            "Other sizes meet other caches and clocks, and what a forward takes whatever its size is not told apart."
-        )
+        lines.append("Other sizes meet other caches and clocks.")
+        if not any(speeds.fixed_patched.values()):
+            lines.append("What a forward takes whatever its size is not told apart: results of two sizes would tell.")
         if question.config.exact == "content":
             lines.append("Choosing tiles by content is counted, and taken for as fast as the lists that were timed.")
     return lines

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from ..families import Model
@@ -28,15 +28,30 @@ class Speeds:
     patched: Reached
     source: str
     """Where they come from, as a line for people."""
+    fixed_unpatched: Mapping[str, float] = field(default_factory=dict)
+    fixed_patched: Mapping[str, float] = field(default_factory=dict)
+    """Part → seconds that it takes in every layer whatever the size; told by two measured sizes, else none."""
 
     @property
     def is_measured(self) -> bool:
         """Whether there is a measurement behind them; if not, times are the least that the rates allow."""
         return bool(self.unpatched)
 
-    def seconds(self, costs: Mapping[str, Cost], reached: Reached) -> dict[str, float]:
-        """Part → time of its cost, at speeds that are those of ``unpatched`` or of ``patched``."""
-        return {part: least_seconds(cost, self.rates) / reached.get(part, 1.0) for part, cost in costs.items()}
+    def unpatched_seconds(self, costs: Mapping[str, Cost], layers: int) -> dict[str, float]:
+        """Part → time of its cost in a forward of so many layers, without the patch."""
+        return self._seconds(costs, layers, self.unpatched, self.fixed_unpatched)
+
+    def patched_seconds(self, costs: Mapping[str, Cost], layers: int) -> dict[str, float]:
+        """The same with the patch."""
+        return self._seconds(costs, layers, self.patched, self.fixed_patched)
+
+    def _seconds(
+        self, costs: Mapping[str, Cost], layers: int, reached: Reached, fixed: Mapping[str, float]
+    ) -> dict[str, float]:
+        return {
+            part: layers * fixed.get(part, 0.0) + least_seconds(cost, self.rates) / reached.get(part, 1.0)
+            for part, cost in costs.items()
+        }
 
 
 def least_seconds(cost: Cost, rates: Rates) -> float:
@@ -68,7 +83,8 @@ def stated_speeds(matmul: float, copy: float) -> Speeds:
 def measured_speeds(run: Run, model: Model, tokens: int, kind: str) -> Speeds:
     """Speeds at the measured size that is nearest in tokens; at one of the same model, where there is one.
 
-    Self-attention is as fast as that of the variant, all other parts as those of both variants together.
+    Where results hold another size of that model, the two tell what a part takes whatever the size. Self-attention is
+    as fast as that of the variant, all other parts as those of both variants together.
 
     Args:
         run: of ``mhla bench transformer``, or of ``mhla bench op``, which holds self-attention alone.
@@ -97,18 +113,39 @@ def measured_speeds(run: Run, model: Model, tokens: int, kind: str) -> Speeds:
         measured = next(row.tokens for row in cases[case] if row.tokens)
         return not case.startswith((f"{model.name} ", f"{model.name}-")), abs(math.log(tokens / measured))
 
-    case = min(pairs, key=distance)
-    near, (unpatched, patched) = next(row.tokens for row in cases[case] if row.tokens), pairs[case]
-    shared = {part: unpatched[part] + patched[part] for part in PARTS if part in unpatched and part in patched}
-    common = {part: time.reached(run.rates) for part, time in shared.items() if part != ATTENTION}
+    case, *others = sorted(pairs, key=distance)
+    near, layers = next(row.tokens for row in cases[case] if row.tokens), _layers(cases[case])
+    alike = [one for one in others if distance(one)[0] == distance(case)[0] and _layers(cases[one]) == layers]
+    other = next(iter(alike), None)
+    unpatched, patched = (
+        _paces(*(pairs[one][index] for one in (case, other) if one is not None), rates=run.rates) for index in (0, 1)
+    )
+    both = [_together(*pairs[one]) for one in (case, other) if one is not None]
+    common = {part: pace for part, pace in _paces(*both, rates=run.rates).items() if part != ATTENTION}
     alone = "" if common else " of self-attention alone; all else is at the rates of the same file, a bound"
-    source = f"as measured at {case}, {near:,} tokens{_compared(near, tokens)}, on {run.conditions.device}{alone}."
+    beside = f" and {other}" if other is not None else ""
+    source = (
+        f"as measured at {case}{beside}, {near:,} tokens{_compared(near, tokens)}, on {run.conditions.device}{alone}."
+    )
+    # what is common is of two forwards
+    fixed = {part: pace.fixed / (2 * layers) for part, pace in common.items()}
     return Speeds(
         run.rates,
-        common | {ATTENTION: unpatched[ATTENTION].reached(run.rates)},
-        common | {ATTENTION: patched[ATTENTION].reached(run.rates)},
+        {part: pace.reached for part, pace in common.items()} | {ATTENTION: unpatched[ATTENTION].reached},
+        {part: pace.reached for part, pace in common.items()} | {ATTENTION: patched[ATTENTION].reached},
         source,
+        fixed | {ATTENTION: unpatched[ATTENTION].fixed / layers},
+        fixed | {ATTENTION: patched[ATTENTION].fixed / layers},
     )
+
+
+def _layers(rows: list[Row]) -> int:
+    """That were timed; an attention by itself counts as one."""
+    return max((row.layers or 1 for row in rows), default=1)
+
+
+def _together(unpatched: "Mapping[str, _Time]", patched: "Mapping[str, _Time]") -> "dict[str, _Time]":
+    return {part: unpatched[part] + patched[part] for part in PARTS if part in unpatched and part in patched}
 
 
 def _compared(measured: int, asked: int) -> str:
@@ -129,8 +166,28 @@ class _Time:
     def __add__(self, other: "_Time") -> "_Time":
         return _Time(self.cost + other.cost, self.seconds + other.seconds)
 
-    def reached(self, rates: Rates) -> float:
-        return least_seconds(self.cost, rates) / self.seconds
+
+@dataclass(frozen=True)
+class _Pace:
+    """Of a part: what of the rates it reaches, and seconds that come to it whatever the size."""
+
+    reached: float
+    fixed: float
+
+
+def _paces(near: Mapping[str, _Time], other: Mapping[str, _Time] | None = None, *, rates: Rates) -> dict[str, _Pace]:
+    return {part: _pace(time, None if other is None else other.get(part), rates) for part, time in near.items()}
+
+
+def _pace(near: _Time, other: _Time | None, rates: Rates) -> _Pace:
+    """A line through two times where they lie on one that means something, else through nothing and the nearer."""
+    least = least_seconds(near.cost, rates)
+    if other is not None and (more := least_seconds(other.cost, rates) - least):
+        slope = (other.seconds - near.seconds) / more
+        fixed = near.seconds - slope * least
+        if slope >= 1 and fixed > 0:
+            return _Pace(1 / slope, fixed)
+    return _Pace(least / near.seconds, 0.0)
 
 
 _Pair = tuple[dict[str, _Time], dict[str, _Time]]

@@ -1,4 +1,4 @@
-"""Forecast every size in results of ``mhla bench transformer`` from every other one, and print forecast / measured.
+"""Forecast every size in results of ``mhla bench transformer`` from the others, and print forecast / measured.
 
 mhla bench transformer --model dit-s-2 --size 256 --size 512 --output outputs/held
 python -m tests.benchmark.compare_forecast outputs/held/*/transformer.json
@@ -37,14 +37,15 @@ class Held:
 
 
 def compare(run: Run) -> Iterator[Held]:
-    """Of every pair of sizes of a model, unpatched and with every patch that both were measured with."""
+    """Of every size from all others of its model, unpatched and with every patch that was measured."""
     cases: dict[str, list[Row]] = {}
     for row in run.rows:
         cases.setdefault(row.case, []).append(row)
     for case, rows in cases.items():
-        for known, others in cases.items():
-            if known != case and others[0].model == rows[0].model:
-                yield from _of_pair(replace(run, rows=others), known, rows)
+        others = [row for row in run.rows if row.case != case and row.model == rows[0].model]
+        if others:
+            names = dict.fromkeys(row.case.removeprefix(f"{row.model} ") for row in others)
+            yield from _of_pair(replace(run, rows=others), ", ".join(names), rows)
 
 
 def _of_pair(known: Run, name: str, rows: list[Row]) -> Iterator[Held]:

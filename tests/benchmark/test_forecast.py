@@ -78,14 +78,39 @@ def test_forecasts_of_results_with_the_same_speeds_are_exact():
 
 def test_speeds_are_those_of_the_nearest_size_of_the_model():
     run = made_up(Size(64, 96, 9), Size(256, 384, 9))
-    assert "tiny-wan 256x384x9, 1,152 tokens" in measured_speeds(run, models()["tiny-wan"], 900, EXACT).source
-    assert "tiny-wan 64x96x9, 72 tokens" in measured_speeds(run, models()["tiny-wan"], 80, EXACT).source
+    assert "tiny-wan 256x384x9 and tiny-wan 64x96x9, 1,152 tokens" in (
+        measured_speeds(run, models()["tiny-wan"], 900, EXACT).source
+    )
+    assert "tiny-wan 64x96x9 and tiny-wan 256x384x9, 72" in measured_speeds(run, models()["tiny-wan"], 80, EXACT).source
     assert "1,152 tokens, 6.56 times fewer than asked for (far: measure nearer)" in (
         measured_speeds(run, models()["tiny-wan"], 7560, EXACT).source
     )
     others = [replace(row, case=row.case.replace("tiny-wan", "tiny-dit")) for row in made_up(Size(128, 192, 9)).rows]
     both = replace(run, rows=run.rows + others)
     assert "tiny-dit" in measured_speeds(both, models()["tiny-dit"], 900, EXACT).source
+
+
+def test_two_sizes_tell_what_a_forward_takes_whatever_its_size():
+    """A millisecond more in every layer's self-attention, and two in the rest."""
+    sizes = (Size(64, 96, 9), Size(128, 192, 9), Size(256, 192, 17))
+    more = {PART + ATTENTION: 0.003, PART + "rest": 0.006}
+    run = made_up(*sizes)
+    slow = [
+        replace(row, median=row.median + (sum(more.values()) if row.part is None else more.get(row.stage, 0.0)))
+        for row in run.rows
+    ]
+    asked_about = f"tiny-wan {sizes[1]}"
+    held = [one for one in compare(replace(run, rows=slow)) if one.asked == asked_about]
+    assert [one.ratio for one in held] == pytest.approx([1] * len(held), rel=1e-3)
+    known = [row for row in slow if row.case != asked_about]
+    speeds = measured_speeds(replace(run, rows=known), models()["tiny-wan"], 144, EXACT)
+    assert speeds.fixed_patched[ATTENTION] == pytest.approx(0.001, rel=1e-2)
+    assert speeds.fixed_unpatched["rest"] == pytest.approx(0.002, rel=1e-2)
+    assert "as measured at tiny-wan 64x96x9 and tiny-wan 256x192x17, 72 tokens" in speeds.source
+    one_size = [row for row in slow if row.case == f"tiny-wan {sizes[0]}"]
+    assert not any(
+        measured_speeds(replace(run, rows=one_size), models()["tiny-wan"], 144, EXACT).fixed_patched.values()
+    )
 
 
 def test_parts_share_out_the_time_of_the_whole_forward():
