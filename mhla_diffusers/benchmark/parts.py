@@ -55,8 +55,8 @@ def time_parts(transformer: Any, run: Callable[[], object], device: torch.device
 def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
     """FLOPs of each part of one forward, and the bytes that it must move.
 
-    Of self-attention the FLOPs are those that its sizes tell: eager operations fill short tiles up, others need not. Of
-    everything else they are counted operator by operator.
+    FLOPs are counted operator by operator, but of exact tiles those that their sizes tell: eager operations fill short
+    ones up, others need not.
 
     A module reads its weights and its inputs and writes its output once. Self-attention reads query, key and value and
     writes the output of its heads, and summaries and means are written and read. In the rest, norms, modulation and
@@ -67,18 +67,20 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         inputs: of its forward.
     """
     flops, moved = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
-    of_attention: list[int] = []
+    filled_up: list[int] = []
 
-    def begin() -> int:
+    def begin() -> tuple[int, int]:
         traffic.parts_open += 1
-        return int(counter.get_total_flops())
+        return int(counter.get_total_flops()), flops[_PROJECTIONS]
 
-    def end(part: str, module: nn.Module, begun: int, given: Any, output: Any) -> None:
+    def end(part: str, module: nn.Module, begun: tuple[int, int], given: Any, output: Any) -> None:
         traffic.parts_open -= 1
-        flops[part] += counter.get_total_flops() - begun
+        counted = int(counter.get_total_flops()) - begun[0]
+        flops[part] += counted
         if part == ATTENTION:
             sizes, latents = _sizes_of_attention(transformer, module, inputs["hidden_states"]), inputs["hidden_states"]
-            of_attention.append(len(latents) * sizes.flops)
+            if _has_exact_tiles(module):
+                filled_up.append(counted - (flops[_PROJECTIONS] - begun[1]) - len(latents) * sizes.flops)
             # query, key, value and output of the heads, and what MHLA holds between them
             ends = 4 * sizes.tokens * sizes.heads * sizes.head_dim * latents.itemsize
             moved[part] += len(latents) * (ends + sizes.moved_bytes)
@@ -88,7 +90,8 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
     with torch.no_grad(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:
         with _hooks(transformer, begin, end):
             transformer(**inputs)
-        flops = {**_told_apart(flops, int(counter.get_total_flops())), ATTENTION: sum(of_attention)}
+        flops = _told_apart(flops, int(counter.get_total_flops()))
+    flops[ATTENTION] -= sum(filled_up)
     moved[_REST] = traffic.bytes
     return {part: Cost(flops[part], moved[part]) for part in PARTS}
 
@@ -108,6 +111,10 @@ class _Traffic(TorchDispatchMode):
         if not self.parts_open and not func.is_view:
             self.bytes += _bytes((args, kwargs, output))
         return output
+
+
+def _has_exact_tiles(attn: Any) -> bool:
+    return isinstance(attn.processor, MHLAProcessor) and attn.processor.config.exact != "none"
 
 
 def _sizes_of_attention(transformer: Any, attn: Any, latents: torch.Tensor) -> AttentionSizes:
