@@ -28,9 +28,9 @@ def set_exact_share(model: Model, share: float) -> Model:
     """Attend to another share of all pairs of tiles exactly, in place.
 
     Calibrated tiles are chosen anew from the scores that were saved, of which there are those of the heaviest fifth of
-    all pairs; a larger share is spread evenly over the rest. At 1 the
-    attention is softmax attention to rounding, without means and far field. Everything else stays as it is, β and λ
-    too. It is :func:`change_mhla` with ``exact_share``; layers have new parameters afterwards.
+    all pairs; a larger share is spread evenly over the rest. At 1 the attention is softmax attention to rounding,
+    without means and far field. Everything else stays as it is, β and λ too. It is :func:`change_mhla` with
+    ``exact_share``; layers have new parameters afterwards.
 
     Args:
         model: patched pipeline or transformer with ``exact="calibrated"`` or ``"content"``.
@@ -40,7 +40,8 @@ def set_exact_share(model: Model, share: float) -> Model:
         ``model``.
 
     Raises:
-        ValueError: if the patch has no such tiles, or the share is not allowed. The model is unchanged then.
+        ValueError: if the patch has no such tiles or rests in all steps, or the share is not allowed. The model is
+            unchanged then.
     """
     for layer in require_layers(model).values():
         if layer.config.exact not in ("calibrated", "content"):

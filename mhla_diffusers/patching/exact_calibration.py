@@ -66,9 +66,8 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
     pair of tiles inexact does to the output (:mod:`mhla_diffusers.attention.tile_errors`); a layer counts by how much
     its replacement alone moves the transformer's output. The budget of the configuration's ``exact_share`` goes to the
     pairs of all heads and layers of a transformer where it is worth most, each query tile getting at least half as many
-    as the average and at most twice as many. Then
-    β and λ of every head are those that bring the output closest to softmax attention's. With ``exact="own"`` and
-    ``"content"`` only the latter is done.
+    as the average and at most twice as many. Then β and λ of every head are those that bring the output closest to
+    softmax attention's. With ``exact="own"`` and ``"content"`` only the latter is done.
 
     Args:
         model: a patched pipeline or transformer with exact tiles.

@@ -38,8 +38,9 @@ def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
         run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
 
     Raises:
-        ValueError: if the model is not patched, has exact tiles, was not patched in place of softmax attention or
-            without a normaliser, is at another number of blocks, or ``run`` did not reach every layer.
+        ValueError: if the model is not patched, has exact tiles or an output norm, was not patched in place of softmax
+            attention or without a normaliser, has too many blocks or is run at fewer, or ``run`` did not reach every
+            layer.
     """
     transformers = {name: part for name, part in find_transformers(model).items() if is_patched(part)}
     if not transformers:
