@@ -23,6 +23,7 @@ from mhla_diffusers import MHLAConfig
 from mhla_diffusers.benchmark.timing import Budget, Variant, time_interleaved
 from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, held_out_curve
 from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.families import predict
 from mhla_diffusers.reporting import mean_and_spread, write_table
 from mhla_diffusers.tiny import TINY, load_tiny
 
@@ -146,7 +147,7 @@ class Comparison:
     def patched(self, attention: str) -> Any:
         """A fresh pipeline; automatic hybrids and exact tiles are chosen on a fixed batch."""
         return self.adaptation.patched(
-            ATTENTIONS[attention], lambda pipe: self.batch(pipe.transformer, 16).predict(pipe.transformer)
+            ATTENTIONS[attention], lambda pipe: predict(pipe.transformer, self.batch(pipe.transformer, 16))
         )
 
     def batch(self, transformer: Any, samples: int) -> Any:
@@ -160,7 +161,7 @@ class Comparison:
         def update(name: str) -> Callable[[], object]:
             transformer = self.patched(name).transformer
             batch = self.batch(transformer, self.adaptation.batch_size)
-            return lambda: batch.predict(transformer).square().mean().backward()
+            return lambda: predict(transformer, batch).square().mean().backward()
 
         variants: dict[str, Variant] = {name: update(name) for name in attentions}
         outcomes = time_interleaved(variants, torch.device("cpu"), Budget(seconds=self.timing_seconds))

@@ -19,6 +19,7 @@ from mhla_diffusers import MHLAConfig, apply_mhla, calibrate_exact_tiles, mhla_l
 from mhla_diffusers.attention.tile_scores import list_length, spend
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.families import predict
 from mhla_diffusers.files import write_text
 from mhla_diffusers.patching.exact_calibration import measure_tiles
 from mhla_diffusers.tiny import TINY, load_tiny
@@ -57,7 +58,7 @@ class Choices:
     def run(self, pipe: Any) -> None:
         """What is measured on: training samples at timesteps evenly spread."""
         batch = self.adaptation.batch(pipe.transformer, range(16), (torch.arange(16) + 0.5) / 16)
-        batch.predict(pipe.transformer)
+        predict(pipe.transformer, batch)
 
     @torch.no_grad()
     def measured(self) -> tuple[Scores, Scores]:

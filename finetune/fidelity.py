@@ -27,6 +27,7 @@ from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.examining import Yardstick
 from mhla_diffusers.demo.fidelity import HEADER, Fidelity, measure_fidelity
 from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.families import predict
 from mhla_diffusers.files import write_json, written_aside
 from mhla_diffusers.generation.pipelines import family_named
 from mhla_diffusers.reporting import write_table
@@ -92,7 +93,7 @@ def calibration_run(adaptation: Adaptation, pipe: Any) -> None:
     """What is calibrated on: training samples, noised to equally spaced timesteps."""
     count = CALIBRATION_SAMPLES
     quantiles = (torch.arange(count) + 0.5) / count
-    adaptation.batch(pipe.transformer, range(count), quantiles).predict(pipe.transformer)
+    predict(pipe.transformer, adaptation.batch(pipe.transformer, range(count), quantiles))
 
 
 def rows_of(tiny: TinyPipeline) -> Iterator[Row]:

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..attention.blocks import block_sizes
-from ..attention.rotary import rotary_table, rotated
 from ..families import Family, get_family
-from ..patching import MHLAProcessor, project
-from ..patching.processor import AttentionInput, attention_input
+from ..patching import MHLAProcessor, TransformerCall, attended
+from ..patching.attended import Attended
 
 RANK_TOLERANCE = 1e-4
 """Singular values above this part of the largest count."""
@@ -19,25 +18,17 @@ LARGEST_GRID = 4096
 """Tokens up to which N x N matrices are formed."""
 
 
-class TransformerInput(Protocol):
-    """What a transformer runs on: a ``NoisedBatch`` of training, or a ``TransformerCall`` that was recorded."""
+def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[str, torch.Tensor]:
+    """Attention matrix of every self-attention on one batch: name → float64 (B, H, N, N), rows are queries.
 
-    @property
-    def hidden_states(self) -> torch.Tensor:
-        """The latents (B, C, ...)."""
-
-    def predict(self, transformer: nn.Module) -> torch.Tensor:
-        """Run the transformer."""
-
-
-def attention_matrices(transformer: nn.Module, batch: TransformerInput) -> dict[str, torch.Tensor]:
-    """Attention matrix of every self-attention on one batch: name → float64 (B, H, N, N), rows are queries."""
+    Of the tokens of the grid alone: what they give to tokens outside is missing from the sums of rows.
+    """
     return dict(each_attention_matrix(transformer, batch))
 
 
 @torch.no_grad()
 def each_attention_matrix(
-    transformer: nn.Module, batch: TransformerInput, names: Collection[str] | None = None
+    transformer: nn.Module, batch: TransformerCall, names: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The same one layer at a time, so that no more than one layer's matrices are held.
 
@@ -58,21 +49,24 @@ def each_attention_matrix(
     unknown = [name for name in chosen if name not in attentions]
     if unknown:
         raise ValueError(f"{', '.join(unknown)} is no self-attention; allowed: {', '.join(attentions)}.")
-    grid = family.token_grid(transformer, batch.hidden_states)
+    grid = batch.grid(transformer)
     inputs = _attention_inputs(transformer, {name: attentions[name] for name in chosen}, batch)
     for name in chosen:
-        yield name, _matrix(attentions[name], inputs[name], grid, family)
+        given = attended(attentions[name], *inputs[name], family.form, grid)
+        before, tokens = given.outside[0], torch.Size(grid).numel()
+        here = slice(before, before + tokens)
+        yield name, _matrix(attentions[name], given, family)[:, :, here, here]
 
 
 def _attention_inputs(
-    transformer: nn.Module, attentions: dict[str, Any], batch: TransformerInput
-) -> dict[str, AttentionInput]:
-    """What each attention gets, by name."""
-    inputs: dict[str, AttentionInput] = {}
+    transformer: nn.Module, attentions: dict[str, Any], batch: TransformerCall
+) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What each attention is called with, by name."""
+    inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs[name] = attention_input(args, kwargs)
+            inputs[name] = args, kwargs
 
         return note
 
@@ -85,17 +79,17 @@ def _attention_inputs(
     return inputs
 
 
-def _matrix(attn: Any, given: AttentionInput, grid: tuple[int, ...], family: Family) -> torch.Tensor:
-    query, key, _ = project(attn, given.hidden_states)
+def _matrix(attn: Any, given: Attended, family: Family) -> torch.Tensor:
+    """Of all tokens: float64 (B, H, N, N)."""
     if isinstance(attn.processor, MHLAProcessor):
-        weights: torch.Tensor = attn.mhla.weights(query, key, grid, given.rotary, given.key_mask)
+        weights: torch.Tensor = attn.mhla.weights(given)
         return weights
-    query, key = query.double(), key.double()
     if family.own_attention == "linear":
-        products = torch.einsum("bqhd,bkhd->bhqk", query.relu(), key.relu())
+        query, key = given.query.double().relu(), given.key.double().relu()
+        products = torch.einsum("bqhd,bkhd->bhqk", query, key)
         return products / (products.sum(dim=-1, keepdim=True) + family.own_attention_eps)
-    table = rotary_table(given.rotary) if given.rotary is not None else None
-    scores = torch.einsum("bqhd,bkhd->bhqk", rotated(query, table), rotated(key, table)) / query.shape[-1] ** 0.5
+    query, key = (x.double() for x in given.turned()[:2])
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     if given.key_mask is not None:
         scores = scores + given.key_mask.double().log()[:, None, None, :]
     return scores.softmax(dim=-1)
@@ -142,7 +136,7 @@ class LayerAnalysis:
 
 def analyze_layers(
     transformer: nn.Module,
-    batch: TransformerInput,
+    batch: TransformerCall,
     names: Collection[str] | None = None,
     each: Callable[[str, torch.Tensor], None] | None = None,
 ) -> list[LayerAnalysis]:
@@ -158,7 +152,7 @@ def analyze_layers(
         ValueError: a name that is no self-attention, or too many tokens to form N x N matrices.
     """
     family = get_family(transformer)
-    grid = tuple(family.token_grid(transformer, batch.hidden_states))
+    grid = batch.grid(transformer)
     tokens = torch.Size(grid).numel()
     if tokens > LARGEST_GRID:
         raise ValueError(

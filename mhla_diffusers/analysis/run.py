@@ -55,7 +55,7 @@ def analyze(
     component, transformer = next(iter(find_transformers(model).items()))
     calls = record_calls({component: transformer}, run)[component]
     call = calls[len(calls) // 2]
-    grid = tuple(get_family(transformer).token_grid(transformer, call.hidden_states))
+    grid = call.grid(transformer)
     chosen = _check_token(token, grid)
     rows: dict[str, torch.Tensor] = {}
 

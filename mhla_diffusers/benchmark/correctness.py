@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..patching import MHLALayer, mhla_layers
+from ..patching.attended import Attended
 from .problems import OUTPUT, cut, draw_problem
 from .shapes import Shape
 
@@ -97,8 +98,8 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> float:
     types: list[torch.dtype] = []
 
     def compare(layer: MHLALayer, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        query, key, value, _, grid, rotary = args[:6]
-        weights = layer.weights(query, key, grid, rotary)
+        query, key, value, _, grid, rotary, key_mask, _, outside = args
+        weights = layer.weights(Attended(query, key, value, grid, outside, rotary, key_mask))
         expected = torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype))
         errors.append(relative_error(output, expected))
         types.append(output.dtype)
@@ -109,7 +110,7 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> float:
     finally:
         for handle in handles:
             handle.remove()
-    device = inputs["hidden_states"].device
+    device = next(transformer.parameters()).device
     _require({OUTPUT: max(errors)}, limits_of([OUTPUT], types[0]), "The patched attention", device, types[0])
     return max(errors)
 

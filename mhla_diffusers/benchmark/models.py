@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..families import Family, Model, families, get_family
-from ..families.processes import nested
 
 
 @dataclass(frozen=True)
@@ -167,13 +166,11 @@ def make_forward_inputs(
             return torch.randn(size.batch, *shape, device=device, dtype=dtype)
         return torch.ones(size.batch, *shape, device=device, dtype=like)  # masks, and classes
 
-    conditioning = get_family(transformer).conditioning_shapes(transformer.config)
-    return {
-        "hidden_states": fill(transformer.config.in_channels, *latents),
-        "timestep": torch.full((size.batch,), 500, device=device),
-        "return_dict": False,
-        **nested({name: fill(*tensor.shape, like=tensor.dtype) for name, tensor in conditioning.items()}),
-    }
+    family = get_family(transformer)
+    shapes = family.conditioning_shapes(transformer.config)
+    conditioning = {name: fill(*tensor.shape, like=tensor.dtype) for name, tensor in shapes.items()}
+    given, timestep = fill(family.channels(transformer.config), *latents), torch.full((size.batch,), 500, device=device)
+    return {**family.forward_arguments(transformer, given, timestep, conditioning), "return_dict": False}
 
 
 def small_size(model: Model) -> Size:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.costs import AttentionSizes
 from ..families import get_family
+from ..families.forms import attention_arguments
 from ..patching import MHLAProcessor
 from ..patching.costs import sizes_of
 from .shapes import Cost
@@ -78,14 +79,24 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         counted = int(counter.get_total_flops()) - begun[0]
         flops[part] += counted
         if part == ATTENTION:
-            sizes, latents = _sizes_of_attention(transformer, module, inputs["hidden_states"]), inputs["hidden_states"]
+            sizes, tokens = attention_sizes_of(module, given)
             if _has_exact_tiles(module):
-                filled_up.append(counted - (flops[_PROJECTIONS] - begun[1]) - len(latents) * sizes.flops)
+                filled_up.append(counted - (flops[_PROJECTIONS] - begun[1]) - len(tokens) * sizes.flops)
             # query, key, value and output of the heads, and what MHLA holds between them
-            ends = 4 * sizes.tokens * sizes.heads * sizes.head_dim * latents.itemsize
-            moved[part] += len(latents) * (ends + sizes.moved_bytes)
+            ends = 4 * (sizes.tokens + sizes.outside) * sizes.heads * sizes.head_dim * tokens.itemsize
+            moved[part] += len(tokens) * (ends + sizes.moved_bytes)
         else:
             moved[part] += _bytes((given, output, list(module.parameters())))
+
+    family = get_family(transformer)
+    grid = family.grid_of_arguments(transformer, inputs)
+
+    def attention_sizes_of(attn: Any, given: Any) -> tuple[AttentionSizes, torch.Tensor]:
+        args, kwargs = given
+        read = family.form.read(attn, attention_arguments(args, kwargs))
+        config = attn.processor.config if isinstance(attn.processor, MHLAProcessor) else None
+        outside = sum(family.form.outside(read, torch.Size(grid).numel()))
+        return sizes_of(attn, family, config, grid, outside), read.hidden_states
 
     with torch.no_grad(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:
         with _hooks(transformer, begin, end):
@@ -115,12 +126,6 @@ class _Traffic(TorchDispatchMode):
 
 def _has_exact_tiles(attn: Any) -> bool:
     return isinstance(attn.processor, MHLAProcessor) and attn.processor.config.exact != "none"
-
-
-def _sizes_of_attention(transformer: Any, attn: Any, latents: torch.Tensor) -> AttentionSizes:
-    family, processor = get_family(transformer), attn.processor
-    config = processor.config if isinstance(processor, MHLAProcessor) else None
-    return sizes_of(attn, family, config, family.token_grid(transformer, latents))
 
 
 def _bytes(tensors: Any) -> int:
@@ -190,9 +195,10 @@ def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
     family = get_family(transformer)
     for attn in family.self_attentions(transformer).values():
         yield ATTENTION, attn
-        yield from ((_PROJECTIONS, linear) for linear in (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]))
+        yield from ((_PROJECTIONS, linear) for linear in family.form.projections(attn))
+    cross = ("attn2",) if "attn2" not in family.attentions else ()
     for block in family.blocks_of(transformer).values():
-        for part, names in (("cross-attention", ("attn2",)), ("feed-forward", ("ff", "ffn"))):
+        for part, names in (("cross-attention", cross), ("feed-forward", family.feed_forwards)):
             for name in names:
                 module = getattr(block, name, None)
                 if isinstance(module, nn.Module):

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..devices import FLOAT_TYPES, choose_device
-from ..families import get_family
 from ..generation import PipelineChoice, family_of, generator_for
-from ..patching import apply_mhla, find_transformers, mhla_layers, remove_mhla
+from ..patching import TransformerCall, apply_mhla, find_transformers, mhla_layers, remove_mhla
 from ..tiny import tiny_pipeline
 from .candidates import EXACT, LINEAR_KINDS, exact_note, patch_settings
 from .conditions import Rates
@@ -220,8 +219,7 @@ def _noted_grids(pipe: Any) -> Iterator[list[tuple[int, ...]]]:
     grids: list[tuple[int, ...]] = []
 
     def note(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        grids.append(get_family(transformer).token_grid(transformer, hidden_states))
+        grids.append(TransformerCall(args, kwargs).grid(transformer))
 
     transformers = find_transformers(pipe).values()
     handles = [transformer.register_forward_pre_hook(note, with_kwargs=True) for transformer in transformers]

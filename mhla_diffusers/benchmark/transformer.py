@@ -180,7 +180,7 @@ def count(case: TransformerCase, only: Collection[str] | None = None) -> Counts:
     """
     transformer = case.build(torch.device("meta"))
     inputs, family = case.inputs(transformer), get_family(transformer)
-    grid = family.token_grid(transformer, inputs["hidden_states"])
+    grid = family.grid_of_arguments(transformer, inputs)
     choices = attention_choices(family, case.model, case.layers_built, grid, case.size.batch, case.device)
     choices = [choice for choice in choices if only is None or choice.name in only]
     costs: dict[str, dict[str, Cost]] = {}
@@ -207,7 +207,7 @@ def check_case(case: TransformerCase, transformer: Any) -> None:
         IncorrectAttentionError: it is wrong here.
     """
     inputs = case.inputs(transformer, small_size(case.model))
-    grid = get_family(transformer).token_grid(transformer, inputs["hidden_states"])
+    grid = get_family(transformer).grid_of_arguments(transformer, inputs)
     for choice in (Choice("MHLA", "MHLA", baseline=False), exact_choice(case.model, grid)):
         if choice is not None:
             check_patched(make_variant(transformer, case.model, choice), inputs)

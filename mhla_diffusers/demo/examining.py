@@ -15,7 +15,8 @@ from ..attention import initial_mixing
 from ..benchmark.timing import Budget, time_interleaved
 from ..devices import threads
 from ..evaluation.metrics import frechet_distance
-from ..patching import load_mhla, mhla_layers
+from ..families import arguments_of, predict
+from ..patching import TransformerCall, load_mhla, mhla_layers
 from ..tiny import TinyPipeline, load_tiny
 from ..tiny.digits import Scene, load_digits
 from .adaptation import Adaptation
@@ -59,7 +60,8 @@ def examine(variant: Variant, pipe: Any, yardstick: Yardstick) -> Outcome:
     tiny = adaptation.tiny
     pictures = generate_scenes(pipe, tiny, scenes, adaptation.seed)
     features = [digit_features(some, scenes, tiny, classifier) for some in (yardstick.real, pictures)]
-    matrices = attention_matrices(pipe.transformer, _batch(pipe, adaptation, 1))
+    call = TransformerCall((), arguments_of(pipe.transformer, _batch(pipe, adaptation, 1)))
+    matrices = attention_matrices(pipe.transformer, call)
     row = Row(
         name=variant.name,
         held_out_loss=fmean(adaptation.held_out_losses(pipe)),
@@ -96,7 +98,7 @@ def time_all(pipes: Sequence[Any], outcomes: Sequence[Outcome], adaptation: Adap
     # two samples, as classifier-free guidance has them
     batches = [_batch(pipe, adaptation, 2) for pipe in pipes]
     runs = {
-        name: partial(batch.predict, pipe.transformer) for name, pipe, batch in zip(names, pipes, batches, strict=True)
+        name: partial(predict, pipe.transformer, batch) for name, pipe, batch in zip(names, pipes, batches, strict=True)
     }
     with threads(1):
         timed = time_interleaved(runs, torch.device(adaptation.device), Budget(seconds=2.0, least=7))

@@ -2,9 +2,13 @@
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from ..attention.rotary import Rotary
 from .base import Family, Sample
 from .dit import DiTFamily
+from .forms import AttentionForm, AttentionInput, JointForm
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .sana import SanaFamily
 from .sizes import Clip, Model
@@ -61,6 +65,27 @@ def get_family(transformer: Any) -> Family:
     return family
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile`` or data parallelism."""
+    from accelerate.utils import extract_model_from_parallel
+
+    inside: nn.Module = extract_model_from_parallel(module, keep_torch_compile=False)
+    return inside
+
+
+def arguments_of(transformer: nn.Module, batch: NoisedBatch) -> dict[str, Any]:
+    """Arguments of a transformer's forward for a batch."""
+    family = get_family(transformer)
+    return family.forward_arguments(transformer, batch.hidden_states, batch.timestep, batch.conditioning)
+
+
+def predict(model: nn.Module, batch: NoisedBatch) -> torch.Tensor:
+    """What a transformer, or what wraps it in training, predicts for a batch: (B, output channels, ...)."""
+    transformer = unwrapped(model)
+    output = model(**arguments_of(transformer, batch), return_dict=False)[0]
+    return get_family(transformer).prediction(transformer, output, batch.hidden_states)
+
+
 def cross_attention_processor(attn: Any) -> Any:
     """A processor that does what diffusers' own does for a cross-attention of the class ``Attention``.
 
@@ -81,29 +106,34 @@ def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | Non
     return next((grid for grid in grids if grid is not None), None)
 
 
-def rotary_axes(attn: Any) -> tuple[int, ...] | None:
-    """Channels of a self-attention's heads that RoPE turns with each axis of the token grid; None where nothing tells.
+def family_of_attention(attn: Any) -> Family | None:
+    """The family whose self-attention a module is; None if it does not tell.
 
     Such a module does not tell which model it is in, so the families are asked whether they recognise it.
     """
-    known = next((family for family in families() if family.recognises_self_attention(attn)), None)
-    return None if known is None else known.rotary_axes(int(attn.inner_dim) // int(attn.heads))
+    return next((family for family in families() if family.recognises_self_attention(attn)), None)
 
 
 __all__ = [
+    "AttentionForm",
+    "AttentionInput",
     "Clip",
     "DiffusionProcess",
     "Family",
     "FlowMatching",
     "LearnedVarianceDDPM",
+    "JointForm",
     "Model",
     "NoisedBatch",
     "Sample",
+    "arguments_of",
     "cross_attention_processor",
     "families",
+    "family_of_attention",
     "find_family",
     "get_family",
     "grid_of_attention",
+    "predict",
     "register_family",
-    "rotary_axes",
+    "unwrapped",
 ]

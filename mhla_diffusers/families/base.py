@@ -15,7 +15,8 @@ from torch import nn
 
 from ..attention.rotary import Rotary
 from ..config import MHLAConfig
-from .processes import DiffusionProcess
+from .forms import AttentionForm
+from .processes import DiffusionProcess, nested
 from .sizes import Clip, Model
 
 Sample = Mapping[str, torch.Tensor]
@@ -39,7 +40,13 @@ class Family(ABC):
     axes: ClassVar[int]
     """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width)."""
     block_lists: ClassVar[tuple[str, ...]]
-    """Attributes that hold transformer blocks, each with its self-attention as ``attn1``; absent ones are passed."""
+    """Attributes that hold transformer blocks; absent ones are passed."""
+    attentions: ClassVar[tuple[str, ...]] = ("attn1",)
+    """Attributes of a block that are self-attentions over the tokens of the grid; absent ones are passed."""
+    form: ClassVar[AttentionForm] = AttentionForm()
+    """How these are called, what they attend with, and what they return."""
+    feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ffn")
+    """Attributes of a block that are feed-forward layers; absent ones are passed."""
     default_config: ClassVar[MHLAConfig]
     """What ``apply_mhla(pipe)`` uses when it is told nothing else."""
     own_attention: ClassVar[Literal["softmax", "linear"]] = "softmax"
@@ -52,6 +59,10 @@ class Family(ABC):
     """Whether its attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
     default_clip: ClassVar[Clip] = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
     """What is encoded or generated when nothing else is said: frames, rate and size."""
+    forward_names: ClassVar[tuple[str, ...]] = ("hidden_states",)
+    """Names of the arguments that the transformer's forward is given by place; the first are latents."""
+    timestep_name: ClassVar[str] = "timestep"
+    """Of the argument that tells the transformer the time."""
     prompts_are_classes: ClassVar[bool] = False
     """Whether the model is conditioned on classes, given by number or name, and not on text."""
     models: ClassVar[tuple[Model, ...]] = ()
@@ -79,17 +90,60 @@ class Family(ABC):
 
     def self_attentions(self, transformer: Any) -> dict[str, Any]:
         """Name and module of every self-attention, in the order of the layer indices."""
-        return {f"{name}.attn1": block.attn1 for name, block in self.blocks_of(transformer).items()}
+        return {
+            f"{name}.{attention}": getattr(block, attention)
+            for name, block in self.blocks_of(transformer).items()
+            for attention in self.attentions
+            if getattr(block, attention, None) is not None
+        }
 
-    def token_grid(self, transformer: Any, hidden_states: torch.Tensor) -> tuple[int, ...]:
-        """Token grid that the transformer makes of its input ``hidden_states``.
+    def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
+        """Token grid that the transformer makes of latents (B, C, ...).
 
-        By default the latents (B, C, ...) are cut into patches of ``config.patch_size``, one size for all axes or one
-        for each.
+        By default they are cut into patches of ``config.patch_size``, one size for all axes or one for each.
         """
-        sizes, patch = hidden_states.shape[2:], transformer.config.patch_size
+        sizes, patch = latents.shape[2:], transformer.config.patch_size
         patches = (patch,) * len(sizes) if isinstance(patch, int) else patch
         return tuple(size // length for size, length in zip(sizes, patches, strict=True))
+
+    def named_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a transformer's forward by name."""
+        return {**dict(zip(self.forward_names, args, strict=False)), **kwargs}
+
+    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """Token grid of a forward of the transformer; by default ``hidden_states`` are latents (B, C, ...).
+
+        Args:
+            transformer: which.
+            arguments: of its forward by name.
+        """
+        return self.token_grid(transformer, arguments["hidden_states"])
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """Arguments of the transformer's forward for latents (B, C, ...).
+
+        By default ``hidden_states`` and ``timestep`` beside the conditioning; others pack latents or have other names.
+
+        Args:
+            transformer: which.
+            latents: (B, C, ...).
+            timestep: (B,), as the process gives it.
+            conditioning: what :meth:`encode_prompt` gives, each with a batch axis.
+        """
+        return {"hidden_states": latents, "timestep": timestep, **nested(conditioning)}
+
+    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
+        """What the transformer predicts for latents (B, C, ...), like them: its output, by default as it is.
+
+        Args:
+            transformer: which.
+            output: first of what its forward returns as a tuple.
+            latents: those that it was given.
+        """
+        predicted: torch.Tensor = output
+        return predicted
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
         """Token grid of what a pipeline makes of frames and size in pixels.
@@ -151,7 +205,7 @@ class Family(ABC):
         return None
 
     def recognises_self_attention(self, attn: Any) -> bool:
-        """Whether a self-attention, in whatever model it is, has RoPE as :meth:`rotary_axes` says."""
+        """Whether a self-attention, in whatever model it is, is one of this family."""
         return False
 
     def recognises_cross_attention(self, attn: Any) -> bool:
@@ -228,6 +282,10 @@ class Family(ABC):
         """
         raise self._unknown("what conditions the model", "conditioning_shapes")
 
+    def channels(self, transformer: Any) -> int:
+        """Channels of the latents that a transformer of this configuration takes."""
+        return int(transformer.in_channels)
+
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
         """Shape of a sample's latents; by default (C, H, W) of an autoencoder that halves between two of its stages.
 
@@ -238,7 +296,7 @@ class Family(ABC):
         """
         stages = vae.get("encoder_block_out_channels") or vae["block_out_channels"]
         stride, (height, width) = 2 ** (len(stages) - 1), clip.sizes[0]
-        return int(transformer.in_channels), height // stride, width // stride
+        return self.channels(transformer), height // stride, width // stride
 
     def encode_text(self, pipe: Any, prompt: str, settings: Mapping[str, Any]) -> Any:
         """What the pipeline's ``encode_prompt`` gives without guidance; settings that it does not take are left out."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,6 @@ class NoisedBatch:
     """(B,), as the transformer takes it."""
     conditioning: Mapping[str, torch.Tensor]
     """Further arguments of the transformer's forward by name, each (B, ...); see :func:`nested`."""
-
-    def predict(self, transformer: nn.Module) -> torch.Tensor:
-        """Output of the transformer for this batch: (B, output channels, ...)."""
-        arguments = {"hidden_states": self.hidden_states, "timestep": self.timestep, **nested(self.conditioning)}
-        prediction: torch.Tensor = transformer(**arguments, return_dict=False)[0]
-        return prediction
 
 
 def nested(arguments: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -170,4 +170,4 @@ class WanFamily(Family):
         """(C, F, H, W); the first frame becomes a latent frame of its own."""
         stride, (height, width) = vae.get("scale_factor_spatial", 8), clip.sizes[0]
         frames = (clip.frames - 1) // vae.get("scale_factor_temporal", 4) + 1
-        return int(transformer.in_channels), frames, height // stride, width // stride
+        return self.channels(transformer), frames, height // stride, width // stride

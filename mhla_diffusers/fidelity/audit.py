@@ -10,14 +10,16 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.tile_errors import TiledInput, pair_errors
 from ..attention.tile_scores import spend
+from ..families.forms import output_projection
+from ..patching.attended import Attended
 from ..patching.calibration import check_reached
 from ..patching.denoising_steps import Step, StepHooks
 from ..patching.exact_calibration import QUERIES, head_projections, spread_calls, tiled_input
 from ..patching.finding import find_transformers, hook_of, require_layers
 from ..patching.layer import layer_of
-from ..patching.processor import AttentionInput, attention_input, project
+from ..patching.processor import attended, form_of
 from ..patching.sensitivity import measure_change, measure_sensitivity, patched_pairs, record_calls
-from ..patching.token_grid import attend_as_before, attends_as_before, grid_of_call
+from ..patching.token_grid import attend_as_before, attends_as_before
 from .audit_result import Audit, Fit, LayerAudit, TileAudit
 
 
@@ -92,7 +94,7 @@ class _Clock:
     def tick(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward."""
         hooks = hook_of(transformer, StepHooks)
-        step, before = hooks.step(transformer, kwargs) if hooks is not None else None, self._latest
+        step, before = hooks.step(transformer, args, kwargs) if hooks is not None else None, self._latest
         if step is not None and before is not None and step.index < before.index:
             self._generation += 1
         self._steps.append(step)
@@ -160,42 +162,44 @@ class _Watch:
 
     def install(self) -> list[RemovableHandle]:
         """Put the hooks on."""
-        return [
-            self.attn.to_out[0].register_forward_pre_hook(lambda _, args: self._handed.append(args[0])),
-            self.attn.register_forward_hook(self._compare, with_kwargs=True),
-        ]
+        handles = [self.attn.register_forward_hook(self._compare, with_kwargs=True)]
+        projection = output_projection(self.attn)
+        if projection is not None:
+            handles.append(projection.register_forward_pre_hook(lambda _, args: self._handed.append(args[0])))
+        return handles
 
-    def _compare(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+    def _compare(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """After a forward, run the other one of the two attentions."""
-        first = self._take()
+        first = self._take(output)
         if attends_as_before():
             self.clock.rest()
             attend_as_before(False)
             try:
-                attn.forward(*args, **kwargs)
+                other = attn.forward(*args, **kwargs)
             finally:
                 attend_as_before(True)
-            before, patched = first, self._take()
+            before, patched = first, self._take(other)
         else:
             processor = attn.processor
             attn.set_processor(self.original)
             try:
-                attn.forward(*args, **kwargs)
+                other = attn.forward(*args, **kwargs)
             finally:
                 attn.set_processor(processor)
-            before, patched = self._take(), first
+            before, patched = self._take(other), first
         # under perturbed-attention guidance the last part of a batch is no attention, and handed on by itself
         before, patched = (x[: len(patched)].float().unflatten(-1, (attn.heads, -1)) for x in (before, patched))
         self.calls.append(self.clock.call)
         self._errors.append((patched - before).square().sum(dim=(0, 1, 3)).double().cpu())
         self._squares.append(before.square().sum(dim=(0, 1, 3)).double().cpu())
         if self._tiles is not None:
-            self._tiles.add(attention_input(args, kwargs))
+            self._tiles.add(attended(attn, args, kwargs))
             self._handed.clear()  # measuring sends something through the projection too
 
-    def _take(self) -> torch.Tensor:
-        handed, self._handed = self._handed[0], []
-        return handed
+    def _take(self, returned: Any) -> torch.Tensor:
+        """What the heads gave: what went into their projection, or without one what the attention returned."""
+        handed, self._handed = [*self._handed, form_of(self.attn).heads_output(returned)], []
+        return handed[0]
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Squared errors, and squares of what is handed on without the patch: each (S, H)."""
@@ -218,13 +222,13 @@ class _Tiles:
         self._counts: tuple[int, ...] = ()
         self._projections: torch.Tensor | None = None
 
-    def add(self, given: AttentionInput) -> None:
+    def add(self, given: Attended) -> None:
         """Measure the pairs of one forward, each sample by its own lists where these are chosen by content."""
         layer = self.attn.mhla
         if self._projections is None:
             self._projections = head_projections(self.attn)
-        query, key, _ = project(self.attn, given.hidden_states)
-        lists = layer.exact(query, key, given.rotary, grid_of_call(self.attn, given.rotary))
+        here = given.of_grid()
+        lists = layer.exact(here.query, here.key, here.rotary, here.grid)
         if self._counts not in ((), lists.counts):
             raise ValueError("run() ran at sizes that cut exact tiles differently; audit one size at a time.")
         mask, self._counts = lists.mask(), lists.counts

@@ -18,7 +18,7 @@ from .layer import MHLALayer
 from .loading import load_mhla
 from .mixing_calibration import calibrate_mixing
 from .planning import suggest_blocks
-from .processor import MHLAProcessor, project
+from .processor import MHLAProcessor, attended
 from .record import CONFIG_NAME, Weights, read_record
 from .removal import mhla_disabled, remove_mhla
 from .replacing import apply_mhla, set_attn_processor
@@ -34,6 +34,7 @@ __all__ = [
     "TransformerCall",
     "Weights",
     "apply_mhla",
+    "attended",
     "attn_processors",
     "calibrate_exact_tiles",
     "calibrate_mixing",
@@ -48,7 +49,6 @@ __all__ = [
     "mhla_disabled",
     "mhla_layers",
     "patch_in_every_step",
-    "project",
     "push_mhla",
     "read_record",
     "record_calls",

@@ -6,10 +6,14 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..attention.outside import of_grid
 from ..families import get_family
+from ..families.forms import attention_arguments, output_projection
 from .finding import find_transformers
 from .layer import MHLALayer
+from .processor import form_of
 from .removal import mhla_disabled
+from .token_grid import grid_of_call
 
 
 @torch.no_grad()
@@ -32,19 +36,38 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
     squares: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
 
-    def watch(name: str, layer: MHLALayer) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
-        def note(_: Any, args: tuple[torch.Tensor, ...]) -> None:
-            heads = args[0].detach().float().unflatten(-1, (layer.heads, layer.head_dim)).flatten(0, -2)
+    def watch(name: str, layer: MHLALayer) -> Callable[[torch.Tensor], None]:
+        def note(of_heads: torch.Tensor) -> None:
+            heads = of_heads.detach().float().unflatten(-1, (layer.heads, layer.head_dim)).flatten(0, -2)
             squares[name] = squares.get(name, torch.zeros_like(heads[0])) + heads.square().sum(dim=0)
             counts[name] = counts.get(name, 0) + len(heads)
 
         return note
 
-    handles = [attn.to_out[0].register_forward_pre_hook(watch(name, attn.mhla)) for name, attn in layers.items()]
+    handles = [h for name, attn in layers.items() for h in watch_heads(attn, watch(name, attn.mhla))]
     run_unpatched(model, run, handles)
     check_reached(layers, counts)
     for name, attn in layers.items():
         attn.mhla.output_norm.copy_((squares[name] / counts[name]).sqrt())
+
+
+def watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
+    """Call ``note`` with what the heads of a patched self-attention hand on of the tokens of the grid: (B, N, H D)."""
+    handed: list[torch.Tensor] = []
+    projection = output_projection(attn)
+
+    def look(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        form = form_of(attn)
+        given = form.read(attn, attention_arguments(args, kwargs))
+        tokens = torch.Size(grid_of_call(attn, given.rotary)).numel()
+        of_heads = handed.pop() if handed else form.heads_output(returned)
+        outside = form.outside(given, tokens)
+        note(of_grid(of_heads, outside) if of_heads.shape[1] > tokens else of_heads)
+
+    handles = [attn.register_forward_hook(look, with_kwargs=True)]
+    if projection is not None:
+        handles.append(projection.register_forward_pre_hook(lambda _, args: handed.append(args[0])))
+    return handles
 
 
 def run_unpatched(model: Any, run: Callable[[], object], handles: Sequence[RemovableHandle]) -> None:

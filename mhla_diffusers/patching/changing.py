@@ -75,7 +75,8 @@ def make_change(transformer: nn.Module, backend: str | None, settings: Mapping[s
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
     if any(_is_wrapped(attn) for attn in attentions_of(transformer).values()):
         raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
-    attentions = get_family(transformer).self_attentions(transformer)
+    family = get_family(transformer)
+    attentions = family.self_attentions(transformer)
     before = {name: layer for name, attn in attentions.items() if (layer := layer_of(attn)) is not None}
     some_layer, old_processor = next(iter(before.values())), _processor(transformer, watch)
     config = some_layer.config.replace(**settings)
@@ -92,7 +93,7 @@ def make_change(transformer: nn.Module, backend: str | None, settings: Mapping[s
         )
     names = list(attentions)
     chosen = [names[index] for index in choose_layers(config.layers, len(names))]
-    layers = {name: make_layer(attentions[name], config) for name in chosen}
+    layers = {name: make_layer(attentions[name], config, family) for name in chosen}
     kept = {name: before[name] for name in chosen if name in before}
     tensors = {f"{name}.mhla.{key}": x for name, layer in kept.items() for key, x in layer.state_dict().items()}
     fitting = resized(tensors, some_layer.config, config, some_layer.heads)

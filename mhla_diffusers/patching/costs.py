@@ -47,7 +47,9 @@ class AttentionCost:
         )
 
 
-def attention_sizes(config: MHLAConfig, grid: tuple[int, ...], heads: int, head_dim: int) -> AttentionSizes:
+def attention_sizes(
+    config: MHLAConfig, grid: tuple[int, ...], heads: int, head_dim: int, outside: int = 0
+) -> AttentionSizes:
     """What the cost of an attention with a patch depends on.
 
     Args:
@@ -55,8 +57,9 @@ def attention_sizes(config: MHLAConfig, grid: tuple[int, ...], heads: int, head_
         grid: token grid.
         heads: H.
         head_dim: D.
+        outside: tokens outside the grid.
     """
-    sizes = AttentionSizes(math.prod(grid), heads, head_dim, math.prod(config.blocks_on(grid)))
+    sizes = AttentionSizes(math.prod(grid), heads, head_dim, math.prod(config.blocks_on(grid)), outside=outside)
     if config.exact == "none":
         return sizes
     tiles = math.prod(min(count, size) for count, size in zip(config.tiles, grid, strict=True))
@@ -64,7 +67,9 @@ def attention_sizes(config: MHLAConfig, grid: tuple[int, ...], heads: int, head_
     return sizes.with_exact_tiles(tiles, config.share, tile_means=config.tile_means, equal_lists=equal_lists)
 
 
-def sizes_of(attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...]) -> AttentionSizes:
+def sizes_of(
+    attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...], outside: int = 0
+) -> AttentionSizes:
     """What the cost of a model's self-attention depends on.
 
     Args:
@@ -72,17 +77,20 @@ def sizes_of(attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[i
         family: whose own attention a layer without a patch has.
         config: of its patch; None without one.
         grid: token grid.
+        outside: tokens outside the grid.
     """
     heads, head_dim = int(attn.heads), int(attn.inner_dim) // int(attn.heads)
     if config is not None:
-        return attention_sizes(config, grid, heads, head_dim)
-    sizes = AttentionSizes(math.prod(grid), heads, head_dim)
+        return attention_sizes(config, grid, heads, head_dim, outside)
+    sizes = AttentionSizes(math.prod(grid), heads, head_dim, outside=outside)
     return sizes.with_exact_tiles(1, 1.0, tile_means=False) if family.own_attention == "softmax" else sizes
 
 
-def attention_cost(attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...]) -> AttentionCost:
+def attention_cost(
+    attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...], outside: int = 0
+) -> AttentionCost:
     """Cost of one self-attention, whose arguments are those of :func:`sizes_of`."""
-    sizes = sizes_of(attn, family, config, grid)
+    sizes = sizes_of(attn, family, config, grid, outside)
     return AttentionCost(
         sizes.flops, sizes.softmax_flops, sizes.exact_pairs, sizes.pairs, sizes.held_bytes, sizes.weight_bytes
     )

@@ -124,7 +124,7 @@ class StepHooks:
         if loop.step is not None:
             attend_as_before(loop.rests)
             return
-        step = self.step(transformer, kwargs)
+        step = self.step(transformer, args, kwargs)
         if step is not None:
             attend_as_before(step.is_among_first(self.softmax_steps))
         elif not self._has_warned:
@@ -137,15 +137,16 @@ class StepHooks:
                 type(transformer).__name__,
             )
 
-    def step(self, transformer: nn.Module, kwargs: dict[str, Any]) -> Step | None:
-        """The step of a forward with these keyword arguments; None if nothing tells.
+    def step(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """The step of a forward with these arguments; None if nothing tells.
 
         Where the pipeline does not say it to ``cache_context``, the timestep is read, for which a device is waited.
         """
         told = _THREAD.loop.step
         if told is not None:
             return told
-        pipe, timestep = self._pipe() if self._pipe is not None else None, kwargs.get("timestep")
+        timestep = self.family.named_arguments(args, kwargs).get(self.family.timestep_name)
+        pipe = self._pipe() if self._pipe is not None else None
         timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
         if timestep is None or timesteps is None or not len(timesteps):
             return None

@@ -11,19 +11,19 @@ from torch import nn
 
 from ..attention.eager import eager_attention
 from ..attention.merge import far_field
-from ..attention.rotary import rotary_table, rotated
 from ..attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from ..attention.tile_scores import spend
 from ..attention.tiles import in_tiles, tokens_of_tiles
+from ..families.forms import output_projection
 from ..reporting import text_table
+from .attended import Attended
 from .calibration import check_reached, patched_attentions, run_unpatched
 from .finding import find_transformers
 from .layer import MHLALayer
-from .processor import AttentionInput, MHLAProcessor, attention_input, project
+from .processor import MHLAProcessor, attended
 from .removal import mhla_disabled
 from .sensitivity import TransformerCall, measure_sensitivity, patched_pairs, record_calls, repeat_calls
 from .tile_choice import TileChoice
-from .token_grid import grid_of_call
 
 Item = TypeVar("Item")
 
@@ -146,7 +146,7 @@ def measure_tiles(
 
 def _measuring(measured: TileMeasurement) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
     def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = tiled_input(attn, attention_input(args, kwargs))
+        given = tiled_input(attn, attended(attn, args, kwargs))
         samples = given.samples(QUERIES, measured.calls)
         errors, masses, squares = pair_errors(given, samples, head_projections(attn), attn.mhla.config.tile_means)
         measured.errors = measured.errors.to(errors.device) + errors
@@ -157,13 +157,12 @@ def _measuring(measured: TileMeasurement) -> Callable[[Any, tuple[Any, ...], dic
     return note
 
 
-def tiled_input(attn: Any, given: AttentionInput) -> TiledInput:
+def tiled_input(attn: Any, given: Attended) -> TiledInput:
     """What a patched self-attention with exact tiles attends with, tile by tile."""
-    table = rotary_table(given.rotary) if given.rotary is not None else None
-    query, key, value = (x.float() for x in project(attn, given.hidden_states))
-    grid = grid_of_call(attn, given.rotary)
-    counts = attn.mhla.exact.counts(grid)
-    return TiledInput.of(rotated(query, table), rotated(key, table), value, grid, counts, given.key_mask)
+    here, counts = given.of_grid().in_float32().turned(), attn.mhla.exact.counts(given.grid)
+    return TiledInput.of(
+        here.query, here.key, here.value, here.grid, counts, here.key_mask, given.in_float32().others()
+    )
 
 
 def head_projections(attn: Any) -> torch.Tensor:
@@ -174,7 +173,10 @@ def head_projections(attn: Any) -> torch.Tensor:
     heads, weight = int(attn.heads), next(attn.parameters())
     dtype = weight.dtype if weight.is_floating_point() and weight.dtype.itemsize > 1 else torch.float32
     unit = torch.eye(int(attn.inner_dim), dtype=dtype, device=weight.device)
-    columns = (attn.to_out[0](unit) - attn.to_out[0](torch.zeros_like(unit[:1]))).float()
+    projection = output_projection(attn)
+    if projection is None:  # a layer of the block projects the heads together with other things
+        projection = torch.nn.Identity()
+    columns = (projection(unit) - projection(torch.zeros_like(unit[:1]))).float()
     return torch.linalg.qr(columns.unflatten(0, (heads, -1)).mT).R.mT
 
 
@@ -223,7 +225,7 @@ def fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: li
     def watch(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # other queries in every call: what fits some places within the tiles need not fit the others
-            found = _try_candidates(attn, attention_input(args, kwargs), len(errors[name]))
+            found = _try_candidates(attn, attended(attn, args, kwargs), len(errors[name]))
             errors[name].append(found)
 
         return note
@@ -244,13 +246,11 @@ def _candidates(layer: MHLALayer) -> Candidates:
     return Candidates(_MEAN_BIASES if layer.config.tile_means else torch.tensor([-torch.inf]), FAR_LOG_WEIGHTS)
 
 
-def _try_candidates(attn: Any, given: AttentionInput, shift: int) -> torch.Tensor:
+def _try_candidates(attn: Any, given: Attended, shift: int) -> torch.Tensor:
     layer, tiled = attn.mhla, tiled_input(attn, given)
-    query, key, value = (x.float() for x in project(attn, given.hidden_states))
-    grid = grid_of_call(attn, given.rotary)
-    call = layer.call(query, key, value, grid, given.rotary, given.key_mask)
+    call = layer.call(given.in_float32())
     far, normaliser = eager_attention(far_field(call))
-    tokens = tokens_of_tiles(grid, attn.mhla.exact.counts(grid))[0].to(query.device)
+    tokens = tokens_of_tiles(given.grid, attn.mhla.exact.counts(given.grid))[0].to(far.device)
     far_in_tiles = in_tiles(far, tokens), in_tiles(normaliser.log(), tokens).squeeze(-1)
     samples, candidates = tiled.samples(_FITTING_QUERIES, shift), _candidates(layer)
     return candidate_errors(tiled, samples, head_projections(attn), call.exact.mask(), far_in_tiles, candidates)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..families import find_family, get_family
+from ..families import find_family, get_family, unwrapped
 from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor
 
@@ -23,7 +23,7 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
     found = supported_transformers(model)
     if not found:
         if isinstance(model, nn.Module):
-            get_family(_unwrap(model))
+            get_family(unwrapped(model))
         components = ", ".join(getattr(model, "components", {})) or "none"
         raise ValueError(
             f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). "
@@ -39,7 +39,7 @@ def supported_transformers(model: Any) -> dict[str, nn.Module]:
 
 def _modules(model: Any) -> dict[str, nn.Module]:
     components = {"transformer": model} if isinstance(model, nn.Module) else getattr(model, "components", {})
-    return {name: _unwrap(part) for name, part in components.items() if isinstance(part, nn.Module)}
+    return {name: unwrapped(part) for name, part in components.items() if isinstance(part, nn.Module)}
 
 
 def _refuse_wrapped(model: Any) -> None:
@@ -52,14 +52,6 @@ def _refuse_wrapped(model: Any) -> None:
                 f"adapters: {name}.get_base_model(), in a pipeline pipe.{name} = pipe.{name}.get_base_model(). "
                 f"diffusers' own {name}.add_adapter(...) wraps nothing."
             )
-
-
-def _unwrap(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile`` or data parallelism."""
-    from accelerate.utils import extract_model_from_parallel
-
-    unwrapped: nn.Module = extract_model_from_parallel(module, keep_torch_compile=False)
-    return unwrapped
 
 
 def attentions_of(transformer: nn.Module) -> dict[str, Any]:

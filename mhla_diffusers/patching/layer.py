@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights, resize_mixing
+from ..attention.outside import Outside, of_grid
 from ..attention.rotary import Rotary, rotary_table
 from ..config import MHLAConfig
+from ..families.forms import AttentionForm
+from .attended import Attended
 from .gate_and_convolution import Convolution, Gate
 from .tile_choice import TileChoice
 
@@ -31,11 +34,15 @@ class MHLALayer(nn.Module):
         heads: H.
         head_dim: D.
         hidden_size: channels of the attention's input, which the gate projects.
+        form: of the attention.
     """
 
-    def __init__(self, config: MHLAConfig, heads: int, head_dim: int, hidden_size: int) -> None:
+    def __init__(
+        self, config: MHLAConfig, heads: int, head_dim: int, hidden_size: int, form: AttentionForm | None = None
+    ) -> None:
         super().__init__()
         self.config = config
+        self.form = form if form is not None else AttentionForm()
         self.heads = heads
         self.head_dim = head_dim
         self.original_processor: Any = None
@@ -49,12 +56,13 @@ class MHLALayer(nn.Module):
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
         self.exact = TileChoice(config, heads) if config.exact != "none" else None
         self.far_field_log_weight: nn.Parameter | None = None
-        """Log of λ, (H,)."""
+        """Log of λ, (H,); of layers that attend to anything with softmax, exact tiles or tokens outside the grid."""
         self.mean_bias: nn.Parameter | None = None
         """β, (H,)."""
-        if self.exact is not None:
-            self.far_field_log_weight = nn.Parameter(torch.full((heads,), _FAR_LOG_WEIGHT[config.tile_means]))
-            self.mean_bias = nn.Parameter(torch.zeros(heads)) if config.tile_means else None
+        if self.exact is not None or self.form.has_outside:
+            has_means = self.exact is not None and config.tile_means
+            self.far_field_log_weight = nn.Parameter(torch.full((heads,), _FAR_LOG_WEIGHT[has_means]))
+            self.mean_bias = nn.Parameter(torch.zeros(heads)) if has_means else None
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, inner_size) if config.output_gate else None
         self.convolution: Convolution | None = None
@@ -71,6 +79,7 @@ class MHLALayer(nn.Module):
         rotary: Rotary | None = None,
         key_mask: torch.Tensor | None = None,
         backend: str = "auto",
+        outside: Outside = (0, 0),
     ) -> torch.Tensor:
         """Attend.
 
@@ -78,16 +87,23 @@ class MHLALayer(nn.Module):
             query: (B, N, H, D).
             key: (B, N, H, D).
             value: (B, N, H, D).
-            hidden_states: (B, N, hidden size), the input of the attention, for the gate.
-            grid: token grid, whose product is N.
+            hidden_states: (B, tokens, hidden size), input of the attention, for the gate: of all N tokens, or without
+                those outside the grid.
+            grid: token grid; N is its product and the tokens outside.
             rotary: (cos, sin), each (1 or B, N, 1, D).
             key_mask: (B, N), see :func:`mhla_attention`.
             backend: see :func:`mhla_attention`.
+            outside: how many tokens stand before and after those of the grid.
 
         Returns:
             (B, N, H, D), before the output projection of the attention.
         """
-        gate = self.gate(hidden_states).unflatten(-1, (self.heads, -1)) if self.gate is not None else None
+        here = Attended(query, key, value, grid, outside, rotary).of_grid()
+        gate = None
+        if self.gate is not None:
+            whole = any(outside) and hidden_states.shape[1] == query.shape[1]
+            gate = self.gate(of_grid(hidden_states, outside) if whole else hidden_states)
+            gate = gate.unflatten(-1, (self.heads, -1))
         output = mhla_attention(
             query,
             key,
@@ -101,56 +117,38 @@ class MHLALayer(nn.Module):
             output_norm=self.output_norm,
             output_gate=gate,
             backend=backend,
-            **self._settings(query, key, grid, rotary),
+            outside=outside,
+            **self._settings(here),
         )
         if self.convolution is not None:
-            values = value.flatten(2).unflatten(1, grid).movedim(-1, 1)
-            output = output + self.convolution(values).flatten(2).mT.unflatten(-1, (self.heads, -1))
+            values = here.value.flatten(2).unflatten(1, grid).movedim(-1, 1)
+            added = self.convolution(values).flatten(2).mT.unflatten(-1, (self.heads, -1))
+            output = output + (torch.nn.functional.pad(added, (0, 0, 0, 0, *outside)) if any(outside) else added)
         return output
 
     @torch.no_grad()
-    def weights(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        grid: tuple[int, ...],
-        rotary: Rotary | None = None,
-        key_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def weights(self, given: Attended) -> torch.Tensor:
         """What every query gives to every key: the effective attention matrix of :meth:`forward`, before norm and gate.
 
-        Args:
-            query: (B, N, H, D).
-            key: (B, N, H, D).
-            grid: token grid, whose product is N.
-            rotary: (cos, sin), each (1 or B, N, 1, D).
-            key_mask: (B, N).
-
         Returns:
-            float64 (B, H, N, N); rows are queries.
+            float64 (B, H, N, N) of all tokens; rows are queries.
         """
-        return reference_weights(self.call(query, key, key, grid, rotary, key_mask))
+        return reference_weights(self.call(given))
 
-    def call(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        grid: tuple[int, ...],
-        rotary: Rotary | None = None,
-        key_mask: torch.Tensor | None = None,
-    ) -> Call:
+    def call(self, given: Attended) -> Call:
         """The call of :meth:`forward` without norm and gate, for what looks at the attention itself."""
+        here = given.of_grid()
         return Call(
-            query,
-            key,
-            value,
-            self._mixing_on(grid),
-            grid,
-            self.config.blocks_on(grid),
-            rotary=rotary_table(rotary) if rotary is not None else None,
-            key_mask=key_mask,
-            **self._settings(query, key, grid, rotary),
+            here.query,
+            here.key,
+            here.value,
+            self._mixing_on(given.grid),
+            given.grid,
+            self.config.blocks_on(given.grid),
+            rotary=rotary_table(here.rotary) if here.rotary is not None else None,
+            key_mask=here.key_mask,
+            outside=given.others(),
+            **self._settings(here),
         )
 
     def _mixing_on(self, grid: tuple[int, ...]) -> torch.Tensor:
@@ -158,10 +156,8 @@ class MHLALayer(nn.Module):
         blocks = self.config.blocks_on(grid)
         return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
 
-    def _settings(
-        self, query: torch.Tensor, key: torch.Tensor, grid: tuple[int, ...], rotary: Rotary | None
-    ) -> dict[str, Any]:
-        """Arguments of the attention besides tensors that the input brings."""
+    def _settings(self, here: Attended) -> dict[str, Any]:
+        """Arguments of the attention besides tensors that the input brings, whose tokens of the grid are given."""
         config, log_weight = self.config, self.far_field_log_weight
         settings: dict[str, Any] = {
             "feature_map": config.feature_map,
@@ -170,9 +166,9 @@ class MHLALayer(nn.Module):
             "eps": config.eps,
         }
         if self.exact is not None:
-            settings["exact"] = self.exact(query, key, rotary, grid)
-            if config.share < 1 and log_weight is not None:  # else nothing is left for a far field or means to add
-                settings |= {"far_field_weight": log_weight.exp(), "mean_bias": self.mean_bias}
+            settings["exact"] = self.exact(here.query, here.key, here.rotary, here.grid)
+        if config.share < 1 and log_weight is not None:  # else nothing is left for a far field or means to add
+            settings |= {"far_field_weight": log_weight.exp(), "mean_bias": self.mean_bias}
         return settings
 
     @property

@@ -13,10 +13,9 @@ from .calibration import check_reached
 from .exact_calibration import head_projections, spread_calls
 from .finding import find_transformers, is_patched
 from .other_processors import other_processors_wanted
-from .processor import attention_input, project
+from .processor import attended
 from .removal import mhla_disabled
 from .sensitivity import TransformerCall, patched_pairs, record_calls, repeat_calls
-from .token_grid import grid_of_call
 
 _FLOAT32 = 4
 _MOST_BYTES = 16 * 2**30
@@ -107,13 +106,10 @@ def _inputs(transformer: nn.Module, attn: Any, calls: list[TransformerCall]) -> 
     found: list[BlockInput] = []
 
     def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = attention_input(args, kwargs)
-        query, key, value = (x.float() for x in project(attn, given.hidden_states))
-        grid = grid_of_call(attn, given.rotary)
-        call = attn.mhla.call(query, key, value, grid, given.rotary, given.key_mask)
+        call = attn.mhla.call(attended(attn, args, kwargs).in_float32())
         if call.blocks != attn.mhla.config.blocks:
             raise ValueError(
-                f"The grid {grid} is cut into {call.blocks} blocks, the matrix is for {attn.mhla.config.blocks}; "
+                f"The grid {call.grid} is cut into {call.blocks} blocks, the matrix is for {attn.mhla.config.blocks}; "
                 "calibrate at a size with at least as many tokens along every axis."
             )
         found.append(BlockInput.of(call, _QUERIES, len(found)))

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.rotary import Rotary
 from ..families import Family
+from ..families.forms import AttentionInput
 from .finding import hook_of
 from .layer import layer_of
-from .processor import MHLAProcessor, hand_on, project
+from .processor import MHLAProcessor, form_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,9 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        rotary_emb: Rotary | None = None,
-    ) -> torch.Tensor:
+        rotary_emb: Any = None,
+        **others: Any,
+    ) -> Any:
         """Run one self-attention; arguments as of :class:`MHLAProcessor`.
 
         Raises:
@@ -50,8 +51,9 @@ class PerturbedMHLAProcessor(MHLAProcessor):
             )
         *parts, perturbed = hidden_states.chunk(self.parts)
         mask = attention_mask[: -len(perturbed)] if attention_mask is not None else None
-        attended = super().__call__(attn, torch.cat(parts), encoder_hidden_states, mask, rotary_emb)
-        return torch.cat([attended, hand_on(attn, project(attn, perturbed)[2], perturbed)])
+        attended = super().__call__(attn, torch.cat(parts), encoder_hidden_states, mask, rotary_emb, **others)
+        form, alone = form_of(attn), AttentionInput(perturbed)
+        return torch.cat([attended, form.hand_on(attn, form.project(attn, alone)[2], alone)])
 
 
 class ProcessorWatch:

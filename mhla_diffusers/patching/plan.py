@@ -42,7 +42,7 @@ def make_plan(transformer: nn.Module, processor: MHLAProcessor) -> Plan:
     check_settings(transformer, config)
     attentions = list(family.self_attentions(transformer).values())
     indices = choose_layers(config.layers, len(attentions))
-    layers = [(attentions[index], make_layer(attentions[index], config)) for index in indices]
+    layers = [(attentions[index], make_layer(attentions[index], config, family)) for index in indices]
     return Plan(transformer, family, processor, layers)
 
 
@@ -62,6 +62,16 @@ def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
         raise ValueError(
             f"exact={config.exact!r} approximates softmax attention, and the own attention of "
             f"{type(transformer).__name__} is linear; leave it at 'none'."
+        )
+    if family.form.has_outside and not config.normalize:
+        raise ValueError(
+            f"normalize=False leaves {type(transformer).__name__} no common denominator with the softmax over its "
+            "tokens outside the grid; leave it at True."
+        )
+    if family.form.rope_by_head and config.rope != "before":
+        raise ValueError(
+            f"rope={config.rope!r} would need one table for all heads, and {type(transformer).__name__} turns every "
+            "head by other angles; set rope='before'."
         )
     if any(_is_group_offloaded(module) for module in transformer.modules()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")

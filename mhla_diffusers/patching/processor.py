@@ -1,18 +1,18 @@
 """The attention processor: what a patched attention does instead of softmax attention."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..attention import check_backend
 from ..attention.blocks import check_blocks
-from ..attention.rotary import Rotary
 from ..config import MHLAConfig
-from ..families import cross_attention_processor, rotary_axes
+from ..families import Family, cross_attention_processor, family_of_attention
+from ..families.forms import AttentionArguments, AttentionForm, attention_arguments
+from .attended import Attended
 from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
 from .token_grid import attends_as_before, grid_of_call
 
-_FLOAT16_MAX = 65504.0
 _BACKEND = "_attention_backend"
 """Attribute that diffusers' set_attention_backend writes into processors."""
 
@@ -72,44 +72,58 @@ class MHLAProcessor:
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        rotary_emb: Rotary | None = None,
-    ) -> torch.Tensor:
-        """Run one attention of a diffusers model.
+        rotary_emb: Any = None,
+        *,
+        image_rotary_emb: Any = None,
+        freqs_cis: Any = None,
+        encoder_hidden_states_mask: torch.Tensor | None = None,
+    ) -> Any:
+        """Run one attention of a diffusers model, which calls it with those of these arguments that it has.
 
         Args:
-            attn: a ``WanAttention`` or ``Attention``.
+            attn: an ``Attention``, ``WanAttention`` or the like.
             hidden_states: (B, N, hidden size).
-            encoder_hidden_states: given for cross-attention.
+            encoder_hidden_states: of a cross-attention, and the context of joint attention.
             attention_mask: for self-attention a key-padding mask, (B, N), (B, 1, N) or (B, 1, 1, N): bool, or the
                 bias that softmax attention would add.
-            rotary_emb: (cos, sin), each (1, N, 1, D).
+            rotary_emb: what the model hands over for RoPE; Wan's is (cos, sin), each (1, N, 1, D).
+            image_rotary_emb: the same by another name.
+            freqs_cis: the same by another name.
+            encoder_hidden_states_mask: (B, n), which tokens of the context take part.
 
         Returns:
-            (B, N, hidden size).
+            (B, N, hidden size); where the model's own attention returns the context as well, the pair of both.
 
         Raises:
             ValueError: the token grid is unknown or does not fit, or the mask is no key-padding mask.
         """
-        if encoder_hidden_states is not None:
+        rotary = next((one for one in (rotary_emb, image_rotary_emb, freqs_cis) if one is not None), None)
+        arguments = AttentionArguments(
+            hidden_states, encoder_hidden_states, attention_mask, rotary, encoder_hidden_states_mask
+        )
+        layer = layer_of(attn)
+        family = family_of_attention(attn) if layer is None else None
+        form = form_of(attn, family)
+        if form.is_cross_attention(arguments):
             processor = _cross_attention_processor(attn)
             processor._attention_backend = self._attention_backend
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask)
-        layer = layer_of(attn)
         self._check_layer(layer)
         if attends_as_before() and not _skips_scores(attn):
-            rotary = {} if rotary_emb is None else {"rotary_emb": rotary_emb}
-            before = with_backend_of(self, replaced_processor(attn))
-            return before(attn, hidden_states, attention_mask=attention_mask, **rotary)
-        grid = self._grid_of(attn, hidden_states.shape[1], rotary_emb)
-        key_mask = key_padding_mask(attention_mask, *hidden_states.shape[:2]) if attention_mask is not None else None
+            return form.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
+        given = form.read(attn, arguments)
+        grid = self.grid if self.grid is not None else grid_of_call(attn, given.rotary)
+        outside = form.outside(given, torch.Size(grid).numel())
         if layer is None:
-            attn.mhla = make_layer(attn, self.config)
-        query, key, value = project(attn, hidden_states)
+            attn.mhla = make_layer(attn, self.config, family)
+        query, key, value = form.project(attn, given)
         if _skips_scores(attn):
             output = value
         else:
-            output = attn.mhla(query, key, value, hidden_states, grid, rotary_emb, key_mask, self.backend)
-        return hand_on(attn, output, hidden_states)
+            output = attn.mhla(
+                query, key, value, hidden_states, grid, given.rotary, given.key_mask, self.backend, outside
+            )
+        return form.hand_on(attn, output, given)
 
     def _check_layer(self, layer: MHLALayer | None) -> None:
         if layer is None and self.config.layers != "all":
@@ -130,16 +144,6 @@ class MHLAProcessor:
                 "Call remove_mhla() before patching with other settings."
             )
 
-    def _grid_of(self, attn: Any, tokens: int, rotary: Rotary | None) -> tuple[int, ...]:
-        grid = self.grid if self.grid is not None else grid_of_call(attn, rotary)
-        if torch.Size(grid).numel() != tokens:
-            raise ValueError(
-                f"The token grid {grid} holds {torch.Size(grid).numel()} tokens, but the attention got {tokens}. "
-                "Was the processor made for another resolution, or are the tokens split over devices? MHLA does not "
-                "run under context parallelism."
-            )
-        return grid
-
 
 def with_backend_of(processor: MHLAProcessor, original: Any) -> Any:
     """The processor of before with the backend that ``set_attention_backend`` has set on a patched one meanwhile."""
@@ -149,10 +153,35 @@ def with_backend_of(processor: MHLAProcessor, original: Any) -> Any:
     return original
 
 
-def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
+def form_of(attn: Any, family: Family | None = None) -> AttentionForm:
+    """The form of a self-attention: that of its layer, or if it has none, of a family, or else the common one.
+
+    Raises:
+        ValueError: joint attention, of which nothing tells the form.
+    """
+    layer = layer_of(attn)
+    if layer is not None:
+        return layer.form
+    if family is not None:
+        return family.form
+    if getattr(attn, "add_q_proj", None) is not None:
+        raise ValueError(
+            f"This {type(attn).__name__} is joint attention and does not tell which model it is in; use "
+            "mhla_diffusers.set_attn_processor(transformer, processor) or mhla_diffusers.apply_mhla(pipe, ...), which "
+            "know the model."
+        )
+    return AttentionForm()
+
+
+def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALayer:
     """A fresh :class:`MHLALayer` that fits an attention, on its device; mixing matrix, λ and β are float32.
 
     Gate, norm and convolution take the type that the attention computes in.
+
+    Args:
+        attn: the attention.
+        config: settings.
+        family: of the model; None of an attention that nothing tells it of.
 
     Raises:
         ValueError: if the weights of the attention are offloaded, so that its device is not known, or the attention
@@ -164,19 +193,20 @@ def make_layer(attn: Any, config: MHLAConfig) -> MHLALayer:
                 f"This {type(attn).__name__} has a {norm}, which MHLA does not run; leave its layer as it is with "
                 "layers=[...]."
             )
-    if hasattr(attn.to_out[0], "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
+    if hasattr(attn.to_q, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     heads = int(attn.heads)
     weights = [tensor for tensor in (*attn.parameters(), *attn.buffers()) if tensor.is_floating_point()]
     # an attention that first runs under inference_mode must still get weights that can be trained
     with torch.inference_mode(False):
-        layer = MHLALayer(config, heads, int(attn.inner_dim) // heads, int(attn.to_out[0].out_features))
+        form, head_dim = form_of(attn, family), int(attn.inner_dim) // heads
+        layer = MHLALayer(config, heads, head_dim, int(attn.to_q.in_features), form)
         if weights:
             layer.to(device=weights[0].device)
             for name, parameter in layer.named_parameters():
                 if name not in FLOAT32_PARAMETERS:
                     parameter.data = parameter.data.to(_compute_dtype(attn, weights[0]))
-    layer.rotary_axes = rotary_axes(attn)
+    layer.rotary_axes = family.rotary_axes(head_dim) if family is not None else None
     return layer.train(attn.training)
 
 
@@ -202,7 +232,7 @@ def _register_with_diffusers(kind: type) -> None:
 
 def _compute_dtype(attn: Any, weight: torch.Tensor) -> torch.dtype:
     """Type that an attention computes in: that of its weights, unless they are stored in 8 bits."""
-    hooks = getattr(attn.to_out[0], "_diffusers_hook", None)
+    hooks = getattr(attn.to_q, "_diffusers_hook", None)
     casting = hooks.get_hook("layerwise_casting") if hooks is not None else None
     if casting is not None:
         return casting.compute_dtype
@@ -215,97 +245,24 @@ def _cross_attention_processor(attn: Any) -> Any:
     return default() if default is not None else cross_attention_processor(attn)
 
 
-class AttentionInput(NamedTuple):
-    """What a self-attention is called with."""
+def attended(
+    attn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    form: AttentionForm | None = None,
+    grid: tuple[int, ...] | None = None,
+) -> Attended:
+    """What a self-attention attends with, from the arguments of its forward, as a hook gets them.
 
-    hidden_states: torch.Tensor
-    """(B, N, hidden size)."""
-    rotary: Rotary | None
-    """(cos, sin), each (1, N, 1, D)."""
-    key_mask: torch.Tensor | None
-    """(B, N), see :func:`key_padding_mask`."""
-
-
-def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionInput:
-    """Read the arguments of a self-attention's forward, as a hook of a ``WanAttention`` or ``Attention`` gets them."""
-    given = dict(zip(("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb"), args, strict=False))
-    given |= kwargs
-    hidden_states, mask = given["hidden_states"], given.get("attention_mask")
-    key_mask = key_padding_mask(mask, *hidden_states.shape[:2]) if mask is not None else None
-    return AttentionInput(hidden_states, given.get("rotary_emb"), key_mask)
-
-
-def project(attn: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value of a self-attention, normed where the model norms them: each (B, N, H, D).
-
-    Under autocast a norm may give float32 where the projections give the lower type; all three then take the lower one,
-    as those of ``scaled_dot_product_attention`` do.
+    Args:
+        attn: the attention.
+        args: by place.
+        kwargs: by name.
+        form: of the attention; None of a patched one, which knows.
+        grid: token grid; None within a forward of a patched transformer, which tells it.
     """
-    if attn.fused_projections:
-        query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
-    else:
-        query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-    query, key = _normed_heads(query, attn.norm_q, attn.heads), _normed_heads(key, attn.norm_k, attn.heads)
-    value = value.unflatten(-1, (attn.heads, -1))
-    device = hidden_states.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
-        lower = torch.get_autocast_dtype(device)
-        return query.to(lower), key.to(lower), value.to(lower)
-    return query, key, value
-
-
-def hand_on(attn: Any, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    """What a self-attention returns, from the output of its heads (B, N, H, D) and its input: (B, N, hidden size)."""
-    output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
-    if getattr(attn, "residual_connection", False):
-        output = output + hidden_states
-    factor = getattr(attn, "rescale_output_factor", 1.0)
-    if factor != 1:
-        output = output / factor
-    if output.dtype == torch.float16:
-        # an infinity here would spread over the whole image; diffusers' own linear attention clips too
-        output = output.clip(-_FLOAT16_MAX, _FLOAT16_MAX)
-    return output
-
-
-def _normed_heads(x: torch.Tensor, norm: Any, heads: int) -> torch.Tensor:
-    """(B, N, H * D) to (B, N, H, D); a norm across heads acts before the split, another one after it."""
-    if norm is None:
-        return x.unflatten(-1, (heads, -1))
-    if _is_across_heads(norm, x.shape[-1]):
-        return norm(x).unflatten(-1, (heads, -1))
-    return norm(x.unflatten(-1, (heads, -1)))
-
-
-def _is_across_heads(norm: Any, inner_dim: int) -> bool:
-    """Whether a query or key norm has a weight for every channel of all heads."""
-    weight = getattr(norm, "weight", None)
-    return weight is not None and weight.numel() == inner_dim
-
-
-def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
-    """The (B, N) mask of ``mhla_attention`` from the mask that diffusers passes to an attention.
-
-    A bias that softmax attention adds to the scores of a key multiplies the key's weight by its exponential, which
-    linear attention can do as well; a mask that differs between queries it cannot.
-
-    Raises:
-        ValueError: if the mask is not the same for every query, or holds integers.
-    """
-    shape = tuple(attention_mask.shape)
-    if shape not in ((batch, tokens), (batch, 1, tokens), (batch, 1, 1, tokens)):
-        raise ValueError(
-            f"MHLA honours key-padding masks of shape ({batch}, {tokens}), ({batch}, 1, {tokens}) or "
-            f"({batch}, 1, 1, {tokens}); got {shape}. A mask that differs between queries has no linear form: "
-            "keep softmax attention in this layer with layers=[...]."
-        )
-    if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
-        raise ValueError(
-            f"A mask of {attention_mask.dtype} is ambiguous; give bool (True takes part) or the floating point bias "
-            "that softmax attention would add, for example mask.bool()."
-        )
-    mask = attention_mask.reshape(batch, tokens)
-    if mask.dtype == torch.bool:
-        return mask
-    # as in softmax, only differences between the keys of a sample count
-    return (mask.float() - mask.float().amax(dim=-1, keepdim=True)).exp()
+    form = form if form is not None else form_of(attn)
+    given = form.read(attn, attention_arguments(args, kwargs))
+    grid = grid if grid is not None else grid_of_call(attn, given.rotary)
+    outside = form.outside(given, torch.Size(grid).numel())
+    return Attended(*form.project(attn, given), grid, outside, given.rotary, given.key_mask)

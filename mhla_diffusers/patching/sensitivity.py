@@ -59,17 +59,17 @@ class TransformerCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    @property
-    def hidden_states(self) -> torch.Tensor:
-        """The latents (B, C, ...), first argument of every supported transformer."""
-        latents: torch.Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
-        return latents
+    def grid(self, transformer: nn.Module) -> tuple[int, ...]:
+        """Token grid that the transformer makes of it."""
+        family = get_family(transformer)
+        arguments = family.named_arguments(self.args, self.kwargs)
+        return tuple(int(size) for size in family.grid_of_arguments(transformer, arguments))
 
     def predict(self, transformer: nn.Module) -> torch.Tensor:
-        """Output of the transformer: (B, output channels, ...)."""
+        """Output of the transformer: (B, output channels, ...), as its family has it."""
         with patch_in_every_step():  # outside of the loop that it was recorded in
-            prediction: torch.Tensor = transformer(*self.args, **{**self.kwargs, "return_dict": False})[0]
-        return prediction
+            prediction = transformer(*self.args, **{**self.kwargs, "return_dict": False})[0]
+        return prediction if isinstance(prediction, torch.Tensor) else torch.stack(list(prediction))
 
 
 def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[TransformerCall]]:
@@ -107,6 +107,8 @@ def repeat_calls(transformer: nn.Module, calls: Iterable[TransformerCall]) -> No
 
 
 def _copy(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_copy(one) for one in value]
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 

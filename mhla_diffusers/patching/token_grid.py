@@ -133,12 +133,14 @@ class TokenGridHooks:
         give_back_graphs(self)
 
     def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the grid off ``hidden_states``, the first argument of every supported transformer."""
-        hidden_states = args[0] if args else kwargs["hidden_states"]
+        """Read the grid off the arguments."""
+        arguments = self.family.named_arguments(args, kwargs)
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
-        for axis in range(2, hidden_states.ndim):
-            torch._dynamo.mark_static(hidden_states, axis)
-        grid = tuple(int(size) for size in self.family.token_grid(transformer, hidden_states))
+        latents = arguments[self.family.forward_names[0]]
+        for tensor in [latents] if isinstance(latents, torch.Tensor) else latents:
+            for axis in range(1, tensor.ndim):
+                torch._dynamo.mark_static(tensor, axis)
+        grid = tuple(int(size) for size in self.family.grid_of_arguments(transformer, arguments))
         _THREAD.forward.grid = self.latest = grid
         checkpoint = getattr(transformer, _CHECKPOINT, None)
         if checkpoint is not None and not isinstance(checkpoint, _Carrying):

@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import nn
 
-from ..families import DiffusionProcess
+from ..families import DiffusionProcess, predict
 from ..generation.noise import generator_for
 from ..patching import calibrate_exact_tiles, mhla_layers
 from .latents.data import TrainingData, on_device
@@ -52,7 +52,7 @@ def calibrate_fresh_tiles(
             latents = sample.pop("latents")
             noise = torch.randn(latents.shape, generator=generator_for(seed, "calibration", index)).to(device)
             quantile = torch.tensor([(index + 0.5) / count], dtype=torch.float64, device=device)
-            process.make_batch(latents, noise, quantile, sample).predict(transformer)
+            predict(transformer, process.make_batch(latents, noise, quantile, sample))
 
     found = calibrate_exact_tiles(transformer, run)
     if found:

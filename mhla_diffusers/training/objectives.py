@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..families import DiffusionProcess, NoisedBatch, get_family
+from ..families import DiffusionProcess, NoisedBatch, get_family, predict
 from ..patching import token_grid
 from .config import ObjectiveWeights
 from .sharding import is_sharded
@@ -58,7 +58,7 @@ class Objectives:
                     target = teacher_prediction(self.transformer, self.teacher, batch)
         if weights.need_prediction:
             with self.autocast():
-                prediction = batch.predict(model)
+                prediction = predict(model, batch)
             loss = torch.zeros((), device=prediction.device)
             if weights.diffusion:
                 part = diffusion_loss(self.process, prediction, batch)
@@ -74,12 +74,22 @@ class Objectives:
 def teacher_prediction(transformer: nn.Module, teacher: Teacher, batch: NoisedBatch) -> torch.Tensor:
     """The unpatched model's output: (B, output channels, ...)."""
     with teacher.at_work():
-        return batch.predict(transformer)
+        return predict(transformer, batch)
 
 
 def distillation_loss(prediction: torch.Tensor, teacher_output: torch.Tensor) -> torch.Tensor:
     """Mean squared error to the unpatched model's prediction, all output channels: float32 ()."""
     return (prediction.float() - teacher_output.float()).square().mean()
+
+
+def attention_loss(output: Any, expected: Any) -> torch.Tensor:
+    """Mean squared error of what an attention returns, one tensor or that of the grid's tokens and the context's."""
+    if isinstance(output, torch.Tensor):
+        return (output.float() - expected.float()).square().mean()
+    losses = torch.stack([attention_loss(found, wanted) for found, wanted in zip(output, expected, strict=True)])
+    return (losses * losses.new_tensor([wanted.numel() for wanted in expected])).sum() / sum(
+        x.numel() for x in expected
+    )
 
 
 def diffusion_loss(process: DiffusionProcess, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
@@ -112,11 +122,10 @@ def transfer_attention(
     total = torch.zeros((), device=batch.latents.device)
 
     def compare(name: str) -> Callable[..., None]:
-        def hook(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        def hook(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             nonlocal total
             with teacher.student_attention(name):
-                student_output = attn.forward(*args, **kwargs)
-                loss = (student_output.float() - output.float()).square().mean() / len(attentions)
+                loss = attention_loss(attn.forward(*args, **kwargs), output) / len(attentions)
                 backward(loss)
             total = total + loss.detach()
 
@@ -139,10 +148,10 @@ def transfer_attention_in_parts(
     them away. So the teacher runs to its end first, and inputs and outputs of all layers are held until MHLA has run.
     """
     attentions = patched_attentions(transformer)
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = {}
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
 
     def record(name: str) -> Callable[..., None]:
-        def hook(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        def hook(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             calls[name] = (args, kwargs, output)
 
         return hook
@@ -154,7 +163,7 @@ def transfer_attention_in_parts(
     for name, attn in attentions.items():
         args, kwargs, output = calls.pop(name)
         with token_grid(grid):
-            loss = (attn(*args, **kwargs).float() - output.float()).square().mean() / len(attentions)
+            loss = attention_loss(attn(*args, **kwargs), output) / len(attentions)
         backward(loss)
         total = total + loss.detach()
     return total, prediction

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..families import Clip, DiffusionProcess, get_family
+from ..families import Clip, DiffusionProcess, get_family, predict
 from ..generation.noise import generator_for
 from ..generation.record import write_sample
 from ..patching import patch_in_every_step
@@ -52,7 +52,7 @@ class ValidationLoss:
             for quantile in self._quantiles.to(device):
                 batch = self._process.make_batch(latents, noise, quantile[None], sample)
                 with patch_in_every_step():
-                    prediction = batch.predict(transformer)
+                    prediction = predict(transformer, batch)
                 loss = self._process.loss(prediction, batch)
                 total += counted * loss.double().squeeze(0) / len(self._quantiles)
         return total

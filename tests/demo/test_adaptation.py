@@ -6,6 +6,7 @@ import torch
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, held_out_curve
 from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.families import predict
 from mhla_diffusers.patching import is_patched, mhla_layers
 from mhla_diffusers.tiny import TINY, load_tiny
 
@@ -56,7 +57,7 @@ def test_layers_are_chosen_on_what_the_calibration_runs(adaptation):
     def calibration(pipe):
         seen.append(pipe)
         batch = adaptation.batch(pipe.transformer, range(2), torch.tensor([0.25, 0.75]))
-        return batch.predict(pipe.transformer)
+        return predict(pipe.transformer, batch)
 
     pipe = adaptation.patched(MHLA.replace(layers="auto:1/2"), calibration)
     assert all(one is pipe for one in seen)

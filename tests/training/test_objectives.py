@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla, mhla_layers
-from mhla_diffusers.families import NoisedBatch, get_family
+from mhla_diffusers.families import NoisedBatch, get_family, predict
 from mhla_diffusers.training import InMemoryData, TrainingConfig, read_metrics, train
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.objectives import distillation_loss, teacher_prediction, transfer_attention
@@ -92,9 +92,9 @@ def test_teacher_stays_the_original_model_while_the_student_changes(trainable: A
         for parameter in transformer.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1)
-        student = batch.predict(transformer)
-        assert torch.equal(teacher_prediction(transformer, teacher, batch), batch.predict(original))
-        assert torch.equal(batch.predict(transformer), student)
+        student = predict(transformer, batch)
+        assert torch.equal(teacher_prediction(transformer, teacher, batch), predict(original, batch))
+        assert torch.equal(predict(transformer, batch), student)
     assert bool(teacher.extra_parameters) == (trainable in ("attention", "all"))
 
 
@@ -155,6 +155,6 @@ def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -
         loaded.load_lora_adapter(result.result, prefix="transformer", weight_name="pytorch_lora_weights.safetensors")
     batch = _one_batch(loaded, wan_data())
     with torch.no_grad():
-        trained = batch.predict(transformer.eval())
-        assert torch.allclose(batch.predict(loaded.eval()), trained, atol=1e-6)
-        assert not torch.allclose(batch.predict(apply_mhla(tiny_wan(), patch).eval()), trained, atol=1e-3)
+        trained = predict(transformer.eval(), batch)
+        assert torch.allclose(predict(loaded.eval(), batch), trained, atol=1e-6)
+        assert not torch.allclose(predict(apply_mhla(tiny_wan(), patch).eval(), batch), trained, atol=1e-3)
