@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from . import cogvideox, flux, sd3
+from . import cogvideox, flux, hunyuan_video, sd3
 from .case import FamilyCase
 
 CASES = {
@@ -16,6 +16,7 @@ CASES = {
     "flux": flux.CASE,
     "cogvideox": cogvideox.CASE,
     "cogvideox_two_frames": cogvideox.TWO_FRAMES_CASE,
+    "hunyuan_video": hunyuan_video.CASE,
 }
 
 every_case = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
