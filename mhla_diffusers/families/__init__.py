@@ -8,13 +8,17 @@ from torch import nn
 from ..attention.rotary import Rotary
 from .base import Family, Sample
 from .dit import DiTFamily
+from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .sana import SanaFamily
+from .sd3 import SD3Family
 from .sizes import Clip, Model
 from .wan import WanFamily
 
-_FAMILIES: dict[str, Family] = {family.name: family for family in (DiTFamily(), SanaFamily(), WanFamily())}
+_FAMILIES: dict[str, Family] = {
+    family.name: family for family in (DiTFamily(), FluxFamily(), SanaFamily(), SD3Family(), WanFamily())
+}
 
 
 def register_family(family: Family) -> None:

@@ -242,7 +242,7 @@ class Family(ABC):
     # Latents and conditioning
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Latents of clips, of the scale that the transformer takes; by default with the VAE's ``scaling_factor``.
+        """Latents of clips, of the scale that the transformer takes; by default with the VAE's factors.
 
         Args:
             pipe: pipeline with its autoencoder.
@@ -253,7 +253,8 @@ class Family(ABC):
         """
         encoded = pipe.vae.encode(pixels if self.makes_videos else pixels[:, :, 0])
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
-        scaled: torch.Tensor = latents.float() * pipe.vae.config.scaling_factor
+        shift = getattr(pipe.vae.config, "shift_factor", None) or 0.0
+        scaled: torch.Tensor = (latents.float() - shift) * pipe.vae.config.scaling_factor
         return scaled
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
@@ -302,7 +303,14 @@ class Family(ABC):
         """What the pipeline's ``encode_prompt`` gives without guidance; settings that it does not take are left out."""
         known = inspect.signature(pipe.encode_prompt).parameters
         chosen = {name: value for name, value in settings.items() if name in known}
-        return pipe.encode_prompt(prompt, do_classifier_free_guidance=False, **chosen)
+        if "do_classifier_free_guidance" in known:
+            chosen["do_classifier_free_guidance"] = False
+        return pipe.encode_prompt(prompt, **chosen)
+
+    def spatial_patch(self, transformer: Any) -> int:
+        """Latents per token along height and width; by default the last of the configuration's ``patch_size``."""
+        patch = transformer.config.patch_size
+        return int(patch if isinstance(patch, int) else patch[-1])
 
     def spatial_stride(self, pipe: Any) -> int:
         """Pixels per latent along height and width."""

@@ -139,8 +139,7 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
     Raises:
         ValueError: naming the nearest that it can.
     """
-    patch = pipe.transformer.config.patch_size
-    step = family.spatial_stride(pipe) * (patch if isinstance(patch, int) else patch[-1])
+    step = family.spatial_stride(pipe) * family.spatial_patch(pipe.transformer)
     for size in clip.sizes:
         if any(side <= 0 or side % step for side in size):
             nearest = tuple(max(step, round(side / step) * step) for side in size)

@@ -1,0 +1,167 @@
+"""Flux.1: ``FluxTransformer2DModel``.
+
+Joint attention, the text before the image: first blocks of two streams, each with projections of its own, then blocks of
+one. The transformer takes packed latents, 2x2 to a token, and ids that tell where on the grid each token lies; RoPE comes
+from these.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..config import MHLAConfig
+from .base import Family, Sample
+from .forms import JointForm
+from .packing import pack, unpack
+from .processes import DiffusionProcess, FlowMatching
+from .sizes import Model
+
+_TEXT_TOKENS = 512
+_PACKED = 2
+"""Latents per token along height and width."""
+_GUIDANCE = 3.5
+"""Default of the pipeline, for models that embed it."""
+
+
+class FluxForm(JointForm):
+    """Text first."""
+
+    context_first = True
+
+
+def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
+    sizes = tuple((side, side) for side in (1024, 2048, 4096))
+    settings = {"num_attention_heads": heads, **settings}
+    grids = {f"{16 * side}px": (side, side) for side in (64, 128, 256)}
+    return Model(
+        name,
+        "FluxTransformer2DModel",
+        settings,
+        heads,
+        128,
+        layers,
+        (4, 4),
+        stride=8,
+        patch=2,
+        sizes=sizes,
+        grids=grids,
+    )
+
+
+class FluxFamily(Family):
+    """Text-to-image transformers with a (height, width) token grid."""
+
+    name = "flux"
+    transformers = ("FluxTransformer2DModel",)
+    axes = 2
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    attentions = ("attn",)
+    form = FluxForm()
+    feed_forwards = ("ff", "ff_context", "proj_mlp", "proj_out")
+    # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+    dispatches_attention = True
+    models = (_model("flux-dev", 24, 19, guidance_embeds=True),)
+
+    def self_attention_processor(self) -> Any:
+        """``FluxAttnProcessor``."""
+        from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+
+        return FluxAttnProcessor()
+
+    def recognises_self_attention(self, attn: Any) -> bool:
+        """``FluxAttention``."""
+        return type(attn).__name__ == "FluxAttention"
+
+    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
+        """Of Flux.1: 16 channels that an image does not turn, counted to the height, then 56 for each axis."""
+        return (72, 56) if head_dim == 128 else None
+
+    def spatial_patch(self, transformer: Any) -> int:
+        """2, by packing."""
+        return _PACKED
+
+    def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
+        """(height, width) of packed latents."""
+        return latents.shape[2] // _PACKED, latents.shape[3] // _PACKED
+
+    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """Read off the ids, once for every tensor of them.
+
+        Raises:
+            ValueError: ids of more than one picture.
+        """
+        ids = arguments["img_ids"]
+        grid = _grid_of_ids(ids)
+        if torch.compiler.is_compiling():  # the graph holds the grid, so other ids of as many tokens must not run in it
+            last = ids.new_tensor([size - 1 for size in grid])
+            torch._assert_async((ids[..., -1, 1:] == last).all(), "compiled for another token grid")
+        return grid
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """Packed latents, the ids of their places, and zeros as ids of the text."""
+        height, width = self.token_grid(transformer, latents)
+        places = torch.cartesian_prod(torch.zeros(1), torch.arange(height).float(), torch.arange(width).float())
+        text = conditioning["encoder_hidden_states"]
+        arguments = {
+            "hidden_states": pack(latents, (_PACKED, _PACKED)),
+            "timestep": timestep,
+            "img_ids": places.to(latents),
+            "txt_ids": torch.zeros(text.shape[1], 3).to(latents),
+            **conditioning,
+        }
+        if transformer.config.guidance_embeds:
+            arguments["guidance"] = torch.full_like(timestep, _GUIDANCE, dtype=latents.dtype)
+        return arguments
+
+    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Unpacked."""
+        return unpack(output, self.token_grid(transformer, latents), (_PACKED, _PACKED))
+
+    def channels(self, transformer: Any) -> int:
+        """Those of a token, without packing."""
+        return int(transformer.in_channels) // _PACKED**2
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """Flow matching; the transformer takes σ."""
+        return FlowMatching(flow_shift, timestep_scale=1e-3)
+
+    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
+        """A thousand times σ."""
+        return 1000 * timestep
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """``encoder_hidden_states`` (512, channels) of T5, and ``pooled_projections`` (channels,) of CLIP."""
+        text, pooled, _ = self.encode_text(pipe, prompt, {"max_sequence_length": _TEXT_TOKENS, **(settings or {})})
+        return {"encoder_hidden_states": text[0], "pooled_projections": pooled[0]}
+
+    def conditioning_shapes(self, transformer: Any) -> Sample:
+        """``encoder_hidden_states`` (512, channels) and ``pooled_projections`` (channels,)."""
+        return {
+            "encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.joint_attention_dim, device="meta"),
+            "pooled_projections": torch.empty(transformer.pooled_projection_dim, device="meta"),
+        }
+
+
+def _grid_of_ids(ids: Any) -> tuple[int, int]:
+    """(height, width) of ids (N, 3) or (B, N, 3): picture, row and column of every token.
+
+    Reading them waits for a device, so it is kept with the tensor, which a pipeline hands over in every step.
+    """
+    if not hasattr(ids, "token_grid"):
+        _, height, width = (int(largest) + 1 for largest in ids.flatten(0, -2).amax(dim=0).tolist())
+        if height * width != ids.shape[-2]:
+            raise ValueError(
+                f"img_ids of {ids.shape[-2]} tokens do not tell one grid, {height}x{width} at most: MHLA takes one "
+                "picture, not one with others as its context, as in Flux Kontext."
+            )
+        ids.token_grid = height, width
+    grid: tuple[int, int] = ids.token_grid
+    return grid
+
+
+# the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
+vars(_grid_of_ids)["_dynamo_marked_constant"] = True

@@ -1,0 +1,75 @@
+"""Stable Diffusion 3 and 3.5: ``SD3Transformer2DModel``.
+
+Joint attention in every block, the text after the image; no RoPE, since positions are added to the tokens once. Some
+blocks of 3.5-medium attend to the image alone once more, in ``attn2``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..config import MHLAConfig
+from .base import Family, Sample
+from .forms import JointForm
+from .processes import DiffusionProcess, FlowMatching
+from .sizes import Model
+
+_TEXT_TOKENS = 77 + 256
+"""Of CLIP, and of T5 in training and in the pipeline's default."""
+
+
+def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
+    settings = {
+        "num_attention_heads": heads,
+        "caption_projection_dim": 64 * heads,
+        "qk_norm": "rms_norm",
+        "pos_embed_max_size": 512,
+        **settings,
+    }
+    sizes = tuple((side, side) for side in (1024, 2048, 4096))
+    grids = {f"{16 * side}px": (side, side) for side in (64, 128, 256)}
+    return Model(
+        name, "SD3Transformer2DModel", settings, heads, 64, layers, (4, 4), stride=8, patch=2, sizes=sizes, grids=grids
+    )
+
+
+class SD3Family(Family):
+    """Text-to-image transformers with a (height, width) token grid."""
+
+    name = "sd3"
+    transformers = ("SD3Transformer2DModel",)
+    axes = 2
+    block_lists = ("transformer_blocks",)
+    attentions = ("attn", "attn2")
+    form = JointForm()
+    feed_forwards = ("ff", "ff_context")
+    models = (
+        _model("sd3.5-medium", 24, 24, dual_attention_layers=tuple(range(13))),
+        _model("sd3.5-large", 38, 38),
+    )
+    # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+
+    def self_attention_processor(self) -> Any:
+        """``JointAttnProcessor2_0``."""
+        from diffusers.models.attention_processor import JointAttnProcessor2_0
+
+        return JointAttnProcessor2_0()
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """Flow matching."""
+        return FlowMatching(flow_shift)
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """``encoder_hidden_states`` (333, channels) of CLIP and T5, and ``pooled_projections`` (channels,) of CLIP."""
+        chosen = {"prompt_2": None, "prompt_3": None, **(settings or {})}
+        text, _, pooled, _ = self.encode_text(pipe, prompt, chosen)
+        return {"encoder_hidden_states": text[0], "pooled_projections": pooled[0]}
+
+    def conditioning_shapes(self, transformer: Any) -> Sample:
+        """``encoder_hidden_states`` (333, channels) and ``pooled_projections`` (channels,)."""
+        return {
+            "encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.joint_attention_dim, device="meta"),
+            "pooled_projections": torch.empty(transformer.pooled_projection_dim, device="meta"),
+        }
