@@ -25,3 +25,9 @@ def timesteps(batch: int) -> torch.Tensor:
 def text_mask(batch: int) -> torch.Tensor:
     """1 for text and 0 for the padding after it, (batch, ``TEXT_TOKENS``), for at most three samples."""
     return (torch.arange(TEXT_TOKENS) < torch.tensor([[5], [3], [4]])[:batch]).long()
+
+
+def prompt_embeddings(tokens: int, channels: int) -> dict[str, torch.Tensor]:
+    """Arguments of a pipeline's call in place of a prompt, which some pipelines read only where ftfy is installed."""
+    prompt, negative = drawer(2, seed=5)(tokens, channels)[:, None]
+    return {"prompt_embeds": prompt, "negative_prompt_embeds": negative}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ...models import output
-from . import ltx, pixart, sana_video
+from . import chronoedit, ltx, pixart, sana_video, skyreels_v2, wan_animate
 from .case import FamilyCase
 
 CASES = {
@@ -17,6 +17,12 @@ CASES = {
     "ltx": ltx.CASE,
     "sana_video": sana_video.CASE,
     "sana_video_image": sana_video.IMAGE_CASE,
+    "skyreels_v2": skyreels_v2.CASE,
+    "skyreels_v2_forcing": skyreels_v2.FORCING_CASE,
+    "skyreels_v2_image": skyreels_v2.IMAGE_CASE,
+    "chronoedit": chronoedit.CASE,
+    "chronoedit_edit": chronoedit.EDIT_CASE,
+    "wan_animate": wan_animate.CASE,
 }
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
