@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diffusers import UniPCMultistepScheduler
+from diffusers import AutoencoderKL, UniPCMultistepScheduler
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, T5Config, T5EncoderModel
 
 from ...models import seeded
@@ -13,6 +13,21 @@ def t5(channels: int) -> T5EncoderModel:
     """One layer; its tokens are those of ``word_tokenizer``."""
     config = T5Config(vocab_size=16, d_model=channels, d_kv=8, d_ff=16, num_layers=1, num_heads=4)
     return seeded(T5EncoderModel, config=config)
+
+
+def kl_autoencoder() -> AutoencoderKL:
+    """Of images: 8 pixels per latent along height and width, 4 channels."""
+    return seeded(
+        AutoencoderKL,
+        noise=0.05,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(4, 4, 4, 4),
+        layers_per_block=1,
+        norm_num_groups=2,
+        latent_channels=4,
+        mid_block_add_attention=False,
+    )
 
 
 def clip_vision(channels: int) -> CLIPVisionModel:

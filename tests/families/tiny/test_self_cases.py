@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ...models import output
-from . import chronoedit, ltx, pixart, sana_video, skyreels_v2, wan_animate
+from . import chronoedit, hunyuan_dit, latte, ltx, pixart, sana_video, skyreels_v2, wan_animate
 from .case import FamilyCase
 
 CASES = {
@@ -23,6 +23,8 @@ CASES = {
     "chronoedit": chronoedit.CASE,
     "chronoedit_edit": chronoedit.EDIT_CASE,
     "wan_animate": wan_animate.CASE,
+    "latte": latte.CASE,
+    "hunyuan_dit": hunyuan_dit.CASE,
 }
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -32,20 +34,21 @@ each_grid = pytest.mark.parametrize("ragged", [False, True], ids=["usual", "ragg
 def expected_shape(model: Any, latents: torch.Tensor) -> tuple[int, ...]:
     """Of what a model predicts: its input's with other channels, the last axis of packed latents (B, tokens, C)."""
     shape = list(latents.shape)
-    shape[-1 if latents.ndim == 3 else 1] = model.config.out_channels
+    # HunyuanDiT has them beside its configuration
+    shape[-1 if latents.ndim == 3 else 1] = model.config.get("out_channels") or model.out_channels
     return tuple(shape)
 
 
-def with_other_row(arguments: Mapping[str, Any], batch: int, row: int) -> dict[str, Any]:
-    """Arguments of a forward with other values in one row of the batch, masks turned round."""
-    changed = dict(arguments)
-    for name, value in arguments.items():
-        if isinstance(value, Mapping):
-            changed[name] = with_other_row(value, batch, row)
-        elif isinstance(value, torch.Tensor) and value.shape[:1] == (batch,):
-            changed[name] = value.clone()
-            changed[name][row] = 1 - value[row] if name.endswith("mask") else value[row] + 1
-    return changed
+def rows(arguments: Mapping[str, Any], chosen: list[int], batch: int) -> dict[str, Any]:
+    """Some rows of a batch of arguments; what has no batch axis stays as it is."""
+    return {
+        name: rows(value, chosen, batch)
+        if isinstance(value, Mapping)
+        else value[chosen]
+        if isinstance(value, torch.Tensor) and value.shape[0] == batch
+        else value
+        for name, value in arguments.items()
+    }
 
 
 @each_grid
@@ -80,9 +83,8 @@ def test_blocks_divide_the_grid_and_not_the_ragged_one(case: FamilyCase):
 
 @each_case
 def test_rows_of_a_batch_do_not_know_of_each_other(case: FamilyCase):
-    model, arguments = case.transformer(), case.inputs()
-    before = output(model, arguments)
-    after = output(model, with_other_row(arguments, batch=2, row=1))
+    model, arguments = case.transformer(), case.inputs(batch=3)
+    before, after = (output(model, rows(arguments, [0, other], batch=3)) for other in (1, 2))
     assert not torch.allclose(before[0], before[1])
     assert not torch.allclose(before[1], after[1])
     torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
