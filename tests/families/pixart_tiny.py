@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from diffusers import AutoencoderKL, DPMSolverMultistepScheduler, PixArtAlphaPipeline, PixArtTransformer2DModel
-from transformers import T5Config, T5EncoderModel
+from diffusers import DPMSolverMultistepScheduler, PixArtAlphaPipeline, PixArtTransformer2DModel
 
 from ..models import seeded
 from ..pipelines import quiet, word_tokenizer
+from .tiny.components import kl_autoencoder, t5
 
 CALL = {"height": 64, "width": 64, "use_resolution_binning": False, "clean_caption": False, "num_inference_steps": 2}
 """Arguments of the pipeline's call for a small picture: 8x8 latents, a token grid of 4x4."""
@@ -31,23 +31,11 @@ def pixart_transformer(sample_size: int = 128) -> PixArtTransformer2DModel:
 
 def pixart_pipeline(sample_size: int = 128) -> PixArtAlphaPipeline:
     """T5 text encoder, transformer, AutoencoderKL and DPM-Solver; see :func:`pixart_transformer`."""
-    encoder = T5Config(vocab_size=16, d_model=32, d_kv=8, d_ff=16, num_layers=1, num_heads=4)
-    vae = seeded(
-        AutoencoderKL,
-        noise=0.05,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(4, 4, 4, 4),
-        layers_per_block=1,
-        norm_num_groups=2,
-        latent_channels=4,
-        mid_block_add_attention=False,
-    )
     return quiet(
         PixArtAlphaPipeline(
             tokenizer=word_tokenizer(),
-            text_encoder=seeded(T5EncoderModel, config=encoder),
-            vae=vae,
+            text_encoder=t5(32),
+            vae=kl_autoencoder(),
             transformer=pixart_transformer(sample_size),
             scheduler=DPMSolverMultistepScheduler(beta_start=1e-4, beta_end=0.02, beta_schedule="linear"),
         )
