@@ -129,7 +129,9 @@ def build_transformer(model: Model, size: Size, layers: int | None, device: torc
     import diffusers
 
     made = getattr(diffusers, model.transformer)
-    settings = {**model.settings, "num_layers": layers or model.layers}
+    built = layers or model.layers
+    others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
+    settings = {**model.settings, model.layers_argument: built, **others}
     if "sample_size" in inspect.signature(made).parameters:
         settings["sample_size"] = size.height // model.stride
     torch.manual_seed(0)

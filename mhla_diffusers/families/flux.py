@@ -1,8 +1,8 @@
 """Flux.1: ``FluxTransformer2DModel``.
 
-Joint attention, the text before the image: first blocks of two streams, each with projections of its own, then blocks of
-one. The transformer takes packed latents, 2x2 to a token, and ids that tell where on the grid each token lies; RoPE comes
-from these.
+Joint attention, the text before the image: first blocks of two streams, each with projections of its own, then blocks
+of one. The transformer takes packed latents, 2x2 to a token, and ids that tell where on the grid each token lies; RoPE
+comes from these.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,30 @@ def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
         patch=2,
         sizes=sizes,
         grids=grids,
+        more_layers={"num_single_layers": 2 * layers},
     )
+
+
+_TINY = Model(
+    "tiny-flux",
+    "FluxTransformer2DModel",
+    {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "axes_dims_rope": (4, 6, 6),
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 12,
+        "in_channels": 16,
+    },
+    2,
+    16,
+    2,
+    blocks=(2, 2),
+    stride=8,
+    patch=2,
+    sizes=((64, 64),),
+    more_layers={"num_single_layers": 1},
+)
 
 
 class FluxFamily(Family):
@@ -62,7 +85,7 @@ class FluxFamily(Family):
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
     dispatches_attention = True
-    models = (_model("flux-dev", 24, 19, guidance_embeds=True),)
+    models = (_model("flux-dev", 24, 19, guidance_embeds=True), _TINY)
 
     def self_attention_processor(self) -> Any:
         """``FluxAttnProcessor``."""

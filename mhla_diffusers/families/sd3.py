@@ -34,6 +34,28 @@ def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
     )
 
 
+_TINY = Model(
+    "tiny-sd3",
+    "SD3Transformer2DModel",
+    {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "caption_projection_dim": 24,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+    },
+    2,
+    12,
+    3,
+    blocks=(2, 2),
+    stride=8,
+    patch=2,
+    sizes=((64, 64),),
+)
+
+
 class SD3Family(Family):
     """Text-to-image transformers with a (height, width) token grid."""
 
@@ -47,6 +69,7 @@ class SD3Family(Family):
     models = (
         _model("sd3.5-medium", 24, 24, dual_attention_layers=tuple(range(13))),
         _model("sd3.5-large", 38, 38),
+        _TINY,
     )
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))

@@ -46,7 +46,7 @@ class Model:
     heads: int
     head_dim: int
     layers: int
-    """Given to the class as ``num_layers``."""
+    """Given to the class as :attr:`layers_argument`."""
     blocks: tuple[int, ...]
     """Block counts of MHLA."""
     stride: int
@@ -59,6 +59,9 @@ class Model:
     """Of a video; None for an image."""
     temporal_stride: int = 1
     """Frames per latent frame, after the first one."""
+    layers_argument: str = "num_layers"
+    more_layers: Mapping[str, int] = field(default_factory=dict)
+    """Arguments of the class that count layers of other kinds; where fewer layers are built, so are fewer of these."""
     grids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Name of a size, such as 480p → token grid: the attentions that are measured by themselves."""
 
