@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from diffusers import AutoencoderKL, UniPCMultistepScheduler
 from transformers import (
     CLIPImageProcessor,
