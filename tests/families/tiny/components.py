@@ -1,7 +1,8 @@
-"""Components that several of the tiny pipelines share: tokenizers, CLIP, T5 and the autoencoder of images."""
+"""Components that several of the tiny pipelines share: tokenizers, text encoders and the autoencoder of images."""
 
 from typing import Any
 
+import torch
 from diffusers import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
@@ -9,14 +10,24 @@ from ...models import seeded
 from ...pipelines import word_tokenizer
 
 TEXT_TOKENS = 6
-"""Of the inputs of transformers, and what the tokenizers of CLIP pad to."""
+"""Of the inputs of transformers."""
+TEXT_TEMPLATE = "the {} on"
+"""In place of a prompt for language models, one token before the text and one behind it."""
+_CHAT_TEMPLATE = "the {% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %} on"
+"""The same as a chat."""
 
 
-def clip_tokenizer() -> PreTrainedTokenizerFast:
-    """Pads to ``TEXT_TOKENS``; pipelines read that length from it."""
+def text_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose longest text has ``TEXT_TOKENS`` tokens, which pipelines with CLIP ask it for."""
     tokenizer = word_tokenizer()
     tokenizer.model_max_length = TEXT_TOKENS
+    tokenizer.chat_template = _CHAT_TEMPLATE
     return tokenizer
+
+
+def keep_some(batch: int, tokens: int = TEXT_TOKENS) -> torch.Tensor:
+    """Mask (B, tokens), int64, of texts of other lengths: all tokens, two fewer, and three."""
+    return (torch.arange(tokens) < torch.tensor([[tokens], [tokens - 2], [3]])[:batch]).long()
 
 
 def clip_text(cls: type = CLIPTextModel, seed: int = 0) -> Any:
@@ -41,6 +52,22 @@ def t5_text(channels: int) -> T5EncoderModel:
     return seeded(
         T5EncoderModel, config=T5Config(vocab_size=16, d_model=channels, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     )
+
+
+def language_model(layers: int) -> dict[str, Any]:
+    """Settings that configurations of Llama and Qwen share: 16 channels, and a vocabulary of 16 tokens."""
+    return {
+        "vocab_size": 16,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
 
 
 def image_autoencoder(latent_channels: int, **config: Any) -> AutoencoderKL:
