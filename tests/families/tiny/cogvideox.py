@@ -15,7 +15,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TOKENS, clip_tokenizer, t5_text
+from .components import TEXT_TOKENS, t5_text, text_tokenizer
 
 CALL = {
     "prompt": "a red ball moves",
@@ -88,7 +88,7 @@ def pipeline(build: Any = transformer) -> CogVideoXPipeline:
     )
     return quiet(
         CogVideoXPipeline(
-            tokenizer=clip_tokenizer(), text_encoder=t5_text(32), vae=vae, transformer=build(), scheduler=scheduler
+            tokenizer=text_tokenizer(), text_encoder=t5_text(32), vae=vae, transformer=build(), scheduler=scheduler
         )
     )
 

@@ -8,7 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TOKENS, clip_text, clip_tokenizer, image_autoencoder, t5_text
+from .components import TEXT_TOKENS, clip_text, image_autoencoder, t5_text, text_tokenizer
 
 CALL = {
     "prompt": "a red ball",
@@ -62,9 +62,9 @@ def pipeline() -> FluxPipeline:
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
             vae=image_autoencoder(4, shift_factor=0.1),
             text_encoder=clip_text(),
-            tokenizer=clip_tokenizer(),
+            tokenizer=text_tokenizer(),
             text_encoder_2=t5_text(32),
-            tokenizer_2=clip_tokenizer(),
+            tokenizer_2=text_tokenizer(),
         )
     )
 

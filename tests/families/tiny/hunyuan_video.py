@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaModel
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TOKENS, clip_text, clip_tokenizer
+from .components import TEXT_TEMPLATE, TEXT_TOKENS, clip_text, keep_some, language_model, text_tokenizer
 
 CALL = {
     "prompt": "a red ball moves",
@@ -23,7 +23,7 @@ CALL = {
     "width": 96,
     "num_inference_steps": 2,
     "guidance_scale": 6.0,
-    "prompt_template": {"template": "the {} on", "crop_start": 1},
+    "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1},
     "max_sequence_length": TEXT_TOKENS,
     "output_type": "pt",
 }
@@ -51,12 +51,11 @@ def inputs(batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any
     """Latents (B, 4, F, 2 Hg, 2 Wg), text with its mask, pooled text, timestep, and 1000 times the guidance."""
     generator = torch.Generator().manual_seed(seed)
     frames, height, width = _RAGGED if ragged else _GRID
-    keep = torch.arange(TEXT_TOKENS) < torch.tensor([[TEXT_TOKENS], [TEXT_TOKENS - 2], [3]])[:batch]
     return {
         "hidden_states": torch.randn(batch, 4, frames, 2 * height, 2 * width, generator=generator),
         "timestep": torch.tensor([500.0, 250.0, 750.0])[:batch],
         "encoder_hidden_states": torch.randn(batch, TEXT_TOKENS, 16, generator=generator),
-        "encoder_attention_mask": keep.long(),
+        "encoder_attention_mask": keep_some(batch),
         "pooled_projections": torch.randn(batch, 12, generator=generator),
         "guidance": torch.tensor([6000.0, 3000.0, 1000.0])[:batch],
     }
@@ -64,17 +63,6 @@ def inputs(batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any
 
 def pipeline() -> HunyuanVideoPipeline:
     """Llama for the tokens of the text, CLIP for the pooled text."""
-    llama = LlamaConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
     vae = seeded(
         AutoencoderKLHunyuanVideo,
         noise=0.05,
@@ -86,13 +74,13 @@ def pipeline() -> HunyuanVideoPipeline:
     )
     return quiet(
         HunyuanVideoPipeline(
-            text_encoder=seeded(LlamaModel, config=llama),
-            tokenizer=clip_tokenizer(),
+            text_encoder=seeded(LlamaModel, config=LlamaConfig(**language_model(layers=3))),
+            tokenizer=text_tokenizer(),
             transformer=transformer(),
             vae=vae,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
             text_encoder_2=clip_text(),
-            tokenizer_2=clip_tokenizer(),
+            tokenizer_2=text_tokenizer(),
         )
     )
 

@@ -10,7 +10,7 @@ from transformers import CLIPTextModelWithProjection
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TOKENS, clip_text, clip_tokenizer, image_autoencoder, t5_text
+from .components import TEXT_TOKENS, clip_text, image_autoencoder, t5_text, text_tokenizer
 
 CALL = {
     "prompt": "a red ball",
@@ -71,11 +71,11 @@ def pipeline(build: Any = transformer) -> StableDiffusion3Pipeline:
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
             vae=image_autoencoder(4, shift_factor=0.06),
             text_encoder=clip_text(CLIPTextModelWithProjection),
-            tokenizer=clip_tokenizer(),
+            tokenizer=text_tokenizer(),
             text_encoder_2=clip_text(CLIPTextModelWithProjection, seed=1),
-            tokenizer_2=clip_tokenizer(),
+            tokenizer_2=text_tokenizer(),
             text_encoder_3=t5_text(32),
-            tokenizer_3=clip_tokenizer(),
+            tokenizer_3=text_tokenizer(),
         )
     )
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from . import cogvideox, flux, hunyuan_video, sd3
+from . import cogvideox, flux, hunyuan_video, hunyuan_video15, qwenimage, sd3, z_image
 from .case import FamilyCase
 
 CASES = {
@@ -17,41 +17,65 @@ CASES = {
     "cogvideox": cogvideox.CASE,
     "cogvideox_two_frames": cogvideox.TWO_FRAMES_CASE,
     "hunyuan_video": hunyuan_video.CASE,
+    "qwenimage": qwenimage.CASE,
+    "z_image": z_image.CASE,
+    "z_image_uneven": z_image.UNEVEN_CASE,
+    "hunyuan_video15": hunyuan_video15.CASE,
 }
 
 every_case = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+either_grid = pytest.mark.parametrize("ragged", [pytest.param(False, id="even"), pytest.param(True, id="ragged")])
 
 
 @torch.no_grad()
 def _output(transformer: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
-    return transformer(**arguments, return_dict=False)[0]
+    found = transformer(**arguments, return_dict=False)[0]
+    return torch.stack(found) if isinstance(found, list) else found
+
+
+def _latents(arguments: dict[str, Any]) -> str:
+    """Name of the argument that the latents are."""
+    return "x" if "x" in arguments else "hidden_states"
+
+
+def _with_second_of(arguments: dict[str, Any], others: dict[str, Any], name: str) -> Any:
+    """An argument with the second sample of other arguments; all Z-Image's are lists of tensors."""
+    mixed = [arguments[name][0], others[name][1]]
+    return mixed if isinstance(arguments[name], list) else torch.stack(mixed)
 
 
 @every_case
-@pytest.mark.parametrize("ragged", [False, True])
+@either_grid
 def test_forward(case: FamilyCase, ragged: bool):
     arguments = case.inputs(ragged=ragged)
+    expected = [2, *arguments[_latents(arguments)][0].shape]
+    if case is hunyuan_video15.CASE:
+        expected[1] = 4  # besides the latents its input has those of an image and a mask
     found = _output(case.transformer(), arguments)
     assert found.isfinite().all()
-    assert found.shape == arguments["hidden_states"].shape
+    assert list(found.shape) == expected
 
 
 @every_case
 def test_samples_are_their_own(case: FamilyCase):
     """A batch's rows differ, and another second row changes the second row of the output alone."""
     transformer, arguments, others = case.transformer(), case.inputs(), case.inputs(seed=2)
-    changed = dict(arguments)
-    for name in ("hidden_states", "encoder_hidden_states"):
-        assert not arguments[name][0].equal(arguments[name][1])
-        changed[name] = torch.stack([arguments[name][0], others[name][1]])
-    before, after = _output(transformer, arguments), _output(transformer, changed)
-    assert after[0].equal(before[0])  # the same operations on the same numbers
-    assert (after[1] - before[1]).abs().max() > 1e-2
+    before = _output(transformer, arguments)
+    latents, text = _latents(arguments), "cap_feats" if "x" in arguments else "encoder_hidden_states"
+    assert not arguments[latents][0].equal(arguments[latents][1])
+    for name in (latents, text):
+        after = _output(transformer, arguments | {name: _with_second_of(arguments, others, name)})
+        assert after[0].equal(before[0])  # the same operations on the same numbers
+        assert (after[1] - before[1]).abs().max() > 1e-3
+
+
+def _given_grid_alone(name: str) -> bool:
+    """The second attention of a layer of SD 3.5, and those of Z-Image before text and image meet."""
+    return name.endswith("attn2") or name.startswith("noise_refiner")
 
 
 @every_case
-@pytest.mark.parametrize("ragged", [False, True])
-def test_attentions(case: FamilyCase, ragged: bool):
+def test_attentions(case: FamilyCase):
     """They are called once each, in order, with the grid's tokens and those outside it."""
     transformer, calls = case.transformer(), []
 
@@ -64,10 +88,9 @@ def test_attentions(case: FamilyCase, ragged: bool):
 
     for name in case.attentions:
         transformer.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
-    _output(transformer, case.inputs(ragged=ragged))
-    grid = torch.Size(case.ragged_grid if ragged else case.grid).numel()
-    # the second attention of SD 3.5 is given the image alone
-    assert calls == [(name, grid + sum(case.outside) * (not name.endswith("attn2"))) for name in case.attentions]
+    _output(transformer, case.inputs())
+    grid, outside = torch.Size(case.grid).numel(), sum(case.outside)
+    assert calls == [(name, grid if _given_grid_alone(name) else grid + outside) for name in case.attentions]
 
 
 class _Queries(TorchFunctionMode):
@@ -88,18 +111,24 @@ class _Queries(TorchFunctionMode):
 
 @every_case
 def test_where_the_grid_lies(case: FamilyCase):
-    """Of the first attention's queries, those that other latents change stand where ``outside`` says."""
-    transformer, arguments = case.transformer(), case.inputs()
+    """Of the first joint attention's queries, those that other latents change stand where ``outside`` says."""
+    transformer, arguments, others = case.transformer(), case.inputs(), case.inputs(seed=2)
     (before, after), grid = case.outside, torch.Size(case.grid).numel()
     queries = []
-    for seed in (1, 2):
+    for latents in (arguments[_latents(arguments)], others[_latents(others)]):
         with _Queries(before + grid + after) as noted:
-            _output(transformer, arguments | {"hidden_states": case.inputs(seed=seed)["hidden_states"]})
+            _output(transformer, arguments | {_latents(arguments): latents})
         queries.append(noted.found)
     changed = (queries[0] != queries[1]).any(dim=-1)  # (B, H, N)
     expected = torch.zeros(before + grid + after, dtype=torch.bool)
     expected[before : before + grid] = True
     assert (changed == expected).all()
+
+
+@every_case
+def test_ragged_grids_are_not_divided(case: FamilyCase):
+    assert all(size % count == 0 for size, count in zip(case.grid, case.blocks, strict=True))
+    assert any(size % count for size, count in zip(case.ragged_grid, case.blocks, strict=True))
 
 
 @every_case
