@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .blocks import Shape
+from .outside import Outside, OutsideTokens, of_grid
 from .rotary import Rotary, axial_table, rotary_table, table_of_tokens
 from .tiles import ExactTiles
 
@@ -13,7 +14,8 @@ from .tiles import ExactTiles
 class Call:
     """The arguments of :func:`mhla_diffusers.attention.mhla_attention`, which has checked them and describes them.
 
-    Shapes: B batch, N tokens, H heads, D head dim, M blocks.
+    Shapes: B batch, N tokens of the grid, H heads, D head dim, M blocks. What tokens outside the grid bring is
+    :attr:`outside` alone.
     """
 
     query: torch.Tensor
@@ -46,6 +48,9 @@ class Call:
     """(H,)."""
     rotary_axes: Shape | None = None
     """Channels that turn with each axis of :attr:`grid_3d`; None where RoPE is not that of a grid."""
+    outside: OutsideTokens | None = None
+    """None for no tokens outside the grid. With them, ``exact=None`` stands for no exact tile and
+    ``far_field_weight=None`` for a λ of 1 then."""
 
     @property
     def grid_3d(self) -> Shape:
@@ -58,6 +63,25 @@ class Call:
         if self.rotary is None or self.rotary_axes is None:
             return self.rotary
         return table_of_tokens(self.rotary, self.grid_3d, self.rotary_axes)
+
+
+def split_call(call: Call, rotary: Rotary | None, outside: Outside) -> tuple[Call, Rotary | None]:
+    """Take the tokens outside the grid out of query, key, value and key mask of a whole sequence.
+
+    Args:
+        call: without RoPE, of the sequence: (B, before + N + after, H, D), mask (B, before + N + after).
+        rotary: (cos, sin), each (1 or B, before + N + after, 1, D).
+        outside: how many tokens stand before and after those of the grid, not both 0.
+
+    Returns:
+        The call of the grid's tokens, with those outside, and RoPE of the grid's, for :func:`with_rotary`.
+    """
+    others = OutsideTokens.of(call.query, call.key, call.value, rotary, call.key_mask, outside)
+    query, key, value = (of_grid(x, outside) for x in (call.query, call.key, call.value))
+    mask = None if call.key_mask is None else of_grid(call.key_mask, outside)
+    if rotary is not None:
+        rotary = of_grid(rotary[0], outside), of_grid(rotary[1], outside)
+    return replace(call, query=query, key=key, value=value, key_mask=mask, outside=others), rotary
 
 
 def with_rotary(call: Call, rotary: Rotary, axes: Shape | None) -> Call:

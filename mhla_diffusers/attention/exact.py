@@ -5,8 +5,9 @@ tokens the means k̄_c and v̄_c::
 
     o = [ Σ_{t∈R} exp(s_t) v_t + Σ_{c∉R} n_c exp(β_h + q · k̄_c / √D) v̄_c ] / [ the same without v ]
 
-The logarithm of the denominator comes with the output, so that :mod:`mhla_diffusers.attention.merge` can put the far
-field under the same denominator.
+Tokens outside the grid are tiles that every list holds, and of their queries R is everything. The logarithm of the
+denominator comes with the output, so that :mod:`mhla_diffusers.attention.merge` can put the far field under the same
+denominator.
 """
 
 import torch
@@ -15,29 +16,42 @@ from .call import Call
 from .eager import sum_dtype, without_autocast
 from .rotary import rotated
 from .tile_attention import tile_attention
-from .tiles import ExactTiles, in_tiles, places_of_tokens, tokens_of_tiles
+from .tiles import (
+    ExactTiles,
+    in_tiles,
+    lists_with_outside,
+    places_of_tokens,
+    tiles_of_outside,
+    tokens_of_tiles,
+)
 
 
 def exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the exact tiles and, where the call has ``mean_bias``, to the means of the others.
 
     Returns:
-        Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), both in float32 (float64 for float64 inputs). A
-        query that attends to nothing gets 0 and the lowest finite number.
+        Output (B, N + n, H, D) and log of the sum of weights (B, N + n, H, 1), both in float32 (float64 for float64
+        inputs), those of the n tokens outside the grid last. A query that attends to nothing gets 0 and the lowest
+        finite number.
     """
     device, dtype = call.query.device, sum_dtype(call.query.dtype)
-    tokens, exists = (x.to(device) for x in tokens_of_tiles(call.grid, tiles.counts))
+    outside = 0 if call.outside is None else call.outside.count
+    tokens, exists = (x.to(device) for x in tokens_of_tiles(call.grid, tiles.counts, outside))
     with without_autocast(device):
         table = call.rotary_of_tokens
         query, key = (rotated(x.to(dtype), table) for x in (call.query, call.key))
+        value, mask, lists = call.value.to(dtype), call.key_mask, (tiles.offsets, tiles.keys)
+        if call.outside is not None:
+            query, key, value, mask = call.outside.after(query, key, value, mask)
+            lists = lists_with_outside(tiles, tiles_of_outside(call.grid, tiles.counts, outside))
         scaled = query * query.shape[-1] ** -0.5
-        query, key, value = (in_tiles(x, tokens).contiguous() for x in (scaled, key, call.value.to(dtype)))
+        query, key, value = (in_tiles(x, tokens).contiguous() for x in (scaled, key, value))
         weight = exists.to(dtype)[None]
-        if call.key_mask is not None:
-            weight = weight * call.key_mask.to(dtype)[:, tokens]
+        if mask is not None:
+            weight = weight * mask.to(dtype)[:, tokens]
         means = _biased_means(key, value, weight, call.mean_bias)
-        output, log_sum = tile_attention(query, key, value, weight.log(), *means, tiles.offsets, tiles.keys)
-        places = places_of_tokens(call.grid, tiles.counts).to(device)
+        output, log_sum = tile_attention(query, key, value, weight.log(), *means, *lists)
+        places = places_of_tokens(call.grid, tiles.counts, outside).to(device)
         output, log_sum = (x.flatten(2, 3)[:, :, places].transpose(1, 2) for x in (output, log_sum[..., None]))
     return output, log_sum
 

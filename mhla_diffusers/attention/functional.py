@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 
 import torch
 
 from .blocks import Shape, check_layout
-from .call import Call, with_rotary
+from .call import Call, split_call, with_rotary
 from .eager import eager_attention
 from .exact import exact_attention
 from .feature_maps import get_feature_map
 from .merge import merged_attention
+from .outside import Outside, check_outside
 from .rotary import Rotary
-from .tiles import ExactTiles
+from .tiles import ExactTiles, without_exact_tiles
 from .triton import triton_attention, why_not
 
 
@@ -63,6 +65,7 @@ def mhla_attention(
     far_field_weight: torch.Tensor | None = None,
     exact: ExactTiles | None = None,
     mean_bias: torch.Tensor | None = None,
+    outside: Outside = (0, 0),
     backend: str = "auto",
 ) -> torch.Tensor:
     """Multi-Head Linear Attention (paper, Eq. 3-5).
@@ -75,6 +78,10 @@ def mhla_attention(
     The weights that a query gives to all tokens sum to 1, except with RoPE after the feature map, which turns the
     numerator alone. Differentiable in query, key, value, mixing, output_norm and output_gate.
 
+    Tokens outside the grid, such as the text of joint attention, are in no block. Every query of the grid attends to
+    each of them with softmax, under one denominator with all else (λ is 1 without ``exact`` if it is not given), and
+    they attend to all N tokens with softmax.
+
     Shapes: B batch, N tokens, H heads, D head dim, M blocks.
 
     Args:
@@ -82,7 +89,7 @@ def mhla_attention(
         key: like ``query``.
         value: like ``query``.
         mixing: (M, M), or (H, M, M) for one matrix per head; row i belongs to query block i. Any float type.
-        grid: token grid, 1 to 3 axes whose product is N.
+        grid: token grid, 1 to 3 axes whose product is N, less the tokens outside.
         blocks: block count per axis of the grid; the product is M.
         feature_map: a name registered with :func:`register_feature_map`.
         rotary: (cos, sin), each (1 or B, N, 1, D), as diffusers' Wan computes them; None for no RoPE.
@@ -93,14 +100,15 @@ def mhla_attention(
         normalize: divide by the normaliser. Without it the output grows with N and ``output_norm`` should fix it.
         eps: floor that the relu and elu+1 feature maps add.
         key_mask: (B, N), bool (True takes part) or a weight in [0, 1] on φ(k).
-        output_norm: (D,) weight of an RMSNorm over each head's output.
-        output_gate: (B, N, H, D); the output is multiplied with its SiLU.
-        far_field_weight: λ, (H,), positive: beside ``exact``, the weights of MHLA over all blocks are multiplied with
-            it; see :mod:`mhla_diffusers.attention.merge`. None for the exact tiles alone.
+        output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
+        output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
+        far_field_weight: λ, (H,), positive: beside ``exact`` or tokens outside the grid, the weights of MHLA over all
+            blocks are multiplied with it; see :mod:`mhla_diffusers.attention.merge`. None for the exact tiles alone.
         exact: tiles of keys that every head of every query tile attends to with softmax attention, under one
             denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. None for MHLA throughout.
         mean_bias: β, (H,): every tile that is not exact takes part in that softmax as one key, its mean, with β added
             to the logit; see :mod:`mhla_diffusers.attention.exact`. None to leave these tiles to the far field.
+        outside: how many tokens stand before, and how many after those of the grid in the sequence.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
             ROCm devices, D up to 256 and the built-in feature maps. "eager": torch operations, for everything. "auto":
             triton on a CUDA or ROCm device if it can run the call, else eager.
@@ -119,6 +127,7 @@ def mhla_attention(
     if rotary is not None:
         _check_rotary(rotary, query)
     axes = _check_axes(rotary_axes, grid, query.shape[3])
+    outside = check_outside(outside)
     call = Call(
         query,
         key,
@@ -138,7 +147,11 @@ def mhla_attention(
         exact,
         mean_bias,
     )
-    _check(call)
+    _check(call, outside)
+    if any(outside):
+        call, rotary = split_call(call, rotary, outside)
+        if call.exact is None:
+            call = _beside_outside_alone(call)
     if rotary is not None:
         call = with_rotary(call, rotary, axes)
     if query.numel() == 0:
@@ -147,6 +160,13 @@ def mhla_attention(
         fused = query.device.type == "cuda" and why_not(query, feature_map) is None
         backend = "triton" if fused else "eager"
     return _BACKENDS[backend](call)
+
+
+def _beside_outside_alone(call: Call) -> Call:
+    """With the empty lists and the λ that ``exact=None`` stands for beside tokens outside the grid."""
+    heads, device = call.query.shape[2], call.query.device
+    weight = call.far_field_weight if call.far_field_weight is not None else torch.ones(heads, device=device)
+    return replace(call, exact=without_exact_tiles(call.grid, heads, device), far_field_weight=weight)
 
 
 def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -183,12 +203,18 @@ def _check_axes(axes: Sequence[int] | None, grid: Shape, head_dim: int) -> Shape
     return tuple(axes)
 
 
-def _check(call: Call) -> None:
+def _check(call: Call, outside: Outside) -> None:
     batch, tokens, heads, head_dim = call.query.shape
-    if math.prod(call.grid) != tokens:
+    on_grid = math.prod(call.grid)
+    if any(outside) and on_grid + sum(outside) != tokens:
         raise ValueError(
-            f"Token grid {call.grid} holds {math.prod(call.grid)} tokens, but query has N={tokens}; "
-            "the product of the grid must be N."
+            f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid} + {outside[1]} after it are "
+            f"{on_grid + sum(outside)}, but query has N={tokens}; outside={outside} must be what the grid leaves of N."
+        )
+    if not any(outside) and on_grid != tokens:
+        raise ValueError(
+            f"Token grid {call.grid} holds {on_grid} tokens, but query has N={tokens}; the product of the grid must be "
+            "N. Tokens that have no place on it are given by outside=(before, after)."
         )
     blocks = math.prod(call.blocks)
     if tuple(call.mixing.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
@@ -201,7 +227,7 @@ def _check(call: Call) -> None:
     expected = {
         "key_mask": (batch, tokens),
         "output_norm": (head_dim,),
-        "output_gate": tuple(call.query.shape),
+        "output_gate": (batch, on_grid, heads, head_dim),
         "far_field_weight": (heads,),
         "mean_bias": (heads,),
     }
@@ -209,16 +235,19 @@ def _check(call: Call) -> None:
         tensor = getattr(call, name)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
-    if call.far_field_weight is not None and not call.normalize:
+    if any(outside) and not call.normalize:
+        raise ValueError("Tokens outside the grid share one denominator with those of it, which needs normalize=True.")
+    has_far_field = call.far_field_weight is not None or any(outside) and call.exact is None
+    if has_far_field and not call.normalize:
         raise ValueError("Softmax weights share one denominator with the far field, which needs normalize=True.")
-    if call.far_field_weight is not None and call.feature_map == "relu" and not call.eps > 0:
+    if has_far_field and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
-    _check_exact(call)
+    _check_exact(call, any(outside))
 
 
-def _check_exact(call: Call) -> None:
+def _check_exact(call: Call, has_outside: bool) -> None:
     if call.exact is None:
-        for name in ("mean_bias", "far_field_weight"):
+        for name in ("mean_bias",) if has_outside else ("mean_bias", "far_field_weight"):
             if getattr(call, name) is not None:
                 raise ValueError(f"{name} weighs what stands beside exact tiles; give exact as well.")
         return
@@ -230,7 +259,7 @@ def _check_exact(call: Call) -> None:
         raise ValueError(f"exact has lists for {call.exact.samples} samples, but query has {call.query.shape[0]}.")
     if call.exact.keys.device != call.query.device:
         raise ValueError(f"exact is on {call.exact.keys.device}, but query is on {call.query.device}.")
-    if call.far_field_weight is not None or call.mean_bias is not None:
+    if call.far_field_weight is not None or call.mean_bias is not None or has_outside:
         return
     # looked at where it costs nothing: a device would have to be waited for, and a compiled graph would break
     looking = call.exact.offsets.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -2,7 +2,8 @@
 
 The exact part gives an output and the logarithm of its sum of weights, MHLA over all blocks an output and its
 normaliser. With w the share of the exact part in the common sum of weights, w = σ(log-sum − log(λ · normaliser)), the
-two outputs add up to o = w · exact + (1 − w) · far. Every backend brings its own two parts.
+two outputs add up to o = w · exact + (1 − w) · far. Every backend brings its own two parts. Queries outside the grid
+attend to everything exactly, and leave nothing to a far field.
 """
 
 from collections.abc import Callable
@@ -16,21 +17,35 @@ from .reference import LEAST_MASK, LEAST_MIXING
 from .tiles import ExactTiles
 
 ExactAttention = Callable[[Call, ExactTiles], tuple[torch.Tensor, torch.Tensor]]
-"""Gives output (B, N, H, D) and log of the sum of weights (B, N, H, 1); :mod:`mhla_diffusers.attention.exact`."""
+"""Gives output (B, N + n, H, D) and log of the sum of weights (B, N + n, H, 1), of n tokens outside the grid last;
+:mod:`mhla_diffusers.attention.exact`."""
 LinearAttention = Callable[[Call], tuple[torch.Tensor, ...]]
 """Gives output (B, N, H, D) and normaliser (B, N, H, 1); :mod:`mhla_diffusers.attention.eager`."""
 
 
 def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linear: LinearAttention) -> torch.Tensor:
-    """Exact tiles and, where the call has a ``far_field_weight``, MHLA over all blocks: (B, N, H, D) like the query.
+    """Exact tiles and, where the call has a ``far_field_weight``, MHLA over all blocks.
 
     Args:
         call: the call.
         tiles: its exact tiles.
         exact: the backend's attention over exact tiles.
         linear: the backend's MHLA.
+
+    Returns:
+        (B, N, H, D) like the query; with tokens outside the grid, which norm and gate leave as they are, (B, N + n, H,
+        D) in the order of the sequence.
     """
     output, log_sum = exact(call, tiles)
+    if call.outside is None:
+        return _merged(call, output, log_sum, linear)
+    tokens = call.query.shape[1]
+    of_grid = _merged(call, output[:, :tokens], log_sum[:, :tokens], linear)
+    return call.outside.around(of_grid, output[:, tokens:].to(of_grid.dtype))
+
+
+def _merged(call: Call, output: torch.Tensor, log_sum: torch.Tensor, linear: LinearAttention) -> torch.Tensor:
+    """Of the grid's tokens, given the exact part's output and log of the sum of weights."""
     if call.far_field_weight is not None:
         far, normaliser = linear(far_field(call))
         log_far = (call.far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
@@ -40,7 +55,7 @@ def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linea
 
 
 def far_field(call: Call) -> Call:
-    """MHLA over all blocks: what a call leaves to the summaries, without λ, exact tiles, norm and gate."""
+    """MHLA over all blocks: what a call leaves to the summaries, without all that softmax takes, norm and gate."""
     mask = call.key_mask
     return replace(
         call,
@@ -51,4 +66,5 @@ def far_field(call: Call) -> Call:
         far_field_weight=None,
         exact=None,
         mean_bias=None,
+        outside=None,
     )

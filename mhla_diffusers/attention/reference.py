@@ -8,6 +8,7 @@ import torch
 from .blocks import block_index
 from .call import Call
 from .feature_maps import get_feature_map
+from .outside import OutsideTokens
 from .rotary import apply_rotary
 from .tiles import ExactTiles
 
@@ -23,7 +24,8 @@ LEAST_MASK = 1e-12
 def reference_weights(call: Call) -> torch.Tensor:
     """The effective attention matrix (paper, Eq. 5): float64 (B, H, N, N), row = query token.
 
-    It belongs to the attention before output norm and gate; the value is not read.
+    It belongs to the attention before output norm and gate; the value is not read. With tokens outside the grid N
+    counts them too, and rows and columns are those of the sequence.
     """
     phi = get_feature_map(call.feature_map)
     query, key = call.query.to(torch.float64, copy=True), call.key.to(torch.float64, copy=True)
@@ -36,7 +38,8 @@ def reference_weights(call: Call) -> torch.Tensor:
         query, key = apply_rotary(query, table), apply_rotary(key, table)
     query, key = phi(query, call.eps), phi(key, call.eps)
     mixing, mask = call.mixing.double(), call.key_mask
-    if call.exact is not None:
+    beside_softmax = call.exact is not None or call.outside is not None
+    if beside_softmax:
         mixing, mask = mixing + LEAST_MIXING, mask.double().clamp_min(LEAST_MASK) if mask is not None else None
     if mask is not None:
         key = key * mask[:, :, None, None]
@@ -48,20 +51,59 @@ def reference_weights(call: Call) -> torch.Tensor:
         query, key = apply_rotary(query, table), apply_rotary(key, table)
     weights = coefficients * torch.einsum("bqhd,bkhd->bhqk", query, key)
     normaliser = coefficients * plain
-    if call.exact is not None:
-        scores = torch.einsum("bqhd,bkhd->bhqk", near_query, near_key) / near_query.shape[-1] ** 0.5
-        # a common factor of numerator and denominator, which keeps large scores finite
-        largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
-        near = (scores - largest).exp()
-        if call.key_mask is not None:
-            near = near * call.key_mask[:, None, None, :]
-        far = (-largest).exp()
-        far = far * (call.far_field_weight.double()[:, None, None] if call.far_field_weight is not None else 0)
-        softmax = _with_means(call, call.exact, near, near_query, near_key, largest)
-        weights, normaliser = (softmax + far * x for x in (weights, normaliser))
+    if beside_softmax:
+        weights, normaliser = _beside_softmax(call, weights, normaliser, near_query, near_key)
     if call.normalize:
         weights = weights / normaliser.sum(dim=-1, keepdim=True)
     return weights
+
+
+def _beside_softmax(
+    call: Call, weights: torch.Tensor, normaliser: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, and what they are divided by, of the whole sequence, with those of softmax attention.
+
+    Args:
+        call: the call.
+        weights: of the far field, among the grid's tokens: (B, H, N, N).
+        normaliser: likewise.
+        query: of the grid's tokens after RoPE, (B, N, H, D).
+        key: likewise.
+    """
+    grid_query, grid_key, mask = query, key, call.key_mask
+    rows = slice(0, query.shape[1])
+    if call.outside is not None:
+        rows = slice(call.outside.before, call.outside.before + query.shape[1])
+        query, key = (_in_sequence(call.outside, *x) for x in ((query, call.outside.query), (key, call.outside.key)))
+        if mask is not None and call.outside.key_mask is not None:
+            mask = _in_sequence(call.outside, mask, call.outside.key_mask)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    # a common factor of numerator and denominator, which keeps large scores finite
+    largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
+    softmax = (scores - largest).exp()
+    if mask is not None:
+        softmax = softmax * mask[:, None, None, :]
+    largest, among_grid = largest[:, :, rows], softmax[:, :, rows, rows]
+    of_tiles = torch.zeros_like(among_grid)
+    if call.exact is not None:
+        of_tiles = _with_means(call, call.exact, among_grid, grid_query, grid_key, largest)
+    far = (-largest).exp() * _far_field_weight(call)[:, None, None]
+    softmax, sums = softmax.clone(), softmax.clone()
+    softmax[:, :, rows, rows], sums[:, :, rows, rows] = (of_tiles + far * x for x in (weights, normaliser))
+    return softmax, sums
+
+
+def _far_field_weight(call: Call) -> torch.Tensor:
+    """λ, (H,): 0 for exact tiles without a far field, and 1 where tokens outside the grid alone stand beside it."""
+    if call.far_field_weight is not None:
+        return call.far_field_weight.double()
+    return torch.full_like(call.query[0, 0, :, 0], 0.0 if call.exact is not None else 1.0, dtype=torch.float64)
+
+
+def _in_sequence(others: OutsideTokens, of_grid: torch.Tensor, of_others: torch.Tensor) -> torch.Tensor:
+    """(B, N, ...) in float64 in the order of the sequence: before the grid, of the grid, after it."""
+    parts = of_others[:, : others.before], of_grid, of_others[:, others.before :]
+    return torch.cat([part.double() for part in parts], dim=1)
 
 
 def _with_means(
@@ -92,8 +134,17 @@ def _with_means(
 
 
 def reference_attention(call: Call) -> torch.Tensor:
-    """MHLA in float64: (B, N, H, D)."""
-    output = torch.einsum("bhqk,bkhd->bqhd", reference_weights(call), call.value.double())
+    """MHLA in float64: (B, N, H, D); with tokens outside the grid of the whole sequence."""
+    value = call.value.double() if call.outside is None else _in_sequence(call.outside, call.value, call.outside.value)
+    output = torch.einsum("bhqk,bkhd->bqhd", reference_weights(call), value)
+    if call.outside is None:
+        return _finished(call, output)
+    before, end = call.outside.before, call.outside.before + call.query.shape[1]
+    return torch.cat([output[:, :before], _finished(call, output[:, before:end]), output[:, end:]], dim=1)
+
+
+def _finished(call: Call, output: torch.Tensor) -> torch.Tensor:
+    """Output norm and gate."""
     if call.output_norm is not None:
         mean_square = output.square().mean(dim=-1, keepdim=True)
         output = output * torch.rsqrt(mean_square + OUTPUT_NORM_EPS) * call.output_norm.double()

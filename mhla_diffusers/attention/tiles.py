@@ -5,6 +5,7 @@ number of tiles, raster order; a tile of queries and a tile of keys are the same
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,49 @@ class ExactTiles:
         return mask_of_lists(self.offsets, self.keys, tiles).view(self.samples, self.heads, tiles, tiles)
 
 
+def square_tiles(grid: Sequence[int]) -> Shape:
+    """Tile counts of about 64 tokens with equal sides, 8 x 8 of an image.
+
+    As many as fill one block of a matrix product: smaller tiles would be padded to it, and larger ones choose less
+    finely what is exact.
+    """
+    side = 64 ** (1 / len(grid))
+    return tuple(max(1, math.ceil(size / side)) for size in grid)
+
+
+def without_exact_tiles(grid: Shape, heads: int, device: torch.device) -> ExactTiles:
+    """Empty lists, for an attention of which only tokens outside the grid are attended to exactly."""
+    counts = square_tiles(grid)
+    offsets = torch.zeros(heads * math.prod(counts) + 1, dtype=torch.int64, device=device)
+    return ExactTiles(counts, heads, offsets, offsets[:0])
+
+
+def lists_with_outside(tiles: ExactTiles, others: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists over T + E tiles, E of them of tokens outside the grid, which every list holds and whose lists hold all.
+
+    Nothing waits for a device, on which the lists may be.
+
+    Args:
+        tiles: S H lists of each of T query tiles.
+        others: E.
+
+    Returns:
+        ``offsets``, int64 (S H (T + E) + 1,), and ``keys`` as those of :class:`ExactTiles`.
+    """
+    count = math.prod(tiles.counts)
+    everything = torch.arange(count + others, device=tiles.keys.device)
+    own_lengths = tiles.offsets.diff()
+    lengths = torch.nn.functional.pad(own_lengths.view(-1, count) + others, (0, others), value=len(everything))
+    offsets = torch.nn.functional.pad(lengths.flatten().cumsum(dim=0), (1, 0))
+    begins, ends = (x.view(-1, len(everything)) for x in (offsets[:-1], offsets[1:]))
+    keys = everything.new_empty(len(tiles.keys) + len(begins) * others * (2 * count + others))
+    moved = (begins[:, :count].flatten() - tiles.offsets[:-1]).index_select(0, row_of_pair(tiles.offsets, tiles.keys))
+    keys[torch.arange(len(moved), device=moved.device) + moved] = tiles.keys
+    keys[ends[:, :count, None] - others + everything[:others]] = everything[count:]
+    keys[begins[:, count:, None] + everything] = everything
+    return offsets, keys
+
+
 def row_of_pair(offsets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """int64 (pairs,): which list a pair stands in, for ``offsets`` and ``keys`` of :class:`ExactTiles`."""
     rows = torch.arange(len(offsets) - 1, device=offsets.device)
@@ -99,11 +143,27 @@ def mask_of_lists(offsets: torch.Tensor, keys: torch.Tensor, tiles: int) -> torc
     return mask
 
 
-def tokens_of_tiles(grid: Shape, counts: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+def longest_tile(grid: Shape, counts: Shape) -> int:
+    """L, tokens of the longest tile."""
+    # a list, since torch.compile knows no product of what a generator gives
+    return math.prod([-(-size // count) for size, count in zip(grid, counts, strict=True)])
+
+
+def tiles_of_outside(grid: Shape, counts: Shape, outside: int) -> int:
+    """E, how many tiles the tokens outside the grid are cut into: as few as are no longer than the grid's."""
+    return -(-outside // longest_tile(grid, counts))
+
+
+def tokens_of_tiles(grid: Shape, counts: Shape, outside: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of every tile, those of shorter tiles filled up with token 0.
 
+    Args:
+        grid: token grid.
+        counts: tile counts; T is their product.
+        outside: tokens outside the grid, which stand after it, in E tiles after the grid's.
+
     Returns:
-        int64 (T, L), L the length of the longest tile, and bool of the same shape: whether a place holds a token.
+        int64 (T + E, L), L the length of the longest tile, and bool of the same shape: whether a place holds a token.
     """
     tokens, exists = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
     for size, count in zip(grid, counts, strict=True):
@@ -113,6 +173,10 @@ def tokens_of_tiles(grid: Shape, counts: Shape) -> tuple[torch.Tensor, torch.Ten
         here = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         tokens = (tokens[:, None, :, None] * size + along[None, :, None, :]).flatten(0, 1).flatten(1)
         exists = (exists[:, None, :, None] & here[None, :, None, :]).flatten(0, 1).flatten(1)
+    if outside:
+        more = torch.arange(tiles_of_outside(grid, counts, outside) * tokens.shape[1]).view(-1, tokens.shape[1])
+        tokens = torch.cat([tokens, math.prod(grid) + more])
+        exists = torch.cat([exists, more < outside])
     return tokens.where(exists, 0), exists
 
 
@@ -121,8 +185,8 @@ def in_tiles(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return x.index_select(1, tokens.flatten()).unflatten(1, tokens.shape).permute(0, 3, 1, 2, 4)
 
 
-def places_of_tokens(grid: Shape, counts: Shape) -> torch.Tensor:
-    """int64 (N,): where every token stands in the first result of :func:`tokens_of_tiles`, read row by row."""
+def places_of_tokens(grid: Shape, counts: Shape, outside: int = 0) -> torch.Tensor:
+    """int64 (N + n,): where every token stands in the first result of :func:`tokens_of_tiles`, read row by row."""
     tile, within, length = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1
     for size, count in zip(grid, counts, strict=True):
         lengths = block_lengths(size, count)
@@ -131,4 +195,5 @@ def places_of_tokens(grid: Shape, counts: Shape) -> torch.Tensor:
         tile = (tile[:, None] * count + tiles).flatten()
         within = (within[:, None] * max(lengths) + offsets).flatten()
         length *= max(lengths)
-    return tile * length + within
+    places = tile * length + within
+    return torch.cat([places, math.prod(counts) * length + torch.arange(outside)]) if outside else places

@@ -24,8 +24,9 @@ _TYPES: dict[Any, str] = {
     bool: "bool",
     float: "float",
 }
-_FIELDS = {field.name: _TYPES[field.type] for field in fields(Call) if field.name not in ("exact", "mean_bias")}
-"""Of exact tiles the kernels know nothing."""
+_UNKNOWN = ("exact", "mean_bias", "outside")
+"""Of exact tiles and tokens outside the grid the kernels of MHLA know nothing."""
+_FIELDS = {field.name: _TYPES[field.type] for field in fields(Call) if field.name not in _UNKNOWN}
 _TENSORS = [name for name, kind in _FIELDS.items() if kind.startswith("Tensor")]
 ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
 """The fields of :class:`Call` in the language of PyTorch's operator schemas."""

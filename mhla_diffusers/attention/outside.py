@@ -1,0 +1,106 @@
+"""Tokens outside the grid: text in one sequence with an image, class and register tokens.
+
+They have no place on the token grid, so they are in no block and no tile of it. They are few, so every query attends to
+them with softmax, and they attend to everything with softmax: to exact tiles they are further tiles that every list
+holds, and whose own lists hold all tiles (:func:`mhla_diffusers.attention.tiles.lists_with_outside`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .rotary import Rotary, rotary_table, rotated
+
+Outside = tuple[int, int]
+"""How many tokens stand before, and how many after those of the grid in the sequence."""
+
+
+@dataclass(frozen=True)
+class OutsideTokens:
+    """What tokens outside the grid bring to an attention: n of them, those before the grid first."""
+
+    query: torch.Tensor
+    """(B, n, H, D) after RoPE, float32 (float64 for float64 inputs)."""
+    key: torch.Tensor
+    """Like ``query``."""
+    value: torch.Tensor
+    """(B, n, H, D) in the type of the input."""
+    key_mask: torch.Tensor | None
+    """(B, n), where the tokens of the grid have one."""
+    before: int
+    """How many of them stand before the grid in the sequence."""
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotary: Rotary | None,
+        key_mask: torch.Tensor | None,
+        outside: Outside,
+    ) -> "OutsideTokens":
+        """Out of a whole sequence: query, key and value (B, N, H, D), RoPE (1 or B, N, 1, D), mask (B, N)."""
+        table = (
+            None if rotary is None else rotary_table((of_outside(rotary[0], outside), of_outside(rotary[1], outside)))
+        )
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        near_query, near_key = (rotated(of_outside(x, outside).to(dtype), table) for x in (query, key))
+        mask = None if key_mask is None else of_outside(key_mask, outside)
+        return cls(near_query, near_key, of_outside(value, outside), mask, outside[0])
+
+    @property
+    def count(self) -> int:
+        """How many there are, n."""
+        return self.query.shape[1]
+
+    def after(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The grid's tokens with these after them, in the types of the grid's: (B, N + n, H, D), mask (B, N + n).
+
+        Args:
+            query: (B, N, H, D) after RoPE.
+            key: (B, N, H, D) after RoPE.
+            value: (B, N, H, D).
+            key_mask: (B, N).
+        """
+        pairs = ((query, self.query), (key, self.key), (value, self.value))
+        query, key, value = (torch.cat([x, own.to(x.dtype)], dim=1) for x, own in pairs)
+        if key_mask is not None and self.key_mask is not None:
+            key_mask = torch.cat([key_mask, self.key_mask.to(key_mask.dtype)], dim=1)
+        return query, key, value, key_mask
+
+    def around(self, grid: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The whole sequence, (B, N + n, ...), of the grid's tokens (B, N, ...) and these (B, n, ...)."""
+        return torch.cat([own[:, : self.before], grid, own[:, self.before :]], dim=1)
+
+
+def check_outside(outside: Any) -> Outside:
+    """Return ``outside`` as a tuple after checking it alone.
+
+    Raises:
+        ValueError: it is not two counts.
+    """
+    counts = tuple(outside) if isinstance(outside, Sequence) else ()
+    if len(counts) == 2 and all(isinstance(count, int) and count >= 0 for count in counts):
+        before, after = counts
+        return before, after
+    raise ValueError(
+        f"outside={outside!r} must be two counts, how many tokens stand before and after those of the grid, for "
+        "example (0, 77)."
+    )
+
+
+def of_grid(x: torch.Tensor, outside: Outside) -> torch.Tensor:
+    """The tokens of the grid of a whole sequence (B, N, ...)."""
+    before, after = outside
+    return x[:, before : x.shape[1] - after]
+
+
+def of_outside(x: torch.Tensor, outside: Outside) -> torch.Tensor:
+    """The tokens outside the grid of a whole sequence (B, N, ...), side by side: (B, n, ...)."""
+    before, after = outside
+    return torch.cat([x[:, :before], x[:, x.shape[1] - after :]], dim=1)
