@@ -101,7 +101,7 @@ def mhla_attention(
         eps: floor that the relu and elu+1 feature maps add.
         key_mask: (B, N), bool (True takes part) or a weight in [0, 1] on φ(k).
         output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
-        output_gate: (B, N, H, D), of the grid's tokens alone; their output is multiplied with its SiLU.
+        output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
         far_field_weight: λ, (H,), positive: beside ``exact`` or tokens outside the grid, the weights of MHLA over all
             blocks are multiplied with it; see :mod:`mhla_diffusers.attention.merge`. None for the exact tiles alone.
         exact: tiles of keys that every head of every query tile attends to with softmax attention, under one

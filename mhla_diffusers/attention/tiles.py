@@ -145,7 +145,8 @@ def mask_of_lists(offsets: torch.Tensor, keys: torch.Tensor, tiles: int) -> torc
 
 def longest_tile(grid: Shape, counts: Shape) -> int:
     """L, tokens of the longest tile."""
-    return math.prod(-(-size // count) for size, count in zip(grid, counts, strict=True))
+    # a list, since torch.compile knows no product of what a generator gives
+    return math.prod([-(-size // count) for size, count in zip(grid, counts, strict=True)])
 
 
 def tiles_of_outside(grid: Shape, counts: Shape, outside: int) -> int:

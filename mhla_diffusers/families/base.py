@@ -5,7 +5,6 @@ trained, what conditions it, how its pipeline is called, and at which sizes it i
 """
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from ..attention.rotary import Rotary
+from ..attention.tiles import square_tiles
 from ..config import MHLAConfig
 from .forms import AttentionForm
 from .processes import DiffusionProcess, nested
@@ -173,11 +173,9 @@ class Family(ABC):
     def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Tile counts that exact tiles of a token grid are measured with.
 
-        By default tiles of about 64 tokens with equal sides, 8 x 8 of an image: as many as fill one block of a matrix
-        product, since smaller tiles would be padded to it, and larger ones choose less finely what is exact.
+        By default tiles of about 64 tokens with equal sides, see :func:`mhla_diffusers.attention.tiles.square_tiles`.
         """
-        side = 64 ** (1 / len(grid))
-        return tuple(max(1, math.ceil(size / side)) for size in grid)
+        return square_tiles(grid)
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
         """Channels of a head that RoPE turns with each axis of the token grid; None for no RoPE, or for another kind.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from mhla_diffusers.attention import Call, initial_mixing, mhla_attention, reference_attention
-from mhla_diffusers.attention.rotary import rotary_table
+from mhla_diffusers.attention.outside import OutsideTokens
+from mhla_diffusers.attention.rotary import apply_rotary, rotary_table
 
 GRIDS = [
     # grid, blocks: even and ragged, one to three axes, one block to one token per block
@@ -47,9 +48,35 @@ class Problem:
         return {"output": output.detach()} | gradients
 
 
-def call_of(rotary: Any = None, rotary_axes: Any = None, **arguments: Any) -> Call:
+def call_of(rotary: Any = None, rotary_axes: Any = None, outside: tuple[int, int] = (0, 0), **arguments: Any) -> Call:
     """The call that ``mhla_attention`` makes of its arguments; that RoPE is of axes changes nothing."""
-    return Call(rotary=rotary_table(rotary) if rotary is not None else None, **arguments)
+    table = rotary_table(rotary) if rotary is not None else None
+    if any(outside):
+        arguments, table = split_arguments(arguments, table, outside)
+    return Call(rotary=table, **arguments)
+
+
+def split_arguments(
+    arguments: dict[str, Any], table: torch.Tensor | None, outside: tuple[int, int]
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Tokens outside the grid taken out, token by token."""
+    before, tokens = outside[0], arguments["query"].shape[1]
+    on_grid = torch.arange(before, tokens - outside[1])
+    others = torch.tensor([token for token in range(tokens) if not before <= token < tokens - outside[1]])
+    query, key, mask = arguments["query"], arguments["key"], arguments.get("key_mask")
+    if table is not None:
+        query, key = (apply_rotary(x, table.to(x.dtype)) for x in (query, key))
+    of_outside = OutsideTokens(
+        query[:, others],
+        key[:, others],
+        arguments["value"][:, others],
+        mask[:, others] if mask is not None else None,
+        before,
+    )
+    arguments |= {name: arguments[name][:, on_grid] for name in ("query", "key", "value")} | {"outside": of_outside}
+    if mask is not None:
+        arguments["key_mask"] = mask[:, on_grid]
+    return arguments, table[:, on_grid] if table is not None else None
 
 
 def reference(**arguments: Any) -> torch.Tensor:
@@ -71,12 +98,13 @@ def make_problem(
     gate: bool = False,
     per_head: bool = False,
     far_field: bool = False,
+    outside: tuple[int, int] = (0, 0),
     seed: int = 0,
     **options: Any,
 ) -> Problem:
     """Random float32 tensors of a problem; the mixing matrix is the initial one, shaken."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = math.prod(grid)
+    tokens = math.prod(grid) + sum(outside)
     shape = (batch, tokens, heads, head_dim)
 
     def draw(*size: int) -> torch.Tensor:
@@ -88,32 +116,36 @@ def make_problem(
     if norm:
         tensors["output_norm"] = 1 + 0.3 * draw(head_dim)
     if gate:
-        tensors["output_gate"] = draw(*shape)
+        tensors["output_gate"] = draw(batch, math.prod(grid), heads, head_dim)
     if far_field:
         tensors["far_field_weight"] = 0.5 + torch.rand(heads, generator=generator)
     if rotary:
         angles = draw(1, tokens, 1, head_dim // 2).repeat_interleave(2, dim=-1)
         options["rotary"] = (angles.cos(), angles.sin())
     if rotary_axes is not None:
-        options |= {"rotary": axial_rotary(grid, rotary_axes, draw), "rotary_axes": rotary_axes}
+        options |= {"rotary": axial_rotary(grid, rotary_axes, draw, outside), "rotary_axes": rotary_axes}
     if mask:
         keep = torch.rand(batch, tokens, generator=generator) > 0.3
         keep[:, 0] = True
         options["key_mask"] = keep
+    if any(outside):
+        options["outside"] = outside
     return Problem(tensors, grid, blocks, options)
 
 
 def axial_rotary(
-    grid: tuple[int, ...], axes: tuple[int, ...], draw: Callable[..., torch.Tensor]
+    grid: tuple[int, ...], axes: tuple[int, ...], draw: Callable[..., torch.Tensor], outside: tuple[int, int] = (0, 0)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) whose channels turn with one axis of the grid each."""
+    """(cos, sin) whose channels turn with one axis of the grid each; tokens outside it have angles of any kind."""
     parts = []
     for axis, count in enumerate(axes):
         shape = [1] * len(grid) + [count]
         shape[axis] = grid[axis]
         angles = draw(grid[axis], count // 2).repeat_interleave(2, dim=-1)
         parts.append(angles.view(shape).expand(*grid, count))
-    angles = torch.cat(parts, dim=-1).reshape(1, math.prod(grid), 1, sum(axes))
+    of_grid = torch.cat(parts, dim=-1).reshape(1, math.prod(grid), 1, sum(axes))
+    first, last = (draw(1, count, 1, sum(axes) // 2).repeat_interleave(2, dim=-1) for count in outside)
+    angles = torch.cat([first, of_grid, last], dim=1)
     return angles.cos(), angles.sin()
 
 
