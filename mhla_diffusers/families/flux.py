@@ -126,13 +126,11 @@ class FluxFamily(Family):
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
         """Packed latents, the ids of their places, and zeros as ids of the text."""
-        height, width = self.token_grid(transformer, latents)
-        places = torch.cartesian_prod(torch.zeros(1), torch.arange(height).float(), torch.arange(width).float())
         text = conditioning["encoder_hidden_states"]
         arguments = {
             "hidden_states": pack(latents, (_PACKED, _PACKED)),
             "timestep": timestep,
-            "img_ids": places.to(latents),
+            "img_ids": _ids_of_grid(self.token_grid(transformer, latents), latents),
             "txt_ids": torch.zeros(text.shape[1], 3).to(latents),
             **conditioning,
         }
@@ -167,6 +165,15 @@ class FluxFamily(Family):
             "encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.joint_attention_dim, device="meta"),
             "pooled_projections": torch.empty(transformer.pooled_projection_dim, device="meta"),
         }
+
+
+def _ids_of_grid(grid: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """(N, 3) on the device and in the type of ``like``."""
+    height, width = grid
+    places = torch.cartesian_prod(torch.zeros(1), torch.arange(height).float(), torch.arange(width).float())
+    ids: Any = places.to(like)
+    ids.token_grid = grid  # known here, and on the meta device nothing could be read
+    return torch.as_tensor(ids)
 
 
 def _grid_of_ids(ids: Any) -> tuple[int, int]:

@@ -6,8 +6,8 @@ import torch
 from mhla_diffusers import apply_mhla, mhla_layers
 from mhla_diffusers.analysis import analyze_layers, attention_matrices, each_attention_matrix, entropy, rank
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching import TransformerCall, project, record_calls
-from mhla_diffusers.patching.processor import attention_input
+from mhla_diffusers.families.forms import project_tokens
+from mhla_diffusers.patching import TransformerCall, record_calls
 from mhla_diffusers.tiny import TINY, load_tiny
 
 from .. import models
@@ -26,7 +26,7 @@ def attended(model, call):
             found[name] = args[0].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
 
         def note_value(_, args, kwargs, name=name, attn=attn):
-            values[name] = project(attn, attention_input(args, kwargs).hidden_states)[2].transpose(1, 2)
+            values[name] = project_tokens(attn, (args or [kwargs["hidden_states"]])[0])[2].transpose(1, 2)
 
         handles += [
             attn.to_out[0].register_forward_pre_hook(note),

@@ -9,7 +9,7 @@ from diffusers import SanaPAGPipeline, SanaPipeline
 import mhla_diffusers as mhla
 from mhla_diffusers.attention.tile_scores import spend
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching.processor import attention_input, project
+from mhla_diffusers.patching.processor import attended
 
 from .. import models
 from ..patching.shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
@@ -99,7 +99,7 @@ def test_mass_is_the_softmax_weight_of_the_exact_pairs_of_every_call(exact):
     weights = {}
 
     def note(_, args, kwargs):
-        query, key, _ = project(attn, attention_input(args, kwargs).hidden_states)
+        query, key, *_ = attended(attn, args, kwargs)
         logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
         tiles = attn.mhla.exact(query, key, None, (8, 8)).mask()
         tile = (torch.arange(64) // 8) * 4 + torch.arange(64) % 8 // 2

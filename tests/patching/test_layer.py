@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import Call, reference_attention
 from mhla_diffusers.attention.rotary import rotary_table
-from mhla_diffusers.patching.processor import project
+from mhla_diffusers.families.forms import project_tokens
 from mhla_diffusers.patching.token_grid import token_grid
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
@@ -58,7 +58,7 @@ def test_query_key_and_value_are_those_of_the_replaced_attention(name):
     for path, attn in model.named_modules():
         if path.endswith("attn1"):
             with torch.no_grad():
-                heads = scaled_dot_product_attention(*(x.transpose(1, 2) for x in project(attn, hidden_states)))
+                heads = scaled_dot_product_attention(*(x.transpose(1, 2) for x in project_tokens(attn, hidden_states)))
                 found = attn.to_out[0](heads.transpose(1, 2).flatten(2))
                 # the same operations in another order
                 torch.testing.assert_close(found, attn(hidden_states), rtol=1e-5, atol=1e-6)
@@ -77,7 +77,7 @@ def test_one_block_on_sana_is_its_own_linear_attention(name, settings):
     width = own.transformer_blocks[0].attn1.to_q.in_features
     hidden_states = torch.randn(2, 64, width, generator=torch.Generator().manual_seed(0))
     for block, other in zip(own.transformer_blocks, patched_model.transformer_blocks, strict=True):
-        alive = (project(block.attn1, hidden_states)[0] > 1e-3).any(dim=-1).all(dim=-1)
+        alive = (project_tokens(block.attn1, hidden_states)[0] > 1e-3).any(dim=-1).all(dim=-1)
         assert alive.float().mean() > 0.9
         with token_grid((8, 8)):
             expected, found = block.attn1(hidden_states)[alive], other.attn1(hidden_states)[alive]

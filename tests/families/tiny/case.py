@@ -25,5 +25,9 @@ class FamilyCase:
     """Token grid of inputs with ``ragged=True``."""
     attentions: tuple[str, ...]
     """Names of the self-attentions over the grid, in order."""
+    latents: tuple[int, ...] = ()
+    """Latents (C, ...) of the usual grid, as the family's files have them."""
+    compiles_whole: bool = True
+    """Whether the model's own forward compiles to one graph."""
     outside: tuple[int, int] = (0, 0)
     """Tokens before and after the grid's in the sequence that the attention works on, of the usual inputs."""

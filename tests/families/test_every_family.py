@@ -1,0 +1,266 @@
+"""What every family promises, on a tiny model of its real class and through its real pipeline."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mhla_diffusers as mhla
+from mhla_diffusers.benchmark.models import choose_sizes, models
+from mhla_diffusers.benchmark.transformer import TransformerCase, count
+from mhla_diffusers.families import get_family, predict
+from mhla_diffusers.families.processes import NoisedBatch
+from mhla_diffusers.training.config import ObjectiveWeights
+from mhla_diffusers.training.objectives import Objectives
+from mhla_diffusers.training.teacher import Teacher
+from mhla_diffusers.training.trainable import set_trainable
+
+from ..models import assert_changed, relative_change
+from ..patching.shared import assert_same_footprint, footprint, with_lora
+from .tiny import NAMES, case_of
+
+ROUNDING = 2e-5
+"""Relative: float32 sums in another order, through all layers."""
+PLAIN = {"exact": "none", "exact_tiles": None}
+
+every_family = pytest.mark.parametrize("name", NAMES)
+softmax_families = pytest.mark.parametrize("name", [name for name in NAMES if name != "sana_video"])
+either_grid = pytest.mark.parametrize("ragged", [pytest.param(False, id="even"), pytest.param(True, id="ragged")])
+
+
+@torch.no_grad()
+def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
+    found = model(**arguments, return_dict=False)[0]
+    return found if isinstance(found, torch.Tensor) else torch.stack(list(found))
+
+
+def all_exact(name: str) -> dict[str, Any]:
+    """Settings with which a patch computes the attention that it replaces: one exact tile; one block where linear."""
+    ones = (1,) * len(case_of(name).grid)
+    if name == "sana_video":
+        # what MHLA adds to every feature as small as what SANA adds to its normaliser
+        return {"blocks": ones, "eps": 1e-15, **PLAIN}
+    return {"blocks": ones, "exact": "own", "exact_tiles": None}
+
+
+def plain(name: str, **settings: Any) -> dict[str, Any]:
+    return {"blocks": case_of(name).blocks, **PLAIN, **settings}
+
+
+def tiles_of(name: str) -> tuple[int, ...]:
+    return tuple(-(-size // 2) for size in case_of(name).grid)
+
+
+@every_family
+@either_grid
+def test_softmax_in_place_of_mhla_is_the_own_attention(name: str, ragged: bool) -> None:
+    """Projections, norms, RoPE, masks and outputs are read as the model's own processor reads them."""
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs(ragged=ragged)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **all_exact(name))
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+
+
+@every_family
+def test_apply_changes_and_remove_restores_bit_for_bit(name: str) -> None:
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs()
+    before, expected = footprint(model), output(model, arguments)
+    mhla.apply_mhla(model, **plain(name))
+    assert [key.removesuffix(".mhla") for key in mhla.mhla_layers(model)] == list(case.attentions)
+    assert_changed(output(model, arguments), expected)
+    assert_changed(output(model, case.inputs(ragged=True)), output(case.transformer(), case.inputs(ragged=True)))
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, arguments), expected)
+    assert_same_footprint(model, before)
+
+
+@every_family
+def test_samples_of_a_batch_do_not_mix(name: str) -> None:
+    """As with guidance, whose halves are a batch."""
+    case = case_of(name)
+    model = mhla.apply_mhla(case.transformer(), **plain(name))
+    first, second = case.inputs(), case.inputs(seed=5)
+    mixed = {key: _with_second_of(value, second[key]) for key, value in first.items()}
+    found, expected, other = (output(model, arguments) for arguments in (mixed, first, second))
+    assert relative_change(found[0], expected[0]) < ROUNDING
+    assert relative_change(found[1], other[1]) < ROUNDING
+    assert_changed(found[1], expected[1])
+
+
+def _with_second_of(argument: Any, other: Any) -> Any:
+    """An argument with the second sample of another, if it has samples."""
+    if isinstance(argument, list):
+        return [argument[0], other[1]]
+    has_samples = isinstance(argument, torch.Tensor) and argument.ndim and len(argument) == 2
+    return torch.stack([argument[0], other[1]]) if has_samples else argument
+
+
+@every_family
+def test_a_saved_patch_gives_the_same_output(name: str, tmp_path) -> None:
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs()
+    mhla.apply_mhla(model, **plain(name, layers="1/2", mixing_per_head=True, output_gate=True, convolution=3))
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            for parameter in layer.parameters():
+                parameter.uniform_(0.1, 0.9)
+    expected = output(model, arguments)
+    mhla.save_mhla(model, tmp_path)
+    assert torch.equal(output(mhla.load_mhla(case.transformer(), tmp_path), arguments), expected)
+
+
+@every_family
+def test_hybrid_and_automatic_layers(name: str) -> None:
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs()
+    count = len(case.attentions)
+    mhla.apply_mhla(model, **plain(name, layers="2/3"))
+    assert 0 < len(mhla.mhla_layers(model)) < count
+    mhla.remove_mhla(model)
+    mhla.apply_mhla(model, **plain(name, layers="auto:1/2"), calibration=lambda: output(model, arguments))
+    assert 0 < len(mhla.mhla_layers(model)) < count
+
+
+@softmax_families
+def test_calibrated_tiles_come_nearer_than_the_own_tile(name: str) -> None:
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs()
+    expected = output(model, arguments)
+    errors = {}
+    for kind, settings in {"own": {}, "calibrated": {"exact_share": 0.4}}.items():
+        patch = {"blocks": case.blocks, "exact": kind, "exact_tiles": tiles_of(name), **settings}
+        mhla.apply_mhla(model, **patch, calibration=lambda: output(model, arguments))
+        errors[kind] = relative_change(output(model, arguments), expected)
+        mhla.remove_mhla(model)
+    assert 0 < errors["calibrated"] < 0.8 * errors["own"]
+
+
+@every_family
+def test_set_attn_processor(name: str) -> None:
+    case = case_of(name)
+    arguments = case.inputs()
+    expected = output(mhla.apply_mhla(case.transformer(), **plain(name)), arguments)
+    model = case.transformer()
+    mhla.set_attn_processor(model, mhla.MHLAProcessor(**plain(name)))
+    assert torch.equal(output(model, arguments), expected)
+
+
+@every_family
+def test_lora_and_fused_projections_work_under_the_patch(name: str) -> None:
+    case = case_of(name)
+    arguments = case.inputs()
+    lora = with_lora(case.transformer(), "to_q", "to_k", "to_v")
+    expected = output(lora, arguments)
+    assert_changed(expected, output(case.transformer(), arguments))
+    mhla.apply_mhla(lora, **all_exact(name))
+    assert relative_change(output(lora, arguments), expected) < ROUNDING
+    fused = case.transformer()
+    if not hasattr(fused, "fuse_qkv_projections"):
+        return
+    expected = output(fused, arguments)
+    fused.fuse_qkv_projections()
+    mhla.apply_mhla(fused, **all_exact(name))
+    assert relative_change(output(fused, arguments), expected) < ROUNDING
+
+
+@every_family
+def test_compiles_to_one_graph(name: str) -> None:
+    case = case_of(name)
+    model, arguments = mhla.apply_mhla(case.transformer(), **plain(name)), case.inputs()
+    expected = output(model, arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=case.compiles_whole, backend="aot_eager")
+    assert relative_change(output(compiled, arguments), expected) < ROUNDING
+
+
+@every_family
+def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
+    case = case_of(name)
+    model, arguments = mhla.apply_mhla(case.transformer(), **plain(name)).train(), case.inputs()
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        found = model(**arguments, return_dict=False)[0]
+        (found if isinstance(found, torch.Tensor) else torch.stack(list(found))).square().mean().backward()
+        return [layer.mixing.grad.clone() for layer in mhla.mhla_layers(model).values()]
+
+    expected = gradients()
+    assert all(gradient.abs().sum() > 0 for gradient in expected)
+    model.enable_gradient_checkpointing()
+    for found, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+def _batch(name: str, model: Any) -> tuple[NoisedBatch, Any]:
+    """Random latents of the usual grid, and conditioning of the shapes that the family tells."""
+    case, family = case_of(name), get_family(model)
+    process = family.process(model, 3.0)
+    generator = torch.Generator().manual_seed(4)
+    latents = torch.randn(2, *case.latents, generator=generator)
+    conditioning = {
+        key: torch.randn(2, *x.shape, generator=generator)
+        if x.is_floating_point()
+        else torch.ones(2, *x.shape, dtype=x.dtype)
+        for key, x in family.conditioning_shapes(model.config).items()
+    }
+    return process.make_batch(latents, torch.randn_like(latents), torch.tensor([0.3, 0.7]), conditioning), process
+
+
+@every_family
+def test_one_update_of_transfer_and_distillation_brings_the_student_nearer(name: str) -> None:
+    case = case_of(name)
+    model = mhla.apply_mhla(case.transformer(), **plain(name, mixing_init="identity"))
+    batch, process = _batch(name, model)
+    assert get_family(model).token_grid(model, batch.latents) == case.grid
+    trained = set_trainable(model, "attention")
+    for weights in (ObjectiveWeights(transfer=1.0, diffusion=0.0), ObjectiveWeights(distillation=1.0, diffusion=0.0)):
+        objectives = Objectives(weights, process, model, Teacher(model, trained))
+        optimizer = torch.optim.SGD(trained.values(), lr=1e-3)
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(float(objectives.backward(model, batch, lambda loss: loss.backward())[0]))
+            torch.nn.utils.clip_grad_norm_(list(trained.values()), 1.0)
+            optimizer.step()
+        assert losses[1] < losses[0]
+    assert process.loss(predict(model, batch), batch).isfinite().all()
+
+
+@every_family
+def test_real_models_are_counted_without_weights(name: str) -> None:
+    """FLOPs of softmax and of MHLA of every model that ``mhla bench transformer`` knows, on the meta device."""
+    family = get_family(case_of(name).transformer())
+    assert any(not model.is_tiny for model in family.models) and f"tiny-{family.name}" in models()
+    for model in family.models:
+        size = choose_sizes(model, None, None, "cpu")[0]
+        case = TransformerCase(model, size, None if model.is_tiny else 1, torch.device("cpu"), torch.float32)
+        costs = count(case, ["softmax native", "MHLA"])
+        own, patched = (sum(cost.flops for cost in costs.costs[kind].values()) for kind in ("softmax", "MHLA"))
+        assert own > 0 and patched > 0
+
+
+@every_family
+def test_pipeline(name: str) -> None:
+    case = case_of(name)
+    pipe = case.pipeline()
+
+    def generate() -> torch.Tensor:
+        result = pipe(**case.call, generator=torch.Generator().manual_seed(3))
+        found = result.frames if hasattr(result, "frames") else result.images
+        return torch.as_tensor(found)
+
+    expected = generate()
+    mhla.apply_mhla(pipe, **plain(name))
+    patched = generate()
+    assert_changed(patched, expected)
+    # in the first of two steps the patch rests, which the timestep tells
+    mhla.change_mhla(pipe, softmax_steps=1)
+    between = generate()
+    assert_changed(between, expected)
+    assert_changed(between, patched)
+    mhla.remove_mhla(pipe)
+    assert torch.equal(generate(), expected)
+    mhla.describe(pipe)
