@@ -15,7 +15,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TOKENS, t5_text, text_tokenizer
+from .joint_components import TEXT_TOKENS, t5_text, text_tokenizer
 
 CALL = {
     "prompt": "a red ball moves",

@@ -8,7 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TOKENS, clip_text, image_autoencoder, t5_text, text_tokenizer
+from .joint_components import TEXT_TOKENS, clip_text, image_autoencoder, t5_text, text_tokenizer
 
 CALL = {
     "prompt": "a red ball",

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaModel
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TEMPLATE, TEXT_TOKENS, clip_text, keep_some, language_model, text_tokenizer
+from .joint_components import TEXT_TEMPLATE, TEXT_TOKENS, clip_text, keep_some, language_model, text_tokenizer
 
 CALL = {
     "prompt": "a red ball moves",

@@ -15,7 +15,7 @@ from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TOKENS, keep_some, language_model, t5_text, text_tokenizer
+from .joint_components import TEXT_TOKENS, keep_some, language_model, t5_text, text_tokenizer
 
 CALL = {
     # what stands in quotation marks is encoded a second time

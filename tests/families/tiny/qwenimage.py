@@ -14,7 +14,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TEMPLATE, TEXT_TOKENS, keep_some, language_model, text_tokenizer
+from .joint_components import TEXT_TEMPLATE, TEXT_TOKENS, keep_some, language_model, text_tokenizer
 
 CALL = {
     "prompt": "a red ball",

@@ -10,7 +10,7 @@ from transformers import CLIPTextModelWithProjection
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TOKENS, clip_text, image_autoencoder, t5_text, text_tokenizer
+from .joint_components import TEXT_TOKENS, clip_text, image_autoencoder, t5_text, text_tokenizer
 
 CALL = {
     "prompt": "a red ball",

@@ -69,6 +69,19 @@ def test_samples_are_their_own(case: FamilyCase):
         assert (after[1] - before[1]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    "case", [pytest.param(CASES[name], id=name) for name in ("hunyuan_video", "qwenimage", "hunyuan_video15")]
+)
+def test_masked_text_has_no_part(case: FamilyCase):
+    transformer, arguments = case.transformer(), case.inputs()
+    before, text = _output(transformer, arguments), arguments["encoder_hidden_states"]
+    for token, masked in ((-1, True), (0, False)):
+        changed = text.clone()
+        changed[1, token] += 5
+        after = _output(transformer, arguments | {"encoder_hidden_states": changed})
+        assert after.equal(before) is masked
+
+
 def _given_grid_alone(name: str) -> bool:
     """The second attention of a layer of SD 3.5, and those of Z-Image before text and image meet."""
     return name.endswith("attn2") or name.startswith("noise_refiner")

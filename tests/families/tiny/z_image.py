@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3Model
 from ...models import seeded
 from ...pipelines import quiet
 from .case import FamilyCase
-from .components import TEXT_TOKENS, image_autoencoder, language_model, text_tokenizer
+from .joint_components import TEXT_TOKENS, image_autoencoder, language_model, text_tokenizer
 
 CALL = {
     "prompt": "a red ball",
