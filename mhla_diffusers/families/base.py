@@ -69,6 +69,8 @@ class Family(ABC):
     """Whether the model is conditioned on classes, given by number or name, and not on text."""
     models: ClassVar[tuple[Model, ...]] = ()
     """Configurations that ``mhla bench`` builds with random weights."""
+    measured_unasked: ClassVar[bool] = False
+    """Whether ``mhla bench`` on a GPU measures them where no model is named."""
 
     @property
     def makes_videos(self) -> bool:
