@@ -137,6 +137,18 @@ def test_calibrated_tiles_come_nearer_than_the_own_tile(name: str) -> None:
     assert 0 < errors["calibrated"] < 0.8 * errors["own"]
 
 
+@softmax_families
+def test_calibrated_mixing_comes_nearer_than_a_fresh_one(name: str) -> None:
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs()
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **plain(name, mixing_per_head=True))
+    fresh = relative_change(output(model, arguments), expected)
+    mhla.remove_mhla(model)
+    mhla.apply_mhla(model, **plain(name, mixing_per_head=True), calibration=lambda: output(model, arguments))
+    assert relative_change(output(model, arguments), expected) < 0.9 * fresh
+
+
 @every_family
 def test_set_attn_processor(name: str) -> None:
     case = case_of(name)
