@@ -149,6 +149,20 @@ def test_calibrated_mixing_comes_nearer_than_a_fresh_one(name: str) -> None:
     assert relative_change(output(model, arguments), expected) < 0.9 * fresh
 
 
+@softmax_families
+def test_audit_and_dial(name: str) -> None:
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs()
+    expected = output(model, arguments)
+    patch = {"blocks": case.blocks, "exact": "calibrated", "exact_tiles": tiles_of(name), "exact_share": 0.4}
+    mhla.apply_mhla(model, **patch, calibration=lambda: output(model, arguments))
+    found = mhla.audit(model, lambda: output(model, arguments))
+    assert [layer.name for layer in found.layers] == list(case.attentions)
+    assert 0 < found.moves < 1 and found.fit is not None and not found.fit.is_stale
+    mhla.set_exact_share(model, 1.0)
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+
+
 @every_family
 def test_set_attn_processor(name: str) -> None:
     case = case_of(name)
