@@ -132,7 +132,7 @@ class CogVideoXFamily(Family):
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
         """Frames before channels, and the tables of RoPE where the model has one."""
-        arguments = {"hidden_states": latents.transpose(1, 2), "timestep": timestep, **conditioning}
+        arguments: dict[str, Any] = {"hidden_states": latents.transpose(1, 2), "timestep": timestep, **conditioning}
         if transformer.config.use_rotary_positional_embeddings:
             grid = self.token_grid(transformer, latents)
             arguments["image_rotary_emb"] = _rotary_tables(transformer.config, grid, latents.device)
