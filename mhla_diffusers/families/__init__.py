@@ -11,6 +11,7 @@ from .cogvideox import CogVideoXFamily
 from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
+from .hunyuan_video import HunyuanVideoFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .sana import SanaFamily
 from .sd3 import SD3Family
@@ -19,7 +20,15 @@ from .wan import WanFamily
 
 _FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (CogVideoXFamily(), DiTFamily(), FluxFamily(), SanaFamily(), SD3Family(), WanFamily())
+    for family in (
+        CogVideoXFamily(),
+        DiTFamily(),
+        FluxFamily(),
+        HunyuanVideoFamily(),
+        SanaFamily(),
+        SD3Family(),
+        WanFamily(),
+    )
 }
 
 

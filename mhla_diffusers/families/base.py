@@ -369,3 +369,9 @@ class Family(ABC):
 
     def _unknown(self, what: str, method: str) -> ValueError:
         return ValueError(f"The {self.name!r} family does not tell {what}: give {type(self).__name__} a {method}().")
+
+    def _needs_pictures(self) -> ValueError:
+        return ValueError(
+            f"This {self.name!r} checkpoint is conditioned on pictures, which captions do not tell. It can be patched "
+            "and generates; encode and train with a text-to-video checkpoint."
+        )

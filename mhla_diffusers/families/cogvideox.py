@@ -149,7 +149,7 @@ class CogVideoXFamily(Family):
         Raises:
             ValueError: a transformer that is conditioned on pictures.
         """
-        _check_is_text_to_video(transformer.config)
+        self._check_is_text_to_video(transformer.config)
         return VelocityDDPM(snr_shift=1.0 if transformer.config.use_rotary_positional_embeddings else 3.0)
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
@@ -169,10 +169,9 @@ class CogVideoXFamily(Family):
             ValueError: a transformer that is conditioned on pictures.
         """
         config = pipe.transformer.config
-        _check_is_text_to_video(config)
-        text, _ = self.encode_text(
-            pipe, prompt, {"max_sequence_length": config.max_text_seq_length, **(settings or {})}
-        )
+        self._check_is_text_to_video(config)
+        chosen = {"max_sequence_length": config.max_text_seq_length, **(settings or {})}
+        text, _ = self.encode_text(pipe, prompt, chosen)
         return {"encoder_hidden_states": text[0]}
 
     def conditioning_shapes(self, transformer: Any) -> Sample:
@@ -191,20 +190,15 @@ class CogVideoXFamily(Family):
         """Channels before frames."""
         return super().generate_latents(pipe, prompt, clip, steps, guidance, generator).transpose(0, 1)
 
+    def _check_is_text_to_video(self, config: Any) -> None:
+        if config.in_channels != config.out_channels:
+            raise self._needs_pictures()
+
 
 def _whole_tokens(config: Any, frames: int) -> int:
     """Latent frames, rounded up to what fills tokens."""
     frames_per_token = int(config.patch_size_t or 1)
     return math.ceil(frames / frames_per_token) * frames_per_token
-
-
-def _check_is_text_to_video(config: Any) -> None:
-    if config.in_channels != config.out_channels:
-        raise ValueError(
-            f"This CogVideoX takes {config.in_channels} channels for {config.out_channels} of a video: it is "
-            "conditioned on pictures, which captions do not tell. It can be patched and generates; train or encode "
-            "with a text-to-video checkpoint."
-        )
 
 
 def _rotary_tables(config: Any, grid: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
