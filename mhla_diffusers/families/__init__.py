@@ -7,9 +7,11 @@ from torch import nn
 
 from ..attention.rotary import Rotary
 from .base import Family, Sample
+from .cogvideox import CogVideoXFamily
 from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
+from .hunyuan_video import HunyuanVideoFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .sana import SanaFamily
 from .sd3 import SD3Family
@@ -17,7 +19,16 @@ from .sizes import Clip, Model
 from .wan import WanFamily
 
 _FAMILIES: dict[str, Family] = {
-    family.name: family for family in (DiTFamily(), FluxFamily(), SanaFamily(), SD3Family(), WanFamily())
+    family.name: family
+    for family in (
+        CogVideoXFamily(),
+        DiTFamily(),
+        FluxFamily(),
+        HunyuanVideoFamily(),
+        SanaFamily(),
+        SD3Family(),
+        WanFamily(),
+    )
 }
 
 

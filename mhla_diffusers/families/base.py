@@ -290,7 +290,9 @@ class Family(ABC):
         return int(transformer.in_channels)
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """Shape of a sample's latents; by default (C, H, W) of an autoencoder that halves between two of its stages.
+        """Shape of a sample's latents: (C, H, W), or of a video (C, F, H, W) with a latent frame for its first frame.
+
+        By default strides are those that the autoencoder's configuration tells; it halves between two of its stages.
 
         Args:
             transformer: configuration of the transformer.
@@ -298,8 +300,9 @@ class Family(ABC):
             clip: frames and size.
         """
         stages = vae.get("encoder_block_out_channels") or vae["block_out_channels"]
-        stride, (height, width) = 2 ** (len(stages) - 1), clip.sizes[0]
-        return self.channels(transformer), height // stride, width // stride
+        stride, (height, width) = vae.get("spatial_compression_ratio") or 2 ** (len(stages) - 1), clip.sizes[0]
+        frames = [(clip.frames - 1) // vae["temporal_compression_ratio"] + 1] if self.makes_videos else []
+        return self.channels(transformer), *frames, height // stride, width // stride
 
     def encode_text(self, pipe: Any, prompt: str, settings: Mapping[str, Any]) -> Any:
         """What the pipeline's ``encode_prompt`` gives without guidance; settings that it does not take are left out."""
@@ -368,3 +371,9 @@ class Family(ABC):
 
     def _unknown(self, what: str, method: str) -> ValueError:
         return ValueError(f"The {self.name!r} family does not tell {what}: give {type(self).__name__} a {method}().")
+
+    def _needs_pictures(self) -> ValueError:
+        return ValueError(
+            f"This {self.name!r} checkpoint is conditioned on pictures, which captions do not tell. It can be patched "
+            "and generates; encode and train with a text-to-video checkpoint."
+        )

@@ -193,6 +193,50 @@ class LearnedVarianceDDPM(DiffusionProcess):
         return _per_sample(table.to(time.device)[time].to(torch.float32), like)
 
 
+class VelocityDDPM(DiffusionProcess):
+    """CogVideoX: the model predicts the velocity, √ᾱ noise − √(1 − ᾱ) latents, and the last step is pure noise.
+
+    Its squared error is that of the latents, divided by 1 − ᾱ as CogVideoX weighs it.
+
+    Args:
+        snr_shift: divides the ratio ᾱ / (1 − ᾱ) of every step, 3.0 for CogVideoX-2B and 1.0, none, for 5B.
+        steps: number of timesteps, between which √β goes from √0.00085 to √0.012.
+    """
+
+    def __init__(self, snr_shift: float = 1.0, steps: int = 1000) -> None:
+        self.steps = steps
+        betas = torch.linspace(0.00085**0.5, 0.012**0.5, steps, dtype=torch.float64).square()
+        kept = (1 - betas).cumprod(dim=0)
+        amplitude = (kept / (snr_shift + (1 - snr_shift) * kept)).sqrt()
+        first, last = amplitude[0], amplitude[-1]
+        self.kept = ((amplitude - last) * first / (first - last)).square()
+        """ᾱ of every step, stretched so that it ends at 0: float64 (steps,)."""
+
+    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
+        """Every step is equally likely: int64."""
+        return (quantile.double() * self.steps).long().clamp(0, self.steps - 1)
+
+    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """√ᾱ latents + √(1 − ᾱ) noise."""
+        signal, rest = self._amplitudes(time, latents)
+        return signal * latents + rest * noise
+
+    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+        """The step itself."""
+        return time
+
+    def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+        """Mean squared error to the velocity."""
+        latents, noise = batch.latents.float(), batch.noise.float()
+        signal, rest = self._amplitudes(batch.time, latents)
+        return (prediction.float() - (signal * noise - rest * latents)).square().flatten(1).mean(dim=1)
+
+    def _amplitudes(self, time: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """√ᾱ and √(1 − ᾱ) of every sample, float32 (B, 1, ...)."""
+        kept = self.kept.to(time.device)[time]
+        return _per_sample(kept.sqrt().float(), like), _per_sample((1 - kept).sqrt().float(), like)
+
+
 def _per_sample(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """(B,) as (B, 1, ...)."""
     return value.view(-1, *[1] * (like.ndim - 1))
