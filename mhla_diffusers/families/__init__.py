@@ -11,13 +11,22 @@ from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
+from .qwenimage import QwenImageFamily
 from .sana import SanaFamily
 from .sd3 import SD3Family
 from .sizes import Clip, Model
 from .wan import WanFamily
 
 _FAMILIES: dict[str, Family] = {
-    family.name: family for family in (DiTFamily(), FluxFamily(), SanaFamily(), SD3Family(), WanFamily())
+    family.name: family
+    for family in (
+        DiTFamily(),
+        FluxFamily(),
+        QwenImageFamily(),
+        SanaFamily(),
+        SD3Family(),
+        WanFamily(),
+    )
 }
 
 

@@ -28,7 +28,10 @@ class Attended(NamedTuple):
     def of_grid(self) -> "Attended":
         """The tokens of the grid alone."""
         query, key, value = (of_grid(x, self.outside) for x in (self.query, self.key, self.value))
-        rotary = None if self.rotary is None else tuple(of_grid(table, self.outside) for table in self.rotary)
+        rotary = self.rotary
+        if rotary is not None:
+            cos, sin = (of_grid(table, self.outside) for table in rotary)
+            rotary = cos, sin
         mask = None if self.key_mask is None else of_grid(self.key_mask, self.outside)
         return Attended(query, key, value, self.grid, (0, 0), rotary, mask)
 

@@ -1,6 +1,5 @@
 """What every family promises, on a tiny model of its real class and through its real pipeline."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
