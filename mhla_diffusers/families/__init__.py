@@ -13,6 +13,7 @@ from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
 from .hunyuan_video import HunyuanVideoFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
+from .qwenimage import QwenImageFamily
 from .sana import SanaFamily
 from .sd3 import SD3Family
 from .sizes import Clip, Model
@@ -25,6 +26,7 @@ _FAMILIES: dict[str, Family] = {
         DiTFamily(),
         FluxFamily(),
         HunyuanVideoFamily(),
+        QwenImageFamily(),
         SanaFamily(),
         SD3Family(),
         WanFamily(),

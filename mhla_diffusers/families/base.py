@@ -15,6 +15,7 @@ from torch import nn
 from ..attention.rotary import Rotary
 from ..attention.tiles import square_tiles
 from ..config import MHLAConfig
+from .encoding import scaled_latents
 from .forms import AttentionForm
 from .processes import DiffusionProcess, nested
 from .sizes import Clip, Model
@@ -244,7 +245,7 @@ class Family(ABC):
     # Latents and conditioning
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Latents of clips, of the scale that the transformer takes; by default with the VAE's factors.
+        """Latents of clips, at the scale that the transformer takes, see :func:`scaled_latents`.
 
         Args:
             pipe: pipeline with its autoencoder.
@@ -255,9 +256,7 @@ class Family(ABC):
         """
         encoded = pipe.vae.encode(pixels if self.makes_videos else pixels[:, :, 0])
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
-        shift = getattr(pipe.vae.config, "shift_factor", None) or 0.0
-        scaled: torch.Tensor = (latents.float() - shift) * pipe.vae.config.scaling_factor
-        return scaled
+        return scaled_latents(latents, pipe.vae.config)
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Arguments of the transformer's forward for a prompt, without a batch axis; "" for the empty prompt.
@@ -365,9 +364,13 @@ class Family(ABC):
         self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
     ) -> torch.Tensor:
         """What the pipeline hands to its autoencoder, of the scale that the transformer takes: (C, ...)."""
-        settings = {"num_inference_steps": steps, "guidance_scale": guidance, "output_type": "latent"}
+        settings = {"num_inference_steps": steps, "output_type": "latent", **self.guidance_arguments(guidance)}
         latents: torch.Tensor = self.call(pipe, [prompt], [generator], **self.clip_arguments(pipe, clip), **settings)[0]
         return latents
+
+    def guidance_arguments(self, guidance: float) -> dict[str, Any]:
+        """Arguments of the pipeline's call for a scale of guidance."""
+        return {"guidance_scale": guidance}
 
     def _unknown(self, what: str, method: str) -> ValueError:
         return ValueError(f"The {self.name!r} family does not tell {what}: give {type(self).__name__} a {method}().")

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Sample
 from .forms import JointForm
-from .packing import pack, unpack
+from .packing import PackedFamily
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Model
 
 _TEXT_TOKENS = 512
-_PACKED = 2
-"""Latents per token along height and width."""
 _GUIDANCE = 3.5
 """Default of the pipeline, for models that embed it."""
 
@@ -72,7 +70,7 @@ _TINY = Model(
 )
 
 
-class FluxFamily(Family):
+class FluxFamily(PackedFamily):
     """Text-to-image transformers with a (height, width) token grid."""
 
     name = "flux"
@@ -102,14 +100,6 @@ class FluxFamily(Family):
         """Of Flux.1: 16 channels that an image does not turn, counted to the height, then 56 for each axis."""
         return (72, 56) if head_dim == 128 else None
 
-    def spatial_patch(self, transformer: Any) -> int:
-        """2, by packing."""
-        return _PACKED
-
-    def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
-        """(height, width) of packed latents."""
-        return latents.shape[2] // _PACKED, latents.shape[3] // _PACKED
-
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read off the ids, once for every tensor of them.
 
@@ -129,7 +119,7 @@ class FluxFamily(Family):
         """Packed latents, the ids of their places, and zeros as ids of the text."""
         text = conditioning["encoder_hidden_states"]
         arguments = {
-            "hidden_states": pack(latents, (_PACKED, _PACKED)),
+            "hidden_states": self.packed(latents),
             "timestep": timestep,
             "img_ids": _ids_of_grid(self.token_grid(transformer, latents), latents),
             "txt_ids": torch.zeros(text.shape[1], 3).to(latents),
@@ -138,14 +128,6 @@ class FluxFamily(Family):
         if transformer.config.guidance_embeds:
             arguments["guidance"] = torch.full_like(timestep, _GUIDANCE, dtype=latents.dtype)
         return arguments
-
-    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Unpacked."""
-        return unpack(output, self.token_grid(transformer, latents), (_PACKED, _PACKED))
-
-    def channels(self, transformer: Any) -> int:
-        """Those of a token, without packing."""
-        return int(transformer.in_channels) // _PACKED**2
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """Flow matching; the transformer takes σ."""
