@@ -10,6 +10,7 @@ from .base import Family, Sample
 from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
+from .ltx import LTXFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .sana import SanaFamily
 from .sd3 import SD3Family
@@ -17,7 +18,7 @@ from .sizes import Clip, Model
 from .wan import WanFamily
 
 _FAMILIES: dict[str, Family] = {
-    family.name: family for family in (DiTFamily(), FluxFamily(), SanaFamily(), SD3Family(), WanFamily())
+    family.name: family for family in (DiTFamily(), FluxFamily(), LTXFamily(), SanaFamily(), SD3Family(), WanFamily())
 }
 
 

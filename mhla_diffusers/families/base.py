@@ -16,14 +16,17 @@ from ..attention.rotary import Rotary
 from ..attention.tiles import square_tiles
 from ..config import MHLAConfig
 from .forms import AttentionForm
+from .packing import of_unit_scale
 from .processes import DiffusionProcess, nested
-from .sizes import Clip, Model
+from .sizes import Clip, Model, strides_of
 
 Sample = Mapping[str, torch.Tensor]
 """``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""
 
-_STRIDES = ("vae_scale_factor_spatial", "vae_scale_factor")
+_STRIDES = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
 """Attributes of diffusers' pipelines: pixels per latent along height and width."""
+_TEMPORAL_STRIDES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+"""Frames per latent frame, after the first one."""
 
 
 class Family(ABC):
@@ -240,7 +243,7 @@ class Family(ABC):
     # Latents and conditioning
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Latents of clips, of the scale that the transformer takes; by default with the VAE's factors.
+        """Latents of clips, of the scale that the transformer takes; by default see :func:`of_unit_scale`.
 
         Args:
             pipe: pipeline with its autoencoder.
@@ -251,9 +254,7 @@ class Family(ABC):
         """
         encoded = pipe.vae.encode(pixels if self.makes_videos else pixels[:, :, 0])
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
-        shift = getattr(pipe.vae.config, "shift_factor", None) or 0.0
-        scaled: torch.Tensor = (latents.float() - shift) * pipe.vae.config.scaling_factor
-        return scaled
+        return of_unit_scale(pipe.vae, latents.float())
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Arguments of the transformer's forward for a prompt, without a batch axis; "" for the empty prompt.
@@ -286,16 +287,16 @@ class Family(ABC):
         return int(transformer.in_channels)
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """Shape of a sample's latents; by default (C, H, W) of an autoencoder that halves between two of its stages.
+        """Shape of a sample's latents, (C, H, W) or (C, F, H, W); by default with the autoencoder's strides.
 
         Args:
             transformer: configuration of the transformer.
             vae: configuration of the autoencoder.
             clip: frames and size.
         """
-        stages = vae.get("encoder_block_out_channels") or vae["block_out_channels"]
-        stride, (height, width) = 2 ** (len(stages) - 1), clip.sizes[0]
-        return self.channels(transformer), height // stride, width // stride
+        temporal, spatial = strides_of(vae)
+        frames = [(clip.frames - 1) // temporal + 1] if self.makes_videos else []
+        return self.channels(transformer), *frames, *(side // spatial for side in clip.sizes[0])
 
     def encode_text(self, pipe: Any, prompt: str, settings: Mapping[str, Any]) -> Any:
         """What the pipeline's ``encode_prompt`` gives without guidance; settings that it does not take are left out."""
@@ -316,8 +317,8 @@ class Family(ABC):
         return int(found) if found is not None else 2 ** (len(pipe.vae.config.block_out_channels) - 1)
 
     def temporal_stride(self, pipe: Any) -> int:
-        """Frames of a video per latent frame, after the first one."""
-        return int(pipe.vae_scale_factor_temporal)
+        """Frames of a video per latent frame, after the first one; 1 of autoencoders of images."""
+        return int(next((getattr(pipe, name) for name in _TEMPORAL_STRIDES if hasattr(pipe, name)), 1))
 
     # Calling the pipeline
 

@@ -147,15 +147,6 @@ class WanFamily(Family):
             arguments["num_frames"] -= 1
         return arguments
 
-    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, 16, F, H, W): the mean of the posterior, normalised per channel."""
-        latents = pipe.vae.encode(pixels).latent_dist.mode().float()
-        mean, std = (
-            torch.tensor(values, device=latents.device).view(1, -1, 1, 1, 1)
-            for values in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std)
-        )
-        return (latents - mean) / std
-
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """``encoder_hidden_states`` (512, channels): UMT5 embeddings, padded."""
         chosen = {"max_sequence_length": _TEXT_TOKENS, **(settings or {})}
