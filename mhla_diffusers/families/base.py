@@ -48,6 +48,8 @@ class Family(ABC):
     """Attributes of a block that are self-attentions over the tokens of the grid; absent ones are passed."""
     form: ClassVar[AttentionForm] = AttentionForm()
     """How these are called, what they attend with, and what they return."""
+    outside_tokens: ClassVar[int] = 0
+    """Tokens outside the grid of the longest text that the pipeline takes unasked: what costs are told for."""
     feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ffn")
     """Attributes of a block that are feed-forward layers; absent ones are passed."""
     default_config: ClassVar[MHLAConfig]
@@ -70,6 +72,8 @@ class Family(ABC):
     """Whether the model is conditioned on classes, given by number or name, and not on text."""
     models: ClassVar[tuple[Model, ...]] = ()
     """Configurations that ``mhla bench`` builds with random weights."""
+    measured_unasked: ClassVar[bool] = False
+    """Whether ``mhla bench`` on a GPU measures them where no model is named."""
 
     @property
     def makes_videos(self) -> bool:

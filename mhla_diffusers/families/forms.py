@@ -4,6 +4,7 @@ The attention itself sees one sequence of N tokens: those of the token grid in r
 the tokens outside the grid, such as text in joint attention. A form tells which of the arguments they come from.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -94,21 +95,22 @@ class AttentionForm:
         rotary: Rotary | None = arguments.rotary_emb
         return rotary
 
-    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def outside(self, given: AttentionInput, grid: tuple[int, ...]) -> tuple[int, int]:
         """How many tokens stand before and after those of the grid.
 
         Args:
             given: input of the attention.
-            tokens: of the grid.
+            grid: token grid.
 
         Raises:
             ValueError: the attention has other tokens than the grid.
         """
-        count = given.hidden_states.shape[1]
+        count, tokens = given.hidden_states.shape[1], math.prod(grid)
         if count != tokens:
             raise ValueError(
-                f"The token grid holds {tokens} tokens, but the attention got {count}. Was the processor made for "
-                "another resolution, or are the tokens split over devices? MHLA does not run under context parallelism."
+                f"The token grid {grid} holds {tokens} tokens, but the attention got {count}. Was the processor made "
+                "for another resolution, or are the tokens split over devices? MHLA does not run under context "
+                "parallelism."
             )
         return 0, 0
 
@@ -204,15 +206,15 @@ class JointForm(AttentionForm):
         """(B, N, ...) and (B, n, ...) side by side."""
         return torch.cat([context, tokens] if self.context_first else [tokens, context], dim=1)
 
-    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def outside(self, given: AttentionInput, grid: tuple[int, ...]) -> tuple[int, int]:
         """All tokens but those of the grid.
 
         Raises:
             ValueError: fewer tokens than the grid has, or more beside a context.
         """
-        count = given.hidden_states.shape[1]
+        count, tokens = given.hidden_states.shape[1], math.prod(grid)
         if count < tokens or (given.context is not None and count != tokens):
-            super().outside(given, tokens)
+            super().outside(given, grid)
         others = count - tokens + (given.context.shape[1] if given.context is not None else 0)
         return (others, 0) if self.context_first else (0, others)
 

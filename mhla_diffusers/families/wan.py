@@ -82,6 +82,7 @@ class WanFamily(Family):
     default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(7, 9, 10))
     dispatches_attention = True
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
+    measured_unasked = True
     models = (_model("wan2.1-1.3b", 12, 8960, 30), _model("wan2.1-14b", 40, 13824, 40), _TINY)
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:

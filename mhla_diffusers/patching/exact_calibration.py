@@ -210,7 +210,8 @@ def _choose(
 
 
 def _report(name: str, found: TileMeasurement, mask: torch.Tensor) -> LayerCalibration:
-    mass = float((found.masses * mask).sum(dim=-1).mean()) / found.calls
+    # tokens outside the grid hold the rest of a query's weights, and are exact
+    mass = 1 - float((found.masses * ~mask).sum(dim=-1).mean()) / found.calls
     tiles = mask.shape[-1]
     # every head's error passes through its own part of the projection; their squares add up where they are independent
     error = float((found.errors * ~mask).sum() / tiles / found.squares.sum()) ** 0.5

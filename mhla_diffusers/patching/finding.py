@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..families import find_family, get_family, unwrapped
+from ..families import families, find_family, get_family, unwrapped
 from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor
 
@@ -27,7 +27,7 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
         components = ", ".join(getattr(model, "components", {})) or "none"
         raise ValueError(
             f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). "
-            "Pass a DiT, SANA or Wan pipeline, or one of their transformers."
+            f"Supported are pipelines with {', '.join(name for family in families() for name in family.transformers)}."
         )
     return found
 

@@ -118,7 +118,7 @@ class MHLALayer(nn.Module):
             output_gate=gate,
             backend=backend,
             outside=outside,
-            **self._settings(here),
+            **self._settings(here, outside),
         )
         if self.convolution is not None:
             values = here.value.flatten(2).unflatten(1, grid).movedim(-1, 1)
@@ -148,7 +148,7 @@ class MHLALayer(nn.Module):
             rotary=rotary_table(here.rotary) if here.rotary is not None else None,
             key_mask=here.key_mask,
             outside=given.others(),
-            **self._settings(here),
+            **self._settings(here, given.outside),
         )
 
     def _mixing_on(self, grid: tuple[int, ...]) -> torch.Tensor:
@@ -156,7 +156,7 @@ class MHLALayer(nn.Module):
         blocks = self.config.blocks_on(grid)
         return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
 
-    def _settings(self, here: Attended) -> dict[str, Any]:
+    def _settings(self, here: Attended, outside: Outside) -> dict[str, Any]:
         """Arguments of the attention besides tensors that the input brings, whose tokens of the grid are given."""
         config, log_weight = self.config, self.far_field_log_weight
         settings: dict[str, Any] = {
@@ -167,7 +167,10 @@ class MHLALayer(nn.Module):
         }
         if self.exact is not None:
             settings["exact"] = self.exact(here.query, here.key, here.rotary, here.grid)
-        if config.share < 1 and log_weight is not None:  # else nothing is left for a far field or means to add
+        has_near = self.exact is not None or any(outside)
+        if (
+            has_near and config.share < 1 and log_weight is not None
+        ):  # else nothing is left for a far field or means to add
             settings |= {"far_field_weight": log_weight.exp(), "mean_bias": self.mean_bias}
         return settings
 

@@ -113,7 +113,7 @@ class MHLAProcessor:
             return form.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
         given = form.read(attn, arguments)
         grid = self.grid if self.grid is not None else grid_of_call(attn, given.rotary)
-        outside = form.outside(given, torch.Size(grid).numel())
+        outside = form.outside(given, grid)
         if layer is None:
             attn.mhla = make_layer(attn, self.config, family)
         query, key, value = form.project(attn, given)
@@ -264,5 +264,5 @@ def attended(
     form = form if form is not None else form_of(attn)
     given = form.read(attn, attention_arguments(args, kwargs))
     grid = grid if grid is not None else grid_of_call(attn, given.rotary)
-    outside = form.outside(given, torch.Size(grid).numel())
+    outside = form.outside(given, grid)
     return Attended(*form.project(attn, given), grid, outside, given.rotary, given.key_mask)

@@ -179,12 +179,12 @@ def test_a_transformer_wrapped_by_peft_is_refused_with_the_way_out(component):
 def test_a_failure_half_way_leaves_the_model_as_it_was():
     model = FAMILIES["dit"].build()
     odd = model.transformer_blocks[2].attn1
-    odd.to_out[0], linear = torch.nn.Identity(), odd.to_out[0]
+    odd.to_q, linear = torch.nn.Identity(), odd.to_q
     before = footprint(model)
     with pytest.raises(AttributeError):
         mhla.apply_mhla(model, exact="none", blocks=(4, 2))
     assert_same_footprint(model, before)
-    odd.to_out[0] = linear
+    odd.to_q = linear
     mhla.apply_mhla(model, exact="none", blocks=(4, 2))
 
 
