@@ -37,14 +37,14 @@ class LTXForm(AttentionForm):
         cos, sin = (table.unflatten(2, (attn.heads, -1)) for table in arguments.rotary_emb)
         return cos, sin
 
-    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def outside(self, given: AttentionInput, grid: tuple[int, ...]) -> tuple[int, int]:
         """All tokens but those of the grid, which come last.
 
         Raises:
             ValueError: fewer tokens than the grid has.
         """
-        others = given.hidden_states.shape[1] - tokens
-        return (others, 0) if others > 0 else super().outside(given, tokens)
+        others = given.hidden_states.shape[1] - math.prod(grid)
+        return (others, 0) if others > 0 else super().outside(given, grid)
 
 
 def _model(name: str, head_dim: int, layers: int) -> Model:
