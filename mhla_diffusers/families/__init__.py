@@ -12,6 +12,7 @@ from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
 from .hunyuan_video import HunyuanVideoFamily
+from .ltx import LTXFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .qwenimage import QwenImageFamily
 from .sana import SanaFamily
@@ -26,6 +27,7 @@ _FAMILIES: dict[str, Family] = {
         DiTFamily(),
         FluxFamily(),
         HunyuanVideoFamily(),
+        LTXFamily(),
         QwenImageFamily(),
         SanaFamily(),
         SD3Family(),

@@ -15,16 +15,18 @@ from torch import nn
 from ..attention.rotary import Rotary
 from ..attention.tiles import square_tiles
 from ..config import MHLAConfig
-from .encoding import scaled_latents
+from .encoding import of_unit_scale
 from .forms import AttentionForm
 from .processes import DiffusionProcess, nested
-from .sizes import Clip, Model
+from .sizes import Clip, Model, strides_of
 
 Sample = Mapping[str, torch.Tensor]
 """``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""
 
-_STRIDES = ("vae_scale_factor_spatial", "vae_scale_factor")
+_STRIDES = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
 """Attributes of diffusers' pipelines: pixels per latent along height and width."""
+_TEMPORAL_STRIDES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+"""Frames per latent frame, after the first one."""
 
 
 class Family(ABC):
@@ -245,7 +247,7 @@ class Family(ABC):
     # Latents and conditioning
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Latents of clips, at the scale that the transformer takes, see :func:`scaled_latents`.
+        """Latents of clips, of the scale that the transformer takes; by default see :func:`of_unit_scale`.
 
         Args:
             pipe: pipeline with its autoencoder.
@@ -256,7 +258,7 @@ class Family(ABC):
         """
         encoded = pipe.vae.encode(pixels if self.makes_videos else pixels[:, :, 0])
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
-        return scaled_latents(latents, pipe.vae.config)
+        return of_unit_scale(pipe.vae, latents.float())
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Arguments of the transformer's forward for a prompt, without a batch axis; "" for the empty prompt.
@@ -289,19 +291,16 @@ class Family(ABC):
         return int(transformer.in_channels)
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """Shape of a sample's latents: (C, H, W), or of a video (C, F, H, W) with a latent frame for its first frame.
-
-        By default strides are those that the autoencoder's configuration tells; it halves between two of its stages.
+        """Shape of a sample's latents, (C, H, W) or (C, F, H, W); by default with the autoencoder's strides.
 
         Args:
             transformer: configuration of the transformer.
             vae: configuration of the autoencoder.
             clip: frames and size.
         """
-        stages = vae.get("encoder_block_out_channels") or vae["block_out_channels"]
-        stride, (height, width) = vae.get("spatial_compression_ratio") or 2 ** (len(stages) - 1), clip.sizes[0]
-        frames = [(clip.frames - 1) // vae["temporal_compression_ratio"] + 1] if self.makes_videos else []
-        return self.channels(transformer), *frames, height // stride, width // stride
+        temporal, spatial = strides_of(vae)
+        frames = [(clip.frames - 1) // temporal + 1] if self.makes_videos else []
+        return self.channels(transformer), *frames, *(side // spatial for side in clip.sizes[0])
 
     def encode_text(self, pipe: Any, prompt: str, settings: Mapping[str, Any]) -> Any:
         """What the pipeline's ``encode_prompt`` gives without guidance; settings that it does not take are left out."""
@@ -322,8 +321,8 @@ class Family(ABC):
         return int(found) if found is not None else 2 ** (len(pipe.vae.config.block_out_channels) - 1)
 
     def temporal_stride(self, pipe: Any) -> int:
-        """Frames of a video per latent frame, after the first one."""
-        return int(pipe.vae_scale_factor_temporal)
+        """Frames of a video per latent frame, after the first one; 1 of autoencoders of images."""
+        return int(next((getattr(pipe, name) for name in _TEMPORAL_STRIDES if hasattr(pipe, name)), 1))
 
     # Calling the pipeline
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from ..attention.rotary import Rotary
+from ..attention.rotary import Rotary, rotary_table, rotated
 
 _FLOAT16_MAX = 65504.0
 _ROTARY_NAMES = ("rotary_emb", "image_rotary_emb", "freqs_cis")
@@ -48,6 +48,8 @@ class AttentionInput(NamedTuple):
     """(cos, sin) of all tokens, each (1 or B, N, 1, D)."""
     key_mask: torch.Tensor | None = None
     """(B, N) of all tokens, see :func:`key_padding_mask`."""
+    rotary_by_head: Rotary | None = None
+    """(cos, sin) of all tokens, each (1 or B, N, H, D), in place of ``rotary`` where heads turn by other angles."""
 
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -80,10 +82,16 @@ class AttentionForm:
         """
         hidden_states, mask = arguments.hidden_states, arguments.attention_mask
         key_mask = key_padding_mask(mask, *hidden_states.shape[:2]) if mask is not None else None
-        return AttentionInput(hidden_states, None, self.rotary(attn, arguments), key_mask)
+        rotary = self.rotary(attn, arguments)
+        if self.rope_by_head:
+            return AttentionInput(hidden_states, None, None, key_mask, rotary)
+        return AttentionInput(hidden_states, None, rotary, key_mask)
 
     def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
-        """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D); None for none. By default as Wan hands it over."""
+        """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D); None for none. By default as Wan hands it over.
+
+        With :attr:`rope_by_head` each is (1 or B, N, H, D).
+        """
         rotary: Rotary | None = arguments.rotary_emb
         return rotary
 
@@ -107,12 +115,16 @@ class AttentionForm:
         return 0, 0
 
     def project(self, attn: Any, given: AttentionInput) -> Projected:
-        """Query, key and value of all tokens.
+        """Query, key and value of all tokens, query and key turned already where :attr:`rope_by_head`.
 
         Under autocast a norm may give float32 where the projections give the lower type; all three then take the lower
         one, as those of ``scaled_dot_product_attention`` do.
         """
-        return lowered(project_tokens(attn, given.hidden_states))
+        query, key, value = project_tokens(attn, given.hidden_states)
+        if given.rotary_by_head is not None:
+            table = rotary_table(given.rotary_by_head)
+            query, key = rotated(query, table), rotated(key, table)
+        return lowered((query, key, value))
 
     def hand_on(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """What the attention returns, from the output of its heads for all tokens (B, N, H, D)."""

@@ -169,7 +169,8 @@ def test_set_attn_processor(name: str) -> None:
     arguments = case.inputs()
     expected = output(mhla.apply_mhla(case.transformer(), **plain(name)), arguments)
     model = case.transformer()
-    mhla.set_attn_processor(model, mhla.MHLAProcessor(**plain(name)))
+    config = get_family(model).default_config.replace(**plain(name))
+    mhla.set_attn_processor(model, mhla.MHLAProcessor(config))
     assert torch.equal(output(model, arguments), expected)
 
 
