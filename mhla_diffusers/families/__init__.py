@@ -7,6 +7,7 @@ from torch import nn
 
 from ..attention.rotary import Rotary
 from .base import Family, Sample
+from .chronoedit import ChronoEditFamily
 from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
@@ -17,7 +18,8 @@ from .sizes import Clip, Model
 from .wan import WanFamily
 
 _FAMILIES: dict[str, Family] = {
-    family.name: family for family in (DiTFamily(), FluxFamily(), SanaFamily(), SD3Family(), WanFamily())
+    family.name: family
+    for family in (ChronoEditFamily(), DiTFamily(), FluxFamily(), SanaFamily(), SD3Family(), WanFamily())
 }
 
 
