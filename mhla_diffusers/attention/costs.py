@@ -12,17 +12,19 @@ class AttentionSizes:
     """All that the cost of one self-attention depends on, for one sample and one forward."""
 
     tokens: int
-    """N."""
+    """N, of the grid."""
     heads: int
     head_dim: int
     blocks: int = 1
     """M; one block mixes nothing, which is plain linear attention."""
-    exact_pairs: int = 0
-    """Pairs of a query and a key that softmax attention over exact tiles looks at, of all heads."""
+    tile_pairs: int = 0
+    """Pairs of a query and a key in exact tiles of the grid, of all heads."""
     means: int = 0
     """Tiles that take part through their means; 0 without them."""
     far_field: bool = True
     """Whether MHLA over all blocks is computed."""
+    outside: int = 0
+    """Tokens outside the grid, n, which attend to everything and are attended to by everything exactly."""
 
     def with_exact_tiles(
         self, tiles: int, share: float, *, tile_means: bool, equal_lists: bool = True
@@ -38,7 +40,7 @@ class AttentionSizes:
         listed = list_length(share, tiles) / tiles if equal_lists else max(share, 1 / tiles)
         return replace(
             self,
-            exact_pairs=round(listed * self.pairs),
+            tile_pairs=round(listed * self.heads * self.tokens**2),
             means=tiles if tile_means and share < 1 else 0,
             far_field=share < 1,
         )
@@ -46,7 +48,12 @@ class AttentionSizes:
     @property
     def pairs(self) -> int:
         """Of a query and a key, of all heads."""
-        return self.heads * self.tokens**2
+        return self.heads * (self.tokens + self.outside) ** 2
+
+    @property
+    def exact_pairs(self) -> int:
+        """Pairs that are attended to with softmax: in exact tiles, and all with a token outside the grid in them."""
+        return self.tile_pairs + self.pairs - self.heads * self.tokens**2
 
     @property
     def softmax_flops(self) -> int:
@@ -61,12 +68,12 @@ class AttentionSizes:
 
     @property
     def listed_flops(self) -> int:
-        """Of softmax attention over the exact tiles alone."""
+        """Of softmax attention over the exact tiles, from and to tokens outside the grid alone."""
         return 4 * self.exact_pairs * self.head_dim
 
     @property
     def flops(self) -> int:
-        """Of exact tiles, means and MHLA together; without exact tiles of MHLA."""
+        """Of exact tiles, tokens outside the grid, means and MHLA together; of MHLA where there is nothing else."""
         means = 4 * self.heads * self.tokens * self.means * self.head_dim
         return (self.linear_flops if self.far_field else 0) + self.listed_flops + means
 

@@ -47,6 +47,9 @@ class BlockInput:
     def of(cls, call: Call, queries: int, shift: int) -> "BlockInput":
         """Of a call in float32.
 
+        Tokens outside the grid stay out: what MHLA stands for beside them is softmax attention among the grid's tokens.
+        How the two share a query is for λ, which :func:`mhla_diffusers.attention.tile_errors.candidate_errors` tries.
+
         Args:
             call: of MHLA without exact tiles, with RoPE's table for every token.
             queries: of every block that are looked at.

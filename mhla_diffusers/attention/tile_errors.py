@@ -3,9 +3,11 @@
 With p_t the weights of softmax attention, o its output, and p̂_c the weight that tile c gets through its mean, leaving
 tile c inexact moves the output of a query by about e_c = Σ_{t∈c} p_t (v_t − o) − p̂_c (v̄_c − o). Pairs are judged by
 the mean of ‖W e_c‖², with W the head's part of the output projection, so that the values of different heads compare.
-Without means p̂ is 0.
+Without means p̂ is 0. Tokens outside the grid are tiles that are always exact: they have a weight and a part of the
+output, and no error.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +15,7 @@ import torch
 
 from .blocks import Shape
 from .exact import tile_means
+from .outside import OutsideTokens
 from .tiles import in_tiles, tokens_of_tiles
 
 _CPU_NUMBERS = 2**23
@@ -22,18 +25,21 @@ _DEVICE_NUMBERS = 2**26
 
 @dataclass(frozen=True)
 class TiledInput:
-    """What a self-attention attends with, tile by tile, in float32. T tiles of at most L tokens."""
+    """What a self-attention attends with, tile by tile, in float32: T tiles of at most L tokens.
+
+    Tokens outside the grid are E further tiles of keys.
+    """
 
     query: torch.Tensor
     """(B, H, T, L, D) after RoPE, scaled with 1 / √D."""
     key: torch.Tensor
-    """(B, H, T, L, D) after RoPE."""
+    """(B, H, T + E, L, D) after RoPE."""
     value: torch.Tensor
-    """(B, H, T, L, D)."""
+    """(B, H, T + E, L, D)."""
     weight: torch.Tensor
-    """(1 or B, T, L): of a key, 0 where there is no token."""
+    """(1 or B, T + E, L): of a key, 0 where there is no token."""
     exists: torch.Tensor
-    """Bool (T, L): whether a place holds a token."""
+    """Bool (T, L): whether a place holds a token of the grid."""
 
     @classmethod
     def of(
@@ -44,15 +50,30 @@ class TiledInput:
         grid: Shape,
         counts: Shape,
         key_mask: torch.Tensor | None,
+        outside: OutsideTokens | None = None,
     ) -> "TiledInput":
-        """From query and key after RoPE, and value: (B, N, H, D)."""
-        tokens, exists = (x.to(query.device) for x in tokens_of_tiles(grid, counts))
+        """Of a call.
+
+        Args:
+            query: (B, N, H, D) after RoPE, of the grid's tokens.
+            key: like ``query``.
+            value: (B, N, H, D).
+            grid: token grid.
+            counts: tile counts.
+            key_mask: (B, N).
+            outside: tokens outside the grid, if any.
+        """
+        tiles, others = math.prod(counts), 0
+        if outside is not None:
+            query, key, value, key_mask = outside.after(query, key, value, key_mask)
+            others = outside.count
+        tokens, exists = (x.to(query.device) for x in tokens_of_tiles(grid, counts, others))
         weight = exists.float()[None]
         if key_mask is not None:
             weight = weight * key_mask.float()[:, tokens]
         scaled = query * query.shape[-1] ** -0.5
         scaled, key, value = (in_tiles(x.float(), tokens) for x in (scaled, key, value))
-        return cls(scaled, key, value, weight, exists)
+        return cls(scaled[:, :, :tiles], key, value, weight, exists[:tiles])
 
     def samples(self, count: int, shift: int) -> torch.Tensor:
         """Places of some queries of every tile, evenly spaced: int64 (T, count); another ``shift`` gives others."""
@@ -67,11 +88,12 @@ class HeadInput:
     """One head of a :class:`TiledInput`, its values seen through W: ‖W v‖ = ‖v @ projection‖."""
 
     query: torch.Tensor
+    """(B, T, L, D)."""
     key: torch.Tensor
     value: torch.Tensor
-    """All (B, T, L, D)."""
+    """Both (B, T + E, L, D)."""
     log_weight: torch.Tensor
-    """(1 or B, T, L)."""
+    """(1 or B, T + E, L)."""
     mean_key: torch.Tensor
     mean_value: torch.Tensor
     """Both (B, T, D)."""
@@ -87,20 +109,21 @@ class HeadInput:
             head: which.
             projection: (D, D).
         """
-        key, value = given.key[:, head], given.value[:, head] @ projection
-        mean_key, mean_value, log_count = tile_means(key[:, None], value[:, None], given.weight)
+        key, value, tiles = given.key[:, head], given.value[:, head] @ projection, given.query.shape[2]
+        of_grid = key[:, None, :tiles], value[:, None, :tiles], given.weight[:, :tiles]
+        mean_key, mean_value, log_count = tile_means(*of_grid)
         means = mean_key[:, 0], mean_value[:, 0], log_count[:, 0]
         return cls(given.query[:, head], key, value, given.weight.log(), *means)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some queries of one head, of some query tiles, against all keys."""
+    """Some queries of one head, of some tiles of the grid, against all keys."""
 
     tiles: slice
     """Which query tiles."""
     weights: torch.Tensor
-    """p: (B, tiles, samples, T, L)."""
+    """p: (B, tiles, samples, T + E, L)."""
     outputs: torch.Tensor
     """o: (B, tiles, samples, D)."""
     of_means: torch.Tensor
@@ -116,9 +139,9 @@ def rows_of_head(head: HeadInput, samples: torch.Tensor) -> Iterator[Rows]:
         head: what it attends with.
         samples: (T, count) from :meth:`TiledInput.samples`.
     """
-    batch, tiles, length, head_dim = head.key.shape
+    batch, tiles, length, head_dim = head.query.shape
     numbers = _CPU_NUMBERS if head.key.device.type == "cpu" else _DEVICE_NUMBERS
-    at_once = max(1, numbers // (batch * samples.shape[1] * tiles * max(length, head_dim)))
+    at_once = max(1, numbers // (batch * samples.shape[1] * head.key.shape[1] * max(length, head_dim)))
     for start in range(0, tiles, at_once):
         here = slice(start, start + at_once)
         places = samples[here, :, None].expand(batch, -1, -1, head_dim)
@@ -143,17 +166,19 @@ def pair_errors(
         means: whether tiles that are not exact take part through their means.
 
     Returns:
-        Mean of ‖W e_c‖² (H, T, T), mean weight (H, T, T), and mean of ‖W o‖² (H,).
+        Mean of ‖W e_c‖² (H, T, T), mean weight (H, T, T), whose rows sum to what tokens outside the grid leave of 1,
+        and mean of ‖W o‖² (H,).
     """
-    heads, tiles = given.key.shape[1:3]
+    heads, tiles = given.query.shape[1:3]
     errors = torch.zeros(heads, tiles, tiles, device=given.key.device)
     masses, squares = torch.zeros_like(errors), torch.zeros(heads, device=given.key.device)
     for index in range(heads):
         head = HeadInput.of(given, index, projections[index])
         for rows in rows_of_head(head, samples):
-            mass = rows.weights.sum(dim=-1)
+            weights, value = rows.weights[..., :tiles, :], head.value[:, :tiles]
+            mass = weights.sum(dim=-1)
             of_means = rows.of_means if means else torch.zeros_like(mass)
-            moved = torch.einsum("bqstl,btld->bqstd", rows.weights, head.value)
+            moved = torch.einsum("bqstl,btld->bqstd", weights, value)
             moved -= of_means[..., None] * head.mean_value[:, None, None]
             moved -= (mass - of_means)[..., None] * rows.outputs[..., None, :]
             errors[index, rows.tiles] = moved.square().sum(dim=-1).mean(dim=(0, 2))
@@ -196,7 +221,8 @@ def candidate_errors(
         total = torch.zeros(len(beta), len(far_weight), device=device)
         for rows in rows_of_head(head, samples):
             exact = mask[:, index, rows.tiles, None]
-            weights, of_means = rows.weights * exact[..., None], rows.of_means * ~exact
+            always = torch.nn.functional.pad(exact, (0, head.key.shape[1] - exact.shape[-1]), value=True)
+            weights, of_means = rows.weights * always[..., None], rows.of_means * ~exact
             places = samples[rows.tiles].expand(len(rows.outputs), -1, -1)
             of_channels = places[..., None].expand_as(rows.outputs)
             far_output = far[0][:, index, rows.tiles].gather(2, of_channels)

@@ -9,6 +9,7 @@ from mhla_diffusers.attention import Call, ExactTiles, initial_mixing, mhla_atte
 from mhla_diffusers.attention.blocks import block_index
 from mhla_diffusers.attention.eager import eager_attention
 from mhla_diffusers.attention.merge import far_field
+from mhla_diffusers.attention.outside import OutsideTokens, of_grid
 from mhla_diffusers.attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from mhla_diffusers.attention.tiles import tokens_of_tiles
 
@@ -43,6 +44,43 @@ def written_out(query, key, value, grid, counts):
     of_means = (query @ mean_key.mT / DIM**0.5 + sizes.log() - logits.logsumexp(dim=-1, keepdim=True)).exp()
     weights = logits.softmax(dim=-1)
     return weights, weights @ value, of_means, mean_value, member
+
+
+def with_outside(query, key, value, key_mask=None, count=5):
+    """Query, key, value and mask of a sequence with tokens before and after those of the grid, and what they bring."""
+    generator = torch.Generator().manual_seed(4)
+    outside = count // 2, count - count // 2
+
+    def around(x, others):
+        return torch.cat([others[:, : outside[0]], x, others[:, outside[0] :]], dim=1)
+
+    whole = [around(x, torch.randn(2, count, HEADS, DIM, generator=generator)) for x in (query, key, value)]
+    if key_mask is not None:
+        key_mask = around(key_mask, torch.rand(2, count, generator=generator) > 0.2)
+    return whole, key_mask, outside, OutsideTokens.of(*whole, None, key_mask, outside) if count else None
+
+
+def test_tokens_outside_take_their_share_and_have_no_error():
+    """Errors and weights of the grid's tiles are those of a softmax over all tokens."""
+    grid, counts = (8, 6), (4, 3)
+    query, key, value = inputs(grid)
+    whole, _, outside, others = with_outside(query, key, value)
+    given = TiledInput.of(query, key, value, grid, counts, None, others)
+    errors, masses, squares = pair_errors(given, all_queries(given), torch.eye(DIM).expand(HEADS, -1, -1), False)
+
+    all_query, all_key, all_value = (x.transpose(1, 2).double() for x in whole)
+    weights = (all_query @ all_key.mT / DIM**0.5).softmax(dim=-1)[:, :, 2:50]
+    output, weights = weights @ all_value, weights[..., 2:50]
+    member = torch.nn.functional.one_hot(block_index(grid, counts)).double()
+    per_tile = member / member.sum(dim=0)
+    mass = weights @ member
+    moved = torch.einsum("bhqn,nt,bhnd->bhqtd", weights, member, value.transpose(1, 2).double())
+    moved = moved - mass[..., None] * output[..., None, :]
+    expected = torch.einsum("bhqt,qa->hat", moved.square().sum(dim=-1), per_tile) / 2
+    torch.testing.assert_close(errors.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(masses.double(), torch.einsum("bhqt,qa->hat", mass, per_tile) / 2, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(squares.double(), output.square().sum(dim=-1).mean(dim=(0, 2)), rtol=1e-4, atol=1e-6)
+    assert masses.sum(dim=-1).max() < 1
 
 
 @pytest.mark.parametrize("means", [True, False])
@@ -92,9 +130,10 @@ def test_other_calls_look_at_other_queries():
 
 
 @pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("count", [0, 5, 40])
 @pytest.mark.parametrize(("grid", "counts"), GRIDS)
-def test_the_error_of_a_candidate_is_that_of_the_attention(grid, counts, mask):
-    """Merged with this β and λ, against softmax attention, over some queries of every tile."""
+def test_the_error_of_a_candidate_is_that_of_the_attention(grid, counts, mask, count):
+    """Merged with this β and λ, against softmax attention, over some queries of every tile of the grid."""
     query, key, value = inputs(grid)
     key_mask = torch.rand(2, math.prod(grid), generator=torch.Generator().manual_seed(2)) > 0.2 if mask else None
     tiles = math.prod(counts)
@@ -104,30 +143,52 @@ def test_the_error_of_a_candidate_is_that_of_the_attention(grid, counts, mask):
     output, normaliser = eager_attention(far_field(call))
     tokens, _ = tokens_of_tiles(grid, counts)
     in_tiles = output[:, tokens].permute(0, 3, 1, 2, 4), normaliser[:, tokens, :, 0].log().permute(0, 3, 1, 2)
-    given = TiledInput.of(query, key, value, grid, counts, key_mask)
+    whole, whole_mask, outside, others = with_outside(query, key, value, key_mask, count)
+    given = TiledInput.of(query, key, value, grid, counts, key_mask, others)
     places = given.samples(3, 0)
     candidates = Candidates(torch.tensor([-0.5, 0.7]), torch.tensor([-2.0, 0.0, 1.0]))
     projections = torch.eye(DIM).expand(HEADS, -1, -1)
     found = candidate_errors(given, places, projections, exact[None], in_tiles, candidates)
 
     expected_output = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        attn_mask=None if key_mask is None else key_mask[:, None, None],
+        *(x.transpose(1, 2) for x in whole),
+        attn_mask=None if whole_mask is None else whole_mask[:, None, None],
     ).transpose(1, 2)
     for row, beta in enumerate(candidates.mean_bias):
         for column, log_weight in enumerate(candidates.far_log_weight):
             merged = mhla_attention(
-                query,
-                key,
-                value,
+                *whole,
                 mixing,
                 grid,
                 call.blocks,
-                key_mask=key_mask,
+                key_mask=whole_mask,
                 exact=ExactTiles.from_mask(counts, exact),
                 mean_bias=beta.expand(HEADS),
                 far_field_weight=log_weight.exp().expand(HEADS),
+                outside=outside,
             )
-            squares = (merged - expected_output).square().sum(dim=-1)
+            squares = of_grid((merged - expected_output).square().sum(dim=-1), outside)
             expected = squares[:, tokens.gather(1, places)].mean(dim=(0, 1, 2))
             torch.testing.assert_close(found[:, row, column], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_candidates_of_a_far_field_beside_tokens_outside_alone():
+    """Without exact tiles and means the best λ is found as well."""
+    grid, counts = (8, 6), (2, 2)
+    query, key, value = inputs(grid)
+    whole, _, outside, others = with_outside(query, key, value)
+    mixing = initial_mixing((2, 2))
+    call = Call(query, key, value, mixing, grid, (2, 2))
+    output, normaliser = eager_attention(far_field(call))
+    tokens, _ = tokens_of_tiles(grid, counts)
+    far = output[:, tokens].permute(0, 3, 1, 2, 4), normaliser[:, tokens, :, 0].log().permute(0, 3, 1, 2)
+    given = TiledInput.of(query, key, value, grid, counts, None, others)
+    candidates = Candidates(torch.tensor([-torch.inf]), torch.tensor([-1.0, 0.5]))
+    none = torch.zeros(1, HEADS, 4, 4, dtype=torch.bool)
+    found = candidate_errors(given, all_queries(given), torch.eye(DIM).expand(HEADS, -1, -1), none, far, candidates)
+    softmax = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole)).transpose(1, 2)
+    for column, log_weight in enumerate(candidates.far_log_weight):
+        weight = log_weight.exp().expand(HEADS)
+        merged = mhla_attention(*whole, mixing, grid, (2, 2), far_field_weight=weight, outside=outside)
+        expected = of_grid((merged - softmax).square().sum(dim=-1), outside).mean(dim=(0, 1))
+        torch.testing.assert_close(found[:, 0, column], expected, rtol=1e-3, atol=1e-6)

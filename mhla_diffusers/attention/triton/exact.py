@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..call import Call
-from ..tiles import ExactTiles
+from ..tiles import ExactTiles, lists_with_outside, tiles_of_outside
 from .arguments import angles
 from .exact_lists import ExactCall
 from .operators import refuse_second_derivative
@@ -25,6 +25,7 @@ _FIELDS = {
     "tiles": "Tensor",
     "grid": "SymInt[]",
     "counts": "SymInt[]",
+    "outside": "SymInt",
 }
 """Of :class:`ExactCall`, in the language of PyTorch's operator schemas."""
 _ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
@@ -37,22 +38,27 @@ def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor,
     RoPE is applied once, before the kernels, which read every key many times.
 
     Returns:
-        Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), both in float32. A query that attends to nothing
-        gets 0 and the lowest finite number.
+        Output (B, N + n, H, D) and log of the sum of weights (B, N + n, H, 1), both in float32, those of the n tokens
+        outside the grid last. A query that attends to nothing gets 0 and the lowest finite number.
     """
-    query, key = call.query, call.key
+    query, key, value, mask = call.query, call.key, call.value, call.key_mask
+    lists, outside = (tiles.offsets, tiles.keys), 0
     if call.rotary is not None:
         query, key = (rotate(x, call.rotary, call.grid, call.rotary_axes, False) for x in (query, key))
+    if call.outside is not None:
+        query, key, value, mask = call.outside.after(query, key, value, mask)
+        outside = call.outside.count
+        lists = lists_with_outside(tiles, tiles_of_outside(call.grid, tiles.counts, outside))
     output, log_sum = exact_tiles(
         query,
         key,
-        call.value,
+        value,
         call.mean_bias.float().contiguous() if call.mean_bias is not None else None,
-        call.key_mask.float().contiguous() if call.key_mask is not None else None,
-        tiles.offsets,
-        tiles.keys,
+        mask.float().contiguous() if mask is not None else None,
+        *lists,
         call.grid,
         tiles.counts,
+        outside,
     )
     return output, log_sum
 

@@ -1,6 +1,6 @@
 """What the kernels of the exact tiles share: their tile, its list, the tokens of both, what is added to logits.
 
-The layout of these kernels has tiles for blocks.
+The layout of these kernels knows how many tokens and tiles there are, and not how they lie on the grid.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -131,8 +131,8 @@ class PairPlan:
 
     def launch(self, call: ExactCall, arguments: dict[str, Any], parts: int, whole: int) -> Launch:
         """With the arguments of the kernel besides the layout, in ``parts`` programs for each of ``whole``."""
-        batch, _, heads, _ = call.query.shape
-        shared = {"layout": layout(heads, call.grid, call.counts, parts)}
+        batch, tokens, heads, _ = call.query.shape
+        shared = {"layout": layout(heads, (tokens,), (call.number_of_tiles,), parts)}
         return Launch(
             self.kernel, batch * heads * whole * parts, arguments | shared, self.constants, self.place, self.tiles
         )

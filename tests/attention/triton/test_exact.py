@@ -250,7 +250,7 @@ def operator_arguments(everything):
     q, k, v, bias = (problem.tensors[x].requires_grad_() for x in ("query", "key", "value", "mean_bias"))
     tiles, mask = problem.options["exact"], problem.options.get("key_mask")
     more = (bias, mask.float()) if everything else (None, None)
-    return q, k, v, *more, tiles.offsets, tiles.keys, (6,), (3,)
+    return q, k, v, *more, tiles.offsets, tiles.keys, (6,), (3,), 0
 
 
 @pytest.mark.parametrize("everything", [False, True])

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mhla_diffusers.attention import Call, ExactTiles
+from mhla_diffusers.attention.tiles import lists_with_outside
 from mhla_diffusers.attention.triton import (
     exact_backward,
     exact_forward,
@@ -89,24 +90,19 @@ def test_mhla(blocks):
     twice(run)
 
 
+@pytest.mark.parametrize("outside", [0, 14])
 @pytest.mark.parametrize("means", [False, True])
-def test_exact_tiles(means):
+def test_exact_tiles(means, outside):
     mask = torch.eye(6, dtype=torch.bool).expand(2, -1, -1)
     tiles = ExactTiles.from_mask(COUNTS, mask)
-    row = (2, 72, 2, 8)
-    call = ExactCall(
-        draw(*row),
-        draw(*row),
-        draw(*row),
-        torch.empty(2, device="meta") if means else None,
-        torch.empty(2, 72, device="meta"),
-        tiles.offsets.to("meta"),
-        tiles.keys.to("meta"),
-        GRID,
-        COUNTS,
-    )
+    row = (2, 72 + outside, 2, 8)
+    tiles = ExactTiles(COUNTS, 2, tiles.offsets.to("meta"), tiles.keys.to("meta"))
+    given = (*(draw(*row) for _ in range(3)), torch.empty(2, device="meta") if means else None)
+    mask = torch.empty(2, 72 + outside, device="meta")
 
     def run():
+        lists = lists_with_outside(tiles, 2) if outside else (tiles.offsets, tiles.keys)
+        call = ExactCall(*given, mask, *lists, GRID, COUNTS, outside)
         output, log_sum = exact_forward.forward(call)
         exact_backward.backward(call, OutputSide(output, log_sum, output, log_sum))
 
