@@ -69,7 +69,7 @@ class WanFamily(Family):
     """Video transformers with a (frames, height, width) token grid."""
 
     name = "wan"
-    transformers = ("WanTransformer3DModel", "WanVACETransformer3DModel")
+    transformers: ClassVar[tuple[str, ...]] = ("WanTransformer3DModel", "WanVACETransformer3DModel")
     axes = 3
     block_lists = ("blocks", "vace_blocks")
     attention_class: ClassVar[str] = "transformer_wan.WanAttention"
@@ -78,7 +78,7 @@ class WanFamily(Family):
     default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(7, 9, 10))
     dispatches_attention = True
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
-    models = (
+    models: ClassVar[tuple[Model, ...]] = (
         wan_model("wan2.1-1.3b", 12, 8960, 30),
         wan_model("wan2.1-14b", 40, 13824, 40),
         tiny_wan("tiny-wan", "WanTransformer3DModel"),
