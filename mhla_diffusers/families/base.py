@@ -27,6 +27,7 @@ _STRIDES = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_sc
 """Attributes of diffusers' pipelines: pixels per latent along height and width."""
 _TEMPORAL_STRIDES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 """Frames per latent frame, after the first one."""
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Family(ABC):
@@ -260,6 +261,15 @@ class Family(ABC):
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
         return of_unit_scale(pipe.vae, latents.float())
 
+    def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
+        """Arguments of the transformer's forward that come from a clip itself, without a batch axis; by default none.
+
+        Args:
+            pipe: pipeline with its encoders.
+            pixels: one clip, (1, 3, F, H, W) in [-1, 1].
+        """
+        return {}
+
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Arguments of the transformer's forward for a prompt, without a batch axis; "" for the empty prompt.
 
@@ -355,8 +365,22 @@ class Family(ABC):
 
         Returns:
             For every prompt a PIL image, or frames (F, H, W, 3) in [0, 1]; with ``output_type`` what that asks for.
+
+        Raises:
+            ValueError: the pipeline must be given more, such as a picture.
         """
-        output = pipe(**self.prompt_arguments(pipe, prompts), generator=list(generators), **settings)
+        arguments = {**self.prompt_arguments(pipe, prompts), "generator": list(generators), **settings}
+        missing = [
+            name
+            for name, parameter in inspect.signature(pipe.__call__).parameters.items()
+            if parameter.default is parameter.empty and parameter.kind in _NAMED and name not in arguments
+        ]
+        if missing:
+            raise ValueError(
+                f"{type(pipe).__name__} must be given {', '.join(missing)} beside prompts, which the mhla command has "
+                "no place for. Call the pipeline yourself, and train on videos of your own (mhla encode)."
+            )
+        output = pipe(**arguments)
         return output.frames if self.makes_videos else output.images
 
     def generate_latents(

@@ -85,11 +85,14 @@ class FlowMatching(DiffusionProcess):
     Args:
         shift: σ ↦ shift σ / (1 + (shift − 1) σ); 3.0 for Wan at 480p and SANA, 1.0 for none.
         timestep_scale: factor on the timestep, 1.0 but for some SANA models.
+        channels: how many, from the first on, are noised and predicted, None for all; others, of a picture that the
+            model is shown, stay as they are.
     """
 
-    def __init__(self, shift: float, timestep_scale: float = 1.0) -> None:
+    def __init__(self, shift: float, timestep_scale: float = 1.0, channels: int | None = None) -> None:
         self.shift = shift
         self.timestep_scale = timestep_scale
+        self.channels = channels
 
     def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
         """σ of the quantiles: the sigmoid of a standard normal variable, shifted."""
@@ -99,7 +102,10 @@ class FlowMatching(DiffusionProcess):
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """(1 − σ) latents + σ noise."""
         sigma = _per_sample(time, latents)
-        return (1 - sigma) * latents + sigma * noise
+        mixed = (1 - sigma) * latents + sigma * noise
+        if self.channels is None:
+            return mixed
+        return torch.cat([mixed[:, : self.channels], latents[:, self.channels :]], dim=1)
 
     def timestep(self, time: torch.Tensor) -> torch.Tensor:
         """1000 σ."""
@@ -107,7 +113,7 @@ class FlowMatching(DiffusionProcess):
 
     def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
         """Mean squared error to the velocity."""
-        velocity = batch.noise - batch.latents
+        velocity = (batch.noise - batch.latents)[:, : self.channels]
         error = prediction[:, : velocity.shape[1]].float() - velocity.float()
         return error.square().flatten(1).mean(dim=1)
 

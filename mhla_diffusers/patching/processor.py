@@ -105,7 +105,7 @@ class MHLAProcessor:
         family = family_of_attention(attn) if layer is None else None
         form = form_of(attn, family)
         if form.is_cross_attention(arguments):
-            processor = _cross_attention_processor(attn)
+            processor = default_cross_attention_processor(attn)
             processor._attention_backend = self._attention_backend
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask)
         self._check_layer(layer)
@@ -239,10 +239,17 @@ def _compute_dtype(attn: Any, weight: torch.Tensor) -> torch.dtype:
     return weight.dtype if weight.dtype.itemsize > 1 else torch.float32
 
 
-def _cross_attention_processor(attn: Any) -> Any:
-    """A processor that does what diffusers' own does for this cross-attention."""
+def default_cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
+    """A processor that does what diffusers' own does for this cross-attention.
+
+    Args:
+        attn: whose class tells its processor, or else the family.
+        family: of the model; None where nothing tells it, so that the families are asked.
+    """
     default = getattr(attn, "_default_processor_cls", None)
-    return default() if default is not None else cross_attention_processor(attn)
+    if default is not None:
+        return default()
+    return cross_attention_processor(attn) if family is None else family.cross_attention_processor()
 
 
 def attended(
