@@ -12,6 +12,7 @@ from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
 from .hunyuan_video import HunyuanVideoFamily
+from .hunyuan_video15 import HunyuanVideo15Family
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .sana import SanaFamily
 from .sd3 import SD3Family
@@ -25,6 +26,7 @@ _FAMILIES: dict[str, Family] = {
         DiTFamily(),
         FluxFamily(),
         HunyuanVideoFamily(),
+        HunyuanVideo15Family(),
         SanaFamily(),
         SD3Family(),
         WanFamily(),
