@@ -14,6 +14,7 @@ from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
 from .hunyuan_video import HunyuanVideoFamily
+from .hunyuan_video15 import HunyuanVideo15Family
 from .ltx import LTXFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .qwenimage import QwenImageFamily
@@ -32,6 +33,7 @@ _FAMILIES: dict[str, Family] = {
         DiTFamily(),
         FluxFamily(),
         HunyuanVideoFamily(),
+        HunyuanVideo15Family(),
         LTXFamily(),
         QwenImageFamily(),
         SanaFamily(),

@@ -7,6 +7,7 @@ trained, what conditions it, how its pipeline is called, and at which sizes it i
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -223,6 +224,10 @@ class Family(ABC):
 
     def restore(self, transformer: Any) -> None:  # noqa: B027
         """Called once when the patch is removed; undoes :meth:`prepare`."""
+
+    def without_values(self) -> AbstractContextManager[Any]:
+        """What a forward on the meta device runs in; for models that ask for values of their inputs."""
+        return nullcontext()
 
     # Training
 

@@ -6,7 +6,7 @@ attention as well, but over the text alone, and stays as it is.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -69,10 +69,10 @@ class HunyuanVideoFamily(Family):
     name = "hunyuan_video"
     transformers = ("HunyuanVideoTransformer3DModel",)
     axes = 3
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks", "single_transformer_blocks")
     attentions = ("attn",)
     form = JointForm()
-    feed_forwards = ("ff", "ff_context", "proj_mlp", "proj_out")
+    feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ff_context", "proj_mlp", "proj_out")
     # of 33x45x80 tokens, 129 frames at 720p: blocks of three latent frames by 15 by 16 tokens, tiles of at most 64
     default_config = MHLAConfig(blocks=(11, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(9, 12, 21))
     dispatches_attention = True
