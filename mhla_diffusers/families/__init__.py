@@ -16,6 +16,7 @@ from .sana import SanaFamily
 from .sd3 import SD3Family
 from .sizes import Clip, Model
 from .wan import WanFamily
+from .z_image import ZImageFamily
 
 _FAMILIES: dict[str, Family] = {
     family.name: family
@@ -26,6 +27,7 @@ _FAMILIES: dict[str, Family] = {
         SanaFamily(),
         SD3Family(),
         WanFamily(),
+        ZImageFamily(),
     )
 }
 

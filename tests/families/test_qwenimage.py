@@ -1,6 +1,5 @@
 """What is particular to Qwen-Image: masked text of any length, the pipeline's packed latents, several pictures."""
 
-
 import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
