@@ -182,10 +182,11 @@ def _print_costs(patch: Patch) -> None:
     header = ["at", "grid", *(["tiles"] if has_exact else []), "softmax", "MHLA", *(["exact"] if has_exact else [])]
     counts = [config.blocks, config.tiles] if has_exact else [config.blocks]
     rows = []
-    for model in (model for family in families() if family.name == patch.family for model in family.models):
+    family = next(family for family in families() if family.name == patch.family)
+    for model in family.models:
         for label, grid in model.grids.items():
             if all(count <= size for shape in counts for count, size in zip(shape, grid, strict=True)):
-                sizes = attention_sizes(config, grid, model.heads, model.head_dim)
+                sizes = attention_sizes(config, grid, model.heads, model.head_dim, family.outside_tokens)
                 flops = [sizes.softmax_flops, sizes.linear_flops, *([sizes.flops] if has_exact else [])]
                 tiles = [f"{math.prod(config.tiles)} of {from_to(smallest_and_largest(grid, config.tiles))}"]
                 cells = [*(tiles if has_exact else []), *map(_giga, flops)]

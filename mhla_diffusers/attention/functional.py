@@ -237,9 +237,9 @@ def _check(call: Call, outside: Outside) -> None:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
     if any(outside) and not call.normalize:
         raise ValueError("Tokens outside the grid share one denominator with those of it, which needs normalize=True.")
-    has_far_field = call.far_field_weight is not None or any(outside) and call.exact is None
-    if has_far_field and not call.normalize:
+    if call.far_field_weight is not None and not call.normalize:
         raise ValueError("Softmax weights share one denominator with the far field, which needs normalize=True.")
+    has_far_field = call.far_field_weight is not None or any(outside) and call.exact is None
     if has_far_field and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
     _check_exact(call, any(outside))

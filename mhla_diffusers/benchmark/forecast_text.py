@@ -133,16 +133,16 @@ def _speeds(question: Question, options: Options) -> tuple[Speeds | None, str]:
 def _heading(question: Question) -> list[str]:
     """Model, size, call and patch."""
     model, size, config = question.model, question.size, question.config
-    own = family_of_model(model).own_attention
+    family = family_of_model(model)
     patch = f"MHLA of {times(config.blocks_on(question.grid))} blocks"
     if config.exact != "none":
-        sizes = attention_sizes(config, question.grid, model.heads, model.head_dim)
+        sizes = attention_sizes(config, question.grid, model.heads, model.head_dim, family.outside_tokens)
         patch += f", tiles {times(config.tiles)}, {sizes.exact_pairs / sizes.pairs:.1%} of all pairs exact"
     softmax = f", the first {question.softmax_steps} of them unpatched" if question.softmax_steps else ""
     return [
         f"{model.name} at {size}: {times(question.grid)} = {question.tokens:,} tokens",
         f"{question.steps} steps{softmax}, {question.passes} forward{'s' if question.passes > 1 else ''} each",
-        f"unpatched: {own} attention; patched: {patch}, in {question.layers} of {model.layers} layers",
+        f"unpatched: {family.own_attention} attention; patched: {patch}, in {question.layers} of {model.layers} layers",
     ]
 
 

@@ -36,7 +36,7 @@ def family_of_model(model: Model) -> Family:
 
 
 def find_models(names: Sequence[str] | None, device_type: str) -> list[Model]:
-    """Models by name; for None the real ones on a GPU, and the smallest of them on a CPU.
+    """Models by name; for None on a GPU the real ones that need not be asked for, and the smallest of them on a CPU.
 
     Raises:
         ValueError: unknown name.
@@ -47,8 +47,13 @@ def find_models(names: Sequence[str] | None, device_type: str) -> list[Model]:
             raise ValueError(f"Unknown model {name!r}; allowed: {', '.join(known)}.")
     if names:
         return [known[name] for name in names]
-    real = [model for model in known.values() if not model.is_tiny]
+    real = models_unasked()
     return real if device_type != "cpu" else [min(real, key=_weights_of_layers)]
+
+
+def models_unasked() -> list[Model]:
+    """The real models that are measured on a GPU where none is named."""
+    return [model for family in families() if family.measured_unasked for model in family.models if not model.is_tiny]
 
 
 def _weights_of_layers(model: Model) -> int:

@@ -95,7 +95,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         args, kwargs = given
         read = family.form.read(attn, attention_arguments(args, kwargs))
         config = attn.processor.config if isinstance(attn.processor, MHLAProcessor) else None
-        outside = sum(family.form.outside(read, torch.Size(grid).numel()))
+        outside = sum(family.form.outside(read, grid))
         return sizes_of(attn, family, config, grid, outside), read.hidden_states
 
     with torch.no_grad(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..attention.costs import AttentionSizes
 from ..config import DEFAULT_SHARE
 from ..families import Model
-from .models import family_of_model, models
+from .models import family_of_model, models, models_unasked
 from .timing import free_bytes
 
 
@@ -75,7 +75,7 @@ def exact_tiles(model: Model, grid: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def choose_shapes(names: list[str] | None, device_type: str) -> list[Shape]:
-    """Shapes by name; for None all real ones on a GPU, and the cheapest of them on a CPU.
+    """Shapes by name; for None on a GPU those of the models that need not be asked for, on a CPU the cheapest of them.
 
     Raises:
         ValueError: unknown name.
@@ -86,7 +86,7 @@ def choose_shapes(names: list[str] | None, device_type: str) -> list[Shape]:
             raise ValueError(f"Unknown shape {name!r}; allowed: {', '.join(known)}.")
     if names:
         return [known[name] for name in names]
-    real = [shape for shape in known.values() if shape != TINY]
+    real = [known[f"{model.name}-{label}"] for model in models_unasked() for label in model.grids]
     return real if device_type != "cpu" else [min(real, key=lambda shape: softmax_cost(shape, 1, False).flops)]
 
 

@@ -15,16 +15,19 @@ from torch import nn
 from ..attention.rotary import Rotary
 from ..attention.tiles import square_tiles
 from ..config import MHLAConfig
-from .encoding import scaled_latents
+from .encoding import of_unit_scale
 from .forms import AttentionForm
 from .processes import DiffusionProcess, nested
-from .sizes import Clip, Model
+from .sizes import Clip, Model, strides_of
 
 Sample = Mapping[str, torch.Tensor]
 """``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""
 
-_STRIDES = ("vae_scale_factor_spatial", "vae_scale_factor")
+_STRIDES = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
 """Attributes of diffusers' pipelines: pixels per latent along height and width."""
+_TEMPORAL_STRIDES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+"""Frames per latent frame, after the first one."""
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Family(ABC):
@@ -46,6 +49,8 @@ class Family(ABC):
     """Attributes of a block that are self-attentions over the tokens of the grid; absent ones are passed."""
     form: ClassVar[AttentionForm] = AttentionForm()
     """How these are called, what they attend with, and what they return."""
+    outside_tokens: ClassVar[int] = 0
+    """Tokens outside the grid of the longest text that the pipeline takes unasked: what costs are told for."""
     feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ffn")
     """Attributes of a block that are feed-forward layers; absent ones are passed."""
     default_config: ClassVar[MHLAConfig]
@@ -73,6 +78,8 @@ class Family(ABC):
     """Whether the model is conditioned on classes, given by number or name, and not on text."""
     models: ClassVar[tuple[Model, ...]] = ()
     """Configurations that ``mhla bench`` builds with random weights."""
+    measured_unasked: ClassVar[bool] = False
+    """Whether ``mhla bench`` on a GPU measures them where no model is named."""
 
     @property
     def makes_videos(self) -> bool:
@@ -254,7 +261,7 @@ class Family(ABC):
     # Latents and conditioning
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Latents of clips, at the scale that the transformer takes, see :func:`scaled_latents`.
+        """Latents of clips, of the scale that the transformer takes; by default see :func:`of_unit_scale`.
 
         Args:
             pipe: pipeline with its autoencoder.
@@ -265,7 +272,16 @@ class Family(ABC):
         """
         encoded = pipe.vae.encode(pixels if self.makes_videos else pixels[:, :, 0])
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
-        return scaled_latents(latents, pipe.vae.config)
+        return of_unit_scale(pipe.vae, latents.float())
+
+    def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
+        """Arguments of the transformer's forward that come from a clip itself, without a batch axis; by default none.
+
+        Args:
+            pipe: pipeline with its encoders.
+            pixels: one clip, (1, 3, F, H, W) in [-1, 1].
+        """
+        return {}
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Arguments of the transformer's forward for a prompt, without a batch axis; "" for the empty prompt.
@@ -298,16 +314,16 @@ class Family(ABC):
         return int(transformer.in_channels)
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """Shape of a sample's latents; by default (C, H, W) of an autoencoder that halves between two of its stages.
+        """Shape of a sample's latents, (C, H, W) or (C, F, H, W); by default with the autoencoder's strides.
 
         Args:
             transformer: configuration of the transformer.
             vae: configuration of the autoencoder.
             clip: frames and size.
         """
-        stages = vae.get("encoder_block_out_channels") or vae["block_out_channels"]
-        stride, (height, width) = 2 ** (len(stages) - 1), clip.sizes[0]
-        return self.channels(transformer), height // stride, width // stride
+        temporal, spatial = strides_of(vae)
+        frames = [(clip.frames - 1) // temporal + 1] if self.makes_videos else []
+        return self.channels(transformer), *frames, *(side // spatial for side in clip.sizes[0])
 
     def encode_text(self, pipe: Any, prompt: str, settings: Mapping[str, Any]) -> Any:
         """What the pipeline's ``encode_prompt`` gives without guidance; settings that it does not take are left out."""
@@ -328,8 +344,8 @@ class Family(ABC):
         return int(found) if found is not None else 2 ** (len(pipe.vae.config.block_out_channels) - 1)
 
     def temporal_stride(self, pipe: Any) -> int:
-        """Frames of a video per latent frame, after the first one."""
-        return int(pipe.vae_scale_factor_temporal)
+        """Frames of a video per latent frame, after the first one; 1 of autoencoders of images."""
+        return int(next((getattr(pipe, name) for name in _TEMPORAL_STRIDES if hasattr(pipe, name)), 1))
 
     # Calling the pipeline
 
@@ -362,8 +378,22 @@ class Family(ABC):
 
         Returns:
             For every prompt a PIL image, or frames (F, H, W, 3) in [0, 1]; with ``output_type`` what that asks for.
+
+        Raises:
+            ValueError: the pipeline must be given more, such as a picture.
         """
-        output = pipe(**self.prompt_arguments(pipe, prompts), generator=list(generators), **settings)
+        arguments = {**self.prompt_arguments(pipe, prompts), "generator": list(generators), **settings}
+        missing = [
+            name
+            for name, parameter in inspect.signature(pipe.__call__).parameters.items()
+            if parameter.default is parameter.empty and parameter.kind in _NAMED and name not in arguments
+        ]
+        if missing:
+            raise ValueError(
+                f"{type(pipe).__name__} must be given {', '.join(missing)} beside prompts, which the mhla command has "
+                "no place for. Call the pipeline yourself, and train on videos of your own (mhla encode)."
+            )
+        output = pipe(**arguments)
         return output.frames if self.makes_videos else output.images
 
     def generate_latents(
@@ -380,3 +410,9 @@ class Family(ABC):
 
     def _unknown(self, what: str, method: str) -> ValueError:
         return ValueError(f"The {self.name!r} family does not tell {what}: give {type(self).__name__} a {method}().")
+
+    def _needs_pictures(self) -> ValueError:
+        return ValueError(
+            f"This {self.name!r} checkpoint is conditioned on pictures, which captions do not tell. It can be patched "
+            "and generates; encode and train with a text-to-video checkpoint."
+        )

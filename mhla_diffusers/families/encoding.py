@@ -5,26 +5,24 @@ from typing import Any
 import torch
 
 
-def scaled_latents(latents: torch.Tensor, config: Any) -> torch.Tensor:
-    """Latents as a transformer takes them: normalised per channel where the autoencoder says how, or by two factors.
+def of_unit_scale(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """What an autoencoder gives, (B, C, ...), by its own factors of the scale that transformers are trained on.
 
-    Args:
-        latents: (B, C, ...) as the autoencoder gives them.
-        config: of the autoencoder.
-
-    Returns:
-        float32, like ``latents``.
+    They are a mean and a deviation of every channel, among its buffers or in its configuration, or one shift for all,
+    and a ``scaling_factor``; those that it lacks change nothing.
     """
-    latents = latents.float()
-    if getattr(config, "latents_mean", None) is not None:
-        mean, std = (
-            torch.tensor(values, device=latents.device).view(-1, *[1] * (latents.ndim - 2))
-            for values in (config.latents_mean, config.latents_std)
-        )
-        return (latents - mean) / std
-    shift = getattr(config, "shift_factor", None) or 0.0
-    scaled: torch.Tensor = (latents - shift) * config.scaling_factor
-    return scaled
+    buffers, config = dict(vae.named_buffers(recurse=False)), vae.config
+    mean, deviation = (
+        _of_channels(buffers.get(name, config.get(name)), latents) for name in ("latents_mean", "latents_std")
+    )
+    shift = mean if mean is not None else config.get("shift_factor") or 0.0
+    scaled = (latents - shift) * (config.get("scaling_factor") or 1.0)
+    return scaled if deviation is None else scaled / deviation
+
+
+def _of_channels(values: Any, latents: torch.Tensor) -> torch.Tensor | None:
+    """(C,) so that it can be combined with latents (B, C, ...); None for none."""
+    return None if values is None else torch.as_tensor(values).to(latents).view(-1, *[1] * (latents.ndim - 2))
 
 
 def padded_text(text: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,13 +4,14 @@ The attention itself sees one sequence of N tokens: those of the token grid in r
 the tokens outside the grid, such as text in joint attention. A form tells which of the arguments they come from.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from ..attention.rotary import Rotary
+from ..attention.rotary import Rotary, rotary_table, rotated
 
 _FLOAT16_MAX = 65504.0
 _ROTARY_NAMES = ("rotary_emb", "image_rotary_emb", "freqs_cis")
@@ -47,6 +48,8 @@ class AttentionInput(NamedTuple):
     """(cos, sin) of all tokens, each (1 or B, N, 1, D)."""
     key_mask: torch.Tensor | None = None
     """(B, N) of all tokens, see :func:`key_padding_mask`."""
+    rotary_by_head: Rotary | None = None
+    """(cos, sin) of all tokens, each (1 or B, N, H, D), in place of ``rotary`` where heads turn by other angles."""
 
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -79,38 +82,49 @@ class AttentionForm:
         """
         hidden_states, mask = arguments.hidden_states, arguments.attention_mask
         key_mask = key_padding_mask(mask, *hidden_states.shape[:2]) if mask is not None else None
-        return AttentionInput(hidden_states, None, self.rotary(attn, arguments), key_mask)
+        rotary = self.rotary(attn, arguments)
+        if self.rope_by_head:
+            return AttentionInput(hidden_states, None, None, key_mask, rotary)
+        return AttentionInput(hidden_states, None, rotary, key_mask)
 
     def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
-        """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D); None for none. By default as Wan hands it over."""
+        """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D); None for none. By default as Wan hands it over.
+
+        With :attr:`rope_by_head` each is (1 or B, N, H, D).
+        """
         rotary: Rotary | None = arguments.rotary_emb
         return rotary
 
-    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def outside(self, given: AttentionInput, grid: tuple[int, ...]) -> tuple[int, int]:
         """How many tokens stand before and after those of the grid.
 
         Args:
             given: input of the attention.
-            tokens: of the grid.
+            grid: token grid.
 
         Raises:
             ValueError: the attention has other tokens than the grid.
         """
-        count = given.hidden_states.shape[1]
+        count, tokens = given.hidden_states.shape[1], math.prod(grid)
         if count != tokens:
             raise ValueError(
-                f"The token grid holds {tokens} tokens, but the attention got {count}. Was the processor made for "
-                "another resolution, or are the tokens split over devices? MHLA does not run under context parallelism."
+                f"The token grid {grid} holds {tokens} tokens, but the attention got {count}. Was the processor made "
+                "for another resolution, or are the tokens split over devices? MHLA does not run under context "
+                "parallelism."
             )
         return 0, 0
 
     def project(self, attn: Any, given: AttentionInput) -> Projected:
-        """Query, key and value of all tokens.
+        """Query, key and value of all tokens, query and key turned already where :attr:`rope_by_head`.
 
         Under autocast a norm may give float32 where the projections give the lower type; all three then take the lower
         one, as those of ``scaled_dot_product_attention`` do.
         """
-        return lowered(project_tokens(attn, given.hidden_states))
+        query, key, value = project_tokens(attn, given.hidden_states)
+        if given.rotary_by_head is not None:
+            table = rotary_table(given.rotary_by_head)
+            query, key = rotated(query, table), rotated(key, table)
+        return lowered((query, key, value))
 
     def hand_on(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """What the attention returns, from the output of its heads for all tokens (B, N, H, D)."""
@@ -192,15 +206,15 @@ class JointForm(AttentionForm):
         """(B, N, ...) and (B, n, ...) side by side."""
         return torch.cat([context, tokens] if self.context_first else [tokens, context], dim=1)
 
-    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def outside(self, given: AttentionInput, grid: tuple[int, ...]) -> tuple[int, int]:
         """All tokens but those of the grid.
 
         Raises:
             ValueError: fewer tokens than the grid has, or more beside a context.
         """
-        count = given.hidden_states.shape[1]
+        count, tokens = given.hidden_states.shape[1], math.prod(grid)
         if count < tokens or (given.context is not None and count != tokens):
-            super().outside(given, tokens)
+            super().outside(given, grid)
         others = count - tokens + (given.context.shape[1] if given.context is not None else 0)
         return (others, 0) if self.context_first else (0, others)
 

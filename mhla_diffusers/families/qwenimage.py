@@ -12,7 +12,7 @@ import torch
 from ..attention.rotary import Rotary, rotary_of_complex
 from ..config import MHLAConfig
 from .base import Sample
-from .encoding import padded_text, scaled_latents
+from .encoding import of_unit_scale, padded_text
 from .forms import AttentionArguments, JointForm
 from .packed import PackedFamily
 from .processes import DiffusionProcess, FlowMatching
@@ -151,7 +151,7 @@ class QwenImageFamily(PackedFamily):
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(B, 16, H, W): the autoencoder is one of videos, of which an image is one frame."""
-        return scaled_latents(pipe.vae.encode(pixels).latent_dist.mode(), pipe.vae.config)[:, :, 0]
+        return of_unit_scale(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())[:, :, 0]
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
         """(C, H, W), halved as often as the autoencoder has entries of ``temperal_downsample``."""

@@ -64,6 +64,7 @@ class SanaFamily(Family):
     own_attention = "linear"
     own_attention_eps = 1e-15
     default_clip = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
+    measured_unasked = True
     models = (
         _model("sana-0.6b", 36, 28, 16, 72),
         _model("sana-1.6b", 70, 20, 20, 112, grids={f"{32 * side}px": (side, side) for side in (32, 64, 128)}),

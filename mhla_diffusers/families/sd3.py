@@ -65,6 +65,7 @@ class SD3Family(Family):
     block_lists = ("transformer_blocks",)
     attentions = ("attn", "attn2")
     form = JointForm()
+    outside_tokens = _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context")
     models = (
         _model("sd3.5-medium", 24, 24, dual_attention_layers=tuple(range(13))),

@@ -239,7 +239,7 @@ class _Tiles:
             found, masses, squares = pair_errors(one, samples, self._projections, layer.config.tile_means)
             left = left + (found * ~exact).sum().cpu() / len(mask)
             errors = errors.to(found.device) + found / len(mask)
-            self._mass += float((masses * exact).sum(dim=-1).mean()) / len(mask)
+            self._mass += (1 - float((masses * ~exact).sum(dim=-1).mean())) / len(mask)
             self._square += float(squares.sum()) * mask.shape[-1] / len(mask)
         half, errors = self.clock.half, errors.cpu()
         self._pair_errors[half] = self._pair_errors[half] + errors if half in self._pair_errors else errors

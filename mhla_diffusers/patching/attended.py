@@ -28,10 +28,8 @@ class Attended(NamedTuple):
     def of_grid(self) -> "Attended":
         """The tokens of the grid alone."""
         query, key, value = (of_grid(x, self.outside) for x in (self.query, self.key, self.value))
-        rotary = self.rotary
-        if rotary is not None:
-            cos, sin = (of_grid(table, self.outside) for table in rotary)
-            rotary = cos, sin
+        cos_sin = self.rotary
+        rotary = None if cos_sin is None else (of_grid(cos_sin[0], self.outside), of_grid(cos_sin[1], self.outside))
         mask = None if self.key_mask is None else of_grid(self.key_mask, self.outside)
         return Attended(query, key, value, self.grid, (0, 0), rotary, mask)
 

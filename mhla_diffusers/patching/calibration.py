@@ -59,10 +59,10 @@ def watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[Removab
     def look(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         form = form_of(attn)
         given = form.read(attn, attention_arguments(args, kwargs))
-        tokens = torch.Size(grid_of_call(attn, given.rotary)).numel()
+        grid = grid_of_call(attn, given.rotary)
         of_heads = handed.pop() if handed else form.heads_output(returned)
-        outside = form.outside(given, tokens)
-        note(of_grid(of_heads, outside) if of_heads.shape[1] > tokens else of_heads)
+        outside = form.outside(given, grid)
+        note(of_grid(of_heads, outside) if of_heads.shape[1] > torch.Size(grid).numel() else of_heads)
 
     handles = [attn.register_forward_hook(look, with_kwargs=True)]
     if projection is not None:

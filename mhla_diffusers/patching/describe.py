@@ -184,7 +184,7 @@ def _cost(layer: LayerDescription, attn: Any, family: Family) -> AttentionCost |
     config = (layer_of(attn) or attn.processor).config if layer.runs_mhla else None
     if layer.grid is None or layer.replaced and layer.tokens_per_block is None:
         return None
-    return attention_cost(attn, family, config, layer.grid)
+    return attention_cost(attn, family, config, layer.grid, family.outside_tokens)
 
 
 def _describe_exact(

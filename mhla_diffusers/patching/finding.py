@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..families import find_family, get_family, unwrapped
+from ..families import families, find_family, get_family, unwrapped
 from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor
 
@@ -22,12 +22,13 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
     _refuse_wrapped(model)
     found = supported_transformers(model)
     if not found:
-        if isinstance(model, nn.Module):
-            get_family(unwrapped(model))
+        for name, module in _modules(model).items():
+            if name.startswith("transformer"):
+                get_family(module)
         components = ", ".join(getattr(model, "components", {})) or "none"
         raise ValueError(
-            f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). "
-            "Pass a DiT, SANA or Wan pipeline, or one of their transformers."
+            f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). Pass a pipeline "
+            f"or a transformer of one of the families {', '.join(family.name for family in families())}."
         )
     return found
 

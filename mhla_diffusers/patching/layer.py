@@ -22,12 +22,21 @@ _FAR_LOG_WEIGHT = {True: -3.0, False: 0.0}
 """Of the far field at first, with and without tile means, which leave it little to add."""
 
 
+def _without_tiles(head_dim: int) -> float:
+    """Log of a λ with which a token of the grid weighs about as much as one outside, to which softmax is attended.
+
+    Where channels are normed, φ(q) · φ(k) is of the order of D times a number near 1/6, and exp(q · k / √D) near 1.6.
+    """
+    return -0.5 * math.log(head_dim)
+
+
 class MHLALayer(nn.Module):
     """Mixing matrix and, where configured, exact tiles, output norm, gate and convolution of one attention.
 
     Each is initialised so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is
     1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. Beside exact tiles λ
     is 1, or e⁻³ where the others take part through their means, whose β is 0; :func:`calibrate_exact_tiles` fits both.
+    Beside tokens outside the grid alone it is 1 / √D; :func:`calibrate_mixing` fits it.
 
     Args:
         config: settings.
@@ -61,7 +70,8 @@ class MHLALayer(nn.Module):
         """β, (H,)."""
         if self.exact is not None or self.form.has_outside:
             has_means = self.exact is not None and config.tile_means
-            self.far_field_log_weight = nn.Parameter(torch.full((heads,), _FAR_LOG_WEIGHT[has_means]))
+            log_weight = _FAR_LOG_WEIGHT[has_means] if self.exact is not None else _without_tiles(head_dim)
+            self.far_field_log_weight = nn.Parameter(torch.full((heads,), log_weight))
             self.mean_bias = nn.Parameter(torch.zeros(heads)) if has_means else None
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, inner_size) if config.output_gate else None

@@ -105,7 +105,7 @@ class MHLAProcessor:
         family = family_of_attention(attn) if layer is None else None
         form = form_of(attn, family)
         if form.is_cross_attention(arguments):
-            processor = _cross_attention_processor(attn)
+            processor = default_cross_attention_processor(attn)
             processor._attention_backend = self._attention_backend
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask)
         self._check_layer(layer)
@@ -113,7 +113,7 @@ class MHLAProcessor:
             return form.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
         given = form.read(attn, arguments)
         grid = self.grid if self.grid is not None else grid_of_call(attn, given.rotary)
-        outside = form.outside(given, torch.Size(grid).numel())
+        outside = form.outside(given, grid)
         if layer is None:
             attn.mhla = make_layer(attn, self.config, family)
         query, key, value = form.project(attn, given)
@@ -239,10 +239,17 @@ def _compute_dtype(attn: Any, weight: torch.Tensor) -> torch.dtype:
     return weight.dtype if weight.dtype.itemsize > 1 else torch.float32
 
 
-def _cross_attention_processor(attn: Any) -> Any:
-    """A processor that does what diffusers' own does for this cross-attention."""
+def default_cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
+    """A processor that does what diffusers' own does for this cross-attention.
+
+    Args:
+        attn: whose class tells its processor, or else the family.
+        family: of the model; None where nothing tells it, so that the families are asked.
+    """
     default = getattr(attn, "_default_processor_cls", None)
-    return default() if default is not None else cross_attention_processor(attn)
+    if default is not None:
+        return default()
+    return cross_attention_processor(attn) if family is None else family.cross_attention_processor()
 
 
 def attended(
@@ -264,5 +271,5 @@ def attended(
     form = form if form is not None else form_of(attn)
     given = form.read(attn, attention_arguments(args, kwargs))
     grid = grid if grid is not None else grid_of_call(attn, given.rotary)
-    outside = form.outside(given, torch.Size(grid).numel())
+    outside = form.outside(given, grid)
     return Attended(*form.project(attn, given), grid, outside, given.rotary, given.key_mask)

@@ -12,7 +12,7 @@ from .denoising_steps import StepHooks
 from .finding import attentions_of, find_transformers, hook_of, is_patched
 from .layer import replaced_processor
 from .other_processors import ProcessorWatch, other_processors_wanted
-from .processor import MHLAProcessor, with_backend_of
+from .processor import MHLAProcessor, default_cross_attention_processor, with_backend_of
 from .token_grid import TokenGridHooks
 
 Model = TypeVar("Model")
@@ -93,6 +93,8 @@ def original_processor(attn: Any, family: Family, transformer: nn.Module) -> Any
     """
     original = replaced_processor(attn)
     if original is None:
-        is_self_attention = any(attn is own for own in family.self_attentions(transformer).values())
-        original = family.self_attention_processor() if is_self_attention else family.cross_attention_processor()
+        if any(attn is own for own in family.self_attentions(transformer).values()):
+            original = family.self_attention_processor()
+        else:
+            original = default_cross_attention_processor(attn, family)
     return with_backend_of(attn.processor, original) if isinstance(attn.processor, MHLAProcessor) else original

@@ -137,13 +137,40 @@ def test_calibrated_tiles_come_nearer_than_the_own_tile(name: str) -> None:
     assert 0 < errors["calibrated"] < 0.8 * errors["own"]
 
 
+@softmax_families
+def test_calibrated_mixing_comes_nearer_than_a_fresh_one(name: str) -> None:
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs()
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **plain(name, mixing_per_head=True))
+    fresh = relative_change(output(model, arguments), expected)
+    mhla.remove_mhla(model)
+    mhla.apply_mhla(model, **plain(name, mixing_per_head=True), calibration=lambda: output(model, arguments))
+    assert relative_change(output(model, arguments), expected) < 0.9 * fresh
+
+
+@softmax_families
+def test_audit_and_dial(name: str) -> None:
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs()
+    expected = output(model, arguments)
+    patch = {"blocks": case.blocks, "exact": "calibrated", "exact_tiles": tiles_of(name), "exact_share": 0.4}
+    mhla.apply_mhla(model, **patch, calibration=lambda: output(model, arguments))
+    found = mhla.audit(model, lambda: output(model, arguments))
+    assert [layer.name for layer in found.layers] == list(case.attentions)
+    assert 0 < found.moves < 1 and found.fit is not None and not found.fit.is_stale
+    mhla.set_exact_share(model, 1.0)
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+
+
 @every_family
 def test_set_attn_processor(name: str) -> None:
     case = case_of(name)
     arguments = case.inputs()
     expected = output(mhla.apply_mhla(case.transformer(), **plain(name)), arguments)
     model = case.transformer()
-    mhla.set_attn_processor(model, mhla.MHLAProcessor(**plain(name)))
+    config = get_family(model).default_config.replace(**plain(name))
+    mhla.set_attn_processor(model, mhla.MHLAProcessor(config))
     assert torch.equal(output(model, arguments), expected)
 
 

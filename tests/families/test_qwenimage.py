@@ -7,7 +7,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 import mhla_diffusers as mhla
 from mhla_diffusers.attention.rotary import axial_table, rotary_of_complex, rotary_table, table_of_tokens
 from mhla_diffusers.families import Clip
-from mhla_diffusers.families.encoding import scaled_latents
+from mhla_diffusers.families.encoding import of_unit_scale
 from mhla_diffusers.families.qwenimage import QwenImageFamily
 
 from ..models import relative_change
@@ -78,7 +78,7 @@ def test_generated_latents_are_those_that_the_pipeline_decodes(monkeypatch):
     decoded = decoded_by(pipe, call, monkeypatch)
     found = FAMILY.generate_latents(pipe, call["prompt"], SIZE, 2, 4.0, torch.Generator().manual_seed(3))
     # there and back through means and deviations, in float32
-    torch.testing.assert_close(found, scaled_latents(decoded, pipe.vae.config)[0, :, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, of_unit_scale(pipe.vae, decoded)[0, :, 0], rtol=1e-5, atol=1e-5)
 
 
 def test_pixels_are_encoded_at_that_scale():

@@ -1,4 +1,4 @@
-"""Tiny models of every family with random weights, their inputs and pipelines: what ``test_every_family.py`` runs on."""
+"""Tiny models of every family with random weights, their inputs and pipelines, for ``test_every_family.py``."""
 
 from importlib import import_module
 

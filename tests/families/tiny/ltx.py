@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXPipeline, LTXVideoTransformer3DModel
 
 from ...models import seeded
@@ -56,7 +57,7 @@ def inputs(batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any
 
 
 def pipeline() -> LTXPipeline:
-    """T5 text encoder, an autoencoder of strides (4, 16, 16), flow matching with a shift that grows with the size."""
+    """T5, an autoencoder of strides (4, 16, 16) with statistics of its channels, flow matching shifted by size."""
     vae = seeded(
         AutoencoderKLLTXVideo,
         noise=0.05,
@@ -68,6 +69,9 @@ def pipeline() -> LTXPipeline:
         spatio_temporal_scaling=(True, True, False, False),
         decoder_spatio_temporal_scaling=(True, True, False, False),
     )
+    generator = torch.Generator().manual_seed(7)
+    vae.latents_mean.normal_(generator=generator)
+    vae.latents_std.uniform_(0.5, 1.5, generator=generator)
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.95,
@@ -92,6 +96,7 @@ CASE = FamilyCase(
     inputs,
     pipeline,
     CALL,
+    latents=(_LATENT_CHANNELS, *_GRID),
     blocks=(2, 2, 3),
     grid=_GRID,
     ragged_grid=_RAGGED_GRID,

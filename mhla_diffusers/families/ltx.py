@@ -1,0 +1,250 @@
+"""LTX-Video: ``LTXVideoTransformer3DModel``.
+
+Softmax self-attention with RMSNorm over all channels of query and key. RoPE turns these channels before they are split
+into heads, and gives them to the three axes of the grid in turn, so no two heads turn by the same angles. The
+transformer takes packed latents and is told their grid in numbers, or by the coordinates of every token.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..attention.rotary import Rotary
+from ..config import MHLAConfig
+from .base import Family, Sample
+from .forms import AttentionArguments, AttentionForm, AttentionInput
+from .packing import pack, unpack
+from .processes import DiffusionProcess, FlowMatching
+from .sizes import Clip, Model
+
+_TEXT_TOKENS = 128
+_ROPE_SCALE = (8 / 25, 32, 32)
+"""What the pipeline tells of its usual 25 frames per second, with 8 frames and 32x32 pixels to a latent."""
+
+
+class LTXForm(AttentionForm):
+    """Frames that ``LTXConditionPipeline`` hangs on as conditions stand before the grid, with places of their own."""
+
+    rotary_argument = "image_rotary_emb"
+    rope_by_head = True
+
+    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+        """(cos, sin), each (B, N, H, D), of tables over the channels of all heads."""
+        if arguments.rotary_emb is None:
+            return None
+        cos, sin = (table.unflatten(2, (attn.heads, -1)) for table in arguments.rotary_emb)
+        return cos, sin
+
+    def outside(self, given: AttentionInput, grid: tuple[int, ...]) -> tuple[int, int]:
+        """All tokens but those of the grid, which come last.
+
+        Raises:
+            ValueError: fewer tokens than the grid has.
+        """
+        others = given.hidden_states.shape[1] - math.prod(grid)
+        return (others, 0) if others > 0 else super().outside(given, grid)
+
+
+def _model(name: str, head_dim: int, layers: int) -> Model:
+    return Model(
+        name,
+        "LTXVideoTransformer3DModel",
+        {"attention_head_dim": head_dim, "cross_attention_dim": 32 * head_dim},
+        32,
+        head_dim,
+        layers,
+        blocks=(7, 3, 4),
+        stride=32,
+        patch=1,
+        sizes=((512, 704), (704, 1216)),
+        frames=161,
+        temporal_stride=8,
+        grids={"512p": (21, 16, 22), "704p": (21, 22, 38)},
+    )
+
+
+_TINY = Model(
+    "tiny-ltx",
+    "LTXVideoTransformer3DModel",
+    {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "cross_attention_dim": 32,
+        "caption_channels": 24,
+        "in_channels": 8,
+        "out_channels": 8,
+    },
+    2,
+    16,
+    3,
+    blocks=(1, 2, 2),
+    stride=32,
+    patch=1,
+    sizes=((128, 192),),
+    frames=9,
+    temporal_stride=8,
+)
+
+
+class LTXFamily(Family):
+    """Video transformers with a (frames, height, width) token grid."""
+
+    name = "ltx"
+    transformers = ("LTXVideoTransformer3DModel",)
+    axes = 3
+    block_lists = ("transformer_blocks",)
+    form = LTXForm()
+    # at 161 frames of 512x704 pixels 88 tokens a block and 66 a tile, both about as high as wide
+    default_config = MHLAConfig(
+        blocks=(7, 3, 4), rope="before", mixing_per_head=True, exact="content", exact_tiles=(7, 4, 4)
+    )
+    dispatches_attention = True
+    default_clip = Clip(frames=161, fps=25.0, sizes=((512, 704),))
+    forward_names = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "timestep",
+        "encoder_attention_mask",
+        "num_frames",
+        "height",
+        "width",
+        "rope_interpolation_scale",
+        "video_coords",
+    )
+    # the class's defaults, and of the 13B models of 0.9.7 their heads of 128 channels in 48 layers
+    models = (_model("ltx-video-2b", 64, 28), _model("ltx-video-13b", 128, 48), _TINY)
+
+    def self_attention_processor(self) -> Any:
+        """``LTXVideoAttnProcessor``."""
+        from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
+
+        return LTXVideoAttnProcessor()
+
+    def cross_attention_processor(self) -> Any:
+        """``LTXVideoAttnProcessor`` as well."""
+        return self.self_attention_processor()
+
+    def recognises_self_attention(self, attn: Any) -> bool:
+        """``LTXAttention``."""
+        return type(attn).__name__ == "LTXAttention"
+
+    def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
+        """(frames, height, width) of latents before they are packed."""
+        return tuple(size // patch for size, patch in zip(latents.shape[2:], _patch(transformer), strict=True))
+
+    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """The numbers that the pipeline tells; the model believes coordinates instead where they are given.
+
+        Raises:
+            ValueError: neither, or coordinates without a grid.
+        """
+        coordinates = arguments.get("video_coords")
+        if coordinates is not None:
+            grid = _grid_of_coordinates(coordinates)
+            if torch.compiler.is_compiling():  # the graph holds the grid, so no other may run in it
+                torch._assert_async(_lie_on(grid, coordinates[0]), "compiled for another token grid")
+            return grid
+        names = ("num_frames", "height", "width")
+        grid = tuple(arguments[name] for name in names if arguments.get(name) is not None)
+        if len(grid) != len(names):
+            raise ValueError(
+                f"Of num_frames, height and width {len(grid)} are given: without video_coords the transformer must be "
+                "told the size of the latents, as LTXPipeline does."
+            )
+        return grid
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """Packed latents and their size, at the usual frame rate."""
+        frames, height, width = self.token_grid(transformer, latents)
+        return {
+            "hidden_states": pack(latents, _patch(transformer)),
+            "timestep": timestep,
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            "rope_interpolation_scale": _ROPE_SCALE,
+            **conditioning,
+        }
+
+    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Unpacked."""
+        return unpack(output, self.token_grid(transformer, latents), _patch(transformer))
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """Flow matching."""
+        return FlowMatching(flow_shift)
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """``encoder_hidden_states`` (128, channels) of T5 and ``encoder_attention_mask`` (128,), bool."""
+        text, mask, *_ = self.encode_text(pipe, prompt, {"max_sequence_length": _TEXT_TOKENS, **(settings or {})})
+        return {"encoder_hidden_states": text[0], "encoder_attention_mask": mask[0]}
+
+    def conditioning_shapes(self, transformer: Any) -> Sample:
+        """``encoder_hidden_states`` (128, channels) and ``encoder_attention_mask`` (128,)."""
+        return {
+            "encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.caption_channels, device="meta"),
+            "encoder_attention_mask": torch.empty(_TEXT_TOKENS, dtype=torch.bool, device="meta"),
+        }
+
+    def generate_latents(
+        self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
+    ) -> torch.Tensor:
+        """(C, F, H, W), which ``LTXPipeline`` leaves packed."""
+        latents = super().generate_latents(pipe, prompt, clip, steps, guidance, generator)
+        if latents.ndim > 2:
+            return latents
+        grid = self.grid_of_clip(pipe, pipe.transformer, clip)
+        return unpack(latents[None], grid, _patch(pipe.transformer))[0]
+
+
+def _patch(transformer: Any) -> tuple[int, int, int]:
+    """Latents per token along frames, height and width."""
+    config = transformer.config
+    return config.patch_size_t, config.patch_size, config.patch_size
+
+
+def _grid_of_coordinates(coordinates: Any) -> tuple[int, ...]:
+    """Token grid of coordinates (B, 3, N): time, height and width of every token.
+
+    The grid begins at the first token of time 0; what stands before it are frames of conditions, at later times.
+    Reading them waits for a device, so the grid is kept with the tensor, which a pipeline hands over in every step.
+
+    Raises:
+        ValueError: no time is 0, or the tokens from there on are not whole frames in raster order.
+    """
+    if not hasattr(coordinates, "token_grid"):
+        places = coordinates[0].cpu()
+        at_zero = (places[0] == 0).nonzero()
+        on_grid = places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :]
+        width = _rising(on_grid[2])
+        height = _rising(on_grid[1, ::width])
+        grid = on_grid.shape[1] // (height * width), height, width
+        if not grid[0] or not _lie_on(grid, on_grid):
+            raise ValueError(
+                f"video_coords of {places.shape[1]} tokens do not tell a token grid: from the first token of time 0 on "
+                "they must be whole frames in raster order, as LTXConditionPipeline gives them."
+            )
+        coordinates.token_grid = grid
+    found: tuple[int, ...] = coordinates.token_grid
+    return found
+
+
+# the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
+vars(_grid_of_coordinates)["_dynamo_marked_constant"] = True
+
+
+def _rising(values: torch.Tensor) -> int:
+    """How many values there are before one that is no larger than the one before it; at least 1."""
+    falls = (values.diff() <= 0).nonzero()
+    return int(falls[0]) + 1 if len(falls) else max(1, len(values))
+
+
+def _lie_on(grid: tuple[int, ...], places: torch.Tensor) -> torch.Tensor:
+    """Whether the last tokens of places (3, N) are whole frames of a grid in raster order: bool ()."""
+    time, row, column = places[:, places.shape[1] - math.prod(grid) :].unflatten(1, grid)
+    rising = (row.diff(dim=1) > 0).all() & (column.diff(dim=2) > 0).all()
+    return rising & (time == time[:, :1, :1]).all() & (row == row[:1, :, :1]).all() & (column == column[:1, :1]).all()

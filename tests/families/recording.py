@@ -1,0 +1,15 @@
+"""What a pipeline hands to its transformer: what a family's own inputs are compared with."""
+
+from typing import Any
+
+
+def forwards(pipe: Any, **call: Any) -> list[dict[str, Any]]:
+    """Arguments of every forward of a call of the pipeline, by name; its tensors are no longer changed."""
+    found: list[dict[str, Any]] = []
+    hook = pipe.transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: found.append({**dict(zip(("hidden_states",), args, strict=False)), **kwargs}),
+        with_kwargs=True,
+    )
+    pipe(**call)
+    hook.remove()
+    return found

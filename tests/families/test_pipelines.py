@@ -1,0 +1,121 @@
+"""A family hands to its transformer what the pipeline hands to it, at the sizes that the pipeline makes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mhla_diffusers as mhla
+from mhla_diffusers.families import Clip, Family, get_family
+from mhla_diffusers.families.encoding import of_unit_scale
+
+from .tiny import case_of
+from .tiny.case import FamilyCase
+
+NAMES = ("ltx",)
+OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
+"""Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
+
+each_family = pytest.mark.parametrize("name", NAMES)
+
+
+def family_of(case: FamilyCase) -> Family:
+    return get_family(case.transformer())
+
+
+def clip_of(case: FamilyCase) -> Clip:
+    """Of the call of the case."""
+    frames = next((case.call[name] for name in ("num_frames", "frames", "video_length") if name in case.call), 1)
+    return Clip(frames, 8.0, ((case.call["height"], case.call["width"]),))
+
+
+def recorded(pipe: Any, module: Any, method: str, run: Callable[[], object]) -> list[dict[str, Any]]:
+    """Arguments of all calls of a method of a component while something runs; those by place by their number."""
+    own, calls = getattr(module, method), []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        calls.append({str(place): value for place, value in enumerate(args)} | kwargs)
+        return own(*args, **kwargs)
+
+    setattr(module, method, note)
+    try:
+        run()
+    finally:
+        delattr(module, method)
+    return calls
+
+
+@each_family
+def test_forward_gets_what_the_pipeline_gives(name: str) -> None:
+    case = case_of(name)
+    family, pipe = family_of(case), case.pipeline()
+    call = {**case.call, "guidance_scale": 1.0}
+    given = recorded(pipe, pipe.transformer, "forward", lambda: pipe(**call, generator=torch.Generator()))[0]
+    given = family.named_arguments(
+        (), {family.forward_names[int(k)] if k.isdigit() else k: x for k, x in given.items()}
+    )
+    sample = family.encode_prompt(pipe, call["prompt"], {key: x for key, x in call.items() if key != "prompt"})
+    conditioning = {key: x[None] for key, x in sample.items()}
+    latents = family.prediction(pipe.transformer, given["hidden_states"], torch.empty(1, *case.latents))
+    assert tuple(latents.shape[1:]) == case.latents
+    found = family.forward_arguments(pipe.transformer, latents, given["timestep"], conditioning)
+    for key in found.keys() - OF_THE_REAL_AUTOENCODER.get(name, set()):
+        # embeddings of one prompt and of several are float32 sums in another order
+        torch.testing.assert_close(found[key], given[key], rtol=1e-5, atol=1e-6)
+    left = {key: x for key, x in given.items() if key not in found and key != "return_dict"}
+    assert all(x is None for x in left.values()), left.keys()
+
+
+@each_family
+def test_conditioning_has_the_shapes_that_are_told(name: str) -> None:
+    case = case_of(name)
+    family, pipe = family_of(case), case.pipeline()
+    found = family.encode_prompt(pipe, "")
+    shapes = family.conditioning_shapes(pipe.transformer.config)
+    assert {key: (x.shape, x.is_floating_point()) for key, x in found.items()} == {
+        key: (x.shape, x.is_floating_point()) for key, x in shapes.items()
+    }
+
+
+@each_family
+def test_latents_are_of_the_scale_of_the_pipeline(name: str) -> None:
+    """What the pipeline has when it is done, and what its autoencoder then gets."""
+    case = case_of(name)
+    family, pipe, clip = family_of(case), case.pipeline(), clip_of(case)
+    call = {**family.clip_arguments(pipe, clip), "num_inference_steps": 2, "guidance_scale": 3.0}
+    prompt = [case.call["prompt"]]
+
+    def decode() -> None:
+        family.call(pipe, prompt, [torch.Generator().manual_seed(3)], **call, output_type="pt")
+
+    decoded = torch.cat([given.get("0", given.get("z")) for given in recorded(pipe, pipe.vae, "decode", decode)])
+    found = family.generate_latents(pipe, prompt[0], clip, 2, 3.0, torch.Generator().manual_seed(3))
+    assert tuple(found.shape) == family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
+    scaled = of_unit_scale(pipe.vae, decoded)
+    scaled = scaled[0] if len(scaled) == 1 else scaled.movedim(0, 1)  # of a video that is decoded frame by frame
+    torch.testing.assert_close(found, scaled, rtol=1e-4, atol=1e-5)
+
+
+@each_family
+def test_pixels_become_latents_of_the_grid(name: str) -> None:
+    case = case_of(name)
+    family, pipe, clip = family_of(case), case.pipeline(), clip_of(case)
+    pixels = torch.rand(1, 3, clip.frames, *clip.sizes[0], generator=torch.Generator().manual_seed(0)) * 2 - 1
+    latents = family.encode_pixels(pipe, pixels)
+    assert tuple(latents.shape[1:]) == family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
+    assert tuple(latents.shape[1:]) == case.latents
+    assert family.token_grid(pipe.transformer, latents) == case.grid
+    again = family.encode_pixels(pipe, pixels.roll(1, dims=3))
+    assert not torch.allclose(again, latents)
+
+
+@each_family
+def test_size_in_pixels_tells_the_grid(name: str) -> None:
+    case = case_of(name)
+    pipe, clip = case.pipeline(), clip_of(case)
+    size = dict(zip(("height", "width"), clip.sizes[0], strict=True))
+    size |= {"num_frames": clip.frames} if family_of(case).makes_videos else {}
+    assert {layer.grid for layer in mhla.describe(pipe, **size)} == {case.grid}
+    blocks = mhla.suggest_blocks(pipe, **size)
+    assert all(1 <= count <= length for count, length in zip(blocks, case.grid, strict=True))
