@@ -24,6 +24,7 @@ from .sizes import Clip, Model
 from .skyreels_v2 import SkyReelsV2Family
 from .wan import WanFamily
 from .wan_animate import WanAnimateFamily
+from .z_image import ZImageFamily
 
 _FAMILIES: dict[str, Family] = {
     family.name: family
@@ -41,6 +42,7 @@ _FAMILIES: dict[str, Family] = {
         SkyReelsV2Family(),
         WanFamily(),
         WanAnimateFamily(),
+        ZImageFamily(),
     )
 }
 

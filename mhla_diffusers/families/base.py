@@ -62,6 +62,11 @@ class Family(ABC):
     """Added to the normaliser by a family whose own attention is linear with φ = ReLU."""
     squares_only: ClassVar[bool] = False
     """Whether height and width must be equal."""
+    lacks_processor_methods: ClassVar[bool] = False
+    """Whether diffusers' class lacks ``attn_processors`` and ``set_attn_processor``; a patched instance is given them.
+
+    ``with_processors.py`` must have a class for it.
+    """
     dispatches_attention: ClassVar[bool] = False
     """Whether its attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
     default_clip: ClassVar[Clip] = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
@@ -219,11 +224,19 @@ class Family(ABC):
         """Whether a cross-attention, in whatever model it is, needs this family's processor."""
         return False
 
-    def prepare(self, transformer: Any) -> None:  # noqa: B027 - most families need nothing here
-        """Called once when a transformer is patched."""
+    def prepare(self, transformer: Any) -> None:
+        """Called once when a transformer is patched: gives it ``set_attn_processor`` if its class lacks that."""
+        if self.lacks_processor_methods:
+            from .with_processors import give_processor_methods
 
-    def restore(self, transformer: Any) -> None:  # noqa: B027
+            give_processor_methods(transformer)
+
+    def restore(self, transformer: Any) -> None:
         """Called once when the patch is removed; undoes :meth:`prepare`."""
+        if self.lacks_processor_methods:
+            from .with_processors import take_processor_methods
+
+            take_processor_methods(transformer)
 
     def without_values(self) -> AbstractContextManager[Any]:
         """What a forward on the meta device runs in; for models that ask for values of their inputs."""

@@ -13,7 +13,7 @@ import torch
 from ..config import MHLAConfig
 from .base import Sample
 from .forms import JointForm
-from .packing import PackedFamily
+from .packed import PackedFamily
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Model
 

@@ -118,6 +118,21 @@ class FlowMatching(DiffusionProcess):
         return error.square().flatten(1).mean(dim=1)
 
 
+class ReversedFlowMatching(FlowMatching):
+    """Z-Image: its time runs from the noise to the data, so the transformer takes 1 − σ.
+
+    Args:
+        shift: see :class:`FlowMatching`.
+    """
+
+    def __init__(self, shift: float) -> None:
+        super().__init__(shift)
+
+    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+        """1 − σ."""
+        return 1 - time
+
+
 class LearnedVarianceDDPM(DiffusionProcess):
     """DiT: the model predicts the noise and, in as many further channels, where the variance lies.
 

@@ -14,7 +14,7 @@ from ..config import MHLAConfig
 from .base import Sample
 from .encoding import of_unit_scale, padded_text
 from .forms import AttentionArguments, JointForm
-from .packing import PackedFamily
+from .packed import PackedFamily
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model
 

@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from mhla_diffusers.families import FlowMatching, LearnedVarianceDDPM, get_family
-from mhla_diffusers.families.processes import VelocityDDPM
+from mhla_diffusers.families.processes import ReversedFlowMatching, VelocityDDPM
 
 from ..training.models import tiny_dit, tiny_sana, tiny_wan
 
@@ -27,6 +27,18 @@ def test_flow_matching_agrees_with_diffusers_scheduler() -> None:
         scheduler.scale_noise(latents, scheduler.timesteps[place[1:]], noise),
         atol=1e-5,
     )
+
+
+def test_reversed_flow_matching_counts_what_is_left_of_the_noise() -> None:
+    """The same times as those of diffusers' scheduler, told as 1 − σ."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler, quantile = FlowMatchEulerDiscreteScheduler(shift=3.0), torch.tensor([0.1, 0.5, 0.9])
+    forwards, backwards = FlowMatching(shift=3.0), ReversedFlowMatching(shift=3.0)
+    assert backwards.time_at(quantile).equal(forwards.time_at(quantile))
+    sigma = scheduler.sigmas[[0, 400, 999]]
+    told = (1000 - scheduler.timesteps[[0, 400, 999]]) / 1000
+    torch.testing.assert_close(backwards.timestep(sigma), told, rtol=0, atol=1e-6)
 
 
 def test_a_step_along_the_true_velocity_denoises() -> None:
