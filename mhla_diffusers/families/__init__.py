@@ -13,12 +13,14 @@ from .forms import AttentionForm, AttentionInput, JointForm
 from .ltx import LTXFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .sana import SanaFamily
+from .sana_video import SanaVideoFamily
 from .sd3 import SD3Family
 from .sizes import Clip, Model
 from .wan import WanFamily
 
 _FAMILIES: dict[str, Family] = {
-    family.name: family for family in (DiTFamily(), FluxFamily(), LTXFamily(), SanaFamily(), SD3Family(), WanFamily())
+    family.name: family
+    for family in (DiTFamily(), FluxFamily(), LTXFamily(), SanaFamily(), SanaVideoFamily(), SD3Family(), WanFamily())
 }
 
 

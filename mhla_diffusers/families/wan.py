@@ -157,9 +157,3 @@ class WanFamily(Family):
     def conditioning_shapes(self, transformer: Any) -> Sample:
         """``encoder_hidden_states`` (512, channels)."""
         return {"encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.text_dim, device="meta")}
-
-    def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """(C, F, H, W); the first frame becomes a latent frame of its own."""
-        stride, (height, width) = vae.get("scale_factor_spatial", 8), clip.sizes[0]
-        frames = (clip.frames - 1) // vae.get("scale_factor_temporal", 4) + 1
-        return self.channels(transformer), frames, height // stride, width // stride
