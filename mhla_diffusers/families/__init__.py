@@ -19,6 +19,7 @@ from .ltx import LTXFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .qwenimage import QwenImageFamily
 from .sana import SanaFamily
+from .sana_video import SanaVideoFamily
 from .sd3 import SD3Family
 from .sizes import Clip, Model
 from .skyreels_v2 import SkyReelsV2Family
@@ -38,6 +39,7 @@ _FAMILIES: dict[str, Family] = {
         LTXFamily(),
         QwenImageFamily(),
         SanaFamily(),
+        SanaVideoFamily(),
         SD3Family(),
         SkyReelsV2Family(),
         WanFamily(),

@@ -6,7 +6,7 @@ no positional embedding; the convolutional feed-forward needs the tokens in rast
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -65,7 +65,7 @@ class SanaFamily(Family):
     own_attention_eps = 1e-15
     default_clip = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
     measured_unasked = True
-    models = (
+    models: ClassVar[tuple[Model, ...]] = (
         _model("sana-0.6b", 36, 28, 16, 72),
         _model("sana-1.6b", 70, 20, 20, 112, grids={f"{32 * side}px": (side, side) for side in (32, 64, 128)}),
         _TINY,

@@ -80,22 +80,22 @@ def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:
     """Frames per latent frame after the first one, and pixels per latent along height and width.
 
     Args:
-        vae: configuration of an autoencoder. Where it does not tell, those of images halve between two of their
-            stages, and LTX-Video's halve patches along all axes where they say so.
+        vae: configuration of an autoencoder, which tells them, or its stages, which halve.
 
     Raises:
         ValueError: nothing of this is told.
     """
-    told = {
-        "temporal": vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio"),
-        "spatial": vae.get("scale_factor_spatial") or vae.get("spatial_compression_ratio"),
-    }
+    temporal = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio")
+    spatial = vae.get("scale_factor_spatial") or vae.get("spatial_compression_ratio")
     stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
-    if "spatio_temporal_scaling" in vae:
+    if "spatio_temporal_scaling" in vae:  # of LTX-Video, which halves patches along all axes
         halved = 2 ** sum(vae["spatio_temporal_scaling"])
-        usual = {"temporal": vae["patch_size_t"] * halved, "spatial": vae["patch_size"] * halved}
-    elif stages or told["spatial"]:
-        usual = {"temporal": 1, "spatial": 2 ** (len(stages or [0]) - 1)}
-    else:
+        temporal, spatial = temporal or vae["patch_size_t"] * halved, spatial or vae["patch_size"] * halved
+    elif "dim_mult" in vae:  # of Wan
+        temporal = temporal or 2 ** sum(vae["temperal_downsample"])
+        spatial = spatial or 2 ** (len(vae["dim_mult"]) - 1)
+    elif stages:
+        spatial = spatial or 2 ** (len(stages) - 1)
+    if spatial is None:
         raise ValueError("The configuration of this autoencoder tells no strides; the family needs a latent_shape().")
-    return int(told["temporal"] or usual["temporal"]), int(told["spatial"] or usual["spatial"])
+    return int(temporal or 1), int(spatial)

@@ -18,6 +18,7 @@ import torch
 from ..attention.rotary import Rotary
 from ..config import MHLAConfig
 from .base import Family, Sample
+from .encoding import of_unit_scale
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model
 
@@ -192,18 +193,7 @@ class WanFamily(Family):
             shapes["encoder_hidden_states_image"] = torch.empty(_IMAGE_TOKENS, transformer.image_dim, device="meta")
         return shapes
 
-    def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """(C, F, H, W); the first frame becomes a latent frame of its own."""
-        stride, (height, width) = vae.get("scale_factor_spatial", 8), clip.sizes[0]
-        frames = (clip.frames - 1) // vae.get("scale_factor_temporal", 4) + 1
-        return self.channels(transformer), frames, height // stride, width // stride
-
 
 def _encoded(pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
     """Means of the posterior, normalised per channel: float32 (B, 16, F, H, W)."""
-    latents: torch.Tensor = pipe.vae.encode(pixels).latent_dist.mode().float()
-    mean, std = (
-        torch.tensor(values, device=latents.device).view(1, -1, 1, 1, 1)
-        for values in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std)
-    )
-    return (latents - mean) / std
+    return of_unit_scale(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())

@@ -70,8 +70,8 @@ def pipeline() -> LTXPipeline:
         decoder_spatio_temporal_scaling=(True, True, False, False),
     )
     generator = torch.Generator().manual_seed(7)
-    vae.latents_mean.normal_(generator=generator)
-    vae.latents_std.uniform_(0.5, 1.5, generator=generator)
+    vae.latents_mean.normal_(0.0, 0.1, generator=generator)
+    vae.latents_std.uniform_(0.1, 0.3, generator=generator)
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.95,

@@ -1,0 +1,62 @@
+"""SANA-Video: image-to-video, and the softmax attention that stands for its linear one in measurements."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.embeddings import apply_rotary_emb
+
+import mhla_diffusers as mhla
+from mhla_diffusers.families.sana_video import SanaVideoFamily
+
+from ..models import assert_changed, output, relative_change
+from .tiny.sana_video import CASE, IMAGE_CASE
+
+ONE_BLOCK = {"blocks": (1, 1, 1), "eps": 1e-15}
+"""What it has without a patch; MHLA adds to every feature as little as SANA to its normaliser."""
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+def test_timesteps_of_tokens(ragged):
+    """Of image-to-video, whose first frame is not noised."""
+    model, arguments = IMAGE_CASE.transformer(), IMAGE_CASE.inputs(ragged=ragged)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **ONE_BLOCK)
+    assert relative_change(output(model, arguments), expected) < 2e-5  # float32 sums in another order
+
+
+def test_image_pipeline():
+    pipe = IMAGE_CASE.pipeline()
+
+    def generate():
+        return pipe(**IMAGE_CASE.call, generator=torch.Generator().manual_seed(3)).frames
+
+    expected = generate()
+    mhla.apply_mhla(pipe, blocks=CASE.blocks)
+    patched = generate()
+    assert_changed(patched, expected)
+    mhla.change_mhla(pipe, softmax_steps=1)
+    assert_changed(generate(), patched)
+    mhla.change_mhla(pipe, softmax_steps=2)
+    torch.testing.assert_close(generate(), expected, rtol=0, atol=0)
+
+
+def test_softmax_in_place_of_the_own_attention_has_its_norms_and_rope():
+    model = CASE.transformer()
+    attn = model.transformer_blocks[0].attn1
+    rotary = model.rope(CASE.inputs()["hidden_states"])
+    hidden_states = torch.randn(2, rotary[0].shape[1], 48, generator=torch.Generator().manual_seed(0))
+    query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
+    heads = [x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in (query, key, attn.to_v(hidden_states))]
+    cos_sin = [table[0, :, 0] for table in rotary]
+    turned = [apply_rotary_emb(x, cos_sin) for x in heads[:2]]
+    expected = F.scaled_dot_product_attention(*turned, heads[2]).transpose(1, 2).flatten(2)
+    attn.set_processor(SanaVideoFamily().softmax_processor())
+    with torch.no_grad():
+        torch.testing.assert_close(
+            attn(hidden_states, rotary_emb=rotary), attn.to_out[0](expected), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_exact_tiles_are_refused():
+    with pytest.raises(ValueError, match="own attention of SanaVideoTransformer3DModel is linear"):
+        mhla.apply_mhla(CASE.transformer(), blocks=(1, 2, 2), exact="content")
