@@ -41,9 +41,9 @@ class Ceiling:
             question.model.name,
             str(question.size),
             f"{question.tokens:,}",
-            f"{self.flops / 1e12:.3g}",
+            _tera(self.flops),
             f"{self.share:.0%}",
-            f"{self.patched_flops / 1e12:.3g}",
+            _tera(self.patched_flops),
             f"{self.ceiling:.2f} x",
         )
 
@@ -69,3 +69,7 @@ def _ceiling(question: Question) -> Ceiling:
     counts = count_forwards(question, torch.bfloat16)
     flops, patched = (sum(cost.flops for cost in costs.values()) for costs in (counts.unpatched, counts.patched))
     return Ceiling(question, flops, counts.unpatched[ATTENTION].flops, patched)
+
+
+def _tera(flops: int) -> str:
+    return f"{flops / 1e12:,.0f}" if flops >= 1e14 else f"{flops / 1e12:.3g}"

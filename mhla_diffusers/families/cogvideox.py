@@ -41,6 +41,7 @@ def _model(
         sizes=(size,),
         frames=frames,
         temporal_stride=4,
+        temporal_patch=settings.get("patch_size_t", 1),
         grids={f"{size[0]}p": grid},
     )
 
