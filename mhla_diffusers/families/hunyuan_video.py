@@ -72,6 +72,7 @@ class HunyuanVideoFamily(Family):
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks", "single_transformer_blocks")
     attentions = ("attn",)
     form = JointForm()
+    outside_tokens = _TEXT_TOKENS
     feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ff_context", "proj_mlp", "proj_out")
     # of 33x45x80 tokens, 129 frames at 720p: blocks of three latent frames by 15 by 16 tokens, tiles of at most 64
     default_config = MHLAConfig(blocks=(11, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(9, 12, 21))
