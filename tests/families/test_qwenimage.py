@@ -6,25 +6,22 @@ from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention.rotary import axial_table, rotary_of_complex, rotary_table, table_of_tokens
-from mhla_diffusers.families import Clip
-from mhla_diffusers.families.encoding import of_unit_scale
 from mhla_diffusers.families.qwenimage import QwenImageFamily
 
 from ..models import relative_change
-from .recorded import decoded_by, forwards_of
+from .recording import forwards
 from .test_every_family import ROUNDING, output, plain
 from .tiny import qwenimage
 
 FAMILY = QwenImageFamily()
-SIZE = Clip(frames=1, fps=1.0, sizes=((32, 24),))
 
 
 def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
     """Two texts of other lengths in one batch, the shorter one masked, and one text alone, without a mask."""
     pipe = qwenimage.pipeline()
     prompts = ["a red ball", "dog"]
-    batch = forwards_of(pipe, {**qwenimage.CALL, "prompt": prompts, "negative_prompt": None})[0]
-    alone = forwards_of(pipe, {**qwenimage.CALL, "prompt": prompts[0], "negative_prompt": None})[0]
+    batch = forwards(pipe, **{**qwenimage.CALL, "prompt": prompts, "negative_prompt": None})[0]
+    alone = forwards(pipe, **{**qwenimage.CALL, "prompt": prompts[0], "negative_prompt": None})[0]
     assert alone["encoder_hidden_states_mask"] is None
     for place, prompt in enumerate(prompts):
         found = FAMILY.encode_prompt(pipe, prompt, {"max_sequence_length": 8})
@@ -46,17 +43,7 @@ def test_text_is_cut_as_the_pipeline_cuts_it():
     pipe = qwenimage.pipeline()
     call = {**qwenimage.CALL, "negative_prompt": None, "max_sequence_length": 2}
     found = FAMILY.encode_prompt(pipe, call["prompt"], {"max_sequence_length": 2})
-    assert found["encoder_hidden_states"].equal(forwards_of(pipe, call)[0]["encoder_hidden_states"][0])
-
-
-def test_shapes_of_the_conditioning():
-    pipe = qwenimage.pipeline()
-    shapes = FAMILY.conditioning_shapes(pipe.transformer.config)
-    for prompt in ("a red ball", ""):
-        found = FAMILY.encode_prompt(pipe, prompt)
-        assert {key: (x.shape, x.dtype) for key, x in found.items()} == {
-            key: (x.shape, x.dtype) for key, x in shapes.items()
-        }
+    assert found["encoder_hidden_states"].equal(forwards(pipe, **call)[0]["encoder_hidden_states"][0])
 
 
 def test_text_that_is_filled_up_attends_as_text_that_is_not():
@@ -69,27 +56,6 @@ def test_text_that_is_filled_up_attends_as_text_that_is_not():
         "encoder_hidden_states_mask": torch.cat([mask, torch.zeros_like(mask)], dim=1),
     }
     assert relative_change(output(model, {**arguments, **filled}), expected) < ROUNDING
-
-
-def test_generated_latents_are_those_that_the_pipeline_decodes(monkeypatch):
-    """Unpacked, and at the scale of the transformer."""
-    pipe = qwenimage.pipeline()
-    call = {**qwenimage.CALL, "height": 32, "width": 24, "negative_prompt": " ", "max_sequence_length": 512}
-    decoded = decoded_by(pipe, call, monkeypatch)
-    found = FAMILY.generate_latents(pipe, call["prompt"], SIZE, 2, 4.0, torch.Generator().manual_seed(3))
-    # there and back through means and deviations, in float32
-    torch.testing.assert_close(found, of_unit_scale(pipe.vae, decoded)[0, :, 0], rtol=1e-5, atol=1e-5)
-
-
-def test_pixels_are_encoded_at_that_scale():
-    pipe = qwenimage.pipeline()
-    pixels = torch.randn(2, 3, 1, 32, 24, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
-    with torch.no_grad():
-        found, encoded = FAMILY.encode_pixels(pipe, pixels), pipe.vae.encode(pixels).latent_dist.mode()[:, :, 0]
-    config = pipe.vae.config
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (config.latents_mean, config.latents_std))
-    torch.testing.assert_close(found * std + mean, encoded, rtol=1e-5, atol=1e-6)
-    assert found.shape[1:] == FAMILY.latent_shape(pipe.transformer.config, pipe.vae.config, SIZE)
 
 
 @pytest.mark.parametrize("pictures", [[(1, 8, 8), (1, 7, 5)], [(2, 8, 8)]], ids=["another picture", "frames"])
@@ -115,9 +81,3 @@ def test_rope_turns_channels_with_one_axis_each():
     rotary, grid = rotary_of_complex(numbers), (1, 4, 3)
     table = table_of_tokens(axial_table(rotary, grid), grid, (0, *FAMILY.rotary_axes(128)))
     assert table.equal(rotary_table(rotary))
-
-
-def test_sizes_in_pixels():
-    pipe = mhla.apply_mhla(qwenimage.pipeline(), **plain("qwenimage"))
-    assert {layer.grid for layer in mhla.describe(pipe, height=64, width=32)} == {(16, 8)}
-    assert mhla.suggest_blocks(pipe, 1024, 1024) == FAMILY.default_config.blocks
