@@ -1,8 +1,8 @@
 """Z-Image: ``ZImageTransformer2DModel``.
 
 One stream, the image before the text; each is filled up to a multiple of 32 tokens with learned ones, which take part
-as text does. Two layers refine the image before that, and two the text: too few to be worth a patch. Images and texts
-are lists, since texts of a batch have their own lengths. RoPE is handed over as complex numbers.
+as text does. Two layers refine the image before that and two the text; these keep softmax, as some layers of a hybrid
+do. Images and texts are lists, since texts of a batch have their own lengths. RoPE is handed over as complex numbers.
 """
 
 from collections.abc import Mapping
@@ -74,6 +74,7 @@ class ZImageFamily(Family):
     block_lists = ("layers",)
     attentions = ("attention",)
     form = ZImageForm()
+    outside_tokens = _TEXT_TOKENS
     feed_forwards = ("feed_forward",)
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
