@@ -162,14 +162,17 @@ def _ids_of_grid(grid: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 def _grid_of_ids(ids: Any) -> tuple[int, int]:
     """(height, width) of ids (N, 3) or (B, N, 3): picture, row and column of every token.
 
-    Reading them waits for a device, so it is kept with the tensor, which a pipeline hands over in every step.
+    Reading them waits for a device, so it is kept with the tensor, which a pipeline hands over in every step. Told by
+    the tokens in the first row and those in the first column: another picture has such ones of its own, and bfloat16
+    does not round larger numbers to 0.
     """
     if not hasattr(ids, "token_grid"):
-        _, height, width = (int(largest) + 1 for largest in ids.flatten(0, -2).amax(dim=0).tolist())
+        _, width, height = ((ids[0] if ids.ndim == 3 else ids) == 0).sum(dim=0).tolist()
         if height * width != ids.shape[-2]:
             raise ValueError(
-                f"img_ids of {ids.shape[-2]} tokens do not tell one grid, {height}x{width} at most: MHLA takes one "
-                "picture, not one with others as its context, as in Flux Kontext."
+                f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not "
+                "one picture: MHLA takes no others as its context, as in Flux Kontext. Run these without the patch: "
+                "remove_mhla(pipe)."
             )
         ids.token_grid = height, width
     grid: tuple[int, int] = ids.token_grid

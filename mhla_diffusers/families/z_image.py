@@ -1,8 +1,8 @@
 """Z-Image: ``ZImageTransformer2DModel``.
 
 One stream, the image before the text; each is filled up to a multiple of 32 tokens with learned ones, which take part
-as text does. Two layers refine the image before that, and two the text: too few to be worth a patch. Images and texts
-are lists, since texts of a batch have their own lengths. RoPE is handed over as complex numbers.
+as text does. Two layers refine the image before that and two the text; these keep softmax, as some layers of a hybrid
+do. Images and texts are lists, since texts of a batch have their own lengths. RoPE is handed over as complex numbers.
 """
 
 from collections.abc import Mapping
