@@ -11,6 +11,7 @@ from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
 from .ltx import LTXFamily
+from .pixart import PixArtFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .sana import SanaFamily
 from .sana_video import SanaVideoFamily
@@ -20,7 +21,16 @@ from .wan import WanFamily
 
 _FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (DiTFamily(), FluxFamily(), LTXFamily(), SanaFamily(), SanaVideoFamily(), SD3Family(), WanFamily())
+    for family in (
+        DiTFamily(),
+        FluxFamily(),
+        LTXFamily(),
+        PixArtFamily(),
+        SanaFamily(),
+        SanaVideoFamily(),
+        SD3Family(),
+        WanFamily(),
+    )
 }
 
 

@@ -13,7 +13,7 @@ from mhla_diffusers.families.packing import of_unit_scale
 from .tiny import case_of
 from .tiny.case import FamilyCase
 
-NAMES = ("ltx", "sana_video")
+NAMES = ("ltx", "pixart", "sana_video")
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
 
