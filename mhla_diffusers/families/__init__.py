@@ -16,6 +16,7 @@ from .forms import AttentionForm, AttentionInput, JointForm
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
 from .ltx import LTXFamily
+from .pixart import PixArtFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .qwenimage import QwenImageFamily
 from .sana import SanaFamily
@@ -37,6 +38,7 @@ _FAMILIES: dict[str, Family] = {
         HunyuanVideoFamily(),
         HunyuanVideo15Family(),
         LTXFamily(),
+        PixArtFamily(),
         QwenImageFamily(),
         SanaFamily(),
         SanaVideoFamily(),

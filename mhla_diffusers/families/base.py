@@ -18,7 +18,7 @@ from ..attention.tiles import square_tiles
 from ..config import MHLAConfig
 from .encoding import of_unit_scale
 from .forms import AttentionForm
-from .processes import DiffusionProcess, nested
+from .processes import DiffusionProcess
 from .sizes import Clip, Model, strides_of
 
 Sample = Mapping[str, torch.Tensor]
@@ -146,7 +146,7 @@ class Family(ABC):
             timestep: (B,), as the process gives it.
             conditioning: what :meth:`encode_prompt` gives, each with a batch axis.
         """
-        return {"hidden_states": latents, "timestep": timestep, **nested(conditioning)}
+        return {"hidden_states": latents, "timestep": timestep, **conditioning}
 
     def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
         """What the transformer predicts for latents (B, C, ...), like them: its output, by default as it is.
@@ -290,8 +290,6 @@ class Family(ABC):
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Arguments of the transformer's forward for a prompt, without a batch axis; "" for the empty prompt.
-
-        A name with a dot is an entry of an argument that is a mapping, such as ``added_cond_kwargs.resolution``.
 
         Args:
             pipe: pipeline with its text encoder.

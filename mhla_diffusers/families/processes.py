@@ -7,7 +7,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -27,22 +26,7 @@ class NoisedBatch:
     timestep: torch.Tensor
     """(B,), as the transformer takes it."""
     conditioning: Mapping[str, torch.Tensor]
-    """Further arguments of the transformer's forward by name, each (B, ...); see :func:`nested`."""
-
-
-def nested(arguments: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Arguments of a forward, those with a dot in their name as entries of mappings.
-
-    ``{"added_cond_kwargs.resolution": x}`` becomes ``{"added_cond_kwargs": {"resolution": x}}``.
-    """
-    result: dict[str, Any] = {}
-    for name, tensor in arguments.items():
-        argument, _, entry = name.partition(".")
-        if entry:
-            result.setdefault(argument, {})[entry] = tensor
-        else:
-            result[argument] = tensor
-    return result
+    """What conditions the model, by name, each (B, ...)."""
 
 
 class DiffusionProcess(ABC):

@@ -5,11 +5,11 @@ import pytest
 import mhla_diffusers as mhla
 from mhla_diffusers import families
 
-from ..families.pixart import PixArtFamily
+from ..families.auraflow import AuraFlowFamily
 
 
 @pytest.fixture
-def pixart(monkeypatch):
+def auraflow(monkeypatch):
     """The family, forgotten after the test."""
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    mhla.register_family(PixArtFamily())
+    mhla.register_family(AuraFlowFamily())

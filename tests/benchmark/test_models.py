@@ -25,7 +25,17 @@ def test_a_gpu_gets_every_real_model_and_a_cpu_the_smallest():
     assert [model.name for model in find_models(None, "cpu")] == ["dit-s-2"]
 
 
-def test_a_family_of_the_users_own_tells_its_models_and_what_conditions_them(pixart):
+def test_a_family_of_the_users_own_tells_its_models_and_what_conditions_them(auraflow):
+    (model,) = find_models(["tiny-auraflow"], "cpu")
+    (size,) = choose_sizes(model, ["256"], None, "cpu", batch=3)
+    transformer = build_transformer(model, size, None, META, torch.bfloat16)
+    inputs = make_forward_inputs(model, transformer, size, META, torch.bfloat16)
+    text = inputs["encoder_hidden_states"]
+    assert (text.shape, text.dtype) == ((3, 256, 32), torch.bfloat16)
+
+
+def test_inputs_are_of_the_types_and_sizes_that_the_model_takes():
+    """PixArt-α's text has a mask of integers, and at 1024 px it is told the size of the picture."""
     (model,) = find_models(["tiny-pixart"], "cpu")
     (size,) = choose_sizes(model, ["1024"], None, "cpu", batch=3)
     transformer = build_transformer(model, size, None, META, torch.bfloat16)

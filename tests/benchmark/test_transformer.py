@@ -91,9 +91,9 @@ def test_weights_stay_as_they_are(tmp_path, monkeypatch):
     assert max(seen) > 10
 
 
-def test_a_family_of_the_users_own_is_measured(tmp_path, pixart):
-    run = measure(tmp_path, "transformer", "--model", "tiny-pixart", "--size", "64x96")
+def test_a_family_of_the_users_own_is_measured(tmp_path, auraflow):
+    run = measure(tmp_path, "transformer", "--model", "tiny-auraflow", "--size", "64x96")
     assert {"softmax native", *PATCHES} <= set(medians(run))
     assert run.rows[0].tokens == 24
-    run = measure(tmp_path / "op", "op", "--shape", "tiny-pixart-64px", "--stage", "forward")
+    run = measure(tmp_path / "op", "op", "--shape", "tiny-auraflow-64px", "--stage", "forward")
     assert {"MHLA eager", "MHLA, exact tiles eager"} <= set(medians(run))

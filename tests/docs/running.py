@@ -40,7 +40,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", TINY_WAN),
     ("Efficient-Large-Model/Sana_600M_1024px_diffusers", TINY_SANA),
     ("facebook/DiT-XL-2-256", TINY_DIT),
-    ("PixArt-alpha/PixArt-XL-2-1024-MS", "tiny-pixart"),
+    ("fal/AuraFlow-v0.3", "tiny-auraflow"),
     (r'load_mhla\(pipe, "path/or/hub-id"\)', 'load_mhla(pipe, "my-patch")'),
     (r'push_mhla\(pipe, "me/my-patch"\)', 'save_mhla(pipe, "me/my-patch")'),
     # calls in Python
@@ -61,8 +61,8 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^python pipelines/generate_wan.py .*", rf"\g<0> --model {TINY_WAN} --frames 6 --height 64 --width 64 --steps 1"),
     (r"^python pipelines/generate_sana.py .*", rf"\g<0> --model {TINY_SANA} --height 64 --width 64 --steps 1"),
     (r'^(python pipelines/generate_dit.py) "golden retriever"(.*)', rf"\1 seven \2 --model {TINY_DIT} --steps 1"),
-    (r"^python mhla_pixart.py generate .*", rf"\g<0> {SANA_SET} --set num_inference_steps=2"),
-    (r"^python mhla_pixart.py synthesize .*", r"\g<0> --size 64x64 --steps 2 --precision no"),
+    (r"^python mhla_auraflow.py generate .*", r"\g<0> --set height=64 --set width=64 --set num_inference_steps=2"),
+    (r"^python mhla_auraflow.py synthesize .*", r"\g<0> --size 64x64 --steps 2 --precision no"),
     # adapting
     (r"finetune/prompts/tiny-(dit|wan).txt", r"prompts-\1.txt"),
     (r"^mhla encode .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --workers 0 --precision no"),

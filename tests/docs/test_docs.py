@@ -22,7 +22,7 @@ from mhla_diffusers.generation.record import write_video
 from mhla_diffusers.tiny import load_tiny
 
 from .. import models
-from ..families.pixart_tiny import save_pixart
+from ..families.auraflow_tiny import save_auraflow
 from ..patching.test_conversion import paper_checkpoint
 from .running import ONLY_CHECKED, SUBSTITUTIONS, Reader, check, check_push
 from .snippets import PAGES, ROOT, snippets
@@ -42,10 +42,10 @@ def belongings(tmp_path_factory) -> Path:
     write_media(folder)
     write_what_evaluators_give(folder)
     save_file(paper_checkpoint(models.wan(), [1], True, False), folder / "paper.safetensors")
-    save_pixart(folder / "tiny-pixart")
-    # the page says: the class above it, and saved as mhla_pixart.py
+    save_auraflow(folder / "tiny-auraflow")
+    # the page says: the class above it, and saved as mhla_auraflow.py
     *_, family, script = [s.text for s in CODE if s.page == "docs/add-a-model.md" and s.language == "python"]
-    (folder / "mhla_pixart.py").write_text(f"{family}\n{script}")
+    (folder / "mhla_auraflow.py").write_text(f"{family}\n{script}")
     return folder
 
 
@@ -62,7 +62,7 @@ def write_patches(folder):
     for name, family, blocks in (
         ("my-patch", "wan", [7, 3, 5]),
         ("my-dit-patch", "dit", [4, 4]),
-        ("my-pixart", "pixart", [2, 2]),
+        ("my-auraflow", "auraflow", [2, 2]),
     ):
         content = {"family": family, "base_model": "tiny", "description": "my own", "mhla": {"blocks": blocks}}
         (folder / f"{name}.yaml").write_text(json.dumps(content))

@@ -1,145 +1,52 @@
-"""A family from outside of the package, the one that the page "Add a model" shows."""
-
-import inspect
+"""PixArt: the size that α is told and Σ is not, and diffusers' own way of setting processors."""
 
 import pytest
 import torch
 
-from mhla_diffusers import apply_mhla, families, load_mhla, mhla_layers, register_family, remove_mhla, save_mhla
-from mhla_diffusers.families import Clip, LearnedVarianceDDPM, get_family, predict
-from mhla_diffusers.generation import PipelineChoice
+import mhla_diffusers as mhla
+from mhla_diffusers.families.pixart import PixArtFamily
 
-from ..models import assert_changed, relative_change
-from . import pixart
-from .pixart import PixArtFamily
-from .pixart_tiny import CALL, pixart_pipeline, pixart_transformer, save_pixart
+from ..models import assert_changed, output, relative_change
+from .tiny.pixart import CALL, CASE, SIGMA_CASE, pipeline
 
-SIZES = [128, 32]
-"""``sample_size`` of a model that is told the size of its picture, and of one that is not."""
+ONE_TILE = {"blocks": (1, 1), "exact": "own", "exact_tiles": None}
 
 
-@pytest.fixture(autouse=True)
-def family(monkeypatch) -> PixArtFamily:
-    """PixArt, known to the package during one test."""
-    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    known = PixArtFamily()
-    register_family(known)
-    return known
+@pytest.mark.parametrize(("sample_size", "width"), [(128, 64), (128, 192), (64, 192)])
+def test_size_of_the_picture_is_what_the_pipeline_tells(sample_size, width):
+    pipe, given = pipeline(sample_size), {}
+    pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
+    pipe(**{**CALL, "width": width, "guidance_scale": 1.0})
+    latents = torch.zeros(1, 4, 16, width // 8)
+    found = PixArtFamily().forward_arguments(pipe.transformer, latents, given["timestep"], {})["added_cond_kwargs"]
+    assert (found["resolution"] is not None) == (sample_size == 128)
+    torch.testing.assert_close(found, given["added_cond_kwargs"])
 
 
-def generate(pipe, **settings):
-    generator = torch.Generator().manual_seed(3)
-    return pipe("the red dog", generator=generator, **{**CALL, "output_type": "pt", **settings}).images
+def test_sigma():
+    model, arguments = SIGMA_CASE.transformer(), SIGMA_CASE.inputs(ragged=True)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **ONE_TILE)
+    assert relative_change(output(model, arguments), expected) < 2e-5  # float32 sums in another order
+    pipe = SIGMA_CASE.pipeline()
+    before = pipe(**SIGMA_CASE.call, generator=torch.Generator().manual_seed(3)).images
+    mhla.apply_mhla(pipe, blocks=(4, 2), exact="none", exact_tiles=None)
+    assert_changed(pipe(**SIGMA_CASE.call, generator=torch.Generator().manual_seed(3)).images, before)
 
 
-def test_class_is_short_enough_to_be_read():
-    assert len(inspect.getsource(PixArtFamily).splitlines()) <= 120
-    assert len(inspect.getsource(pixart).splitlines()) <= 120
-
-
-@pytest.mark.parametrize("sample_size", SIZES)
-def test_patch_changes_the_picture_and_removing_restores_it(sample_size):
-    pipe = pixart_pipeline(sample_size)
-    before = generate(pipe)
-    apply_mhla(pipe, exact="none", blocks=(2, 3))
-    assert len(mhla_layers(pipe)) == 3
-    assert_changed(generate(pipe), before)
-    remove_mhla(pipe)
-    torch.testing.assert_close(generate(pipe), before, rtol=0, atol=0)
-
-
-def test_one_exact_tile_is_its_own_attention():
-    pipe = pixart_pipeline()
-    before = generate(pipe, output_type="latent")
-    apply_mhla(pipe, blocks=(1, 1), exact="own")
-    # float32 sums in another order, through all denoising steps
-    assert relative_change(generate(pipe, output_type="latent"), before) < 1e-4
-
-
-def test_saved_patch_gives_the_same_picture(tmp_path):
-    pipe = apply_mhla(pixart_pipeline(), exact="none", blocks=(4, 2), layers="2/3", mixing_per_head=True)
-    with torch.no_grad():
-        for layer in mhla_layers(pipe).values():
-            layer.mixing.uniform_(0.1, 0.9)
-    expected = generate(pipe)
-    opened = load_mhla(pixart_pipeline(), save_mhla(pipe, tmp_path))
-    torch.testing.assert_close(generate(opened), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("sample_size", SIZES)
-def test_prompt_becomes_what_the_pipeline_gives_its_transformer(family, sample_size):
-    pipe, given = pixart_pipeline(sample_size), {}
-
-    def note(_, args, kwargs):
-        given.update(kwargs)
-
-    handle = pipe.transformer.register_forward_pre_hook(note, with_kwargs=True)
-    generate(pipe, guidance_scale=1.0, width=96)
-    handle.remove()
-    sample = family.encode_prompt(pipe, "the red dog", {"height": 64, "width": 96})
-    expected = {name: given[name] for name in ("encoder_hidden_states", "encoder_attention_mask")}
-    told = given["added_cond_kwargs"] if sample_size == 128 else {}
-    expected |= {f"added_cond_kwargs.{name}": told[name] for name in told}
-    assert sample.keys() == expected.keys()
-    for name, value in sample.items():
-        torch.testing.assert_close(value[None], expected[name])
-
-
-@pytest.mark.parametrize("sample_size", SIZES)
-def test_shapes_of_the_conditioning_are_those_that_it_has(family, sample_size):
-    pipe = pixart_pipeline(sample_size)
-    found = family.encode_prompt(pipe, "")
-    shapes = family.conditioning_shapes(pipe.transformer.config)
+def test_text_of_sigma_is_longer():
+    pipe = SIGMA_CASE.pipeline()
+    found, shapes = PixArtFamily().encode_prompt(pipe, ""), PixArtFamily().conditioning_shapes(pipe.transformer.config)
     assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in shapes.items()}
-    for name, value in shapes.items():
-        assert value.is_floating_point() == found[name].is_floating_point()
+    assert found["encoder_attention_mask"].shape == (300,)
 
 
-@pytest.mark.parametrize("sample_size", SIZES)
-def test_training_loss_reaches_every_weight(family, sample_size):
-    pipe = pixart_pipeline(sample_size)
-    transformer = apply_mhla(pipe.transformer, exact="none", blocks=(2, 2))
-    process = get_family(transformer).process(transformer, flow_shift=3.0)
-    assert isinstance(process, LearnedVarianceDDPM)
-    clip = Clip(frames=1, fps=1.0, sizes=((64, 96),))
-    pixels = torch.rand(2, 3, 1, 64, 96) * 2 - 1
-    latents = family.encode_pixels(pipe, pixels).detach()
-    assert latents.shape[1:] == family.latent_shape(transformer.config, pipe.vae.config, clip)
-    samples = [family.encode_prompt(pipe, text) for text in ("the red dog", "")]
-    conditioning = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-    batch = process.make_batch(latents, torch.randn_like(latents), torch.tensor([0.2, 0.7]), conditioning)
-    process.loss(predict(transformer, batch), batch).sum().backward()
-    without = [name for name, x in transformer.named_parameters() if x.grad is None]
-    assert without == []
-
-
-def test_calls_are_those_of_the_pipeline(family):
-    pipe = pixart_pipeline()
-    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
-    one, other = family.call(pipe, ["the red dog", "a cat"], generators, **CALL, output_type="pt")
-    torch.testing.assert_close(one, generate(pipe)[0], rtol=1e-4, atol=1e-4)
-    assert_changed(other, one)
-
-
-def test_latents_are_those_that_the_autoencoder_gets(family):
-    pipe = pixart_pipeline()
-    clip = Clip(frames=1, fps=1.0, sizes=((64, 64),))
-    found = family.generate_latents(pipe, "the red dog", clip, 2, 4.5, torch.Generator().manual_seed(3))
-    expected = generate(pipe, output_type="latent")[0]
-    assert found.shape == family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_folder_of_the_pipeline_can_be_chosen_as_a_model(tmp_path):
-    choice = PipelineChoice("pixart", model=str(save_pixart(tmp_path)), settings=CALL)
-    choice.check()
-    (image,) = choice.generate(choice.load(), ["the red dog"], [torch.Generator().manual_seed(3)])
-    assert image.size == (64, 64)
-
-
-def test_measured_models_can_be_built(family):
-    tiny = next(model for model in family.models if model.is_tiny)
-    built = pixart_transformer().config
-    for name, value in tiny.settings.items():
-        assert built[name] == value
-    assert len(family.self_attentions(pixart_transformer())) == tiny.layers
+def test_cross_attention_is_its_own_in_the_single_instance_form():
+    model, arguments = CASE.transformer(), CASE.inputs()
+    kinds = {path: type(processor) for path, processor in mhla.attn_processors(model).items()}
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2), grid=CASE.grid))
+    found = output(model, arguments)
+    mhla.remove_mhla(model)
+    assert {path: type(processor) for path, processor in mhla.attn_processors(model).items()} == kinds
+    patched = mhla.apply_mhla(model, blocks=(2, 2), exact="none", exact_tiles=None)
+    assert torch.equal(found, output(patched, arguments))

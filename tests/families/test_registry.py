@@ -8,54 +8,54 @@ from mhla_diffusers import families
 
 from ..models import assert_changed, output
 from ..patching.shared import assert_same_footprint, footprint
-from .pixart import PixArtFamily
-from .pixart_tiny import pixart_transformer
+from .auraflow import AuraFlowFamily
+from .auraflow_tiny import auraflow_transformer
 
 
 @pytest.fixture
-def pixart(monkeypatch):
-    """A PixArt transformer and its inputs; what a test registers is forgotten after it."""
+def added(monkeypatch):
+    """An AuraFlow transformer and its inputs; what a test registers is forgotten after it."""
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    model = pixart_transformer(sample_size=32)
+    model = auraflow_transformer()
     generator = torch.Generator().manual_seed(1)
     arguments = {
         "hidden_states": torch.randn(2, 4, 16, 12, generator=generator),
-        "encoder_hidden_states": torch.randn(2, 5, model.config.caption_channels, generator=generator),
-        "timestep": torch.tensor([500, 250]),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        "encoder_hidden_states": torch.randn(2, 5, model.config.joint_attention_dim, generator=generator),
+        "timestep": torch.tensor([0.5, 0.25]),
     }
     return model, arguments
 
 
-def test_a_new_family_is_patched_once_it_is_registered(pixart):
+def test_a_new_family_is_patched_once_it_is_registered(added):
     """On a grid that is not square; and removed again."""
-    model, arguments = pixart
-    with pytest.raises(ValueError, match=r"PixArtTransformer2DModel is not supported.*register_family\(\)"):
+    model, arguments = added
+    with pytest.raises(ValueError, match=r"AuraFlowTransformer2DModel is not supported.*register_family\(\)"):
         mhla.apply_mhla(model)
     before, expected = footprint(model), output(model, arguments)
-    mhla.register_family(PixArtFamily())
-    mhla.apply_mhla(model, layers="2/3")
+    mhla.register_family(AuraFlowFamily())
+    mhla.apply_mhla(model, layers="2/3", exact="none", exact_tiles=None)
     assert_changed(output(model, arguments), expected)
-    assert [(layer.replaced, layer.grid) for layer in mhla.describe(model)][1:] == [(True, (8, 6))] * 2
+    found = [(layer.replaced, layer.grid) for layer in mhla.describe(model)]
+    assert found == [(replaced, (8, 6)) for replaced in (False, True, True, False)]
     mhla.remove_mhla(model)
     assert_same_footprint(model, before)
     assert torch.equal(output(model, arguments), expected)
 
 
-def test_a_family_cannot_take_a_name_that_is_taken(pixart):
-    class OtherFamily(PixArtFamily):
+def test_a_family_cannot_take_a_name_that_is_taken(added):
+    class OtherFamily(AuraFlowFamily):
         pass
 
-    mhla.register_family(PixArtFamily())
-    with pytest.raises(ValueError, match=r"'pixart' is already registered by .*PixArtFamily; .* for .*OtherFamily"):
+    mhla.register_family(AuraFlowFamily())
+    with pytest.raises(ValueError, match=r"'auraflow' is already registered by .*AuraFlowFamily; .* for .*OtherFamily"):
         mhla.register_family(OtherFamily())
 
 
-def test_a_family_may_be_defined_and_registered_again(pixart):
+def test_a_family_may_be_defined_and_registered_again(added):
     """As a notebook does when its cell is run again."""
 
     def cell():
-        class AgainFamily(PixArtFamily):
+        class AgainFamily(AuraFlowFamily):
             pass
 
         return AgainFamily()
@@ -64,15 +64,4 @@ def test_a_family_may_be_defined_and_registered_again(pixart):
     assert type(first) is not type(second)
     mhla.register_family(first)
     mhla.register_family(second)
-    assert families.get_family(pixart[0]) is second
-
-
-def test_cross_attention_of_a_new_family_is_its_own_in_the_single_instance_form(pixart):
-    model, arguments = pixart
-    mhla.register_family(PixArtFamily())
-    kinds = {path: type(processor) for path, processor in mhla.attn_processors(model).items()}
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2), grid=(8, 6)))
-    found = output(model, arguments)
-    mhla.remove_mhla(model)
-    assert {path: type(processor) for path, processor in mhla.attn_processors(model).items()} == kinds
-    assert torch.equal(found, output(mhla.apply_mhla(model, blocks=(2, 2)), arguments))
+    assert families.get_family(added[0]) is second

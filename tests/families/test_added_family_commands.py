@@ -1,4 +1,4 @@
-"""Every command knows a family that was registered: PixArt-α from a folder, on the command line."""
+"""Every command knows a family that was registered: AuraFlow from a folder, on the command line."""
 
 import json
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from PIL import Image
 from mhla_diffusers import families, load_mhla, mhla_layers, register_family
 
 from ..evaluation.pictures import mhla
-from .pixart import PixArtFamily
-from .pixart_tiny import CALL, pixart_pipeline, save_pixart
+from .auraflow import AuraFlowFamily
+from .auraflow_tiny import CALL, auraflow_pipeline, save_auraflow
 
 SETTINGS = [word for name, value in CALL.items() for word in ("--set", f"{name}={str(value).lower()}")]
 PATCH = """\
-family: pixart
-base_model: PixArt-alpha/PixArt-XL-2-1024-MS
+family: auraflow
+base_model: fal/AuraFlow-v0.3
 description: all layers
 mhla:
   blocks: [2, 2]
@@ -26,15 +26,15 @@ mhla:
 
 @pytest.fixture(autouse=True)
 def family() -> Iterator[None]:
-    """PixArt, known to the package during one test."""
-    register_family(PixArtFamily())
+    """AuraFlow, known to the package during one test."""
+    register_family(AuraFlowFamily())
     yield
-    families._FAMILIES.pop(PixArtFamily.name)
+    families._FAMILIES.pop(AuraFlowFamily.name)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return save_pixart(tmp_path_factory.mktemp("pixart") / "model")
+    return save_auraflow(tmp_path_factory.mktemp("auraflow") / "model")
 
 
 @pytest.fixture
@@ -53,23 +53,32 @@ def run(*arguments) -> str:
 
 def test_generate_and_eval_samples(model, patch, tmp_path):
     run(
-        "generate", "pixart", "the red dog", "--model", model, "--patch", patch, "--output", tmp_path / "out", *SETTINGS
+        "generate",
+        "auraflow",
+        "the red dog",
+        "--model",
+        model,
+        "--patch",
+        patch,
+        "--output",
+        tmp_path / "out",
+        *SETTINGS,
     )
     (file,) = (tmp_path / "out").glob("*.png")
     assert Image.open(file).size == (64, 64)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat\nthe red dog\n")
-    asked = ("--family", "pixart", "--model", model, *SETTINGS)
+    asked = ("--family", "auraflow", "--model", model, *SETTINGS)
     run("eval", "samples", "prompts", tmp_path / "set", prompts, *asked)
     assert len(list((tmp_path / "set").glob("*.png"))) == 2
 
 
 def test_analyze(model, patch, tmp_path):
     shown = run(
-        "analyze", "pixart", "a cat", "--model", model, "--patch", patch, "--output", tmp_path / "found", *SETTINGS
+        "analyze", "auraflow", "a cat", "--model", model, "--patch", patch, "--output", tmp_path / "found", *SETTINGS
     )
     assert "MHLA" in shown
-    assert len(json.loads((tmp_path / "found" / "analysis.json").read_text())["layers"]) == 3
+    assert len(json.loads((tmp_path / "found" / "analysis.json").read_text())["layers"]) == 4
 
 
 def test_encode(model, tmp_path):
@@ -112,10 +121,10 @@ def test_synthesize_and_finetune(model, tmp_path):
     file.write_text(yaml.safe_dump(config))
     assert "TFLOP" in run("finetune", "--config", file, "--dry-run")
     run("finetune", "--config", file)
-    assert len(mhla_layers(load_mhla(pixart_pipeline(), tmp_path / "run" / "result"))) == 3
+    assert len(mhla_layers(load_mhla(auraflow_pipeline(), tmp_path / "run" / "result"))) == 4
     assert list((tmp_path / "run" / "samples").rglob("*.png"))
 
 
 def test_bench_transformer(tmp_path):
-    shown = run("bench", "transformer", "--model", "tiny-pixart", "--seconds", "0.01", "--output", tmp_path)
+    shown = run("bench", "transformer", "--model", "tiny-auraflow", "--seconds", "0.01", "--output", tmp_path)
     assert "MHLA" in shown

@@ -1,0 +1,141 @@
+"""A family from outside of the package, the one that the page "Add a model" shows."""
+
+import inspect
+
+import pytest
+import torch
+
+from mhla_diffusers import apply_mhla, families, load_mhla, mhla_layers, register_family, remove_mhla, save_mhla
+from mhla_diffusers.families import Clip, FlowMatching, get_family, predict
+from mhla_diffusers.generation import PipelineChoice
+
+from ..models import assert_changed, relative_change
+from . import auraflow
+from .auraflow import AuraFlowFamily
+from .auraflow_tiny import CALL, auraflow_pipeline, auraflow_transformer, save_auraflow
+
+
+@pytest.fixture(autouse=True)
+def family(monkeypatch) -> AuraFlowFamily:
+    """AuraFlow, known to the package during one test."""
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    known = AuraFlowFamily()
+    register_family(known)
+    return known
+
+
+def generate(pipe, **settings):
+    generator = torch.Generator().manual_seed(3)
+    return pipe("the red dog", generator=generator, **{**CALL, "output_type": "pt", **settings}).images
+
+
+def test_class_is_short_enough_to_be_read():
+    assert len(inspect.getsource(AuraFlowFamily).splitlines()) <= 120
+    assert len(inspect.getsource(auraflow).splitlines()) <= 120
+
+
+def test_patch_changes_the_picture_and_removing_restores_it():
+    pipe = auraflow_pipeline()
+    before = generate(pipe)
+    apply_mhla(pipe, exact="none", exact_tiles=None, blocks=(2, 3))
+    assert len(mhla_layers(pipe)) == 4
+    assert_changed(generate(pipe), before)
+    remove_mhla(pipe)
+    torch.testing.assert_close(generate(pipe), before, rtol=0, atol=0)
+
+
+def test_one_exact_tile_is_its_own_attention():
+    pipe = auraflow_pipeline()
+    before = generate(pipe, output_type="latent")
+    apply_mhla(pipe, blocks=(1, 1), exact="own", exact_tiles=None)
+    # float32 sums in another order, through all denoising steps
+    assert relative_change(generate(pipe, output_type="latent"), before) < 1e-4
+
+
+def test_saved_patch_gives_the_same_picture(tmp_path):
+    pipe = apply_mhla(auraflow_pipeline(), exact="none", exact_tiles=None, blocks=(4, 2), layers="2/3")
+    with torch.no_grad():
+        for layer in mhla_layers(pipe).values():
+            layer.mixing.uniform_(0.1, 0.9)
+    expected = generate(pipe)
+    opened = load_mhla(auraflow_pipeline(), save_mhla(pipe, tmp_path))
+    torch.testing.assert_close(generate(opened), expected, rtol=0, atol=0)
+
+
+def test_patch_rests_in_the_first_step():
+    """Which the timestep tells, σ here."""
+    pipe = auraflow_pipeline()
+    before = generate(pipe, output_type="latent")
+    apply_mhla(pipe, exact="none", exact_tiles=None, blocks=(2, 2), softmax_steps=1)
+    assert relative_change(generate(pipe, output_type="latent"), before) > 1e-4  # of one short step
+    apply_mhla(remove_mhla(pipe), exact="none", exact_tiles=None, blocks=(2, 2), softmax_steps=2)
+    torch.testing.assert_close(generate(pipe, output_type="latent"), before, rtol=0, atol=0)
+
+
+def test_prompt_becomes_what_the_pipeline_gives_its_transformer(family):
+    pipe, given = auraflow_pipeline(), {}
+
+    def note(_, args, kwargs):
+        given.update(kwargs)
+
+    handle = pipe.transformer.register_forward_pre_hook(note, with_kwargs=True)
+    generate(pipe, guidance_scale=1.0)
+    handle.remove()
+    sample = family.encode_prompt(pipe, "the red dog", {"max_sequence_length": 8})
+    torch.testing.assert_close(sample["encoder_hidden_states"][None], given["encoder_hidden_states"])
+
+
+def test_shapes_of_the_conditioning_are_those_that_it_has(family):
+    pipe = auraflow_pipeline()
+    found = family.encode_prompt(pipe, "")
+    shapes = family.conditioning_shapes(pipe.transformer.config)
+    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in shapes.items()}
+
+
+def test_training_loss_reaches_every_weight(family):
+    pipe = auraflow_pipeline()
+    transformer = apply_mhla(pipe.transformer, exact="none", exact_tiles=None, blocks=(2, 2))
+    process = get_family(transformer).process(transformer, flow_shift=1.73)
+    assert isinstance(process, FlowMatching)
+    clip = Clip(frames=1, fps=1.0, sizes=((64, 96),))
+    pixels = torch.rand(2, 3, 1, 64, 96) * 2 - 1
+    latents = family.encode_pixels(pipe, pixels).detach()
+    assert latents.shape[1:] == family.latent_shape(transformer.config, pipe.vae.config, clip)
+    samples = [family.encode_prompt(pipe, text) for text in ("the red dog", "")]
+    conditioning = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    batch = process.make_batch(latents, torch.randn_like(latents), torch.tensor([0.2, 0.7]), conditioning)
+    process.loss(predict(transformer, batch), batch).sum().backward()
+    without = [name for name, x in transformer.named_parameters() if x.grad is None]
+    assert without == []
+
+
+def test_calls_are_those_of_the_pipeline(family):
+    pipe = auraflow_pipeline()
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    one, other = family.call(pipe, ["the red dog", "a cat"], generators, **CALL, output_type="pt")
+    torch.testing.assert_close(one, generate(pipe)[0], rtol=1e-4, atol=1e-4)
+    assert_changed(other, one)
+
+
+def test_latents_are_those_that_the_autoencoder_gets(family):
+    pipe = auraflow_pipeline()
+    clip = Clip(frames=1, fps=1.0, sizes=((64, 64),))
+    found = family.generate_latents(pipe, "the red dog", clip, 2, 3.5, torch.Generator().manual_seed(3))
+    expected = generate(pipe, output_type="latent", max_sequence_length=256)[0]
+    assert found.shape == family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_folder_of_the_pipeline_can_be_chosen_as_a_model(tmp_path):
+    choice = PipelineChoice("auraflow", model=str(save_auraflow(tmp_path)), settings=CALL)
+    choice.check()
+    (image,) = choice.generate(choice.load(), ["the red dog"], [torch.Generator().manual_seed(3)])
+    assert image.size == (64, 64)
+
+
+def test_measured_models_can_be_built(family):
+    tiny = next(model for model in family.models if model.is_tiny)
+    built = auraflow_transformer().config
+    for name, value in tiny.settings.items():
+        assert built[name] == value
+    assert len(family.self_attentions(auraflow_transformer())) == tiny.layers + sum(tiny.more_layers.values())
