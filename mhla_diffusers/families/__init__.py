@@ -12,9 +12,10 @@ from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily
 from .dit import DiTFamily
 from .flux import FluxFamily
-from .forms import AttentionForm, AttentionInput, JointForm
+from .forms import AttentionForm, AttentionInput
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
+from .joint import JointForm
 from .ltx import LTXFamily
 from .pixart import PixArtFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch

@@ -14,7 +14,7 @@ import torch
 
 from ..config import MHLAConfig
 from .base import Family, Sample
-from .forms import JointForm
+from .joint import JointForm
 from .processes import DiffusionProcess, VelocityDDPM
 from .sizes import Clip, Model
 

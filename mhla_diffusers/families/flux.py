@@ -12,7 +12,7 @@ import torch
 
 from ..config import MHLAConfig
 from .base import Sample
-from .forms import JointForm
+from .joint import JointForm
 from .packed import PackedFamily
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Model

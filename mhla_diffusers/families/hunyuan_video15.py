@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import MHLAConfig
 from .base import Sample
-from .forms import AttentionArguments, JointForm
+from .forms import AttentionArguments
 from .hunyuan_video import HunyuanVideoFamily
+from .joint import JointForm
 from .sizes import Clip, Model
 
 _TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729

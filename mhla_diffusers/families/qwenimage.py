@@ -13,7 +13,8 @@ from ..attention.rotary import Rotary, rotary_of_complex
 from ..config import MHLAConfig
 from .base import Sample
 from .encoding import of_unit_scale, padded_text
-from .forms import AttentionArguments, JointForm
+from .forms import AttentionArguments
+from .joint import JointForm
 from .packed import PackedFamily
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model

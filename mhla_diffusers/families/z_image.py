@@ -14,7 +14,8 @@ from ..attention.rotary import Rotary, rotary_of_complex
 from ..config import MHLAConfig
 from .base import Family, Sample
 from .encoding import padded_text
-from .forms import AttentionArguments, JointForm
+from .forms import AttentionArguments
+from .joint import JointForm
 from .processes import DiffusionProcess, ReversedFlowMatching
 from .sizes import Model
 
