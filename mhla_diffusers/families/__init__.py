@@ -10,6 +10,7 @@ from .base import Family, Sample
 from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
+from .latte import LatteFamily
 from .ltx import LTXFamily
 from .pixart import PixArtFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
@@ -24,6 +25,7 @@ _FAMILIES: dict[str, Family] = {
     for family in (
         DiTFamily(),
         FluxFamily(),
+        LatteFamily(),
         LTXFamily(),
         PixArtFamily(),
         SanaFamily(),
