@@ -20,6 +20,13 @@ def test_the_promised_patches_are_there():
         "sana-1.6b",
         "dit-xl-2-256",
         "dit-xl-2-512",
+        "flux.1-dev",
+        "sd3.5-large",
+        "qwen-image",
+        "hunyuanvideo",
+        "cogvideox-5b",
+        "ltx-video",
+        "sana-video-2b",
     }
 
 
@@ -68,7 +75,7 @@ def test_bad_files_are_named(tmp_path, text, words):
 
 
 def test_unknown_patches_give_the_nearest_names(tmp_path):
-    with pytest.raises(ValueError, match=r"Unknown patch 'zzz'\. Ready patches: dit-xl-2-256, "):
+    with pytest.raises(ValueError, match=r"Unknown patch 'zzz'\. Ready patches: cogvideox-5b, dit-xl-2-256, "):
         load_patch("zzz")
     with pytest.raises(ValueError, match="is a folder; open a saved patch with load_mhla"):
         load_patch(str(tmp_path))

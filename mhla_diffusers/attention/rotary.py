@@ -16,6 +16,17 @@ def rotary_table(rotary: Rotary) -> torch.Tensor:
     return torch.stack((cos[..., 0::2], sin[..., 1::2]), dim=-1).flatten(-2)
 
 
+def rotary_of_complex(numbers: torch.Tensor) -> Rotary:
+    """RoPE that a model hands over as complex numbers, one for every channel pair.
+
+    Args:
+        numbers: (N, D / 2), or (B, N, D / 2) where it differs between samples.
+    """
+    by_sample = numbers if numbers.ndim == 3 else numbers[None]
+    cos, sin = (part.repeat_interleave(2, dim=-1)[:, :, None] for part in (by_sample.real, by_sample.imag))
+    return cos, sin
+
+
 def axial_table(rotary: Rotary, grid: Sequence[int]) -> torch.Tensor:
     """Where every channel turns with one axis of the grid alone: a row for each place on each axis, the axes in order.
 

@@ -274,6 +274,20 @@ def bench_all(
     bench_report([output])
 
 
+@bench.command("ceilings")
+def bench_ceilings(
+    model: Annotated[list[str] | None, typer.Option(help="Several times; all real ones if left out.")] = None,
+    output: Annotated[Path, typer.Option(help="Gets ceilings.md and ceilings.csv.")] = Path("outputs/models"),
+) -> None:
+    """Counted, not timed: what every model spends on attention by resolution, and how much a patch can save at most."""
+    from ..reporting import write_table
+    from .ceilings import HEADER, ceilings
+    from .models import find_models, models
+
+    chosen = find_models(model, "cpu") if model else [one for one in models().values() if not one.is_tiny]
+    typer.echo(write_table(HEADER, [found.cells() for found in ceilings(chosen)], output, "ceilings"))
+
+
 def _transformer_cases(
     model: list[str] | None,
     size: list[str] | None,

@@ -98,7 +98,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         outside = sum(family.form.outside(read, grid))
         return sizes_of(attn, family, config, grid, outside), read.hidden_states
 
-    with torch.no_grad(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), family.without_values(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:
         with _hooks(transformer, begin, end):
             transformer(**inputs)
         flops = _told_apart(flops, int(counter.get_total_flops()))

@@ -1,5 +1,6 @@
 """The model families that can be patched, one file each."""
 
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -7,31 +8,47 @@ from torch import nn
 
 from ..attention.rotary import Rotary
 from .base import Family, Sample
+from .chronoedit import ChronoEditFamily
+from .cogvideox import CogVideoXFamily
 from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
+from .hunyuan_video import HunyuanVideoFamily
+from .hunyuan_video15 import HunyuanVideo15Family
 from .latte import LatteFamily
 from .ltx import LTXFamily
 from .pixart import PixArtFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
+from .qwenimage import QwenImageFamily
 from .sana import SanaFamily
 from .sana_video import SanaVideoFamily
 from .sd3 import SD3Family
 from .sizes import Clip, Model
+from .skyreels_v2 import SkyReelsV2Family
 from .wan import WanFamily
+from .wan_animate import WanAnimateFamily
+from .z_image import ZImageFamily
 
 _FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
+        ChronoEditFamily(),
+        CogVideoXFamily(),
         DiTFamily(),
         FluxFamily(),
+        HunyuanVideoFamily(),
+        HunyuanVideo15Family(),
         LatteFamily(),
         LTXFamily(),
         PixArtFamily(),
+        QwenImageFamily(),
         SanaFamily(),
         SanaVideoFamily(),
         SD3Family(),
+        SkyReelsV2Family(),
         WanFamily(),
+        WanAnimateFamily(),
+        ZImageFamily(),
     )
 }
 
@@ -76,12 +93,24 @@ def get_family(transformer: Any) -> Family:
     """
     family = find_family(transformer)
     if family is None:
-        supported = ", ".join(name for known in families() for name in known.transformers)
-        raise ValueError(
-            f"{type(transformer).__name__} is not supported; supported are {supported}. "
-            'The page "Add a model" of the documentation shows how to add one with register_family().'
-        )
+        name = type(transformer).__name__
+        raise ValueError(f"{name} is not supported; {supported_instead(name)}")
     return family
+
+
+def supported_instead(name: str) -> str:
+    """What an error says of a class that no family has: the family of the most like name, all classes, and a way out.
+
+    Args:
+        name: of the class.
+    """
+    owners = {transformer: family for family in families() for transformer in family.transformers}
+    near = get_close_matches(name, owners, n=1)
+    nearest = f"the nearest family is {owners[near[0]].name!r} ({near[0]}). Supported" if near else "supported"
+    return (
+        f"{nearest} are {', '.join(owners)}. "
+        'The page "Add a model" of the documentation shows how to add one with register_family().'
+    )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -154,5 +183,6 @@ __all__ = [
     "grid_of_attention",
     "predict",
     "register_family",
+    "supported_instead",
     "unwrapped",
 ]

@@ -7,6 +7,7 @@ trained, what conditions it, how its pipeline is called, and at which sizes it i
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,8 +16,8 @@ from torch import nn
 from ..attention.rotary import Rotary
 from ..attention.tiles import square_tiles
 from ..config import MHLAConfig
+from .encoding import of_unit_scale
 from .forms import AttentionForm
-from .packing import of_unit_scale
 from .processes import DiffusionProcess
 from .sizes import Clip, Model, strides_of
 
@@ -27,6 +28,7 @@ _STRIDES = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_sc
 """Attributes of diffusers' pipelines: pixels per latent along height and width."""
 _TEMPORAL_STRIDES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 """Frames per latent frame, after the first one."""
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Family(ABC):
@@ -60,6 +62,11 @@ class Family(ABC):
     """Added to the normaliser by a family whose own attention is linear with φ = ReLU."""
     squares_only: ClassVar[bool] = False
     """Whether height and width must be equal."""
+    lacks_processor_methods: ClassVar[bool] = False
+    """Whether diffusers' class lacks ``attn_processors`` and ``set_attn_processor``; a patched instance is given them.
+
+    ``with_processors.py`` must have a class for it.
+    """
     dispatches_attention: ClassVar[bool] = False
     """Whether its attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
     default_clip: ClassVar[Clip] = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
@@ -217,11 +224,23 @@ class Family(ABC):
         """Whether a cross-attention, in whatever model it is, needs this family's processor."""
         return False
 
-    def prepare(self, transformer: Any) -> None:  # noqa: B027 - most families need nothing here
-        """Called once when a transformer is patched."""
+    def prepare(self, transformer: Any) -> None:
+        """Called once when a transformer is patched: gives it ``set_attn_processor`` if its class lacks that."""
+        if self.lacks_processor_methods:
+            from .with_processors import give_processor_methods
 
-    def restore(self, transformer: Any) -> None:  # noqa: B027
+            give_processor_methods(transformer)
+
+    def restore(self, transformer: Any) -> None:
         """Called once when the patch is removed; undoes :meth:`prepare`."""
+        if self.lacks_processor_methods:
+            from .with_processors import take_processor_methods
+
+            take_processor_methods(transformer)
+
+    def without_values(self) -> AbstractContextManager[Any]:
+        """What a forward on the meta device runs in; for models that ask for values of their inputs."""
+        return nullcontext()
 
     # Training
 
@@ -259,6 +278,15 @@ class Family(ABC):
         encoded = pipe.vae.encode(pixels if self.makes_videos else pixels[:, :, 0])
         latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
         return of_unit_scale(pipe.vae, latents.float())
+
+    def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
+        """Arguments of the transformer's forward that come from a clip itself, without a batch axis; by default none.
+
+        Args:
+            pipe: pipeline with its encoders.
+            pixels: one clip, (1, 3, F, H, W) in [-1, 1].
+        """
+        return {}
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Arguments of the transformer's forward for a prompt, without a batch axis; "" for the empty prompt.
@@ -353,17 +381,41 @@ class Family(ABC):
 
         Returns:
             For every prompt a PIL image, or frames (F, H, W, 3) in [0, 1]; with ``output_type`` what that asks for.
+
+        Raises:
+            ValueError: the pipeline must be given more, such as a picture.
         """
-        output = pipe(**self.prompt_arguments(pipe, prompts), generator=list(generators), **settings)
+        arguments = {**self.prompt_arguments(pipe, prompts), "generator": list(generators), **settings}
+        missing = [
+            name
+            for name, parameter in inspect.signature(pipe.__call__).parameters.items()
+            if parameter.default is parameter.empty and parameter.kind in _NAMED and name not in arguments
+        ]
+        if missing:
+            raise ValueError(
+                f"{type(pipe).__name__} must be given {', '.join(missing)} beside prompts, which the mhla command has "
+                "no place for. Call the pipeline yourself, and train on videos of your own (mhla encode)."
+            )
+        output = pipe(**arguments)
         return output.frames if self.makes_videos else output.images
 
     def generate_latents(
         self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
     ) -> torch.Tensor:
         """What the pipeline hands to its autoencoder, of the scale that the transformer takes: (C, ...)."""
-        settings = {"num_inference_steps": steps, "guidance_scale": guidance, "output_type": "latent"}
+        settings = {"num_inference_steps": steps, "output_type": "latent", **self.guidance_arguments(guidance)}
         latents: torch.Tensor = self.call(pipe, [prompt], [generator], **self.clip_arguments(pipe, clip), **settings)[0]
         return latents
 
+    def guidance_arguments(self, guidance: float) -> dict[str, Any]:
+        """Arguments of the pipeline's call for a scale of guidance."""
+        return {"guidance_scale": guidance}
+
     def _unknown(self, what: str, method: str) -> ValueError:
         return ValueError(f"The {self.name!r} family does not tell {what}: give {type(self).__name__} a {method}().")
+
+    def _needs_pictures(self) -> ValueError:
+        return ValueError(
+            f"This {self.name!r} checkpoint is conditioned on pictures, which captions do not tell. It can be patched "
+            "and generates; encode and train with a text-to-video checkpoint."
+        )

@@ -1,8 +1,6 @@
 """DiT: ``DiTTransformer2DModel``.
 
-Softmax self-attention only; positions are added to the tokens once, before the first block. diffusers' class lacks
-``attn_processors`` and ``set_attn_processor``, so a patched instance becomes one of the subclass in
-``dit_with_processors.py`` until the patch is removed; diffusers' own class stays as it is. What conditions it is a
+Softmax self-attention only; positions are added to the tokens once, before the first block. What conditions it is a
 class, given by number or by a name of the pipeline's labels.
 """
 
@@ -52,6 +50,7 @@ class DiTFamily(Family):
     block_lists = ("transformer_blocks",)
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
     squares_only = True
+    lacks_processor_methods = True
     default_clip = Clip(frames=1, fps=1.0, sizes=((256, 256),))
     prompts_are_classes = True
     measured_unasked = True
@@ -66,27 +65,6 @@ class DiTFamily(Family):
         from diffusers.models.attention_processor import AttnProcessor2_0
 
         return AttnProcessor2_0()
-
-    def prepare(self, transformer: Any) -> None:
-        """Give this instance ``attn_processors`` and ``set_attn_processor``."""
-        from diffusers.models.transformers import dit_transformer_2d
-
-        from .dit_with_processors import DiTTransformer2DModel
-
-        if type(transformer) is dit_transformer_2d.DiTTransformer2DModel:
-            transformer.__class__ = DiTTransformer2DModel
-            # what diffusers writes into model_index.json; the class keeps its own, so that pickle finds it
-            transformer.__dict__["__module__"] = dit_transformer_2d.__name__
-
-    def restore(self, transformer: Any) -> None:
-        """Make the instance diffusers' own class again."""
-        from diffusers.models.transformers import dit_transformer_2d
-
-        from .dit_with_processors import DiTTransformer2DModel
-
-        if type(transformer) is DiTTransformer2DModel:
-            transformer.__class__ = dit_transformer_2d.DiTTransformer2DModel
-            del transformer.__dict__["__module__"]
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """A thousand steps of DDPM with learned variance."""

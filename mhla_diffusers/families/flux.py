@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Sample
 from .forms import JointForm
-from .packing import pack, unpack
+from .packed import PackedFamily
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Model
 
 _TEXT_TOKENS = 512
-_PACKED = 2
-"""Latents per token along height and width."""
 _GUIDANCE = 3.5
 """Default of the pipeline, for models that embed it."""
 
@@ -72,7 +70,7 @@ _TINY = Model(
 )
 
 
-class FluxFamily(Family):
+class FluxFamily(PackedFamily):
     """Text-to-image transformers with a (height, width) token grid."""
 
     name = "flux"
@@ -102,14 +100,6 @@ class FluxFamily(Family):
         """Of Flux.1: 16 channels that an image does not turn, counted to the height, then 56 for each axis."""
         return (72, 56) if head_dim == 128 else None
 
-    def spatial_patch(self, transformer: Any) -> int:
-        """2, by packing."""
-        return _PACKED
-
-    def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
-        """(height, width) of packed latents."""
-        return latents.shape[2] // _PACKED, latents.shape[3] // _PACKED
-
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read off the ids, once for every tensor of them.
 
@@ -129,7 +119,7 @@ class FluxFamily(Family):
         """Packed latents, the ids of their places, and zeros as ids of the text."""
         text = conditioning["encoder_hidden_states"]
         arguments = {
-            "hidden_states": pack(latents, (_PACKED, _PACKED)),
+            "hidden_states": self.packed(latents),
             "timestep": timestep,
             "img_ids": _ids_of_grid(self.token_grid(transformer, latents), latents),
             "txt_ids": torch.zeros(text.shape[1], 3).to(latents),
@@ -138,14 +128,6 @@ class FluxFamily(Family):
         if transformer.config.guidance_embeds:
             arguments["guidance"] = torch.full_like(timestep, _GUIDANCE, dtype=latents.dtype)
         return arguments
-
-    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Unpacked."""
-        return unpack(output, self.token_grid(transformer, latents), (_PACKED, _PACKED))
-
-    def channels(self, transformer: Any) -> int:
-        """Those of a token, without packing."""
-        return int(transformer.in_channels) // _PACKED**2
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """Flow matching; the transformer takes σ."""
@@ -180,14 +162,17 @@ def _ids_of_grid(grid: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 def _grid_of_ids(ids: Any) -> tuple[int, int]:
     """(height, width) of ids (N, 3) or (B, N, 3): picture, row and column of every token.
 
-    Reading them waits for a device, so it is kept with the tensor, which a pipeline hands over in every step.
+    Reading them waits for a device, so it is kept with the tensor, which a pipeline hands over in every step. Told by
+    the tokens in the first row and those in the first column: another picture has such ones of its own, and bfloat16
+    does not round larger numbers to 0.
     """
     if not hasattr(ids, "token_grid"):
-        _, height, width = (int(largest) + 1 for largest in ids.flatten(0, -2).amax(dim=0).tolist())
+        _, width, height = ((ids[0] if ids.ndim == 3 else ids) == 0).sum(dim=0).tolist()
         if height * width != ids.shape[-2]:
             raise ValueError(
-                f"img_ids of {ids.shape[-2]} tokens do not tell one grid, {height}x{width} at most: MHLA takes one "
-                "picture, not one with others as its context, as in Flux Kontext."
+                f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not "
+                "one picture: MHLA takes no others as its context, as in Flux Kontext. Run these without the patch: "
+                "remove_mhla(pipe)."
             )
         ids.token_grid = height, width
     grid: tuple[int, int] = ids.token_grid

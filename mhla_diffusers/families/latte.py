@@ -13,7 +13,7 @@ import torch
 
 from ..config import MHLAConfig
 from .base import Family, Sample
-from .packing import of_unit_scale
+from .encoding import of_unit_scale
 from .processes import DiffusionProcess, LearnedVarianceDDPM
 from .sizes import Clip, Model
 
@@ -77,6 +77,7 @@ class LatteFamily(Family):
     block_lists = ("transformer_blocks",)
     # at 512 px 8 tokens a side of a block and of a tile
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(4, 4))
+    lacks_processor_methods = True
     default_clip = Clip(frames=16, fps=8.0, sizes=((512, 512),))
     models = (_LATTE_1, _TINY)
 

@@ -1,29 +1,8 @@
-"""Latents as transformers take them: of unit scale, and for some as sequences of tokens."""
+"""Latents as sequences of tokens, for transformers that take them so."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-
-
-def of_unit_scale(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """What an autoencoder gives, (B, C, ...), by its own factors of the scale that transformers are trained on.
-
-    They are a mean and a deviation of every channel, among its buffers or in its configuration, or one shift for all,
-    and a ``scaling_factor``; those that it lacks change nothing.
-    """
-    buffers, config = dict(vae.named_buffers(recurse=False)), vae.config
-    mean, deviation = (
-        _of_channels(buffers.get(name, config.get(name)), latents) for name in ("latents_mean", "latents_std")
-    )
-    shift = mean if mean is not None else config.get("shift_factor") or 0.0
-    scaled = (latents - shift) * (config.get("scaling_factor") or 1.0)
-    return scaled if deviation is None else scaled / deviation
-
-
-def _of_channels(values: Any, latents: torch.Tensor) -> torch.Tensor | None:
-    """(C,) so that it can be combined with latents (B, C, ...); None for none."""
-    return None if values is None else torch.as_tensor(values).to(latents).view(-1, *[1] * (latents.ndim - 2))
 
 
 def pack(latents: torch.Tensor, patch: Sequence[int]) -> torch.Tensor:

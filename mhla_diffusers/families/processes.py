@@ -69,11 +69,14 @@ class FlowMatching(DiffusionProcess):
     Args:
         shift: σ ↦ shift σ / (1 + (shift − 1) σ); 3.0 for Wan at 480p and SANA, 1.0 for none.
         timestep_scale: factor on the timestep, 1.0 but for some SANA models.
+        channels: how many, from the first on, are noised and predicted, None for all; others, of a picture that the
+            model is shown, stay as they are.
     """
 
-    def __init__(self, shift: float, timestep_scale: float = 1.0) -> None:
+    def __init__(self, shift: float, timestep_scale: float = 1.0, channels: int | None = None) -> None:
         self.shift = shift
         self.timestep_scale = timestep_scale
+        self.channels = channels
 
     def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
         """σ of the quantiles: the sigmoid of a standard normal variable, shifted."""
@@ -83,7 +86,10 @@ class FlowMatching(DiffusionProcess):
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """(1 − σ) latents + σ noise."""
         sigma = _per_sample(time, latents)
-        return (1 - sigma) * latents + sigma * noise
+        mixed = (1 - sigma) * latents + sigma * noise
+        if self.channels is None:
+            return mixed
+        return torch.cat([mixed[:, : self.channels], latents[:, self.channels :]], dim=1)
 
     def timestep(self, time: torch.Tensor) -> torch.Tensor:
         """1000 σ."""
@@ -91,9 +97,24 @@ class FlowMatching(DiffusionProcess):
 
     def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
         """Mean squared error to the velocity."""
-        velocity = batch.noise - batch.latents
+        velocity = (batch.noise - batch.latents)[:, : self.channels]
         error = prediction[:, : velocity.shape[1]].float() - velocity.float()
         return error.square().flatten(1).mean(dim=1)
+
+
+class ReversedFlowMatching(FlowMatching):
+    """Z-Image: its time runs from the noise to the data, so the transformer takes 1 − σ.
+
+    Args:
+        shift: see :class:`FlowMatching`.
+    """
+
+    def __init__(self, shift: float) -> None:
+        super().__init__(shift)
+
+    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+        """1 − σ."""
+        return 1 - time
 
 
 class LearnedVarianceDDPM(DiffusionProcess):
@@ -175,6 +196,50 @@ class LearnedVarianceDDPM(DiffusionProcess):
 
     def _at(self, table: torch.Tensor, time: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return _per_sample(table.to(time.device)[time].to(torch.float32), like)
+
+
+class VelocityDDPM(DiffusionProcess):
+    """CogVideoX: the model predicts the velocity, √ᾱ noise − √(1 − ᾱ) latents, and the last step is pure noise.
+
+    Its squared error is that of the latents, divided by 1 − ᾱ as CogVideoX weighs it.
+
+    Args:
+        snr_shift: divides the ratio ᾱ / (1 − ᾱ) of every step, 3.0 for CogVideoX-2B and 1.0, none, for 5B.
+        steps: number of timesteps, between which √β goes from √0.00085 to √0.012.
+    """
+
+    def __init__(self, snr_shift: float = 1.0, steps: int = 1000) -> None:
+        self.steps = steps
+        betas = torch.linspace(0.00085**0.5, 0.012**0.5, steps, dtype=torch.float64).square()
+        kept = (1 - betas).cumprod(dim=0)
+        amplitude = (kept / (snr_shift + (1 - snr_shift) * kept)).sqrt()
+        first, last = amplitude[0], amplitude[-1]
+        self.kept = ((amplitude - last) * first / (first - last)).square()
+        """ᾱ of every step, stretched so that it ends at 0: float64 (steps,)."""
+
+    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
+        """Every step is equally likely: int64."""
+        return (quantile.double() * self.steps).long().clamp(0, self.steps - 1)
+
+    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """√ᾱ latents + √(1 − ᾱ) noise."""
+        signal, rest = self._amplitudes(time, latents)
+        return signal * latents + rest * noise
+
+    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+        """The step itself."""
+        return time
+
+    def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+        """Mean squared error to the velocity."""
+        latents, noise = batch.latents.float(), batch.noise.float()
+        signal, rest = self._amplitudes(batch.time, latents)
+        return (prediction.float() - (signal * noise - rest * latents)).square().flatten(1).mean(dim=1)
+
+    def _amplitudes(self, time: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """√ᾱ and √(1 − ᾱ) of every sample, float32 (B, 1, ...)."""
+        kept = self.kept.to(time.device)[time]
+        return _per_sample(kept.sqrt().float(), like), _per_sample((1 - kept).sqrt().float(), like)
 
 
 def _per_sample(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,8 @@ class Model:
     """Of a video; None for an image."""
     temporal_stride: int = 1
     """Frames per latent frame, after the first one."""
+    temporal_patch: int = 1
+    """Latent frames per token."""
     layers_argument: str = "num_layers"
     more_layers: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the class that count layers of other kinds; where fewer layers are built, so are fewer of these."""

@@ -3,24 +3,29 @@
 Self-attention is softmax with RMSNorm over all channels of query and key and 3-D RoPE, handed to every attention as
 ``rotary_emb``. A VACE transformer has its control blocks in a second list, ``vace_blocks``; their layers count on after
 the main ones. A Wan 2.2 A14B pipeline has two transformers, which are patched alike.
+
+An image-to-video transformer takes more channels than it predicts: beside the noised latents a mask and the latents of
+the first frame, and what a vision encoder makes of that frame.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ..attention.rotary import Rotary
 from ..config import MHLAConfig
 from .base import Family, Sample
+from .encoding import of_unit_scale
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model
 
 _TEXT_TOKENS = 512
 """Length that the pipeline pads text to in training; its text is not masked, so the length matters."""
-
+_IMAGE_TOKENS = 257
+"""Of CLIP ViT-H/14 for a picture: a class and 16x16 patches."""
 
 _LAID_OUT: set[tuple[int, ...]] = set()
 """Shapes of tables before they were flattened that were seen to be the token grid."""
@@ -36,54 +41,50 @@ def _grid_of_sines(table: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.stack(along).tolist())
 
 
-def _model(name: str, heads: int, ffn_dim: int, layers: int) -> Model:
-    return Model(
-        name,
-        "WanTransformer3DModel",
-        {"num_attention_heads": heads, "ffn_dim": ffn_dim},
-        heads,
-        128,
-        layers,
-        blocks=(7, 3, 5),
-        stride=8,
-        patch=2,
-        sizes=((480, 832), (720, 1280)),
-        frames=81,
-        temporal_stride=4,
+def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any) -> Model:
+    """A configuration of Wan 2.1 text-to-video at its sizes, but for what is different of a relative."""
+    settings = {"num_attention_heads": heads, "ffn_dim": ffn_dim, **different.pop("settings", {})}
+    usual = {
+        "transformer": "WanTransformer3DModel",
+        "blocks": (7, 3, 5),
+        "stride": 8,
+        "patch": 2,
+        "sizes": ((480, 832), (720, 1280)),
+        "frames": 81,
+        "temporal_stride": 4,
         # 480p is 480x800 here, the paper's setting (Sec. 5.3)
-        grids={"480p": (21, 30, 50), "720p": (21, 45, 80)},
-    )
+        "grids": {"480p": (21, 30, 50), "720p": (21, 45, 80)},
+    }
+    return Model(name, settings=settings, heads=heads, head_dim=128, layers=layers, **{**usual, **different})
 
 
-_TINY = Model(
-    "tiny-wan",
-    "WanTransformer3DModel",
-    {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "text_dim": 32, "freq_dim": 16},
-    2,
-    12,
-    3,
-    blocks=(1, 2, 2),
-    stride=8,
-    patch=2,
-    sizes=((64, 96),),
-    frames=9,
-    temporal_stride=4,
-)
+def tiny_wan(name: str, transformer: str, settings: Mapping[str, Any] | None = None, **different: Any) -> Model:
+    """A tiny configuration of Wan or of a relative, whose class has some other settings."""
+    tiny = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "text_dim": 32, "freq_dim": 16}
+    usual = {"blocks": (1, 2, 2), "stride": 8, "patch": 2, "sizes": ((64, 96),), "frames": 9, "temporal_stride": 4}
+    shape = {"heads": 2, "head_dim": 12, "layers": 3}
+    return Model(name, transformer, {**tiny, **(settings or {})}, **{**shape, **usual, **different})
 
 
 class WanFamily(Family):
     """Video transformers with a (frames, height, width) token grid."""
 
     name = "wan"
-    transformers = ("WanTransformer3DModel", "WanVACETransformer3DModel")
+    transformers: ClassVar[tuple[str, ...]] = ("WanTransformer3DModel", "WanVACETransformer3DModel")
     axes = 3
     block_lists = ("blocks", "vace_blocks")
+    attention_class: ClassVar[str] = "transformer_wan.WanAttention"
+    """Module and class of its attentions, of which relatives have copies of their own."""
     # 50 tokens per tile at 480p and 81 frames, 120 at 720p
     default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(7, 9, 10))
     dispatches_attention = True
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     measured_unasked = True
-    models = (_model("wan2.1-1.3b", 12, 8960, 30), _model("wan2.1-14b", 40, 13824, 40), _TINY)
+    models: ClassVar[tuple[Model, ...]] = (
+        wan_model("wan2.1-1.3b", 12, 8960, 30),
+        wan_model("wan2.1-14b", 40, 13824, 40),
+        tiny_wan("tiny-wan", "WanTransformer3DModel"),
+    )
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
         """Of as many frames as the pipeline makes, which rounds to one more than its temporal stride divides."""
@@ -92,8 +93,9 @@ class WanFamily(Family):
         return super().grid_of_clip(pipe, transformer, replace(clip, frames=frames))
 
     def recognises_self_attention(self, attn: Any) -> bool:
-        """``WanAttention``."""
-        return type(attn).__name__ == "WanAttention"
+        """One of :attr:`attention_class`."""
+        cls = type(attn)
+        return f"{cls.__module__}.{cls.__qualname__}".endswith(f".{self.attention_class}")
 
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
         """Read off the three coordinates of every token, whose sines the table holds.
@@ -122,7 +124,7 @@ class WanFamily(Family):
         frames, height, width = grid
         return math.ceil(frames / 3), math.ceil(height / 5), min(10, math.ceil(width / 3))
 
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
+    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
         """As ``WanRotaryPosEmbed`` shares them out: a third each, frames with what is left over."""
         side = 2 * (head_dim // 6)
         return head_dim - 2 * side, side, side
@@ -138,8 +140,8 @@ class WanFamily(Family):
         return self.self_attention_processor()
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Flow matching."""
-        return FlowMatching(flow_shift)
+        """Flow matching of the channels that are predicted; those of a picture beside them stay."""
+        return FlowMatching(flow_shift, channels=int(transformer.config.out_channels))
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
         """Frames and size; the pipeline adds a frame to a number that its temporal stride divides, as 1 always does."""
@@ -148,6 +150,36 @@ class WanFamily(Family):
             arguments["num_frames"] -= 1
         return arguments
 
+    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """(B, 16, F, H, W): the mean of the posterior, normalised per channel.
+
+        For an image-to-video transformer (B, 36, F, H, W): behind these the mask and the latents of the first frame.
+
+        Raises:
+            ValueError: a transformer that takes other channels beside the noised ones.
+        """
+        latents = _encoded(pipe, pixels)
+        wanted = self.channels(pipe.transformer.config)
+        if wanted == latents.shape[1]:
+            return latents
+        known = torch.zeros_like(latents[:, :1]).repeat(1, self.temporal_stride(pipe), 1, 1, 1)
+        known[:, :, 0] = 1
+        first = torch.cat([pixels[:, :, :1], torch.zeros_like(pixels[:, :, 1:])], dim=2)
+        with_picture = torch.cat([latents, known, _encoded(pipe, first)], dim=1)
+        if wanted != with_picture.shape[1]:
+            raise ValueError(
+                f"{type(pipe.transformer).__name__} takes {wanted} channels, not the {latents.shape[1]} of latents or "
+                f"the {with_picture.shape[1]} with a first frame; give the samples as InMemoryData."
+            )
+        return with_picture
+
+    def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
+        """``encoder_hidden_states_image`` (tokens, channels) of the first frame, if the transformer takes it."""
+        if pipe.transformer.config.image_dim is None:
+            return {}
+        picture = pipe.video_processor.postprocess(pixels[:, :, 0].float(), output_type="pil")
+        return {"encoder_hidden_states_image": pipe.encode_image(picture)[0]}
+
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """``encoder_hidden_states`` (512, channels): UMT5 embeddings, padded."""
         chosen = {"max_sequence_length": _TEXT_TOKENS, **(settings or {})}
@@ -155,5 +187,13 @@ class WanFamily(Family):
         return {"encoder_hidden_states": embeddings[0]}
 
     def conditioning_shapes(self, transformer: Any) -> Sample:
-        """``encoder_hidden_states`` (512, channels)."""
-        return {"encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.text_dim, device="meta")}
+        """``encoder_hidden_states`` (512, channels); with a vision encoder ``encoder_hidden_states_image`` too."""
+        shapes = {"encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.text_dim, device="meta")}
+        if transformer.image_dim is not None:
+            shapes["encoder_hidden_states_image"] = torch.empty(_IMAGE_TOKENS, transformer.image_dim, device="meta")
+        return shapes
+
+
+def _encoded(pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Means of the posterior, normalised per channel: float32 (B, 16, F, H, W)."""
+    return of_unit_scale(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())

@@ -12,7 +12,7 @@ import torch
 
 from ..config import load_patch
 from ..devices import FLOAT_TYPES, choose_device
-from ..families import Family, families, get_family
+from ..families import Family, families, get_family, supported_instead
 from ..files import read_json
 from ..patching import CONFIG_NAME, apply_mhla, find_transformers, load_mhla
 from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
@@ -271,8 +271,7 @@ def family_of(model: str, component: str = "transformer") -> Family:
     for family in families():
         if name in family.transformers:
             return family
-    supported = ", ".join(name for family in families() for name in family.transformers)
-    raise ValueError(f"The {component} of {model} is {name!r}, which is not supported; supported are {supported}.")
+    raise ValueError(f"The {component} of {model} is {name!r}, which is not supported; {supported_instead(name)}")
 
 
 def pipeline_file(model: str, name: str) -> Path:

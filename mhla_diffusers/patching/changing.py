@@ -12,7 +12,7 @@ from .denoising_steps import StepHooks
 from .finding import attentions_of, find_transformers, hook_of, mhla_layers, require_layers
 from .layer import MHLALayer, layer_of
 from .other_processors import ProcessorWatch
-from .plan import check_settings, choose_layers
+from .plan import check_settings, choose_attentions
 from .processor import MHLAProcessor, make_layer
 from .removal import original_processor
 from .resizing import resized
@@ -91,9 +91,8 @@ def make_change(transformer: nn.Module, backend: str | None, settings: Mapping[s
             f"mixing_init={config.mixing_init!r} says how fresh mixing matrices begin, and these are kept; call "
             "remove_mhla() and apply_mhla() to begin anew."
         )
-    names = list(attentions)
-    chosen = [names[index] for index in choose_layers(config.layers, len(names))]
-    layers = {name: make_layer(attentions[name], config, family) for name in chosen}
+    chosen = choose_attentions(transformer, config)
+    layers = {name: make_layer(attn, config, family) for name, attn in chosen.items()}
     kept = {name: before[name] for name in chosen if name in before}
     tensors = {f"{name}.mhla.{key}": x for name, layer in kept.items() for key, x in layer.state_dict().items()}
     fitting = resized(tensors, some_layer.config, config, some_layer.heads)

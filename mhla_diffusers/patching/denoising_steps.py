@@ -25,7 +25,10 @@ logger = logging.getLogger(__name__)
 _CACHE_CONTEXT = "cache_context"
 """Method of diffusers' ``CacheMixin`` that a pipeline enters around every forward."""
 _SAME = 1e-5
-"""Relative difference up to which two timesteps are one, since some are scaled on their way to the transformer."""
+"""Relative difference up to which two timesteps are one, since some are scaled on their way to the transformer.
+
+Of one that is told in a lower type it is the rounding of that type.
+"""
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,16 @@ class StepHooks:
         timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
         if timestep is None or timesteps is None or not len(timesteps):
             return None
-        of_scheduler = self.family.scheduler_timestep(transformer, torch.as_tensor(timestep).float().max())
+        given = torch.as_tensor(timestep)
+        of_scheduler = self.family.scheduler_timestep(transformer, given.float().max())
         # a solver of second order comes to a timestep twice
         places = timesteps.to(of_scheduler.device).float().unique_consecutive()
-        differences = (places - of_scheduler).abs()
+        as_told, same = places, _SAME
+        if given.is_floating_point():  # some pipelines round to the type of the latents before they scale
+            as_told, same = places.to(given.dtype).float(), max(_SAME, torch.finfo(given.dtype).eps)
+        differences = (as_told - of_scheduler).abs()
         index = int(differences.argmin())
-        if float(differences[index]) > _SAME * max(1.0, float(of_scheduler)):
+        if float(differences[index]) > same * max(1.0, float(of_scheduler)):
             return None
         # a call with a strength leaves the first timesteps out; every call makes the scheduler new ones
         if timesteps is not self._loop[0] or index < self._loop[1]:

@@ -13,7 +13,7 @@ from ..attention.eager import eager_attention
 from ..attention.merge import far_field
 from ..attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from ..attention.tile_scores import spend
-from ..attention.tiles import in_tiles, tokens_of_tiles
+from ..attention.tiles import in_tiles, square_tiles, tokens_of_tiles
 from ..families.forms import output_projection
 from ..reporting import text_table
 from .attended import Attended
@@ -159,7 +159,7 @@ def _measuring(measured: TileMeasurement) -> Callable[[Any, tuple[Any, ...], dic
 
 def tiled_input(attn: Any, given: Attended) -> TiledInput:
     """What a patched self-attention with exact tiles attends with, tile by tile."""
-    here, counts = given.of_grid().in_float32().turned(), attn.mhla.exact.counts(given.grid)
+    here, counts = given.of_grid().in_float32().turned(), _tile_counts(attn, given.grid)
     return TiledInput.of(
         here.query, here.key, here.value, here.grid, counts, here.key_mask, given.in_float32().others()
     )
@@ -244,14 +244,22 @@ def fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: li
 
 
 def _candidates(layer: MHLALayer) -> Candidates:
-    return Candidates(_MEAN_BIASES if layer.config.tile_means else torch.tensor([-torch.inf]), FAR_LOG_WEIGHTS)
+    return Candidates(_MEAN_BIASES if layer.mean_bias is not None else torch.tensor([-torch.inf]), FAR_LOG_WEIGHTS)
 
 
 def _try_candidates(attn: Any, given: Attended, shift: int) -> torch.Tensor:
     layer, tiled = attn.mhla, tiled_input(attn, given)
     call = layer.call(given.in_float32())
     far, normaliser = eager_attention(far_field(call))
-    tokens = tokens_of_tiles(given.grid, attn.mhla.exact.counts(given.grid))[0].to(far.device)
+    tokens = tokens_of_tiles(given.grid, _tile_counts(attn, given.grid))[0].to(far.device)
     far_in_tiles = in_tiles(far, tokens), in_tiles(normaliser.log(), tokens).squeeze(-1)
     samples, candidates = tiled.samples(_FITTING_QUERIES, shift), _candidates(layer)
-    return candidate_errors(tiled, samples, head_projections(attn), call.exact.mask(), far_in_tiles, candidates)
+    none = torch.zeros(1, layer.heads, len(tokens), len(tokens), dtype=torch.bool, device=far.device)
+    mask = none if call.exact is None else call.exact.mask()
+    return candidate_errors(tiled, samples, head_projections(attn), mask, far_in_tiles, candidates)
+
+
+def _tile_counts(attn: Any, grid: tuple[int, ...]) -> tuple[int, ...]:
+    """Of exact tiles; without them, tiles of which some queries are looked at."""
+    choice: TileChoice | None = attn.mhla.exact
+    return choice.counts(grid) if choice is not None else square_tiles(grid)

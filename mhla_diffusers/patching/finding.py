@@ -22,12 +22,13 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
     _refuse_wrapped(model)
     found = supported_transformers(model)
     if not found:
-        if isinstance(model, nn.Module):
-            get_family(unwrapped(model))
+        for name, module in _modules(model).items():
+            if name.startswith("transformer"):
+                get_family(module)
         components = ", ".join(getattr(model, "components", {})) or "none"
         raise ValueError(
-            f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). "
-            f"Supported are pipelines with {', '.join(name for family in families() for name in family.transformers)}."
+            f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). Pass a pipeline "
+            f"or a transformer of one of the families {', '.join(family.name for family in families())}."
         )
     return found
 

@@ -22,12 +22,21 @@ _FAR_LOG_WEIGHT = {True: -3.0, False: 0.0}
 """Of the far field at first, with and without tile means, which leave it little to add."""
 
 
+def _without_tiles(head_dim: int) -> float:
+    """Log of a λ with which a token of the grid weighs about as much as one outside, to which softmax is attended.
+
+    Where channels are normed, φ(q) · φ(k) is of the order of D times a number near 1/6, and exp(q · k / √D) near 1.6.
+    """
+    return -0.5 * math.log(head_dim)
+
+
 class MHLALayer(nn.Module):
     """Mixing matrix and, where configured, exact tiles, output norm, gate and convolution of one attention.
 
     Each is initialised so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is
     1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. Beside exact tiles λ
     is 1, or e⁻³ where the others take part through their means, whose β is 0; :func:`calibrate_exact_tiles` fits both.
+    Beside tokens outside the grid alone it is 1 / √D; :func:`calibrate_mixing` fits it.
 
     Args:
         config: settings.
@@ -61,7 +70,8 @@ class MHLALayer(nn.Module):
         """β, (H,)."""
         if self.exact is not None or self.form.has_outside:
             has_means = self.exact is not None and config.tile_means
-            self.far_field_log_weight = nn.Parameter(torch.full((heads,), _FAR_LOG_WEIGHT[has_means]))
+            log_weight = _FAR_LOG_WEIGHT[has_means] if self.exact is not None else _without_tiles(head_dim)
+            self.far_field_log_weight = nn.Parameter(torch.full((heads,), log_weight))
             self.mean_bias = nn.Parameter(torch.zeros(heads)) if has_means else None
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, inner_size) if config.output_gate else None
@@ -118,7 +128,7 @@ class MHLALayer(nn.Module):
             output_gate=gate,
             backend=backend,
             outside=outside,
-            **self._settings(here, outside),
+            **self._settings(here, any(outside)),
         )
         if self.convolution is not None:
             values = here.value.flatten(2).unflatten(1, grid).movedim(-1, 1)
@@ -148,7 +158,7 @@ class MHLALayer(nn.Module):
             rotary=rotary_table(here.rotary) if here.rotary is not None else None,
             key_mask=here.key_mask,
             outside=given.others(),
-            **self._settings(here, given.outside),
+            **self._settings(here, any(given.outside)),
         )
 
     def _mixing_on(self, grid: tuple[int, ...]) -> torch.Tensor:
@@ -156,7 +166,7 @@ class MHLALayer(nn.Module):
         blocks = self.config.blocks_on(grid)
         return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
 
-    def _settings(self, here: Attended, outside: Outside) -> dict[str, Any]:
+    def _settings(self, here: Attended, has_outside: bool) -> dict[str, Any]:
         """Arguments of the attention besides tensors that the input brings, whose tokens of the grid are given."""
         config, log_weight = self.config, self.far_field_log_weight
         settings: dict[str, Any] = {
@@ -167,10 +177,8 @@ class MHLALayer(nn.Module):
         }
         if self.exact is not None:
             settings["exact"] = self.exact(here.query, here.key, here.rotary, here.grid)
-        has_near = self.exact is not None or any(outside)
-        if (
-            has_near and config.share < 1 and log_weight is not None
-        ):  # else nothing is left for a far field or means to add
+        # else nothing is left for a far field or means to add, or the far field is alone and its weight without effect
+        if log_weight is not None and config.share < 1 and (self.exact is not None or has_outside):
             settings |= {"far_field_weight": log_weight.exp(), "mean_bias": self.mean_bias}
         return settings
 

@@ -10,7 +10,7 @@ from torch import nn
 from ..attention.mixing_fit import BlockInput, fit_mixing
 from ..families import get_family
 from .calibration import check_reached
-from .exact_calibration import head_projections, spread_calls
+from .exact_calibration import fit_weights, head_projections, spread_calls
 from .finding import find_transformers, is_patched
 from .other_processors import other_processors_wanted
 from .processor import attended
@@ -29,8 +29,9 @@ def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
     """Set the mixing matrices of a patch without exact tiles to what brings its output closest to softmax attention's.
 
     ``run`` is called once with the patch switched off. Then the layers are fitted one after another, on what they get
-    from those before, which are patched already: see :mod:`mhla_diffusers.attention.mixing_fit`. Nothing else of the
-    patch changes. Without training it helps much, and is still far from what adaptation reaches.
+    from those before, which are patched already: see :mod:`mhla_diffusers.attention.mixing_fit`. In joint attention λ
+    is fitted as well, to weigh the tokens of the grid beside those outside. Nothing else of the patch changes. Without
+    training it helps much, and is still far from what adaptation reaches.
 
     Args:
         model: a patched pipeline or transformer with ``exact="none"``.
@@ -49,7 +50,10 @@ def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
     with mhla_disabled(model):
         calls = record_calls(transformers, run)
     for name, transformer in transformers.items():
-        _fit_layers(transformer, spread_calls(calls[name]))
+        some = spread_calls(calls[name])
+        _fit_layers(transformer, some)
+        # where tokens outside the grid are attended to with softmax, the rest must weigh as it did beside them
+        fit_weights(transformer, {name: attn for name, (attn, _) in patched_pairs(transformer).items()}, some)
 
 
 def _check(transformer: nn.Module) -> None:

@@ -59,8 +59,9 @@ class PerturbedMHLAProcessor(MHLAProcessor):
 class ProcessorWatch:
     """Forward pre-hook of a patched transformer that looks at the processors of its patched attentions.
 
-    Where perturbed-attention guidance has put its own, MHLA goes on in the branches that are not perturbed. Of others
-    there is one warning, since MHLA does not run in these layers any more.
+    Where perturbed-attention guidance has put its own, MHLA goes on in the branches that are not perturbed, and where
+    diffusers has put a blank one of the same class, the processor of the patch comes back. Of others there is one
+    warning, since MHLA does not run in these layers any more.
     """
 
     def __init__(self, family: Family, processor: MHLAProcessor) -> None:
@@ -77,7 +78,11 @@ class ProcessorWatch:
             return
         strange = {}
         for name, attn in self.family.self_attentions(transformer).items():
-            if isinstance(attn.processor, MHLAProcessor) or layer_of(attn) is None:
+            if layer_of(attn) is None:
+                continue
+            if isinstance(attn.processor, MHLAProcessor):
+                if attn.processor.is_blank:
+                    attn.processor = self.processor
                 continue
             parts = self.family.perturbed_parts(attn.processor)
             if parts is not None:

@@ -12,8 +12,11 @@ from .denoising_steps import StepHooks
 from .finding import is_patched
 from .layer import MHLALayer
 from .other_processors import ProcessorWatch
-from .processor import MHLAProcessor, make_layer
+from .processor import MHLAProcessor, holds_weights, make_layer
 from .token_grid import TokenGridHooks
+
+_SHOWN_NAMES = 4
+"""How many layers an error names."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,31 @@ def make_plan(transformer: nn.Module, processor: MHLAProcessor) -> Plan:
             "or call remove_mhla() first."
         )
     check_settings(transformer, config)
-    attentions = list(family.self_attentions(transformer).values())
-    indices = choose_layers(config.layers, len(attentions))
-    layers = [(attentions[index], make_layer(attentions[index], config, family)) for index in indices]
+    chosen = choose_attentions(transformer, config)
+    layers = [(attn, make_layer(attn, config, family)) for attn in chosen.values()]
     return Plan(transformer, family, processor, layers)
+
+
+def choose_attentions(transformer: nn.Module, config: MHLAConfig) -> dict[str, Any]:
+    """Name and module of every self-attention that a configuration chooses.
+
+    Raises:
+        ValueError: one of them runs a processor that has weights, or ``config.layers`` cannot be read.
+    """
+    found = list(get_family(transformer).self_attentions(transformer).items())
+    indices = choose_layers(config.layers, len(found))
+    holding = [index for index in indices if holds_weights(found[index][1].processor)]
+    if holding:
+        names = ", ".join(found[index][0] for index in holding[:_SHOWN_NAMES])
+        more = f" and {len(holding) - _SHOWN_NAMES} more" if len(holding) > _SHOWN_NAMES else ""
+        kind = type(found[holding[0]][1].processor).__name__
+        others = [index for index in indices if index not in holding]
+        way_out = f"Leave these layers as they are with layers={others}, or take" if others else "Take"
+        raise ValueError(
+            f"{names}{more} run {kind}, which has weights of its own, as those of IP-Adapters have, and what it adds "
+            f"would be lost. {way_out} the adapter away first, for example with pipe.unload_ip_adapter()."
+        )
+    return dict(found[index] for index in indices)
 
 
 def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:

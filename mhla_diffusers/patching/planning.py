@@ -73,7 +73,7 @@ def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = 
     usual = family.grid_of_clip(pipe, transformer, family.default_clip)
     wanted = [
         size * count / max(size_then, 1)
-        for size, count, size_then in zip(grid, family.default_config.blocks, usual, strict=True)
+        for size, count, size_then in zip(grid, family.default_config.blocks_on(usual), usual, strict=True)
     ]
     shrink = min(1.0, (math.sqrt(2 * math.prod(grid)) / math.prod(wanted)) ** (1 / len(grid)))
     return tuple(min(size, max(1, round(shrink * count))) for size, count in zip(grid, wanted, strict=True))

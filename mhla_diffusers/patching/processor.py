@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..attention import check_backend
 from ..attention.blocks import check_blocks
@@ -35,7 +36,9 @@ class MHLAProcessor:
         grid: token grid of every input; None to find it out. It is believed: of an input with as many tokens in
             another shape, such as portrait for landscape, the blocks would be wrong.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
-        **settings: fields of :class:`MHLAConfig`; unknown ones are an error.
+        **settings: fields of :class:`MHLAConfig`; unknown ones are an error. Without any argument it is blank:
+            diffusers makes such ones of the class of a processor while it loads or unloads an adapter, and a patched
+            transformer gives its attentions their own back at its next forward.
 
     Raises:
         ValueError: settings that are not allowed, or both ``config`` and settings.
@@ -59,12 +62,32 @@ class MHLAProcessor:
                 "config.replace(...) changes a configuration."
             )
         check_backend(backend)
-        self.config = config if config is not None else MHLAConfig.from_dict(settings)
+        is_blank = config is None and not settings and grid is None and backend == "auto"
+        self._config = config if config is not None or is_blank else MHLAConfig.from_dict(settings)
         self.grid = None if grid is None else check_blocks(grid, "grid")
         self.backend = backend
         if self.grid is not None and len(self.grid) != len(self.config.blocks):
             raise ValueError(f"grid={self.grid} and blocks={self.config.blocks} must have the same number of axes.")
         _register_with_diffusers(type(self))
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it has no settings."""
+        return self._config is None
+
+    @property
+    def config(self) -> MHLAConfig:
+        """Its settings.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self._config is None:
+            raise ValueError(
+                "This MHLAProcessor has no settings: give it some, for example MHLAProcessor(blocks=(7, 3, 5)). If "
+                "diffusers made it while it loaded or unloaded an adapter, set one with settings again."
+            )
+        return self._config
 
     def __call__(
         self,
@@ -105,7 +128,7 @@ class MHLAProcessor:
         family = family_of_attention(attn) if layer is None else None
         form = form_of(attn, family)
         if form.is_cross_attention(arguments):
-            processor = _cross_attention_processor(attn)
+            processor = default_cross_attention_processor(attn)
             processor._attention_backend = self._attention_backend
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask)
         self._check_layer(layer)
@@ -143,6 +166,11 @@ class MHLAProcessor:
                 f"This attention was patched with {layer.config}, but its processor was made for {self.config}. "
                 "Call remove_mhla() before patching with other settings."
             )
+
+
+def holds_weights(processor: Any) -> bool:
+    """Whether a processor has weights, as an IP-Adapter's, which lets an attention look at a picture besides."""
+    return isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None
 
 
 def with_backend_of(processor: MHLAProcessor, original: Any) -> Any:
@@ -239,10 +267,17 @@ def _compute_dtype(attn: Any, weight: torch.Tensor) -> torch.dtype:
     return weight.dtype if weight.dtype.itemsize > 1 else torch.float32
 
 
-def _cross_attention_processor(attn: Any) -> Any:
-    """A processor that does what diffusers' own does for this cross-attention."""
+def default_cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
+    """A processor that does what diffusers' own does for this cross-attention.
+
+    Args:
+        attn: whose class tells its processor, or else the family.
+        family: of the model; None where nothing tells it, so that the families are asked.
+    """
     default = getattr(attn, "_default_processor_cls", None)
-    return default() if default is not None else cross_attention_processor(attn)
+    if default is not None:
+        return default()
+    return cross_attention_processor(attn) if family is None else family.cross_attention_processor()
 
 
 def attended(

@@ -12,7 +12,7 @@ from .denoising_steps import StepHooks
 from .finding import attentions_of, find_transformers, hook_of, is_patched
 from .layer import replaced_processor
 from .other_processors import ProcessorWatch, other_processors_wanted
-from .processor import MHLAProcessor, with_backend_of
+from .processor import MHLAProcessor, default_cross_attention_processor, holds_weights, with_backend_of
 from .token_grid import TokenGridHooks
 
 Model = TypeVar("Model")
@@ -89,10 +89,15 @@ def mhla_disabled(model: Any) -> Iterator[None]:
 def original_processor(attn: Any, family: Family, transformer: nn.Module) -> Any:
     """The processor that an attention had before the patch, or a fresh one where no record was kept.
 
-    It gets the backend that ``set_attention_backend`` has set meanwhile.
+    It gets the backend that ``set_attention_backend`` has set meanwhile. One with weights that was set since the patch,
+    as loading an IP-Adapter does, stays.
     """
+    if holds_weights(attn.processor):
+        return attn.processor
     original = replaced_processor(attn)
     if original is None:
-        is_self_attention = any(attn is own for own in family.self_attentions(transformer).values())
-        original = family.self_attention_processor() if is_self_attention else family.cross_attention_processor()
+        if any(attn is own for own in family.self_attentions(transformer).values()):
+            original = family.self_attention_processor()
+        else:
+            original = default_cross_attention_processor(attn, family)
     return with_backend_of(attn.processor, original) if isinstance(attn.processor, MHLAProcessor) else original

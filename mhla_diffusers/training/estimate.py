@@ -127,7 +127,8 @@ def _one_batch(
     transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, dtype: torch.dtype
 ) -> Callable[[], None]:
     """What runs one batch forward and backward."""
-    process = get_family(transformer).process(transformer, config.flow_shift)
+    family = get_family(transformer)
+    process = family.process(transformer, config.flow_shift)
     tensors = {
         name: torch.empty(
             (config.batch_size, *x.shape), dtype=dtype if x.is_floating_point() else x.dtype, device="meta"
@@ -142,7 +143,7 @@ def _one_batch(
     def run() -> None:
         batch = process.make_batch(latents, latents, quantile, tensors)
         batch = replace(batch, hidden_states=batch.hidden_states.to(dtype))
-        with _FusedAttention():
+        with family.without_values(), _FusedAttention():
             objectives.backward(transformer, batch, lambda loss: loss.backward())
 
     return run

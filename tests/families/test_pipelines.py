@@ -9,16 +9,23 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import Clip, Family, get_family
-from mhla_diffusers.families.packing import of_unit_scale
+from mhla_diffusers.families.encoding import of_unit_scale
 
 from .tiny import case_of
 from .tiny.case import FamilyCase
 
-NAMES = ("latte", "ltx", "pixart", "sana_video")
+NAMES = ("flux", "latte", "ltx", "pixart", "qwenimage", "sana_video", "sd3", "z_image")
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
 
+GUIDANCE = {"flux": 3.5}
+"""Of a call with one forward per step, where it is not 1: Flux's, which the model embeds, is the pipeline's default."""
+
 each_family = pytest.mark.parametrize("name", NAMES)
+# text of Qwen-Image and Z-Image is filled up, to which their own files look
+forward_alike = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("qwenimage", "z_image")])
+# Stable Diffusion 3 has as many tokens as its tokenizers, which are others in a tiny pipeline
+real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name != "sd3"])
 
 
 def family_of(case: FamilyCase) -> Family:
@@ -47,12 +54,12 @@ def recorded(pipe: Any, module: Any, method: str, run: Callable[[], object]) -> 
     return calls
 
 
-@each_family
+@forward_alike
 def test_forward_gets_what_the_pipeline_gives(name: str) -> None:
     case = case_of(name)
     family, pipe = family_of(case), case.pipeline()
     prompts = [case.call["prompt"], "a cat"]
-    call = {**case.call, "prompt": prompts, "guidance_scale": 1.0}
+    call = {**case.call, "prompt": prompts, "guidance_scale": GUIDANCE.get(name, 1.0)}
     given = recorded(pipe, pipe.transformer, "forward", lambda: pipe(**call, generator=torch.Generator()))[0]
     given = {family.forward_names[int(key)] if key.isdigit() else key: x for key, x in given.items()}
     settings = {key: x for key, x in call.items() if key != "prompt"}
@@ -66,10 +73,10 @@ def test_forward_gets_what_the_pipeline_gives(name: str) -> None:
         torch.testing.assert_close(found[key], given[key], rtol=1e-5, atol=1e-6)
     usual = inspect.signature(type(pipe.transformer).forward).parameters
     left = {key: x for key, x in given.items() if key not in found and key != "return_dict"}
-    assert left == {key: usual[key].default for key in left}
+    assert all(x is None or x == {} or x == usual[key].default for key, x in left.items()), left.keys()
 
 
-@each_family
+@real_texts
 def test_conditioning_has_the_shapes_that_are_told(name: str) -> None:
     case = case_of(name)
     family, pipe = family_of(case), case.pipeline()
@@ -85,7 +92,7 @@ def test_latents_are_of_the_scale_of_the_pipeline(name: str) -> None:
     """What the pipeline has when it is done, and what its autoencoder then gets."""
     case = case_of(name)
     family, pipe, clip = family_of(case), case.pipeline(), clip_of(case)
-    call = {**family.clip_arguments(pipe, clip), "num_inference_steps": 2, "guidance_scale": 3.0}
+    call = {**family.clip_arguments(pipe, clip), "num_inference_steps": 2, **family.guidance_arguments(3.0)}
     prompt = [case.call["prompt"]]
 
     def decode() -> None:
@@ -96,7 +103,8 @@ def test_latents_are_of_the_scale_of_the_pipeline(name: str) -> None:
     assert tuple(found.shape) == family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
     scaled = of_unit_scale(pipe.vae, decoded)
     scaled = scaled[0] if len(scaled) == 1 else scaled.movedim(0, 1)  # of a video that is decoded frame by frame
-    torch.testing.assert_close(found, scaled, rtol=1e-4, atol=1e-5)
+    # Qwen-Image's autoencoder of videos is given an image as one frame
+    torch.testing.assert_close(found, scaled.view(found.shape), rtol=1e-4, atol=1e-5)
 
 
 @each_family

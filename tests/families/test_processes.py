@@ -5,6 +5,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from mhla_diffusers.families import FlowMatching, LearnedVarianceDDPM, get_family
+from mhla_diffusers.families.processes import ReversedFlowMatching, VelocityDDPM
 
 from ..training.models import tiny_dit, tiny_sana, tiny_wan
 
@@ -26,6 +27,18 @@ def test_flow_matching_agrees_with_diffusers_scheduler() -> None:
         scheduler.scale_noise(latents, scheduler.timesteps[place[1:]], noise),
         atol=1e-5,
     )
+
+
+def test_reversed_flow_matching_counts_what_is_left_of_the_noise() -> None:
+    """The same times as those of diffusers' scheduler, told as 1 − σ."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler, quantile = FlowMatchEulerDiscreteScheduler(shift=3.0), torch.tensor([0.1, 0.5, 0.9])
+    forwards, backwards = FlowMatching(shift=3.0), ReversedFlowMatching(shift=3.0)
+    assert backwards.time_at(quantile).equal(forwards.time_at(quantile))
+    sigma = scheduler.sigmas[[0, 400, 999]]
+    told = (1000 - scheduler.timesteps[[0, 400, 999]]) / 1000
+    torch.testing.assert_close(backwards.timestep(sigma), told, rtol=0, atol=1e-6)
 
 
 def test_a_step_along_the_true_velocity_denoises() -> None:
@@ -116,3 +129,34 @@ def test_process_of_each_family() -> None:
     for make, process in ((tiny_wan, FlowMatching), (tiny_sana, FlowMatching), (tiny_dit, LearnedVarianceDDPM)):
         transformer = make()
         assert isinstance(get_family(transformer).process(transformer, 5.0), process)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_velocity_is_that_of_diffusers_scheduler(shift: float) -> None:
+    from diffusers import CogVideoXDDIMScheduler
+
+    scheduler = CogVideoXDDIMScheduler(
+        prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=shift
+    )
+    process = VelocityDDPM(snr_shift=shift)
+    latents, noise = torch.randn(2, 5, 4, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    time = torch.tensor([0, 1, 500, 998, 999])
+    batch = process.make_batch(latents, noise, (time + 0.5) / 1000, {})
+    assert torch.equal(batch.timestep, time)
+    # amplitudes are float32
+    expected = scheduler.add_noise(latents, noise, time)
+    torch.testing.assert_close(batch.hidden_states, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(batch.hidden_states[-1], noise[-1])
+    velocity = scheduler.get_velocity(latents, noise, time)
+    assert process.loss(velocity, batch).max() < 1e-10
+    torch.testing.assert_close(process.loss(velocity + 0.5, batch), torch.full((5,), 0.25), rtol=1e-4, atol=0)
+
+
+def test_velocity_weighs_the_latents_as_cogvideox_does() -> None:
+    process = VelocityDDPM()
+    latents, noise, wrong = torch.randn(3, 4, 2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    batch = process.make_batch(latents, noise, torch.tensor([0.1, 0.4, 0.8, 0.9]), {})
+    kept = process.kept[batch.time].float().view(-1, 1, 1, 1, 1)
+    predicted = kept.sqrt() * batch.hidden_states - (1 - kept).sqrt() * wrong
+    expected = ((predicted - latents).square() / (1 - kept)).flatten(1).mean(dim=1)
+    torch.testing.assert_close(process.loss(wrong, batch), expected, rtol=1e-4, atol=0)

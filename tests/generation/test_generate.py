@@ -68,7 +68,7 @@ def test_command_helps():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("flux", "x"), "family='flux' is unknown; allowed: dit, sana, wan"),
+        (("stable-cascade", "x"), "family='stable-cascade' is unknown; allowed: "),
         (("dit",), "no prompts"),
         (("dit", "1001"), "'1001' is no class"),
         (("dit", ""), "'' is no class"),
@@ -199,7 +199,7 @@ def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"family": "flux"}, "family='flux'"),
+        ({"family": "stable-cascade"}, "family='flux'"),
         ({"prompts": ()}, "no prompts"),
         ({"seeds": ()}, "no seeds"),
         ({"patch": "a", "weights": "b"}, "either patch"),

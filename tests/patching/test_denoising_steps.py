@@ -23,6 +23,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
 from mhla_diffusers.patching.denoising_steps import Step, patch_in_every_step
 
+from ..families.tiny import case_of
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import PIPELINES, quiet, sana_pipeline, wan_pipeline
 from .shared import assert_equal_up_to_order, assert_same_footprint, footprint
@@ -78,6 +79,27 @@ def test_the_patch_rests_in_the_first_steps_of_every_pipeline(name):
     assert_changed(found[3], before)
     assert_changed(found[1], found[0])
     assert torch.equal(found[0.51], found[3])
+
+
+@pytest.mark.parametrize("name", ["flux", "qwenimage", "hunyuan_video"])
+def test_timesteps_that_are_told_in_bfloat16(name):
+    """These pipelines round them to the type of their latents, and scale them then."""
+    case = case_of(name)
+    pipe = case.pipeline()
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.bfloat16()
+    mhla.apply_mhla(pipe, blocks=case.blocks, exact="none", exact_tiles=None)
+
+    def run():
+        pipe(**{**case.call, "num_inference_steps": 20}, generator=torch.Generator().manual_seed(3))
+
+    every = steps_with_mhla(pipe, run)
+    assert len(every) == 20 and all(every)
+    for steps in (1, 7, 0.75):
+        mhla.change_mhla(pipe, softmax_steps=steps)
+        resting = steps if isinstance(steps, int) else 15
+        assert steps_with_mhla(pipe, run) == [0] * resting + every[resting:]
 
 
 def test_step_numbers_and_fractions():

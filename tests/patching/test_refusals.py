@@ -1,6 +1,7 @@
 """What cannot be patched, or not so, is named, and the model stays as it was."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from diffusers import (
 from peft import get_peft_model
 
 import mhla_diffusers as mhla
+from mhla_diffusers.families import get_family
 
-from ..models import FAMILIES, inputs, output, patched
-from ..pipelines import wan22_pipeline
+from ..families.tiny import case_of, skyreels_v2
+from ..families.tiny.draws import drawer
+from ..models import FAMILIES, inputs, output, patched, relative_change
+from ..pipelines import wan22_pipeline, wan_pipeline
 from .shared import MODELS, assert_same_footprint, footprint, lora, unet
 
 REFUSED = {
@@ -158,6 +162,112 @@ def test_models_that_are_not_supported_are_refused():
         mhla.apply_mhla(None)
     assert not mhla.is_patched(pipe)
     assert mhla.mhla_layers(pipe) == {}
+
+
+def _of_class(name):
+    """A module of that class, which is all that tells its family."""
+    return type(name, (torch.nn.Module,), {})()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("WanDancerTransformer3DModel", r"the nearest family is 'wan' \(WanTransformer3DModel\)"),
+        ("SanaControlTransformer2DModel", r"the nearest family is 'sana' \(SanaTransformer2DModel\)"),
+        ("Flux9Transformer2DModel", r"the nearest family is 'flux' \(FluxTransformer2DModel\)"),
+    ],
+)
+def test_a_transformer_that_is_not_supported_names_the_nearest_family(name, near):
+    """By itself, and as that of a pipeline, whose other parts are not looked at."""
+    pipe = SimpleNamespace(components={"text_encoder": torch.nn.Linear(1, 1), "transformer": _of_class(name)})
+    for model in (pipe.components["transformer"], pipe):
+        with pytest.raises(ValueError, match=rf"^{name} is not supported; {near}.*Add a model.*register_family\(\)"):
+            mhla.apply_mhla(model)
+
+
+def test_what_is_like_no_transformer_has_no_nearest_family():
+    with pytest.raises(ValueError, match="^UNet2DModel is not supported; supported are ") as error:
+        mhla.apply_mhla(unet())
+    assert "nearest" not in str(error.value)
+
+
+@pytest.mark.parametrize("layers", ["all", [1]])
+def test_a_pipeline_whose_mask_differs_between_queries_is_named_and_refused(layers):
+    """With whatever layers: the mask goes to all of them."""
+    pipe = skyreels_v2.forcing_pipeline()
+    mhla.apply_mhla(pipe, exact="none", blocks=(2, 2, 3), layers=layers)
+    with pytest.raises(ValueError, match=r"SkyReels-V2.*differs between queries.*causal_block_size=1.*layers=\["):
+        pipe(**skyreels_v2.FORCING_CALL, generator=torch.Generator().manual_seed(3))
+
+
+def test_a_layer_whose_mask_differs_between_queries_is_left_out_with_layers():
+    model, arguments = FAMILIES["wan"].build(), inputs("wan")
+    tokens = math.prod(FAMILIES["wan"].grid)
+    earlier = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None].expand(2, 1, -1, -1)
+
+    def mask(attn, args):
+        return args[0], args[1], earlier, args[3]
+
+    model.blocks[1].attn1.register_forward_pre_hook(mask)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, exact="own", blocks=(1, 1, 1), exact_tiles=None)
+    with pytest.raises(ValueError, match=r"differs between queries.*layers=\[\.\.\.\]"):
+        output(model, arguments)
+    mhla.remove_mhla(model)
+    mhla.apply_mhla(model, exact="own", blocks=(1, 1, 1), exact_tiles=None, layers=[0, 2, 3])
+    # softmax over one exact tile: float32 sums in another order
+    assert relative_change(output(model, arguments), expected) < 2e-5
+
+
+LONG_TEXT = 700
+"""Tokens, more than any model here was trained with."""
+
+
+@pytest.mark.parametrize("name", ["wan", "wan_i2v", "flux", "sd3"])
+def test_more_text_than_a_model_was_trained_with_is_taken_as_by_the_model(name):
+    if name in FAMILIES:
+        model, arguments = FAMILIES[name].build(), inputs(name)
+    else:
+        model, arguments = case_of(name).transformer(), case_of(name).inputs()
+    channels = arguments["encoder_hidden_states"].shape[-1]
+    arguments["encoder_hidden_states"] = drawer(2, seed=7)(LONG_TEXT, channels)
+    if "txt_ids" in arguments:
+        arguments["txt_ids"] = torch.zeros(LONG_TEXT, 3)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, exact="own", blocks=(1,) * get_family(model).axes, exact_tiles=None)
+    # float32 sums in another order, through all layers
+    assert relative_change(output(model, arguments), expected) < 2e-5
+
+
+def _texts(pipe, prompt, **call):
+    """What a pipeline hands to its transformer as the text of a prompt."""
+    given = []
+    hook = pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs), with_kwargs=True)
+    call = {**call, "num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
+    try:
+        pipe(prompt, **call, generator=torch.Generator().manual_seed(3))
+    finally:
+        hook.remove()
+    return given[0]["encoder_hidden_states"]
+
+
+@pytest.mark.parametrize("name", ["wan", "flux", "sd3"])
+@torch.no_grad()
+def test_a_prompt_longer_than_the_pipeline_takes_is_cut_as_by_the_pipeline(name):
+    """Patched or not, and as training data is encoded; where the pipeline refuses a length, so it does when patched."""
+    if name == "wan":
+        pipe, call = wan_pipeline(), {"height": 64, "width": 96, "num_frames": 5, "max_sequence_length": 12}
+    else:
+        pipe, call = case_of(name).pipeline(), {"height": 32, "width": 32, "max_sequence_length": 12}
+    family, prompt = get_family(pipe.transformer), "a cat surfing " * 8
+    expected = _texts(pipe, prompt, **call)
+    encoded = family.encode_prompt(pipe, prompt, {"max_sequence_length": 12})["encoder_hidden_states"]
+    assert torch.equal(encoded[None], expected)
+    mhla.apply_mhla(pipe, exact="none", blocks=(1,) * family.axes)
+    assert torch.equal(_texts(pipe, prompt, **call), expected)
+    if name != "wan":  # whose pipeline has no limit
+        with pytest.raises(ValueError, match="`max_sequence_length` cannot be greater than"):
+            _texts(pipe, prompt, **{**call, "max_sequence_length": LONG_TEXT})
 
 
 @pytest.mark.parametrize("component", ["transformer", "transformer_2"])

@@ -246,11 +246,13 @@ def drop_prompts(
 
     Args:
         conditioning: each (B, ...).
-        empty: of the same names, each (...).
+        empty: of the same names, each (...); what it lacks, such as a picture's, is no part of a prompt and stays.
         dropped: bool (B,).
     """
     return {
         name: torch.where(dropped.view(-1, *[1] * (tensor.ndim - 1)), empty[name].to(tensor.dtype), tensor)
+        if name in empty
+        else tensor
         for name, tensor in conditioning.items()
     }
 

@@ -52,8 +52,9 @@ def encode_folder(
         if isinstance(pixels, str):
             writer.skip(item.name, pixels)
             continue
-        latents = family.encode_pixels(pipe, _for_autoencoder(pipe, pixels))[0]
-        sample = {"latents": latents, **family.encode_prompt(pipe, item.caption)}
+        given = _for_autoencoder(pipe, pixels)
+        sample = {"latents": family.encode_pixels(pipe, given)[0], **family.encode_picture(pipe, given)}
+        sample |= family.encode_prompt(pipe, item.caption)
         writer.add(item.name, item.caption, _on_cpu(sample))
     writer.flush()
     _report(writer.index)

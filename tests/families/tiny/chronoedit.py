@@ -71,7 +71,23 @@ _SHAPES: dict[str, Any] = {
     "blocks": (2, 2, 3),
     "attentions": tuple(f"blocks.{layer}.attn1" for layer in range(3)),
 }
-CASE = FamilyCase(transformer, inputs, pipeline, CALL, grid=_GRID, ragged_grid=_RAGGED_GRID, **_SHAPES)
+CASE = FamilyCase(
+    transformer,
+    inputs,
+    pipeline,
+    CALL,
+    grid=_GRID,
+    ragged_grid=_RAGGED_GRID,
+    latents=(36, 4, 8, 12),
+    **_SHAPES,
+)
 EDIT_CASE = FamilyCase(
-    transformer, edit_inputs, pipeline, EDIT_CALL, grid=_EDIT_GRID, ragged_grid=_RAGGED_EDIT_GRID, **_SHAPES
+    transformer,
+    edit_inputs,
+    pipeline,
+    EDIT_CALL,
+    grid=_EDIT_GRID,
+    ragged_grid=_RAGGED_EDIT_GRID,
+    latents=(36, 2, 8, 12),
+    **_SHAPES,
 )

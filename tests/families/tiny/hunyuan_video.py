@@ -90,6 +90,7 @@ CASE = FamilyCase(
     inputs=inputs,
     pipeline=pipeline,
     call=CALL,
+    latents=(4, 4, 8, 12),
     blocks=(2, 2, 3),
     grid=_GRID,
     ragged_grid=_RAGGED,

@@ -101,9 +101,12 @@ CASE = FamilyCase(
     inputs=inputs,
     pipeline=pipeline,
     call=CALL,
+    latents=(4, 4, 4, 6),
     blocks=(2, 2, 3),
     grid=_GRID,
     ragged_grid=_RAGGED,
     attentions=tuple(f"transformer_blocks.{layer}.attn" for layer in range(3)),
+    # its forward branches on whether all image embeddings are 0
+    compiles_whole=False,
     outside=(0, _IMAGE_TOKENS + _GLYPH_TOKENS + TEXT_TOKENS),
 )

@@ -89,6 +89,7 @@ CASE = FamilyCase(
     inputs=inputs,
     pipeline=pipeline,
     call=CALL,
+    latents=(4, 16, 16),
     blocks=(4, 2),
     grid=_GRID,
     ragged_grid=_RAGGED,

@@ -108,10 +108,16 @@ _SHAPES: dict[str, Any] = {
     "grid": _GRID,
     "attentions": tuple(f"blocks.{layer}.attn1" for layer in range(3)),
 }
-CASE = FamilyCase(transformer, inputs, pipeline, CALL, ragged_grid=_RAGGED_GRID, **_SHAPES)
+CASE = FamilyCase(transformer, inputs, pipeline, CALL, ragged_grid=_RAGGED_GRID, latents=(16, 4, 8, 12), **_SHAPES)
 FORCING_CASE = FamilyCase(
     forcing_transformer, forcing_inputs, forcing_pipeline, FORCING_CALL, ragged_grid=_RAGGED_FORCING_GRID, **_SHAPES
 )
 IMAGE_CASE = FamilyCase(
-    image_transformer, image_inputs, image_pipeline, IMAGE_CALL, ragged_grid=_RAGGED_GRID, **_SHAPES
+    image_transformer,
+    image_inputs,
+    image_pipeline,
+    IMAGE_CALL,
+    ragged_grid=_RAGGED_GRID,
+    latents=(36, 4, 8, 12),
+    **_SHAPES,
 )

@@ -83,8 +83,8 @@ def test_masked_text_has_no_part(case: FamilyCase):
 
 
 def _given_grid_alone(name: str) -> bool:
-    """The second attention of a layer of SD 3.5, and those of Z-Image before text and image meet."""
-    return name.endswith("attn2") or name.startswith("noise_refiner")
+    """The second attention of a layer of SD 3.5."""
+    return name.endswith("attn2")
 
 
 @every_case

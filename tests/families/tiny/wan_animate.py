@@ -80,4 +80,5 @@ CASE = FamilyCase(
     grid=_GRID,
     ragged_grid=_RAGGED_GRID,
     attentions=tuple(f"blocks.{layer}.attn1" for layer in range(4)),
+    latents=(36, 4, 8, 12),
 )

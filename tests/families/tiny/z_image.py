@@ -39,7 +39,7 @@ def transformer(**config: Any) -> ZImageTransformer2DModel:
         "n_kv_heads": 2,
         "cap_feat_dim": 16,
         "axes_dims": [4, 6, 6],
-        "axes_lens": [128, 32, 32],
+        "axes_lens": [1024, 32, 32],
     }
     return seeded(ZImageTransformer2DModel, **(settings | config))
 
@@ -81,11 +81,11 @@ CASE = FamilyCase(
     inputs=inputs,
     pipeline=pipeline,
     call=CALL,
+    latents=(4, 16, 16),
     blocks=(4, 2),
     grid=_GRID,
     ragged_grid=_RAGGED,
-    # the first is given the image alone
-    attentions=("noise_refiner.0.attention", *(f"layers.{layer}.attention" for layer in range(3))),
+    attentions=tuple(f"layers.{layer}.attention" for layer in range(3)),
     outside=(0, 32),
 )
 
@@ -94,6 +94,7 @@ UNEVEN_CASE = FamilyCase(
     inputs=partial(inputs, uneven=True),
     pipeline=pipeline,
     call=CALL,
+    latents=(4, 16, 16),
     blocks=(4, 2),
     grid=_GRID,
     ragged_grid=_RAGGED,

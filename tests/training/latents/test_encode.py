@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanImageToVideoPipeline
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.families import Clip, get_family
@@ -12,6 +13,9 @@ from mhla_diffusers.training import train
 from mhla_diffusers.training.latents.cache import CacheHeader, CacheWriter, LatentCache
 from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
 
+from ...families.tiny.components import wan_image_components
+from ...models import wan_i2v
+from ...pipelines import quiet
 from ..models import one_stage
 from ..pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
 
@@ -46,6 +50,21 @@ def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tm
     assert cache.shapes == [(4, 2, 4, 4)] * 3
     assert cache[0]["encoder_hidden_states"].shape == (512, 8)
     assert cache.empty is not None
+    assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
+
+
+def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_path: Path) -> None:
+    """Each with its first frame, which stays where the prompt is dropped."""
+    pytest.importorskip("ftfy")
+    components = wan_image_components(flow_shift=5.0, channels=8)
+    pipe = quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **components))
+    pipe.save_pretrained(tmp_path / "model")
+    encode_folder(pipe, str(tmp_path / "model"), videos, tmp_path / "cache", WAN_CLIP)
+    cache = LatentCache(tmp_path / "cache")
+    assert cache.shapes == [(36, 2, 4, 4)] * 3
+    assert cache[0]["encoder_hidden_states_image"].shape == (5, 8)
+    assert cache.empty is not None
+    assert cache.empty.keys() == {"encoder_hidden_states"}
     assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
 
 

@@ -1,0 +1,62 @@
+"""ChronoEdit: ``ChronoEditTransformer3DModel``, Wan 2.1 image-to-video as an editor of pictures.
+
+The edited picture is the last frame of a video that begins with the picture. With temporal reasoning the first steps
+denoise all frames and the others the first and the last one alone, so the token grid changes within one call; without
+it there are two latent frames throughout. RoPE sets two frames as far apart as those of a longer video; tokens lie in
+raster order as ever.
+"""
+
+from typing import Any
+
+from ..config import MHLAConfig
+from .sizes import Clip
+from .wan import WanFamily, tiny_wan, wan_model
+
+_FRAMES = 5
+"""Of a call without temporal reasoning, whatever it is asked for."""
+_SHOWN = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+"""Settings of a transformer that is shown a picture, as those of Wan 2.1 image-to-video."""
+_TINY_SHOWN = {"in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 24}
+
+
+class ChronoEditFamily(WanFamily):
+    """Image editing transformers with a (frames, height, width) token grid."""
+
+    name = "chronoedit"
+    transformers = ("ChronoEditTransformer3DModel",)
+    attention_class = "transformer_chronoedit.WanAttention"
+    # Wan's; with two frames, as usual, they are 2 x 3 x 5 blocks of 240 tokens and tiles of 40
+    default_config = MHLAConfig(
+        blocks=(7, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(7, 9, 10), clamp_blocks=True
+    )
+    default_clip = Clip(frames=_FRAMES, fps=16.0, sizes=((720, 1280),))
+    measured_unasked = False
+    models = (
+        wan_model(
+            "chronoedit-14b",
+            40,
+            13824,
+            40,
+            transformer="ChronoEditTransformer3DModel",
+            settings=_SHOWN,
+            blocks=(2, 3, 5),
+            sizes=((720, 1280),),
+            frames=_FRAMES,
+            grids={"720p": (2, 45, 80)},
+        ),
+        tiny_wan("tiny-chronoedit", "ChronoEditTransformer3DModel", _TINY_SHOWN, frames=_FRAMES),
+    )
+
+    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
+        """Wan's; None where diffusers cuts the table between the two channels of a pair."""
+        return super().rotary_axes(head_dim) if head_dim // 3 % 2 == 0 else None
+
+    def self_attention_processor(self) -> Any:
+        """``WanAttnProcessor``, ChronoEdit's."""
+        from diffusers.models.transformers.transformer_chronoedit import WanAttnProcessor
+
+        return WanAttnProcessor()
+
+    def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
+        """Frames and size; other frames than five need temporal reasoning."""
+        return {**super().clip_arguments(pipe, clip), "enable_temporal_reasoning": clip.frames != _FRAMES}

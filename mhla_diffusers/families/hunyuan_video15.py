@@ -1,0 +1,175 @@
+"""HunyuanVideo 1.5: ``HunyuanVideo15Transformer3DModel``.
+
+Joint attention in blocks of two streams, the text after the video. What the blocks take as text are three kinds of
+tokens, sorted so that masked ones are last: of an image, of letters to be written (glyphs), and of the prompt. Beside
+the noised latents the transformer takes those of given frames, and where they are; all 0 for text alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..config import MHLAConfig
+from .base import Sample
+from .forms import AttentionArguments, JointForm
+from .hunyuan_video import HunyuanVideoFamily
+from .sizes import Clip, Model
+
+_TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729
+"""As the pipeline pads them; those of an image are masked where there is none."""
+
+
+class HunyuanVideo15Form(JointForm):
+    """The mask is one of the text alone."""
+
+    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+        """(B, N) of all tokens, of which those of the video all take part."""
+        mask = arguments.attention_mask
+        if mask is None:
+            return None
+        return self.joined(mask.new_ones(arguments.hidden_states.shape[:2]), mask).bool()
+
+
+_REAL = Model(
+    "hunyuan-video-1.5",
+    "HunyuanVideo15Transformer3DModel",
+    {"task_type": "t2v"},
+    16,
+    128,
+    54,
+    (10, 3, 5),
+    stride=16,
+    patch=1,
+    sizes=((480, 848), (720, 1280)),
+    frames=121,
+    temporal_stride=4,
+    grids={"480p": (31, 30, 53), "720p": (31, 45, 80)},
+)
+
+_TINY = Model(
+    "tiny-hunyuan_video15",
+    "HunyuanVideo15Transformer3DModel",
+    {
+        "in_channels": 9,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "num_refiner_layers": 1,
+        "text_embed_dim": 16,
+        "text_embed_2_dim": 32,
+        "image_embed_dim": 8,
+        "rope_axes_dim": (4, 4, 4),
+        "task_type": "t2v",
+    },
+    2,
+    12,
+    3,
+    blocks=(1, 2, 2),
+    stride=16,
+    patch=1,
+    sizes=((64, 96),),
+    frames=9,
+    temporal_stride=4,
+)
+
+
+class HunyuanVideo15Family(HunyuanVideoFamily):
+    """Text-to-video transformers with a (frames, height, width) token grid."""
+
+    name = "hunyuan_video15"
+    transformers = ("HunyuanVideo15Transformer3DModel",)
+    block_lists = ("transformer_blocks",)
+    form = HunyuanVideo15Form()
+    outside_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
+    feed_forwards = ("ff", "ff_context")
+    # of 31x30x53 tokens, 121 frames at 480p: blocks of three latent frames by ten tokens each way, tiles of at most 64
+    default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(8, 8, 14))
+    default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
+    models = (_REAL, _TINY)
+
+    def self_attention_processor(self) -> Any:
+        """``HunyuanVideo15AttnProcessor2_0``."""
+        from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
+
+        return HunyuanVideo15AttnProcessor2_0()
+
+    def without_values(self) -> AbstractContextManager[Any]:
+        """The transformer asks whether there is an image, and which tokens are masked."""
+        return _NothingMasked()
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """No given frames beside the latents, and no image."""
+        config, batch = transformer.config, len(latents)
+        nothing = latents.new_zeros(batch, config.in_channels - latents.shape[1], *latents.shape[2:])
+        return {
+            "hidden_states": torch.cat([latents, nothing], dim=1),
+            "timestep": timestep.to(latents.dtype),  # of which the transformer computes in this type
+            "image_embeds": latents.new_zeros(batch, _IMAGE_TOKENS, config.image_embed_dim),
+            **conditioning,
+        }
+
+    def channels(self, transformer: Any) -> int:
+        """Those of a video."""
+        return int(transformer.out_channels)
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """``encoder_hidden_states`` (1000, channels) and ``encoder_hidden_states_2`` (256, channels) with their masks.
+
+        The tokens of Qwen behind the pipeline's own instruction, and of ByT5 what stands in quotation marks.
+
+        Raises:
+            ValueError: a transformer that is conditioned on pictures.
+        """
+        self._check_is_text_to_video(pipe.transformer.config)
+        text, mask, glyphs, glyph_mask = self.encode_text(pipe, prompt, settings or {})
+        return {
+            "encoder_hidden_states": text[0],
+            "encoder_attention_mask": mask[0].long(),
+            "encoder_hidden_states_2": glyphs[0],
+            "encoder_attention_mask_2": glyph_mask[0].long(),
+        }
+
+    def conditioning_shapes(self, transformer: Any) -> Sample:
+        """``encoder_hidden_states`` (1000, channels), ``encoder_hidden_states_2`` (256, channels), and their masks."""
+        return {
+            "encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.text_embed_dim, device="meta"),
+            "encoder_attention_mask": torch.empty(_TEXT_TOKENS, dtype=torch.int64, device="meta"),
+            "encoder_hidden_states_2": torch.empty(_GLYPH_TOKENS, transformer.text_embed_2_dim, device="meta"),
+            "encoder_attention_mask_2": torch.empty(_GLYPH_TOKENS, dtype=torch.int64, device="meta"),
+        }
+
+    def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
+        """See :meth:`Family.call`; ``guidance_scale`` goes to the component that this pipeline has for it."""
+        guider = pipe.guider
+        if "guidance_scale" in settings:
+            pipe.guider = guider.new(guidance_scale=settings.pop("guidance_scale"))
+        try:
+            return super().call(pipe, prompts, generators, **settings)
+        finally:
+            pipe.guider = guider
+
+    def _check_is_text_to_video(self, config: Any) -> None:
+        if config.task_type != "t2v":
+            raise self._needs_pictures()
+
+
+class _NothingMasked(TorchFunctionMode):
+    """On the meta device, where masks have no values: all tokens are kept, so their number is what it always is."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__bool__ and args[0].is_meta:
+            return True
+        if func is torch.Tensor.__invert__ and args[0].is_meta:
+            masked: Any = func(*args)
+            masked.keeps_nothing = True
+            return masked
+        if func is torch.Tensor.__getitem__ and getattr(args[1], "is_meta", False) and args[1].dtype == torch.bool:
+            return args[0][:0] if hasattr(args[1], "keeps_nothing") else args[0]
+        return func(*args, **(kwargs or {}))

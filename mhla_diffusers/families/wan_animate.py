@@ -1,0 +1,113 @@
+"""Wan 2.2 Animate: ``WanAnimateTransformer3DModel``, a picture of a character moved by the pose and face of a video.
+
+The first latent frame is the picture of the character, the others are those of a segment of the video; all of them lie
+on the token grid. After some blocks the tokens of a frame look at the face in ``face_adapter``, cross-attention that
+stays as it is.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .base import Sample
+from .sizes import Clip
+from .wan import WanFamily, tiny_wan, wan_model
+
+_STRIDE = 4
+"""Frames of the face's video per latent frame, after the first one."""
+_FACELESS = -1.0
+"""Pixels of the face by which the pipeline asks for no face in its guidance."""
+
+
+class WanAnimateFamily(WanFamily):
+    """Video transformers with a (frames, height, width) token grid, one frame more than the video's."""
+
+    name = "wan_animate"
+    transformers = ("WanAnimateTransformer3DModel",)
+    attention_class = "transformer_wan_animate.WanAttention"
+    # Wan's defaults: a segment and the picture before it have the token grid of its 81 frames
+    default_clip = Clip(frames=77, fps=30.0, sizes=((720, 1280),))
+    measured_unasked = False
+    models = (
+        wan_model(
+            "wan2.2-animate-14b",
+            40,
+            13824,
+            40,
+            transformer="WanAnimateTransformer3DModel",
+            settings={"added_kv_proj_dim": 5120},
+            sizes=((720, 1280),),
+            grids={"720p": (21, 45, 80)},
+            # of fewer layers the face is looked at after fewer each
+            more_layers={"inject_face_latents_blocks": 5},
+        ),
+        tiny_wan(
+            "tiny-wan_animate",
+            "WanAnimateTransformer3DModel",
+            {
+                "image_dim": 8,
+                "added_kv_proj_dim": 24,
+                "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8},
+                "motion_encoder_size": 16,
+                "motion_style_dim": 8,
+                "motion_dim": 4,
+                "motion_encoder_dim": 8,
+                "face_encoder_hidden_dim": 8,
+                "face_encoder_num_heads": 2,
+            },
+            more_layers={"inject_face_latents_blocks": 1},
+        ),
+    )
+
+    def self_attention_processor(self) -> Any:
+        """``WanAttnProcessor``, Wan Animate's."""
+        from diffusers.models.transformers.transformer_wan_animate import WanAttnProcessor
+
+        return WanAttnProcessor()
+
+    def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
+        """Of a segment of so many frames, and the picture before it."""
+        frames, height, width = super().grid_of_clip(pipe, transformer, clip)
+        return frames + 1, height, width
+
+    def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
+        """Size, and frames of a segment; the video that moves the character tells how many segments there are."""
+        height, width = clip.sizes[0]
+        return {"height": height, "width": width, "segment_frame_length": clip.frames}
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """As Wan's; where the conditioning has neither, a pose of zeros and no face, as the pipeline's guidance has it.
+
+        Args:
+            transformer: which.
+            latents: (B, 36, F, H, W): noised ones, a mask and those of the picture.
+            timestep: (B,).
+            conditioning: with ``pose_hidden_states`` (B, 16, F - 1, H, W) and ``face_pixel_values`` (B, 3, 4 F - 7,
+                side, side) if there are any.
+        """
+        (batch, _, frames, height, width), config = latents.shape, transformer.config
+        still = latents.new_zeros(batch, config.latent_channels, frames - 1, height, width)
+        side = config.motion_encoder_size
+        faceless = latents.new_full((batch, 3, _STRIDE * (frames - 2) + 1, side, side), _FACELESS)
+        moved = {"pose_hidden_states": still, "face_pixel_values": faceless, **conditioning}
+        return super().forward_arguments(transformer, latents, timestep, moved)
+
+    def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
+        """(C, F, H, W) with the picture's frame before those of the segment."""
+        channels, frames, height, width = super().latent_shape(transformer, vae, clip)
+        return channels, frames + 1, height, width
+
+    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Not told.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "Wan Animate is trained on videos of a pose and a face beside every clip, which files with captions do not "
+            "hold. Give the samples as InMemoryData, with latents of 36 channels, encoder_hidden_states, "
+            "encoder_hidden_states_image, pose_hidden_states and face_pixel_values."
+        )

@@ -1,0 +1,73 @@
+"""ChronoEdit: two latent frames that RoPE sets apart, alone or in the last steps of a call."""
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_chronoedit import ChronoEditRotaryPosEmbed
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.families import get_family
+from mhla_diffusers.families.chronoedit import ChronoEditFamily
+
+from ..models import assert_changed, output, relative_change
+from .tiny.chronoedit import CASE, EDIT_CASE
+
+
+def _rotary(head_dim: int, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a grid (frames, 4, 3)."""
+    return ChronoEditRotaryPosEmbed(head_dim, (1, 2, 2), 16)(torch.empty(1, 4, frames, 8, 6))
+
+
+@pytest.mark.parametrize("frames", [2, 3])
+@pytest.mark.parametrize("head_dim", [12, 128])
+def test_rope_turns_channels_with_one_axis_each(head_dim, frames):
+    grid, axes = (frames, 4, 3), ChronoEditFamily().rotary_axes(head_dim)
+    rotary = _rotary(head_dim, frames)
+    assert torch.equal(table_of_tokens(axial_table(rotary, grid), grid, axes), rotary_table(rotary))
+
+
+def test_a_table_that_is_cut_inside_a_pair_is_read_whole():
+    """diffusers cuts it into thirds, of 16 channels (6, 5, 5)."""
+    assert ChronoEditFamily().rotary_axes(16) is None
+
+
+@pytest.mark.parametrize("frames", [2, 3])
+def test_rope_tells_the_grid(frames):
+    attn = CASE.transformer().blocks[0].attn1
+    assert ChronoEditFamily().grid_of_attention(attn, _rotary(12, frames)) == (frames, 4, 3)
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+def test_softmax_in_place_of_mhla_is_the_own_attention_of_two_frames(ragged):
+    model, arguments = EDIT_CASE.transformer(), EDIT_CASE.inputs(ragged=ragged)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, blocks=(1, 1, 1), exact="own", exact_tiles=None)
+    # float32 sums in another order, through all layers
+    assert relative_change(output(model, arguments), expected) < 2e-5
+
+
+def test_the_default_blocks_run_on_the_grids_of_one_call():
+    """Temporal reasoning: four latent frames in the first step, two in the second, fewer than the blocks."""
+    pipe = CASE.pipeline()
+    grids = []
+
+    def generate():
+        return torch.as_tensor(pipe(**CASE.call, generator=torch.Generator().manual_seed(3)).frames)
+
+    expected = generate()
+    mhla.apply_mhla(pipe, exact="none")
+    pipe.transformer.register_forward_hook(lambda *_: grids.append(mhla.describe(pipe)[0].grid))
+    assert_changed(generate(), expected)
+    assert grids == [(4, 4, 6), (4, 4, 6), (2, 4, 6), (2, 4, 6)]
+
+
+def test_frames_of_a_call():
+    """Without temporal reasoning there are five, whatever is asked for."""
+    pipe = EDIT_CASE.pipeline()
+    family = get_family(pipe.transformer)
+    assert mhla.describe(pipe, height=64, width=96)[0].grid == (2, 4, 6)
+    assert mhla.describe(pipe, height=64, width=96, num_frames=13)[0].grid == (4, 4, 6)
+    usual = family.default_clip
+    assert not family.clip_arguments(pipe, usual)["enable_temporal_reasoning"]
+    longer = family.clip_arguments(pipe, type(usual)(13, 16.0, ((64, 96),)))
+    assert longer == {"height": 64, "width": 96, "num_frames": 13, "enable_temporal_reasoning": True}

@@ -1,0 +1,131 @@
+"""What is particular to CogVideoX: frames before channels, tables of RoPE, tokens of two latent frames."""
+
+import pytest
+import torch
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.families import Clip, get_family
+
+from ..models import relative_change
+from .recording import forwards
+from .test_every_family import ROUNDING, output
+from .tiny.cogvideox import CASE, TWO_FRAMES_CASE, pipeline, transformer
+
+CASES = pytest.mark.parametrize("case", [CASE, TWO_FRAMES_CASE], ids=["1.0", "1.5"])
+NO_ROPE = {"use_rotary_positional_embeddings": False}
+CLIP = Clip(9, 8.0, ((64, 96),))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_softmax_in_place_of_mhla_where_a_token_has_two_latent_frames(ragged):
+    model, arguments = TWO_FRAMES_CASE.transformer(), TWO_FRAMES_CASE.inputs(ragged=ragged)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, blocks=(1, 1, 1), exact="own", exact_tiles=None)
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+    grid = TWO_FRAMES_CASE.ragged_grid if ragged else TWO_FRAMES_CASE.grid
+    assert {layer.grid for layer in mhla.describe(model)} == {grid}
+
+
+def test_softmax_in_place_of_mhla_without_rope():
+    """CogVideoX-2B, whose positions are added to the tokens."""
+    model, arguments = transformer(**NO_ROPE), CASE.inputs() | {"image_rotary_emb": None}
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, blocks=(1, 1, 1), exact="own", exact_tiles=None)
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [(64, 96), (48, 32)], ids=["usual", "portrait"])
+@CASES
+def test_forward_is_called_as_by_the_pipeline(case, size):
+    """Also at another size than that of training, to which the tables of RoPE are scaled, or out of which cut."""
+    pipe, (height, width) = case.pipeline(), size
+    family = get_family(pipe.transformer)
+    call = case.call | {"height": height, "width": width, "num_inference_steps": 1, "output_type": "latent"}
+    (given,) = forwards(pipe, **call)
+    # guidance: the empty or negative prompt is first in the batch
+    conditioning = {key: x[None] for key, x in family.encode_prompt(pipe, call["prompt"]).items()}
+    latents = given["hidden_states"][1:].transpose(1, 2)
+    made = family.forward_arguments(pipe.transformer, latents, given["timestep"][1:], conditioning)
+    assert {key for key in given if given[key] is not None} == {*made, "return_dict"}
+    for key in ("hidden_states", "encoder_hidden_states", "timestep"):
+        assert torch.equal(made[key], given[key][1:])
+    for table, expected in zip(made["image_rotary_emb"], given["image_rotary_emb"], strict=True):
+        assert torch.equal(table, expected)
+    grid = family.grid_of_clip(pipe, pipe.transformer, Clip(call["num_frames"], 8.0, (size,)))
+    assert family.grid_of_arguments(pipe.transformer, given) == grid
+
+
+def test_conditioning_has_the_shapes_that_are_told():
+    pipe = pipeline()
+    family = get_family(pipe.transformer)
+    for prompt in ("a red ball", ""):
+        encoded = family.encode_prompt(pipe, prompt)
+        shapes = family.conditioning_shapes(pipe.transformer.config)
+        assert {key: x.shape for key, x in encoded.items()} == {key: x.shape for key, x in shapes.items()}
+
+
+@torch.no_grad()
+@CASES
+def test_encoding_is_the_inverse_of_what_the_pipeline_decodes(case):
+    pipe = case.pipeline()
+    family = get_family(pipe.transformer)
+    pixels = torch.rand(1, 3, CLIP.frames, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    latents = family.encode_pixels(pipe, pixels)
+    own = pipe.vae.encode(pixels).latent_dist.mode()
+    # the pipeline makes the latent frame that 1.5 misses before the others, and does not decode it
+    missing = 0 if case is CASE else 1
+    assert latents.shape[2] == 3 + missing
+    assert torch.equal(latents[:, :, 0], latents[:, :, missing])
+    torch.testing.assert_close(
+        pipe.decode_latents(latents[:, :, missing:].transpose(1, 2)), pipe.vae.decode(own).sample
+    )
+    assert family.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP) == latents.shape[1:]
+    assert family.token_grid(pipe.transformer, latents) == family.grid_of_clip(pipe, pipe.transformer, CLIP)
+
+
+@CASES
+def test_generated_latents_have_channels_before_frames(case):
+    pipe = case.pipeline()
+    family = get_family(pipe.transformer)
+    found = family.generate_latents(pipe, "a red ball", CLIP, 1, 6.0, torch.Generator().manual_seed(1))
+    assert found.shape == family.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP)
+    arguments = family.clip_arguments(pipe, CLIP) | {"num_inference_steps": 1, "output_type": "latent"}
+    frames = family.call(pipe, ["a red ball"], [torch.Generator().manual_seed(1)], guidance_scale=6.0, **arguments)
+    assert torch.equal(found, frames[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_rope_turns_channels_with_one_axis_each(head_dim):
+    frames, *size = CASE.grid
+    tables = get_3d_rotary_pos_embed(head_dim, ((0, 0), size), size, frames)
+    rotary, axes = tuple(table[None, :, None] for table in tables), get_family(transformer()).rotary_axes(head_dim)
+    assert torch.equal(table_of_tokens(axial_table(rotary, CASE.grid), CASE.grid, axes), rotary_table(rotary))
+
+
+def test_grid_of_a_size():
+    for case, grid in ((CASE, (3, 4, 6)), (TWO_FRAMES_CASE, (2, 4, 6))):
+        pipe = mhla.apply_mhla(case.pipeline(), blocks=(1, 2, 2), exact="none", exact_tiles=None)
+        assert {layer.grid for layer in mhla.describe(pipe, height=64, width=96, num_frames=9)} == {grid}
+    assert mhla.suggest_blocks(pipeline(), height=480, width=720) == (4, 3, 5)
+
+
+def test_latents_that_do_not_fill_a_token_are_refused():
+    model = TWO_FRAMES_CASE.transformer()
+    with pytest.raises(ValueError, match="Latents of 3 frames do not fill tokens of 2"):
+        get_family(model).token_grid(model, torch.empty(1, 4, 3, 8, 12))
+
+
+def test_image_to_video_is_patched_but_not_trained():
+    pipe = pipeline(lambda: transformer(in_channels=8))
+    family = get_family(pipe.transformer)
+    arguments = CASE.inputs()
+    arguments["hidden_states"] = torch.cat([arguments["hidden_states"]] * 2, dim=2)
+    expected = output(pipe.transformer, arguments)
+    mhla.apply_mhla(pipe, blocks=(1, 1, 1), exact="own", exact_tiles=None)
+    assert relative_change(output(pipe.transformer, arguments), expected) < ROUNDING
+    for refused in (lambda: family.encode_prompt(pipe, "a"), lambda: family.process(pipe.transformer, 1.0)):
+        with pytest.raises(ValueError, match="conditioned on pictures"):
+            refused()

@@ -1,0 +1,94 @@
+"""What is particular to Flux: ids that tell the grid, two pictures, guidance that is embedded, blocks of two kinds."""
+
+import pytest
+import torch
+from diffusers import FluxPipeline
+from diffusers.models.transformers.transformer_flux import FluxPosEmbed
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.families.flux import FluxFamily
+
+from ..models import relative_change
+from .test_every_family import ROUNDING, output, plain
+from .tiny import flux
+
+FAMILY = FluxFamily()
+SETTINGS = plain("flux")
+
+
+def places(picture: int, height: int, width: int) -> torch.Tensor:
+    """Ids of a picture: (N, 3)."""
+    return torch.cartesian_prod(
+        torch.full((1,), float(picture)), torch.arange(height).float(), torch.arange(width).float()
+    )
+
+
+def with_ids(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        **flux.inputs(),
+        "img_ids": ids,
+        "hidden_states": torch.randn(2, ids.shape[-2], 16, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grid", [(2, 2), (7, 5), (3, 260)], ids=str)
+def test_ids_tell_the_grid(grid, dtype):
+    """Those of the pipeline, also where bfloat16 rounds them, and in the form with a batch axis of earlier versions."""
+    ids = FluxPipeline._prepare_latent_image_ids(1, *grid, torch.device("cpu"), dtype)
+    assert FAMILY.grid_of_arguments(None, {"img_ids": ids}) == grid
+    assert FAMILY.grid_of_arguments(None, {"img_ids": ids.clone()[None]}) == grid
+
+
+@pytest.mark.parametrize("others", [(8, 8), (7, 5), (2, 4), (1, 1)], ids=str)
+def test_another_picture_is_refused(others):
+    """As Flux Kontext has; also where the tokens of both would fill a grid that reaches as far as they do."""
+    arguments = with_ids(torch.cat([places(0, 4, 2), places(1, *others)]))
+    model = mhla.apply_mhla(flux.transformer(), **SETTINGS)
+    with pytest.raises(ValueError, match=r"not one picture.*Flux Kontext.*remove_mhla\(pipe\)"):
+        output(model, arguments)
+    assert output(mhla.remove_mhla(model), arguments).isfinite().all()
+
+
+def test_compiled_another_grid_of_as_many_tokens_raises():
+    """The graph holds the grid, and nothing else in its inputs tells another one from it."""
+    model = mhla.apply_mhla(flux.transformer(num_layers=1, num_single_layers=0), **SETTINGS)
+    square, wide = with_ids(places(0, 8, 8)), with_ids(places(0, 4, 16))
+    expected = output(model, square)
+    assert output(model, wide).isfinite().all()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert relative_change(output(compiled, square), expected) < ROUNDING
+    with pytest.raises(RuntimeError, match="compiled for another token grid"):
+        output(compiled, wide)
+
+
+def test_diffusers_own_form_with_a_grid():
+    """Flux's attentions tell their family, and the text's tokens are those beyond the grid."""
+    expected = output(mhla.apply_mhla(flux.transformer(), **SETTINGS), flux.inputs())
+    model = flux.transformer()
+    config = mhla.MHLAConfig(**{**SETTINGS, "mixing_per_head": True})
+    model.set_attn_processor(mhla.MHLAProcessor(config, grid=(8, 8)))
+    assert torch.equal(output(model, flux.inputs()), expected)
+    model = flux.transformer()
+    model.set_attn_processor(mhla.MHLAProcessor(config))
+    with pytest.raises(ValueError, match=r"does not know the token grid.*apply_mhla\(pipe"):
+        output(model, flux.inputs())
+
+
+def test_a_model_without_embedded_guidance_is_given_none():
+    latents, conditioning = torch.zeros(1, 4, 16, 16), {"encoder_hidden_states": torch.zeros(1, 6, 32)}
+    for embeds in (True, False):
+        model = flux.transformer(guidance_embeds=embeds, num_layers=1, num_single_layers=1)
+        arguments = FAMILY.forward_arguments(model, latents, torch.tensor([0.5]), conditioning)
+        assert ("guidance" in arguments) is embeds
+
+
+def test_rope_turns_channels_with_one_axis_each():
+    """What kernels read, a row for every place on an axis, is the table that the real model hands to its attentions."""
+    grid = (1, 4, 3)
+    rotary = tuple(table[None, :, None] for table in FluxPosEmbed(10000, (16, 56, 56))(places(0, 4, 3)))
+    table = table_of_tokens(axial_table(rotary, grid), grid, (0, *FAMILY.rotary_axes(128)))
+    assert table.equal(rotary_table(rotary))

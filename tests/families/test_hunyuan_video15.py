@@ -1,0 +1,145 @@
+"""What is particular to HunyuanVideo 1.5: three kinds of tokens as text, given frames, guidance as a component."""
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.families import Clip, get_family
+from mhla_diffusers.training.config import ObjectiveWeights, StageConfig, TrainingConfig
+from mhla_diffusers.training.estimate import estimate
+
+from ..models import relative_change
+from .recording import forwards
+from .test_every_family import ROUNDING, output
+from .tiny.hunyuan_video15 import CASE, pipeline, transformer
+
+ALL_EXACT = {"blocks": (1, 1, 1), "exact": "own", "exact_tiles": None}
+CLIP = Clip(7, 24.0, ((16, 24),))
+
+
+def real_lengths(pipe):
+    """The tiny pipeline with texts as long as those of the real one."""
+    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 1000, 256, 729
+    pipe.text_encoder.config.max_position_embeddings = 1024
+    return pipe
+
+
+@torch.no_grad()
+def test_forward_is_called_as_by_the_pipeline():
+    pipe = real_lengths(pipeline())
+    family = get_family(pipe.transformer)
+    call = CASE.call | {"num_inference_steps": 1, "output_type": "latent"}
+    given, _ = forwards(pipe, **call)
+    conditioning = {key: x[None] for key, x in family.encode_prompt(pipe, call["prompt"]).items()}
+    # masks are floats in the pipeline, and taken for bool by the transformer
+    assert {x.dtype for key, x in conditioning.items() if "mask" in key} == {torch.int64}
+    assert all(0 < x.sum() < x.numel() for key, x in conditioning.items() if "mask" in key)
+    latents = given["hidden_states"][:, :4]
+    made = family.forward_arguments(pipe.transformer, latents, given["timestep"], conditioning)
+    assert {key for key in given if given[key] is not None} == {*made, "return_dict"}
+    for key, argument in made.items():
+        assert torch.equal(argument.to(given[key].dtype), given[key])
+
+
+@torch.no_grad()
+def test_conditioning_has_the_shapes_that_are_told():
+    pipe = real_lengths(pipeline())
+    family = get_family(pipe.transformer)
+    shapes = {key: (x.shape, x.dtype) for key, x in family.conditioning_shapes(pipe.transformer.config).items()}
+    for prompt in ('a dog on "the red wave"', ""):
+        encoded = family.encode_prompt(pipe, prompt)
+        assert {key: (x.shape, x.dtype) for key, x in encoded.items()} == shapes
+        assert encoded["encoder_attention_mask"].any()  # without a token the model would divide by their number
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_softmax_in_place_of_mhla_with_an_image(masked):
+    """The image's tokens then take part; with a mask of no text but the image's, all others are behind them."""
+    model, arguments = transformer(), CASE.inputs()
+    arguments["image_embeds"] = torch.randn(arguments["image_embeds"].shape, generator=torch.manual_seed(2))
+    if masked:
+        arguments["encoder_attention_mask_2"] = torch.zeros_like(arguments["encoder_attention_mask_2"])
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **ALL_EXACT)
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+
+
+@torch.no_grad()
+def test_masked_text_has_no_part():
+    model = mhla.apply_mhla(transformer(), blocks=(2, 2, 3), exact="none", exact_tiles=None)
+    arguments = CASE.inputs()
+    expected = output(model, arguments)
+    kept = arguments["encoder_attention_mask"].bool()
+    text = torch.where(kept[..., None], arguments["encoder_hidden_states"], 7.0)
+    assert relative_change(output(model, arguments | {"encoder_hidden_states": text}), expected) < ROUNDING
+
+
+@torch.no_grad()
+def test_encoding_is_the_inverse_of_what_the_pipeline_decodes():
+    pipe = pipeline()
+    family, call = get_family(pipe.transformer), CASE.call | {"num_inference_steps": 1}
+    pixels = torch.rand(1, 3, 7, 16, 24, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    latents = family.encode_pixels(pipe, pixels)
+    assert family.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP) == latents.shape[1:]
+    torch.testing.assert_close(latents, pipe.vae.encode(pixels).latent_dist.mode() * pipe.vae.config.scaling_factor)
+    made = pipe(**call | {"output_type": "latent"}, generator=torch.manual_seed(0)).frames
+    expected = pipe.vae.decode(made / pipe.vae.config.scaling_factor).sample
+    frames = pipe(**call | {"output_type": "pt"}, generator=torch.manual_seed(0)).frames
+    # as pixels in [0, 1], frames before channels
+    torch.testing.assert_close(torch.as_tensor(frames), (expected / 2 + 0.5).clamp(0, 1).transpose(1, 2))
+
+
+def test_guidance_of_generated_latents():
+    pipe = pipeline()
+    family, guider = get_family(pipe.transformer), pipe.guider
+    found = {
+        scale: family.generate_latents(pipe, "a dog", CLIP, 1, scale, torch.Generator().manual_seed(1))
+        for scale in (1.0, 6.0)
+    }
+    assert pipe.guider is guider
+    call = {"num_frames": 7, "height": 16, "width": 24, "num_inference_steps": 1, "output_type": "latent"}
+    expected = pipe("a dog", generator=torch.Generator().manual_seed(1), **call).frames[0]
+    assert torch.equal(found[6.0], expected)
+    assert not torch.equal(found[1.0], expected)
+
+
+def test_rope_turns_channels_with_one_axis_each():
+    grid, axes = (2, 3, 4), get_family(transformer()).rotary_axes(128)
+    tables = HunyuanVideo15RotaryPosEmbed(1, 1, list(axes))(torch.empty(1, 16, *grid))
+    rotary = tuple(table[None, :, None] for table in tables)
+    assert torch.equal(table_of_tokens(axial_table(rotary, grid), grid, axes), rotary_table(rotary))
+
+
+def test_grid_of_a_size():
+    pipe = mhla.apply_mhla(pipeline(), blocks=(1, 2, 2), exact="none", exact_tiles=None)
+    assert {layer.grid for layer in mhla.describe(pipe, height=16, width=24, num_frames=7)} == {(4, 4, 6)}
+
+
+@torch.no_grad()
+def test_as_many_tokens_without_values_as_with_them():
+    """Values tell which tokens take part, not how many there are."""
+    shapes = []
+    for device in ("meta", "cpu"):
+        model = transformer().to(device)
+        model.transformer_blocks[0].register_forward_hook(lambda *call: shapes.append([x.shape for x in call[2]]))
+        with get_family(model).without_values():
+            model(**{key: x.to(device) for key, x in CASE.inputs().items()})
+    assert shapes[0] == shapes[1]
+
+
+def test_training_is_estimated_without_values():
+    model = mhla.apply_mhla(transformer(), blocks=(2, 2, 3), exact="none", exact_tiles=None).to("meta")
+    sample = {"latents": torch.empty(CASE.latents), **get_family(model).conditioning_shapes(model.config)}
+    stage = StageConfig(1, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
+    assert estimate(model, sample, TrainingConfig("unused", (stage,))).stages[0].flops > 0
+
+
+def test_image_to_video_is_patched_but_not_trained():
+    pipe = pipeline()
+    pipe.transformer = mhla.apply_mhla(transformer(task_type="i2v"), **ALL_EXACT)
+    family = get_family(pipe.transformer)
+    for refused in (lambda: family.encode_prompt(pipe, "a"), lambda: family.process(pipe.transformer, 7.0)):
+        with pytest.raises(ValueError, match="conditioned on pictures"):
+            refused()

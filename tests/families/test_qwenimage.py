@@ -1,0 +1,83 @@
+"""What is particular to Qwen-Image: masked text of any length, the pipeline's packed latents, several pictures."""
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention.rotary import axial_table, rotary_of_complex, rotary_table, table_of_tokens
+from mhla_diffusers.families.qwenimage import QwenImageFamily
+
+from ..models import relative_change
+from .recording import forwards
+from .test_every_family import ROUNDING, output, plain
+from .tiny import qwenimage
+
+FAMILY = QwenImageFamily()
+
+
+def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
+    """Two texts of other lengths in one batch, the shorter one masked, and one text alone, without a mask."""
+    pipe = qwenimage.pipeline()
+    prompts = ["a red ball", "dog"]
+    batch = forwards(pipe, **{**qwenimage.CALL, "prompt": prompts, "negative_prompt": None})[0]
+    alone = forwards(pipe, **{**qwenimage.CALL, "prompt": prompts[0], "negative_prompt": None})[0]
+    assert alone["encoder_hidden_states_mask"] is None
+    for place, prompt in enumerate(prompts):
+        found = FAMILY.encode_prompt(pipe, prompt, {"max_sequence_length": 8})
+        text, mask = batch["encoder_hidden_states"][place], batch["encoder_hidden_states_mask"][place]
+        tokens = len(text)
+        assert tokens < 8 and mask.equal(found["encoder_hidden_states_mask"][:tokens])
+        # a batch with another text: the same operations, summed in another order
+        torch.testing.assert_close(found["encoder_hidden_states"][:tokens], text, rtol=1e-4, atol=1e-5)
+        assert (
+            not found["encoder_hidden_states"][tokens:].any() and not found["encoder_hidden_states_mask"][tokens:].any()
+        )
+    assert not batch["encoder_hidden_states_mask"].all()
+    own = len(alone["encoder_hidden_states"][0])
+    found = FAMILY.encode_prompt(pipe, prompts[0], {"max_sequence_length": 8})
+    assert found["encoder_hidden_states"][:own].equal(alone["encoder_hidden_states"][0])
+
+
+def test_text_is_cut_as_the_pipeline_cuts_it():
+    pipe = qwenimage.pipeline()
+    call = {**qwenimage.CALL, "negative_prompt": None, "max_sequence_length": 2}
+    found = FAMILY.encode_prompt(pipe, call["prompt"], {"max_sequence_length": 2})
+    assert found["encoder_hidden_states"].equal(forwards(pipe, **call)[0]["encoder_hidden_states"][0])
+
+
+def test_text_that_is_filled_up_attends_as_text_that_is_not():
+    model, arguments = mhla.apply_mhla(qwenimage.transformer(), **plain("qwenimage")), qwenimage.inputs()
+    arguments["encoder_hidden_states_mask"] = torch.ones_like(arguments["encoder_hidden_states_mask"])
+    expected = output(model, {**arguments, "encoder_hidden_states_mask": None})
+    text, mask = arguments["encoder_hidden_states"], arguments["encoder_hidden_states_mask"]
+    filled = {
+        "encoder_hidden_states": torch.cat([text, torch.full_like(text, 3.0)], dim=1),
+        "encoder_hidden_states_mask": torch.cat([mask, torch.zeros_like(mask)], dim=1),
+    }
+    assert relative_change(output(model, {**arguments, **filled}), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("pictures", [[(1, 8, 8), (1, 7, 5)], [(2, 8, 8)]], ids=["another picture", "frames"])
+def test_several_pictures_are_refused(pictures):
+    model, arguments = mhla.apply_mhla(qwenimage.transformer(), **plain("qwenimage")), qwenimage.inputs()
+    tokens = sum(torch.Size(picture).numel() for picture in pictures)
+    arguments["hidden_states"] = torch.randn(2, tokens, 16)
+    arguments["img_shapes"] = [pictures] * 2
+    with pytest.raises(ValueError, match=r"MHLA takes one picture.*Qwen-Image-Edit.*remove_mhla\(pipe\)"):
+        output(model, arguments)
+    assert output(mhla.remove_mhla(model), arguments).isfinite().all()
+
+
+def test_another_mask_is_refused():
+    model, arguments = mhla.apply_mhla(qwenimage.transformer(), **plain("qwenimage")), qwenimage.inputs()
+    with pytest.raises(ValueError, match="encoder_hidden_states_mask; an attention_mask beside it has no place"):
+        output(model, {**arguments, "attention_kwargs": {"attention_mask": torch.ones(2, 70, dtype=torch.bool)}})
+
+
+def test_rope_turns_channels_with_one_axis_each():
+    """What kernels read, a row for every place on an axis, is the table that the real model hands to its attentions."""
+    numbers, _ = QwenEmbedRope(10000, [16, 56, 56], scale_rope=True)([(1, 4, 3)], max_txt_seq_len=5)
+    rotary, grid = rotary_of_complex(numbers), (1, 4, 3)
+    table = table_of_tokens(axial_table(rotary, grid), grid, (0, *FAMILY.rotary_axes(128)))
+    assert table.equal(rotary_table(rotary))

@@ -1,0 +1,81 @@
+"""What is particular to Stable Diffusion 3: the second attention of 3.5's layers, text of fixed length, positions."""
+
+import pytest
+import torch
+from diffusers.models.attention_processor import FusedJointAttnProcessor2_0
+
+import mhla_diffusers as mhla
+from mhla_diffusers.families.sd3 import SD3Family
+
+from ..models import assert_changed, relative_change
+from ..patching.shared import assert_same_footprint, footprint
+from .test_every_family import ROUNDING, all_exact, output, plain
+from .tiny import sd3
+
+FAMILY = SD3Family()
+SETTINGS = plain("sd3")
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_softmax_in_place_of_mhla_is_the_second_attention_as_well(ragged):
+    """It is given no text, and its queries and keys are normed."""
+    model, arguments = sd3.dual(), sd3.inputs(ragged=ragged)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **all_exact("sd3"))
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("exact", [{}, {"exact": "own", "exact_tiles": (4, 4)}, {"exact": "content"}], ids=str)
+def test_the_second_attention_is_patched_and_restored(exact):
+    model, arguments = sd3.dual(), sd3.inputs()
+    before, expected = footprint(model), output(model, arguments)
+    mhla.apply_mhla(model, **{**SETTINGS, **exact})
+    layers = [name.removesuffix(".mhla") for name in mhla.mhla_layers(model)]
+    assert layers == list(sd3.DUAL_CASE.attentions)
+    all_patched = output(model, arguments)
+    assert_changed(all_patched, expected)
+    mhla.change_mhla(model, layers=[0, 2])
+    assert_changed(output(model, arguments), all_patched)
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, arguments), expected)
+    assert_same_footprint(model, before)
+
+
+def test_pipeline_with_the_second_attention():
+    pipe = sd3.pipeline(sd3.dual)
+
+    def generate() -> torch.Tensor:
+        return pipe(**sd3.CALL, generator=torch.Generator().manual_seed(3)).images
+
+    expected = generate()
+    mhla.apply_mhla(pipe, **SETTINGS)
+    assert_changed(generate(), expected)
+    mhla.change_mhla(pipe, **all_exact("sd3"))
+    # two steps, and an autoencoder after them
+    assert relative_change(generate(), expected) < 5 * ROUNDING
+
+
+def test_normed_projections_stay_normed_when_they_are_fused():
+    """diffusers' own fused processor leaves the norms out; MHLA's reads the layer itself."""
+    model, arguments = sd3.transformer(qk_norm="rms_norm"), sd3.inputs()
+    expected = output(mhla.apply_mhla(model, **SETTINGS), arguments)
+    mhla.remove_mhla(model)
+    model.fuse_qkv_projections()
+    assert all(isinstance(one, FusedJointAttnProcessor2_0) for one in model.attn_processors.values())
+    mhla.apply_mhla(model, **SETTINGS)
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+
+
+def test_text_has_the_tokens_of_the_real_tokenizers():
+    pipe = sd3.pipeline()
+    pipe.tokenizer_max_length = pipe.tokenizer.model_max_length = pipe.tokenizer_2.model_max_length = 77
+    shapes = FAMILY.conditioning_shapes(pipe.transformer.config)
+    found = FAMILY.encode_prompt(pipe, "a red ball")
+    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in shapes.items()}
+
+
+def test_joint_attention_that_does_not_tell_its_model_says_so():
+    model = sd3.transformer()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(4, 2), grid=(8, 8)))
+    with pytest.raises(ValueError, match=r"does not tell which model it is in.*set_attn_processor\(transformer"):
+        output(model, sd3.inputs())

@@ -1,0 +1,89 @@
+"""SkyReels-V2: diffusion forcing without its mask, and its mask refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.families import get_family
+from mhla_diffusers.families.skyreels_v2 import SkyReelsV2Family
+
+from ..models import assert_changed, output, relative_change, wan
+from .tiny.skyreels_v2 import CASE, FORCING_CALL, FORCING_CASE, IMAGE_CASE
+
+_PLAIN = {"blocks": CASE.blocks, "exact": "none"}
+_ALL_EXACT = {"blocks": (1, 1, 1), "exact": "own", "exact_tiles": None}
+_REFUSED = r"(?s)SkyReels-V2.*differs between queries.*causal_block_size=1.*layers=\[\.\.\.\]"
+
+
+def _generate(pipe: Any, **call: Any) -> torch.Tensor:
+    result = pipe(**{**FORCING_CALL, **call}, generator=torch.Generator().manual_seed(3))
+    return torch.as_tensor(result.frames)
+
+
+def test_rope_turns_channels_with_one_axis_each_and_tells_the_grid() -> None:
+    model, grid = CASE.transformer(), (2, 4, 3)
+    rotary = model.rope(torch.empty(1, 16, 2, 8, 6))
+    axes = SkyReelsV2Family().rotary_axes(12)
+    assert torch.equal(table_of_tokens(axial_table(rotary, grid), grid, axes), rotary_table(rotary))
+    assert SkyReelsV2Family().grid_of_attention(model.blocks[0].attn1, rotary) == grid
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+def test_softmax_in_place_of_mhla_is_the_own_attention_beside_a_picture(ragged: bool) -> None:
+    model, arguments = IMAGE_CASE.transformer(), IMAGE_CASE.inputs(ragged=ragged)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **_ALL_EXACT)
+    # float32 sums in another order, through all layers
+    assert relative_change(output(model, arguments), expected) < 2e-5
+
+
+def test_diffusion_forcing_without_a_mask_has_a_time_for_every_frame() -> None:
+    model, arguments = CASE.transformer(), FORCING_CASE.inputs()
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **_ALL_EXACT)
+    assert relative_change(output(model, arguments), expected) < 2e-5
+
+
+def test_the_block_causal_mask_is_refused_with_the_way_out() -> None:
+    """Until it is gone again, with any lag between frames."""
+    pipe = FORCING_CASE.pipeline()
+    with_mask = _generate(pipe)
+    mhla.apply_mhla(pipe, **_PLAIN)
+    with pytest.raises(ValueError, match=_REFUSED):
+        _generate(pipe)
+    assert pipe.transformer.config.num_frame_per_block == FORCING_CALL["causal_block_size"]
+    with pytest.raises(ValueError, match=_REFUSED):
+        _generate(pipe, causal_block_size=None)
+    found = {lag: _generate(pipe, causal_block_size=1, ar_step=lag) for lag in (0, 1)}
+    mhla.remove_mhla(pipe)
+    for lag, patched in found.items():
+        assert_changed(patched, _generate(pipe, causal_block_size=1, ar_step=lag))
+    assert torch.equal(_generate(pipe), with_mask)
+
+
+def test_steps_in_which_the_patch_rests_have_the_mask() -> None:
+    pipe = FORCING_CASE.pipeline()
+    expected = _generate(pipe)
+    mhla.apply_mhla(pipe, **_PLAIN, softmax_steps=1.0)
+    assert torch.equal(_generate(pipe), expected)
+
+
+def test_a_model_that_is_told_the_rate_is_told_24_frames_per_second() -> None:
+    model = wan(type(CASE.transformer()), num_layers=1, inject_sample_info=True)
+    arguments = CASE.inputs()
+    conditioning = {"encoder_hidden_states": arguments["encoder_hidden_states"]}
+    latents, timestep = arguments["hidden_states"], arguments["timestep"]
+    made = get_family(model).forward_arguments(model, latents, timestep, conditioning)
+    # as the pipeline tells it, 0 for 16 frames per second and 1 for any other rate
+    assert torch.equal(output(model, made), output(model, {**arguments, "fps": [1, 1]}))
+    assert_changed(output(model, made), output(model, {**arguments, "fps": [0, 0]}))
+
+
+def test_grids_of_sizes() -> None:
+    pipe = CASE.pipeline()
+    assert mhla.describe(pipe, height=544, width=960)[0].grid == (25, 34, 60)
+    assert mhla.describe(pipe, height=720, width=1280, num_frames=121)[0].grid == (31, 45, 80)
+    assert mhla.suggest_blocks(pipe, 544, 960) == SkyReelsV2Family().default_config.blocks
