@@ -46,12 +46,12 @@ class Question:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Token grid."""
+        """Token grid, of a single frame where frames attend by themselves."""
         model, size = self.model, self.size
         step = model.stride * model.patch
         latents = [] if size.frames is None else [(size.frames - 1) // model.temporal_stride + 1]
         frames = [count // model.temporal_patch for count in latents]
-        return (*frames, size.height // step, size.width // step)
+        return (*frames, size.height // step, size.width // step)[-len(model.blocks) :]
 
     @property
     def tokens(self) -> int:

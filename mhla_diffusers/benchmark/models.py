@@ -137,8 +137,11 @@ def build_transformer(model: Model, size: Size, layers: int | None, device: torc
     built = layers or model.layers
     others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
     settings = {**model.settings, model.layers_argument: built, **others}
-    if "sample_size" in inspect.signature(made).parameters:
+    known = inspect.signature(made).parameters
+    if "sample_size" in known:
         settings["sample_size"] = size.height // model.stride
+    if "video_length" in known:
+        settings["video_length"] = size.frames
     torch.manual_seed(0)
     with device:
         transformer = made(**settings).to(device)
@@ -181,9 +184,14 @@ def make_forward_inputs(
 
 
 def small_size(model: Model) -> Size:
-    """A size whose token grid has two tokens or so per block and axis, to check correctness on; square for images."""
+    """A size whose token grid has two tokens or so per block and axis, to check correctness on; square for images.
+
+    One frame, which all of them take, where frames attend by themselves.
+    """
     step = model.stride * model.patch
     height, width = (2 * count * step for count in model.blocks[-2:])
     if not model.is_video:
         return Size(height, width, None)
+    if len(model.blocks) == 2:
+        return Size(height, width, 1)
     return Size(height, width, model.temporal_stride * (2 * model.blocks[0] - 1) + 1)

@@ -16,6 +16,7 @@ from .forms import AttentionForm, AttentionInput
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
 from .joint import JointForm
+from .latte import LatteFamily
 from .ltx import LTXFamily
 from .pixart import PixArtFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
@@ -38,6 +39,7 @@ _FAMILIES: dict[str, Family] = {
         FluxFamily(),
         HunyuanVideoFamily(),
         HunyuanVideo15Family(),
+        LatteFamily(),
         LTXFamily(),
         PixArtFamily(),
         QwenImageFamily(),

@@ -328,7 +328,7 @@ class Family(ABC):
         frames = [(clip.frames - 1) // temporal + 1] if self.makes_videos else []
         return self.channels(transformer), *frames, *(side // spatial for side in clip.sizes[0])
 
-    def encode_text(self, pipe: Any, prompt: str, settings: Mapping[str, Any]) -> Any:
+    def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
         """What the pipeline's ``encode_prompt`` gives without guidance; settings that it does not take are left out."""
         known = inspect.signature(pipe.encode_prompt).parameters
         chosen = {name: value for name, value in settings.items() if name in known}

@@ -7,7 +7,7 @@ when one is patched.
 from typing import Any
 
 from diffusers.models.attention import AttentionMixin
-from diffusers.models.transformers import dit_transformer_2d, transformer_z_image
+from diffusers.models.transformers import dit_transformer_2d, latte_transformer_3d, transformer_z_image
 
 
 class DiTTransformer2DModel(AttentionMixin, dit_transformer_2d.DiTTransformer2DModel):
@@ -17,11 +17,15 @@ class DiTTransformer2DModel(AttentionMixin, dit_transformer_2d.DiTTransformer2DM
     """
 
 
+class LatteTransformer3DModel(AttentionMixin, latte_transformer_3d.LatteTransformer3DModel):
+    """A patched Latte transformer, named as :class:`DiTTransformer2DModel` is."""
+
+
 class ZImageTransformer2DModel(AttentionMixin, transformer_z_image.ZImageTransformer2DModel):
     """A patched Z-Image transformer, named as :class:`DiTTransformer2DModel` is."""
 
 
-_WITH = {kind.__bases__[1]: kind for kind in (DiTTransformer2DModel, ZImageTransformer2DModel)}
+_WITH = {kind.__bases__[1]: kind for kind in (DiTTransformer2DModel, LatteTransformer3DModel, ZImageTransformer2DModel)}
 """diffusers' class → the one with the methods."""
 
 

@@ -67,7 +67,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
     if not layers and config.patch is not None:
         raise ValueError(f"The configuration has patch={config.patch!r}, but the transformer is not patched.")
     family = get_family(transformer)
-    channels, axes = family.channels(transformer.config), family.axes + 1
+    channels, axes = family.channels(transformer.config), 4 if family.makes_videos else 3
     for shape in sorted(set(data.shapes)):
         if len(shape) != axes or shape[0] != channels:
             raise ValueError(

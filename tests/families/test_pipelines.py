@@ -1,5 +1,6 @@
 """A family hands to its transformer what the pipeline hands to it, at the sizes that the pipeline makes."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from mhla_diffusers.families.encoding import of_unit_scale
 from .tiny import case_of
 from .tiny.case import FamilyCase
 
-NAMES = ("flux", "ltx", "pixart", "qwenimage", "sana_video", "sd3", "z_image")
+NAMES = ("flux", "latte", "ltx", "pixart", "qwenimage", "sana_video", "sd3", "z_image")
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
 
@@ -57,21 +58,22 @@ def recorded(pipe: Any, module: Any, method: str, run: Callable[[], object]) -> 
 def test_forward_gets_what_the_pipeline_gives(name: str) -> None:
     case = case_of(name)
     family, pipe = family_of(case), case.pipeline()
-    call = {**case.call, "guidance_scale": GUIDANCE.get(name, 1.0)}
+    prompts = [case.call["prompt"], "a cat"]
+    call = {**case.call, "prompt": prompts, "guidance_scale": GUIDANCE.get(name, 1.0)}
     given = recorded(pipe, pipe.transformer, "forward", lambda: pipe(**call, generator=torch.Generator()))[0]
-    given = family.named_arguments(
-        (), {family.forward_names[int(k)] if k.isdigit() else k: x for k, x in given.items()}
-    )
-    sample = family.encode_prompt(pipe, call["prompt"], {key: x for key, x in call.items() if key != "prompt"})
-    conditioning = {key: x[None] for key, x in sample.items()}
-    latents = family.prediction(pipe.transformer, given["hidden_states"], torch.empty(1, *case.latents))
+    given = {family.forward_names[int(key)] if key.isdigit() else key: x for key, x in given.items()}
+    settings = {key: x for key, x in call.items() if key != "prompt"}
+    samples = [family.encode_prompt(pipe, prompt, settings) for prompt in prompts]
+    conditioning = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    latents = family.prediction(pipe.transformer, given["hidden_states"], torch.empty(2, *case.latents))
     assert tuple(latents.shape[1:]) == case.latents
     found = family.forward_arguments(pipe.transformer, latents, given["timestep"], conditioning)
     for key in found.keys() - OF_THE_REAL_AUTOENCODER.get(name, set()):
-        # embeddings of one prompt and of several are float32 sums in another order
+        # a prompt by itself and among others: float32 sums in another order
         torch.testing.assert_close(found[key], given[key], rtol=1e-5, atol=1e-6)
+    usual = inspect.signature(type(pipe.transformer).forward).parameters
     left = {key: x for key, x in given.items() if key not in found and key != "return_dict"}
-    assert all(x is None or x == {} for x in left.values()), left.keys()
+    assert all(x is None or x == {} or x == usual[key].default for key, x in left.items()), left.keys()
 
 
 @real_texts

@@ -1,0 +1,57 @@
+"""Latte: frames that attend by themselves are a batch to the patch, and a video to all else."""
+
+import pytest
+import torch
+
+import mhla_diffusers as mhla
+from mhla_diffusers.benchmark.forecast import Question
+from mhla_diffusers.benchmark.models import Size, find_models
+from mhla_diffusers.benchmark.transformer import TransformerCase, check_case
+from mhla_diffusers.families import get_family
+from mhla_diffusers.training import InMemoryData
+from mhla_diffusers.training.run import check_fits
+
+from ..models import assert_changed, output, relative_change
+from ..training.models import one_stage
+from .tiny.latte import CASE
+
+PLAIN = {"blocks": (4, 2), "exact": "none", "exact_tiles": None}
+
+
+def test_temporal_attentions_stay_as_they_are():
+    """Without them too, and for a single frame, which the model takes as a picture."""
+    model, arguments = CASE.transformer(), CASE.inputs()
+    temporal = {name: p for name, p in mhla.attn_processors(model).items() if name.startswith("temporal")}
+    assert len(temporal) == 3
+    mhla.apply_mhla(model, **PLAIN)
+    assert {name: mhla.attn_processors(model)[name] for name in temporal} == temporal
+    mhla.remove_mhla(model)
+    single = {**arguments, "hidden_states": arguments["hidden_states"][:, :, :1]}
+    for changed in ({**arguments, "enable_temporal_attentions": False}, single):
+        expected = output(model, changed)
+        mhla.apply_mhla(model, blocks=(1, 1), exact="own", exact_tiles=None)
+        assert relative_change(output(model, changed), expected) < 2e-5  # float32 sums in another order
+        mhla.remove_mhla(model)
+        mhla.apply_mhla(model, **PLAIN)
+        assert_changed(output(model, changed), expected)
+        mhla.remove_mhla(model)
+
+
+def test_training_takes_latents_of_videos():
+    model = mhla.apply_mhla(CASE.transformer(), **PLAIN)
+    sample = {"latents": torch.zeros(CASE.latents)}
+    check_fits(model, InMemoryData([sample]), one_stage("unused", patch={"blocks": [4, 2]}))
+    with pytest.raises(ValueError, match=r"latents of shape \(4, 16, 16\), .* takes 4 channels and 3 further axes"):
+        check_fits(
+            model, InMemoryData([{"latents": torch.zeros(4, 16, 16)}]), one_stage("unused", patch={"blocks": [4, 2]})
+        )
+
+
+def test_measured_at_any_number_of_frames():
+    """The model has a table of as many positions; the small input that is checked first has one frame."""
+    (model,) = find_models(["tiny-latte"], "cpu")
+    case = TransformerCase(model, Size(64, 96, 5), 1, torch.device("cpu"), torch.float32)
+    transformer = case.build()
+    assert transformer.config.video_length == 5
+    check_case(case, transformer)
+    assert Question(model, case.size, get_family(transformer).default_config).grid == (4, 6)
