@@ -20,6 +20,7 @@ _TEXT_TOKENS = 77 + 256
 
 
 def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
+    # the table of positions is larger than those of the checkpoints, so that 4096 px can be measured
     settings = {
         "num_attention_heads": heads,
         "caption_projection_dim": 64 * heads,
