@@ -102,6 +102,10 @@ class Family(ABC):
             for index, block in enumerate(getattr(transformer, list_name, ()))
         }
 
+    def form_of(self, attn: Any) -> AttentionForm:
+        """The form of one of the self-attentions, by default :attr:`form`."""
+        return self.form
+
     def self_attentions(self, transformer: Any) -> dict[str, Any]:
         """Name and module of every self-attention, in the order of the layer indices."""
         return {

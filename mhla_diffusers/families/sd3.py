@@ -11,6 +11,7 @@ import torch
 
 from ..config import MHLAConfig
 from .base import Family, Sample
+from .forms import AttentionForm
 from .joint import JointForm
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Model
@@ -75,6 +76,10 @@ class SD3Family(Family):
     )
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+
+    def form_of(self, attn: Any) -> AttentionForm:
+        """Of ``attn2`` that of an attention without text."""
+        return self.form if attn.add_q_proj is not None else AttentionForm()
 
     def self_attention_processor(self) -> Any:
         """``JointAttnProcessor2_0``."""
