@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..attention.rotary import Rotary
-from .base import Family, Sample
+from .base import Family
 from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily
 from .dit import DiTFamily
@@ -26,6 +26,7 @@ from .sana_video import SanaVideoFamily
 from .sd3 import SD3Family
 from .sizes import Clip, Model
 from .skyreels_v2 import SkyReelsV2Family
+from .structure import Sample
 from .wan import WanFamily
 from .wan_animate import WanAnimateFamily
 from .z_image import ZImageFamily

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Family
 from .forms import AttentionForm
 from .joint import JointForm
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Model
+from .structure import Sample
 
 _TEXT_TOKENS = 77 + 256
 """Of CLIP, and of T5 in training and in the pipeline's default."""
