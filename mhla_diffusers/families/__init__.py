@@ -13,6 +13,7 @@ from .cogvideox import CogVideoXFamily
 from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput, JointForm
+from .hunyuan_dit import HunyuanDiTFamily
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
 from .latte import LatteFamily
@@ -36,6 +37,7 @@ _FAMILIES: dict[str, Family] = {
         CogVideoXFamily(),
         DiTFamily(),
         FluxFamily(),
+        HunyuanDiTFamily(),
         HunyuanVideoFamily(),
         HunyuanVideo15Family(),
         LatteFamily(),
