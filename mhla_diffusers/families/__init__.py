@@ -13,6 +13,7 @@ from .cogvideox import CogVideoXFamily
 from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput
+from .hunyuan_dit import HunyuanDiTFamily
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
 from .joint import JointForm
@@ -38,6 +39,7 @@ _FAMILIES: dict[str, Family] = {
         CogVideoXFamily(),
         DiTFamily(),
         FluxFamily(),
+        HunyuanDiTFamily(),
         HunyuanVideoFamily(),
         HunyuanVideo15Family(),
         LatteFamily(),

@@ -84,12 +84,15 @@ class AttentionForm:
         return AttentionInput(hidden_states, None, rotary, key_mask)
 
     def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
-        """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D); None for none. By default as Wan hands it over.
+        """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D); None for none.
 
-        With :attr:`rope_by_head` each is (1 or B, N, H, D).
+        By default as it is handed over, or of (N, D) each. With :attr:`rope_by_head` each is (1 or B, N, H, D).
         """
-        rotary: Rotary | None = arguments.rotary_emb
-        return rotary
+        if arguments.rotary_emb is None or arguments.rotary_emb[0].ndim != 2:
+            rotary: Rotary | None = arguments.rotary_emb
+            return rotary
+        cos, sin = (table[None, :, None] for table in arguments.rotary_emb)
+        return cos, sin
 
     def outside(self, given: AttentionInput, grid: tuple[int, ...]) -> tuple[int, int]:
         """How many tokens stand before and after those of the grid.

@@ -199,23 +199,26 @@ class LearnedVarianceDDPM(DiffusionProcess):
 
 
 class VelocityDDPM(DiffusionProcess):
-    """CogVideoX: the model predicts the velocity, √ᾱ noise − √(1 − ᾱ) latents, and the last step is pure noise.
+    """CogVideoX and HunyuanDiT: the model predicts the velocity, √ᾱ noise − √(1 − ᾱ) latents.
 
     Its squared error is that of the latents, divided by 1 − ᾱ as CogVideoX weighs it.
 
     Args:
-        snr_shift: divides the ratio ᾱ / (1 − ᾱ) of every step, 3.0 for CogVideoX-2B and 1.0, none, for 5B.
-        steps: number of timesteps, between which √β goes from √0.00085 to √0.012.
+        snr_shift: divides the ratio ᾱ / (1 − ᾱ) of every step, 3.0 for CogVideoX-2B and 1.0, none, for the others.
+        steps: number of timesteps, between which √β goes from √0.00085 to that of ``last_beta``.
+        last_beta: β of the last step.
+        ends_in_noise: whether the last step is pure noise, which CogVideoX's is.
     """
 
-    def __init__(self, snr_shift: float = 1.0, steps: int = 1000) -> None:
+    def __init__(
+        self, snr_shift: float = 1.0, steps: int = 1000, *, last_beta: float = 0.012, ends_in_noise: bool = True
+    ) -> None:
         self.steps = steps
-        betas = torch.linspace(0.00085**0.5, 0.012**0.5, steps, dtype=torch.float64).square()
+        betas = torch.linspace(0.00085**0.5, last_beta**0.5, steps, dtype=torch.float64).square()
         kept = (1 - betas).cumprod(dim=0)
-        amplitude = (kept / (snr_shift + (1 - snr_shift) * kept)).sqrt()
-        first, last = amplitude[0], amplitude[-1]
-        self.kept = ((amplitude - last) * first / (first - last)).square()
-        """ᾱ of every step, stretched so that it ends at 0: float64 (steps,)."""
+        kept = kept / (snr_shift + (1 - snr_shift) * kept)
+        self.kept = _ending_in_noise(kept) if ends_in_noise else kept
+        """ᾱ of every step: float64 (steps,)."""
 
     def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
         """Every step is equally likely: int64."""
@@ -240,6 +243,13 @@ class VelocityDDPM(DiffusionProcess):
         """√ᾱ and √(1 − ᾱ) of every sample, float32 (B, 1, ...)."""
         kept = self.kept.to(time.device)[time]
         return _per_sample(kept.sqrt().float(), like), _per_sample((1 - kept).sqrt().float(), like)
+
+
+def _ending_in_noise(kept: torch.Tensor) -> torch.Tensor:
+    """ᾱ of every step, stretched so that it ends at 0."""
+    amplitude = kept.sqrt()
+    first, last = amplitude[0], amplitude[-1]
+    return ((amplitude - last) * first / (first - last)).square()
 
 
 def _per_sample(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -37,9 +37,13 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Any = None,
+        *,
+        image_rotary_emb: Any = None,
         **others: Any,
     ) -> Any:
-        """Run one self-attention; arguments as of :class:`MHLAProcessor`.
+        """Run one self-attention; arguments as of :class:`MHLAProcessor`, by name where models hand them over by name.
+
+        diffusers' ``Attention`` drops those that a processor's signature does not name.
 
         Raises:
             ValueError: a batch that is not cut into so many parts, as after a call of guidance that was interrupted.
@@ -51,6 +55,7 @@ class PerturbedMHLAProcessor(MHLAProcessor):
             )
         *parts, perturbed = hidden_states.chunk(self.parts)
         mask = attention_mask[: -len(perturbed)] if attention_mask is not None else None
+        others |= {"image_rotary_emb": image_rotary_emb}
         attended = super().__call__(attn, torch.cat(parts), encoder_hidden_states, mask, rotary_emb, **others)
         form, alone = form_of(attn), AttentionInput(perturbed)
         return torch.cat([attended, form.hand_on(attn, form.project(attn, alone)[2], alone)])

@@ -130,7 +130,8 @@ class MHLAProcessor:
         if form.is_cross_attention(arguments):
             processor = default_cross_attention_processor(attn)
             processor._attention_backend = self._attention_backend
-            return processor(attn, hidden_states, encoder_hidden_states, attention_mask)
+            turned = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
+            return processor(attn, hidden_states, encoder_hidden_states, attention_mask, **turned)
         self._check_layer(layer)
         if attends_as_before() and not _skips_scores(attn):
             return form.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)

@@ -14,7 +14,7 @@ from mhla_diffusers.families.encoding import of_unit_scale
 from .tiny import case_of
 from .tiny.case import FamilyCase
 
-NAMES = ("flux", "latte", "ltx", "pixart", "qwenimage", "sana_video", "sd3", "z_image")
+NAMES = ("flux", "hunyuan_dit", "latte", "ltx", "pixart", "qwenimage", "sana_video", "sd3", "z_image")
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
 

@@ -1,0 +1,70 @@
+"""HunyuanDiT: RoPE from the pipeline, v-prediction, and diffusers' own way of setting processors."""
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, HunyuanDiT2DModel
+from diffusers.models.attention_processor import HunyuanAttnProcessor2_0
+
+import mhla_diffusers as mhla
+from mhla_diffusers.families.hunyuan_dit import HunyuanDiTFamily
+from mhla_diffusers.families.processes import VelocityDDPM
+
+from ..models import assert_changed, output, relative_change, seeded
+from .tiny.hunyuan_dit import CALL, CASE
+
+PLAIN = {"blocks": (4, 2), "exact": "none", "exact_tiles": None}
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 96), (96, 64), (128, 128)])
+def test_rope_and_size_are_those_of_the_pipeline(height, width):
+    """Its places lie in a crop of a square, so they begin above 0 along the shorter side."""
+    pipe, given = CASE.pipeline(), {}
+    pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
+    pipe(**{**CALL, "height": height, "width": width, "guidance_scale": 1.0})
+    latents = torch.zeros(1, 4, height // 8, width // 8)
+    found = HunyuanDiTFamily().forward_arguments(pipe.transformer, latents, torch.tensor([500]), {})
+    for name in ("image_rotary_emb", "image_meta_size", "style"):
+        torch.testing.assert_close(found[name], given[name], rtol=0, atol=0)
+    assert found["timestep"].dtype == torch.float32
+
+
+def test_a_model_that_is_told_no_size():
+    """Version 1.2."""
+    config = {**CASE.transformer().config, "use_style_cond_and_image_meta_size": False}
+    model = seeded(HunyuanDiT2DModel, **{name: x for name, x in config.items() if not name.startswith("_")})
+    expected = output(model, CASE.inputs())
+    mhla.apply_mhla(model, **PLAIN)
+    assert_changed(output(model, CASE.inputs()), expected)
+
+
+def test_diffusers_own_form_turns_the_query_of_cross_attentions():
+    model, arguments = CASE.transformer(), CASE.inputs()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=(4, 2), grid=CASE.grid))
+    found = output(model, arguments)
+    mhla.remove_mhla(model)
+    assert {type(one) for one in model.attn_processors.values()} == {HunyuanAttnProcessor2_0}
+    assert torch.equal(found, output(mhla.apply_mhla(model, **PLAIN), arguments))
+    assert relative_change(output(model, {**arguments, "image_rotary_emb": None}), found) > 1e-2
+
+
+def test_a_model_without_rope_tables():
+    """Which its forward takes."""
+    model, arguments = CASE.transformer(), {**CASE.inputs(), "image_rotary_emb": None}
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, blocks=(1, 1), exact="own", exact_tiles=None)
+    assert relative_change(output(model, arguments), expected) < 2e-5  # float32 sums in another order
+
+
+def test_process_is_that_of_the_scheduler():
+    scheduler = CASE.pipeline().scheduler
+    assert isinstance(scheduler, DDPMScheduler)
+    process = HunyuanDiTFamily().process(CASE.transformer(), 3.0)
+    assert isinstance(process, VelocityDDPM)
+    torch.testing.assert_close(process.kept.float(), scheduler.alphas_cumprod, rtol=1e-5, atol=1e-7)
+    latents, noise = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    batch = process.make_batch(latents, noise, torch.tensor([0.1, 0.5, 0.999]), {})
+    expected = scheduler.add_noise(latents, noise, batch.time)
+    torch.testing.assert_close(batch.hidden_states, expected, rtol=1e-5, atol=1e-5)
+    velocity = scheduler.get_velocity(latents, noise, batch.time)
+    assert process.loss(velocity, batch).max() < 1e-10
+    assert process.loss(velocity + 1, batch).min() > 0.9
