@@ -86,8 +86,9 @@ def _matrix(attn: Any, given: Attended, family: Family) -> torch.Tensor:
         return weights
     if family.own_attention == "linear":
         query, key = given.query.double().relu(), given.key.double().relu()
-        products = torch.einsum("bqhd,bkhd->bhqk", query, key)
-        return products / (products.sum(dim=-1, keepdim=True) + family.own_attention_eps)
+        normaliser = torch.einsum("bqhd,bkhd->bhqk", query, key).sum(dim=-1, keepdim=True)
+        query, key = given._replace(query=query, key=key).turned()[:2]  # RoPE turns the numerator alone
+        return torch.einsum("bqhd,bkhd->bhqk", query, key) / (normaliser + family.own_attention_eps)
     query, key = (x.double() for x in given.turned()[:2])
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     if given.key_mask is not None:

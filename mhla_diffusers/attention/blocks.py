@@ -80,9 +80,10 @@ def check_layout(grid: Sequence[int], blocks: Sequence[int], name: str = "blocks
         )
     for axis, tokens, count in zip(axis_names(len(grid)), grid, blocks, strict=True):
         if tokens < count:
+            hint = ", or clamp_blocks=True in the patch" if name == "blocks" else ""
             raise ValueError(
                 f"The {axis} axis of the token grid has {tokens} tokens, too few for {count} {name} "
-                f"(grid={grid}, {name}={blocks}); use at most {tokens} on that axis."
+                f"(grid={grid}, {name}={blocks}); use at most {tokens} on that axis{hint}."
             )
     return grid, blocks
 

@@ -87,7 +87,7 @@ def forecast_text(name: str, patch: tuple[str, MHLAConfig] | None, options: Opti
     config = _config(model, patch, options)
     if options.softmax_steps is not None:
         config = config.replace(softmax_steps=parse_steps(options.softmax_steps))
-    question = Question(model, size, config, **options.calls)
+    question = Question(model, size, config, **{"passes": model.passes, **options.calls})
     speeds, dtype = _speeds(question, options)
     forecast = make_forecast(question, FLOAT_TYPES[dtype], speeds)
     lines = [*_heading(question), "", _table(forecast, dtype), "", "Not in it: text encoder, VAE, and the sampler."]
@@ -136,13 +136,16 @@ def _heading(question: Question) -> list[str]:
     family = family_of_model(model)
     patch = f"MHLA of {times(config.blocks_on(question.grid))} blocks"
     if config.exact != "none":
+        with_text = ", those with the text's tokens among them" if family.outside_tokens else ""
         sizes = attention_sizes(config, question.grid, model.heads, model.head_dim, family.outside_tokens)
-        patch += f", tiles {times(config.tiles)}, {sizes.exact_pairs / sizes.pairs:.1%} of all pairs exact"
+        patch += f", tiles {times(config.tiles)}, {sizes.exact_pairs / sizes.pairs:.1%} of all pairs exact{with_text}"
+    share = question.layers / model.layers
+    layers = f"{share:.0%} of all layers" if model.more_layers else f"{question.layers} of {model.layers} layers"
     softmax = f", the first {question.softmax_steps} of them unpatched" if question.softmax_steps else ""
     return [
         f"{model.name} at {size}: {times(question.grid)} = {question.tokens:,} tokens",
         f"{question.steps} steps{softmax}, {question.passes} forward{'s' if question.passes > 1 else ''} each",
-        f"unpatched: {family.own_attention} attention; patched: {patch}, in {question.layers} of {model.layers} layers",
+        f"unpatched: {family.own_attention} attention; patched: {patch}, in {layers}",
     ]
 
 

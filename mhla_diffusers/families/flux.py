@@ -12,6 +12,7 @@ import torch
 
 from ..config import MHLAConfig
 from .joint import JointForm
+from .kept import keep_with, kept_with
 from .packed import PackedFamily
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Model
@@ -45,6 +46,7 @@ def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
         sizes=sizes,
         grids=grids,
         more_layers={"num_single_layers": 2 * layers},
+        passes=1,
     )
 
 
@@ -84,6 +86,15 @@ class FluxFamily(PackedFamily):
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
     dispatches_attention = True
+    forward_names = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "img_ids",
+        "txt_ids",
+        "guidance",
+    )
     models = (_model("flux-dev", 24, 19, guidance_embeds=True), _TINY)
 
     def self_attention_processor(self) -> Any:
@@ -154,29 +165,32 @@ def _ids_of_grid(grid: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """(N, 3) on the device and in the type of ``like``."""
     height, width = grid
     places = torch.cartesian_prod(torch.zeros(1), torch.arange(height).float(), torch.arange(width).float())
-    ids: Any = places.to(like)
-    ids.token_grid = grid  # known here, and on the meta device nothing could be read
-    return torch.as_tensor(ids)
+    ids = places.to(like)
+    keep_with(ids, (height, width))  # known here, and on the meta device nothing could be read
+    return ids
 
 
 def _grid_of_ids(ids: Any) -> tuple[int, int]:
     """(height, width) of ids (N, 3) or (B, N, 3): picture, row and column of every token.
 
-    Reading them waits for a device, so it is kept with the tensor, which a pipeline hands over in every step. Told by
-    the tokens in the first row and those in the first column: another picture has such ones of its own, and bfloat16
-    does not round larger numbers to 0.
+    Kept with the tensor, which a pipeline hands over in every step.
     """
-    if not hasattr(ids, "token_grid"):
-        _, width, height = ((ids[0] if ids.ndim == 3 else ids) == 0).sum(dim=0).tolist()
-        if height * width != ids.shape[-2]:
-            raise ValueError(
-                f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not "
-                "one picture: MHLA takes no others as its context, as in Flux Kontext. Run these without the patch: "
-                "remove_mhla(pipe)."
-            )
-        ids.token_grid = height, width
-    grid: tuple[int, int] = ids.token_grid
-    return grid
+    return kept_with(ids, _read_grid)
+
+
+def _read_grid(ids: torch.Tensor) -> tuple[int, int]:
+    """Told by the tokens in the first row and those in the first column.
+
+    Another picture has such ones of its own, and bfloat16 does not round larger numbers to 0.
+    """
+    _, width, height = ((ids[0] if ids.ndim == 3 else ids) == 0).sum(dim=0).tolist()
+    if height * width != ids.shape[-2]:
+        raise ValueError(
+            f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not one "
+            "picture: MHLA takes no others as its context, as in Flux Kontext. Run these without the patch: "
+            "remove_mhla(pipe)."
+        )
+    return height, width
 
 
 # the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it

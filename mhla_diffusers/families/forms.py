@@ -148,8 +148,9 @@ class AttentionForm:
         return output
 
     def projections(self, attn: Any) -> list[nn.Module]:
-        """All linear layers of the attention."""
-        names = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+        """All linear layers that the attention runs."""
+        fused, apart = ("to_qkv", "to_added_qkv"), ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+        names = (*(fused if attn.fused_projections else apart), "to_add_out")
         found = [getattr(attn, name, None) for name in names]
         return [module for module in (*found, output_projection(attn)) if module is not None]
 

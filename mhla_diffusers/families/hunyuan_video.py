@@ -35,6 +35,7 @@ _REAL = Model(
     frames=129,
     temporal_stride=4,
     more_layers={"num_single_layers": 40},
+    passes=1,
     grids={"720p": (33, 45, 80)},
 )
 

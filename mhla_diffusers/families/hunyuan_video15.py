@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..config import MHLAConfig
-from .forms import AttentionArguments
+from .forms import AttentionArguments, AttentionInput
 from .hunyuan_video import HunyuanVideoFamily
 from .joint import JointForm
 from .sizes import Clip, Model
@@ -32,6 +32,12 @@ class HunyuanVideo15Form(JointForm):
         if mask is None:
             return None
         return self.joined(mask.new_ones(arguments.hidden_states.shape[:2]), mask).bool()
+
+    def hand_on(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+        """The model masks queries as well: heads give 0 for text that takes no part."""
+        if given.key_mask is not None:
+            output = output * given.key_mask[:, :, None, None]
+        return super().hand_on(attn, output, given)
 
 
 _REAL = Model(

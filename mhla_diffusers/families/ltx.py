@@ -15,6 +15,7 @@ from ..attention.rotary import Rotary
 from ..config import MHLAConfig
 from .base import Family
 from .forms import AttentionArguments, AttentionForm, AttentionInput
+from .kept import kept_with
 from .packing import pack, unpack
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model
@@ -212,26 +213,27 @@ def _grid_of_coordinates(coordinates: Any) -> tuple[int, ...]:
     """Token grid of coordinates (B, 3, N): time, height and width of every token.
 
     The grid begins at the first token of time 0; what stands before it are frames of conditions, at later times.
-    Reading them waits for a device, so the grid is kept with the tensor, which a pipeline hands over in every step.
+    It is kept with the tensor, which a pipeline hands over in every step.
 
     Raises:
         ValueError: no time is 0, or the tokens from there on are not whole frames in raster order.
     """
-    if not hasattr(coordinates, "token_grid"):
-        places = coordinates[0].cpu()
-        at_zero = (places[0] == 0).nonzero()
-        on_grid = places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :]
-        width = _rising(on_grid[2])
-        height = _rising(on_grid[1, ::width])
-        grid = on_grid.shape[1] // (height * width), height, width
-        if not grid[0] or not _lie_on(grid, on_grid):
-            raise ValueError(
-                f"video_coords of {places.shape[1]} tokens do not tell a token grid: from the first token of time 0 on "
-                "they must be whole frames in raster order, as LTXConditionPipeline gives them."
-            )
-        coordinates.token_grid = grid
-    found: tuple[int, ...] = coordinates.token_grid
-    return found
+    return kept_with(coordinates, _read_grid)
+
+
+def _read_grid(coordinates: torch.Tensor) -> tuple[int, ...]:
+    places = coordinates[0].cpu()
+    at_zero = (places[0] == 0).nonzero()
+    on_grid = places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :]
+    width = _rising(on_grid[2])
+    height = _rising(on_grid[1, ::width])
+    grid = on_grid.shape[1] // (height * width), height, width
+    if not grid[0] or not _lie_on(grid, on_grid):
+        raise ValueError(
+            f"video_coords of {places.shape[1]} tokens do not tell a token grid: from the first token of time 0 on "
+            "they must be whole frames in raster order, as LTXConditionPipeline gives them."
+        )
+    return grid
 
 
 # the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it

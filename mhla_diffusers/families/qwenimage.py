@@ -102,6 +102,14 @@ class QwenImageFamily(PackedFamily):
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
     dispatches_attention = True
+    forward_names = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "encoder_hidden_states_mask",
+        "timestep",
+        "img_shapes",
+        "guidance",
+    )
     models = (_QWEN_IMAGE, _TINY)
 
     def self_attention_processor(self) -> Any:

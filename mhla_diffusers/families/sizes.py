@@ -61,6 +61,8 @@ class Model:
     """Frames per latent frame, after the first one."""
     temporal_patch: int = 1
     """Latent frames per token."""
+    passes: int = 2
+    """Forwards per step of the pipeline's usual call: 1 of a model that embeds its guidance."""
     layers_argument: str = "num_layers"
     more_layers: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the class that count layers of other kinds; where fewer layers are built, so are fewer of these."""

@@ -12,7 +12,7 @@ from ..attention.tile_errors import TiledInput, pair_errors
 from ..attention.tile_scores import spend
 from ..families.projecting import output_projection
 from ..patching.attended import Attended
-from ..patching.calibration import check_reached
+from ..patching.calibration import check_reached, tokens_of_grid
 from ..patching.denoising_steps import Step, StepHooks
 from ..patching.exact_calibration import QUERIES, head_projections, spread_calls, tiled_input
 from ..patching.finding import find_transformers, hook_of, require_layers
@@ -187,6 +187,7 @@ class _Watch:
             finally:
                 attn.set_processor(processor)
             before, patched = self._take(other), first
+        before, patched = (tokens_of_grid(attn, args, kwargs, x) for x in (before, patched))
         # under perturbed-attention guidance the last part of a batch is no attention, and handed on by itself
         before, patched = (x[: len(patched)].float().unflatten(-1, (attn.heads, -1)) for x in (before, patched))
         self.calls.append(self.clock.call)

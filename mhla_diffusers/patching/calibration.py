@@ -52,18 +52,22 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
         attn.mhla.output_norm.copy_((squares[name] / counts[name]).sqrt())
 
 
+def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    """Those of the grid, of what a patched self-attention computes (B, N, ...) for these arguments of its forward."""
+    form = form_of(attn)
+    given = form.read(attn, attention_arguments(args, kwargs))
+    grid = grid_of_call(attn, given.rotary)
+    return of_grid(x, form.outside(given, grid)) if x.shape[1] > torch.Size(grid).numel() else x
+
+
 def watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
     """Call ``note`` with what the heads of a patched self-attention hand on of the tokens of the grid: (B, N, H D)."""
     handed: list[torch.Tensor] = []
     projection = output_projection(attn)
 
     def look(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        form = form_of(attn)
-        given = form.read(attn, attention_arguments(args, kwargs))
-        grid = grid_of_call(attn, given.rotary)
-        of_heads = handed.pop() if handed else form.heads_output(returned)
-        outside = form.outside(given, grid)
-        note(of_grid(of_heads, outside) if of_heads.shape[1] > torch.Size(grid).numel() else of_heads)
+        of_heads = handed.pop() if handed else form_of(attn).heads_output(returned)
+        note(tokens_of_grid(attn, args, kwargs, of_heads))
 
     handles = [attn.register_forward_hook(look, with_kwargs=True)]
     if projection is not None:

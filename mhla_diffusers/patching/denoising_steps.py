@@ -150,24 +150,38 @@ class StepHooks:
             return told
         timestep = self.family.named_arguments(args, kwargs).get(self.family.timestep_name)
         pipe = self._pipe() if self._pipe is not None else None
-        timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
+        scheduler = getattr(pipe, "scheduler", None)
+        timesteps = getattr(scheduler, "timesteps", None)
         if timestep is None or timesteps is None or not len(timesteps):
             return None
         given = torch.as_tensor(timestep)
         of_scheduler = self.family.scheduler_timestep(transformer, given.float().max())
         # a solver of second order comes to a timestep twice
-        places = timesteps.to(of_scheduler.device).float().unique_consecutive()
+        places, place_of = timesteps.to(of_scheduler.device).float().unique_consecutive(return_inverse=True)
         as_told, same = places, _SAME
         if given.is_floating_point():  # some pipelines round to the type of the latents before they scale
             as_told, same = places.to(given.dtype).float(), max(_SAME, torch.finfo(given.dtype).eps)
         differences = (as_told - of_scheduler).abs()
-        index = int(differences.argmin())
-        if float(differences[index]) > same * max(1.0, float(of_scheduler)):
+        nearest = differences <= same * max(1.0, float(of_scheduler))
+        if not bool(nearest.any()):
             return None
+        index = int(differences.argmin())
+        # a low type rounds several steps to one timestep; which of them it is the scheduler knows, if it counts
+        counted = _counted(scheduler)
+        if counted is not None and counted < len(place_of) and bool(nearest[place_of[counted]]):
+            index = int(place_of[counted])
         # a call with a strength leaves the first timesteps out; every call makes the scheduler new ones
         if timesteps is not self._loop[0] or index < self._loop[1]:
             self._loop = (timesteps, index)
         return Step(index - self._loop[1], len(places) - self._loop[1])
+
+
+def _counted(scheduler: Any) -> int | None:
+    """Steps that a scheduler has done or left out since its timesteps were made; None if it counts none."""
+    if not hasattr(scheduler, "step_index"):
+        return None
+    done = scheduler.step_index
+    return int(done if done is not None else getattr(scheduler, "begin_index", None) or 0)
 
 
 class _Listening:

@@ -90,7 +90,9 @@ class ProcessorWatch:
                     attn.processor = self.processor
                 continue
             parts = self.family.perturbed_parts(attn.processor)
-            if parts is not None:
+            if _is_of_fusing(attn):
+                attn.processor = self.processor
+            elif parts is not None:
                 attn.processor = PerturbedMHLAProcessor(self.processor, parts)
             else:
                 strange[name] = type(attn.processor).__name__
@@ -106,6 +108,11 @@ class ProcessorWatch:
                     kind,
                 )
             self._has_warned = bool(strange)
+
+
+def _is_of_fusing(attn: Any) -> bool:
+    """Whether diffusers has set the processor that only runs fused projections, as a patched attention does too."""
+    return bool(attn.fused_projections) and type(attn.processor).__name__.startswith("Fused")
 
 
 @contextmanager

@@ -128,6 +128,8 @@ class MHLAProcessor:
         family = family_of_attention(attn) if layer is None else None
         form = form_of(attn, family)
         if form.is_cross_attention(arguments):
+            if layer is None and family is None and getattr(attn, "is_cross_attention", True) is False:
+                raise _unknown_model(attn)
             processor = default_cross_attention_processor(attn)
             processor._attention_backend = self._attention_backend
             turned = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
@@ -194,12 +196,16 @@ def form_of(attn: Any, family: Family | None = None) -> AttentionForm:
     if family is not None:
         return family.form_of(attn)
     if getattr(attn, "add_q_proj", None) is not None:
-        raise ValueError(
-            f"This {type(attn).__name__} is joint attention and does not tell which model it is in; use "
-            "mhla_diffusers.set_attn_processor(transformer, processor) or mhla_diffusers.apply_mhla(pipe, ...), which "
-            "know the model."
-        )
+        raise _unknown_model(attn)
     return AttentionForm()
+
+
+def _unknown_model(attn: Any) -> ValueError:
+    return ValueError(
+        f"This {type(attn).__name__} is joint attention and does not tell which model it is in; use "
+        "mhla_diffusers.set_attn_processor(transformer, processor) or mhla_diffusers.apply_mhla(pipe, ...), which know "
+        "the model."
+    )
 
 
 def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALayer:
@@ -247,9 +253,16 @@ def _skips_scores(attn: Any) -> bool:
     )
 
 
-def _skip(attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _skip(
+    attn: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """What diffusers' layer skipping runs in place of a patched attention: nothing."""
-    return hidden_states
+    is_pair = encoder_hidden_states is not None and form_of(attn).has_outside
+    return (hidden_states, encoder_hidden_states) if is_pair else hidden_states
 
 
 def _register_with_diffusers(kind: type) -> None:

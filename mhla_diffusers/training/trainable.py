@@ -11,7 +11,18 @@ from ..families import get_family
 from ..patching import mhla_layers
 from .config import StageConfig, Trainable
 
-_PROJECTIONS = ("to_q", "to_k", "to_v", "to_qkv", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+_PROJECTIONS = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_qkv",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_added_qkv",
+    "to_add_out",
+)
 """Projections of a self-attention that LoRA adapts, where the model has them."""
 
 

@@ -1,5 +1,6 @@
 """What every family promises, on a tiny model of its real class and through its real pipeline."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from mhla_diffusers.benchmark.transformer import TransformerCase, count
 from mhla_diffusers.families import get_family, predict
 from mhla_diffusers.families.processes import NoisedBatch
 from mhla_diffusers.training.config import ObjectiveWeights
-from mhla_diffusers.training.objectives import Objectives
+from mhla_diffusers.training.objectives import Objectives, attention_loss
 from mhla_diffusers.training.teacher import Teacher
 from mhla_diffusers.training.trainable import set_trainable
 
@@ -192,6 +193,10 @@ def test_lora_and_fused_projections_work_under_the_patch(name: str) -> None:
     fused.fuse_qkv_projections()
     mhla.apply_mhla(fused, **all_exact(name))
     assert relative_change(output(fused, arguments), expected) < ROUNDING
+    model = mhla.apply_mhla(case.transformer(), **plain(name))
+    expected = output(model, arguments)
+    model.fuse_qkv_projections()
+    assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
 @every_family
@@ -266,6 +271,31 @@ def test_one_update_of_transfer_and_distillation_brings_the_student_nearer(name:
             optimizer.step()
         assert losses[1] < losses[0]
     assert process.loss(predict(model, batch), batch).isfinite().all()
+
+
+@softmax_families
+def test_transfer_has_nothing_to_do_where_the_student_is_the_teacher(name: str) -> None:
+    """Also for masked text, whatever attentions make of what takes no part."""
+    case = case_of(name)
+    model = mhla.apply_mhla(case.transformer(), **all_exact(name))
+    arguments = case.inputs()
+    trained = set_trainable(model, "attention")
+    teacher = Teacher(model, trained)
+    with teacher.at_work():
+        hooks = []
+
+        def compare(attn: Any, args: Any, kwargs: Any, output: Any, *, key: str) -> None:
+            with teacher.student_attention(key):
+                losses.append(float(attention_loss(attn.forward(*args, **kwargs), output)))
+
+        losses: list[float] = []
+        for key in case.attentions:
+            attn = model.get_submodule(key)
+            hooks.append(attn.register_forward_hook(partial(compare, key=key), with_kwargs=True))
+        model(**arguments, return_dict=False)
+        for hook in hooks:
+            hook.remove()
+    assert len(losses) == len(case.attentions) and max(losses) < 1e-9
 
 
 @every_family

@@ -7,6 +7,7 @@ from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.families import get_family
 from mhla_diffusers.families.flux import FluxFamily
 
 from ..models import relative_change
@@ -92,3 +93,23 @@ def test_rope_turns_channels_with_one_axis_each():
     rotary = tuple(table[None, :, None] for table in FluxPosEmbed(10000, (16, 56, 56))(places(0, 4, 3)))
     table = table_of_tokens(axial_table(rotary, grid), grid, (0, *FAMILY.rotary_axes(128)))
     assert table.equal(rotary_table(rotary))
+
+
+@torch.no_grad()
+def test_ids_that_change_in_place_are_read_again():
+    """As where a graph or a server has one buffer for all sizes."""
+    model = mhla.apply_mhla(flux.CASE.transformer(), blocks=(2, 2), exact="none", exact_tiles=None)
+    arguments = flux.CASE.inputs()
+    places = torch.cartesian_prod(torch.zeros(1), torch.arange(4).float(), torch.arange(16).float())
+    expected = model(**arguments | {"img_ids": places}).sample
+    model(**arguments)
+    arguments["img_ids"].copy_(places)
+    assert torch.equal(model(**arguments).sample, expected)
+
+
+@torch.no_grad()
+def test_arguments_by_place():
+    model = mhla.apply_mhla(flux.CASE.transformer(), blocks=(2, 2), exact="none", exact_tiles=None)
+    arguments = flux.CASE.inputs()
+    names = get_family(model).forward_names
+    assert torch.equal(model(*(arguments[name] for name in names))[0], model(**arguments)[0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import (
     DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
     HeunDiscreteScheduler,
     PNDMScheduler,
     SanaPAGPipeline,
@@ -100,6 +101,25 @@ def test_timesteps_that_are_told_in_bfloat16(name):
         mhla.change_mhla(pipe, softmax_steps=steps)
         resting = steps if isinstance(steps, int) else 15
         assert steps_with_mhla(pipe, run) == [0] * resting + every[resting:]
+
+
+@pytest.mark.parametrize("shift", [4.0, 100.0])
+def test_steps_that_bfloat16_rounds_to_one_timestep(shift):
+    """As large pictures shift them: dozens of steps are then told as 1000, and the scheduler counts them."""
+    case = case_of("flux")
+    pipe = case.pipeline()
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.bfloat16()
+    mhla.apply_mhla(pipe, blocks=case.blocks, exact="none", exact_tiles=None, softmax_steps=3)
+    ran: list[bool] = []  # of every forward, whether MHLA ran
+    pipe.transformer.register_forward_pre_hook(lambda *_: ran.append(False))
+    next(iter(mhla.mhla_layers(pipe).values())).register_forward_pre_hook(lambda *_: ran.__setitem__(-1, True))
+    for _ in range(2):  # another call begins anew
+        ran.clear()
+        pipe(**{**case.call, "num_inference_steps": 30}, generator=torch.Generator().manual_seed(3))
+        assert ran == [False] * 3 + [True] * 27
 
 
 def test_step_numbers_and_fractions():
