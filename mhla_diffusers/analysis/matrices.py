@@ -52,7 +52,7 @@ def each_attention_matrix(
     grid = batch.grid(transformer)
     inputs = _attention_inputs(transformer, {name: attentions[name] for name in chosen}, batch)
     for name in chosen:
-        given = attended(attentions[name], *inputs[name], family.form, grid)
+        given = attended(attentions[name], *inputs[name], family.form_of(attentions[name]), grid)
         before, tokens = given.outside[0], torch.Size(grid).numel()
         here = slice(before, before + tokens)
         yield name, _matrix(attentions[name], given, family)[:, :, here, here]

@@ -93,9 +93,10 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
 
     def attention_sizes_of(attn: Any, given: Any) -> tuple[AttentionSizes, torch.Tensor]:
         args, kwargs = given
-        read = family.form.read(attn, attention_arguments(args, kwargs))
+        form = family.form_of(attn)
+        read = form.read(attn, attention_arguments(args, kwargs))
         config = attn.processor.config if isinstance(attn.processor, MHLAProcessor) else None
-        outside = sum(family.form.outside(read, grid))
+        outside = sum(form.outside(read, grid))
         return sizes_of(attn, family, config, grid, outside), read.hidden_states
 
     with torch.no_grad(), family.without_values(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:
@@ -195,7 +196,7 @@ def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
     family = get_family(transformer)
     for attn in family.self_attentions(transformer).values():
         yield ATTENTION, attn
-        yield from ((_PROJECTIONS, linear) for linear in family.form.projections(attn))
+        yield from ((_PROJECTIONS, linear) for linear in family.form_of(attn).projections(attn))
     cross = ("attn2",) if "attn2" not in family.attentions else ()
     for block in family.blocks_of(transformer).values():
         for part, names in (("cross-attention", cross), ("feed-forward", family.feed_forwards)):

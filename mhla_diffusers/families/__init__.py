@@ -7,15 +7,16 @@ import torch
 from torch import nn
 
 from ..attention.rotary import Rotary
-from .base import Family, Sample
+from .base import Family
 from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily
 from .dit import DiTFamily
 from .flux import FluxFamily
-from .forms import AttentionForm, AttentionInput, JointForm
+from .forms import AttentionForm, AttentionInput
 from .hunyuan_dit import HunyuanDiTFamily
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
+from .joint import JointForm
 from .latte import LatteFamily
 from .ltx import LTXFamily
 from .pixart import PixArtFamily
@@ -26,6 +27,7 @@ from .sana_video import SanaVideoFamily
 from .sd3 import SD3Family
 from .sizes import Clip, Model
 from .skyreels_v2 import SkyReelsV2Family
+from .structure import Sample
 from .wan import WanFamily
 from .wan_animate import WanAnimateFamily
 from .z_image import ZImageFamily

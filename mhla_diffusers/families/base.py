@@ -5,24 +5,16 @@ trained, what conditions it, how its pipeline is called, and at which sizes it i
 """
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..attention.rotary import Rotary
-from ..attention.tiles import square_tiles
-from ..config import MHLAConfig
 from .encoding import of_unit_scale
-from .forms import AttentionForm
 from .processes import DiffusionProcess
 from .sizes import Clip, Model, strides_of
-
-Sample = Mapping[str, torch.Tensor]
-"""``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""
+from .structure import Sample, Structure
 
 _STRIDES = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
 """Attributes of diffusers' pipelines: pixels per latent along height and width."""
@@ -31,50 +23,15 @@ _TEMPORAL_STRIDES = ("vae_scale_factor_temporal", "vae_temporal_compression_rati
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-class Family(ABC):
+class Family(Structure):
     """Tells everything about one family of diffusers transformers.
 
     To add a model, subclass this, fill in what is abstract, change what differs from a text-to-image pipeline with an
     ``encode_prompt``, and pass an instance to :func:`register_family`; ``docs/add-a-model.md`` shows one.
     """
 
-    name: ClassVar[str]
-    """Name in patch files, on the command line and in messages."""
-    transformers: ClassVar[tuple[str, ...]]
-    """Class names of the transformers, for example ``("WanTransformer3DModel",)``."""
-    axes: ClassVar[int]
-    """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width)."""
-    block_lists: ClassVar[tuple[str, ...]]
-    """Attributes that hold transformer blocks; absent ones are passed."""
-    attentions: ClassVar[tuple[str, ...]] = ("attn1",)
-    """Attributes of a block that are self-attentions over the tokens of the grid; absent ones are passed."""
-    form: ClassVar[AttentionForm] = AttentionForm()
-    """How these are called, what they attend with, and what they return."""
-    outside_tokens: ClassVar[int] = 0
-    """Tokens outside the grid of the longest text that the pipeline takes unasked: what costs are told for."""
-    feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ffn")
-    """Attributes of a block that are feed-forward layers; absent ones are passed."""
-    default_config: ClassVar[MHLAConfig]
-    """What ``apply_mhla(pipe)`` uses when it is told nothing else."""
-    own_attention: ClassVar[Literal["softmax", "linear"]] = "softmax"
-    """What the self-attentions compute without a patch."""
-    own_attention_eps: ClassVar[float] = 0.0
-    """Added to the normaliser by a family whose own attention is linear with φ = ReLU."""
-    squares_only: ClassVar[bool] = False
-    """Whether height and width must be equal."""
-    lacks_processor_methods: ClassVar[bool] = False
-    """Whether diffusers' class lacks ``attn_processors`` and ``set_attn_processor``; a patched instance is given them.
-
-    ``with_processors.py`` must have a class for it.
-    """
-    dispatches_attention: ClassVar[bool] = False
-    """Whether its attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
     default_clip: ClassVar[Clip] = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
     """What is encoded or generated when nothing else is said: frames, rate and size."""
-    forward_names: ClassVar[tuple[str, ...]] = ("hidden_states",)
-    """Names of the arguments that the transformer's forward is given by place; the first are latents."""
-    timestep_name: ClassVar[str] = "timestep"
-    """Of the argument that tells the transformer the time."""
     prompts_are_classes: ClassVar[bool] = False
     """Whether the model is conditioned on classes, given by number or name, and not on text."""
     models: ClassVar[tuple[Model, ...]] = ()
@@ -83,81 +40,9 @@ class Family(ABC):
     """Whether ``mhla bench`` on a GPU measures them where no model is named."""
 
     @property
-    def makes_videos(self) -> bool:
-        """Whether a sample has frames."""
-        return self.axes == 3
-
-    @property
     def suffix(self) -> str:
         """Of the files that hold what is generated: ``.mp4`` or ``.png``."""
         return ".mp4" if self.makes_videos else ".png"
-
-    # Patching
-
-    def blocks_of(self, transformer: Any) -> dict[str, Any]:
-        """Name and module of every transformer block that has a self-attention, in the order of the layer indices."""
-        return {
-            f"{list_name}.{index}": block
-            for list_name in self.block_lists
-            for index, block in enumerate(getattr(transformer, list_name, ()))
-        }
-
-    def self_attentions(self, transformer: Any) -> dict[str, Any]:
-        """Name and module of every self-attention, in the order of the layer indices."""
-        return {
-            f"{name}.{attention}": getattr(block, attention)
-            for name, block in self.blocks_of(transformer).items()
-            for attention in self.attentions
-            if getattr(block, attention, None) is not None
-        }
-
-    def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
-        """Token grid that the transformer makes of latents (B, C, ...).
-
-        By default they are cut into patches of ``config.patch_size``, one size for all axes or one for each.
-        """
-        sizes, patch = latents.shape[2:], transformer.config.patch_size
-        patches = (patch,) * len(sizes) if isinstance(patch, int) else patch
-        return tuple(size // length for size, length in zip(sizes, patches, strict=True))
-
-    def named_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a transformer's forward by name."""
-        return {**dict(zip(self.forward_names, args, strict=False)), **kwargs}
-
-    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Token grid of a forward of the transformer; by default ``hidden_states`` are latents (B, C, ...).
-
-        Args:
-            transformer: which.
-            arguments: of its forward by name.
-        """
-        return self.token_grid(transformer, arguments["hidden_states"])
-
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """Arguments of the transformer's forward for latents (B, C, ...).
-
-        By default ``hidden_states`` and ``timestep`` beside the conditioning; others pack latents or have other names.
-
-        Args:
-            transformer: which.
-            latents: (B, C, ...).
-            timestep: (B,), as the process gives it.
-            conditioning: what :meth:`encode_prompt` gives, each with a batch axis.
-        """
-        return {"hidden_states": latents, "timestep": timestep, **conditioning}
-
-    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
-        """What the transformer predicts for latents (B, C, ...), like them: its output, by default as it is.
-
-        Args:
-            transformer: which.
-            output: first of what its forward returns as a tuple.
-            latents: those that it was given.
-        """
-        predicted: torch.Tensor = output
-        return predicted
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
         """Token grid of what a pipeline makes of frames and size in pixels.
@@ -168,79 +53,6 @@ class Family(ABC):
         frames = [(clip.frames - 1) // self.temporal_stride(pipe) + 1] if self.makes_videos else []
         latents = torch.empty(1, 1, *frames, *(side // stride for side in sides), device="meta")
         return tuple(int(size) for size in self.token_grid(transformer, latents))
-
-    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
-        """The scheduler's timestep that the pipeline made the transformer's argument ``timestep`` of; by default it."""
-        return timestep
-
-    def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
-        """Token grid that the tables of RoPE tell a self-attention; None of another model, or if they do not tell.
-
-        With it diffusers' own ``set_attn_processor`` needs no ``grid``.
-
-        Args:
-            attn: a self-attention, in whatever model it is.
-            rotary: what the model hands to it, (cos, sin).
-        """
-        return None
-
-    def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """Tile counts that exact tiles of a token grid are measured with.
-
-        By default tiles of about 64 tokens with equal sides, see :func:`mhla_diffusers.attention.tiles.square_tiles`.
-        """
-        return square_tiles(grid)
-
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """Channels of a head that RoPE turns with each axis of the token grid; None for no RoPE, or for another kind.
-
-        Kernels then read one row of the table for every place on an axis, not one for every token.
-        """
-        return None
-
-    @abstractmethod
-    def self_attention_processor(self) -> Any:
-        """A fresh processor of the kind that diffusers gives the self-attentions of this family."""
-
-    def softmax_processor(self) -> Any:
-        """A processor that computes softmax attention in a self-attention; by default the family's own."""
-        return self.self_attention_processor()
-
-    def cross_attention_processor(self) -> Any:
-        """A fresh processor of the kind that diffusers gives the cross-attentions, ``AttnProcessor2_0`` by default."""
-        from diffusers.models.attention_processor import AttnProcessor2_0
-
-        return AttnProcessor2_0()
-
-    def perturbed_parts(self, processor: Any) -> int | None:
-        """Parts of a batch under a processor of perturbed-attention guidance, which perturbs the last; else None."""
-        return None
-
-    def recognises_self_attention(self, attn: Any) -> bool:
-        """Whether a self-attention, in whatever model it is, is one of this family."""
-        return False
-
-    def recognises_cross_attention(self, attn: Any) -> bool:
-        """Whether a cross-attention, in whatever model it is, needs this family's processor."""
-        return False
-
-    def prepare(self, transformer: Any) -> None:
-        """Called once when a transformer is patched: gives it ``set_attn_processor`` if its class lacks that."""
-        if self.lacks_processor_methods:
-            from .with_processors import give_processor_methods
-
-            give_processor_methods(transformer)
-
-    def restore(self, transformer: Any) -> None:
-        """Called once when the patch is removed; undoes :meth:`prepare`."""
-        if self.lacks_processor_methods:
-            from .with_processors import take_processor_methods
-
-            take_processor_methods(transformer)
-
-    def without_values(self) -> AbstractContextManager[Any]:
-        """What a forward on the meta device runs in; for models that ask for values of their inputs."""
-        return nullcontext()
 
     # Training
 
@@ -256,7 +68,7 @@ class Family(ABC):
         """
         raise self._unknown("how the model was trained", "process")
 
-    def prepare_for_training(self, transformer: nn.Module) -> None:  # noqa: B027
+    def prepare_for_training(self, transformer: nn.Module) -> None:
         """Called once after ``transformer.train()``: switches off what draws random numbers of its own."""
 
     def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
@@ -352,7 +164,7 @@ class Family(ABC):
 
     # Calling the pipeline
 
-    def check_prompt(self, pipe: Any, prompt: str) -> None:  # noqa: B027 - text needs no check
+    def check_prompt(self, pipe: Any, prompt: str) -> None:
         """Raise unless the pipeline can be asked for a prompt.
 
         Raises:

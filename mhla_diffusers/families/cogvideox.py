@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .base import Family, Sample
-from .forms import JointForm
+from .base import Family
+from .joint import JointForm
 from .processes import DiffusionProcess, VelocityDDPM
 from .sizes import Clip, Model
+from .structure import Sample
 
 
 class CogVideoXForm(JointForm):

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Family
 from .processes import DiffusionProcess, LearnedVarianceDDPM
 from .sizes import Clip, Model
+from .structure import Sample
 
 _SHOWN_LABELS = 12
 """How many names of classes an error lists; ImageNet has a thousand."""

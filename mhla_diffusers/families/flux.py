@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .base import Sample
-from .forms import JointForm
+from .joint import JointForm
 from .packed import PackedFamily
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Model
+from .structure import Sample
 
 _TEXT_TOKENS = 512
 _GUIDANCE = 3.5

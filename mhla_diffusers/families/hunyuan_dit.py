@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Family
 from .forms import AttentionForm
 from .processes import DiffusionProcess, VelocityDDPM
 from .sizes import Model
+from .structure import Sample
 
 _PIXELS = 8
 """Per latent along height and width, as the pipeline takes it for granted."""

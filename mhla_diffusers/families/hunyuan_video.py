@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import torch
 
 from ..config import MHLAConfig
-from .base import Family, Sample
-from .forms import JointForm
+from .base import Family
+from .joint import JointForm
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model
+from .structure import Sample
 
 _TEXT_TOKENS = 256
 _GUIDANCE = 6000.0

@@ -13,10 +13,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..config import MHLAConfig
-from .base import Sample
-from .forms import AttentionArguments, JointForm
+from .forms import AttentionArguments
 from .hunyuan_video import HunyuanVideoFamily
+from .joint import JointForm
 from .sizes import Clip, Model
+from .structure import Sample
 
 _TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729
 """As the pipeline pads them; those of an image are masked where there is none."""

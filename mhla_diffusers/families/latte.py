@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Family
 from .encoding import of_unit_scale
 from .processes import DiffusionProcess, LearnedVarianceDDPM
 from .sizes import Clip, Model
+from .structure import Sample
 
 _TEXT_TOKENS = 120
 """Length that the pipeline pads several prompts to."""

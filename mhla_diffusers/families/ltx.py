@@ -13,11 +13,12 @@ import torch
 
 from ..attention.rotary import Rotary
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Family
 from .forms import AttentionArguments, AttentionForm, AttentionInput
 from .packing import pack, unpack
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model
+from .structure import Sample
 
 _TEXT_TOKENS = 128
 _ROPE_SCALE = (8 / 25, 32, 32)

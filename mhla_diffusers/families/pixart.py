@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Family
 from .processes import DiffusionProcess, LearnedVarianceDDPM
 from .sizes import Model
+from .structure import Sample
 
 _PIXELS = 8
 """Per latent along height and width, of the autoencoders of α and Σ."""

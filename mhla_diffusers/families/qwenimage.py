@@ -11,12 +11,13 @@ import torch
 
 from ..attention.rotary import Rotary, rotary_of_complex
 from ..config import MHLAConfig
-from .base import Sample
 from .encoding import of_unit_scale, padded_text
-from .forms import AttentionArguments, JointForm
+from .forms import AttentionArguments
+from .joint import JointForm
 from .packed import PackedFamily
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model
+from .structure import Sample
 
 _TEXT_TOKENS = 512
 """Default of the pipeline's call, which fills text up to the longest of a batch and masks what it added."""

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Family
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model
+from .structure import Sample
 
 _TEXT_TOKENS = 300
 

@@ -10,16 +10,19 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .base import Family, Sample
-from .forms import JointForm
+from .base import Family
+from .forms import AttentionForm
+from .joint import JointForm
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Model
+from .structure import Sample
 
 _TEXT_TOKENS = 77 + 256
 """Of CLIP, and of T5 in training and in the pipeline's default."""
 
 
 def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
+    # the table of positions is larger than those of the checkpoints, so that 4096 px can be measured
     settings = {
         "num_attention_heads": heads,
         "caption_projection_dim": 64 * heads,
@@ -74,6 +77,10 @@ class SD3Family(Family):
     )
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+
+    def form_of(self, attn: Any) -> AttentionForm:
+        """Of ``attn2`` that of an attention without text."""
+        return self.form if attn.add_q_proj is not None else AttentionForm()
 
     def self_attention_processor(self) -> Any:
         """``JointAttnProcessor2_0``."""

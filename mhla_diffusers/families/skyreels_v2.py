@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .base import Sample
 from .forms import AttentionArguments, AttentionForm, AttentionInput
 from .sizes import Clip, Model
+from .structure import Sample
 from .wan import WanFamily, tiny_wan, wan_model
 
 _AT_24_FPS = 1

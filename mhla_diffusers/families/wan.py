@@ -17,10 +17,11 @@ import torch
 
 from ..attention.rotary import Rotary
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Family
 from .encoding import of_unit_scale
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model
+from .structure import Sample
 
 _TEXT_TOKENS = 512
 """Length that the pipeline pads text to in training; its text is not masked, so the length matters."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .base import Sample
 from .sizes import Clip
+from .structure import Sample
 from .wan import WanFamily, tiny_wan, wan_model
 
 _STRIDE = 4

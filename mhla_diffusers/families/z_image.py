@@ -12,11 +12,13 @@ import torch
 
 from ..attention.rotary import Rotary, rotary_of_complex
 from ..config import MHLAConfig
-from .base import Family, Sample
+from .base import Family
 from .encoding import padded_text
-from .forms import AttentionArguments, JointForm
+from .forms import AttentionArguments
+from .joint import JointForm
 from .processes import DiffusionProcess, ReversedFlowMatching
 from .sizes import Model
+from .structure import Sample
 
 _TEXT_TOKENS = 512
 """Default of the pipeline's call, which cuts text there."""

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.tile_errors import TiledInput, pair_errors
 from ..attention.tile_scores import spend
-from ..families.forms import output_projection
+from ..families.projecting import output_projection
 from ..patching.attended import Attended
 from ..patching.calibration import check_reached
 from ..patching.denoising_steps import Step, StepHooks

@@ -8,7 +8,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.outside import of_grid
 from ..families import get_family
-from ..families.forms import attention_arguments, output_projection
+from ..families.forms import attention_arguments
+from ..families.projecting import output_projection
 from .finding import find_transformers
 from .layer import MHLALayer
 from .processor import form_of

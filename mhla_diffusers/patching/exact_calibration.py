@@ -14,7 +14,7 @@ from ..attention.merge import far_field
 from ..attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from ..attention.tile_scores import spend
 from ..attention.tiles import in_tiles, square_tiles, tokens_of_tiles
-from ..families.forms import output_projection
+from ..families.projecting import output_projection
 from ..reporting import text_table
 from .attended import Attended
 from .calibration import check_reached, patched_attentions, run_unpatched

@@ -192,7 +192,7 @@ def form_of(attn: Any, family: Family | None = None) -> AttentionForm:
     if layer is not None:
         return layer.form
     if family is not None:
-        return family.form
+        return family.form_of(attn)
     if getattr(attn, "add_q_proj", None) is not None:
         raise ValueError(
             f"This {type(attn).__name__} is joint attention and does not tell which model it is in; use "

@@ -49,7 +49,7 @@ def test_steps_are_chosen_by_name():
         ("device", set()),
         ("correctness", set()),
         ("limits", {"a second device", "compute-sanitizer"}),
-        ("tests", {"test_kernels.py", "test_exact.py", "test_backend.py", "test_mixing.py"}),
+        ("tests", {"test_kernels.py", "test_exact.py", "test_outside.py", "test_backend.py", "test_mixing.py"}),
         ("rivals", set()),
         pytest.param("kernels", set(), marks=pytest.mark.slow),
         pytest.param("models", set(), marks=pytest.mark.slow),
