@@ -197,7 +197,8 @@ class Family(Structure):
         Raises:
             ValueError: the pipeline must be given more, such as a picture.
         """
-        arguments = {**self.prompt_arguments(pipe, prompts), "generator": list(generators), **settings}
+        usual = {"output_type": "np"} if self.makes_videos else {}  # some pipelines give frames as pictures
+        arguments = {**usual, **self.prompt_arguments(pipe, prompts), "generator": list(generators), **settings}
         missing = [
             name
             for name, parameter in inspect.signature(pipe.__call__).parameters.items()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, LTXConditionPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, LTXConditionPipeline, LTXImageToVideoPipeline
 from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 from PIL import Image
 
@@ -163,3 +163,21 @@ def test_condition_pipeline():
     mhla.apply_mhla(pipe, **PLAIN, softmax_steps=1)
     assert_changed(generate(), expected)
     assert {layer.grid for layer in mhla.describe(pipe)} == {CASE.grid}
+
+
+def test_image_to_video_pipeline():
+    """A timestep for every token, 0 in the first frame."""
+    pipe = quiet(LTXImageToVideoPipeline(**CASE.pipeline().components))
+    call = {**CALL, "image": Image.new("RGB", (96, 64), "red"), "output_type": "latent"}
+
+    def generate():
+        return pipe(**call, generator=torch.Generator().manual_seed(3)).frames
+
+    expected = generate()
+    mhla.apply_mhla(pipe, **ONE_TILE)
+    assert relative_change(generate(), expected) < 1e-4  # float32 sums in another order, through two steps
+    mhla.remove_mhla(pipe)
+    mhla.apply_mhla(pipe, **PLAIN)
+    assert_changed(generate(), expected)
+    mhla.change_mhla(pipe, softmax_steps=2)
+    torch.testing.assert_close(generate(), expected, rtol=0, atol=0)

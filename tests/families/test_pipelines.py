@@ -108,6 +108,23 @@ def test_latents_are_of_the_scale_of_the_pipeline(name: str) -> None:
 
 
 @each_family
+def test_samples_are_what_files_are_written_of(name: str) -> None:
+    case = case_of(name)
+    family, clip = family_of(case), clip_of(case)
+    prompts, others = [case.call["prompt"], "a cat"], ("prompt", "negative_prompt", "output_type")
+    settings = {key: x for key, x in case.call.items() if key not in others}
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    found = family.call(case.pipeline(), prompts, generators, **settings)
+    assert len(found) == 2
+    for sample in found:
+        if family.makes_videos:
+            assert sample.shape == (clip.frames, *clip.sizes[0], 3)
+            assert 0 <= sample.min() < sample.max() <= 1
+        else:
+            assert (sample.height, sample.width) == clip.sizes[0]
+
+
+@each_family
 def test_pixels_become_latents_of_the_grid(name: str) -> None:
     case = case_of(name)
     family, pipe, clip = family_of(case), case.pipeline(), clip_of(case)

@@ -199,7 +199,7 @@ def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"family": "stable-cascade"}, "family='flux'"),
+        ({"family": "stable-cascade"}, "family='stable-cascade'"),
         ({"prompts": ()}, "no prompts"),
         ({"seeds": ()}, "no seeds"),
         ({"patch": "a", "weights": "b"}, "either patch"),
