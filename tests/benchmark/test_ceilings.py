@@ -1,6 +1,7 @@
 """``mhla bench ceilings``: what is counted is what a forward of the model would count."""
 
 import csv
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from mhla_diffusers.benchmark.ceilings import ceilings
-from mhla_diffusers.benchmark.models import build_transformer, find_models, make_forward_inputs
+from mhla_diffusers.benchmark.models import (
+    build_transformer,
+    family_of_model,
+    find_models,
+    make_forward_inputs,
+    models,
+)
 from mhla_diffusers.cli import app
 
 
@@ -40,3 +47,15 @@ def test_command(tmp_path):
     assert "| tiny-dit | 64x64 |" in (tmp_path / "ceilings.md").read_text() and "tiny-dit" in result.output
     # a linear attention leaves nothing to save
     assert not ceilings(find_models(["sana-0.6b"], "cpu"))
+
+
+def test_the_page_of_models_tells_what_is_counted():
+    """Its table is the file that the command has written; of one model it is counted anew."""
+    root = Path(__file__).parents[2]
+    table = (root / "assets/models/ceilings.md").read_text().rstrip()
+    assert table in (root / "docs/models.md").read_text()
+    for found in ceilings(find_models(["sd3.5-large"], "cpu")):
+        assert f"| {' | '.join(found.cells())} |" in table
+    named = {row.split(" | ")[0].strip("| ") for row in table.splitlines()[2:]}
+    softmax = {model.name for model in models().values() if family_of_model(model).own_attention == "softmax"}
+    assert named == {name for name in softmax if not name.startswith("tiny")}
