@@ -135,12 +135,12 @@ class TokenGridHooks:
     def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the grid off the arguments."""
         arguments = self.family.named_arguments(args, kwargs)
-        grid = tuple(int(size) for size in self.family.grid_of_arguments(transformer, arguments))
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
         latents = arguments[self.family.forward_names[0]]
         for tensor in [latents] if isinstance(latents, torch.Tensor) else latents:
-            for axis in range(1, tensor.ndim):
+            for axis in range(1, tensor.ndim) if isinstance(tensor, torch.Tensor) else ():
                 torch._dynamo.mark_static(tensor, axis)
+        grid = tuple(int(size) for size in self.family.grid_of_arguments(transformer, arguments))
         _THREAD.forward.grid = self.latest = grid
         checkpoint = getattr(transformer, _CHECKPOINT, None)
         if checkpoint is not None and not isinstance(checkpoint, _Carrying):
