@@ -313,3 +313,11 @@ def test_every_real_model_has_a_forecast():
             family = family_of_model(model)
             shown = forecast_text(name, None, Options())
             assert f"unpatched: {family.own_attention} attention" in shown
+
+
+def test_a_model_that_embeds_its_guidance_runs_once_a_step():
+    """And its layers are of two kinds, of which the first alone are not all."""
+    text = forecast_text("flux-dev", None, Options())
+    assert "50 steps, 1 forward each" in text and "in 100% of all layers" in text
+    assert "those with the text's tokens among them" in text
+    assert "50 steps, 2 forwards each" in forecast_text("flux-dev", None, Options(passes=2))

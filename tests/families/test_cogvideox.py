@@ -129,3 +129,11 @@ def test_image_to_video_is_patched_but_not_trained():
     for refused in (lambda: family.encode_prompt(pipe, "a"), lambda: family.process(pipe.transformer, 1.0)):
         with pytest.raises(ValueError, match="conditioned on pictures"):
             refused()
+
+
+def test_diffusers_own_setter_cannot_tell_the_model():
+    """Its text comes as a cross-attention's does, and must not be taken for it."""
+    model = transformer()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=CASE.blocks))
+    with pytest.raises(ValueError, match=r"joint attention and does not tell .* use mhla_diffusers.set_attn_processor"):
+        model(**CASE.inputs())

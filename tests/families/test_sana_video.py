@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
 
 import mhla_diffusers as mhla
+from mhla_diffusers.analysis import attention_matrices
 from mhla_diffusers.families.sana_video import SanaVideoFamily
+from mhla_diffusers.patching import TransformerCall
 
 from ..models import assert_changed, output, relative_change
 from .tiny.sana_video import CASE, IMAGE_CASE
@@ -60,3 +62,18 @@ def test_softmax_in_place_of_the_own_attention_has_its_norms_and_rope():
 def test_exact_tiles_are_refused():
     with pytest.raises(ValueError, match="own attention of SanaVideoTransformer3DModel is linear"):
         mhla.apply_mhla(CASE.transformer(), blocks=(1, 2, 2), exact="content")
+
+
+@torch.no_grad()
+def test_matrices_are_those_of_the_own_attention():
+    """A matrix times the value is what the heads give: RoPE turns the numerator alone."""
+    model, arguments = CASE.transformer(), CASE.inputs()
+    values, handed = {}, {}
+    for name in CASE.attentions:
+        attn = model.get_submodule(name)
+        attn.to_v.register_forward_hook(lambda _, __, value, name=name: values.__setitem__(name, value))
+        attn.to_out[0].register_forward_pre_hook(lambda _, args, name=name: handed.__setitem__(name, args[0]))
+    matrices = attention_matrices(model, TransformerCall((), arguments))
+    for name, matrix in matrices.items():
+        found = torch.einsum("bhqk,bkhd->bqhd", matrix, values[name].unflatten(-1, (2, -1)).double())
+        assert relative_change(found.flatten(2).float(), handed[name]) < 1e-5

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers import LayerSkipConfig, apply_layer_skip
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0
 
 import mhla_diffusers as mhla
@@ -79,3 +80,12 @@ def test_joint_attention_that_does_not_tell_its_model_says_so():
     model.set_attn_processor(mhla.MHLAProcessor(blocks=(4, 2), grid=(8, 8)))
     with pytest.raises(ValueError, match=r"does not tell which model it is in.*set_attn_processor\(transformer"):
         output(model, sd3.inputs())
+
+
+@torch.no_grad()
+def test_a_skipped_attention_hands_on_image_and_text():
+    """As diffusers' guidance skips layers, which knows no such processor of SD3's own."""
+    model, arguments = mhla.apply_mhla(sd3.transformer(), **plain("sd3")), sd3.inputs()
+    expected = output(model, arguments)
+    apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn="transformer_blocks", skip_attention=True, skip_ff=False))
+    assert relative_change(output(model, arguments), expected) > 1e-3
