@@ -5,8 +5,20 @@ or for a GPU is settled when it is decorated.
 """
 
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def native_attention_backend() -> Iterator[None]:
+    """diffusers' ``set_attention_backend`` also changes the backend of every other model; put it back."""
+    yield
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatch is not None:
+        dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
