@@ -14,8 +14,7 @@ from ..config import MHLAConfig
 from .joint import JointForm
 from .kept import keep_with, kept_with
 from .packed import PackedFamily
-from .processes import DiffusionProcess, FlowMatching
-from .sizes import Model
+from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Model
 from .structure import Sample
 
 _TEXT_TOKENS = 512
@@ -30,9 +29,7 @@ class FluxForm(JointForm):
 
 
 def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
-    sizes = tuple((side, side) for side in (1024, 2048, 4096))
     settings = {"num_attention_heads": heads, **settings}
-    grids = {f"{16 * side}px": (side, side) for side in (64, 128, 256)}
     return Model(
         name,
         "FluxTransformer2DModel",
@@ -43,8 +40,8 @@ def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
         (4, 4),
         stride=8,
         patch=2,
-        sizes=sizes,
-        grids=grids,
+        sizes=LARGE_SQUARES,
+        grids=GRIDS_OF_LARGE_SQUARES,
         more_layers={"num_single_layers": 2 * layers},
         passes=1,
     )
@@ -77,7 +74,6 @@ class FluxFamily(PackedFamily):
 
     name = "flux"
     transformers = ("FluxTransformer2DModel",)
-    axes = 2
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     attentions = ("attn",)
     form = FluxForm()
@@ -107,10 +103,6 @@ class FluxFamily(PackedFamily):
         """``FluxAttention``."""
         return type(attn).__name__ == "FluxAttention"
 
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """Of Flux.1: 16 channels that an image does not turn, counted to the height, then 56 for each axis."""
-        return (72, 56) if head_dim == 128 else None
-
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read off the ids, once for every tensor of them.
 
@@ -139,14 +131,6 @@ class FluxFamily(PackedFamily):
         if transformer.config.guidance_embeds:
             arguments["guidance"] = torch.full_like(timestep, _GUIDANCE, dtype=latents.dtype)
         return arguments
-
-    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Flow matching; the transformer takes σ."""
-        return FlowMatching(flow_shift, timestep_scale=1e-3)
-
-    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
-        """A thousand times σ."""
-        return 1000 * timestep
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """``encoder_hidden_states`` (512, channels) of T5, and ``pooled_projections`` (channels,) of CLIP."""

@@ -15,7 +15,7 @@ from ..config import MHLAConfig
 from .base import Family
 from .forms import AttentionForm
 from .processes import DiffusionProcess, VelocityDDPM
-from .sizes import Model
+from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Model
 from .structure import Sample
 
 _PIXELS = 8
@@ -43,8 +43,8 @@ _HUNYUAN_DIT = Model(
     (4, 4),
     stride=8,
     patch=2,
-    sizes=tuple((side, side) for side in (1024, 2048, 4096)),
-    grids={f"{16 * side}px": (side, side) for side in (64, 128, 256)},
+    sizes=LARGE_SQUARES,
+    grids=GRIDS_OF_LARGE_SQUARES,
 )
 _TINY = Model(
     "tiny-hunyuan_dit",

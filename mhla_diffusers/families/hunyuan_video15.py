@@ -28,10 +28,7 @@ class HunyuanVideo15Form(JointForm):
 
     def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
         """(B, N) of all tokens, of which those of the video all take part."""
-        mask = arguments.attention_mask
-        if mask is None:
-            return None
-        return self.joined(mask.new_ones(arguments.hidden_states.shape[:2]), mask).bool()
+        return self.mask_beside_grid(arguments, arguments.attention_mask)
 
     def hand_on(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """The model masks queries as well: heads give 0 for text that takes no part."""

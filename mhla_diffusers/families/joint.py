@@ -47,6 +47,12 @@ class JointForm(AttentionForm):
             return None
         return key_padding_mask(mask, len(arguments.hidden_states), _count(arguments))
 
+    def mask_beside_grid(self, arguments: AttentionArguments, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """(B, N), bool, of a mask (B, n) of the context alone: the tokens of the grid all take part."""
+        if mask is None:
+            return None
+        return self.joined(mask.new_ones(arguments.hidden_states.shape[:2]), mask).bool()
+
     def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
         """RoPE of all tokens; by default (cos, sin), each (N, D), of all tokens or of those without the context."""
         if arguments.rotary_emb is None:

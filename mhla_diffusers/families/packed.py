@@ -6,6 +6,7 @@ import torch
 
 from .base import Family
 from .packing import pack, unpack
+from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip
 
 _PACKED = 2
@@ -14,6 +15,20 @@ _PACKED = 2
 
 class PackedFamily(Family):
     """Images whose latents stand in the transformer's input as tokens, 2x2 to each."""
+
+    axes = 2
+
+    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
+        """Of 128 channels 16 that turn with the number of the picture, counted to the height, and 56 for each axis."""
+        return (72, 56) if head_dim == 128 else None
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """Flow matching; the transformer takes σ."""
+        return FlowMatching(flow_shift, timestep_scale=1e-3)
+
+    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
+        """A thousand times σ."""
+        return 1000 * timestep
 
     def spatial_patch(self, transformer: Any) -> int:
         """2, by packing."""

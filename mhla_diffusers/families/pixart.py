@@ -12,7 +12,7 @@ import torch
 from ..config import MHLAConfig
 from .base import Family
 from .processes import DiffusionProcess, LearnedVarianceDDPM
-from .sizes import Model
+from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Model
 from .structure import Sample
 
 _PIXELS = 8
@@ -21,10 +21,18 @@ _PIXELS = 8
 
 def _model(name: str, **settings: Any) -> Model:
     settings = {"caption_channels": 4096, **settings}
-    sizes = tuple((side, side) for side in (1024, 2048, 4096))
-    grids = {f"{16 * side}px": (side, side) for side in (64, 128, 256)}
     return Model(
-        name, "PixArtTransformer2DModel", settings, 16, 72, 28, (4, 4), stride=8, patch=2, sizes=sizes, grids=grids
+        name,
+        "PixArtTransformer2DModel",
+        settings,
+        16,
+        72,
+        28,
+        (4, 4),
+        stride=8,
+        patch=2,
+        sizes=LARGE_SQUARES,
+        grids=GRIDS_OF_LARGE_SQUARES,
     )
 
 

@@ -15,8 +15,7 @@ from .encoding import of_unit_scale, padded_text
 from .forms import AttentionArguments
 from .joint import JointForm
 from .packed import PackedFamily
-from .processes import DiffusionProcess, FlowMatching
-from .sizes import Clip, Model
+from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Clip, Model
 from .structure import Sample
 
 _TEXT_TOKENS = 512
@@ -40,10 +39,7 @@ class QwenImageForm(JointForm):
             raise ValueError(
                 "Qwen-Image masks its text with encoder_hidden_states_mask; an attention_mask beside it has no place."
             )
-        mask = arguments.encoder_hidden_states_mask
-        if mask is None:
-            return None
-        return self.joined(mask.new_ones(arguments.hidden_states.shape[:2]), mask).bool()
+        return self.mask_beside_grid(arguments, arguments.encoder_hidden_states_mask)
 
     def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
         """RoPE of image and text."""
@@ -64,8 +60,8 @@ _QWEN_IMAGE = Model(
     (4, 4),
     stride=8,
     patch=2,
-    sizes=tuple((side, side) for side in (1024, 2048, 4096)),
-    grids={f"{16 * side}px": (side, side) for side in (64, 128, 256)},
+    sizes=LARGE_SQUARES,
+    grids=GRIDS_OF_LARGE_SQUARES,
 )
 _TINY = Model(
     "tiny-qwenimage",
@@ -93,7 +89,6 @@ class QwenImageFamily(PackedFamily):
 
     name = "qwenimage"
     transformers = ("QwenImageTransformer2DModel",)
-    axes = 2
     block_lists = ("transformer_blocks",)
     attentions = ("attn",)
     form = QwenImageForm()
@@ -117,10 +112,6 @@ class QwenImageFamily(PackedFamily):
         from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
         return QwenDoubleStreamAttnProcessor2_0()
-
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """Of Qwen-Image: 16 channels that the picture's number turns, counted to the height, then 56 for each axis."""
-        return (72, 56) if head_dim == 128 else None
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """As ``img_shapes`` tells it of the first sample, by which the model lays out the whole batch.
@@ -150,14 +141,6 @@ class QwenImageFamily(PackedFamily):
             "img_shapes": [[shape]] * len(latents),
             **conditioning,
         }
-
-    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Flow matching; the transformer takes σ."""
-        return FlowMatching(flow_shift, timestep_scale=1e-3)
-
-    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
-        """A thousand times σ."""
-        return 1000 * timestep
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(B, 16, H, W): the autoencoder is one of videos, of which an image is one frame."""

@@ -14,7 +14,7 @@ from .base import Family
 from .forms import AttentionForm
 from .joint import JointForm
 from .processes import DiffusionProcess, FlowMatching
-from .sizes import Model
+from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Model
 from .structure import Sample
 
 _TEXT_TOKENS = 77 + 256
@@ -30,10 +30,18 @@ def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
         "pos_embed_max_size": 512,
         **settings,
     }
-    sizes = tuple((side, side) for side in (1024, 2048, 4096))
-    grids = {f"{16 * side}px": (side, side) for side in (64, 128, 256)}
     return Model(
-        name, "SD3Transformer2DModel", settings, heads, 64, layers, (4, 4), stride=8, patch=2, sizes=sizes, grids=grids
+        name,
+        "SD3Transformer2DModel",
+        settings,
+        heads,
+        64,
+        layers,
+        (4, 4),
+        stride=8,
+        patch=2,
+        sizes=LARGE_SQUARES,
+        grids=GRIDS_OF_LARGE_SQUARES,
     )
 
 

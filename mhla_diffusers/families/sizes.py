@@ -5,6 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+LARGE_SQUARES = tuple((side, side) for side in (1024, 2048, 4096))
+"""Height and width in pixels at which image models of 16 pixels per token are measured."""
+GRIDS_OF_LARGE_SQUARES = {f"{side}px": (side // 16, side // 16) for side, _ in LARGE_SQUARES}
+"""Their names and token grids."""
+
 
 @dataclass(frozen=True)
 class Clip:

@@ -17,7 +17,7 @@ from .encoding import padded_text
 from .forms import AttentionArguments
 from .joint import JointForm
 from .processes import DiffusionProcess, ReversedFlowMatching
-from .sizes import Model
+from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Model
 from .structure import Sample
 
 _TEXT_TOKENS = 512
@@ -46,10 +46,10 @@ _Z_IMAGE = Model(
     (4, 4),
     stride=8,
     patch=2,
-    sizes=tuple((side, side) for side in (1024, 2048, 4096)),
+    sizes=LARGE_SQUARES,
     layers_argument="n_layers",
     more_layers={"n_refiner_layers": 2},
-    grids={f"{16 * side}px": (side, side) for side in (64, 128, 256)},
+    grids=GRIDS_OF_LARGE_SQUARES,
 )
 _TINY = Model(
     "tiny-z_image",

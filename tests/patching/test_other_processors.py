@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from diffusers import LayerSkipConfig, SanaPAGPipeline, apply_layer_skip
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import mhla_diffusers as mhla
@@ -134,15 +134,8 @@ def test_patched_layers_of_other_families_are_skipped_too(name, what):
     assert_changed(output(model, inputs(name)), before)
 
 
-@pytest.fixture
-def active_backend():
-    """``set_attention_backend`` also changes the backend of every other model; put it back."""
-    yield
-    _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
-
-
 @pytest.mark.parametrize("form", ["apply_mhla", "diffusers' own form"])
-def test_an_attention_backend_set_while_patched_stays_after_removal(form, active_backend):
+def test_an_attention_backend_set_while_patched_stays_after_removal(form):
     model = FAMILIES["wan"].build()
     if form == "apply_mhla":
         mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3), layers=[0, 1])
@@ -157,7 +150,7 @@ def test_an_attention_backend_set_while_patched_stays_after_removal(form, active
     assert set(backends.values()) == {AttentionBackendName._NATIVE_MATH}
 
 
-def test_an_attention_backend_set_before_the_patch_stays_too(active_backend):
+def test_an_attention_backend_set_before_the_patch_stays_too():
     model = FAMILIES["wan"].build()
     model.set_attention_backend("_native_math")
     mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3))

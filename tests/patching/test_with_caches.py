@@ -48,13 +48,6 @@ def test_diffusers_has_no_caches_for_sana_and_dit(name):
     assert not hasattr(FAMILIES[name].build(), "enable_cache")
 
 
-@pytest.fixture
-def active_backend():
-    """``set_attention_backend`` also changes the backend of every other model; put it back."""
-    yield
-    _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
-
-
 def softmax_kernels(model, arguments):
     """How often each implementation of softmax attention ran."""
     with torch.profiler.profile() as profile:
@@ -67,7 +60,7 @@ def softmax_kernels(model, arguments):
 
 
 @pytest.mark.parametrize("form", ["apply_mhla", "single instance"])
-def test_attention_backend_reaches_kept_layers_and_cross_attention(form, active_backend):
+def test_attention_backend_reaches_kept_layers_and_cross_attention(form):
     model, arguments = FAMILIES["wan"].build(), inputs("wan")
     if form == "apply_mhla":
         mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3), layers=[0, 1])
@@ -84,7 +77,7 @@ def test_attention_backend_reaches_kept_layers_and_cross_attention(form, active_
 
 
 @pytest.mark.parametrize("name", ["sana", "dit"])
-def test_attention_backend_leaves_the_rest_working(name, active_backend):
+def test_attention_backend_leaves_the_rest_working(name):
     """SANA's and DiT's own processors do not look at it; nor does MHLA."""
     model = patched(name)
     expected = output(model, inputs(name))
