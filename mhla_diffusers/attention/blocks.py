@@ -12,12 +12,14 @@ by blocks of ``n // b`` tokens, so that nothing is ever cropped or padded.
 import math
 import operator
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
 
 Shape = tuple[int, ...]
+Box = tuple[slice, ...]
+"""Of the token grid, one slice per axis."""
 
 _AXIS_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
 
@@ -115,8 +117,36 @@ def block_index(grid: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
     return index
 
 
+def boxes_of_range(grid: Sequence[int], first: int, count: int) -> list[Box]:
+    """The boxes that a run of tokens, in raster order, fills one after the other; at most five of three axes.
+
+    Args:
+        grid: token grid.
+        first: place of the run's first token.
+        count: its length.
+    """
+    row = math.prod(grid[1:])
+    if len(grid) == 1 or count == 0:
+        return [(slice(first, first + count), *(slice(0, size) for size in grid[1:]))] if count else []
+    start, stop = -(-first // row), (first + count) // row
+    if start > stop or first + count < start * row:  # within one row of the first axis
+        return _in_row(grid, stop, first - stop * row, count)
+    boxes = _in_row(grid, start - 1, first - (start - 1) * row, start * row - first)
+    if stop > start:
+        boxes.append((slice(start, stop), *(slice(0, size) for size in grid[1:])))
+    return boxes + _in_row(grid, stop, 0, first + count - stop * row)
+
+
+def _in_row(grid: Sequence[int], row: int, first: int, count: int) -> list[Box]:
+    return [(slice(row, row + 1), *box) for box in boxes_of_range(grid[1:], first, count)]
+
+
 def regular_regions(
-    grid: Sequence[int], blocks: Sequence[int], max_rows: int | None = None, max_length: int | None = None
+    grid: Sequence[int],
+    blocks: Sequence[int],
+    max_rows: int | None = None,
+    max_length: int | None = None,
+    box: Box | None = None,
 ) -> list[Region]:
     """Cut the grid into boxes whose blocks all have one shape.
 
@@ -127,6 +157,8 @@ def regular_regions(
         blocks: block count per axis.
         max_rows: cut further, so that no region has more blocks than this along the first axis.
         max_length: cut blocks too, so that no region of one row of blocks is longer along the first axis.
+        box: cut this box of the grid alone, whose tokens the regions then count from its corner; blocks at its border
+            may be there in part.
     """
     runs_per_axis = []
     for axis, (tokens, count) in enumerate(zip(grid, blocks, strict=True)):
@@ -138,10 +170,27 @@ def regular_regions(
             for start in range(first, last, step):
                 stop = min(start + step, last)
                 runs.append((slice(start * length + offset, stop * length + offset), slice(start, stop), length))
+        if box is not None:
+            runs = [part for run in runs for part in _within(*run, box[axis])]
         if axis == 0 and max_length is not None:
             runs = [part for run in runs for part in _cut_run(*run, max_length)]
         runs_per_axis.append(runs)
     return [Region(*(tuple(part) for part in zip(*runs, strict=True))) for runs in product(*runs_per_axis)]
+
+
+def _within(tokens: slice, blocks: slice, length: int, box: slice) -> list[tuple[slice, slice, int]]:
+    """What a box, from whose start places are counted, holds of a run: part of a block, whole blocks, part of one."""
+    start, stop = max(tokens.start, box.start), min(tokens.stop, box.stop)
+    cuts = {start, stop} if start < stop else set()
+    for at in (start, stop) if cuts else ():
+        inside = (at - tokens.start) // length * length + tokens.start
+        cuts |= {cut for cut in (inside, inside + length) if start < cut < stop}
+    parts = []
+    for a, b in pairwise(sorted(cuts)):
+        index = blocks.start + (a - tokens.start) // length
+        whole = (b - a) // length
+        parts.append((slice(a - box.start, b - box.start), slice(index, index + max(1, whole)), min(b - a, length)))
+    return parts
 
 
 def _cut_run(tokens: slice, blocks: slice, length: int, max_length: int) -> list[tuple[slice, slice, int]]:
@@ -199,10 +248,12 @@ def join_tokens(pieces: list[torch.Tensor], regions: list[Region], first_axis: i
     return _join(pieces, [region.tokens for region in regions], first_axis)
 
 
-def join_blocks(pieces: list[torch.Tensor], regions: list[Region], first_axis: int) -> torch.Tensor:
+def join_blocks(
+    pieces: list[torch.Tensor], regions: list[Region], blocks: Shape, first_axis: int
+) -> torch.Tensor:
     """Concatenate sums over blocks, one piece per region, whose block axes begin at ``first_axis``.
 
-    Sums over parts of the same blocks are added.
+    Sums over parts of the same blocks are added; blocks of which no region holds a part are 0.
     """
     sums: dict[tuple[int, ...], torch.Tensor] = {}
     places = {}
@@ -210,7 +261,15 @@ def join_blocks(pieces: list[torch.Tensor], regions: list[Region], first_axis: i
         start = tuple(axis.start for axis in region.blocks)
         sums[start] = sums[start] + piece if start in sums else piece
         places[start] = region.blocks
-    return _join(list(sums.values()), list(places.values()), first_axis)
+    joined = _join(list(sums.values()), list(places.values()), first_axis)
+    missing = [
+        (min(place[axis].start for place in places.values()), count - max(p[axis].stop for p in places.values()))
+        for axis, count in enumerate(blocks)
+    ]
+    if not any(map(any, missing)):
+        return joined
+    behind = joined.ndim - first_axis - len(blocks)
+    return torch.nn.functional.pad(joined, (0, 0) * behind + tuple(n for pair in reversed(missing) for n in pair))
 
 
 def _join(pieces: list[torch.Tensor], places: list[tuple[slice, ...]], first_axis: int) -> torch.Tensor:

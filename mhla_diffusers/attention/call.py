@@ -51,6 +51,11 @@ class Call:
     outside: OutsideTokens | None = None
     """None for no tokens outside the grid. With them, ``exact=None`` stands for no exact tile and
     ``far_field_weight=None`` for a λ of 1 then."""
+    first: int = 0
+    """Place on the grid, in raster order, of the first of the N tokens: they are all of the grid's, or the share of
+    them that a process holds, which follow each other."""
+    group: str | None = None
+    """Name of the process group whose calls hold the tokens of the grid between them; None for all in this call."""
 
     @property
     def grid_3d(self) -> Shape:

@@ -5,12 +5,22 @@ is done for a few heads and a few rows of blocks, or a part of one row, at a tim
 on a CPU, keeps the working set in the cache.
 """
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from .blocks import Region, Shape, from_blocks, join_blocks, join_tokens, regular_regions, to_blocks
+from .blocks import (
+    Region,
+    Shape,
+    boxes_of_range,
+    from_blocks,
+    join_blocks,
+    join_tokens,
+    regular_regions,
+    to_blocks,
+)
 from .call import Call
 from .feature_maps import get_feature_map
 from .reference import OUTPUT_NORM_EPS
@@ -23,8 +33,12 @@ _DEVICE_BYTES = 2**30
 
 @dataclass(frozen=True)
 class _Part:
-    """A region of the grid with what its tokens carry besides query, key and value."""
+    """A region of a box of tokens with what its tokens carry besides query, key and value."""
 
+    box: slice
+    """The box's tokens in the call."""
+    shape: Shape
+    """Tokens of the box along each axis."""
     region: Region
     rotary: torch.Tensor | None
     """(1 or B, 1, *block counts, tokens per block, D)."""
@@ -33,36 +47,49 @@ class _Part:
 
 
 def eager_attention(call: Call) -> tuple[torch.Tensor, ...]:
-    """MHLA throughout, without a near field.
+    """MHLA throughout, without a near field, as :func:`eager_read` returns it."""
+    return eager_read(call, eager_summaries(call))
+
+
+def eager_summaries(call: Call) -> torch.Tensor:
+    """KV summaries and, to normalise, key sums of all blocks, of the tokens of the call (paper, Eq. 3).
+
+    Returns:
+        (B, H, M, D + normalize, D), the key sum after the rows of the summary; float32 (float64 for float64 inputs).
+    """
+    boxes = _parts(call)
+    with without_autocast(call.query.device):
+        groups = [_summarise(call, heads, boxes) for heads in groups_of_heads(call.query, _at_once(call)[0])]
+        return groups[0] if len(groups) == 1 else torch.cat(groups, dim=1)
+
+
+def eager_read(call: Call, summary: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the queries read from the summaries of all tokens.
+
+    Args:
+        call: the call.
+        summary: what :func:`eager_summaries` returns, of all tokens of the grid.
 
     Returns:
         The output (B, N, H, D) in the type of the query, and with ``normalize`` the normaliser of Eq. 4,
         φ(q)ᵀ Σ_b m_ib z_b, as (B, N, H, 1) in float32 (float64 for float64 inputs).
     """
-    query, grid = call.query, call.grid
-    heads_at_once, rows_at_once = working_set(query, call.blocks)
-    regions = regular_regions(grid, call.blocks, rows_at_once, _length_at_once(query, grid))
-    rotary = call.rotary_of_tokens
-    parts = [_make_part(call, rotary, region) for region in regions]
-    groups = groups_of_heads(query, heads_at_once)
+    query, boxes = call.query, _parts(call)
+    groups = groups_of_heads(query, _at_once(call)[0])
     with without_autocast(query.device):
         if torch.is_grad_enabled():
             # writing into one tensor would make the backward pass copy the whole gradient once for every write
-            joined = []
-            for heads in groups:
-                summaries = _mix(call, heads, _summarise(call, heads, parts))
-                pieces = zip(*[_read(call, heads, part, summaries) for part in parts], strict=True)
-                joined.append([join_tokens(list(found), regions, first_axis=1) for found in pieces])
-            output, *normaliser = (torch.cat(found, dim=-2).flatten(1, -3) for found in zip(*joined, strict=True))
+            joined = [_join_boxes(call, heads, boxes, _mix(call, heads, summary)) for heads in groups]
+            output, *normaliser = (torch.cat(found, dim=-2) for found in zip(*joined, strict=True))
             return output.to(query.dtype), *normaliser
         shapes = [(query.shape, query.dtype), ((*query.shape[:-1], 1), sum_dtype(query.dtype))][: 1 + call.normalize]
         whole = [torch.empty(shape, dtype=dtype, device=query.device) for shape, dtype in shapes]
         for heads in groups:
-            summaries = _mix(call, heads, _summarise(call, heads, parts))
-            for part in parts:
+            mixed = _mix(call, heads, summary)
+            for part in (part for box in boxes for part in box):
                 here = (slice(None), *part.region.tokens, heads)
-                for tensor, piece in zip(whole, _read(call, heads, part, summaries), strict=True):
-                    tensor.unflatten(1, grid)[here] = piece
+                for tensor, piece in zip(whole, _read(call, heads, part, mixed), strict=True):
+                    tensor[:, part.box].unflatten(1, part.shape)[here] = piece
         return tuple(whole)
 
 
@@ -90,29 +117,43 @@ def working_set(query: torch.Tensor, blocks: Shape) -> tuple[int, int]:
     return heads_at_once, max(1, budget // (row_bytes * heads_at_once))
 
 
-def _length_at_once(query: torch.Tensor, grid: Shape) -> int:
-    """How many tokens along the grid's first axis to process together, of one head."""
-    batch, tokens, _, head_dim = query.shape
-    return max(1, _budget(query) // (4 * batch * head_dim * (tokens // grid[0])))
+def _at_once(call: Call) -> tuple[int, int, int]:
+    """How many heads, blocks along the grid's first axis, and tokens along it of one head, to process together."""
+    batch, tokens, _, head_dim = call.query.shape
+    length = max(1, _budget(call.query) // max(1, 4 * batch * head_dim * (tokens // call.grid[0])))
+    return *working_set(call.query, call.blocks), length
 
 
 def _budget(query: torch.Tensor) -> int:
     return _CPU_BYTES if query.device.type == "cpu" else _DEVICE_BYTES
 
 
-def _make_part(call: Call, rotary: torch.Tensor | None, region: Region) -> _Part:
+def _parts(call: Call) -> list[list[_Part]]:
+    """Of every box that the tokens of the call fill on the grid."""
+    _, rows, length = _at_once(call)
+    rotary, boxes, start = call.rotary_of_tokens, [], 0
+    for box in boxes_of_range(call.grid, call.first, call.query.shape[1]):
+        shape = tuple(axis.stop - axis.start for axis in box)
+        tokens = slice(start, start + math.prod(shape))
+        regions = regular_regions(call.grid, call.blocks, rows, length, box)
+        boxes.append([_make_part(call, rotary, tokens, shape, region) for region in regions])
+        start = tokens.stop
+    return boxes
+
+
+def _make_part(call: Call, rotary: torch.Tensor | None, box: slice, shape: Shape, region: Region) -> _Part:
     dtype = sum_dtype(call.query.dtype)
     table = mask = None
     if rotary is not None:
-        table = to_blocks(rotary.unflatten(1, call.grid), region, dtype)
+        table = to_blocks(rotary[:, box].unflatten(1, shape), region, dtype)
     if call.key_mask is not None:
-        mask = to_blocks(call.key_mask[:, :, None, None].unflatten(1, call.grid), region, dtype)
-    return _Part(region, table, mask)
+        mask = to_blocks(call.key_mask[:, box, None, None].unflatten(1, shape), region, dtype)
+    return _Part(box, shape, region, table, mask)
 
 
 def _in_blocks(call: Call, x: torch.Tensor, heads: slice, part: _Part) -> torch.Tensor:
     """Tokens of one region and some heads of (B, N, H, D): (B, heads, *block counts, tokens per block, D)."""
-    return to_blocks(x[:, :, heads].unflatten(1, call.grid), part.region, sum_dtype(call.query.dtype))
+    return to_blocks(x[:, part.box, heads].unflatten(1, part.shape), part.region, sum_dtype(call.query.dtype))
 
 
 def _features(call: Call, x: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,38 +166,60 @@ def _features(call: Call, x: torch.Tensor, part: _Part) -> tuple[torch.Tensor, t
     return features, features
 
 
-def _summarise(call: Call, heads: slice, parts: list[_Part]) -> list[torch.Tensor]:
-    """KV summaries (B, H, *blocks, D, D) and, to normalise, key sums (B, H, *blocks, D, 1) of all blocks (Eq. 3)."""
-    summaries, key_sums = [], []
-    for part in parts:
-        rotated, plain = _features(call, _in_blocks(call, call.key, heads, part), part)
-        if part.key_mask is not None:
-            rotated, plain = rotated * part.key_mask, plain * part.key_mask
-        summaries.append(rotated.mT @ _in_blocks(call, call.value, heads, part))
-        key_sums.append(plain.sum(dim=-2).unsqueeze(-1))
-    regions = [part.region for part in parts]
-    return [join_blocks(sums, regions, first_axis=2) for sums in (summaries, key_sums)[: 1 + call.normalize]]
+def _summarise(call: Call, heads: slice, boxes: list[list[_Part]]) -> torch.Tensor:
+    """What :func:`eager_summaries` returns, of some heads."""
+    whole: torch.Tensor | None = None
+    for box in boxes:
+        sums = [_sums(call, heads, part) for part in box]
+        of_box = join_blocks(sums, [part.region for part in box], call.blocks, first_axis=2)
+        whole = of_box if whole is None else whole + of_box
+    if whole is None:
+        head_dim = call.query.shape[3]
+        shape = (len(call.query), call.query.shape[2], *call.blocks, head_dim + call.normalize, head_dim)
+        whole = call.query.new_zeros(shape, dtype=sum_dtype(call.query.dtype))[:, heads]
+    return whole.flatten(2, -3)
 
 
-def _mix(call: Call, heads: slice, summaries: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Multi-Head Mixing: the mixture of summaries, and of key sums, that each query block sees."""
-    coefficients = (call.mixing[heads] if call.mixing.ndim == 3 else call.mixing).to(summaries[0].dtype)
+def _sums(call: Call, heads: slice, part: _Part) -> torch.Tensor:
+    """Of the blocks of one region, (B, heads, *block counts, D + normalize, D)."""
+    rotated, plain = _features(call, _in_blocks(call, call.key, heads, part), part)
+    if part.key_mask is not None:
+        rotated, plain = rotated * part.key_mask, plain * part.key_mask
+    summary = rotated.mT @ _in_blocks(call, call.value, heads, part)
+    return torch.cat([summary, plain.sum(dim=-2, keepdim=True)], dim=-2) if call.normalize else summary
+
+
+def _mix(call: Call, heads: slice, summary: torch.Tensor) -> torch.Tensor:
+    """Multi-Head Mixing: the mixture of summaries that each query block sees, (B, heads, *blocks, D + normalize, D)."""
+    coefficients = (call.mixing[heads] if call.mixing.ndim == 3 else call.mixing).to(summary.dtype)
+    some = summary[:, heads]
     # expanded, since torch.matmul folds a single matrix that takes gradients into a product of transposing copies
-    coefficients = coefficients.expand(*summaries[0].shape[:2], -1, -1)
-    return [(coefficients @ x.flatten(2, -3).flatten(3)).view(x.shape) for x in summaries]
+    coefficients = coefficients.expand(*some.shape[:2], -1, -1)
+    return (coefficients @ some.flatten(3)).view_as(some).unflatten(2, call.blocks)
 
 
-def _read(call: Call, heads: slice, part: _Part, summaries: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _join_boxes(call: Call, heads: slice, boxes: list[list[_Part]], mixed: torch.Tensor) -> list[torch.Tensor]:
+    """Output and normaliser of some heads, all tokens of the call."""
+    found = []
+    for box in boxes:
+        regions = [part.region for part in box]
+        pieces = zip(*[_read(call, heads, part, mixed) for part in box], strict=True)
+        found.append([join_tokens(list(piece), regions, first_axis=1).flatten(1, -3) for piece in pieces])
+    return [torch.cat(piece, dim=1) for piece in zip(*found, strict=True)]
+
+
+def _read(call: Call, heads: slice, part: _Part, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Output (B, *tokens, H, D) and normaliser (B, *tokens, H, 1) of one region's queries (paper, Eq. 4)."""
     rotated, plain = _features(call, _in_blocks(call, call.query, heads, part), part)
-    here = (slice(None), slice(None), *part.region.blocks)
-    output = rotated @ summaries[0][here]
-    normaliser = [plain @ key_sum[here] for key_sum in summaries[1:]]
+    here = mixed[(slice(None), slice(None), *part.region.blocks)]
+    head_dim = call.query.shape[3]
+    output = rotated @ here[..., :head_dim, :]
+    normaliser = [plain @ here[..., head_dim:, :].mT] if call.normalize else []
     for divisor in normaliser:
         output = output.div_(divisor)
     gate = None
     if call.output_gate is not None:
-        gate = call.output_gate[:, :, heads].unflatten(1, call.grid)[(slice(None), *part.region.tokens)]
+        gate = call.output_gate[:, part.box, heads].unflatten(1, part.shape)[(slice(None), *part.region.tokens)]
     output = finish(from_blocks(output, part.region), call.output_norm, gate)
     return output, *(from_blocks(x, part.region) for x in normaliser)
 

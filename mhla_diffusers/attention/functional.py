@@ -9,20 +9,23 @@ import torch
 
 from .blocks import Shape, check_layout
 from .call import Call, split_call, with_rotary
-from .eager import eager_attention
+from .eager import eager_read, eager_summaries
 from .exact import exact_attention
 from .feature_maps import get_feature_map
-from .merge import merged_attention
+from .merge import LinearAttention, merged_attention
 from .outside import Outside, check_outside
 from .rotary import Rotary
 from .tiles import ExactTiles, without_exact_tiles
 from .triton import triton_attention, why_not
 
 
+_EAGER = LinearAttention(eager_summaries, eager_read)
+
+
 def _attend_eagerly(call: Call) -> torch.Tensor:
     if call.exact is not None:
-        return merged_attention(call, call.exact, exact_attention, eager_attention)
-    return eager_attention(call)[0]
+        return merged_attention(call, call.exact, exact_attention, _EAGER)
+    return _EAGER(call)
 
 
 _BACKENDS: dict[str, Callable[[Call], torch.Tensor]] = {"eager": _attend_eagerly, "triton": triton_attention}

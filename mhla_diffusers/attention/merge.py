@@ -7,20 +7,34 @@ attend to everything exactly, and leave nothing to a far field.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from .call import Call
 from .eager import finish, sum_dtype
+from .parallel.collectives import finished_sum, started_sum, summed
 from .reference import LEAST_MASK, LEAST_MIXING
 from .tiles import ExactTiles
 
 ExactAttention = Callable[[Call, ExactTiles], tuple[torch.Tensor, torch.Tensor]]
 """Gives output (B, N + n, H, D) and log of the sum of weights (B, N + n, H, 1), of n tokens outside the grid last;
 :mod:`mhla_diffusers.attention.exact`."""
-LinearAttention = Callable[[Call], tuple[torch.Tensor, ...]]
-"""Gives output (B, N, H, D) and normaliser (B, N, H, 1); :mod:`mhla_diffusers.attention.eager`."""
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """A backend's MHLA throughout, in the two steps between which processes add up what each knows."""
+
+    summaries: Callable[[Call], torch.Tensor]
+    """Of the tokens of a call, (B, H, M, D + normalize, D), float32 (float64 for float64 inputs);
+    :func:`mhla_diffusers.attention.eager.eager_summaries`."""
+    read: Callable[[Call, torch.Tensor], tuple[torch.Tensor, ...]]
+    """Output (B, N, H, D) and, with ``normalize``, normaliser (B, N, H, 1), given the summaries of all tokens."""
+
+    def __call__(self, call: Call) -> torch.Tensor:
+        """The output (B, N, H, D)."""
+        return self.read(call, summed(self.summaries(call), call.group))[0]
 
 
 def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linear: LinearAttention) -> torch.Tensor:
@@ -36,18 +50,24 @@ def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linea
         (B, N, H, D) like the query; with tokens outside the grid, which norm and gate leave as they are, (B, N + n, H,
         D) in the order of the sequence.
     """
+    all_else = far_field(call)
+    # begun before the exact part, which needs no sum, so that it is on its way meanwhile
+    summaries = started_sum(linear.summaries(all_else), call.group) if call.far_field_weight is not None else None
     output, log_sum = exact(call, tiles)
-    if call.outside is None:
-        return _merged(call, output, log_sum, linear)
     tokens = call.query.shape[1]
-    of_grid = _merged(call, output[:, :tokens], log_sum[:, :tokens], linear)
+    far = None if summaries is None else linear.read(all_else, finished_sum(summaries, call.group))
+    of_grid = _merged(call, output[:, :tokens], log_sum[:, :tokens], far)
+    if call.outside is None:
+        return of_grid
     return call.outside.around(of_grid, output[:, tokens:].to(of_grid.dtype))
 
 
-def _merged(call: Call, output: torch.Tensor, log_sum: torch.Tensor, linear: LinearAttention) -> torch.Tensor:
-    """Of the grid's tokens, given the exact part's output and log of the sum of weights."""
-    if call.far_field_weight is not None:
-        far, normaliser = linear(far_field(call))
+def _merged(
+    call: Call, output: torch.Tensor, log_sum: torch.Tensor, all_else: tuple[torch.Tensor, ...] | None
+) -> torch.Tensor:
+    """Of the grid's tokens, given the exact part's output and log of the sum of weights, and those of the far field."""
+    if call.far_field_weight is not None and all_else is not None:
+        far, normaliser = all_else
         log_far = (call.far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
         share, rest = torch.sigmoid(log_sum - log_far), torch.sigmoid(log_far - log_sum)
         output = share * output + rest * far

@@ -60,7 +60,7 @@ def test_sums_over_blocks_are_those_of_their_tokens(layout, max_rows, max_length
     expected = torch.zeros(torch.Size(blocks).numel(), dtype=torch.int64).index_add_(
         0, block_index(grid, blocks), numbers
     )
-    assert torch.equal(join_blocks(sums, regions, first_axis=2).flatten(), expected)
+    assert torch.equal(join_blocks(sums, regions, blocks, first_axis=2).flatten(), expected)
 
 
 @given(layouts(), st.integers(1, 3))

@@ -23,9 +23,10 @@ _TYPES: dict[Any, str] = {
     str: "str",
     bool: "bool",
     float: "float",
+    int: "SymInt",
 }
-_UNKNOWN = ("exact", "mean_bias", "outside")
-"""Of exact tiles and tokens outside the grid the kernels of MHLA know nothing."""
+_UNKNOWN = ("exact", "mean_bias", "outside", "group")
+"""Of exact tiles, tokens outside the grid and other processes the kernels of MHLA know nothing."""
 _FIELDS = {field.name: _TYPES[field.type] for field in fields(Call) if field.name not in _UNKNOWN}
 _TENSORS = [name for name, kind in _FIELDS.items() if kind.startswith("Tensor")]
 ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())

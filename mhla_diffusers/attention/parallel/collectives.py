@@ -1,0 +1,118 @@
+"""What processes send each other: sums, and rows to whom they are due. Both are differentiable.
+
+Every process computes the loss of its own tokens' outputs, so that what all their backward passes give, added up, is the
+gradient; the gradient of something that was sent is therefore what its receivers send back, added up.
+
+Groups go by their names, which PyTorch's functional collectives take and torch.compile keeps in a graph.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_OPS = torch.ops._c10d_functional
+
+
+class _StartSum(torch.autograd.Function):
+    """Sum over processes, of which the result must be waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        return _OPS.all_reduce(x.contiguous(), "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return arrived(gradient), None
+
+
+class _FinishSum(torch.autograd.Function):
+    """The counterpart, whose backward pass starts the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return arrived(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _OPS.all_reduce(gradient.contiguous(), "sum", ctx.group), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str
+    ) -> torch.Tensor:
+        ctx.lengths = sent, received
+        ctx.group = group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sent, received = ctx.lengths
+        return _exchange(gradient, received, sent, ctx.group), None, None, None
+
+
+def _exchange(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
+    return arrived(_OPS.all_to_all_single(rows.contiguous(), list(received), list(sent), group))
+
+
+def arrived(x: torch.Tensor) -> torch.Tensor:
+    """What a collective was started for, once it is there.
+
+    Raises:
+        RuntimeError: it does not come, since another process has ended or does not answer.
+    """
+    if torch.compiler.is_compiling():
+        return _OPS.wait_tensor(x)
+    try:
+        return _OPS.wait_tensor(x)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "Another process of the context-parallel group has ended or does not answer, so this one ends too. The "
+            "reason is in the output of the process that ended first; a process that is only slow needs a longer "
+            "timeout in torch.distributed.init_process_group."
+        ) from error
+
+
+def started_sum(x: torch.Tensor, group: str | None) -> torch.Tensor:
+    """Begin to add a tensor up over processes; :func:`finished_sum` gives the sum.
+
+    Between the two, work that needs no sum takes place while it is on its way, in the backward pass too.
+
+    Args:
+        x: of the same shape on all of them.
+        group: of the processes; None for this one alone.
+    """
+    return x if group is None else _StartSum.apply(x, group)
+
+
+def finished_sum(started: torch.Tensor, group: str | None) -> torch.Tensor:
+    """The sum that :func:`started_sum` began."""
+    return started if group is None else _FinishSum.apply(started, group)
+
+
+def summed(x: torch.Tensor, group: str | None) -> torch.Tensor:
+    """A tensor added up over processes, see :func:`started_sum`."""
+    return finished_sum(started_sum(x, group), group)
+
+
+def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
+    """Rows to whom they are due.
+
+    Args:
+        rows: (Σ sent, ...), those for the first process of the group first.
+        sent: how many rows each process is to get from this one.
+        received: how many it is to get from each.
+        group: of the processes.
+
+    Returns:
+        (Σ received, ...), those of the first process first.
+    """
+    return _Exchange.apply(rows, tuple(sent), tuple(received), group)
+
+
+def gathered(rows: torch.Tensor, counts: Sequence[int], group: str) -> torch.Tensor:
+    """The rows of all processes, (Σ counts, ...), of which this one has (own count, ...)."""
+    return exchanged(rows.repeat(len(counts), *(1,) * (rows.ndim - 1)), (len(rows),) * len(counts), counts, group)
