@@ -84,7 +84,7 @@ class Processes:
             parallel.head_counts(layer.heads)
             context = arguments.get("encoder_hidden_states")
             if layer.form.has_outside and isinstance(context, torch.Tensor):
-                parallel.shares(context.shape[1])
+                parallel.shares(context.shape[1], "tokens of text")
             break
 
 
