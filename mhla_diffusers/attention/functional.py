@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 
 import torch
 
@@ -14,6 +15,8 @@ from .exact import exact_attention
 from .feature_maps import get_feature_map
 from .merge import LinearAttention, merged_attention
 from .outside import Outside, check_outside
+from .parallel.place import Parallel
+from .parallel.ulysses import attend_by_heads
 from .rotary import Rotary
 from .tiles import ExactTiles, without_exact_tiles
 from .triton import triton_attention, why_not
@@ -69,6 +72,7 @@ def mhla_attention(
     exact: ExactTiles | None = None,
     mean_bias: torch.Tensor | None = None,
     outside: Outside = (0, 0),
+    parallel: Parallel | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Multi-Head Linear Attention (paper, Eq. 3-5).
@@ -112,6 +116,9 @@ def mhla_attention(
         mean_bias: β, (H,): every tile that is not exact takes part in that softmax as one key, its mean, with β added
             to the logit; see :mod:`mhla_diffusers.attention.exact`. None to leave these tiles to the far field.
         outside: how many tokens stand before, and how many after those of the grid in the sequence.
+        parallel: the processes between which the tokens are split, each of which calls this with its own: all above of N
+            tokens is of these, and ``outside`` counts these. What is of heads is of all H, except ``exact``, whose lists
+            are of the heads that the process attends with (:meth:`Parallel.heads`). None for this process alone.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
             ROCm devices, D up to 256 and the built-in feature maps. "eager": torch operations, for everything. "auto":
             triton on a CUDA or ROCm device if it can run the call, else eager.
@@ -131,6 +138,7 @@ def mhla_attention(
         _check_rotary(rotary, query)
     axes = _check_axes(rotary_axes, grid, query.shape[3])
     outside = check_outside(outside)
+    first, count = (0, math.prod(grid)) if parallel is None else parallel.own_share(math.prod(grid))
     call = Call(
         query,
         key,
@@ -149,20 +157,33 @@ def mhla_attention(
         far_field_weight,
         exact,
         mean_bias,
+        first=first,
+        group=parallel.ring.name if parallel is not None and parallel.ring.size > 1 else None,
     )
-    _check(call, outside)
-    if any(outside):
-        call, rotary = split_call(call, rotary, outside)
-        if call.exact is None:
-            call = _beside_outside_alone(call)
-    if rotary is not None:
-        call = with_rotary(call, rotary, axes)
+    _check(call, outside, count, parallel)
     if query.numel() == 0:
         return torch.empty_like(query)
     if backend == "auto":
         fused = query.device.type == "cuda" and why_not(query, feature_map) is None
         backend = "triton" if fused else "eager"
-    return _BACKENDS[backend](call)
+    attend = partial(_attend, _BACKENDS[backend])
+    if parallel is not None and parallel.ulysses.size > 1:
+        return attend_by_heads(call, rotary, axes, outside, parallel, attend)
+    return attend(call, rotary, axes, outside)
+
+
+def _attend(
+    run: Callable[[Call], torch.Tensor], call: Call, rotary: Rotary | None, axes: Shape | None, outside: Outside
+) -> torch.Tensor:
+    """With the tokens of a whole sequence, or a share of them, that stand outside the grid put aside."""
+    if any(outside):
+        call, rotary = split_call(call, rotary, outside)
+        if call.exact is None:
+            call = _beside_outside_alone(call)
+    if rotary is not None:
+        # a share of the tokens need not have every place on every axis, of which a table of axes holds a row
+        call = with_rotary(call, rotary, axes if call.group is None else None)
+    return run(call)
 
 
 def _beside_outside_alone(call: Call) -> Call:
@@ -206,18 +227,19 @@ def _check_axes(axes: Sequence[int] | None, grid: Shape, head_dim: int) -> Shape
     return tuple(axes)
 
 
-def _check(call: Call, outside: Outside) -> None:
+def _check(call: Call, outside: Outside, on_grid: int, parallel: Parallel | None) -> None:
+    """Args: ``on_grid``: tokens of the grid that this process has."""
     batch, tokens, heads, head_dim = call.query.shape
-    on_grid = math.prod(call.grid)
+    share = "" if parallel is None else f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"
     if any(outside) and on_grid + sum(outside) != tokens:
         raise ValueError(
-            f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid} + {outside[1]} after it are "
+            f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {outside[1]} after it are "
             f"{on_grid + sum(outside)}, but query has N={tokens}; outside={outside} must be what the grid leaves of N."
         )
     if not any(outside) and on_grid != tokens:
         raise ValueError(
-            f"Token grid {call.grid} holds {on_grid} tokens, but query has N={tokens}; the product of the grid must be "
-            "N. Tokens that have no place on it are given by outside=(before, after)."
+            f"Token grid {call.grid}{share} holds {on_grid} tokens, but query has N={tokens}; the product of the grid "
+            "must be N. Tokens that have no place on it are given by outside=(before, after)."
         )
     blocks = math.prod(call.blocks)
     if tuple(call.mixing.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
@@ -245,19 +267,20 @@ def _check(call: Call, outside: Outside) -> None:
     has_far_field = call.far_field_weight is not None or any(outside) and call.exact is None
     if has_far_field and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
-    _check_exact(call, any(outside))
+    own = range(heads) if parallel is None else range(heads)[parallel.heads(heads)]
+    _check_exact(call, any(outside), len(own))
 
 
-def _check_exact(call: Call, has_outside: bool) -> None:
+def _check_exact(call: Call, has_outside: bool, heads: int) -> None:
     if call.exact is None:
         for name in ("mean_bias",) if has_outside else ("mean_bias", "far_field_weight"):
             if getattr(call, name) is not None:
                 raise ValueError(f"{name} weighs what stands beside exact tiles; give exact as well.")
         return
     check_layout(call.grid, call.exact.counts, "exact_tiles")
-    heads = call.query.shape[2]
     if call.exact.heads != heads:
-        raise ValueError(f"exact has lists for {call.exact.heads} heads, but query has {heads}.")
+        attending = f"query has {heads}" if heads == call.query.shape[2] else f"this process attends with {heads}"
+        raise ValueError(f"exact has lists for {call.exact.heads} heads, but {attending}.")
     if call.exact.samples not in (1, call.query.shape[0]):
         raise ValueError(f"exact has lists for {call.exact.samples} samples, but query has {call.query.shape[0]}.")
     if call.exact.keys.device != call.query.device:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .place import Group
+
 _OPS = torch.ops._c10d_functional
 
 
@@ -116,3 +118,16 @@ def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], 
 def gathered(rows: torch.Tensor, counts: Sequence[int], group: str) -> torch.Tensor:
     """The rows of all processes, (Σ counts, ...), of which this one has (own count, ...)."""
     return exchanged(rows.repeat(len(counts), *(1,) * (rows.ndim - 1)), (len(rows),) * len(counts), counts, group)
+
+
+def counts_of(count: int, group: Group, even: bool) -> list[int]:
+    """What every process of a group counts, of which this one's count is given.
+
+    Args:
+        count: of this process.
+        group: the processes.
+        even: whether all count the same, so that nothing need be sent.
+    """
+    if even:
+        return [count] * group.size
+    return [int(found) for found in gathered(torch.tensor([count]), [1] * group.size, group.name)]

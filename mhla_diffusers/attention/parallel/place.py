@@ -59,7 +59,16 @@ class Parallel:
         return self.shares(tokens)[self.whole.rank]
 
     def heads(self, count: int) -> slice:
-        """The heads that this process attends with.
+        """The heads that this process attends with, of so many.
+
+        Raises:
+            ValueError: see :meth:`head_counts`.
+        """
+        counts, rank = self.head_counts(count), self.ulysses.rank
+        return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+
+    def head_counts(self, count: int) -> list[int]:
+        """How many heads each process attends with, of so many.
 
         Raises:
             ValueError: the processes do not divide them, and their numbers may not differ.
@@ -71,8 +80,7 @@ class Parallel:
                 f"as {next(d for d in range(min(size, count), 0, -1) if count % d == 0)}, ring_degree for the rest, "
                 "or ContextParallelConfig(ulysses_degree=..., ulysses_anything=True)."
             )
-        first, own = parts(count, size)[self.ulysses.rank]
-        return slice(first, first + own)
+        return [own for _, own in parts(count, size)]
 
 
 def parts(count: int, size: int) -> list[Share]:
