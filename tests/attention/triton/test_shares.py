@@ -115,3 +115,18 @@ def test_drawn_problems(drawn):
     for name, error in found.items():
         allowed = max(FLOAT32_TOLERANCE, HALF_TO_EAGER * eager[name])
         assert error <= allowed, f"{name}: relative error {error:.2e}"
+
+
+def test_summaries_and_their_gradient_may_have_any_strides():
+    problem = on_device(make_problem((5, 7), (2, 2), batch=1))
+    leaves = {name: x.clone().requires_grad_() for name, x in problem.tensors.items()}
+    call = usable_call(call_of(**leaves, grid=problem.grid, blocks=problem.blocks))
+    summary = THROUGHOUT.summaries(call)
+    strided = summary.mT.contiguous().mT
+    assert torch.equal(THROUGHOUT.read(call, strided)[0], THROUGHOUT.read(call, summary)[0])
+    upstream = torch.randn_like(summary)
+    for gradient in (upstream, upstream.mT.contiguous().mT):
+        summary.backward(gradient, retain_graph=True)
+    found = leaves["key"].grad.clone()
+    summary.backward(-2 * upstream)
+    assert found.any() and not leaves["key"].grad.any()
