@@ -1,4 +1,4 @@
-"""The Triton kernels over processes, against the whole in one process; on a machine without a GPU in the interpreter."""
+"""The Triton kernels over processes, against the whole in one; on a machine without a GPU in the interpreter."""
 
 from typing import Any
 
