@@ -6,10 +6,12 @@ over all layers, which can be compared.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from .blocks import Shape
+from .call import Call
 from .mixing import resize_mixing
 from .rotary import rotated
 from .tiles import ExactTiles, in_tiles, tokens_of_tiles
@@ -101,6 +103,15 @@ def spend(scores: Sequence[torch.Tensor], share: float) -> list[torch.Tensor]:
 def list_length(share: float, tiles: int) -> int:
     """Key tiles of every query tile where all get as many: a share of T, and at least one."""
     return max(1, round(share * tiles))
+
+
+def with_chosen_tiles(call: Call) -> Call:
+    """With the lists that are chosen by query and key, where they are to be."""
+    if call.by_content is None:
+        return call
+    rule = call.by_content
+    lists = tiles_by_content(call.query, call.key, call.rotary_of_tokens, call.grid, rule.counts, rule.share)
+    return replace(call, exact=lists, by_content=None)
 
 
 @torch.no_grad()

@@ -86,6 +86,25 @@ class ExactTiles:
         return mask_of_lists(self.offsets, self.keys, tiles).view(self.samples, self.heads, tiles, tiles)
 
 
+@dataclass(frozen=True)
+class ContentTiles:
+    """The rule by which lists are chosen at every call (:func:`mhla_diffusers.attention.tile_scores.tiles_by_content`).
+
+    Raises:
+        ValueError: the share is not in (0, 1].
+    """
+
+    counts: Shape
+    """Tile counts per axis of the token grid."""
+    share: float
+    """Part of all pairs of tiles; every query tile gets at least one key tile."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", check_blocks(self.counts))
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share={self.share} of exact tiles must be more than 0 and at most 1.")
+
+
 def square_tiles(grid: Sequence[int]) -> Shape:
     """Tile counts of about 64 tokens with equal sides, 8 x 8 of an image.
 

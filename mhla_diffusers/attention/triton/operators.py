@@ -25,7 +25,7 @@ _TYPES: dict[Any, str] = {
     float: "float",
     int: "SymInt",
 }
-_UNKNOWN = ("exact", "mean_bias", "outside", "group")
+_UNKNOWN = ("exact", "mean_bias", "outside", "group", "shares", "by_content")
 """Of exact tiles, tokens outside the grid and other processes the kernels of MHLA know nothing."""
 _FIELDS = {field.name: _TYPES[field.type] for field in fields(Call) if field.name not in _UNKNOWN}
 _TENSORS = [name for name, kind in _FIELDS.items() if kind.startswith("Tensor")]
