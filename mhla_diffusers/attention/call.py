@@ -64,6 +64,22 @@ class Call:
     :func:`mhla_diffusers.attention.tile_scores.with_chosen_tiles`."""
 
     @property
+    def rank(self) -> int:
+        """Which process of :attr:`group` this one is."""
+        return self.shares.index((self.first, self.query.shape[1]))
+
+    @property
+    def process_group(self) -> str:
+        """:attr:`group`, where there is one.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.group is None:
+            raise ValueError("This call is of one process; only where mhla_attention(parallel=...) is told, it has a group.")
+        return self.group
+
+    @property
     def grid_3d(self) -> Shape:
         """The token grid with three axes; missing ones stand in front, of one token."""
         return (1,) * (3 - len(self.grid)) + self.grid

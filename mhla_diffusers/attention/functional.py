@@ -16,6 +16,7 @@ from .feature_maps import get_feature_map
 from .merge import LinearAttention, merged_attention
 from .outside import Outside, check_outside
 from .parallel.place import Parallel
+from .parallel.softmax import of_everyone
 from .parallel.ulysses import attend_by_heads
 from .rotary import Rotary
 from .tile_scores import with_chosen_tiles
@@ -117,7 +118,8 @@ def mhla_attention(
             them by query and key. None for MHLA throughout.
         mean_bias: β, (H,): every tile that is not exact takes part in that softmax as one key, its mean, with β added
             to the logit; see :mod:`mhla_diffusers.attention.exact`. None to leave these tiles to the far field.
-        outside: how many tokens stand before, and how many after those of the grid in the sequence.
+        outside: how many tokens stand before, and how many after those of the grid in the sequence; of a ring of
+            processes each has at least one or none of them any.
         parallel: the processes between which the tokens are split, each of which calls this with its own: all above of N
             tokens is of these, and ``outside`` counts these. What is of heads is of all H, except ``exact``, whose lists
             are of the heads that the process attends with (:meth:`Parallel.heads`). None for this process alone.
@@ -170,18 +172,25 @@ def mhla_attention(
     if backend == "auto":
         fused = query.device.type == "cuda" and why_not(query, feature_map) is None
         backend = "triton" if fused else "eager"
-    attend = partial(_attend, _BACKENDS[backend])
+    attend = partial(_attend, _BACKENDS[backend], parallel)
     if parallel is not None and parallel.ulysses.size > 1:
         return attend_by_heads(call, rotary, axes, outside, parallel, attend)
     return attend(call, rotary, axes, outside)
 
 
 def _attend(
-    run: Callable[[Call], torch.Tensor], call: Call, rotary: Rotary | None, axes: Shape | None, outside: Outside
+    run: Callable[[Call], torch.Tensor],
+    parallel: Parallel | None,
+    call: Call,
+    rotary: Rotary | None,
+    axes: Shape | None,
+    outside: Outside,
 ) -> torch.Tensor:
     """With the tokens of a whole sequence, or a share of them, that stand outside the grid put aside."""
     if any(outside):
         call, rotary = split_call(call, rotary, outside)
+        if parallel is not None and call.group is not None and call.outside is not None:
+            call = replace(call, outside=of_everyone(call.outside, parallel.ring, not parallel.anything))
         if call.exact is None and call.by_content is None:
             call = _beside_outside_alone(call)
     if rotary is not None:

@@ -6,7 +6,8 @@ number of tiles, raster order; a tile of queries and a tile of keys are the same
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,6 +33,8 @@ class ExactTiles:
     """int64 (S H T + 1,): the list of sample s, head h and query tile a begins at ``offsets[(s H + h) T + a]``."""
     keys: torch.Tensor
     """int64 (pairs,): key tiles, ascending within a list."""
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What processes worked out of these lists, :func:`mhla_diffusers.attention.parallel.tiles.fetch_plan`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", check_blocks(self.counts))
