@@ -76,7 +76,9 @@ class Call:
             ValueError: there is none.
         """
         if self.group is None:
-            raise ValueError("This call is of one process; only where mhla_attention(parallel=...) is told, it has a group.")
+            raise ValueError(
+                "This call is of one process; only where mhla_attention(parallel=...) is told, it has a group."
+            )
         return self.group
 
     @property

@@ -243,7 +243,9 @@ def _check_axes(axes: Sequence[int] | None, grid: Shape, head_dim: int) -> Shape
 def _check(call: Call, outside: Outside, on_grid: int, parallel: Parallel | None) -> None:
     """Args: ``on_grid``: tokens of the grid that this process has."""
     batch, tokens, heads, head_dim = call.query.shape
-    share = "" if parallel is None else f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"
+    share = (
+        "" if parallel is None else f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"
+    )
     if any(outside) and on_grid + sum(outside) != tokens:
         raise ValueError(
             f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {outside[1]} after it are "

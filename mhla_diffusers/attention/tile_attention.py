@@ -210,9 +210,7 @@ def _softmax(logits: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, t
     return (weights @ value).div_(total), (largest + total.log()).squeeze(-1)
 
 
-def _others(
-    query: torch.Tensor, mean_key: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor
-) -> torch.Tensor:
+def _others(query: torch.Tensor, mean_key: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The tiles of keys that are not listed: bool (1 or B, H, Q, T)."""
     return ~mask_of_lists(offsets, keys, mean_key.shape[2]).view(-1, *query.shape[1:3], mean_key.shape[2])
 
@@ -310,5 +308,5 @@ def _flops_backward(
     **_: Any,
 ) -> int:
     """Of the backward: logits anew, their gradients, and those of query, key and value, as PyTorch counts its own."""
-    _, _, _, mean_key, _, _, offsets, keys, *_ = inputs
+    mean_key, offsets, keys = inputs[3], *inputs[6:8]
     return 10 * query[-1] * _count_pairs(query, mean_key, offsets, keys)

@@ -187,9 +187,7 @@ class MHLALayer(nn.Module):
         blocks = self.config.blocks_on(grid)
         return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
 
-    def _settings(
-        self, grid: tuple[int, ...], has_outside: bool, parallel: Parallel | None = None
-    ) -> dict[str, Any]:
+    def _settings(self, grid: tuple[int, ...], has_outside: bool, parallel: Parallel | None = None) -> dict[str, Any]:
         """Arguments of the attention besides tensors that the input brings."""
         config, log_weight = self.config, self.far_field_log_weight
         settings: dict[str, Any] = {

@@ -65,7 +65,7 @@ class _Rows(TorchDispatchMode):
 
 def rows_sent(ring: int) -> tuple[list[tuple[torch.Size, list[int]]], list[int]]:
     """What the all-to-alls of a process are given, and the rows that each of the others needs of it, one by one."""
-    place, tokens, mask = parallel(ring, 1, anything=True), math.prod(GRID), random_tiles(COUNTS, HEADS, 1)
+    place, tokens, mask = parallel(ring, 1, anything=True), math.prod(GRID), random_tiles(COUNTS, HEADS, 1, 0.05)
     first, count = place.own_share(tokens)
     query = torch.randn(2, count, HEADS, HEAD_DIM, requires_grad=True)
     exact = lists_of(mask, COUNTS, slice(None))

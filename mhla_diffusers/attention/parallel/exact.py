@@ -53,9 +53,7 @@ def ring_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor, t
         return torch.cat([output, of_own(*from_here, others, call.process_group)], dim=1), log_sum
 
 
-def _tiles(
-    call: Call, tiles: ExactTiles, query: torch.Tensor, key: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _tiles(call: Call, tiles: ExactTiles, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of exact tiles and means, given query, scaled, and key after RoPE."""
     plan, dtype = fetch_plan(tiles, call.grid, call.shares, call.rank), query.dtype
     weight = _weights(call, tiles, dtype)
