@@ -23,7 +23,6 @@ from .tile_scores import with_chosen_tiles
 from .tiles import ContentTiles, ExactTiles, without_exact_tiles
 from .triton import triton_attention, why_not
 
-
 _EAGER = LinearAttention(eager_summaries, eager_read)
 
 
@@ -120,9 +119,10 @@ def mhla_attention(
             to the logit; see :mod:`mhla_diffusers.attention.exact`. None to leave these tiles to the far field.
         outside: how many tokens stand before, and how many after those of the grid in the sequence; of a ring of
             processes each has at least one or none of them any.
-        parallel: the processes between which the tokens are split, each of which calls this with its own: all above of N
-            tokens is of these, and ``outside`` counts these. What is of heads is of all H, except ``exact``, whose lists
-            are of the heads that the process attends with (:meth:`Parallel.heads`). None for this process alone.
+        parallel: the processes between which the tokens are split, each of which calls this with its own: all above of
+            N tokens is of these, and ``outside`` counts these. What is of heads is of all H, except the lists of
+            ``exact``, which are of the heads that the process attends with (:meth:`Parallel.heads`). None for this
+            process alone.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
             ROCm devices, D up to 256 and the built-in feature maps. "eager": torch operations, for everything. "auto":
             triton on a CUDA or ROCm device if it can run the call, else eager.

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..attention.blocks import check_layout
 from ..attention.parallel.place import Parallel
+from ..attention.parallel.tiles import fetch_plan
 from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, list_length
 from ..attention.tiles import ContentTiles, ExactTiles
 from ..config import MHLAConfig
@@ -78,6 +79,12 @@ class TileChoice(nn.Module):
         if parallel is None:
             return ExactTiles(counts, self.heads, self.offsets, self.keys)
         return self._own_lists(counts, parallel.heads(self.heads))
+
+    def prepare(self, grid: tuple[int, ...], parallel: Parallel) -> None:
+        """Work out for a token grid what needs the values of lists, which torch.compile does not see."""
+        lists = self(grid, parallel) if self.is_ready else None
+        if isinstance(lists, ExactTiles) and parallel.ring.size > 1:
+            fetch_plan(lists, grid, parallel.segments(math.prod(grid)), parallel.ring.rank)
 
     def _own_lists(self, counts: tuple[int, ...], heads: slice) -> ExactTiles:
         """The lists of some heads, the same object at every call."""

@@ -53,7 +53,7 @@ def lists_of(mask: torch.Tensor, counts: tuple[int, ...], heads: slice) -> Exact
 
 
 def own_tokens(place: Parallel, grid: tuple[int, ...], outside: tuple[int, int]) -> tuple[torch.Tensor, slice]:
-    """Where a process's tokens stand in the sequence, as diffusers splits it, and its tokens of the grid among these."""
+    """Where a process's tokens stand in the sequence, as diffusers splits it, and on the grid those of the grid."""
     tokens, (before, after) = math.prod(grid), outside
     rank, size = place.whole.rank, place.whole.size
     first, count = place.own_share(tokens)

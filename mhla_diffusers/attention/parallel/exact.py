@@ -1,4 +1,4 @@
-"""Exact tiles where the tokens of the grid are spread over a ring of processes, in PyTorch operations for every backend.
+"""Exact tiles over a ring of processes, each of which holds tokens of the grid: PyTorch operations for every backend.
 
 The formula is that of :mod:`mhla_diffusers.attention.exact`. A process attends with its own queries; keys and values of
 the tiles that these need are fetched (:mod:`.tiles`), means are added up, tokens outside the grid are everywhere

@@ -91,6 +91,6 @@ class Parallel:
 
 def parts(count: int, size: int) -> list[Share]:
     """A count in parts that follow each other, the longer ones first, as ``torch.Tensor.tensor_split`` cuts."""
-    least, longer = divmod(count, size)
+    least, longer = count // size, count % size  # torch.compile knows no divmod
     lengths = [least + (part < longer) for part in range(size)]
     return list(zip([0, *accumulate(lengths)], lengths, strict=False))
