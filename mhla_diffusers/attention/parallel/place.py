@@ -54,6 +54,12 @@ class Parallel:
             raise ValueError(f"{tokens} {kind} are too few for {size} processes; use at most {tokens}.")
         return parts(tokens, size)
 
+    def segments(self, tokens: int) -> list[Share]:
+        """What the processes of every row of the ring hold between them, of so many tokens."""
+        shares, size = self.shares(tokens), self.ulysses.size
+        rows = [shares[row * size : (row + 1) * size] for row in range(self.ring.size)]
+        return [(row[0][0], sum(count for _, count in row)) for row in rows]
+
     def own_share(self, tokens: int) -> Share:
         """Of this process, of so many tokens."""
         return self.shares(tokens)[self.whole.rank]
@@ -85,6 +91,6 @@ class Parallel:
 
 def parts(count: int, size: int) -> list[Share]:
     """A count in parts that follow each other, the longer ones first, as ``torch.Tensor.tensor_split`` cuts."""
-    least, longer = divmod(count, size)
+    least, longer = count // size, count % size  # torch.compile knows no divmod
     lengths = [least + (part < longer) for part in range(size)]
     return list(zip([0, *accumulate(lengths)], lengths, strict=False))
