@@ -1,6 +1,7 @@
 """Real transformers on several processes against the same on one."""
 
 import copy
+import math
 from typing import Any
 from unittest.mock import patch
 
@@ -45,6 +46,15 @@ def spread(model: Any, ring: int, ulysses: int, **options: Any) -> None:
         model.enable_parallelism(config=config)
 
 
+def choose_tiles(model: nn.Module) -> None:
+    """As calibration does: lists of the heads' own lengths."""
+    make = torch.Generator().manual_seed(5)
+    for layer in mhla.mhla_layers(model).values():
+        if layer.config.exact == "calibrated":
+            tiles = math.prod(layer.config.tiles)
+            layer.exact.choose(torch.rand(layer.heads, tiles, tiles, generator=make) < 0.4)
+
+
 def errors(
     name: str, degrees: tuple[int, int], settings: dict[str, Any], options: dict[str, Any] | None = None
 ) -> dict[str, float]:
@@ -52,6 +62,7 @@ def errors(
     model, arguments = case(name, **options or {})
     blocks = (2, 2, 2) if name == "wan" else case_of(name).blocks
     mhla.apply_mhla(model, **{"blocks": blocks, **settings})
+    choose_tiles(model)
     with torch.no_grad():
         for layer in mhla.mhla_layers(model).values():
             for parameter in layer.parameters():
