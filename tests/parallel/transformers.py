@@ -1,6 +1,7 @@
 """Real transformers on several processes against the same on one."""
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def patched(model: Any, name: str, **settings: Any) -> Any:
     """With MHLA whose own weights are random, on blocks that fit."""
     blocks = (2, 2, 2) if name == "wan" else case_of(name).blocks
     mhla.apply_mhla(model, **{"blocks": blocks, **PLAIN, **settings})
+    choose_tiles(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for layer in mhla.mhla_layers(model).values():
@@ -71,6 +73,15 @@ def spread(model: Any, ring: int, ulysses: int, **options: Any) -> None:
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
+
+
+def choose_tiles(model: nn.Module) -> None:
+    """As calibration does: lists of the heads' own lengths."""
+    make = torch.Generator().manual_seed(5)
+    for layer in mhla.mhla_layers(model).values():
+        if layer.config.exact == "calibrated":
+            tiles = math.prod(layer.config.tiles)
+            layer.exact.choose(torch.rand(layer.heads, tiles, tiles, generator=make) < 0.4)
 
 
 def errors(
