@@ -1,0 +1,146 @@
+"""``mhla bench parallel``, the counted part: bytes that one process sends for one self-attention of one layer."""
+
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...families import Model
+from ..forecast import Question
+from ..models import Size, family_of_model
+from ..shapes import Shape, exact_tiles
+from .attentions import ATTENTIONS, MHLA, SOFTMAX, attend, make_share
+from .traffic import Traffic
+from .world import Layout, pretended
+
+Variant = tuple[str, bool]
+"""One of ``ATTENTIONS``, and whether by heads (Ulysses), not round a ring."""
+VARIANTS: tuple[Variant, ...] = tuple((name, by_heads) for name in ATTENTIONS for by_heads in (False, True))
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one process of several sends for one attention, in its forward and in forward and backward."""
+
+    forward: int
+    with_backward: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one attention and number of processes."""
+
+    model: str
+    processes: int
+    shape: Shape
+    sent: dict[Variant, Count]
+    """Variants that the processes can share; heads that they do not divide they cannot exchange."""
+
+
+def name_of(variant: Variant) -> str:
+    """As tables and figures call it."""
+    attention, by_heads = variant
+    return f"{attention}, {'Ulysses' if by_heads else 'ring'}"
+
+
+def layout_of(variant: Variant, processes: int) -> Layout:
+    """Of so many processes."""
+    return Layout(ulysses=processes) if variant[1] else Layout(ring=processes)
+
+
+def shape_of(model: Model, size: Size) -> Shape:
+    """The self-attention of a model at a size, with the block counts that it is measured with."""
+    family = family_of_model(model)
+    grid = Question(model, size, family.default_config).grid
+    blocks = tuple(min(pair) for pair in zip(model.blocks, grid, strict=True))
+    axes = family.rotary_axes(model.head_dim)
+    tiles = exact_tiles(model, grid)
+    return Shape(f"{model.name}-{size}", grid, blocks, model.heads, model.head_dim, tiles, rotary_axes=axes)
+
+
+def sent(attention: str, shape: Shape, layout: Layout, backward: bool) -> Traffic:
+    """Everything that a process sends for one attention, of which shapes alone are computed.
+
+    Query, key and value are bfloat16.
+
+    Args:
+        attention: one of ``ATTENTIONS``.
+        shape: of the whole.
+        layout: at least two processes.
+        backward: forward and backward.
+
+    Raises:
+        ValueError: the processes do not divide the tokens or the heads.
+    """
+    with warnings.catch_warnings(), pretended(layout) as world:
+        # diffusers' ring calls a collective by a name that PyTorch has deprecated
+        warnings.filterwarnings("ignore", message=".*all_gather_tensor.*is deprecated", category=FutureWarning)
+        share = make_share(shape, world, torch.device("meta"), torch.bfloat16, backward)
+        with Traffic() as traffic:
+            output = attend(attention, share)
+            if backward:
+                output.backward(torch.empty_like(output))
+    return traffic
+
+
+def count(model: Model, shape: Shape, processes: int) -> Counts:
+    """Count every variant that the processes can share.
+
+    Raises:
+        ValueError: the processes do not divide the tokens.
+    """
+    fitting = [variant for variant in VARIANTS if not variant[1] or shape.heads % processes == 0]
+    found = {
+        variant: Count(*(sent(variant[0], shape, layout_of(variant, processes), again).bytes for again in (False, True)))
+        for variant in fitting
+    }
+    return Counts(model.name, processes, shape, found)
+
+
+def counted(models: Iterable[Model], sizes: Sequence[Size], processes: Sequence[int]) -> list[Counts]:
+    """Every model with every number of processes at every size."""
+    return [count(model, shape_of(model, size), many) for model in models for many in processes for size in sizes]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """From how many tokens on MHLA round a ring sends less than softmax."""
+
+    model: str
+    processes: int
+    rival: Variant
+    tokens: int | None
+    """None for no number of frames that was looked at."""
+    with_backward: int | None
+    """The same for forward and backward."""
+
+
+def crossings(model: Model, size: Size, processes: int, most_frames: int) -> list[Crossing]:
+    """Found by halving over the frames of the token grid, since MHLA's bytes do not grow with them.
+
+    Args:
+        model: of videos.
+        size: its height and width.
+        processes: how many.
+        most_frames: of the token grid.
+    """
+    base = shape_of(model, size)
+
+    def at(frames: int) -> Shape:
+        return replace(base, grid=(frames, *base.grid[1:]))
+
+    def first(rival: Variant, backward: bool) -> int | None:
+        def less(frames: int) -> bool:
+            shape = at(frames)
+            own = sent(MHLA, shape, Layout(ring=processes), backward).bytes
+            return own < sent(rival[0], shape, layout_of(rival, processes), backward).bytes
+
+        looked_at = range(model.blocks[0], most_frames + 1)
+        place = bisect_left(looked_at, True, key=less)
+        return at(looked_at[place]).tokens if place < len(looked_at) else None
+
+    rivals = [variant for variant in VARIANTS if variant[0] == SOFTMAX]
+    fitting = [variant for variant in rivals if not variant[1] or model.heads % processes == 0]
+    return [Crossing(model.name, processes, rival, first(rival, False), first(rival, True)) for rival in fitting]
