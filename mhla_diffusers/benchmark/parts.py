@@ -4,6 +4,7 @@ What is timed and what is counted are told apart by the same hooks on the same m
 """
 
 import time
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -96,7 +97,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         form = family.form_of(attn)
         read = form.read(attn, attention_arguments(args, kwargs))
         config = attn.processor.config if isinstance(attn.processor, MHLAProcessor) else None
-        outside = sum(form.outside(read, grid))
+        outside = sum(form.outside(read, math.prod(grid)))
         return sizes_of(attn, family, config, grid, outside), read.hidden_states
 
     with torch.no_grad(), family.without_values(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:

@@ -94,22 +94,22 @@ class AttentionForm:
         cos, sin = (table[None, :, None] for table in arguments.rotary_emb)
         return cos, sin
 
-    def outside(self, given: AttentionInput, grid: tuple[int, ...]) -> tuple[int, int]:
+    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
         """How many tokens stand before and after those of the grid.
 
         Args:
             given: input of the attention.
-            grid: token grid.
+            tokens: of the grid, as many as this process has.
 
         Raises:
             ValueError: the attention has other tokens than the grid.
         """
-        count, tokens = given.hidden_states.shape[1], math.prod(grid)
+        count = given.hidden_states.shape[1]
         if count != tokens:
             raise ValueError(
-                f"The token grid {grid} holds {tokens} tokens, but the attention got {count}. Was the processor made "
-                "for another resolution, or are the tokens split over devices? MHLA does not run under context "
-                "parallelism."
+                f"The token grid holds {tokens} tokens, but the attention got {count}. Was the processor made for "
+                "another resolution, or are the tokens split over processes? transformer.enable_parallelism() is what "
+                "tells MHLA of processes; calibration and what else looks into attentions runs on one, before that."
             )
         return 0, 0
 

@@ -1,6 +1,5 @@
 """Joint attention: text, or another context, in one sequence with the tokens of the grid."""
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -68,15 +67,15 @@ class JointForm(AttentionForm):
         """(B, N, ...) and (B, n, ...) side by side."""
         return torch.cat([context, tokens] if self.context_first else [tokens, context], dim=1)
 
-    def outside(self, given: AttentionInput, grid: tuple[int, ...]) -> tuple[int, int]:
+    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
         """All tokens but those of the grid.
 
         Raises:
             ValueError: fewer tokens than the grid has, or more beside a context.
         """
-        count, tokens = given.hidden_states.shape[1], math.prod(grid)
+        count = given.hidden_states.shape[1]
         if count < tokens or (given.context is not None and count != tokens):
-            super().outside(given, grid)
+            super().outside(given, tokens)
         others = count - tokens + (given.context.shape[1] if given.context is not None else 0)
         return (others, 0) if self.context_first else (0, others)
 

@@ -39,14 +39,14 @@ class LTXForm(AttentionForm):
         cos, sin = (table.unflatten(2, (attn.heads, -1)) for table in arguments.rotary_emb)
         return cos, sin
 
-    def outside(self, given: AttentionInput, grid: tuple[int, ...]) -> tuple[int, int]:
+    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
         """All tokens but those of the grid, which come last.
 
         Raises:
             ValueError: fewer tokens than the grid has.
         """
-        others = given.hidden_states.shape[1] - math.prod(grid)
-        return (others, 0) if others > 0 else super().outside(given, grid)
+        others = given.hidden_states.shape[1] - tokens
+        return (others, 0) if others > 0 else super().outside(given, tokens)
 
 
 def _model(name: str, head_dim: int, layers: int) -> Model:
@@ -127,6 +127,11 @@ class LTXFamily(Family):
     def cross_attention_processor(self) -> Any:
         """``LTXVideoAttnProcessor`` as well."""
         return self.self_attention_processor()
+
+    def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
+        """Where pictures that condition the video stand before its tokens, which are split as if all were of one kind."""
+        extra = arguments["hidden_states"].shape[1] - math.prod(grid)
+        return f"the {extra} tokens of pictures before the grid would be split with it" if extra else None
 
     def recognises_self_attention(self, attn: Any) -> bool:
         """``LTXAttention``."""

@@ -151,6 +151,15 @@ class Structure(ABC):
         """
         return square_tiles(grid)
 
+    def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
+        """Why the tokens of a call of the transformer cannot be split over processes; None, if they can.
+
+        Args:
+            arguments: of the transformer's forward, by name.
+            grid: token grid.
+        """
+        return None
+
     def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
         """Channels of a head that RoPE turns with each axis of the token grid; None for no RoPE, or for another kind.
 

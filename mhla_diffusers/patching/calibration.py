@@ -1,5 +1,6 @@
 """Fit the output norm of a fresh patch to the attention that it replaces."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -56,8 +57,8 @@ def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: 
     """Those of the grid, of what a patched self-attention computes (B, N, ...) for these arguments of its forward."""
     form = form_of(attn)
     given = form.read(attn, attention_arguments(args, kwargs))
-    grid = grid_of_call(attn, given.rotary)
-    return of_grid(x, form.outside(given, grid)) if x.shape[1] > torch.Size(grid).numel() else x
+    tokens = math.prod(grid_of_call(attn, given.rotary))
+    return of_grid(x, form.outside(given, tokens)) if x.shape[1] > tokens else x
 
 
 def watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:

@@ -46,6 +46,11 @@ class Convolution(nn.Module):
         self.weight = nn.Parameter(torch.zeros(channels, 1, *(size,) * axes))
         self.bias = nn.Parameter(torch.zeros(channels))
 
+    @property
+    def reach(self) -> int:
+        """How far the tokens that it adds to one are away, along every axis."""
+        return self.weight.shape[-1] // 2
+
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """(B, H * D, *grid), before and after."""
         channels, _, size, *rest = self.weight.shape

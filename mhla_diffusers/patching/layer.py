@@ -8,6 +8,8 @@ from torch import nn
 
 from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights, resize_mixing
 from ..attention.outside import Outside, of_grid
+from ..attention.parallel.halo import rows_around
+from ..attention.parallel.place import Parallel
 from ..attention.rotary import Rotary, rotary_table
 from ..config import MHLAConfig
 from ..families.forms import AttentionForm
@@ -90,6 +92,7 @@ class MHLALayer(nn.Module):
         key_mask: torch.Tensor | None = None,
         backend: str = "auto",
         outside: Outside = (0, 0),
+        parallel: Parallel | None = None,
     ) -> torch.Tensor:
         """Attend.
 
@@ -104,6 +107,7 @@ class MHLALayer(nn.Module):
             key_mask: (B, N), see :func:`mhla_attention`.
             backend: see :func:`mhla_attention`.
             outside: how many tokens stand before and after those of the grid.
+            parallel: the processes between which the tokens are split; all above is of the own ones then.
 
         Returns:
             (B, N, H, D), before the output projection of the attention.
@@ -128,13 +132,24 @@ class MHLALayer(nn.Module):
             output_gate=gate,
             backend=backend,
             outside=outside,
+            parallel=parallel,
             **self._settings(here, any(outside)),
         )
         if self.convolution is not None:
-            values = here.value.flatten(2).unflatten(1, grid).movedim(-1, 1)
-            added = self.convolution(values).flatten(2).mT.unflatten(-1, (self.heads, -1))
+            added = self._convolved(self.convolution, here.value.flatten(2), grid, parallel)
+            added = added.unflatten(-1, (self.heads, -1))
             output = output + (torch.nn.functional.pad(added, (0, 0, 0, 0, *outside)) if any(outside) else added)
         return output
+
+    @staticmethod
+    def _convolved(
+        convolution: Convolution, values: torch.Tensor, grid: tuple[int, ...], parallel: Parallel | None
+    ) -> torch.Tensor:
+        """(B, tokens, H * D), before and after."""
+        if parallel is None:
+            return convolution(values.unflatten(1, grid).movedim(-1, 1)).flatten(2).mT
+        around, own = rows_around(values, grid, convolution.reach, parallel)
+        return convolution(around.movedim(-1, 1)).flatten(2).mT[:, own]
 
     @torch.no_grad()
     def weights(self, given: Attended) -> torch.Tensor:

@@ -114,6 +114,8 @@ def carry_out(plan: Plan, model: Any) -> None:
     for attn, layer in plan.layers:
         layer.original_processor = attn.processor
         attn.mhla = layer
+        if getattr(attn.processor, "_parallel_config", None) is not None:
+            plan.processor._parallel_config = attn.processor._parallel_config
         attn.set_processor(plan.processor)
     TokenGridHooks(plan.family).install(plan.transformer)
     pipe = None if isinstance(model, nn.Module) else model

@@ -1,5 +1,6 @@
 """The attention processor: what a patched attention does instead of softmax attention."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,15 +8,19 @@ from torch import nn
 
 from ..attention import check_backend
 from ..attention.blocks import check_blocks
+from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig
 from ..families import Family, cross_attention_processor, family_of_attention
 from ..families.forms import AttentionArguments, AttentionForm, attention_arguments
 from .attended import Attended
 from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
+from .parallel import parallel_of
 from .token_grid import attends_as_before, grid_of_call
 
 _BACKEND = "_attention_backend"
 """Attribute that diffusers' set_attention_backend writes into processors."""
+_PARALLEL = "_parallel_config"
+"""Attribute that diffusers' enable_parallelism writes into processors."""
 
 
 class MHLAProcessor:
@@ -46,7 +51,9 @@ class MHLAProcessor:
 
     # read and written by diffusers' set_attention_backend; used for the cross-attention that is passed on
     _attention_backend: Any = None
-    _parallel_config: Any = None
+    _config_of_processes: Any = None
+    parallel: Parallel | None = None
+    """The processes that context parallelism spreads the tokens over."""
 
     def __init__(
         self,
@@ -69,6 +76,16 @@ class MHLAProcessor:
         if self.grid is not None and len(self.grid) != len(self.config.blocks):
             raise ValueError(f"grid={self.grid} and blocks={self.config.blocks} must have the same number of axes.")
         _register_with_diffusers(type(self))
+
+    @property
+    def _parallel_config(self) -> Any:
+        """Set by diffusers' ``enable_parallelism`` on every processor that has it."""
+        return self._config_of_processes
+
+    @_parallel_config.setter
+    def _parallel_config(self, config: Any) -> None:
+        # read here, once, since torch.compile does not follow what asks PyTorch for process groups
+        self._config_of_processes, self.parallel = config, parallel_of(config)
 
     @property
     def is_blank(self) -> bool:
@@ -132,6 +149,7 @@ class MHLAProcessor:
                 raise _unknown_model(attn)
             processor = default_cross_attention_processor(attn)
             processor._attention_backend = self._attention_backend
+            processor._parallel_config = self._parallel_config
             turned = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask, **turned)
         self._check_layer(layer)
@@ -139,7 +157,8 @@ class MHLAProcessor:
             return form.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
         given = form.read(attn, arguments)
         grid = self.grid if self.grid is not None else grid_of_call(attn, given.rotary)
-        outside = form.outside(given, grid)
+        tokens = math.prod(grid) if self.parallel is None else self.parallel.own_share(math.prod(grid))[1]
+        outside = form.outside(given, tokens)
         if layer is None:
             attn.mhla = make_layer(attn, self.config, family)
         query, key, value = form.project(attn, given)
@@ -147,7 +166,16 @@ class MHLAProcessor:
             output = value
         else:
             output = attn.mhla(
-                query, key, value, hidden_states, grid, given.rotary, given.key_mask, self.backend, outside
+                query,
+                key,
+                value,
+                hidden_states,
+                grid,
+                given.rotary,
+                given.key_mask,
+                self.backend,
+                outside,
+                self.parallel,
             )
         return form.hand_on(attn, output, given)
 
@@ -177,7 +205,9 @@ def holds_weights(processor: Any) -> bool:
 
 
 def with_backend_of(processor: MHLAProcessor, original: Any) -> Any:
-    """The processor of before with the backend that ``set_attention_backend`` has set on a patched one meanwhile."""
+    """The processor of before with what diffusers has set on a patched one meanwhile: backend and processes."""
+    if processor._parallel_config is not None and hasattr(original, _PARALLEL):
+        setattr(original, _PARALLEL, processor._parallel_config)
     meanwhile = vars(processor).get(_BACKEND, original)
     if meanwhile is not original and getattr(original, _BACKEND, meanwhile) != meanwhile:
         setattr(original, _BACKEND, meanwhile)
@@ -313,5 +343,5 @@ def attended(
     form = form if form is not None else form_of(attn)
     given = form.read(attn, attention_arguments(args, kwargs))
     grid = grid if grid is not None else grid_of_call(attn, given.rotary)
-    outside = form.outside(given, grid)
+    outside = form.outside(given, math.prod(grid))
     return Attended(*form.project(attn, given), grid, outside, given.rotary, given.key_mask)

@@ -18,6 +18,7 @@ from ..attention.rotary import Rotary
 from ..families import Family, grid_of_attention
 from .compiling import allow_graphs, give_back_graphs
 from .layer import MHLALayer, layer_of
+from .parallel import Processes
 
 Grid = tuple[int, ...]
 
@@ -109,6 +110,7 @@ class TokenGridHooks:
         self.latest: Grid | None = None
         """Grid of the latest input, to be shown; no attention reads it."""
         self._handles: list[RemovableHandle] = []
+        self._processes: Processes | None = None
         allow_graphs(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,6 +120,7 @@ class TokenGridHooks:
 
     def install(self, transformer: nn.Module) -> None:
         """Put the hooks on a transformer."""
+        self._processes = Processes(transformer, self.family)
         self._handles = [
             transformer.register_forward_pre_hook(self, with_kwargs=True),
             transformer.register_forward_hook(self.forget, always_call=True),
@@ -141,6 +144,9 @@ class TokenGridHooks:
             for axis in range(1, tensor.ndim) if isinstance(tensor, torch.Tensor) else ():
                 torch._dynamo.mark_static(tensor, axis)
         grid = tuple(int(size) for size in self.family.grid_of_arguments(transformer, arguments))
+        if self._processes is not None:
+            self._processes.meet()
+            self._processes.check(arguments, grid)
         _THREAD.forward.grid = self.latest = grid
         checkpoint = getattr(transformer, _CHECKPOINT, None)
         if checkpoint is not None and not isinstance(checkpoint, _Carrying):

@@ -78,6 +78,11 @@ def arrived(x: torch.Tensor) -> torch.Tensor:
         ) from error
 
 
+def _applied(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    found: torch.Tensor = function.apply(*arguments)
+    return found
+
+
 def started_sum(x: torch.Tensor, group: str | None) -> torch.Tensor:
     """Begin to add a tensor up over processes; :func:`finished_sum` gives the sum.
 
@@ -87,12 +92,12 @@ def started_sum(x: torch.Tensor, group: str | None) -> torch.Tensor:
         x: of the same shape on all of them.
         group: of the processes; None for this one alone.
     """
-    return x if group is None else _StartSum.apply(x, group)
+    return x if group is None else _applied(_StartSum, x, group)
 
 
 def finished_sum(started: torch.Tensor, group: str | None) -> torch.Tensor:
     """The sum that :func:`started_sum` began."""
-    return started if group is None else _FinishSum.apply(started, group)
+    return started if group is None else _applied(_FinishSum, started, group)
 
 
 def summed(x: torch.Tensor, group: str | None) -> torch.Tensor:
@@ -112,7 +117,7 @@ def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], 
     Returns:
         (Σ received, ...), those of the first process first.
     """
-    return _Exchange.apply(rows, tuple(sent), tuple(received), group)
+    return _applied(_Exchange, rows, tuple(sent), tuple(received), group)
 
 
 def gathered(rows: torch.Tensor, counts: Sequence[int], group: str) -> torch.Tensor:
