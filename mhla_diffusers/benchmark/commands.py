@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .parallel.commands import bench_parallel
+
 if TYPE_CHECKING:
     import torch
 
@@ -286,6 +288,9 @@ def bench_ceilings(
 
     chosen = find_models(model, "cpu") if model else [one for one in models().values() if not one.is_tiny]
     typer.echo(write_table(HEADER, [found.cells() for found in ceilings(chosen)], output, "ceilings"))
+
+
+bench.command("parallel")(bench_parallel)
 
 
 def _transformer_cases(

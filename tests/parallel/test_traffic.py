@@ -1,4 +1,4 @@
-"""Bytes that are counted from collectives, beside the bytes that pass the loopback device when gloo carries them out."""
+"""Bytes counted from collectives, beside the bytes that pass the loopback device when gloo carries them out."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from mhla_diffusers.attention.parallel.collectives import exchanged, gathered, s
 from mhla_diffusers.benchmark.parallel.traffic import Traffic
 
 NUMBERS = 2**21
-"""float32 numbers that a collective is given; of 8 MiB the headers of TCP are a thousandth and a stranger's bytes few."""
+"""float32, that a collective is given: beside 8 MiB the headers of TCP and a stranger's bytes are few."""
 
 
 def _sum(x: torch.Tensor, group: str) -> torch.Tensor:

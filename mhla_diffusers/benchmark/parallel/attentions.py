@@ -56,14 +56,10 @@ def attend(attention: str, share: OwnShare) -> torch.Tensor:
     if attention == SOFTMAX:
         return _softmax(share)
     shape = share.shape
-    return mhla_attention(
-        **share.tensors,
-        grid=shape.grid,
-        blocks=shape.blocks,
-        rotary=share.rotary,
-        rotary_axes=shape.rotary_axes,
-        parallel=share.world.parallel,
-    )
+    settings: dict[str, Any] = {"grid": shape.grid, "blocks": shape.blocks, "parallel": share.world.parallel}
+    if share.rotary is not None:
+        settings |= {"rotary": share.rotary, "rotary_axes": shape.rotary_axes}
+    return mhla_attention(**share.tensors, **settings)
 
 
 def _softmax(share: OwnShare) -> torch.Tensor:
@@ -81,7 +77,7 @@ def _softmax(share: OwnShare) -> torch.Tensor:
 
 
 def _on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, config: Any) -> torch.Tensor:
-    """diffusers' ring with PyTorch's kernel for CPUs, since none of its own backends for rings runs there."""
+    """The ring of diffusers with PyTorch's kernel for CPUs, since none of its own backends for rings runs there."""
     from diffusers.models import attention_dispatch
 
     return attention_dispatch._templated_context_parallel_attention(

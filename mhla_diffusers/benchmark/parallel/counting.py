@@ -1,9 +1,11 @@
 """``mhla bench parallel``, the counted part: bytes that one process sends for one self-attention of one layer."""
 
+import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -18,6 +20,8 @@ from .world import Layout, pretended
 Variant = tuple[str, bool]
 """One of ``ATTENTIONS``, and whether by heads (Ulysses), not round a ring."""
 VARIANTS: tuple[Variant, ...] = tuple((name, by_heads) for name in ATTENTIONS for by_heads in (False, True))
+
+_MOST_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ def shape_of(model: Model, size: Size) -> Shape:
     return Shape(f"{model.name}-{size}", grid, blocks, model.heads, model.head_dim, tiles, rotary_axes=axes)
 
 
+@cache
 def sent(attention: str, shape: Shape, layout: Layout, backward: bool) -> Traffic:
     """Everything that a process sends for one attention, of which shapes alone are computed.
 
@@ -93,7 +98,9 @@ def count(model: Model, shape: Shape, processes: int) -> Counts:
     """
     fitting = [variant for variant in VARIANTS if not variant[1] or shape.heads % processes == 0]
     found = {
-        variant: Count(*(sent(variant[0], shape, layout_of(variant, processes), again).bytes for again in (False, True)))
+        variant: Count(
+            *(sent(variant[0], shape, layout_of(variant, processes), again).bytes for again in (False, True))
+        )
         for variant in fitting
     }
     return Counts(model.name, processes, shape, found)
@@ -117,14 +124,13 @@ class Crossing:
     """The same for forward and backward."""
 
 
-def crossings(model: Model, size: Size, processes: int, most_frames: int) -> list[Crossing]:
-    """Found by halving over the frames of the token grid, since MHLA's bytes do not grow with them.
+def crossings(model: Model, size: Size, processes: int) -> list[Crossing]:
+    """Found by halving over the frames of the token grid, since MHLA's bytes do not grow with them; up to 2^20 tokens.
 
     Args:
         model: of videos.
-        size: its height and width.
+        size: its height and width, of which the processes divide the tokens of a frame.
         processes: how many.
-        most_frames: of the token grid.
     """
     base = shape_of(model, size)
 
@@ -137,7 +143,7 @@ def crossings(model: Model, size: Size, processes: int, most_frames: int) -> lis
             own = sent(MHLA, shape, Layout(ring=processes), backward).bytes
             return own < sent(rival[0], shape, layout_of(rival, processes), backward).bytes
 
-        looked_at = range(model.blocks[0], most_frames + 1)
+        looked_at = range(model.blocks[0], _MOST_TOKENS // math.prod(base.grid[1:]) + 1)
         place = bisect_left(looked_at, True, key=less)
         return at(looked_at[place]).tokens if place < len(looked_at) else None
 

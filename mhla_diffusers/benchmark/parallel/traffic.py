@@ -1,11 +1,12 @@
-"""Bytes that a process sends: every collective that PyTorch dispatches is seen, in the forward and the backward pass."""
+"""Bytes that a process sends: every collective is seen that PyTorch dispatches, forward and backward."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -66,7 +67,7 @@ class Traffic(TorchDispatchMode):
     processes, for each of them. All-reduce 2 (P - 1) / P of the tensor; all-gather P - 1 times the own part;
     reduce-scatter (P - 1) / P of the tensor that is brought; all-to-all, and permutations, which are of this kind, the
     rows that others are due to get; broadcast (P - 1) / P of the tensor on average, since in a chain all but the last
-    hand it on. ``tests/benchmark/test_traffic.py`` compares this with the bytes that pass gloo's loopback device.
+    hand it on. ``tests/parallel/test_traffic.py`` compares this with the bytes that pass gloo's loopback device.
 
     Waiting, barriers and receiving send nothing.
 
@@ -116,7 +117,8 @@ def _group(given: Mapping[str, Any]) -> ProcessGroup:
     """Of an operator, which has its name or itself, perhaps as TorchScript wraps it."""
     group = given.get("group_name", given.get("process_group"))
     if isinstance(group, str):
-        return _resolve_process_group(group)
+        found: ProcessGroup = cast(Any, dist.distributed_c10d)._resolve_process_group(group)
+        return found
     return group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)
 
 
