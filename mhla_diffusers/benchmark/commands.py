@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .parallel.commands import bench_parallel
+from .parallel.commands import bench_parallel, bench_plan
 
 if TYPE_CHECKING:
     import torch
@@ -291,6 +291,7 @@ def bench_ceilings(
 
 
 bench.command("parallel")(bench_parallel)
+bench.command("plan")(bench_plan)
 
 
 def _transformer_cases(

@@ -56,10 +56,10 @@ def attend(attention: str, share: OwnShare) -> torch.Tensor:
     if attention == SOFTMAX:
         return _softmax(share)
     shape = share.shape
-    settings: dict[str, Any] = {"grid": shape.grid, "blocks": shape.blocks, "parallel": share.world.parallel}
+    given: dict[str, Any] = {**share.tensors, "grid": shape.grid, "blocks": shape.blocks}
     if share.rotary is not None:
-        settings |= {"rotary": share.rotary, "rotary_axes": shape.rotary_axes}
-    return mhla_attention(**share.tensors, **settings)
+        given |= {"rotary": share.rotary, "rotary_axes": shape.rotary_axes}
+    return mhla_attention(**given, parallel=share.world.parallel)
 
 
 def _softmax(share: OwnShare) -> torch.Tensor:

@@ -8,6 +8,8 @@ import typer
 _FOLDER = Path("outputs/parallel")
 _FRAMES = (25, 53, 81, 165, 333, 669, 1341, 2685)
 """At 480x832 7 to 672 frames of Wan's token grid, 10 920 to 1 048 320 tokens; with fewer there are fewer blocks."""
+_PLANNED_FRAMES, _GPUS = (81, 401, 4001), (1, 2, 4, 8, 16, 32, 64)
+_MODELS = ("wan2.1-1.3b", "wan2.1-14b")
 _TIMED_SIZE, _TIMED_FRAMES = "240x416", (29, 93)
 
 
@@ -32,7 +34,7 @@ def bench_parallel(
     from .gloo import time_processes, why_no_processes
     from .tables import write_crossings, write_sent, write_timed
 
-    models = find_models(model or ["wan2.1-1.3b", "wan2.1-14b"], "cpu")
+    models = find_models(model or _MODELS, "cpu")
     many = processes or [2, 4, 8]
     cases = {one.name: choose_sizes(one, [size], frames or _FRAMES, "cpu") for one in models}
     found = [count for one in models for count in counted([one], cases[one.name], many)]
@@ -54,3 +56,38 @@ def bench_parallel(
     ]
     timed = [time_processes(name, shape, count) for count in many if count not in refused for name, shape in shapes]
     typer.echo(write_timed(timed, output))
+
+
+def bench_plan(
+    model: Annotated[
+        list[str] | None, typer.Option(help="wan2.1-1.3b, wan2.1-14b, …; several times; those two if left out.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="480x832, or 512 for a square.")] = "480x832",
+    frames: Annotated[list[int] | None, typer.Option(help="Several times; 81, 401 and 4001 if left out.")] = None,
+    gpus: Annotated[list[int] | None, typer.Option(help="Several times; 1 to 64 if left out.")] = None,
+    patch: Annotated[str | None, typer.Option(help="Name or file of a patch; MHLA in all layers if left out.")] = None,
+    tflops: Annotated[float, typer.Option(help="Of a GPU; H100 SXM, dense bfloat16, data sheet.")] = 989.0,
+    utilisation: Annotated[float, typer.Option(help="Part of --tflops that is reached; an assumption.")] = 0.4,
+    nvlink: Annotated[float, typer.Option(help="GB/s that a GPU sends within a machine; H100, data sheet.")] = 450.0,
+    infiniband: Annotated[float, typer.Option(help="GB/s that a GPU sends to other machines; NDR, 400 Gbit/s.")] = 50.0,
+    gpus_per_machine: Annotated[int, typer.Option(help="Joined by NVLink.")] = 8,
+    output: Annotated[Path, typer.Option(help="Gets plan.md and plan.csv.")] = _FOLDER,
+) -> None:
+    """Arithmetic, no measurement: counted FLOPs and bytes over stated rates, of one forward on many GPUs."""
+    from ...config import load_patch
+    from ..models import choose_sizes, find_models
+    from .plan import Machines, plan
+    from .tables import write_plan
+
+    machines = Machines(tflops, utilisation, nvlink, infiniband, gpus_per_machine)
+    models = find_models(model or _MODELS, "cpu")
+    config = None if patch is None else load_patch(patch).config
+    found = [
+        planned
+        for one in models
+        for planned in plan(
+            [one], choose_sizes(one, [size], frames or _PLANNED_FRAMES, "cpu"), gpus or _GPUS, machines, config
+        )
+    ]
+    typer.echo(f"{machines}\n")
+    typer.echo(write_plan(found, output))

@@ -64,9 +64,26 @@ def shape_of(model: Model, size: Size) -> Shape:
     return Shape(f"{model.name}-{size}", grid, blocks, model.heads, model.head_dim, tiles, rotary_axes=axes)
 
 
+@dataclass(frozen=True)
+class Sent:
+    """Bytes of one attention, of one process."""
+
+    ring: int
+    """That it sends to processes of its ring."""
+    ulysses: int
+    """That it sends to processes with which it exchanges tokens for heads."""
+    delivered: int
+    """Of what collectives deliver to it."""
+
+    @property
+    def bytes(self) -> int:
+        """All that it sends."""
+        return self.ring + self.ulysses
+
+
 @cache
-def sent(attention: str, shape: Shape, layout: Layout, backward: bool) -> Traffic:
-    """Everything that a process sends for one attention, of which shapes alone are computed.
+def sent(attention: str, shape: Shape, layout: Layout, backward: bool) -> Sent:
+    """What the first process sends for one attention, of which shapes alone are computed.
 
     Query, key and value are bfloat16.
 
@@ -77,17 +94,24 @@ def sent(attention: str, shape: Shape, layout: Layout, backward: bool) -> Traffi
         backward: forward and backward.
 
     Raises:
-        ValueError: the processes do not divide the tokens or the heads.
+        ValueError: the processes do not divide the tokens and both degrees are more than one, or not the heads.
     """
     with warnings.catch_warnings(), pretended(layout) as world:
         # diffusers' ring calls a collective by a name that PyTorch has deprecated
         warnings.filterwarnings("ignore", message=".*all_gather_tensor.*is deprecated", category=FutureWarning)
+        if shape.tokens % layout.processes and layout.ulysses == 1:
+            # shares differ by a token, as with ring_anything=True, and softmax is given as many as the longest has
+            world = replace(world, parallel=replace(world.parallel, anything=True))
         share = make_share(shape, world, torch.device("meta"), torch.bfloat16, backward)
         with Traffic() as traffic:
             output = attend(attention, share)
             if backward:
                 output.backward(torch.empty_like(output))
-    return traffic
+        of_ring, of_heads = (
+            traffic.bytes_of(group.name) if group.size > 1 else 0
+            for group in (world.parallel.ring, world.parallel.ulysses)
+        )
+    return Sent(of_ring, of_heads, sum(one.delivered for one in traffic.sent))
 
 
 def count(model: Model, shape: Shape, processes: int) -> Counts:

@@ -6,11 +6,25 @@ from pathlib import Path
 from ...reporting import write_table
 from .counting import VARIANTS, Counts, Crossing, name_of
 from .gloo import Timed
+from .plan import Planned
 
 _PASSES = {"forward": "forward", "forward+backward": "with_backward"}
 _SENT = ("model", "processes", "tokens", "pass", *(f"{name_of(variant)}, MB" for variant in VARIANTS))
 _FROM = ("model", "processes", "softmax", "less from, forward", "less from, forward+backward")
 _TIMED = ("model", "processes", "tokens", "pass", *(f"{name_of(variant)}, s" for variant in VARIANTS))
+
+_PLAN = (
+    "model",
+    "frames",
+    "GPUs",
+    "attention",
+    "shared by",
+    "computing, s",
+    "sending, s",
+    "sending",
+    "weights, GB",
+    "one attention, GB",
+)
 
 
 def write_sent(found: Sequence[Counts], folder: Path) -> str:
@@ -49,3 +63,23 @@ def write_timed(found: Iterable[Timed], folder: Path) -> str:
             cells = ("-" if value is None else f"{value:.3g}" for value in seconds)
             rows.append((one.model, str(one.processes), f"{one.shape.tokens:,}", name, *cells))
     return write_table(_TIMED, rows, folder, "timed")
+
+
+def write_plan(found: Iterable[Planned], folder: Path) -> str:
+    """Seconds of one forward and what a GPU holds, as ``plan.md`` and ``plan.csv``."""
+    rows = [
+        (
+            one.question.model.name,
+            str(one.question.size.frames or 1),
+            str(one.layout.processes),
+            one.attention,
+            str(one.layout),
+            f"{one.compute:.3g}",
+            f"{one.sending:.3g}",
+            f"{one.sending / one.seconds:.0%}",
+            f"{one.weight_bytes / 1e9:.1f}",
+            f"{one.attention_bytes / 1e9:.2f}",
+        )
+        for one in found
+    ]
+    return write_table(_PLAN, rows, folder, "plan")

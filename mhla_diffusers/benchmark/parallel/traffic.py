@@ -1,7 +1,7 @@
 """Bytes that a process sends: every collective is seen that PyTorch dispatches, forward and backward."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -58,6 +58,8 @@ class Sent:
     """Of the group."""
     bytes: float
     """That this process sends."""
+    delivered: int = 0
+    """Bytes of the tensors that it makes; 0 where it fills tensors that are given."""
 
 
 class Traffic(TorchDispatchMode):
@@ -93,7 +95,11 @@ class Traffic(TorchDispatchMode):
     ) -> Any:
         if func.namespace in _NAMESPACES and func._schema.name.split("::")[1] not in _SENDS_NOTHING:
             names = [argument.name for argument in func._schema.arguments]
-            self.sent.append(_sent(func, dict(zip(names, args, strict=False)) | (kwargs or {})))
+            sent = _sent(func, dict(zip(names, args, strict=False)) | (kwargs or {}))
+            output = func(*args, **(kwargs or {}))
+            made = [] if func._schema.is_mutable else tree_leaves(output)
+            self.sent.append(replace(sent, delivered=_bytes(x for x in made if isinstance(x, torch.Tensor))))
+            return output
         return func(*args, **(kwargs or {}))
 
 
@@ -109,8 +115,12 @@ def _sent(func: Any, given: Mapping[str, Any]) -> Sent:
     if kind == "all-to-all":
         sent = float(_due_to_others(brought, given.get("input_split_sizes"), group))
     else:
-        sent = _FACTORS[kind](size) * sum(x.numel() * x.itemsize for x in brought)
+        sent = _FACTORS[kind](size) * _bytes(brought)
     return Sent(kind, group.group_name, size, sent)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(x.numel() * x.itemsize for x in tensors)
 
 
 def _group(given: Mapping[str, Any]) -> ProcessGroup:
