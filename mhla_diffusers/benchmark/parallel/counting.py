@@ -1,6 +1,5 @@
 """``mhla bench parallel``, the counted part: bytes that one process sends for one self-attention of one layer."""
 
-import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -149,7 +148,7 @@ class Crossing:
 
 
 def crossings(model: Model, size: Size, processes: int) -> list[Crossing]:
-    """Found by halving over the frames of the token grid, since MHLA's bytes do not grow with them; up to 2^20 tokens.
+    """Found by halving over the frames of the token grid, up to about 2^20 tokens; MHLA's bytes do not grow with them.
 
     Args:
         model: of videos.
@@ -167,9 +166,12 @@ def crossings(model: Model, size: Size, processes: int) -> list[Crossing]:
             own = sent(MHLA, shape, Layout(ring=processes), backward).bytes
             return own < sent(rival[0], shape, layout_of(rival, processes), backward).bytes
 
-        looked_at = range(model.blocks[0], _MOST_TOKENS // math.prod(base.grid[1:]) + 1)
-        place = bisect_left(looked_at, True, key=less)
-        return at(looked_at[place]).tokens if place < len(looked_at) else None
+        low = high = model.blocks[0]
+        while not less(high):  # sizes far beyond the crossing take long to count
+            if at(high).tokens > _MOST_TOKENS:
+                return None
+            low, high = high + 1, 2 * high
+        return at(low + bisect_left(range(low, high), True, key=less)).tokens
 
     rivals = [variant for variant in VARIANTS if variant[0] == SOFTMAX]
     fitting = [variant for variant in rivals if not variant[1] or model.heads % processes == 0]

@@ -70,17 +70,22 @@ def _work(rank: int, shape: Shape, processes: int, folder: str) -> None:
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes, timeout=_PATIENCE)
     try:
-        found = [
-            (*variant, name, seconds)
-            for variant in VARIANTS
-            if not variant[1] or shape.heads % processes == 0
-            for name, seconds in _time(variant, shape, processes)
-        ]
+        found = time_variants(shape, processes)
         if rank == 0:
             (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def time_variants(shape: Shape, processes: int) -> list[tuple[str, bool, str, float]]:
+    """In a process of the default group: attention, whether by heads, pass and seconds of every variant."""
+    return [
+        (*variant, name, seconds)
+        for variant in VARIANTS
+        if not variant[1] or shape.heads % processes == 0
+        for name, seconds in _time(variant, shape, processes)
+    ]
 
 
 def _time(variant: Variant, shape: Shape, processes: int) -> Sequence[tuple[str, float]]:

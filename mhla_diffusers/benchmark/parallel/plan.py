@@ -47,8 +47,9 @@ class Machines:
 
     def __str__(self) -> str:
         return (
-            f"Stated, not measured: {self.utilisation:.0%} of {self.tflops:g} TFLOP/s; each GPU sends {self.nvlink:g} GB/s "
-            f"within a machine of {self.gpus_per_machine} and {self.infiniband:g} GB/s between machines."
+            f"Stated, not measured: a GPU computes at {self.utilisation:.0%} of {self.tflops:g} TFLOP/s and sends "
+            f"{self.nvlink:g} GB/s within a machine of {self.gpus_per_machine}, {self.infiniband:g} GB/s to others; "
+            "it does not send while it computes."
         )
 
     def compute_seconds(self, flops: float) -> float:
@@ -129,6 +130,12 @@ class _Case:
 
 
 def _case(model: Model, size: Size, config: MHLAConfig) -> _Case:
+    for name, none in (("exact", "none"), ("convolution", None)):
+        if getattr(config, name) != none:
+            raise ValueError(
+                f"What a patch with {name}={getattr(config, name)!r} sends is not counted; the plan takes patches with "
+                f"{name}={none!r}."
+            )
     question = Question(model, size, config)
     counts, part = count_forwards(question, torch.bfloat16), question.layers / model.layers
     softmax, patched = counts.unpatched[ATTENTION].flops, counts.patched[ATTENTION].flops

@@ -74,8 +74,8 @@ def write_plan(found: Iterable[Planned], folder: Path) -> str:
             str(one.layout.processes),
             one.attention,
             str(one.layout),
-            f"{one.compute:.3g}",
-            f"{one.sending:.3g}",
+            _seconds(one.compute),
+            _seconds(one.sending),
             f"{one.sending / one.seconds:.0%}",
             f"{one.weight_bytes / 1e9:.1f}",
             f"{one.attention_bytes / 1e9:.2f}",
@@ -83,3 +83,7 @@ def write_plan(found: Iterable[Planned], folder: Path) -> str:
         for one in found
     ]
     return write_table(_PLAN, rows, folder, "plan")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
