@@ -43,9 +43,7 @@ class _FinishSum(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
         ctx.lengths = sent, received
         ctx.group = group
         return _exchange(rows, sent, received, group)
