@@ -1,7 +1,7 @@
 """Context parallelism of diffusers, as a patched transformer learns of it.
 
-``transformer.enable_parallelism(config=ContextParallelConfig(...))`` sets up the processes, splits the tokens before the
-first block and tells every attention processor.
+``transformer.enable_parallelism(config=ContextParallelConfig(...))`` sets up the processes, splits the tokens before
+the first block and tells every attention processor.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from .layer import MHLALayer, layer_of
 
 
 def parallel_of(config: Any) -> Parallel | None:
-    """The processes of a diffusers ``ParallelConfig`` or None, which has been set up; None without context parallelism."""
+    """The processes of a diffusers ``ParallelConfig`` that has been set up; None without context parallelism."""
     settings = getattr(config, "context_parallel_config", None)
     if settings is None:
         return None

@@ -1,8 +1,8 @@
 """What diffusers' context parallelism lacks on a CPU.
 
-The split, the ring and the exchange of heads are its own. Written out here are the attention of one process to one chunk
-of keys with its log-sum-exp, for which it calls kernels of a GPU, and gathering what differs in length, which gloo does
-not do; and it divides by the number of devices, which is 0.
+The split, the ring and the exchange of heads are its own. Written out here are the attention of one process to one
+chunk of keys with its log-sum-exp, for which it calls kernels of a GPU, and gathering what differs in length, which
+gloo does not do; and it divides by the number of devices, which is 0.
 """
 
 from collections.abc import Iterator
