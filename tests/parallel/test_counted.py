@@ -3,7 +3,7 @@
 import torch
 from torch.testing import assert_close
 
-from mhla_diffusers.benchmark.parallel.attentions import ATTENTIONS, SOFTMAX, attend, make_share
+from mhla_diffusers.benchmark.parallel.attentions import ATTENTIONS, FAR, NEAR, SOFTMAX, attend, make_share
 from mhla_diffusers.benchmark.parallel.counting import VARIANTS, layout_of, sent
 from mhla_diffusers.benchmark.parallel.gloo import time_variants
 from mhla_diffusers.benchmark.parallel.traffic import Traffic
@@ -18,8 +18,10 @@ def test_processes_send_what_is_counted(two, four):
         if TINY.heads % layout.ulysses == 0:
             for attention in ATTENTIONS:
                 expected = [sent(attention, TINY, layout, backward).bytes for backward in (False, True)]
-                for found in (two if layout.processes == 2 else four).run(_send, attention, layout):
-                    assert found == expected
+                everyone = (two if layout.processes == 2 else four).run(_send, attention, layout)
+                # of exact tiles a process in the middle sends more than others, and it is that one which is counted
+                assert everyone[layout.processes // 2] == expected
+                assert attention in (NEAR, FAR) or all(found == expected for found in everyone)
 
 
 def _send(attention: str, layout: Layout) -> list[int]:

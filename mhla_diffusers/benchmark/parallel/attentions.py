@@ -6,12 +6,15 @@ from typing import Any
 import torch
 
 from ...attention import initial_mixing, mhla_attention
-from ..problems import random_rotary
+from ..problems import beside_exact_tiles, random_rotary
 from ..shapes import Shape
+from .listed import lists_of
 from .world import World
 
 SOFTMAX, MHLA = "softmax", "MHLA"
-ATTENTIONS = (SOFTMAX, MHLA)
+NEAR, FAR = "MHLA, exact tiles near by", "MHLA, exact tiles at random"
+"""With the lists of :func:`.listed.lists_of`; a patch's lie between."""
+ATTENTIONS = (SOFTMAX, MHLA, NEAR, FAR)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,10 @@ def attend(attention: str, share: OwnShare) -> torch.Tensor:
         return _softmax(share)
     shape = share.shape
     given: dict[str, Any] = {**share.tensors, "grid": shape.grid, "blocks": shape.blocks}
+    if attention != MHLA:
+        query = share.tensors["query"]
+        given |= beside_exact_tiles(shape.heads, query.device)
+        given["exact"] = lists_of(shape, share.world, query.device, attention == NEAR)
     if share.rotary is not None:
         given |= {"rotary": share.rotary, "rotary_axes": shape.rotary_axes}
     return mhla_attention(**given, parallel=share.world.parallel)

@@ -12,15 +12,22 @@ from ...families import Model
 from ..forecast import Question
 from ..models import Size, family_of_model
 from ..shapes import Shape, exact_tiles
-from .attentions import ATTENTIONS, MHLA, SOFTMAX, attend, make_share
+from .attentions import FAR, MHLA, NEAR, SOFTMAX, attend, make_share
 from .traffic import Traffic
 from .world import Layout, pretended
 
 Variant = tuple[str, bool]
 """One of ``ATTENTIONS``, and whether by heads (Ulysses), not round a ring."""
-VARIANTS: tuple[Variant, ...] = tuple((name, by_heads) for name in ATTENTIONS for by_heads in (False, True))
+VARIANTS: tuple[Variant, ...] = (
+    *((name, by_heads) for name in (SOFTMAX, MHLA) for by_heads in (False, True)),
+    (NEAR, False),
+    (FAR, False),
+)
+"""Of which tables have a column; by heads MHLA sends the same with exact tiles."""
 
 _MOST_TOKENS = 2**20
+_MOST_LISTED = 2**17
+"""Tokens up to which exact tiles are counted, since lists grow with the square of their number."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,9 @@ class Sent:
 
 @cache
 def sent(attention: str, shape: Shape, layout: Layout, backward: bool) -> Sent:
-    """What the first process sends for one attention, of which shapes alone are computed.
+    """What the process in the middle sends for one attention, of which shapes alone are computed.
+
+    All send the same but of exact tiles, of which it has some for the processes before and after it.
 
     Query, key and value are bfloat16.
 
@@ -95,7 +104,7 @@ def sent(attention: str, shape: Shape, layout: Layout, backward: bool) -> Sent:
     Raises:
         ValueError: the processes do not divide the tokens and both degrees are more than one, or not the heads.
     """
-    with warnings.catch_warnings(), pretended(layout) as world:
+    with warnings.catch_warnings(), pretended(layout, layout.processes // 2) as world:
         # diffusers' ring calls a collective by a name that PyTorch has deprecated
         warnings.filterwarnings("ignore", message=".*all_gather_tensor.*is deprecated", category=FutureWarning)
         if shape.tokens % layout.processes and layout.ulysses == 1:
@@ -119,7 +128,7 @@ def count(model: Model, shape: Shape, processes: int) -> Counts:
     Raises:
         ValueError: the processes do not divide the tokens.
     """
-    fitting = [variant for variant in VARIANTS if not variant[1] or shape.heads % processes == 0]
+    fitting = [variant for variant in VARIANTS if is_looked_at(variant, shape, processes)]
     found = {
         variant: Count(
             *(sent(variant[0], shape, layout_of(variant, processes), again).bytes for again in (False, True))
@@ -127,6 +136,14 @@ def count(model: Model, shape: Shape, processes: int) -> Counts:
         for variant in fitting
     }
     return Counts(model.name, processes, shape, found)
+
+
+def is_looked_at(variant: Variant, shape: Shape, processes: int) -> bool:
+    """Whether so many processes can share an attention so, and its lists are not too long."""
+    attention, by_heads = variant
+    if by_heads and shape.heads % processes:
+        return False
+    return attention in (SOFTMAX, MHLA) or (shape.tiles is not None and shape.tokens <= _MOST_LISTED)
 
 
 def counted(models: Iterable[Model], sizes: Sequence[Size], processes: Sequence[int]) -> list[Counts]:

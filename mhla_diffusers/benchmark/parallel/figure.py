@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..panels import colour_of, legend_below, logarithmic, make_panels, thousands
-from .attentions import SOFTMAX
+from .attentions import FAR, MHLA, SOFTMAX
 from .counting import VARIANTS, Counts, Variant, name_of
 
 
@@ -53,8 +53,8 @@ def _style(variant: Variant) -> dict[str, Any]:
     ours = attention != SOFTMAX
     return {
         "color": colour_of(attention),
-        "linestyle": "--" if by_heads else "-",
-        "linewidth": 2.4 if ours and not by_heads else 1.4,
+        "linestyle": "--" if by_heads else ":" if attention == FAR else "-",
+        "linewidth": 2.4 if attention == MHLA and not by_heads else 1.4,
         "marker": "x" if ours and by_heads else "o",
         "markersize": 7 if ours and by_heads else 4,
     }

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..shapes import Shape
 from .attentions import attend, make_share
-from .counting import VARIANTS, Variant, layout_of
+from .counting import VARIANTS, Variant, is_looked_at, layout_of
 from .world import make_world
 
 _spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def time_variants(shape: Shape, processes: int) -> list[tuple[str, bool, str, fl
     return [
         (*variant, name, seconds)
         for variant in VARIANTS
-        if not variant[1] or shape.heads % processes == 0
+        if is_looked_at(variant, shape, processes)
         for name, seconds in _time(variant, shape, processes)
     ]
 
