@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .parallel.commands import bench_parallel, bench_plan
+
 if TYPE_CHECKING:
     import torch
 
@@ -286,6 +288,10 @@ def bench_ceilings(
 
     chosen = find_models(model, "cpu") if model else [one for one in models().values() if not one.is_tiny]
     typer.echo(write_table(HEADER, [found.cells() for found in ceilings(chosen)], output, "ceilings"))
+
+
+bench.command("parallel")(bench_parallel)
+bench.command("plan")(bench_plan)
 
 
 def _transformer_cases(

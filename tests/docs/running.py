@@ -87,6 +87,9 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--model wan2.1-1.3b --layers 3", "--model tiny-wan --layers 1 --seconds 0.01"),
     (r"--model dit-s-2 --size 512", "--model tiny-dit --seconds 0.01"),
     (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
+    (r"^mhla bench parallel.*", "mhla bench parallel --model tiny-wan --size 64x96 --frames 9 --processes 2 --no-time"),
+    (r"^mhla bench plan$", r"\g<0> --model tiny-wan --size 64x96 --frames 9"),
+    (r"--model wan2.1-14b --size 512x832 --frames 401", "--model tiny-wan --size 64x96 --frames 9"),
     (r"^mhla bench report results elsewhere", "mhla bench report outputs/benchmark outputs/benchmark"),
 ]  # fmt: skip
 """What stands in the pages → what is run: tiny models for those of the Hub, few steps, small sizes. In this order."""

@@ -1,0 +1,93 @@
+"""``mhla bench parallel`` and ``mhla bench plan``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_FOLDER = Path("outputs/parallel")
+_FRAMES = (25, 53, 81, 165, 333, 669, 1341, 2685)
+"""At 480x832 7 to 672 frames of Wan's token grid, 10 920 to 1 048 320 tokens; with fewer there are fewer blocks."""
+_PLANNED_FRAMES, _GPUS = (81, 401, 4001), (1, 2, 4, 8, 16, 32, 64)
+_MODELS = ("wan2.1-1.3b", "wan2.1-14b")
+_TIMED_SIZE, _TIMED_FRAMES = "240x416", (29, 93)
+
+
+def bench_parallel(
+    model: Annotated[
+        list[str] | None, typer.Option(help="wan2.1-1.3b, wan2.1-14b, …; several times; those two if left out.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="480x832, or 512 for a square.")] = "480x832",
+    frames: Annotated[list[int] | None, typer.Option(help="Of videos; several times.")] = None,
+    processes: Annotated[list[int] | None, typer.Option(help="Several times; 2, 4 and 8 if left out.")] = None,
+    time: Annotated[
+        bool, typer.Option(help="Time processes on this machine's cores too, at small sizes, through gloo.")
+    ] = True,
+    timed_size: Annotated[str, typer.Option(help="Of what is timed.")] = _TIMED_SIZE,
+    timed_frames: Annotated[list[int] | None, typer.Option(help="Of what is timed; several times.")] = None,
+    output: Annotated[Path, typer.Option(help="Gets tables as Markdown and CSV, and sent.png.")] = _FOLDER,
+) -> None:
+    """Counted: bytes that one process sends for one self-attention, MHLA beside diffusers' softmax. Timed: on gloo."""
+    from ..models import choose_sizes, find_models
+    from .counting import counted, crossings, shape_of
+    from .figure import draw_sent
+    from .gloo import time_processes, why_no_processes
+    from .tables import write_crossings, write_sent, write_timed
+
+    models = find_models(model or _MODELS, "cpu")
+    many = processes or [2, 4, 8]
+    cases = {one.name: choose_sizes(one, [size], frames or _FRAMES, "cpu") for one in models}
+    found = [count for one in models for count in counted([one], cases[one.name], many)]
+    typer.echo(write_sent(found, output))
+    draw_sent(found, output / "sent.png")
+    videos = [one for one in models if one.is_video]
+    typer.echo(
+        write_crossings([c for one in videos for p in many for c in crossings(one, cases[one.name][0], p)], output)
+    )
+    if not time:
+        return
+    refused = {count: why for count in many if (why := why_no_processes(count))}
+    for count, why in refused.items():
+        typer.echo(f"{count} processes are not timed: {why}.")
+    shapes = [
+        (one.name, shape_of(one, chosen))
+        for one in models[:1]
+        for chosen in choose_sizes(one, [timed_size], timed_frames or _TIMED_FRAMES, "cpu")
+    ]
+    timed = [time_processes(name, shape, count) for count in many if count not in refused for name, shape in shapes]
+    typer.echo(write_timed(timed, output))
+
+
+def bench_plan(
+    model: Annotated[
+        list[str] | None, typer.Option(help="wan2.1-1.3b, wan2.1-14b, …; several times; those two if left out.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="480x832, or 512 for a square.")] = "480x832",
+    frames: Annotated[list[int] | None, typer.Option(help="Several times; 81, 401 and 4001 if left out.")] = None,
+    gpus: Annotated[list[int] | None, typer.Option(help="Several times; 1 to 64 if left out.")] = None,
+    patch: Annotated[str | None, typer.Option(help="Name or file of a patch; MHLA in all layers if left out.")] = None,
+    tflops: Annotated[float, typer.Option(help="Of a GPU; H100 SXM, dense bfloat16, data sheet.")] = 989.0,
+    utilisation: Annotated[float, typer.Option(help="Part of --tflops that is reached; an assumption.")] = 0.4,
+    nvlink: Annotated[float, typer.Option(help="GB/s that a GPU sends within a machine; H100, data sheet.")] = 450.0,
+    infiniband: Annotated[float, typer.Option(help="GB/s that a GPU sends to other machines; NDR, 400 Gbit/s.")] = 50.0,
+    gpus_per_machine: Annotated[int, typer.Option(help="Joined by NVLink.")] = 8,
+    output: Annotated[Path, typer.Option(help="Gets plan.md and plan.csv.")] = _FOLDER,
+) -> None:
+    """Arithmetic, no measurement: counted FLOPs and bytes over stated rates, of one forward on many GPUs."""
+    from ...config import load_patch
+    from ..models import choose_sizes, find_models
+    from .plan import Machines, plan
+    from .tables import write_plan
+
+    machines = Machines(tflops, utilisation, nvlink, infiniband, gpus_per_machine)
+    models = find_models(model or _MODELS, "cpu")
+    config = None if patch is None else load_patch(patch).config
+    found = [
+        planned
+        for one in models
+        for planned in plan(
+            [one], choose_sizes(one, [size], frames or _PLANNED_FRAMES, "cpu"), gpus or _GPUS, machines, config
+        )
+    ]
+    typer.echo(f"{machines}\n")
+    typer.echo(write_plan(found, output))
