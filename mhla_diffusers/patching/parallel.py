@@ -33,6 +33,10 @@ def parallel_of(config: Any) -> Parallel | None:
     return Parallel(ring, ulysses, whole, settings.ring_anything or settings.ulysses_anything)
 
 
+_CONSTANTS = "meet", "prepare"
+"""Functions of :class:`Processes` that belong to one instance."""
+
+
 class Processes:
     """What the hooks of one patched transformer know of the processes that it runs on."""
 
@@ -43,8 +47,12 @@ class Processes:
         """Configuration under which the processes have compared their patches."""
         self._set_constants()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copied or pickled transformer."""
+        return {name: value for name, value in vars(self).items() if name not in _CONSTANTS}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copied or unpickled transformer."""
+        """Of such a one."""
         vars(self).update(state)
         self._set_constants()
 
@@ -90,12 +98,11 @@ class Processes:
         if reason is not None:
             raise ValueError(f"This call cannot run under context parallelism: {reason}.")
         parallel.shares(math.prod(grid))
+        context = arguments.get("encoder_hidden_states")
         for _, layer in _layers(self.transformer):
             parallel.head_counts(layer.heads)
-            context = arguments.get("encoder_hidden_states")
             if layer.form.has_outside and isinstance(context, torch.Tensor):
                 parallel.shares(context.shape[1], "tokens of text")
-            break
         self.prepare(grid)
 
 
