@@ -248,8 +248,9 @@ def _check(call: Call, outside: Outside, on_grid: int, parallel: Parallel | None
     )
     if any(outside) and on_grid + sum(outside) != tokens:
         raise ValueError(
-            f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {outside[1]} after are "
-            f"{on_grid + sum(outside)}, but query has N={tokens}; outside={outside} must be what the grid leaves of N."
+            f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {outside[1]} after "
+            f"it are {on_grid + sum(outside)}, but query has N={tokens}; outside={outside} must be what the grid "
+            "leaves of N."
         )
     if not any(outside) and on_grid != tokens:
         raise ValueError(

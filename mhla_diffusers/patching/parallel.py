@@ -78,7 +78,7 @@ class Processes:
                 layer.exact.prepare(grid, self.parallel)
 
     def check(self, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
-        """Of one call.
+        """Of one call, before which lists of exact tiles are prepared.
 
         Raises:
             ValueError: tokens or heads that the processes do not divide, or a call that cannot be split.
@@ -96,6 +96,7 @@ class Processes:
             if layer.form.has_outside and isinstance(context, torch.Tensor):
                 parallel.shares(context.shape[1], "tokens of text")
             break
+        self.prepare(grid)
 
 
 def _layers(transformer: nn.Module) -> Iterable[tuple[str, MHLALayer]]:

@@ -99,6 +99,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^\.ci/run", "it would run these tests"),
     (r"^pip (install|download|wheel) ", "it would change the environment, or download packages"),
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
+    (r"^torchrun ", "it takes eight GPUs; tests/parallel runs the script on two processes"),
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
     (r"^mhla bench kernels ", "nothing is compiled while the interpreter is on; the tests of the kernels run it"),
     (r"^mhla bench gpu-check ", "it takes minutes; tests/benchmark runs it"),
@@ -228,6 +229,7 @@ def check(command: list[str]) -> None:
         "accelerate": check_launch,
         "mhla": check_mhla,
         "python": check_script,
+        "torchrun": check_torchrun,
     }
     if program in checks:
         checks[program](arguments)
@@ -265,6 +267,14 @@ def check_launch(arguments: list[str]) -> None:
     chosen = launch_command_parser().parse_args(arguments[1:])
     if chosen.config_file:
         load_config_from_file(chosen.config_file)
+    check_script([chosen.training_script, *chosen.training_script_args])
+
+
+def check_torchrun(arguments: list[str]) -> None:
+    """``torchrun OPTIONS SCRIPT ARGUMENTS``: its options and the script's."""
+    from torch.distributed.run import get_args_parser
+
+    chosen = get_args_parser().parse_args(arguments)
     check_script([chosen.training_script, *chosen.training_script_args])
 
 

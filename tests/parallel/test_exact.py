@@ -24,6 +24,7 @@ CASES = {
     "all": ALL,
     "lists of every sample": ALL | {"samples": 2},
     "single tokens": ALL | {"tiles": GRID},
+    "one tile": ALL | {"tiles": (1, 1, 1)},
     "content": ALL | {"tiles": None, "exact": ContentTiles(COUNTS, 0.25)},
 }
 

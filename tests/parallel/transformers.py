@@ -1,6 +1,7 @@
 """Real transformers on several processes against the same on one."""
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ def case(name: str, ragged: bool = False) -> tuple[nn.Module, dict[str, Any]]:
         return FAMILIES["wan"].build(), inputs("wan", ragged=ragged)
     found = case_of(name)
     arguments = found.inputs(ragged=ragged)
-    if "txt_ids" in arguments:  # as many as four processes can share
-        text = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(2))
-        arguments |= {"encoder_hidden_states": text, "txt_ids": torch.zeros(8, 3)}
+    if name in ("flux", "qwenimage"):  # two more of its tokens of text, as many as four processes can share
+        of_text = {n for n in arguments if n.startswith("encoder_hidden_states")}
+        arguments |= {n: torch.cat([arguments[n], arguments[n][:, :2]], dim=1) for n in of_text}
+        arguments |= {"txt_ids": torch.zeros(8, 3)} if "txt_ids" in arguments else {}
     # diffusers splits LTX's mask of the text, but not what it makes of it
     return found.transformer(), arguments | ({"encoder_attention_mask": None} if name == "ltx" else {})
 
@@ -37,6 +39,7 @@ def patched(model: Any, name: str, **settings: Any) -> Any:
     """With MHLA whose own weights are random, on blocks that fit."""
     blocks = (2, 2, 2) if name == "wan" else case_of(name).blocks
     mhla.apply_mhla(model, **{"blocks": blocks, **PLAIN, **settings})
+    choose_tiles(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for layer in mhla.mhla_layers(model).values():
@@ -70,6 +73,15 @@ def spread(model: Any, ring: int, ulysses: int, **options: Any) -> None:
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
+
+
+def choose_tiles(model: nn.Module) -> None:
+    """As calibration does: lists of the heads' own lengths."""
+    make = torch.Generator().manual_seed(5)
+    for layer in mhla.mhla_layers(model).values():
+        if layer.config.exact == "calibrated":
+            tiles = math.prod(layer.config.tiles)
+            layer.exact.choose(torch.rand(layer.heads, tiles, tiles, generator=make) < 0.4)
 
 
 def errors(

@@ -76,8 +76,10 @@ def _tiles(call: Call, tiles: ExactTiles, query: torch.Tensor, key: torch.Tensor
 
 
 def _weights(call: Call, tiles: ExactTiles, dtype: torch.dtype) -> torch.Tensor:
-    """Of all keys of the grid in their tiles, (1 or B, T, L), 0 where there is no token."""
-    tokens, exists = (x.to(call.query.device) for x in tokens_of_tiles(call.grid, tiles.counts))
+    """Of all keys of the grid in their tiles, (1 or B, T, L), tokens first, then 0."""
+    tokens, exists = tokens_of_tiles(call.grid, tiles.counts)
+    first = exists.byte().argsort(dim=1, descending=True, stable=True)
+    tokens, exists = (x.gather(1, first).to(call.query.device) for x in (tokens, exists))
     weight, mask = exists.to(dtype)[None], call.key_mask
     if mask is None:
         return weight

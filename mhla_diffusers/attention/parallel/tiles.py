@@ -47,25 +47,50 @@ class OwnTiles:
 
 
 @dataclass(frozen=True)
+class Runs:
+    """Numbers that follow each other in runs: an index without an entry of its own for every row."""
+
+    shift: torch.Tensor
+    """int64 (runs,): what a run's numbers are more than their places in the index."""
+    lengths: torch.Tensor
+    """int64 (runs,)."""
+    count: int
+    """Of all numbers."""
+
+    @classmethod
+    def of(cls, begins: torch.Tensor, lengths: torch.Tensor) -> "Runs":
+        """Runs that begin at some numbers, (runs,) both."""
+        return cls(begins - lengths.cumsum(dim=0) + lengths, lengths, int(lengths.sum()))
+
+    def index(self) -> torch.Tensor:
+        """int64 (count,); no device is waited for."""
+        shift = torch.repeat_interleave(self.shift, self.lengths, output_size=self.count)
+        return shift + torch.arange(self.count, device=shift.device)
+
+
+@dataclass(frozen=True)
 class FetchPlan:
     """How a process gets the keys and values of its lists, and its lists over what it got.
 
     A row is what one head's token, of one sample where samples have lists of their own, brings. K tiles are needed: a
-    tile counts once for every head whose lists hold it.
+    tile counts once for every head whose lists hold it. What a process holds of a tile is a run of rows, in a tile with
+    its tokens in raster order and nothing between them.
     """
 
     own: OwnTiles
     """The query tiles."""
-    rows: torch.Tensor
-    """int64: rows, of (S, H, own tokens) read row by row, that this process needs itself, then those that it sends."""
-    kept: int
-    """How many of them it needs itself."""
+    by_tile: torch.Tensor
+    """int64 (own tokens,): the own tokens tile by tile."""
+    kept: Runs
+    """Rows, of (S, H, own tokens tile by tile) read row by row, that this process needs itself."""
+    due: Runs
+    """Those that it sends, to the first process first."""
     sent: tuple[int, ...]
-    """How many of them it sends to every process."""
+    """How many rows it sends to every process."""
     received: tuple[int, ...]
     """How many rows every process sends to this one."""
-    places: torch.Tensor
-    """int64: where the rows that are kept, then those that are received, stand among (K, L) read row by row."""
+    places: Runs
+    """Where the rows that are kept, then those that are received, stand among (K, L) read row by row."""
     tiles: torch.Tensor
     """int64 (K,): s T + the tile, for every tile that is needed, of a head of sample s."""
     offsets: torch.Tensor
@@ -87,14 +112,14 @@ class FetchPlan:
             group: of the processes.
 
         Returns:
-            (B / S, K, L, C), 0 where there is no token.
+            (B / S, K, L, C), the tokens of a tile first, then 0.
         """
-        by_sample = x.unflatten(0, (samples, -1))  # S, B / S, N, H, C
-        rows = by_sample.permute(0, 3, 2, 1, 4).flatten(0, 2).index_select(0, self.rows)
-        others = exchanged(rows[self.kept :], self.sent, self.received, group)
+        by_sample = x.index_select(1, self.by_tile).unflatten(0, (samples, -1))  # S, B / S, N, H, C
+        rows = by_sample.permute(0, 3, 2, 1, 4).flatten(0, 2)
+        others = exchanged(rows.index_select(0, self.due.index()), self.sent, self.received, group)
+        here = torch.cat([rows.index_select(0, self.kept.index()), others])
         size = len(self.tiles), self.own.tokens.shape[1]
-        found = rows.new_zeros(math.prod(size), *rows.shape[1:])
-        found = found.index_copy(0, self.places, torch.cat([rows[: self.kept], others]))
+        found = rows.new_zeros(math.prod(size), *rows.shape[1:]).index_copy(0, self.places.index(), here)
         return found.unflatten(0, size).permute(2, 0, 1, 3)
 
 
@@ -117,53 +142,70 @@ def fetch_plan(tiles: ExactTiles, grid: Shape, shares: Sequence[Share], rank: in
 
 
 def _plan(tiles: ExactTiles, grid: Shape, shares: Sequence[Share], rank: int) -> FetchPlan:
-    device, count, length = tiles.keys.device, math.prod(tiles.counts), longest_tile(grid, tiles.counts)
+    device, count = tiles.keys.device, math.prod(tiles.counts)
     tile_of = block_index(grid, tiles.counts).to(device)
-    held = torch.zeros(len(shares), count, dtype=torch.bool, device=device)
-    for process, share in enumerate(shares):
-        held[process, _of(share, tile_of)] = True
+    holds = torch.stack([torch.bincount(tile_of[a : a + n], minlength=count) for a, n in shares])
     row = row_of_pair(tiles.offsets, tiles.keys)
     lists, query_tile = row // count, row % count
     target = lists * count + tiles.keys
-    needed = _needed(held, query_tile, target, len(tiles.offsets) // count)
-    rows = [_rows(of_process, _of(shares[rank], tile_of)) for of_process in needed]
-    kept, rows[rank] = rows[rank], rows[rank][:0]
-    own_count = shares[rank][1]
-
-    # of the tiles that this process needs, the number of each
-    numbers = needed[rank].flatten().cumsum(dim=0) - 1
-    within = (places_of_tokens(grid, tiles.counts) % length).to(device)
-    received, places = [], []
-    for process, share in enumerate(shares):
-        list_, token = (kept if process == rank else _rows(needed[rank], _of(share, tile_of))).unbind(dim=1)
-        number = numbers[list_ * count + _of(share, tile_of)[token]]
-        received.append(0 if process == rank else len(token))
-        places.append(number * length + _of(share, within)[token])
-    places.insert(0, places.pop(rank))
+    needed = _needed(holds > 0, query_tile, target, (len(tiles.offsets) - 1) // count)
+    kept, due, sent = _rows_to_give(needed, holds, rank)
+    places, received = _places_to_fill(needed[rank], holds, rank, longest_tile(grid, tiles.counts))
 
     own = OwnTiles.of(grid, tiles.counts, shares[rank], device)
-    query_row = torch.zeros(count, dtype=torch.int64, device=device)
-    query_row[own.tiles] = torch.arange(len(own.tiles), device=device)
-    mine = held[rank][query_tile]
-    row = lists[mine] * len(own.tiles) + query_row[query_tile[mine]]
-    lengths = torch.bincount(row, minlength=len(needed[rank]) * len(own.tiles))
+    query_row, of_keys = (x.flatten().cumsum(dim=0) - 1 for x in (holds[rank] > 0, needed[rank]))
+    mine = holds[rank, query_tile] > 0
+    own_row = lists[mine] * len(own.tiles) + query_row[query_tile[mine]]
+    lengths = torch.bincount(own_row, minlength=len(needed[rank]) * len(own.tiles))
     list_, tile = needed[rank].nonzero().unbind(dim=1)
     return FetchPlan(
         own,
-        torch.cat([some[:, 0] * own_count + some[:, 1] for some in (kept, *rows)]),
-        len(kept),
-        tuple(len(some) for some in rows),
-        tuple(received),
-        torch.cat(places),
+        tile_of[shares[rank][0] : sum(shares[rank])].argsort(stable=True),
+        kept,
+        due,
+        sent,
+        received,
+        places,
         list_ // tiles.heads * count + tile,
         torch.nn.functional.pad(lengths.cumsum(dim=0), (1, 0)),
         tiles.keys[mine],
-        numbers[target[mine]],
+        of_keys[target[mine]],
     )
 
 
-def _of(share: Share, x: torch.Tensor) -> torch.Tensor:
-    return x[share[0] : sum(share)]
+def _rows_to_give(needed: torch.Tensor, holds: torch.Tensor, rank: int) -> tuple[Runs, Runs, tuple[int, ...]]:
+    """Rows that this process needs itself, those that it sends to others, and how many to each.
+
+    Args:
+        needed: bool (P, S H, T), from :func:`_needed`.
+        holds: (P, T), how many tokens of a tile a process has.
+        rank: this process.
+    """
+    begins, tokens = holds[rank].cumsum(dim=0) - holds[rank], holds[rank].sum()
+    runs = []
+    for of_process in needed:
+        list_, tile = of_process.nonzero().unbind(dim=1)
+        runs.append(torch.stack([list_ * tokens + begins[tile], holds[rank, tile]]))
+    kept, runs[rank] = runs[rank], runs[rank][:, :0]
+    return Runs.of(*kept), Runs.of(*torch.cat(runs, dim=1)), tuple(int(lengths.sum()) for _, lengths in runs)
+
+
+def _places_to_fill(needed: torch.Tensor, holds: torch.Tensor, rank: int, length: int) -> tuple[Runs, tuple[int, ...]]:
+    """Where what this process needs stands in the tiles that are needed, and how many rows of it come from each.
+
+    Args:
+        needed: bool (S H, T), of this process.
+        holds: (P, T), how many tokens of a tile a process has.
+        rank: this process, whose own rows come first.
+        length: L.
+    """
+    tile = needed.nonzero()[:, 1]
+    lengths = holds[:, tile]
+    places = torch.arange(len(tile), device=tile.device) * length + (holds.cumsum(dim=0) - holds)[:, tile]
+    order = [rank, *(process for process in range(len(holds)) if process != rank)]
+    received = lengths.sum(dim=1).tolist()
+    received[rank] = 0
+    return Runs.of(places[order].flatten(), lengths[order].flatten()), tuple(received)
 
 
 def _needed(held: torch.Tensor, query_tile: torch.Tensor, target: torch.Tensor, lists: int) -> torch.Tensor:
@@ -179,8 +221,3 @@ def _needed(held: torch.Tensor, query_tile: torch.Tensor, target: torch.Tensor, 
     for process, tiles in enumerate(held):
         needed[process, target[tiles[query_tile]]] = True
     return needed.view(len(held), lists, -1)
-
-
-def _rows(needed: torch.Tensor, tile_of: torch.Tensor) -> torch.Tensor:
-    """int64 (rows, 2): head, of S H, and token of those whose tiles (tokens,) are needed, bool (S H, T), in order."""
-    return needed[:, tile_of].nonzero()

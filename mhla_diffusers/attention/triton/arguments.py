@@ -64,12 +64,12 @@ class Program(NamedTuple):
 class Box(NamedTuple):
     """A token block as a box of the grid, and the call's share of it."""
 
-    start_0: Any
-    start_1: Any
-    start_2: Any
-    length_0: Any
+    corner: Any
+    """Index of its first token among those of the call, int64; below 0 for one that stands before them."""
     length_1: Any
+    """Along the second axis."""
     length_2: Any
+    """Along the third."""
     begin: Any
     """Place in the box, in raster order, of the first token that the call has; its others follow, up to ``end``."""
     end: Any

@@ -43,6 +43,7 @@ def triton_attention(call: Call) -> torch.Tensor:
     """Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: (B, N, H, D).
 
     Of a call with exact tiles, the merge (:mod:`mhla_diffusers.attention.merge`), norm and gate are PyTorch operations.
+    Over a ring of processes exact tiles are too (:mod:`mhla_diffusers.attention.parallel.exact`).
 
     Raises:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.

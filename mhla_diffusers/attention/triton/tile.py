@@ -75,7 +75,8 @@ def block_box(block, layout):
     lengths = length_0, length_1, length_2
     begin = _tokens_before(layout.first, starts, lengths, layout)
     end = _tokens_before(layout.first + layout.tokens, starts, lengths, layout)
-    return Box(start_0, start_1, start_2, length_0, length_1, length_2, begin, end)
+    corner = (start_0.to(tl.int64) * layout.grid_1 + start_1) * layout.grid_2 + start_2 - layout.first
+    return Box(corner, length_1, length_2, begin, end)
 
 
 @triton.jit
@@ -128,10 +129,9 @@ def tile_of(program, index, box, layout, BLOCK_T: tl.constexpr):
     exists = place < box.end
     place = tl.where(exists, place, box.begin)
     row = place // box.length_2
-    place_0 = (box.start_0 + row // box.length_1).to(tl.int64)
-    place_1 = box.start_1 + row % box.length_1
-    place_2 = box.start_2 + place % box.length_2
-    tokens = (place_0 * layout.grid_1 + place_1) * layout.grid_2 + place_2 - layout.first
+    # from the corner of the box, in 32 bits, of which a grid has enough: 64 would take registers that are not there
+    row = row // box.length_1 * layout.grid_1 + row % box.length_1
+    tokens = box.corner + (row * layout.grid_2 + place % box.length_2)
     return Tile(program.batch, program.head, tokens, exists)
 
 
