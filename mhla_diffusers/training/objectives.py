@@ -32,9 +32,16 @@ class Objectives:
     """Of the model; None if no objective needs it."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Within it the forwards run."""
+    processes: int = 1
+    """Between which the tokens of a batch are split."""
 
     def backward(self, model: nn.Module, batch: NoisedBatch, backward: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Run one batch forward and backward.
+
+        Where tokens are split between processes, those of a group each add the gradient by way of their own tokens,
+        while all processes average what they have. So the loss of the gathered prediction counts once for each of
+        them. Attention transfer compares the own tokens alone, whose mean is that much larger by itself; and the mean
+        over processes of such means is the mean over all tokens, since all have equally many.
 
         Args:
             model: the transformer, or what wraps it in training.
@@ -66,7 +73,7 @@ class Objectives:
             if target is not None and weights.distillation:
                 part = distillation_loss(prediction, target)
                 loss, parts[2] = loss + weights.distillation * part, part.detach()
-            backward(loss)
+            backward(self.processes * loss)
         parts[0] = weights.diffusion * parts[1] + weights.distillation * parts[2] + weights.transfer * parts[3]
         return parts
 

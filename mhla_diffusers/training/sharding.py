@@ -76,6 +76,8 @@ def shard(transformer: Any, device: torch.device, processes: int) -> None:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
+    # over all processes, those that share a batch's tokens as well: one reduce-scatter then adds up the gradients of a
+    # group and averages them over the groups, and nothing is held twice
     mesh = init_device_mesh(device.type, (processes,))
     family = get_family(transformer)
     attentions, blocks = patched_attentions(transformer).values(), family.blocks_of(transformer).values()
