@@ -226,6 +226,11 @@ class TrainingConfig:
         return any(stage.objectives.need_teacher for stage in self.stages)
 
     @property
+    def needs_prediction(self) -> bool:
+        """Whether in any stage the patched model itself runs, forward and backward."""
+        return any(stage.objectives.need_prediction for stage in self.stages)
+
+    @property
     def total_steps(self) -> int:
         """Updates of all stages."""
         return self.end_of(len(self.stages) - 1)

@@ -5,6 +5,8 @@ diffusers' own hooks split the tokens before the first block and gather them aft
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +98,12 @@ def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -
         _check_divides(len(text), degrees, f"the text, which self-attention attends to as well, is {len(text)} tokens")
     if degrees.ring > 1 and (config.needs_teacher or _keeps_softmax(transformer)):
         _check_softmax_goes_round(transformer)
+    if degrees.ring > 1 and config.gradient_checkpointing and _keeps_softmax(transformer) and config.needs_prediction:
+        raise ValueError(
+            "gradient_checkpointing: true does not go with softmax attention that is trained round a ring "
+            "(context_parallel.ring > 1): diffusers' backward pass reads what was recomputed more than once. Use "
+            "context_parallel.ulysses alone, a patch of all layers, or gradient_checkpointing: false."
+        )
 
 
 def _splittable() -> list[str]:
@@ -154,12 +162,40 @@ def split(transformer: Any, degrees: ContextParallel, device: torch.device, grou
     from diffusers import ContextParallelConfig
     from torch.distributed.device_mesh import init_device_mesh
 
+    _lower_norms(transformer)
     # ranks of a group are neighbours, and heads are exchanged between the nearest, which send the most
     mesh = init_device_mesh(
         device.type,
         (groups.count, degrees.ring, degrees.ulysses),
         mesh_dim_names=("group", "ring", "ulysses"),
     )
-    transformer.enable_parallelism(
-        config=ContextParallelConfig(ring_degree=degrees.ring, ulysses_degree=degrees.ulysses, mesh=mesh)
-    )
+    settings = ContextParallelConfig(ring_degree=degrees.ring, ulysses_degree=degrees.ulysses, mesh=mesh)
+    with _one_device() if device.type == "cpu" else nullcontext():
+        transformer.enable_parallelism(config=settings)
+
+
+def _lower_norms(transformer: Any) -> None:
+    """Have the norms of query and key give the type that they are given.
+
+    Under autocast a GPU norms in float32. PyTorch's attention lowers that again; diffusers' split softmax attention
+    hands query, key and value on to kernels as they are, which then are of two types, in the backward pass as well.
+    """
+    for attn in get_family(transformer).self_attentions(transformer).values():
+        for norm in (getattr(attn, "norm_q", None), getattr(attn, "norm_k", None)):
+            if norm is not None:
+                norm.register_forward_hook(_as_given)
+
+
+def _as_given(norm: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    return output.to(args[0].dtype)
+
+
+@contextmanager
+def _one_device() -> Iterator[None]:
+    """diffusers divides a process's rank by the number of accelerators, of which a CPU has none."""
+    counting = torch.accelerator.device_count
+    torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.accelerator.device_count = counting  # type: ignore[assignment]

@@ -4,13 +4,10 @@ import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from unittest.mock import patch
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from mhla_diffusers import apply_mhla
@@ -87,13 +84,6 @@ def finish(processes: Sequence[BaseProcess], timeout: float = 300) -> None:
         assert process.exitcode == 0
 
 
-@contextmanager
-def split_on_cpu() -> Iterator[None]:
-    """Within the context diffusers' context parallelism runs on a CPU, of whose kind it counts no devices."""
-    with softmax_on_cpu(), patch.object(torch.accelerator, "device_count", lambda: 1):
-        yield
-
-
 def _train(settings: dict[str, object], resume: str | None, environment: dict[str, str], family: str) -> None:
     os.environ.update(environment)
     config = TrainingConfig.from_dict(settings)
@@ -101,7 +91,7 @@ def _train(settings: dict[str, object], resume: str | None, environment: dict[st
     transformer = make()
     if config.patch is not None:
         apply_mhla(transformer, config.patch)
-    with split_on_cpu():
+    with softmax_on_cpu():
         result = train(transformer, data(), config, resume=resume)
     if "ACCELERATE_USE_FSDP" in environment:
         assert all(isinstance(parameter, DTensor) for parameter in transformer.parameters())

@@ -1,5 +1,6 @@
 """One batch spread over several processes trains as it does in one."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from safetensors.torch import load_file
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, read_metrics, train
 from mhla_diffusers.training.config import ContextParallel
+from mhla_diffusers.training.splitting import check_splits
 
-from .models import tiny_wan, wan_data
+from ..parallel.softmax_on_cpu import softmax_on_cpu
+from .models import sana_data, tiny_sana, tiny_wan, wan_data
 from .processes import finish, start_distributed_training
 from .test_sharding import FSDP2
 
@@ -88,3 +91,61 @@ def test_an_update_is_that_of_one_process(
     finish(start_distributed_training(settings, processes, **sharding))
     found = differences(alone, tmp_path / "run")
     assert max(found.values()) < ROUNDING, sorted(found.items(), key=lambda item: -item[1])[:6]
+
+
+@pytest.mark.slow
+def test_a_run_resumes_alone_and_split(alone: Path, tmp_path: Path) -> None:
+    """Copies of the weights with gradients computed again, then one process, then groups again."""
+    degrees = ContextParallel(ulysses=2)
+    shutil.copytree(alone, tmp_path / "run")
+    for name in ("checkpoints/step-00000002", "result"):
+        shutil.rmtree(tmp_path / "run" / name)
+    split = config(tmp_path / "run", 2, degrees, gradient_checkpointing=True)
+    finish(start_distributed_training(split, 2, resume="latest"))
+    found = differences(alone, tmp_path / "run")
+    assert max(found.values()) < ROUNDING, sorted(found.items(), key=lambda item: -item[1])[:6]
+    here, there = (load_mhla(tiny_wan(), folder / "result").state_dict() for folder in (alone, tmp_path / "run"))
+    assert all(torch.allclose(there[name], value, atol=1e-5) for name, value in here.items())
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        (ContextParallel(3), "3 processes evenly, but latents of shape .* make 32 tokens; .* such as 1"),
+        (ContextParallel(1, 4), "ulysses=4 does not divide the 2 heads of this transformer; allowed is one of 2"),
+        (ContextParallel(2), "cannot go round a ring .* Use context_parallel.ulysses alone"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(degrees: ContextParallel, message: str) -> None:
+    transformer = apply_mhla(tiny_wan(), PATCH)
+    with pytest.raises(ValueError, match=message):
+        check_splits(transformer, wan_data(), config(Path("unused"), 1, degrees))
+
+
+def test_softmax_round_a_ring_is_not_computed_again() -> None:
+    settings = config(Path("unused"), 1, ContextParallel(2), gradient_checkpointing=True)
+    with softmax_on_cpu():
+        with pytest.raises(ValueError, match="gradient_checkpointing: true does not go with softmax"):
+            check_splits(apply_mhla(tiny_wan(), PATCH), wan_data(), settings)
+        check_splits(apply_mhla(tiny_wan(), PATCH, layers="all"), wan_data(), settings)
+
+
+def test_a_transformer_that_diffusers_cannot_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="SanaTransformer2DModel are split .* it does for .*WanTransformer3DModel"):
+        check_splits(tiny_sana(), sana_data(), config(Path("unused"), 1, ContextParallel(1, 2)))
+
+
+def test_processes_that_are_no_whole_groups_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for processes, size in ((1, 2), (6, 4)):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        settings = config(tmp_path / "run", 1, ContextParallel(ulysses=size))
+        with pytest.raises(ValueError, match=f"groups of {size} processes, which {processes} processes cannot be made"):
+            train(apply_mhla(tiny_wan(), PATCH), wan_data(), settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_transformer_that_is_split_already_is_refused() -> None:
+    transformer = tiny_wan()
+    transformer._parallel_config = object()
+    with pytest.raises(ValueError, match="enable_parallelism.* was called before training"):
+        check_splits(transformer, wan_data(), config(Path("unused"), 1))
