@@ -5,10 +5,11 @@ from .feature_maps import feature_map_names, get_feature_map, register_feature_m
 from .functional import backend_names, check_backend, mhla_attention
 from .mixing import clip_mixing_, initial_mixing, resize_mixing
 from .reference import reference_attention, reference_weights
-from .tiles import ExactTiles
+from .tiles import ContentTiles, ExactTiles
 
 __all__ = [
     "Call",
+    "ContentTiles",
     "ExactTiles",
     "backend_names",
     "check_backend",

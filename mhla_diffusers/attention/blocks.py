@@ -248,9 +248,7 @@ def join_tokens(pieces: list[torch.Tensor], regions: list[Region], first_axis: i
     return _join(pieces, [region.tokens for region in regions], first_axis)
 
 
-def join_blocks(
-    pieces: list[torch.Tensor], regions: list[Region], blocks: Shape, first_axis: int
-) -> torch.Tensor:
+def join_blocks(pieces: list[torch.Tensor], regions: list[Region], blocks: Shape, first_axis: int) -> torch.Tensor:
     """Concatenate sums over blocks, one piece per region, whose block axes begin at ``first_axis``.
 
     Sums over parts of the same blocks are added; blocks of which no region holds a part are 0.

@@ -6,8 +6,9 @@ import torch
 
 from .blocks import Shape
 from .outside import Outside, OutsideTokens, of_grid
+from .parallel.place import Share
 from .rotary import Rotary, axial_table, rotary_table, table_of_tokens
-from .tiles import ExactTiles
+from .tiles import ContentTiles, ExactTiles
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,29 @@ class Call:
     them that a process holds, which follow each other."""
     group: str | None = None
     """Name of the process group whose calls hold the tokens of the grid between them; None for all in this call."""
+    shares: tuple[Share, ...] = ()
+    """Of every process of :attr:`group`, in its order."""
+    by_content: ContentTiles | None = None
+    """How :attr:`exact` is chosen where it is not known yet, see
+    :func:`mhla_diffusers.attention.tile_scores.with_chosen_tiles`."""
+
+    @property
+    def rank(self) -> int:
+        """Which process of :attr:`group` this one is."""
+        return self.shares.index((self.first, self.query.shape[1]))
+
+    @property
+    def process_group(self) -> str:
+        """:attr:`group`, where there is one.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.group is None:
+            raise ValueError(
+                "This call is of one process; only where mhla_attention(parallel=...) is told, it has a group."
+            )
+        return self.group
 
     @property
     def grid_3d(self) -> Shape:

@@ -16,11 +16,12 @@ from .feature_maps import get_feature_map
 from .merge import LinearAttention, merged_attention
 from .outside import Outside, check_outside
 from .parallel.place import Parallel
+from .parallel.softmax import of_everyone
 from .parallel.ulysses import attend_by_heads
 from .rotary import Rotary
-from .tiles import ExactTiles, without_exact_tiles
+from .tile_scores import with_chosen_tiles
+from .tiles import ContentTiles, ExactTiles, without_exact_tiles
 from .triton import triton_attention, why_not
-
 
 _EAGER = LinearAttention(eager_summaries, eager_read)
 
@@ -69,7 +70,7 @@ def mhla_attention(
     output_norm: torch.Tensor | None = None,
     output_gate: torch.Tensor | None = None,
     far_field_weight: torch.Tensor | None = None,
-    exact: ExactTiles | None = None,
+    exact: ExactTiles | ContentTiles | None = None,
     mean_bias: torch.Tensor | None = None,
     outside: Outside = (0, 0),
     parallel: Parallel | None = None,
@@ -112,13 +113,16 @@ def mhla_attention(
         far_field_weight: λ, (H,), positive: beside ``exact`` or tokens outside the grid, the weights of MHLA over all
             blocks are multiplied with it; see :mod:`mhla_diffusers.attention.merge`. None for the exact tiles alone.
         exact: tiles of keys that every head of every query tile attends to with softmax attention, under one
-            denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. None for MHLA throughout.
+            denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. :class:`ContentTiles` to choose
+            them by query and key. None for MHLA throughout.
         mean_bias: β, (H,): every tile that is not exact takes part in that softmax as one key, its mean, with β added
             to the logit; see :mod:`mhla_diffusers.attention.exact`. None to leave these tiles to the far field.
-        outside: how many tokens stand before, and how many after those of the grid in the sequence.
-        parallel: the processes between which the tokens are split, each of which calls this with its own: all above of N
-            tokens is of these, and ``outside`` counts these. What is of heads is of all H, except ``exact``, whose lists
-            are of the heads that the process attends with (:meth:`Parallel.heads`). None for this process alone.
+        outside: how many tokens stand before, and how many after those of the grid in the sequence; of a ring of
+            processes each has at least one or none of them any.
+        parallel: the processes between which the tokens are split, each of which calls this with its own: all above of
+            N tokens is of these, and ``outside`` counts these. What is of heads is of all H, except the lists of
+            ``exact``, which are of the heads that the process attends with (:meth:`Parallel.heads`). None for this
+            process alone.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
             ROCm devices, D up to 256 and the built-in feature maps. "eager": torch operations, for everything. "auto":
             triton on a CUDA or ROCm device if it can run the call, else eager.
@@ -155,35 +159,44 @@ def mhla_attention(
         output_norm,
         output_gate,
         far_field_weight,
-        exact,
+        exact if isinstance(exact, ExactTiles) else None,
         mean_bias,
         first=first,
-        group=parallel.ring.name if parallel is not None and parallel.ring.size > 1 else None,
+        by_content=exact if isinstance(exact, ContentTiles) else None,
     )
+    if parallel is not None and parallel.ring.size > 1:
+        call = replace(call, group=parallel.ring.name, shares=tuple(parallel.segments(math.prod(grid))))
     _check(call, outside, count, parallel)
     if query.numel() == 0:
         return torch.empty_like(query)
     if backend == "auto":
         fused = query.device.type == "cuda" and why_not(query, feature_map) is None
         backend = "triton" if fused else "eager"
-    attend = partial(_attend, _BACKENDS[backend])
+    attend = partial(_attend, _BACKENDS[backend], parallel)
     if parallel is not None and parallel.ulysses.size > 1:
         return attend_by_heads(call, rotary, axes, outside, parallel, attend)
     return attend(call, rotary, axes, outside)
 
 
 def _attend(
-    run: Callable[[Call], torch.Tensor], call: Call, rotary: Rotary | None, axes: Shape | None, outside: Outside
+    run: Callable[[Call], torch.Tensor],
+    parallel: Parallel | None,
+    call: Call,
+    rotary: Rotary | None,
+    axes: Shape | None,
+    outside: Outside,
 ) -> torch.Tensor:
     """With the tokens of a whole sequence, or a share of them, that stand outside the grid put aside."""
     if any(outside):
         call, rotary = split_call(call, rotary, outside)
-        if call.exact is None:
+        if parallel is not None and call.group is not None and call.outside is not None:
+            call = replace(call, outside=of_everyone(call.outside, parallel.ring, not parallel.anything))
+        if call.exact is None and call.by_content is None:
             call = _beside_outside_alone(call)
     if rotary is not None:
         # a share of the tokens need not have every place on every axis, of which a table of axes holds a row
         call = with_rotary(call, rotary, axes if call.group is None else None)
-    return run(call)
+    return run(with_chosen_tiles(call))
 
 
 def _beside_outside_alone(call: Call) -> Call:
@@ -230,10 +243,12 @@ def _check_axes(axes: Sequence[int] | None, grid: Shape, head_dim: int) -> Shape
 def _check(call: Call, outside: Outside, on_grid: int, parallel: Parallel | None) -> None:
     """Args: ``on_grid``: tokens of the grid that this process has."""
     batch, tokens, heads, head_dim = call.query.shape
-    share = "" if parallel is None else f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"
+    share = (
+        "" if parallel is None else f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"
+    )
     if any(outside) and on_grid + sum(outside) != tokens:
         raise ValueError(
-            f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {outside[1]} after it are "
+            f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {outside[1]} after are "
             f"{on_grid + sum(outside)}, but query has N={tokens}; outside={outside} must be what the grid leaves of N."
         )
     if not any(outside) and on_grid != tokens:
@@ -264,7 +279,7 @@ def _check(call: Call, outside: Outside, on_grid: int, parallel: Parallel | None
         raise ValueError("Tokens outside the grid share one denominator with those of it, which needs normalize=True.")
     if call.far_field_weight is not None and not call.normalize:
         raise ValueError("Softmax weights share one denominator with the far field, which needs normalize=True.")
-    has_far_field = call.far_field_weight is not None or any(outside) and call.exact is None
+    has_far_field = call.far_field_weight is not None or any(outside) and call.exact is None and call.by_content is None
     if has_far_field and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
     own = range(heads) if parallel is None else range(heads)[parallel.heads(heads)]
@@ -272,6 +287,9 @@ def _check(call: Call, outside: Outside, on_grid: int, parallel: Parallel | None
 
 
 def _check_exact(call: Call, has_outside: bool, heads: int) -> None:
+    if call.by_content is not None:
+        check_layout(call.grid, call.by_content.counts, "exact_tiles")
+        return
     if call.exact is None:
         for name in ("mean_bias",) if has_outside else ("mean_bias", "far_field_weight"):
             if getattr(call, name) is not None:

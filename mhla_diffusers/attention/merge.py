@@ -14,6 +14,7 @@ import torch
 from .call import Call
 from .eager import finish, sum_dtype
 from .parallel.collectives import finished_sum, started_sum, summed
+from .parallel.exact import ring_exact_attention
 from .reference import LEAST_MASK, LEAST_MIXING
 from .tiles import ExactTiles
 
@@ -43,7 +44,8 @@ def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linea
     Args:
         call: the call.
         tiles: its exact tiles.
-        exact: the backend's attention over exact tiles.
+        exact: the backend's attention over exact tiles; over a ring of processes
+            :func:`mhla_diffusers.attention.parallel.exact.ring_exact_attention` takes its place.
         linear: the backend's MHLA.
 
     Returns:
@@ -53,7 +55,7 @@ def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linea
     all_else = far_field(call)
     # begun before the exact part, which needs no sum, so that it is on its way meanwhile
     summaries = started_sum(linear.summaries(all_else), call.group) if call.far_field_weight is not None else None
-    output, log_sum = exact(call, tiles)
+    output, log_sum = (exact if call.group is None else ring_exact_attention)(call, tiles)
     tokens = call.query.shape[1]
     far = None if summaries is None else linear.read(all_else, finished_sum(summaries, call.group))
     of_grid = _merged(call, output[:, :tokens], log_sum[:, :tokens], far)

@@ -30,7 +30,11 @@ class OutsideTokens:
     key_mask: torch.Tensor | None
     """(B, n), where the tokens of the grid have one."""
     before: int
-    """How many of them stand before the grid in the sequence."""
+    """How many of the own ones stand before the grid in the sequence."""
+    counts: tuple[int, ...] = ()
+    """How many are of every process of the call's group; empty where all are own ones."""
+    rank: int = 0
+    """Which of these processes is this one."""
 
     @classmethod
     def of(
@@ -55,6 +59,13 @@ class OutsideTokens:
     def count(self) -> int:
         """How many there are, n."""
         return self.query.shape[1]
+
+    @property
+    def own(self) -> slice:
+        """Those of this process, which follow each other."""
+        if not self.counts:
+            return slice(None)
+        return slice(sum(self.counts[: self.rank]), sum(self.counts[: self.rank + 1]))
 
     def after(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None

@@ -1,7 +1,7 @@
 """Block-sparse softmax attention over tiles that are gathered already, forward and backward, as PyTorch operators.
 
 Operators, since lists of tiles differ in length, which torch.compile need not know; and the backward pass forms the
-weights anew, so that none are kept. T tiles of at most L tokens; B batch, H heads, D head dim.
+weights anew, so that none are kept. T tiles of at most L tokens; B batch, H heads, D head dim, S 1 or B.
 """
 
 import math
@@ -21,20 +21,20 @@ _PADDING = 1.25
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias"
 )
-_LISTS = "Tensor offsets, Tensor keys"
+_LISTS = "Tensor offsets, Tensor keys, Tensor? places=None"
 
 
 @dataclass(frozen=True)
 class _Tiled:
-    """The operator's tensors, with heads and tiles, and samples where each has lists of its own, as one axis R."""
+    """The operator's tensors, with heads and tiles, and samples where each has lists of its own, as one axis."""
 
     query: torch.Tensor
     """(B, R, L, D), scaled."""
     key: torch.Tensor
     value: torch.Tensor
-    """Both (B, R, L, D)."""
+    """Both (B, K, L, D)."""
     bias: torch.Tensor
-    """(B, R, L): log of a key's weight, −∞ where there is no token."""
+    """(B, K, L): log of a key's weight, −∞ where there is no token."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Rows:
     rows: torch.Tensor
     """int64 (rows,): where on the axis R the query tiles stand."""
     lists: torch.Tensor
-    """int64 (rows, width): where the key tiles stand."""
+    """int64 (rows, width): where on the axis K the key tiles stand."""
     exists: torch.Tensor
     """bool (rows, width)."""
 
@@ -62,33 +62,36 @@ def tile_attention(
     mean_bias: torch.Tensor | None,
     offsets: torch.Tensor,
     keys: torch.Tensor,
+    places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to listed tiles, and to the means of those that are not.
 
     Args:
-        query: (B, H, T, L, D), scaled.
-        key: (B, H, T, L, D).
-        value: (B, H, T, L, D).
-        bias: (1 or B, T, L), log of a key's weight, −∞ where there is no token; takes no gradient.
+        query: (B, H, Q, L, D), scaled, of Q query tiles: all T, or with ``places`` some of them.
+        key: (B, H, T, L, D); with ``places`` (B / S, K, L, D), K tiles of any head and sample.
+        value: like ``key``.
+        bias: (1 or B, T, L), log of a key's weight, −∞ where there is no token; takes no gradient. With ``places``
+            (B / S, K, L).
         mean_key: (B, H, T, D); None to leave other tiles out.
         mean_value: (B, H, T, D).
         mean_bias: (1 or B, H, T), added to the logit of a mean.
-        offsets: of :class:`mhla_diffusers.attention.tiles.ExactTiles`.
-        keys: of the same.
+        offsets: int64 (S H Q + 1,), as of :class:`mhla_diffusers.attention.tiles.ExactTiles`.
+        keys: int64 (pairs,), of the same.
+        places: int64 (pairs,), which of the K tiles of keys each pair's is; None where keys stand by head and tile.
 
     Returns:
-        Output (B, H, T, L, D), and the log of the sum of weights (B, H, T, L).
+        Output (B, H, Q, L, D), and the log of the sum of weights (B, H, Q, L).
     """
     tiled = _flatten(query, key, value, bias, offsets)
     output = torch.zeros_like(tiled.query)
     log_sum = torch.full_like(output[..., 0], torch.finfo(output.dtype).min)
-    for some in _groups(tiled, query.shape[2], offsets, keys):
+    for some in _groups(tiled, query.shape[2], offsets, keys, places):
         logits, _, values = _logits(tiled, some)
         output[:, some.rows], log_sum[:, some.rows] = _softmax(logits, values)
     output, log_sum = output.view(query.shape), log_sum.view(query.shape[:-1])
     if mean_key is not None and mean_value is not None and mean_bias is not None:
-        others = _others(query, offsets, keys)
-        for here in _some_tiles(query):
+        others = _others(query, mean_key, offsets, keys)
+        for here in _some_tiles(query, mean_key):
             of_means = _mean_logits(query[here], mean_key[here[:2]], mean_bias, others, here)
             mean_output, mean_sum = (
                 x.view_as(y[here])
@@ -119,17 +122,18 @@ def tile_attention_backward(
     mean_bias: torch.Tensor | None,
     offsets: torch.Tensor,
     keys: torch.Tensor,
+    places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of query, key, value, mean_key, mean_value and mean_bias; those of means are empty without them."""
     # a weight p takes the gradient p (do · v − shift)
     shift = ((output_gradient * output).sum(dim=-1) - sum_gradient)[..., None]
     of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
     tiled = _flatten(query, key, value, bias, offsets)
-    gradients, shifts, sums, to_query, to_key, to_value = (
-        x.reshape(*tiled.query.shape[:3], -1)
-        for x in (output_gradient, shift, log_sum[..., None], of_query, of_key, of_value)
+    gradients, shifts, sums, to_query = (
+        x.reshape(*tiled.query.shape[:3], -1) for x in (output_gradient, shift, log_sum[..., None], of_query)
     )
-    for some in _groups(tiled, query.shape[2], offsets, keys):
+    to_key, to_value = (x.view(tiled.key.shape) for x in (of_key, of_value))
+    for some in _groups(tiled, query.shape[2], offsets, keys, places):
         logits, tokens, values = _logits(tiled, some)
         weights = (logits - sums[:, some.rows]).exp_()
         gradient = gradients[:, some.rows]
@@ -142,8 +146,8 @@ def tile_attention_backward(
         return of_query, of_key, of_value, *(query.new_empty(0) for _ in range(3))
     of_mean_key, of_mean_value = torch.zeros_like(mean_key), torch.zeros_like(mean_value)
     of_mean_bias = mean_key.new_zeros(mean_key.shape[:-1])
-    others = _others(query, offsets, keys)
-    for here in _some_tiles(query):
+    others = _others(query, mean_key, offsets, keys)
+    for here in _some_tiles(query, mean_key):
         heads = here[:2]
         logits = _mean_logits(query[here], mean_key[heads], mean_bias, others, here)
         queries, gradient, sums, shifts = (
@@ -165,11 +169,15 @@ def _flatten(
     rows = len(offsets) - 1
     batch = batch * heads * tiles // rows
     shape = (batch, rows, length, head_dim)
+    if key.ndim == 4:  # of tiles that stand in any place
+        return _Tiled(query.reshape(shape), key, value, bias)
     bias = bias[:, None].expand(*query.shape[:-1]).reshape(shape[:-1])
     return _Tiled(query.reshape(shape), key.reshape(shape), value.reshape(shape), bias)
 
 
-def _groups(tiled: _Tiled, tiles: int, offsets: torch.Tensor, keys: torch.Tensor) -> Iterator[_Rows]:
+def _groups(
+    tiled: _Tiled, tiles: int, offsets: torch.Tensor, keys: torch.Tensor, places: torch.Tensor | None
+) -> Iterator[_Rows]:
     """All query tiles that have a list, a few of similar lengths at a time."""
     lengths = offsets.diff()
     batch, _, length, _ = tiled.query.shape
@@ -180,8 +188,9 @@ def _groups(tiled: _Tiled, tiles: int, offsets: torch.Tensor, keys: torch.Tensor
         for some in rows.split(max(1, _LOGITS // (batch * length**2 * longest))):
             place = torch.arange(longest, device=keys.device)
             exists = place < lengths[some][:, None]
-            found = keys[(offsets[some][:, None] + place).clamp_max(len(keys) - 1)]
-            yield _Rows(some, (some // tiles * tiles)[:, None] + found.where(exists, 0), exists)
+            pairs = (offsets[some][:, None] + place).clamp_max(len(keys) - 1)
+            found = (some // tiles * tiles)[:, None] + keys[pairs] if places is None else places[pairs]
+            yield _Rows(some, found.where(exists, 0), exists)
         longest = int(lengths.where(lengths <= shortest, 0).max())
 
 
@@ -201,17 +210,17 @@ def _softmax(logits: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, t
     return (weights @ value).div_(total), (largest + total.log()).squeeze(-1)
 
 
-def _others(query: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The tiles of keys that are not listed: bool (1 or B, H, T, T)."""
-    _, heads, tiles, _, _ = query.shape
-    return ~mask_of_lists(offsets, keys, tiles).view(-1, heads, tiles, tiles)
+def _others(query: torch.Tensor, mean_key: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The tiles of keys that are not listed: bool (1 or B, H, Q, T)."""
+    return ~mask_of_lists(offsets, keys, mean_key.shape[2]).view(-1, *query.shape[1:3], mean_key.shape[2])
 
 
-def _some_tiles(query: torch.Tensor) -> Iterator[tuple[slice, slice, slice]]:
+def _some_tiles(query: torch.Tensor, mean_key: torch.Tensor) -> Iterator[tuple[slice, slice, slice]]:
     """Samples, heads and query tiles whose logits against all means are formed at once."""
     batch, heads, tiles, length, _ = query.shape
-    heads_at_once = max(1, _LOGITS // (batch * tiles**2 * length))
-    tiles_at_once = max(1, _LOGITS // (batch * tiles * length))
+    means = mean_key.shape[2]
+    heads_at_once = max(1, _LOGITS // (batch * tiles * means * length))
+    tiles_at_once = max(1, _LOGITS // (batch * means * length))
     for head in range(0, heads, heads_at_once):
         for tile in range(0, tiles, tiles_at_once):
             yield slice(None), slice(head, head + heads_at_once), slice(tile, tile + tiles_at_once)
@@ -250,7 +259,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiate(ctx: Any, output_gradient: torch.Tensor, sum_gradient: torch.Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     of_query, of_key, of_value, *of_means = tile_attention_backward(output_gradient, sum_gradient, *saved)
-    return of_query, of_key, of_value, None, *(of_means if saved[6] is not None else (None,) * 3), None, None
+    return of_query, of_key, of_value, None, *(of_means if saved[6] is not None else (None,) * 3), None, None, None
 
 
 tile_attention.register_autograd(_differentiate, setup_context=_save)
@@ -260,14 +269,14 @@ def _count_pairs(query: torch.Size, means: torch.Size | None, offsets: torch.Siz
     """Queries times what they attend to, tokens and means; every tile counts as long as the longest.
 
     Args:
-        query: (B, H, T, L, D).
+        query: (B, H, Q, L, D).
         means: (B, H, T, D); None without means.
-        offsets: (S H T + 1,).
+        offsets: (S H Q + 1,).
         keys: (pairs,).
     """
     batch, heads, tiles, length, _ = query
     exact = keys[0] * batch * heads * tiles // (offsets[0] - 1) * length
-    return length * (exact + (batch * heads * tiles**2 if means is not None else 0))
+    return length * (exact + (batch * heads * tiles * means[2] if means is not None else 0))
 
 
 @register_flop_formula(torch.ops.mhla_diffusers.tile_attention)
@@ -281,6 +290,7 @@ def _flops(
     mean_bias: torch.Size | None,
     offsets: torch.Size,
     keys: torch.Size,
+    places: torch.Size | None = None,
     **_: Any,
 ) -> int:
     """Of the forward, for PyTorch's counter: logits and sums of values."""
@@ -298,5 +308,5 @@ def _flops_backward(
     **_: Any,
 ) -> int:
     """Of the backward: logits anew, their gradients, and those of query, key and value, as PyTorch counts its own."""
-    _, _, _, mean_key, _, _, offsets, keys = inputs
+    mean_key, offsets, keys = inputs[3], *inputs[6:8]
     return 10 * query[-1] * _count_pairs(query, mean_key, offsets, keys)

@@ -6,11 +6,15 @@ over all layers, which can be compared.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from .blocks import Shape
+from .call import Call
 from .mixing import resize_mixing
+from .parallel.collectives import summed
+from .parallel.tiles import OwnTiles
 from .rotary import rotated
 from .tiles import ExactTiles, in_tiles, tokens_of_tiles
 
@@ -103,9 +107,26 @@ def list_length(share: float, tiles: int) -> int:
     return max(1, round(share * tiles))
 
 
+def with_chosen_tiles(call: Call) -> Call:
+    """With the lists that are chosen by query and key, where they are to be."""
+    if call.by_content is None:
+        return call
+    rule = call.by_content
+    of_tokens = call.query, call.key, call.rotary_of_tokens
+    lists = tiles_by_content(*of_tokens, call.grid, rule.counts, rule.share, call.first, call.group)
+    return replace(call, exact=lists, by_content=None)
+
+
 @torch.no_grad()
 def tiles_by_content(
-    query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None, grid: Shape, counts: Shape, share: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    table: torch.Tensor | None,
+    grid: Shape,
+    counts: Shape,
+    share: float,
+    first: int = 0,
+    group: str | None = None,
 ) -> ExactTiles:
     """For every query tile as many key tiles, those that their mean stands for worst.
 
@@ -119,14 +140,30 @@ def tiles_by_content(
         grid: token grid.
         counts: tile counts.
         share: part of all pairs; at least one key tile for every query tile.
+        first: place on the grid of the first token.
+        group: of the processes that hold the grid's tokens between them; their sums, and so their lists, are the same.
     """
     tokens, exists = (x.to(query.device) for x in tokens_of_tiles(grid, counts))
-    weight = (exists / exists.sum(dim=-1, keepdim=True)).to(query.dtype)[:, :, None]
+    lengths, own = exists.sum(dim=-1, keepdim=True), None
+    if group is not None:
+        own = OwnTiles.of(grid, counts, (first, query.shape[1]), query.device)
+        tokens, exists, lengths = own.tokens, own.exists, lengths[own.tiles]
+    weight = (exists / lengths).to(query.dtype)[:, :, None]
     dtype = torch.promote_types(query.dtype, torch.float32)
+
+    def means(*some: torch.Tensor) -> torch.Tensor:
+        """Of every tile's tokens, (B, H, T or own tiles, L, D) each, side by side: (B, H, T, Σ D)."""
+        here = torch.cat([(weight * x).sum(dim=3, dtype=dtype) for x in some], dim=-1)
+        if own is None:
+            return here
+        size = *here.shape[:2], math.prod(counts), here.shape[-1]
+        return summed(here.new_zeros(size).index_copy(2, own.tiles, here), group)
+
     query, key = (in_tiles(rotated(x, table), tokens) for x in (query, key))
-    mean_query, mean_key = ((weight * x).sum(dim=3, dtype=dtype) for x in (query, key))
+    mean_query, mean_key = means(query, key).chunk(2, dim=-1)
+    mean_of_own = mean_key if own is None else mean_key[:, :, own.tiles]
+    variance = means((key - mean_of_own[:, :, :, None].to(key.dtype)).square())
     mean_query = mean_query * query.shape[-1] ** -0.5
-    variance = (weight * (key - mean_key[:, :, :, None].to(key.dtype)).square()).sum(dim=3, dtype=dtype)
     spread = (mean_query.square() @ variance.mT).clamp_min(torch.finfo(dtype).tiny)
     scores = mean_query @ mean_key.mT + spread.log() / 2
     batch, heads, tiles, _ = scores.shape

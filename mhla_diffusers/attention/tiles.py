@@ -6,7 +6,8 @@ number of tiles, raster order; a tile of queries and a tile of keys are the same
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,6 +33,8 @@ class ExactTiles:
     """int64 (S H T + 1,): the list of sample s, head h and query tile a begins at ``offsets[(s H + h) T + a]``."""
     keys: torch.Tensor
     """int64 (pairs,): key tiles, ascending within a list."""
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What processes worked out of these lists, :func:`mhla_diffusers.attention.parallel.tiles.fetch_plan`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", check_blocks(self.counts))
@@ -84,6 +87,25 @@ class ExactTiles:
         """The inverse of :meth:`from_mask`: bool (S, H, T, T)."""
         tiles = math.prod(self.counts)
         return mask_of_lists(self.offsets, self.keys, tiles).view(self.samples, self.heads, tiles, tiles)
+
+
+@dataclass(frozen=True)
+class ContentTiles:
+    """The rule by which lists are chosen at every call (:func:`mhla_diffusers.attention.tile_scores.tiles_by_content`).
+
+    Raises:
+        ValueError: the share is not in (0, 1].
+    """
+
+    counts: Shape
+    """Tile counts per axis of the token grid."""
+    share: float
+    """Part of all pairs of tiles; every query tile gets at least one key tile."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", check_blocks(self.counts))
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share={self.share} of exact tiles must be more than 0 and at most 1.")
 
 
 def square_tiles(grid: Sequence[int]) -> Shape:

@@ -3,8 +3,8 @@
 What is timed and what is counted are told apart by the same hooks on the same modules.
 """
 
-import time
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar

@@ -4,7 +4,6 @@ The attention itself sees one sequence of N tokens: those of the token grid in r
 the tokens outside the grid, such as text in joint attention. A form tells which of the arguments they come from.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 

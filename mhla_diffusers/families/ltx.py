@@ -129,7 +129,7 @@ class LTXFamily(Family):
         return self.self_attention_processor()
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """Where pictures that condition the video stand before its tokens, which are split as if all were of one kind."""
+        """Where pictures that condition the video stand before it: all tokens would be split as if of one kind."""
         extra = arguments["hidden_states"].shape[1] - math.prod(grid)
         return f"the {extra} tokens of pictures before the grid would be split with it" if extra else None
 

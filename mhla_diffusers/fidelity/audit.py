@@ -228,8 +228,7 @@ class _Tiles:
         layer = self.attn.mhla
         if self._projections is None:
             self._projections = head_projections(self.attn)
-        here = given.of_grid()
-        lists = layer.exact(here.query, here.key, here.rotary, here.grid)
+        lists = layer.call(given).exact
         if self._counts not in ((), lists.counts):
             raise ValueError("run() ran at sizes that cut exact tiles differently; audit one size at a time.")
         mask, self._counts = lists.mask(), lists.counts

@@ -11,6 +11,8 @@ from ..attention.outside import Outside, of_grid
 from ..attention.parallel.halo import rows_around
 from ..attention.parallel.place import Parallel
 from ..attention.rotary import Rotary, rotary_table
+from ..attention.tile_scores import with_chosen_tiles
+from ..attention.tiles import ContentTiles
 from ..config import MHLAConfig
 from ..families.forms import AttentionForm
 from .attended import Attended
@@ -133,7 +135,7 @@ class MHLALayer(nn.Module):
             backend=backend,
             outside=outside,
             parallel=parallel,
-            **self._settings(here, any(outside)),
+            **self._settings(grid, any(outside), parallel),
         )
         if self.convolution is not None:
             added = self._convolved(self.convolution, here.value.flatten(2), grid, parallel)
@@ -163,7 +165,10 @@ class MHLALayer(nn.Module):
     def call(self, given: Attended) -> Call:
         """The call of :meth:`forward` without norm and gate, for what looks at the attention itself."""
         here = given.of_grid()
-        return Call(
+        settings = self._settings(given.grid, bool(any(given.outside)))
+        if isinstance(settings.get("exact"), ContentTiles):
+            settings["by_content"] = settings.pop("exact")
+        call = Call(
             here.query,
             here.key,
             here.value,
@@ -173,16 +178,17 @@ class MHLALayer(nn.Module):
             rotary=rotary_table(here.rotary) if here.rotary is not None else None,
             key_mask=here.key_mask,
             outside=given.others(),
-            **self._settings(here, any(given.outside)),
+            **settings,
         )
+        return with_chosen_tiles(call)
 
     def _mixing_on(self, grid: tuple[int, ...]) -> torch.Tensor:
         """The mixing matrix of the blocks that a grid is cut into."""
         blocks = self.config.blocks_on(grid)
         return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
 
-    def _settings(self, here: Attended, has_outside: bool) -> dict[str, Any]:
-        """Arguments of the attention besides tensors that the input brings, whose tokens of the grid are given."""
+    def _settings(self, grid: tuple[int, ...], has_outside: bool, parallel: Parallel | None = None) -> dict[str, Any]:
+        """Arguments of the attention besides tensors that the input brings."""
         config, log_weight = self.config, self.far_field_log_weight
         settings: dict[str, Any] = {
             "feature_map": config.feature_map,
@@ -191,7 +197,7 @@ class MHLALayer(nn.Module):
             "eps": config.eps,
         }
         if self.exact is not None:
-            settings["exact"] = self.exact(here.query, here.key, here.rotary, here.grid)
+            settings["exact"] = self.exact(grid, parallel)
         # else nothing is left for a far field or means to add, or the far field is alone and its weight without effect
         if log_weight is not None and config.share < 1 and (self.exact is not None or has_outside):
             settings |= {"far_field_weight": log_weight.exp(), "mean_bias": self.mean_bias}

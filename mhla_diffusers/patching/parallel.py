@@ -1,7 +1,7 @@
 """Context parallelism of diffusers, as a patched transformer learns of it.
 
-``transformer.enable_parallelism(config=ContextParallelConfig(...))`` sets up the processes, splits the tokens before the
-first block and tells every attention processor.
+``transformer.enable_parallelism(config=ContextParallelConfig(...))`` sets up the processes, splits the tokens before
+the first block and tells every attention processor.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from .layer import MHLALayer, layer_of
 
 
 def parallel_of(config: Any) -> Parallel | None:
-    """The processes of a diffusers ``ParallelConfig`` or None, which has been set up; None without context parallelism."""
+    """The processes of a diffusers ``ParallelConfig`` that has been set up; None without context parallelism."""
     settings = getattr(config, "context_parallel_config", None)
     if settings is None:
         return None
@@ -41,21 +41,25 @@ class Processes:
         self.parallel: Parallel | None = None
         self._met: Any = None
         """Configuration under which the processes have compared their patches."""
-        self.meet = self._constant()
+        self._set_constants()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copied or unpickled transformer."""
         vars(self).update(state)
-        self.meet = self._constant()
+        self._set_constants()
 
-    def _constant(self) -> Any:
-        """:meth:`_meet`, which torch.compile runs while it traces and not in the graph."""
+    def _set_constants(self) -> None:
+        """:meth:`_meet` and :meth:`_prepare`, which torch.compile runs while it traces and not in the graph."""
 
         def meet() -> None:
             self._meet()
 
-        vars(meet)["_dynamo_marked_constant"] = True
-        return meet
+        def prepare(grid: tuple[int, ...]) -> None:
+            self._prepare(grid)
+
+        self.meet, self.prepare = meet, prepare
+        for function in (meet, prepare):
+            vars(function)["_dynamo_marked_constant"] = True
 
     def _meet(self) -> None:
         """At the first call under a configuration: learn who the processes are, and that they are patched alike."""
@@ -66,6 +70,12 @@ class Processes:
         if self.parallel is not None:
             compare_patches(self.transformer, self.parallel)
         self._met = config
+
+    def _prepare(self, grid: tuple[int, ...]) -> None:
+        """For a token grid: work out of lists of exact tiles what each process sends, which needs their values."""
+        for _, layer in _layers(self.transformer) if self.parallel is not None else ():
+            if layer.exact is not None and self.parallel is not None:
+                layer.exact.prepare(grid, self.parallel)
 
     def check(self, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
         """Of one call.
@@ -84,7 +94,7 @@ class Processes:
             parallel.head_counts(layer.heads)
             context = arguments.get("encoder_hidden_states")
             if layer.form.has_outside and isinstance(context, torch.Tensor):
-                parallel.shares(context.shape[1])
+                parallel.shares(context.shape[1], "tokens of text")
             break
 
 

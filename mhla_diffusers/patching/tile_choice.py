@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from ..attention.blocks import check_layout
-from ..attention.rotary import Rotary, rotary_table
-from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, list_length, tiles_by_content
-from ..attention.tiles import ExactTiles
+from ..attention.parallel.place import Parallel
+from ..attention.parallel.tiles import fetch_plan
+from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, list_length
+from ..attention.tiles import ContentTiles, ExactTiles
 from ..config import MHLAConfig
 
 
@@ -45,6 +46,10 @@ class TileChoice(nn.Module):
         own = torch.arange(tiles)[:, None] if length == 1 else torch.arange(tiles).repeat(tiles, 1)
         self.register_buffer("offsets", torch.arange(heads * tiles + 1) * length, persistent=False)
         self.register_buffer("keys", own.repeat(heads, 1).flatten(), persistent=False)
+        self._begins = tuple(length * tiles * head for head in range(heads + 1))
+        """Where the lists of every head begin in :attr:`keys`, and the last ones end, on the host."""
+        self._kept: dict[Any, ExactTiles] = {}
+        """Lists of the heads that a process attends with, which keep what was worked out of them."""
         self.is_ready = config.exact != "calibrated" or config.share == 1
         """Whether there is something to attend to."""
 
@@ -52,10 +57,12 @@ class TileChoice(nn.Module):
         super()._load_from_state_dict(*arguments)
         self.make_lists()
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, rotary: Rotary | None, grid: tuple[int, ...]
-    ) -> ExactTiles:
-        """The lists for a call with a query and key (B, N, H, D), RoPE's (cos, sin) and a token grid.
+    def forward(self, grid: tuple[int, ...], parallel: Parallel | None = None) -> ExactTiles | ContentTiles:
+        """The lists for a call with a token grid, or the rule by which :func:`mhla_attention` chooses them.
+
+        Args:
+            grid: of all tokens.
+            parallel: the processes; lists are of the heads that this one attends with.
 
         Raises:
             ValueError: lists that are yet to be calibrated.
@@ -68,9 +75,26 @@ class TileChoice(nn.Module):
             )
         counts = self.counts(grid)
         if self.config.exact == "content":
-            table = rotary_table(rotary) if rotary is not None else None
-            return tiles_by_content(query, key, table, grid, counts, self.config.share)
-        return ExactTiles(counts, self.heads, self.offsets, self.keys)
+            return ContentTiles(counts, self.config.share)
+        if parallel is None:
+            return ExactTiles(counts, self.heads, self.offsets, self.keys)
+        return self._own_lists(counts, parallel.heads(self.heads))
+
+    def prepare(self, grid: tuple[int, ...], parallel: Parallel) -> None:
+        """Work out for a token grid what needs the values of lists, which torch.compile does not see."""
+        lists = self(grid, parallel) if self.is_ready else None
+        if isinstance(lists, ExactTiles) and parallel.ring.size > 1:
+            fetch_plan(lists, grid, parallel.segments(math.prod(grid)), parallel.ring.rank)
+
+    def _own_lists(self, counts: tuple[int, ...], heads: slice) -> ExactTiles:
+        """The lists of some heads, the same object at every call."""
+        place = heads.start, heads.stop, self.keys.device
+        if place not in self._kept:
+            tiles = math.prod(counts)
+            begin, end = self._begins[heads.start], self._begins[heads.stop]
+            offsets = self.offsets[heads.start * tiles : heads.stop * tiles + 1] - begin
+            self._kept[place] = ExactTiles(counts, heads.stop - heads.start, offsets, self.keys[begin:end])
+        return self._kept[place]
 
     def counts(self, grid: tuple[int, ...]) -> tuple[int, ...]:
         """Tile counts on a grid.
@@ -116,12 +140,15 @@ class TileChoice(nn.Module):
 
     def make_lists(self) -> None:
         """Read the lists off the buffers that are saved; nothing to do for lists that do not come from there."""
+        self._kept.clear()
         if self.config.exact != "calibrated" or self.config.share == 1:
             return
         if self.is_exact.is_meta:  # without values, for counting: as long as the share says
             tiles = math.prod(self.config.tiles)
             count = max(round(self.config.share * self.heads * tiles**2), self.heads * tiles)
             self.keys, self.is_ready = torch.zeros(count, dtype=torch.int64, device="meta"), True
+            self._begins = tuple(count * head // self.heads for head in range(self.heads + 1))
             return
         lists = ExactTiles.from_mask(self.config.tiles, self.mask)
         self.offsets, self.keys, self.is_ready = lists.offsets, lists.keys, bool(len(lists.keys))
+        self._begins = tuple(lists.offsets[:: math.prod(self.config.tiles)].tolist())

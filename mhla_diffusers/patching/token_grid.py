@@ -147,6 +147,7 @@ class TokenGridHooks:
         if self._processes is not None:
             self._processes.meet()
             self._processes.check(arguments, grid)
+            self._processes.prepare(grid)
         _THREAD.forward.grid = self.latest = grid
         checkpoint = getattr(transformer, _CHECKPOINT, None)
         if checkpoint is not None and not isinstance(checkpoint, _Carrying):

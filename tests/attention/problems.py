@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,6 +161,11 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def errors_against_reference(problem: Problem, dtype: torch.dtype, backend: str) -> dict[str, float]:
+    """See :func:`errors_of`."""
+    return errors_of(problem, dtype, partial(mhla_attention, backend=backend))
+
+
+def errors_of(problem: Problem, dtype: torch.dtype, attend: Callable[..., torch.Tensor]) -> dict[str, float]:
     """Relative error of output and every gradient; the reference sees the inputs as rounded to ``dtype``."""
     rounded = Problem(
         {name: tensor.to(dtype).float() for name, tensor in problem.tensors.items()},
@@ -168,5 +174,5 @@ def errors_against_reference(problem: Problem, dtype: torch.dtype, backend: str)
         problem.options,
     )
     expected = rounded.run(reference, torch.float64)
-    found = rounded.run(mhla_attention, dtype, backend=backend)
+    found = rounded.run(attend, dtype)
     return {name: relative_error(found[name], expected[name]) for name in expected}

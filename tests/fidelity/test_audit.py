@@ -99,9 +99,10 @@ def test_mass_is_the_softmax_weight_of_the_exact_pairs_of_every_call(exact):
     weights = {}
 
     def note(_, args, kwargs):
-        query, key, *_ = attended(attn, args, kwargs)
+        given = attended(attn, args, kwargs)
+        query, key, *_ = given
         logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
-        tiles = attn.mhla.exact(query, key, None, (8, 8)).mask()
+        tiles = attn.mhla.call(given).exact.mask()
         tile = (torch.arange(64) // 8) * 4 + torch.arange(64) % 8 // 2
         weights["kept"] = (logits.softmax(dim=-1) * tiles[:, :, tile][..., tile]).sum(dim=-1).mean()
 

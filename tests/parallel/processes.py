@@ -1,11 +1,11 @@
 """Processes on gloo that stay, so that many tests can run something in all of them."""
 
 import multiprocessing
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Processes:
         self.pipes, self.workers = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            arguments = (rank, count, os.path.join(self.meeting.name, "store"), timeout, theirs)
+            arguments = (rank, count, str(Path(self.meeting.name) / "store"), timeout, theirs)
             worker = context.Process(target=_work, args=arguments, daemon=True)
             worker.start()
             self.pipes.append(ours)

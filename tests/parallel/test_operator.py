@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mhla_diffusers.attention import mhla_attention
-from mhla_diffusers.attention.parallel.place import Parallel
+from mhla_diffusers.attention import ExactTiles, mhla_attention
+from mhla_diffusers.attention.parallel.place import Parallel, parts
 from mhla_diffusers.patching.parallel import parallel_of
 
 from .processes import Processes
@@ -40,6 +40,28 @@ def axial_rotary(grid: tuple[int, ...], axes: tuple[int, ...]) -> tuple[torch.Te
     return turned.cos(), turned.sin()
 
 
+def random_tiles(counts: tuple[int, ...], heads: int, samples: int, share: float = 0.3) -> torch.Tensor:
+    """A mask whose lists differ in length, as those of calibration do; every query tile has one tile at least."""
+    tiles = math.prod(counts)
+    scores = torch.rand(samples, heads, tiles, tiles, generator=torch.Generator().manual_seed(2))
+    return (scores < share) | (scores == scores.amin(dim=-1, keepdim=True))
+
+
+def lists_of(mask: torch.Tensor, counts: tuple[int, ...], heads: slice) -> ExactTiles:
+    mask = mask[:, heads]
+    return ExactTiles.from_mask(counts, mask if len(mask) > 1 else mask[0])
+
+
+def own_tokens(place: Parallel, grid: tuple[int, ...], outside: tuple[int, int]) -> tuple[torch.Tensor, slice]:
+    """Where a process's tokens stand in the sequence, as diffusers splits it, and on the grid those of the grid."""
+    tokens, (before, after) = math.prod(grid), outside
+    rank, size = place.whole.rank, place.whole.size
+    first, count = place.own_share(tokens)
+    own_before, own_after = parts(before, size)[rank], parts(after, size)[rank]
+    ranges = own_before, (before + first, count), (before + tokens + own_after[0], own_after[1])
+    return torch.cat([torch.arange(begin, begin + n) for begin, n in ranges]), slice(first, first + count)
+
+
 def errors(
     degrees: tuple[int, int],
     anything: bool,
@@ -50,7 +72,10 @@ def errors(
 ) -> dict[str, float]:
     """Relative error of the output and of every gradient, of shares against the whole."""
     place = parallel(*degrees, anything)
-    tokens, batch = math.prod(grid), 2
+    settings = dict(settings)
+    outside = settings.pop("outside", (0, 0))
+    on_grid, batch = math.prod(grid), 2
+    tokens = on_grid + sum(outside)
     make = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -59,35 +84,50 @@ def errors(
     leaves = {name: draw(batch, tokens, HEADS, HEAD_DIM) for name in ("query", "key", "value")}
     count = math.prod(blocks)
     leaves["mixing"] = draw(HEADS, count, count).abs() + 0.1
-    settings = dict(settings)
     if settings.pop("norm", False):
         leaves["output_norm"] = draw(HEAD_DIM)
     if settings.pop("gate", False):
-        leaves["output_gate"] = draw(batch, tokens, HEADS, HEAD_DIM)
+        leaves["output_gate"] = draw(batch, on_grid, HEADS, HEAD_DIM)
+    if settings.pop("far", False):
+        leaves["far_field_weight"] = draw(HEADS).exp()
+    if settings.pop("means", False):
+        leaves["mean_bias"] = draw(HEADS)
     if settings.pop("mask", False):
         settings["key_mask"] = torch.rand(batch, tokens, generator=make) > 0.3
     if axes := settings.pop("axes", None):
-        settings["rotary"] = axial_rotary(grid, axes)
+        before, after = outside
+        turned = (axial_rotary(grid, axes)[i] for i in range(2))
+        settings["rotary"] = tuple(
+            torch.cat([x[:, :1].expand(-1, before, -1, -1), x, x[:, -1:].expand(-1, after, -1, -1)], dim=1)
+            for x in turned
+        )
         settings["rotary_axes"] = axes if settings.pop("tell_axes", True) else None
+    counts, samples = settings.pop("tiles", None), settings.pop("samples", 1)
+    mask = None if counts is None else random_tiles(counts, HEADS, samples)
     towards = draw(batch, tokens, HEADS, HEAD_DIM)
+    here, grid_here = own_tokens(place, grid, outside)
 
-    def run(own: slice | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def run(alone: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         given = {name: x.clone().requires_grad_() for name, x in leaves.items()}
-        used: dict[str, Any] = {**given, **settings}
-        if own is not None:
-            used |= {n: used[n][:, own] for n in ("query", "key", "value", "output_gate", "key_mask") if n in used}
+        used: dict[str, Any] = {**given, **settings, "outside": outside}
+        if mask is not None:
+            used["exact"] = lists_of(mask, counts, slice(None) if alone else place.heads(HEADS))
+        if not alone:
+            used |= {n: used[n][:, here] for n in ("query", "key", "value", "key_mask") if n in used}
+            if "output_gate" in used:
+                used["output_gate"] = used["output_gate"][:, grid_here]
             if "rotary" in used:
-                used["rotary"] = tuple(x[:, own] for x in used["rotary"])
-        output = mhla_attention(grid=grid, blocks=blocks, parallel=place if own else None, **used)
-        goal = towards if own is None else towards[:, own]
-        gradients = torch.autograd.grad((output * goal).sum(), list(given.values()))
+                used["rotary"] = tuple(x[:, here] for x in used["rotary"])
+            used["outside"] = tuple(parts(n, place.whole.size)[place.whole.rank][1] for n in outside)
+        output = mhla_attention(grid=grid, blocks=blocks, parallel=None if alone else place, **used)
+        loss = (output * (towards if alone else towards[:, here])).sum()
+        # without a far field the mixing matrix takes no part
+        gradients = torch.autograd.grad(loss, list(given.values()), materialize_grads=True)
         return output, dict(zip(given, gradients, strict=True))
 
-    expected, expected_gradients = run(None)
-    first, own_count = place.own_share(tokens)
-    own = slice(first, first + own_count)
-    output, gradients = run(own)
-    found = {"output": relative(output, expected[:, own])}
+    expected, expected_gradients = run(alone=True)
+    output, gradients = run(alone=False)
+    found = {"output": relative(output, expected[:, here])}
     for name, gradient in gradients.items():
         torch.distributed.all_reduce(gradient)
         found[name] = relative(gradient, expected_gradients[name])
@@ -95,7 +135,7 @@ def errors(
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+    return float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
 
 
 ALL = {"norm": True, "gate": True, "mask": True, "axes": (4, 4, 4)}

@@ -2,7 +2,6 @@
 
 import copy
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from diffusers import ContextParallelConfig
@@ -12,54 +11,85 @@ import mhla_diffusers as mhla
 
 from ..families.tiny import case_of
 from ..models import FAMILIES, inputs
-from .softmax_on_cpu import softmax_on_cpu
+from .diffusers_on_cpu import diffusers_on_cpu
 
 NAMES = ("wan", "chronoedit", "flux", "ltx", "qwenimage")
 """Families of which diffusers tells how their tokens are split."""
+FEATURES = {"output_norm": True, "output_gate": True, "convolution": 3, "mixing_per_head": True}
+"""All that a layer may have besides."""
+PLAIN = {"exact": "none", "exact_tiles": None}
 
 
-def case(name: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+def case(name: str, ragged: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     """A tiny transformer and its inputs, the same in every process."""
     if name == "wan":
-        return FAMILIES["wan"].build(), inputs("wan", **options)
+        return FAMILIES["wan"].build(), inputs("wan", ragged=ragged)
     found = case_of(name)
-    arguments = found.inputs(**options)
-    # diffusers splits LTX's mask of the text but not what it makes of it
+    arguments = found.inputs(ragged=ragged)
+    if "txt_ids" in arguments:  # as many as four processes can share
+        text = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(2))
+        arguments |= {"encoder_hidden_states": text, "txt_ids": torch.zeros(8, 3)}
+    # diffusers splits LTX's mask of the text, but not what it makes of it
     return found.transformer(), arguments | ({"encoder_attention_mask": None} if name == "ltx" else {})
+
+
+def patched(model: Any, name: str, **settings: Any) -> Any:
+    """With MHLA whose own weights are random, on blocks that fit."""
+    blocks = (2, 2, 2) if name == "wan" else case_of(name).blocks
+    mhla.apply_mhla(model, **{"blocks": blocks, **PLAIN, **settings})
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            for parameter in layer.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).abs())
+    return model
 
 
 def run(model: nn.Module, arguments: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Output, and gradients of the parameters and the latents."""
+    model.zero_grad()
     latents = arguments["hidden_states"].clone().requires_grad_()
     output = model(**{**arguments, "hidden_states": latents}, return_dict=False)[0]
     goal = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output)
     (output * goal).sum().backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return output.detach(), gradients | {"hidden_states": latents.grad}
 
 
+def output_of(model: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**arguments, return_dict=False)[0]
+
+
 def spread(model: Any, ring: int, ulysses: int, **options: Any) -> None:
-    """diffusers' context parallelism on a CPU, of which it counts no devices and then divides by their number."""
-    with patch.object(torch.accelerator, "device_count", lambda: 1):
+    """diffusers' context parallelism on a CPU."""
+    with diffusers_on_cpu():
         config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, **options)
         model.enable_parallelism(config=config)
 
 
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
 def errors(
-    name: str, degrees: tuple[int, int], settings: dict[str, Any], options: dict[str, Any] | None = None
+    name: str,
+    degrees: tuple[int, int],
+    settings: dict[str, Any] | None = None,
+    ragged: bool = False,
+    gradients_too: bool = True,
+    **options: Any,
 ) -> dict[str, float]:
-    """Relative errors of the output and the worst of the gradients."""
-    model, arguments = case(name, **options or {})
-    blocks = (2, 2, 2) if name == "wan" else case_of(name).blocks
-    mhla.apply_mhla(model, **{"blocks": blocks, **settings})
-    with torch.no_grad():
-        for layer in mhla.mhla_layers(model).values():
-            for parameter in layer.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter).abs())
-    expected, expected_gradients = run(copy.deepcopy(model), arguments)
-    spread(model, *degrees)
-    with softmax_on_cpu():
+    """Relative errors of the output and of the worst of the gradients, which all processes give together."""
+    model, arguments = case(name, ragged)
+    patched(model, name, **settings or {})
+    alone = copy.deepcopy(model)
+    spread(model, *degrees, **options)
+    with diffusers_on_cpu():
+        if not gradients_too:
+            return {"output": relative(output_of(model, arguments), output_of(alone, arguments))}
         output, gradients = run(model, arguments)
+    expected, expected_gradients = run(alone, arguments)
     assert set(gradients) == set(expected_gradients), set(gradients) ^ set(expected_gradients)
     scale = max(x.norm() for x in expected_gradients.values())
     worst = {}
@@ -68,4 +98,104 @@ def errors(
         difference = (gradient - expected_gradients[key]).norm()
         worst[key] = float(difference / expected_gradients[key].norm().clamp_min(1e-3 * scale))
     worst_name = max(worst, key=worst.__getitem__)
-    return {"output": float((output - expected).norm() / expected.norm()), worst_name: worst[worst_name]}
+    return {"output": relative(output, expected), worst_name: worst[worst_name]}
+
+
+def error_when_patched_after(degrees: tuple[int, int]) -> float:
+    """Of a transformer that is patched when it is spread already."""
+    model, arguments = case("wan")
+    expected = output_of(patched(copy.deepcopy(model), "wan"), arguments)
+    spread(model, *degrees)
+    return relative(output_of(patched(model, "wan"), arguments), expected)
+
+
+def errors_without_patch(degrees: tuple[int, int]) -> list[float]:
+    """Of a transformer whose patch, made before it was spread, is removed, switched off, or rests."""
+    model, arguments = case("wan")
+    expected = output_of(model, arguments)
+    patched(model, "wan")
+    spread(model, *degrees)
+    with diffusers_on_cpu():
+        with mhla.mhla_disabled(model):
+            found = [relative(output_of(model, arguments), expected)]
+        mhla.remove_mhla(model)
+        return [*found, relative(output_of(model, arguments), expected)]
+
+
+def errors_when_compiled(degrees: tuple[int, int]) -> list[float]:
+    """Of a transformer whose blocks are compiled, each to one graph, and of one that is compiled as far as it goes.
+
+    diffusers' own hooks of the first block and of the whole, which split the tokens, make no graph.
+    """
+    model, arguments = case("wan")
+    patched(model, "wan", **FEATURES)
+    expected, expected_gradients = run(copy.deepcopy(model), arguments)
+    by_block = copy.deepcopy(model)
+    found = []
+    for one in (by_block, model):
+        spread(one, *degrees)
+        torch._dynamo.reset()
+    for block in by_block.blocks[1:3]:
+        block.compile(backend="aot_eager", fullgraph=True)
+    output, gradients = run(by_block, arguments)
+    worst = max(gradients, key=lambda name: expected_gradients[name].norm())
+    torch.distributed.all_reduce(gradients[worst])
+    found = [relative(output, expected), relative(gradients[worst], expected_gradients[worst])]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    return [*found, relative(output_of(compiled, arguments), expected)]
+
+
+def error_when_offloaded(degrees: tuple[int, int], kind: str) -> float:
+    """Of a transformer whose groups of weights wait elsewhere."""
+    from diffusers.hooks import apply_group_offloading
+
+    model, arguments = case("wan")
+    patched(model, "wan", **FEATURES)
+    expected = output_of(copy.deepcopy(model), arguments)
+    spread(model, *degrees)
+    options = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+    apply_group_offloading(
+        model, onload_device=torch.device("cpu"), offload_device=torch.device("cpu"), offload_type=kind, **options
+    )
+    return relative(output_of(model, arguments), expected)
+
+
+def error_with_lora(degrees: tuple[int, int]) -> dict[str, float]:
+    """Of a transformer with an adapter, whose weights take gradients alone."""
+    from peft import LoraConfig
+
+    model, arguments = case("wan")
+    patched(model, "wan")
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights="gaussian"))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for n, parameter in model.named_parameters():
+            if "lora_" in n:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    alone = copy.deepcopy(model)
+    spread(model, *degrees)
+    output, gradients = run(model, arguments)
+    expected, expected_gradients = run(alone, arguments)
+    found = {"output": relative(output, expected)}
+    for n in (n for n in gradients if "lora_" in n):
+        torch.distributed.all_reduce(gradients[n])
+        found[n] = relative(gradients[n], expected_gradients[n])
+    return found
+
+
+def message_of(degrees: tuple[int, int], name: str = "wan", different: str = "", **changes: Any) -> str:
+    """What the first call of a transformer that cannot be spread so says."""
+    model, arguments = case(name, changes.pop("ragged", False))
+    rank = torch.distributed.get_rank()
+    blocks = {"blocks": (1, 2, 2)} if different == "blocks" and rank == 1 else {}
+    patched(model, name, **blocks, **changes)
+    if different == "weights" and rank == 1:
+        with torch.no_grad():
+            next(iter(mhla.mhla_layers(model).values())).mixing[0, 0] += 1e-3
+    spread(model, *degrees)
+    try:
+        output_of(model, arguments)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")

@@ -1,7 +1,7 @@
 """What processes send each other: sums, and rows to whom they are due. Both are differentiable.
 
-Every process computes the loss of its own tokens' outputs, so that what all their backward passes give, added up, is the
-gradient; the gradient of something that was sent is therefore what its receivers send back, added up.
+Every process computes the loss of its own tokens' outputs, so that what all their backward passes give, added up, is
+the gradient; the gradient of something that was sent is therefore what its receivers send back, added up.
 
 Groups go by their names, which PyTorch's functional collectives take and torch.compile keeps in a graph.
 """
@@ -43,9 +43,7 @@ class _FinishSum(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
         ctx.lengths = sent, received
         ctx.group = group
         return _exchange(rows, sent, received, group)

@@ -34,8 +34,8 @@ class Parallel:
     anything: bool = False
     """Whether shares, and numbers of heads, may differ by one."""
 
-    def shares(self, tokens: int) -> list[Share]:
-        """Of all processes, of so many tokens.
+    def shares(self, tokens: int, kind: str = "tokens") -> list[Share]:
+        """Of all processes, of so many tokens of a kind, as errors call it.
 
         Raises:
             ValueError: the processes do not divide the tokens, and shares may not differ.
@@ -46,13 +46,19 @@ class Parallel:
             both = self.ulysses.size > 1 and self.ring.size > 1
             more = "with one of the two degrees alone, " if both else ""
             raise ValueError(
-                f"{tokens} tokens cannot be split evenly over {size} processes; allowed is a number that {size} "
-                f"divides, so choose another height, width or number of frames, or {more}"
+                f"{tokens} {kind} cannot be split evenly over {size} processes; allowed is a number that {size} "
+                f"divides (another height, width or number of frames, or length of the text), or {more}"
                 f"ContextParallelConfig(..., {way_out})."
             )
         if tokens < size:
-            raise ValueError(f"{tokens} tokens are too few for {size} processes; use at most {tokens}.")
+            raise ValueError(f"{tokens} {kind} are too few for {size} processes; use at most {tokens}.")
         return parts(tokens, size)
+
+    def segments(self, tokens: int) -> list[Share]:
+        """What the processes of every row of the ring hold between them, of so many tokens."""
+        shares, size = self.shares(tokens), self.ulysses.size
+        rows = [shares[row * size : (row + 1) * size] for row in range(self.ring.size)]
+        return [(row[0][0], sum(count for _, count in row)) for row in rows]
 
     def own_share(self, tokens: int) -> Share:
         """Of this process, of so many tokens."""
@@ -85,6 +91,6 @@ class Parallel:
 
 def parts(count: int, size: int) -> list[Share]:
     """A count in parts that follow each other, the longer ones first, as ``torch.Tensor.tensor_split`` cuts."""
-    least, longer = divmod(count, size)
+    least, longer = count // size, count % size  # torch.compile knows no divmod
     lengths = [least + (part < longer) for part in range(size)]
     return list(zip([0, *accumulate(lengths)], lengths, strict=False))

@@ -1,7 +1,7 @@
 """Ulysses: processes exchange tokens for heads, attend, and exchange back.
 
-Of the tokens that the processes of one row of the ring hold between them, each then has all, and some of the heads; what
-attends does not notice.
+Of the tokens that the processes of one row of the ring hold between them, each then has all, and some of the heads;
+what attends does not notice.
 """
 
 import math
@@ -56,7 +56,7 @@ class _Segment:
         return self.shares[0][0], sum(count for _, count in self.shares)
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, own tokens, H, C) to (B, all tokens, own heads, C), tokens outside the grid before and after all others."""
+        """(B, own tokens, H, C) to (B, all tokens, own heads, C), those outside the grid before and after others."""
         group, own = self.parallel.ulysses, self.heads[self.parallel.ulysses.rank]
         rows = x.permute(2, 1, 0, 3).flatten(0, 1)
         sent = [heads * x.shape[1] for heads in self.heads]

@@ -33,7 +33,7 @@ class Numbers(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Token grid and token blocks as three axes, and how the tokens of a block are shared out; all in disguise."""
+    """Token grid and token blocks as three axes, and how tokens are shared out; all in disguise."""
 
     heads: int
     grid_0: int
@@ -44,6 +44,10 @@ class Layout(NamedTuple):
     blocks_2: int
     parts: int
     """Programs that share the tokens of one block."""
+    first: int
+    """Place on the grid, in raster order, of the first token that the call has: all of the grid's, or a share."""
+    tokens: int
+    """How many it has."""
 
 
 class Program(NamedTuple):
@@ -58,7 +62,7 @@ class Program(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A token block as a box of the grid."""
+    """A token block as a box of the grid, and the call's share of it."""
 
     start_0: Any
     start_1: Any
@@ -66,6 +70,10 @@ class Box(NamedTuple):
     length_0: Any
     length_1: Any
     length_2: Any
+    begin: Any
+    """Place in the box, in raster order, of the first token that the call has; its others follow, up to ``end``."""
+    end: Any
+    """One past the last; ``begin`` where the call has none."""
 
 
 class Tile(NamedTuple):
@@ -74,9 +82,9 @@ class Tile(NamedTuple):
     batch: Any
     head: Any
     tokens: Any
-    """Index in the sequence, int64 (tokens,)."""
+    """Index among the tokens of the call, int64 (tokens,)."""
     exists: Any
-    """False beyond the end of the block, (tokens,)."""
+    """False beyond the end of the block, or of the call's share of it, (tokens,)."""
 
 
 class Angles(NamedTuple):
@@ -173,10 +181,10 @@ def angles(table: torch.Tensor | None, grid: Shape, axes: Shape | None) -> Angle
     return Angles(of_table, first, first + second, disguised(table.shape[1] - third_size), disguised(third_size))
 
 
-def layout(heads: int, grid: Shape, blocks: Shape, parts: int) -> Layout:
+def layout(heads: int, grid: Shape, blocks: Shape, parts: int, tokens: int, first: int = 0) -> Layout:
     """Grid and blocks of 1 to 3 axes; missing leading axes have one token in one block."""
     missing = (1,) * (3 - len(grid))
-    return Layout._make(map(disguised, (heads, *missing, *grid, *missing, *blocks, parts)))
+    return Layout._make(map(disguised, (heads, *missing, *grid, *missing, *blocks, parts, first, tokens)))
 
 
 def state_shape(call: Call) -> Shape:

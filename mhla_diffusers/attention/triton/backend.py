@@ -9,9 +9,9 @@ import torch
 
 from ..blocks import Shape
 from ..call import Call
-from ..merge import merged_attention
+from ..merge import LinearAttention, merged_attention
 from .exact import triton_exact_attention
-from .operators import attention, flat
+from .operators import BY_READ, BY_SUMMARIES, read, summaries
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,20 @@ def triton_attention(call: Call) -> torch.Tensor:
     Raises:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.
     """
+    usable = usable_call(call)
+    if usable.exact is not None:
+        return merged_attention(usable, usable.exact, triton_exact_attention, BESIDE_EXACT)
+    return THROUGHOUT(usable)
+
+
+def usable_call(call: Call) -> Call:
+    """A call as the kernels read it.
+
+    Raises:
+        ValueError: as :func:`triton_attention`.
+    """
     _check(call)
-    usable = replace(
+    return replace(
         call,
         query=_usable(call.query, "query"),
         key=_usable(call.key, "key"),
@@ -58,17 +70,24 @@ def triton_attention(call: Call) -> torch.Tensor:
         output_norm=call.output_norm.contiguous() if call.output_norm is not None else None,
         output_gate=_usable(call.output_gate, "output_gate") if call.output_gate is not None else None,
     )
-    if usable.exact is not None:
-        return merged_attention(usable, usable.exact, triton_exact_attention, _with_normaliser)
-    output: torch.Tensor
-    output, *_ = attention(False, *flat(usable))
-    return output
 
 
-def _with_normaliser(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """MHLA's output (B, N, H, D) and normaliser, float32 (B, N, H, 1)."""
-    output, normaliser, _ = attention(True, *flat(call))
-    return output, normaliser
+def _summaries(call: Call) -> torch.Tensor:
+    return summaries(*BY_SUMMARIES.flat(call))
+
+
+def _read(call: Call, summary: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return read(True, summary, *BY_READ.flat(call))
+
+
+def _read_output(call: Call, summary: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return read(False, summary, *BY_READ.flat(call))[:1]
+
+
+BESIDE_EXACT = LinearAttention(_summaries, _read)
+"""Of calls that :func:`usable_call` gave."""
+THROUGHOUT = LinearAttention(_summaries, _read_output)
+"""The same without the normaliser, which is then not written."""
 
 
 def _check(call: Call) -> None:

@@ -132,7 +132,7 @@ class PairPlan:
     def launch(self, call: ExactCall, arguments: dict[str, Any], parts: int, whole: int) -> Launch:
         """With the arguments of the kernel besides the layout, in ``parts`` programs for each of ``whole``."""
         batch, tokens, heads, _ = call.query.shape
-        shared = {"layout": layout(heads, (tokens,), (call.number_of_tiles,), parts)}
+        shared = {"layout": layout(heads, (tokens,), (call.number_of_tiles,), parts, tokens)}
         return Launch(
             self.kernel, batch * heads * whole * parts, arguments | shared, self.constants, self.place, self.tiles
         )

@@ -236,11 +236,10 @@ class Plan:
 def plan_of(kernel: Any, call: Call, architecture: str | None) -> Plan:
     """Looked up by what tiles and constants depend on."""
     settings = call.feature_map, call.rope, call.normalize
+    cut = call.grid, call.blocks, call.first
     query = call.query
     card = architecture or architecture_of(query.device)
-    return _plan(
-        kernel, query.shape, query.dtype, query.device, call.grid, call.blocks, settings, card, wished(name_of(kernel))
-    )
+    return _plan(kernel, query.shape, query.dtype, query.device, cut, settings, card, wished(name_of(kernel)))
 
 
 @lru_cache(maxsize=1024)
@@ -249,16 +248,15 @@ def _plan(
     size: Shape,
     dtype: torch.dtype,
     device: torch.device,
-    grid: Shape,
-    blocks: Shape,
+    cut: tuple[Shape, Shape, int],
     settings: tuple[str, str, bool],
     card: str,
     _wish: AnyTiling | None,  # read by the tables themselves; here it tells calls apart
 ) -> Plan:
-    batch, _, heads, head_dim = size
-    feature_map, rope, normalize = settings
+    batch, tokens, heads, head_dim = size
+    (grid, blocks, first), (feature_map, rope, normalize) = cut, settings
     name = name_of(kernel)
-    longest_block = math.prod(-(-n // b) for n, b in zip(grid, blocks, strict=True))
+    longest_block = min(tokens, math.prod(-(-n // b) for n, b in zip(grid, blocks, strict=True)))
     place = Place(card, name, head_dim, dtype, longest_block)
     tiles = tiling(place)
     columns = -(-head_dim // tiles.channels) if name in SUMMARY_KERNELS else 1
@@ -275,7 +273,9 @@ def _plan(
         "PRECISION": precision_of(dtype, card),
     }
     taken = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    return Plan(kernel, place, tiles, whole_blocks * parts, parts, layout(heads, grid, blocks, parts), taken)
+    return Plan(
+        kernel, place, tiles, whole_blocks * parts, parts, layout(heads, grid, blocks, parts, tokens, first), taken
+    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -1,12 +1,14 @@
-"""Forward and backward pass, and both as PyTorch operators, for autograd, torch.compile and checkpointing.
+"""The two steps of MHLA, forward and backward, as PyTorch operators, for autograd, torch.compile and checkpointing.
 
-An operator takes tensors and numbers side by side, so what it takes are the fields of :class:`Call`, in their order:
-:data:`ARGUMENTS` is that list for PyTorch, :func:`flat` and :func:`call_of` go from one to the other. Importing this
-file registers the operators without importing Triton, which the first call does.
+``summaries`` is what the tokens of a call bring, ``read`` what its queries take from the summaries of all tokens. They
+are two so that processes that hold a share of the tokens each can add up their summaries in between.
+
+An operator takes tensors and numbers side by side: those fields of :class:`Call` that it needs, see :class:`Taken`.
+Importing this file registers the operators without importing Triton, which the first call does.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -25,126 +27,162 @@ _TYPES: dict[Any, str] = {
     float: "float",
     int: "SymInt",
 }
-_UNKNOWN = ("exact", "mean_bias", "outside", "group")
-"""Of exact tiles, tokens outside the grid and other processes the kernels of MHLA know nothing."""
-_FIELDS = {field.name: _TYPES[field.type] for field in fields(Call) if field.name not in _UNKNOWN}
-_TENSORS = [name for name, kind in _FIELDS.items() if kind.startswith("Tensor")]
-ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
-"""The fields of :class:`Call` in the language of PyTorch's operator schemas."""
+_KINDS = {field.name: _TYPES.get(field.type, "") for field in fields(Call)}
+_OF_BOTH = ("grid", "blocks", "first", "feature_map", "eps", "normalize", "rope", "rotary_axes")
 
 
-def flat(call: Call) -> tuple[Any, ...]:
-    """The arguments of an operator."""
-    return tuple(getattr(call, name) for name in _FIELDS)
+class Taken:
+    """The fields of a :class:`Call` that an operator takes, in the order of its arguments."""
+
+    def __init__(self, differentiable: Sequence[str], tensors: Sequence[str]) -> None:
+        """Of both kinds their names; all else about the call comes by itself."""
+        self.differentiable = tuple(differentiable)
+        self._tensors = *differentiable, *tensors
+        self._names = *self._tensors, *_OF_BOTH
+        self.schema = ", ".join(f"{_KINDS[name]} {name}" for name in self._names)
+        """In the language of PyTorch's operator schemas."""
+
+    def flat(self, call: Call) -> tuple[Any, ...]:
+        """The arguments of the operator."""
+        return tuple(getattr(call, name) for name in self._names)
+
+    def call(self, arguments: Sequence[Any]) -> Call:
+        """The call from the arguments, which come with lists for tuples.
+
+        Query, key, value and mixing matrix that the operator does not take are its first tensor, of which the kernels
+        read shape and type alone then.
+        """
+        given: dict[str, Any] = dict.fromkeys(("query", "key", "value", "mixing"), arguments[0])
+        given |= zip(self._names, arguments, strict=True)
+        given |= {name: tuple(x) for name, x in given.items() if isinstance(x, list)}
+        return Call(**given)
+
+    def save(self, ctx: Any, arguments: Sequence[Any], *tensors: torch.Tensor) -> None:
+        """Keep the arguments and further tensors for the backward pass."""
+        count = len(self._tensors)
+        ctx.save_for_backward(*tensors, *arguments[:count])
+        ctx.settings = arguments[count:]
+
+    def saved(self, ctx: Any) -> tuple[Any, ...]:
+        """The tensors and the arguments that :meth:`save` kept."""
+        return *ctx.saved_tensors, *ctx.settings  # read once, as activation checkpointing wants it
+
+    def one_per_argument(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """With None for the arguments that have no gradient."""
+        return *gradients, *(None,) * (len(self._names) - len(self.differentiable))
 
 
-def call_of(arguments: Sequence[Any]) -> Call:
-    """The call from the arguments of an operator, which come with lists for tuples."""
-    given: dict[str, Any] = dict(zip(_FIELDS, arguments, strict=True))
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return Call(**given)
+BY_SUMMARIES = Taken(["key", "value"], ["key_mask", "rotary"])
+BY_READ = Taken(["query", "mixing", "output_norm", "output_gate"], ["rotary"])
 
 
-def save_call(ctx: Any, call: Call, *tensors: torch.Tensor) -> None:
-    """Keep a call and further tensors for the backward pass."""
-    ctx.settings = {name: getattr(call, name) for name in _FIELDS if name not in _TENSORS}
-    ctx.save_for_backward(*(getattr(call, name) for name in _TENSORS), *tensors)
-
-
-def saved_call(ctx: Any) -> tuple[Call, tuple[torch.Tensor, ...]]:
-    """What :func:`save_call` kept."""
-    kept = ctx.saved_tensors  # read once, as activation checkpointing wants it
-    named = dict(zip(_TENSORS, kept, strict=False))
-    return Call(**named, **ctx.settings), kept[len(_TENSORS) :]
-
-
-def one_per_argument(gradients: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """Gradients by name in the order of the operator's arguments, None where there is none."""
-    return tuple(gradients.get(name) for name in _FIELDS)
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Of each differentiable argument, in its shape and type."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mixing: torch.Tensor
-    output_norm: torch.Tensor | None
-    output_gate: torch.Tensor | None
-
-
-_DIFFERENTIABLE = tuple(field.name for field in fields(Gradients))
-
-
-@torch.library.custom_op(
-    "mhla_diffusers::attention",
-    mutates_args=(),
-    schema=f"(bool with_normaliser, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-)
-def attention(with_normaliser: bool, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output (B, N, H, D), normaliser (B, N, H, 1), empty if not wanted, summaries (B, H, M, D + normalize, D).
-
-    The arguments after the first are those of :func:`flat`. Normaliser and summaries are float32.
-    """
-    return forward(call_of(arguments), with_normaliser)
+@torch.library.custom_op("mhla_diffusers::summaries", mutates_args=(), schema=f"({BY_SUMMARIES.schema}) -> Tensor")
+def summaries(*arguments: Any) -> torch.Tensor:
+    """Of the tokens of a call, float32 (B, H, M, D + normalize, D); the arguments are the call's ``BY_SUMMARIES``."""
+    return summarise(BY_SUMMARIES.call(arguments))
 
 
 @torch.library.custom_op(
-    "mhla_diffusers::attention_backward",
+    "mhla_diffusers::summaries_backward",
     mutates_args=(),
-    schema=f"(Tensor output_gradient, Tensor? normaliser_gradient, Tensor summary, {ARGUMENTS}) -> "
-    f"({', '.join(['Tensor'] * len(_DIFFERENTIABLE))})",
+    schema=f"(Tensor summary_gradient, {BY_SUMMARIES.schema}) -> (Tensor, Tensor)",
 )
-def attention_backward(
-    output_gradient: torch.Tensor, normaliser_gradient: torch.Tensor | None, summary: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, ...]:
-    """:class:`Gradients`, in their order; an absent one is empty."""
-    gradients = backward(call_of(arguments), summary, output_gradient, normaliser_gradient)
-    found = (getattr(gradients, name) for name in _DIFFERENTIABLE)
-    return tuple(output_gradient.new_empty(0) if x is None else x for x in found)
+def summaries_backward(summary_gradient: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of key and value."""
+    return summarise_backward(BY_SUMMARIES.call(arguments), summary_gradient)
 
 
-@attention.register_fake
-def _attention_shapes(with_normaliser: bool, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = call_of(arguments)
-    normaliser = call.query.new_empty((*call.query.shape[:3], 1) if with_normaliser else (0,), dtype=torch.float32)
-    return call.query.new_empty(call.query.shape), normaliser, normaliser.new_empty(state_shape(call))
+@summaries.register_fake
+def _summaries_shape(*arguments: Any) -> torch.Tensor:
+    call = BY_SUMMARIES.call(arguments)
+    return call.key.new_empty(state_shape(call), dtype=torch.float32)
 
 
-@attention_backward.register_fake
-def _attention_backward_shapes(
-    output_gradient: torch.Tensor, normaliser_gradient: torch.Tensor | None, summary: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, ...]:
-    call = call_of(arguments)
-    tensors = (getattr(call, name) for name in _DIFFERENTIABLE)
-    return tuple(output_gradient.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
+@summaries_backward.register_fake
+def _summaries_backward_shapes(summary_gradient: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value, *_ = arguments
+    return key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    with_normaliser, *arguments = inputs
-    save_call(ctx, call_of(arguments), output[2])
-    ctx.mark_non_differentiable(output[2], *(() if with_normaliser else output[1:2]))
+def _save_summaries(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    BY_SUMMARIES.save(ctx, inputs)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(
-    ctx: Any, output_gradient: torch.Tensor | None, normaliser_gradient: torch.Tensor | None, _: torch.Tensor | None
+def _differentiate_summaries(ctx: Any, summary_gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if summary_gradient is None:
+        return BY_SUMMARIES.one_per_argument((None, None))
+    return BY_SUMMARIES.one_per_argument(summaries_backward(summary_gradient, *BY_SUMMARIES.saved(ctx)))
+
+
+summaries.register_autograd(_differentiate_summaries, setup_context=_save_summaries)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::read",
+    mutates_args=(),
+    schema=f"(bool with_normaliser, Tensor summary, {BY_READ.schema}) -> (Tensor, Tensor)",
+)
+def read(with_normaliser: bool, summary: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (B, N, H, D) and normaliser, float32 (B, N, H, 1), empty if not wanted.
+
+    ``summary`` is what :func:`summaries` returns, of all tokens; the arguments after it are the call's ``BY_READ``.
+    """
+    return read_summary(BY_READ.call(arguments), summary, with_normaliser)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::read_backward",
+    mutates_args=(),
+    schema=f"(Tensor output_gradient, Tensor? normaliser_gradient, Tensor summary, {BY_READ.schema}) -> "
+    f"({', '.join(['Tensor'] * (1 + len(BY_READ.differentiable)))})",
+)
+def read_backward(
+    output_gradient: torch.Tensor, normaliser_gradient: torch.Tensor | None, summary: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the summary and of ``BY_READ.differentiable``; an absent one is empty."""
+    gradients = read_summary_backward(BY_READ.call(arguments), summary, output_gradient, normaliser_gradient)
+    return tuple(output_gradient.new_empty(0) if x is None else x for x in gradients)
+
+
+@read.register_fake
+def _read_shapes(with_normaliser: bool, summary: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    query = BY_READ.call(arguments).query
+    return query.new_empty(query.shape), summary.new_empty((*query.shape[:3], 1) if with_normaliser else (0,))
+
+
+@read_backward.register_fake
+def _read_backward_shapes(
+    output_gradient: torch.Tensor, normaliser_gradient: torch.Tensor | None, summary: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, ...]:
+    tensors = summary, *arguments[: len(BY_READ.differentiable)]
+    return tuple(output_gradient.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
+
+
+def _save_read(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    with_normaliser, summary, *arguments = inputs
+    BY_READ.save(ctx, arguments, summary)
+    ctx.mark_non_differentiable(*(() if with_normaliser else output[1:]))
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_read(
+    ctx: Any, output_gradient: torch.Tensor | None, normaliser_gradient: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    call, (summary,) = saved_call(ctx)
+    summary, *arguments = BY_READ.saved(ctx)
+    differentiated = summary, *arguments[: len(BY_READ.differentiable)]
     if output_gradient is None and normaliser_gradient is None:
-        return None, *one_per_argument({})
+        return None, *BY_READ.one_per_argument((None,) * len(differentiated))
     if output_gradient is None:
-        output_gradient = torch.zeros_like(call.query)
+        output_gradient = torch.zeros_like(arguments[0])
     if output_gradient.stride(-1) != 1:
         output_gradient = output_gradient.contiguous()
-    gradients = attention_backward(output_gradient, normaliser_gradient, summary, *flat(call))
-    found = zip(_DIFFERENTIABLE, gradients, strict=True)
-    return None, *one_per_argument({name: x for name, x in found if getattr(call, name) is not None})
+    gradients = read_backward(output_gradient, normaliser_gradient, summary, *arguments)
+    found = (None if x is None else gradient for x, gradient in zip(differentiated, gradients, strict=True))
+    return None, *BY_READ.one_per_argument(tuple(found))
 
 
-attention.register_autograd(_differentiate, setup_context=_save)
+read.register_autograd(_differentiate_read, setup_context=_save_read)
 
 
 def refuse_second_derivative(*_: Any) -> tuple[Any, ...]:
@@ -158,43 +196,61 @@ def refuse_second_derivative(*_: Any) -> tuple[Any, ...]:
     )
 
 
-attention_backward.register_autograd(refuse_second_derivative)
+summaries_backward.register_autograd(refuse_second_derivative)
+read_backward.register_autograd(refuse_second_derivative)
 
 
-def forward(call: Call, with_normaliser: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, normaliser or an empty tensor, and the summaries before mixing, as the operator returns them."""
-    from .launches import output_launch, summary_launch
+def summarise(call: Call) -> torch.Tensor:
+    """What :func:`summaries` returns; blocks of which the call has no token have 0."""
+    from .launches import summary_launch
 
     launch, parts = summary_launch(call)
     launch.run()
-    summary = sum_parts(parts)
-    mixed = mix(call.mixing, summary, call.query.dtype, mixed_dtype(call))
+    return sum_parts(parts)
+
+
+def summarise_backward(call: Call, summary_gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of key and value."""
+    from .launches import key_value_gradient_launch
+
+    launch, gradients = key_value_gradient_launch(call, summary_gradient.contiguous())
+    launch.run()
+    return gradients
+
+
+def read_summary(call: Call, summary: torch.Tensor, with_normaliser: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`read` returns."""
+    from .launches import output_launch
+
+    mixed = mix(call.mixing, summary.contiguous(), call.query.dtype, mixed_dtype(call))
     launch, output, normaliser = output_launch(call, mixed, with_normaliser)
     launch.run()
-    return output, summary.new_empty(0) if normaliser is None else normaliser, summary
+    return output, summary.new_empty(0) if normaliser is None else normaliser
 
 
-def backward(
+def read_summary_backward(
     call: Call, summary: torch.Tensor, output_gradient: torch.Tensor, normaliser_gradient: torch.Tensor | None
-) -> Gradients:
-    """Gradients of a call, given what :func:`forward` returned as summaries."""
-    from .launches import key_value_gradient_launch, query_gradient_launch, summary_gradient_launch
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of summary, query, mixing matrix, output norm and gate, each in its shape and type."""
+    from .launches import query_gradient_launch, summary_gradient_launch
 
-    dtype = call.query.dtype
+    dtype, summary = call.query.dtype, summary.contiguous()
     mixed = mix(call.mixing, summary, dtype)
     launch, of_query = query_gradient_launch(call, mixed, output_gradient, normaliser_gradient)
     launch.run()
     launch, parts = summary_gradient_launch(call, mixed, output_gradient, of_query.token_numbers)
     launch.run()
     mixed_gradient = sum_parts(parts)
-    summary_gradient = mix(call.mixing.mT, mixed_gradient, dtype)
-    launch, (key_gradient, value_gradient) = key_value_gradient_launch(call, summary_gradient)
-    launch.run()
     norm_gradient = None
     if call.output_norm is not None and of_query.norm is not None:
         norm_gradient = of_query.norm.sum(dim=0).to(call.output_norm.dtype)
-    of_mixing = mixing_gradient(call, summary, mixed_gradient)
-    return Gradients(of_query.query, key_gradient, value_gradient, of_mixing, norm_gradient, of_query.gate)
+    return (
+        mix(call.mixing.mT, mixed_gradient, dtype),
+        of_query.query,
+        mixing_gradient(call, summary, mixed_gradient),
+        norm_gradient,
+        of_query.gate,
+    )
 
 
 def sum_parts(parts: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ def rotate_launch(
         "query": rows(x),
         "angles": angles,
         "rotated": turned,
-        "layout": layout(heads, grid, (1,) * len(grid), 1),
+        "layout": layout(heads, grid, (1,) * len(grid), 1, tokens),
     }
     constants = {
         "BACKWARDS": backwards,

@@ -31,6 +31,8 @@ def plain_layout(layout):
         plain(layout.blocks_1),
         plain(layout.blocks_2),
         plain(layout.parts),
+        plain(layout.first),
+        plain(layout.tokens),
     )
 
 
@@ -66,20 +68,40 @@ def block_box(block, layout):
     start_0 = _start(index_0, layout.grid_0, layout.blocks_0)
     start_1 = _start(index_1, layout.grid_1, layout.blocks_1)
     start_2 = _start(index_2, layout.grid_2, layout.blocks_2)
-    return Box(
-        start_0,
-        start_1,
-        start_2,
-        _start(index_0 + 1, layout.grid_0, layout.blocks_0) - start_0,
-        _start(index_1 + 1, layout.grid_1, layout.blocks_1) - start_1,
-        _start(index_2 + 1, layout.grid_2, layout.blocks_2) - start_2,
-    )
+    starts = start_0, start_1, start_2
+    length_0 = _start(index_0 + 1, layout.grid_0, layout.blocks_0) - start_0
+    length_1 = _start(index_1 + 1, layout.grid_1, layout.blocks_1) - start_1
+    length_2 = _start(index_2 + 1, layout.grid_2, layout.blocks_2) - start_2
+    lengths = length_0, length_1, length_2
+    begin = _tokens_before(layout.first, starts, lengths, layout)
+    end = _tokens_before(layout.first + layout.tokens, starts, lengths, layout)
+    return Box(start_0, start_1, start_2, length_0, length_1, length_2, begin, end)
+
+
+@triton.jit
+def _tokens_before(token, starts, lengths, layout):
+    """How many tokens of a box come before a token of the grid, or one past its last, in raster order."""
+    row = token // layout.grid_2
+    count = _clipped(token % layout.grid_2 - starts[2], lengths[2])
+    count = _in_row(row % layout.grid_1 - starts[1], lengths[1], lengths[2], count)
+    return _in_row(row // layout.grid_1 - starts[0], lengths[0], lengths[1] * lengths[2], count)
+
+
+@triton.jit
+def _in_row(row, rows, size, count):
+    """Tokens of the rows before ``row``, each of ``size``, and ``count`` of that row if the box has it."""
+    return _clipped(row, rows) * size + tl.where((row >= 0) & (row < rows), count, 0)
+
+
+@triton.jit
+def _clipped(number, most):
+    return tl.minimum(tl.maximum(number, 0), most)
 
 
 @triton.jit
 def tiles_in(box, BLOCK_T: tl.constexpr):
-    """Tiles of a block."""
-    return tl.cdiv(box.length_0 * box.length_1 * box.length_2, BLOCK_T)
+    """Tiles of the call's share of a block."""
+    return tl.cdiv(box.end - box.begin, BLOCK_T)
 
 
 @triton.jit
@@ -101,22 +123,22 @@ def end_tile(program, box, layout, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def tile_of(program, index, box, layout, BLOCK_T: tl.constexpr):
-    """Tile ``index`` of the block: BLOCK_T tokens in raster order of the box."""
-    place = index * BLOCK_T + tl.arange(0, BLOCK_T)
-    exists = place < box.length_0 * box.length_1 * box.length_2
-    place = tl.where(exists, place, 0)
+    """Tile ``index`` of the call's share of the block: BLOCK_T tokens in raster order of the box."""
+    place = box.begin + index * BLOCK_T + tl.arange(0, BLOCK_T)
+    exists = place < box.end
+    place = tl.where(exists, place, box.begin)
     row = place // box.length_2
     place_0 = (box.start_0 + row // box.length_1).to(tl.int64)
     place_1 = box.start_1 + row % box.length_1
     place_2 = box.start_2 + place % box.length_2
-    tokens = (place_0 * layout.grid_1 + place_1) * layout.grid_2 + place_2
+    tokens = (place_0 * layout.grid_1 + place_1) * layout.grid_2 + place_2 - layout.first
     return Tile(program.batch, program.head, tokens, exists)
 
 
 @triton.jit
 def tokens_in(layout):
-    """N."""
-    return tl.cast(layout.grid_0, tl.int64) * layout.grid_1 * layout.grid_2
+    """N, int64."""
+    return tl.cast(layout.tokens, tl.int64)
 
 
 @triton.jit

@@ -9,10 +9,13 @@ from dataclasses import replace
 
 import torch
 
+from mhla_diffusers.attention.parallel.place import parts
 from mhla_diffusers.attention.triton.arguments import angles_of
 from mhla_diffusers.benchmark.kernels import call_of, exact_call_of, exact_launches_of, launches_of, variant_of
 from mhla_diffusers.benchmark.models import family_of_model, models
 from mhla_diffusers.benchmark.shapes import shapes
+
+from ..shares import shares_of
 
 GRIDS = [
     *((21, 30, 52), (21, 30, 50), (21, 52, 30), (21, 45, 80), (21, 80, 45), (21, 32, 32)),
@@ -22,12 +25,18 @@ ARCHITECTURE = "sm_90"
 
 if __name__ == "__main__":
     wan, family = shapes()["wan2.1-1.3b-480p"], family_of_model(models()["wan2.1-1.3b"])
-    launches = {"MHLA": [], "exact": []}
+    launches = {"MHLA": [], "exact": [], "shares": []}
     for grid in GRIDS:
         shape = replace(wan, grid=grid, tiles=family.exact_tiles(grid))
         for batch in (1, 2):
             call = call_of(shape, torch.bfloat16, batch, everything=True)
             launches["MHLA"] += launches_of(call, ARCHITECTURE)
+            of_tokens = torch.empty(1, shape.tokens, 1, shape.head_dim, device="meta")
+            lengths = [count for _, count in parts(shape.tokens, 3)]
+            for share in shares_of(replace(call, rotary=of_tokens, rotary_axes=None), lengths):
+                # a process holds its share at the start of memory, and not in the midst of the whole
+                own = replace(share, key_mask=torch.empty_like(share.key_mask))
+                launches["shares"] += launches_of(own, ARCHITECTURE)
             of_tiles = exact_call_of(shape, shape.tiles, torch.bfloat16, batch, everything=True)
             table = angles_of(call)
             launches["exact"] += exact_launches_of(of_tiles, table, ARCHITECTURE)

@@ -79,4 +79,5 @@ def test_another_resolution_compiles_nothing(tmp_path):
     """Only where tiles are cut differently is there another variant."""
     counts = json.loads(run_without_interpreter(["-m", "tests.attention.triton.count_variants"], tmp_path))
     assert counts["MHLA"] == {"variants": 7, "tilings": 7}
+    assert counts["shares"]["variants"] == counts["shares"]["tilings"] == 7
     assert counts["exact"]["variants"] == counts["exact"]["tilings"]

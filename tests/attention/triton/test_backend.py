@@ -1,6 +1,5 @@
 """When the Triton backend is taken or refused, and what PyTorch can do with its operators."""
 
-import dataclasses
 import logging
 import os
 import subprocess
@@ -8,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from mhla_diffusers.attention import ExactTiles, backend_names, check_backend, mhla_attention, register_feature_map
@@ -15,6 +15,7 @@ from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
 from mhla_diffusers.attention.triton import backend, operators, why_not
 
 from ..problems import call_of, make_problem
+from ..shares import shares_of
 from .test_kernels import DEVICE, EVERYTHING, on_device
 
 LAYOUT = {"mixing": torch.rand(4, 4, device=DEVICE), "grid": (4, 6), "blocks": (2, 2)}
@@ -107,25 +108,31 @@ def test_a_copy_of_unusable_strides_is_logged_once(caplog):
 
 
 def operator_arguments(everything):
+    """Of both operators; with everything, of a share of the tokens."""
     problem = on_device(make_problem((5, 7), (2, 1), batch=1, heads=1, **(EVERYTHING if everything else {})))
     tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
     call = call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
-    mask = call.key_mask.float() if everything else None
-    return everything, *operators.flat(dataclasses.replace(call, key_mask=mask))
+    if everything:
+        call = backend.usable_call(shares_of(call, (11, 24))[1])
+    summary = torch.rand(1, 1, 2, 9, 8, device=DEVICE, requires_grad=True)
+    return operators.BY_SUMMARIES.flat(call), (everything, summary, *operators.BY_READ.flat(call))
 
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_opcheck(everything):
-    torch.library.opcheck(operators.attention, operator_arguments(everything))
+    of_summaries, of_read = operator_arguments(everything)
+    torch.library.opcheck(operators.summaries, of_summaries)
+    torch.library.opcheck(operators.read, of_read)
 
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_opcheck_of_the_backward(everything):
-    arguments = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in operator_arguments(everything))
-    output, normaliser, summary = operators.attention(*arguments)
+    of_summaries, of_read = tree_map_only(torch.Tensor, torch.Tensor.detach, operator_arguments(everything))
+    summary = operators.summaries(*of_summaries)
+    torch.library.opcheck(operators.summaries_backward, (torch.randn_like(summary), *of_summaries))
+    output, normaliser = operators.read(*of_read)
     of_normaliser = torch.randn_like(normaliser) if everything else None
-    given = (torch.randn_like(output), of_normaliser, summary, *arguments[1:])
-    torch.library.opcheck(operators.attention_backward, given)
+    torch.library.opcheck(operators.read_backward, (torch.randn_like(output), of_normaliser, *of_read[1:]))
 
 
 def test_compile_in_one_graph_where_channels_are_not_last():
@@ -213,9 +220,9 @@ def test_autocast_does_not_lower_the_accumulation():
 
 
 def test_shapes_propagate_without_running():
-    arguments = operator_arguments(True)
-    meta = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments)
-    output, normaliser, summary = operators.attention(*meta)
-    assert output.shape == meta[1].shape and output.dtype == meta[1].dtype
-    assert normaliser.shape == (1, 35, 1, 1) and normaliser.dtype == torch.float32
+    of_summaries, of_read = tree_map_only(torch.Tensor, lambda x: x.to("meta"), operator_arguments(True))
+    output, normaliser = operators.read(*of_read)
+    assert output.shape == (1, 24, 1, 8) and output.dtype == torch.float32
+    assert normaliser.shape == (1, 24, 1, 1) and normaliser.dtype == torch.float32
+    summary = operators.summaries(*of_summaries)
     assert summary.shape == (1, 1, 2, 9, 8) and summary.dtype == torch.float32

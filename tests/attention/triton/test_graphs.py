@@ -84,8 +84,10 @@ def test_mhla(blocks):
     )
 
     def run():
-        output, normaliser, summary = operators.forward(call, True)
-        operators.backward(call, summary, torch.empty_like(output), normaliser)
+        summary = operators.summarise(call)
+        output, normaliser = operators.read_summary(call, summary, True)
+        of_summary, *_ = operators.read_summary_backward(call, summary, torch.empty_like(output), normaliser)
+        operators.summarise_backward(call, of_summary)
 
     twice(run)
 

@@ -15,7 +15,7 @@ from mhla_diffusers.attention import mhla_attention
 from mhla_diffusers.attention.triton import launches, mixing_kernels
 from mhla_diffusers.families.wan import WanFamily
 
-from ..problems import GRIDS, Problem, errors_against_reference, make_problem, reference, relative_error
+from ..problems import GRIDS, Problem, errors_against_reference, errors_of, make_problem, reference, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -35,9 +35,12 @@ def on_device(problem: Problem) -> Problem:
     return Problem(tensors, problem.grid, problem.blocks, options)
 
 
-def check(problem, dtype=torch.float32, leave_out=()):
+TRITON = functools.partial(mhla_attention, backend="triton")
+
+
+def check(problem, dtype=torch.float32, leave_out=(), attend=TRITON):
     problem = on_device(problem)
-    found = errors_against_reference(problem, dtype, "triton")
+    found = errors_of(problem, dtype, attend)
     found = {name: error for name, error in found.items() if name not in leave_out}
     if dtype == torch.float32:
         allowed = dict.fromkeys(found, FLOAT32_TOLERANCE)
@@ -147,8 +150,7 @@ def test_one_long_block_is_shared_out(dtype, normalize):
 
 def test_parts_are_summed_in_the_same_order_every_time():
     problem = on_device(make_problem((1187,), (1,), batch=1, heads=1, head_dim=32))
-    call = functools.partial(mhla_attention, backend="triton")
-    first, second = problem.run(call), problem.run(call)
+    first, second = problem.run(TRITON), problem.run(TRITON)
     for name in first:
         assert torch.equal(first[name], second[name]), name
 

@@ -1,7 +1,8 @@
-"""Softmax attention that gives its log-sum-exp, which diffusers' ring attention needs and has for GPUs alone.
+"""What diffusers' context parallelism lacks on a CPU.
 
-The ring is diffusers' own; only the attention of one process to one chunk of keys, for which diffusers calls kernels of
-a GPU, is written out here.
+The split, the ring and the exchange of heads are its own. Written out here are the attention of one process to one
+chunk of keys with its log-sum-exp, for which it calls kernels of a GPU, and gathering what differs in length, which
+gloo does not do; and it divides by the number of devices, which is 0.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from diffusers.hooks import context_parallel
 from diffusers.models import attention_dispatch
 
 
@@ -65,10 +67,22 @@ def _backward(
     )
 
 
+def _gather(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    size = torch.distributed.get_world_size(group)
+    lengths = context_parallel.gather_size_by_comm(tensor.shape[dim], group)
+    rows = tensor.movedim(dim, 0)
+    padded = torch.nn.functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, max(lengths) - len(rows))).contiguous()
+    found = [torch.empty_like(padded) for _ in range(size)]
+    torch.distributed.all_gather(found, padded, group=group)
+    return torch.cat([x[:length] for x, length in zip(found, lengths, strict=True)]).movedim(0, dim)
+
+
 @contextmanager
-def softmax_on_cpu() -> Iterator[None]:
-    """Within the context diffusers' context-parallel softmax attention runs on a CPU."""
+def diffusers_on_cpu() -> Iterator[None]:
+    """Within the context diffusers' context parallelism runs on a CPU."""
     with (
+        patch.object(torch.accelerator, "device_count", lambda: 1),
+        patch.object(context_parallel, "_all_gather_anything", _gather),
         patch.object(attention_dispatch, "_native_attention_forward_op", _forward),
         patch.object(attention_dispatch, "_native_attention_backward_op", _backward),
     ):

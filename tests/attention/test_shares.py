@@ -1,0 +1,77 @@
+"""The eager backend over shares of the tokens against the float64 reference of all: output and every gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from mhla_diffusers.attention.blocks import block_index
+from mhla_diffusers.attention.eager import eager_read, eager_summaries
+from mhla_diffusers.attention.merge import LinearAttention
+
+from .problems import call_of, errors_of, make_problem
+from .shares import CUTS, cut_problems, in_shares, shares_of
+from .test_eager import TOLERANCE
+
+EAGER = LinearAttention(eager_summaries, eager_read)
+
+
+def check(problem, lengths, dtype):
+    for name, error in errors_of(problem, dtype, in_shares(EAGER, lengths)).items():
+        assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_cuts(grid, blocks, lengths, dtype):
+    check(make_problem(grid, blocks, rotary=True), lengths, dtype)
+
+
+@pytest.mark.parametrize("rope", ["after", "before"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_everything_at_once(normalize, rope):
+    options = {"mask": True, "norm": True, "gate": True, "per_head": True, "normalize": normalize, "rope": rope}
+    check(make_problem((5, 7, 3), (2, 3, 2), rotary=True, **options), (2, 46, 55, 2), torch.float64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut_problems())
+def test_drawn_problems(drawn):
+    problem, lengths = drawn
+    # float64, so that an ill-conditioned draw (an output norm over a nearly zero output) needs no loose bound
+    for name, error in errors_of(problem, torch.float64, in_shares(EAGER, lengths)).items():
+        assert error <= 1e-9, f"{name}: relative error {error:.2e}"
+
+
+def test_heads_and_rows_are_processed_in_groups_without_a_trace(monkeypatch):
+    problem = make_problem((5, 7, 3), (3, 3, 2), heads=3, rotary=True, mask=True, gate=True)
+    attend = in_shares(EAGER, (2, 46, 55, 2))
+    whole = problem.run(attend, torch.float64)
+    monkeypatch.setattr("mhla_diffusers.attention.eager._CPU_BYTES", 1)
+    pieces = problem.run(attend, torch.float64)
+    for name in whole:
+        torch.testing.assert_close(pieces[name], whole[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)
+def test_without_gradients_every_element_is_written_and_the_same(grid, blocks, lengths, monkeypatch):
+    """Without gradients the pieces are written into one tensor, which is filled with NaN first here."""
+    problem = make_problem(grid, blocks, heads=3, norm=True, gate=True)
+    monkeypatch.setattr("mhla_diffusers.attention.eager._CPU_BYTES", 1000)
+    attend = in_shares(EAGER, lengths)
+    expected = problem.run(attend)["output"]
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+    with torch.no_grad():
+        found = attend(**problem.tensors, grid=grid, blocks=blocks)
+    # float32 rounding: the matrix products may take other kernels
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)
+def test_blocks_of_which_a_share_has_nothing_have_no_summary(grid, blocks, lengths):
+    problem = make_problem(grid, blocks)
+    index = block_index(grid, blocks)
+    for share in shares_of(call_of(**problem.tensors, grid=grid, blocks=blocks), lengths):
+        there = torch.zeros(len(problem.tensors["mixing"]), dtype=torch.bool)
+        there[index[share.first : share.first + share.query.shape[1]]] = True
+        assert torch.equal(eager_summaries(share).ne(0).any(dim=-1).any(dim=-1)[0, 0], there)

@@ -1,0 +1,45 @@
+"""Tokens outside the grid on shares of the tokens, over processes on gloo, against the whole in one process."""
+
+import pytest
+import torch
+
+from mhla_diffusers.attention import ContentTiles
+
+from .processes import Processes
+from .test_exact import COUNTS, GRID
+from .test_operator import errors
+
+ALL = {"norm": True, "gate": True, "mask": True, "axes": (4, 4, 4)}
+CASES = {
+    "alone, before": {"outside": (6, 0)},
+    "alone, after": {"outside": (0, 6), "far": True},
+    "alone, all": ALL | {"outside": (4, 2)},
+    "alone, more than fill a tile": {"outside": (0, 140)},
+    "tiles": {"outside": (2, 4), "tiles": COUNTS},
+    "tiles, all": ALL | {"outside": (6, 4), "tiles": COUNTS, "far": True, "means": True},
+    "content": ALL | {"outside": (0, 8), "exact": ContentTiles(COUNTS, 0.25), "far": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
+def test_two_processes_equal_one(two: Processes, degrees: tuple[int, int], case: str) -> None:
+    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        for found in two.run(errors, degrees, False, GRID, (3, 2, 2), CASES[case], dtype):
+            assert max(found.values()) < limit, found
+
+
+@pytest.mark.parametrize("case", ["alone, all", "tiles, all"])
+@pytest.mark.parametrize("degrees", [(4, 1), (2, 2)])
+def test_four_processes_equal_one(four: Processes, degrees: tuple[int, int], case: str) -> None:
+    settings = CASES[case] | {"outside": (8, 4)}
+    for found in four.run(errors, degrees, False, (3, 4, 7), (2, 3, 2), settings, torch.float64):
+        assert max(found.values()) < 1e-12, found
+
+
+@pytest.mark.parametrize("outside", [(5, 0), (0, 7), (4, 6)])
+@pytest.mark.parametrize("degrees", [(4, 1), (1, 4)])
+def test_shares_may_differ(four: Processes, degrees: tuple[int, int], outside: tuple[int, int]) -> None:
+    settings = CASES["tiles, all"] | {"outside": outside}
+    for found in four.run(errors, degrees, True, (5, 3, 7), (2, 2, 2), settings, torch.float64):
+        assert max(found.values()) < 1e-12, found

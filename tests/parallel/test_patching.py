@@ -1,0 +1,64 @@
+"""A patch over several processes: in whatever order it is made, removed, compiled, offloaded, adapted; and refusals."""
+
+import pytest
+
+from .processes import Processes
+from .test_families import ROUNDING
+from .transformers import (
+    error_when_offloaded,
+    error_when_patched_after,
+    error_with_lora,
+    errors_when_compiled,
+    errors_without_patch,
+    message_of,
+)
+
+either = pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ring", "heads"])
+
+
+@either
+def test_patching_what_is_spread_already(two: Processes, degrees: tuple[int, int]) -> None:
+    assert max(two.run(error_when_patched_after, degrees)) < ROUNDING
+
+
+@either
+def test_what_was_before_attends_over_the_processes(two: Processes, degrees: tuple[int, int]) -> None:
+    """Processors that were replaced when diffusers told all of the processes are told of them when they come back."""
+    for found in two.run(errors_without_patch, degrees):
+        assert max(found) < ROUNDING, found
+
+
+@either
+def test_compiled(two: Processes, degrees: tuple[int, int]) -> None:
+    for found in two.run(errors_when_compiled, degrees):
+        assert max(found) < ROUNDING, found
+
+
+@either
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+def test_group_offloading(two: Processes, degrees: tuple[int, int], kind: str) -> None:
+    assert max(two.run(error_when_offloaded, degrees, kind)) < ROUNDING
+
+
+@either
+def test_gradients_of_an_adapter(two: Processes, degrees: tuple[int, int]) -> None:
+    for found in two.run(error_with_lora, degrees):
+        assert max(found.values()) < ROUNDING, found
+
+
+@pytest.mark.parametrize(("different", "words"), [("blocks", "settings or layers"), ("weights", "weights")])
+def test_patches_that_differ_are_found_at_the_first_call(two: Processes, different: str, words: str) -> None:
+    for message in two.run(message_of, (2, 1), different=different):
+        assert f"patched differently: {words} of the patch of process 1 are not those of process 0" in message
+
+
+def test_tokens_that_cannot_be_shared_out(two: Processes) -> None:
+    for message in two.run(message_of, (2, 1), name="flux", ragged=True):
+        assert "35 tokens cannot be split evenly over 2 processes" in message
+        assert "ring_anything=True" in message
+
+
+def test_heads_that_cannot_be_shared_out(four: Processes) -> None:
+    for message in four.run(message_of, (1, 4)):
+        assert "ulysses_degree=4 does not divide the 2 heads" in message
+        assert "such as 2" in message
