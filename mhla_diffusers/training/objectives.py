@@ -11,7 +11,6 @@ from torch import nn
 from ..families import DiffusionProcess, NoisedBatch, get_family, predict
 from ..patching import token_grid
 from .config import ObjectiveWeights
-from .sharding import is_sharded
 from .teacher import Teacher
 from .trainable import patched_attentions
 
@@ -34,6 +33,8 @@ class Objectives:
     """Within it the forwards run."""
     processes: int = 1
     """Between which the tokens of a batch are split."""
+    in_parts: bool = False
+    """Whether the transformer is sharded."""
 
     def backward(self, model: nn.Module, batch: NoisedBatch, backward: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Run one batch forward and backward.
@@ -57,7 +58,7 @@ class Objectives:
         if self.teacher is not None and weights.need_teacher:
             with self.autocast():
                 if weights.transfer:
-                    transfer = transfer_attention_in_parts if is_sharded(self.transformer) else transfer_attention
+                    transfer = transfer_attention_in_parts if self.in_parts else transfer_attention
                     parts[3], target = transfer(
                         self.transformer, self.teacher, batch, lambda loss: backward(weights.transfer * loss)
                     )

@@ -222,6 +222,7 @@ class Run:
             self._teacher,
             self.accelerator.autocast,
             self.groups.size,
+            self.sharded,
         )
         training = StageTraining(self.accelerator, objectives, self.config, stage, first_step)
         if first_step > 0:
