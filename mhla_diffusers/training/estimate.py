@@ -170,8 +170,10 @@ def _estimate_stage(
 
 
 def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
-    """What FSDP2 holds whole in the backward pass: two parts, one of which comes while the other is at work, the
-    gradients of one, and what belongs to no block."""
+    """What FSDP2 holds whole in the backward pass.
+
+    These are two parts, one of which comes while the other is at work, the gradients of one, and what is in no block.
+    """
     seen: set[int] = set()
     weights, gradients = [], []
     for part in parts_gathered(transformer):

@@ -113,9 +113,7 @@ class Run:
         # whole weights may not fit on the device, so sharding brings them there part by part
         self.transformer: Any = transformer if self.sharded else transformer.to(self.accelerator.device)
         self.process = get_family(transformer).process(transformer, config.flow_shift)
-        self.groups = Groups.of(
-            config.context_parallel, self.accelerator.process_index, self.accelerator.num_processes
-        )
+        self.groups = Groups.of(config.context_parallel, self.accelerator.process_index, self.accelerator.num_processes)
         # the processes of a group get the same batches, each with its noise and time
         self._place = (self.groups.rank, self.groups.count)
         self.batches = NoisedBatches(data, self.process, config, self.accelerator.device, *self._place)

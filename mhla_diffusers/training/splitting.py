@@ -192,7 +192,7 @@ def _as_given(norm: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -
 
 @contextmanager
 def _one_device() -> Iterator[None]:
-    """diffusers divides a process's rank by the number of accelerators, of which a CPU has none."""
+    """For diffusers, which divides a process's rank by the number of accelerators, of which a CPU has none."""
     counting = torch.accelerator.device_count
     torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
     try:

@@ -1,6 +1,7 @@
 """One batch spread over several processes trains as it does in one."""
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,19 @@ def test_a_transformer_that_is_split_already_is_refused() -> None:
     transformer._parallel_config = object()
     with pytest.raises(ValueError, match="enable_parallelism.* was called before training"):
         check_splits(transformer, wan_data(), config(Path("unused"), 1))
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_others(tmp_path: Path) -> None:
+    stages = (StageConfig(10_000, 1e-3, "all", ObjectiveWeights(diffusion=1.0)),)
+    settings = config(tmp_path / "run", 1, ContextParallel(2), stages=stages, checkpoint_every=10_000)
+    first, second = start_distributed_training(settings, 2, **FSDP2)
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while first.is_alive() and not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 2):
+            time.sleep(0.05)
+        second.kill()
+        first.join(60)
+        assert first.exitcode == 1
+    finally:
+        first.kill()
