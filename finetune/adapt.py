@@ -3,11 +3,11 @@
 accelerate launch finetune/adapt.py --config finetune/configs/wan2.1-t2v-1.3b-hybrid.yaml
 accelerate launch finetune/adapt.py --config … --resume latest
 accelerate launch --config_file finetune/accelerate/fsdp2.yaml --num_processes 8 finetune/adapt.py --config …
-accelerate launch --config_file finetune/accelerate/fsdp2.yaml --num_processes 8 finetune/adapt.py --config … context_parallel.ulysses=4
 python finetune/adapt.py --config … --dry-run
 SIGTERM and Ctrl-C save and stop, Ctrl-C again stops at once. With one process accelerate launch does not pass SIGTERM
 on, so send it to this script's process.
 Settings are overridden by key=value, for example: stages.0.steps=200 batch_size=2
+context_parallel.ulysses=4 among them spreads every video over groups of four processes.
 """
 
 import argparse

@@ -194,8 +194,8 @@ def _as_given(norm: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -
 def _one_device() -> Iterator[None]:
     """For diffusers, which divides a process's rank by the number of accelerators, of which a CPU has none."""
     counting = torch.accelerator.device_count
-    torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
+    torch.accelerator.device_count = lambda: 1
     try:
         yield
     finally:
-        torch.accelerator.device_count = counting  # type: ignore[assignment]
+        torch.accelerator.device_count = counting

@@ -14,7 +14,7 @@ from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfi
 from mhla_diffusers.training.config import ContextParallel
 from mhla_diffusers.training.splitting import check_splits
 
-from ..parallel.softmax_on_cpu import softmax_on_cpu
+from ..parallel.diffusers_on_cpu import diffusers_on_cpu
 from .models import sana_data, tiny_sana, tiny_wan, wan_data
 from .processes import finish, start_distributed_training
 from .test_sharding import FSDP2
@@ -125,7 +125,7 @@ def test_what_cannot_be_split_is_refused(degrees: ContextParallel, message: str)
 
 def test_softmax_round_a_ring_is_not_computed_again() -> None:
     settings = config(Path("unused"), 1, ContextParallel(2), gradient_checkpointing=True)
-    with softmax_on_cpu():
+    with diffusers_on_cpu():
         with pytest.raises(ValueError, match="gradient_checkpointing: true does not go with softmax"):
             check_splits(apply_mhla(tiny_wan(), PATCH), wan_data(), settings)
         check_splits(apply_mhla(tiny_wan(), PATCH, layers="all"), wan_data(), settings)
