@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mhla_diffusers import apply_mhla
+from mhla_diffusers import MHLAConfig, apply_mhla
 from mhla_diffusers.training import TrainingConfig
 from mhla_diffusers.training.config import ContextParallel, ObjectiveWeights, StageConfig
 from mhla_diffusers.training.estimate import Estimate, estimate
@@ -45,16 +45,19 @@ def test_the_weights_beside_exact_tiles_are_counted() -> None:
     assert exact.activation_bytes > plain.activation_bytes
 
 
-def split_run(degrees: ContextParallel, processes: int | None = None, **settings: object) -> Estimate:
+def split_run(degrees: ContextParallel, processes: int | None = None) -> Estimate:
     with torch.device("meta"):
         transformer = models.wan()
-    apply_mhla(transformer, blocks=(2, 2, 2), exact="none")
+    patch = MHLAConfig(blocks=(2, 2, 2))
+    apply_mhla(transformer, patch)
     sample = {"latents": torch.empty(16, FRAMES, SIDE, SIDE), "encoder_hidden_states": torch.empty(6, 32)}
     stages = (
         StageConfig(1, 1e-3, "attention", ObjectiveWeights(transfer=1.0)),
         StageConfig(1, 1e-3, "all", ObjectiveWeights(diffusion=1.0, distillation=1.0)),
     )
-    return estimate(transformer, sample, TrainingConfig("unused", stages, context_parallel=degrees), processes)
+    return estimate(
+        transformer, sample, TrainingConfig("unused", stages, patch=patch, context_parallel=degrees), processes
+    )
 
 
 @pytest.mark.parametrize("degrees", [ContextParallel(2), ContextParallel(1, 2), ContextParallel(2, 2)])
