@@ -7,6 +7,7 @@ python finetune/adapt.py --config … --dry-run
 SIGTERM and Ctrl-C save and stop, Ctrl-C again stops at once. With one process accelerate launch does not pass SIGTERM
 on, so send it to this script's process.
 Settings are overridden by key=value, for example: stages.0.steps=200 batch_size=2
+context_parallel.ulysses=4 among them spreads every video over groups of four processes.
 """
 
 import argparse
@@ -23,13 +24,14 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="YAML file, see finetune/configs")
     parser.add_argument("--resume", help='"latest", or the path of a checkpoint')
     parser.add_argument("--dry-run", action="store_true", help="show parameters, memory and FLOPs, and stop")
+    parser.add_argument("--processes", type=int, help="of a dry run: how many FSDP2 spreads the weights over")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         config = TrainingConfig.from_yaml(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            sys.stdout.write(f"{dry_run(config)}\n")
+            sys.stdout.write(f"{dry_run(config, arguments.processes)}\n")
             return 0
         result = finetune(config, resume=arguments.resume)
     except (ValueError, OSError, ImportError, TrainingDivergedError) as error:

@@ -22,6 +22,9 @@ def finetune_command(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example stages.0.steps=200.")] = None,
     resume: Annotated[str | None, typer.Option(help='"latest", or the path of a checkpoint.')] = None,
     dry_run: Annotated[bool, typer.Option(help="Show parameters, memory and FLOPs, and stop.")] = False,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Of a dry run: how many FSDP2 spreads the weights over; none for copies.")
+    ] = None,
 ) -> None:
     """Adapt a patched model; the same as finetune/adapt.py, which accelerate launch starts on several devices."""
     from . import finetune
@@ -31,8 +34,13 @@ def finetune_command(
     _show_log()
     settings = TrainingConfig.from_yaml(config, overrides or [])
     if dry_run:
-        typer.echo(finetune.dry_run(settings))
+        typer.echo(finetune.dry_run(settings, processes))
         return
+    if processes is not None:
+        raise ValueError(
+            f"--processes {processes} is for --dry-run; accelerate launch --num_processes {processes} "
+            "finetune/adapt.py … starts as many."
+        )
     try:
         result = finetune.finetune(settings, resume=resume)
     except TrainingDivergedError as error:

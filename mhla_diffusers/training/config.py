@@ -104,6 +104,26 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
+class ContextParallel:
+    """Over how many processes the tokens of a batch are spread: ``ring`` times ``ulysses``, a group of the run's."""
+
+    ring: int = 1
+    """Processes that keep their tokens and exchange KV summaries; where attention is softmax, keys and values."""
+    ulysses: int = 1
+    """Processes that exchange tokens for heads."""
+
+    def __post_init__(self) -> None:
+        for name in ("ring", "ulysses"):
+            degree = getattr(self, name)
+            check(degree > 0, f"context_parallel.{name}={degree} must be positive; 1 is for none.")
+
+    @property
+    def processes(self) -> int:
+        """Of a group."""
+        return self.ring * self.ulysses
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """A training run.
 
@@ -127,7 +147,7 @@ class TrainingConfig:
     """What is cut out of videos or images in ``data``; None for the family's default."""
     seed: int = 0
     batch_size: int = 1
-    """Samples per process and forward."""
+    """Samples per process and forward; with ``context_parallel`` per group of processes."""
     gradient_accumulation: int = 1
     """Forwards per update."""
     precision: Literal["no", "bf16"] = "no"
@@ -140,6 +160,8 @@ class TrainingConfig:
     ema_decay: float | None = None
     """Decay of the moving average of the trained weights, which is then what is validated and exported."""
     gradient_checkpointing: bool = False
+    context_parallel: ContextParallel = field(default_factory=ContextParallel)
+    """Groups of processes that share a batch; of all processes that are launched."""
     flow_shift: float = 3.0
     """Shift of the timesteps of flow matching (Wan, SANA)."""
     prompt_dropout: float = 0.0
@@ -197,6 +219,16 @@ class TrainingConfig:
                 f"stages.{index}: trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
                 "set patch, or use trainable: attention or all.",
             )
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether any stage compares with the unpatched model."""
+        return any(stage.objectives.need_teacher for stage in self.stages)
+
+    @property
+    def needs_prediction(self) -> bool:
+        """Whether in any stage the patched model itself runs, forward and backward."""
+        return any(stage.objectives.need_prediction for stage in self.stages)
 
     @property
     def total_steps(self) -> int:

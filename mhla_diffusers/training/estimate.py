@@ -15,8 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import Sample, get_family
 from ..patching import mhla_layers
-from .config import StageConfig, TrainingConfig
+from .config import ContextParallel, StageConfig, TrainingConfig
 from .objectives import Objectives
+from .sharding import parts_gathered
+from .splitting import Groups, split
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, set_trainable
 
@@ -28,9 +30,9 @@ class StageEstimate:
     trainable: str
     trainable_parameters: int
     weight_bytes: int
-    """All weights, those that train in float32."""
+    """All weights, those that train in float32; with sharding the own part, and what is gathered at one moment."""
     training_bytes: int
-    """Gradients, both moments of AdamW, the moving average and the teacher's original values."""
+    """Gradients, both moments of AdamW, the moving average and the teacher's original values; or the own part."""
     activation_bytes: int
     """The most that is alive at one moment of forward and backward."""
     flops: int
@@ -51,9 +53,17 @@ class Estimate:
     tokens: int
     """Per sample."""
     stages: tuple[StageEstimate, ...]
+    processes: int | None = None
+    """Between which everything but activations is in parts; None without sharding."""
+    split: int = 1
+    """Processes over which the tokens of a batch are spread."""
 
     def __str__(self) -> str:
         lines = [f"{self.parameters:,} parameters; latents {'x'.join(map(str, self.latents))}, {self.tokens:,} tokens"]
+        if self.split > 1:
+            lines[0] += f", {self.tokens // self.split:,} on each of {self.split} processes"
+        if self.processes is not None:
+            lines[0] += f"; sharded over {self.processes} processes"
         for index, stage in enumerate(self.stages):
             gib = {
                 name: getattr(stage, f"{name}_bytes") / 2**30 for name in ("weight", "training", "activation", "total")
@@ -67,16 +77,24 @@ class Estimate:
         return "\n".join(lines)
 
 
-def estimate(transformer: Any, sample: Sample, config: TrainingConfig) -> Estimate:
-    """What training will need on every process, without sharding, for PyTorch's memory-efficient softmax attention.
+def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes: int | None = None) -> Estimate:
+    """What training will need on every process, for PyTorch's memory-efficient softmax attention.
 
+    With context parallelism the first process of a group is followed, whose collectives have shapes and send nothing.
     Memory of the allocator, of the libraries and of MHLA's fused kernels is not in it, so take it for a guide.
 
     Args:
         transformer: on the meta device, patched where the configuration has a patch; it is not to be used afterwards.
         sample: with the shapes of the training samples, on any device.
         config: settings.
+        processes: over which FSDP2 spreads weights, gradients and optimizer state; None for copies of all of them.
+
+    Raises:
+        ValueError: processes that are not whole groups of ``context_parallel``, or that are in a group of processes
+            already.
     """
+    if processes is not None:
+        Groups.of(config.context_parallel, 0, processes)
     for stage in config.stages:
         if stage.lora_rank is not None:
             add_adapters(transformer, stage.lora_rank, config.seed)
@@ -87,15 +105,42 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig) -> Estima
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing(_checkpointed)
     latents = torch.empty(config.batch_size, *sample["latents"].shape, device="meta")
+    with _first_of_a_group(transformer, config.context_parallel):
+        stages = tuple(_estimate_stage(transformer, sample, config, stage, processes) for stage in config.stages)
     return Estimate(
         parameters=sum(parameter.numel() for parameter in transformer.parameters()),
         latents=tuple(sample["latents"].shape),
         tokens=torch.Size(get_family(transformer).token_grid(transformer, latents)).numel(),
-        stages=tuple(_estimate_stage(transformer, sample, config, stage) for stage in config.stages),
+        stages=stages,
+        processes=processes,
+        split=config.context_parallel.processes,
     )
 
 
-def _estimate_stage(transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig) -> StageEstimate:
+@contextmanager
+def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[None]:
+    """Within the context tokens are spread over processes of which this is the first and the others are not there."""
+    if degrees.processes == 1:
+        yield
+        return
+    from diffusers.models.attention_dispatch import attention_backend
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if torch.distributed.is_initialized():
+        raise ValueError("A dry run with context_parallel must be one process; start it without accelerate launch.")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=degrees.processes)
+    try:
+        split(transformer, degrees, torch.device("cpu"), Groups(0, 1, degrees.processes))
+        # goes round a ring; what it keeps for the backward pass is what PyTorch's flash attention keeps
+        with attention_backend("_native_flash"):
+            yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _estimate_stage(
+    transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, processes: int | None
+) -> StageEstimate:
     trained = sum(parameter.numel() for parameter in set_trainable(transformer, stage.trainable).values())
     everything = sum(parameter.numel() for parameter in transformer.parameters())
     frozen_bytes = 2 if config.precision == "bf16" else 4
@@ -104,9 +149,10 @@ def _estimate_stage(transformer: Any, sample: Sample, config: TrainingConfig, st
     if stage.objectives.need_teacher:
         kept = Teacher(transformer, changed_names(transformer, config.stages)).extra_parameters
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    shares, gathered = (1, 0) if processes is None else (processes, _gathered_bytes(transformer, frozen_bytes))
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(dtype)
-    work = _one_batch(transformer, sample, config, stage, dtype)
+    work = _one_batch(transformer, sample, config, stage, dtype, in_parts=processes is not None)
     with _gradients_dropped(transformer):
         with FlopCounterMode(display=False) as counter:
             work()
@@ -116,15 +162,32 @@ def _estimate_stage(transformer: Any, sample: Sample, config: TrainingConfig, st
     return StageEstimate(
         trainable=stage.trainable,
         trainable_parameters=trained,
-        weight_bytes=frozen_bytes * (everything - trained) + 4 * trained,
-        training_bytes=4 * ((1 + (config.ema_decay is not None)) * trained + kept) + moments * trained,
+        weight_bytes=(frozen_bytes * (everything - trained) + 4 * trained) // shares + gathered,
+        training_bytes=(4 * ((1 + (config.ema_decay is not None)) * trained + kept) + moments * trained) // shares,
         activation_bytes=memory.peak,
         flops=counter.get_total_flops() * config.gradient_accumulation,
     )
 
 
+def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
+    """What FSDP2 holds whole in the backward pass.
+
+    These are two parts, one of which comes while the other is at work, the gradients of one, and what is in no block.
+    """
+    seen: set[int] = set()
+    weights, gradients = [], []
+    for part in parts_gathered(transformer):
+        own = [parameter for parameter in part.parameters() if id(parameter) not in seen]
+        seen |= {id(parameter) for parameter in own}
+        taught = sum(4 * parameter.numel() for parameter in own if parameter.requires_grad)
+        weights.append(taught + sum(frozen_bytes * x.numel() for x in own if not x.requires_grad))
+        gradients.append(taught)
+    *parts, rest = weights
+    return sum(sorted(parts)[-2:]) + rest + max(gradients)
+
+
 def _one_batch(
-    transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, dtype: torch.dtype
+    transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, dtype: torch.dtype, in_parts: bool
 ) -> Callable[[], None]:
     """What runs one batch forward and backward."""
     family = get_family(transformer)
@@ -138,7 +201,7 @@ def _one_batch(
     latents = tensors.pop("latents")
     quantile = torch.empty(len(latents), device="meta")
     teacher = Teacher(transformer, ()) if stage.objectives.need_teacher else None
-    objectives = Objectives(stage.objectives, process, transformer, teacher)
+    objectives = Objectives(stage.objectives, process, transformer, teacher, in_parts=in_parts)
 
     def run() -> None:
         batch = process.make_batch(latents, latents, quantile, tensors)

@@ -49,20 +49,24 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
     return train(run.with_weights(), data, config, resume=resume, sampler=run.sampler())
 
 
-def dry_run(config: TrainingConfig) -> Estimate:
+def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
     """Trainable parameters, memory and FLOPs of a run, without weights and without data.
 
     Shapes are those of the encoded data if it is there, else those of ``config.clip`` or the family's default.
 
+    Args:
+        config: with ``model`` and ``data``.
+        processes: over which FSDP2 is to spread weights, gradients and optimizer state; None for no sharding.
+
     Raises:
-        ValueError: what :meth:`ResolvedRun.of` raises.
+        ValueError: what :meth:`ResolvedRun.of` and :func:`estimate` raise.
         FileNotFoundError: no such model.
     """
     run = ResolvedRun.of(config)
     transformer = run.without_weights()
     sample = run.open_data()[0] if run.is_encoded else run.sample_shapes(transformer.config)
     check_fits(transformer, InMemoryData([sample]), config)
-    return estimate(transformer, sample, config)
+    return estimate(transformer, sample, config, processes)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from torch import nn
 from ..families import DiffusionProcess, NoisedBatch, get_family, predict
 from ..patching import token_grid
 from .config import ObjectiveWeights
-from .sharding import is_sharded
 from .teacher import Teacher
 from .trainable import patched_attentions
 
@@ -32,9 +31,18 @@ class Objectives:
     """Of the model; None if no objective needs it."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Within it the forwards run."""
+    processes: int = 1
+    """Between which the tokens of a batch are split."""
+    in_parts: bool = False
+    """Whether the transformer is sharded."""
 
     def backward(self, model: nn.Module, batch: NoisedBatch, backward: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Run one batch forward and backward.
+
+        Where tokens are split between processes, those of a group each add the gradient by way of their own tokens,
+        while all processes average what they have. So the loss of the gathered prediction counts once for each of
+        them. Attention transfer compares the own tokens alone, whose mean is that much larger by itself; and the mean
+        over processes of such means is the mean over all tokens, since all have equally many.
 
         Args:
             model: the transformer, or what wraps it in training.
@@ -50,7 +58,7 @@ class Objectives:
         if self.teacher is not None and weights.need_teacher:
             with self.autocast():
                 if weights.transfer:
-                    transfer = transfer_attention_in_parts if is_sharded(self.transformer) else transfer_attention
+                    transfer = transfer_attention_in_parts if self.in_parts else transfer_attention
                     parts[3], target = transfer(
                         self.transformer, self.teacher, batch, lambda loss: backward(weights.transfer * loss)
                     )
@@ -66,7 +74,7 @@ class Objectives:
             if target is not None and weights.distillation:
                 part = distillation_loss(prediction, target)
                 loss, parts[2] = loss + weights.distillation * part, part.detach()
-            backward(loss)
+            backward(self.processes * loss)
         parts[0] = weights.diffusion * parts[1] + weights.distillation * parts[2] + weights.transfer * parts[3]
         return parts
 

@@ -20,6 +20,7 @@ from .latents.data import NoisedBatches, TrainingData
 from .objectives import Objectives
 from .run_folder import CheckpointError, RunFolder, RunState, Tensors, load_checkpoint
 from .sharding import gathered, meta_copy, own_part, placed_like, shard, sharding_is_asked_for
+from .splitting import Groups, check_splits, launched_processes, split
 from .stage import StageTraining, Update, optimizer_class
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, make_trainable
@@ -43,7 +44,8 @@ class Start:
         """Check what needs neither the model nor the data.
 
         Raises:
-            ValueError: a new run where there is one, or a way of sharding that is not supported.
+            ValueError: a new run where there is one, a way of sharding that is not supported, or processes that are
+                not whole groups of ``context_parallel``.
             FileNotFoundError: no checkpoint to resume from.
             ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
         """
@@ -51,6 +53,7 @@ class Start:
         checkpoint = folder.find(resume)
         sharded = sharding_is_asked_for(config)
         optimizer_class(config.optimizer)
+        Groups.of(config.context_parallel, 0, launched_processes())
         return cls(folder, checkpoint, sharded)
 
 
@@ -59,7 +62,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
 
     Raises:
         ValueError: patched or not, against the configuration; wrong number of channels or axes; fewer tokens than
-            blocks on an axis.
+            blocks on an axis; or what :func:`check_splits` raises.
     """
     layers = mhla_layers(transformer)
     if layers and config.patch is None:
@@ -77,6 +80,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         grid = family.token_grid(transformer, torch.empty(1, *shape, device="meta"))
         for layer in layers.values():
             check_layout(grid, layer.config.blocks_on(grid))
+    check_splits(transformer, data, config)
 
 
 class Run:
@@ -109,12 +113,14 @@ class Run:
         # whole weights may not fit on the device, so sharding brings them there part by part
         self.transformer: Any = transformer if self.sharded else transformer.to(self.accelerator.device)
         self.process = get_family(transformer).process(transformer, config.flow_shift)
-        self._place = (self.accelerator.process_index, self.accelerator.num_processes)
+        self.groups = Groups.of(config.context_parallel, self.accelerator.process_index, self.accelerator.num_processes)
+        # the processes of a group get the same batches, each with its noise and time
+        self._place = (self.groups.rank, self.groups.count)
         self.batches = NoisedBatches(data, self.process, config, self.accelerator.device, *self._place)
         self.state = RunState(
             step=0,
             skipped_in_row=0,
-            samples_per_update=config.batch_size * config.gradient_accumulation * self.accelerator.num_processes,
+            samples_per_update=config.batch_size * config.gradient_accumulation * self.groups.count,
             training_samples=self.batches.training_samples,
             config=config.to_dict(),
         )
@@ -145,8 +151,9 @@ class Run:
             self._unsharded = meta_copy(self.transformer)
             make_trainable(self.transformer, self._changed)
             shard(self.transformer, self.accelerator.device, self.accelerator.num_processes)
-        needs_teacher = any(stage.objectives.need_teacher for stage in config.stages)
-        self._teacher = Teacher(self.transformer, self._changed) if needs_teacher else None
+        if self.groups.size > 1:  # after exact tiles were chosen, which takes whole attentions
+            split(self.transformer, config.context_parallel, self.accelerator.device, self.groups)
+        self._teacher = Teacher(self.transformer, self._changed) if config.needs_teacher else None
 
     def _load(self, checkpoint: Path) -> None:
         saved, self._loaded = load_checkpoint(checkpoint)
@@ -207,7 +214,13 @@ class Run:
         stage = self.config.stages[index]
         first_step = self.step - (self.config.end_of(index) - stage.steps)
         objectives = Objectives(
-            stage.objectives, self.process, self.transformer, self._teacher, self.accelerator.autocast
+            stage.objectives,
+            self.process,
+            self.transformer,
+            self._teacher,
+            self.accelerator.autocast,
+            self.groups.size,
+            self.sharded,
         )
         training = StageTraining(self.accelerator, objectives, self.config, stage, first_step)
         if first_step > 0:
@@ -250,7 +263,9 @@ class Run:
 
     def _measure_validation_loss(self, training: StageTraining) -> None:
         total = self._validation.sum_over_samples(training.model, self.accelerator.device, *self._place)
-        loss = float(self.accelerator.reduce(total, reduction="sum")) / self.config.validation.samples
+        # the processes of a group have the same losses
+        summed = float(self.accelerator.reduce(total, reduction="sum")) / self.groups.size
+        loss = summed / self.config.validation.samples
         self._validation_loss = loss
         if self.accelerator.is_main_process:
             self.folder.add_metrics({"step": self.step, "validation_loss": loss})
@@ -260,7 +275,7 @@ class Run:
     def _sample(self, sampler: Sampler) -> None:
         if self.accelerator.is_main_process:
             sampler(self.transformer, self.folder.path / "samples" / f"step-{self.step:08d}")
-        elif self.sharded:  # the first process needs the others' weights, so all generate
+        elif self.sharded or self.groups.size > 1:  # the first process needs the others' weights or tokens
             with TemporaryDirectory() as folder:
                 sampler(self.transformer, Path(folder))
 

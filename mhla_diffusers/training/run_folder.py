@@ -35,6 +35,7 @@ _FREE_TO_CHANGE = {
     "batch_size",
     "gradient_accumulation",
     "gradient_checkpointing",
+    "context_parallel",
     "workers",
     "checkpoint_every",
     "keep_checkpoints",

@@ -76,11 +76,18 @@ def shard(transformer: Any, device: torch.device, processes: int) -> None:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
+    # over all processes, those that share a batch's tokens as well: one reduce-scatter then adds up the gradients of a
+    # group and averages them over the groups, and nothing is held twice
     mesh = init_device_mesh(device.type, (processes,))
+    for part in parts_gathered(transformer):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+
+
+def parts_gathered(transformer: Any) -> list[Any]:
+    """Modules that are gathered by themselves, each without those that stand before it; the transformer is the last."""
     family = get_family(transformer)
     attentions, blocks = patched_attentions(transformer).values(), family.blocks_of(transformer).values()
-    for part in (*attentions, *family.parts_to_gather(transformer), *blocks, transformer):
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    return [*attentions, *family.parts_to_gather(transformer), *blocks, transformer]
 
 
 def meta_copy(transformer: nn.Module) -> nn.Module:

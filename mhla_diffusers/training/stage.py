@@ -106,7 +106,8 @@ class StageTraining:
         self._schedule.step()
         weights = {"loss": 1.0, **vars(self._objectives.weights)}
         named = {name: loss for name, loss in zip(LOSSES, means, strict=True) if weights[name]}
-        speed = tokens * self._accelerator.num_processes / (time.perf_counter() - started)
+        groups = self._accelerator.num_processes // self._objectives.processes
+        speed = tokens * groups / (time.perf_counter() - started)
         return Update(named, gradient_norm, rate, not finite, stops > 0, speed)
 
     def _clip_gradients(self) -> float:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.training import TrainingConfig, train
 
+from ..parallel.diffusers_on_cpu import diffusers_on_cpu
 from .models import broken_wan_data, dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
 
 _context = multiprocessing.get_context("forkserver")
@@ -90,7 +91,8 @@ def _train(settings: dict[str, object], resume: str | None, environment: dict[st
     transformer = make()
     if config.patch is not None:
         apply_mhla(transformer, config.patch)
-    result = train(transformer, data(), config, resume=resume)
+    with diffusers_on_cpu():
+        result = train(transformer, data(), config, resume=resume)
     if "ACCELERATE_USE_FSDP" in environment:
         assert all(isinstance(parameter, DTensor) for parameter in transformer.parameters())
     sys.exit(0 if result.finished else 143)

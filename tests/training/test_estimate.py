@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from mhla_diffusers import apply_mhla
+from mhla_diffusers import MHLAConfig, apply_mhla
 from mhla_diffusers.training import TrainingConfig
-from mhla_diffusers.training.config import ObjectiveWeights, StageConfig
+from mhla_diffusers.training.config import ContextParallel, ObjectiveWeights, StageConfig
 from mhla_diffusers.training.estimate import Estimate, estimate
 
 from .. import models
@@ -43,3 +43,37 @@ def test_the_weights_beside_exact_tiles_are_counted() -> None:
     plain, exact = (dry_run(**patch).stages[0] for patch in ({}, {"exact": "calibrated", "exact_tiles": TILES}))
     assert exact.trainable_parameters - plain.trainable_parameters == LAYERS * 2 * 2, "λ and β of two heads"
     assert exact.activation_bytes > plain.activation_bytes
+
+
+def split_run(degrees: ContextParallel, processes: int | None = None) -> Estimate:
+    with torch.device("meta"):
+        transformer = models.wan()
+    patch = MHLAConfig(blocks=(2, 2, 2))
+    apply_mhla(transformer, patch)
+    sample = {"latents": torch.empty(16, FRAMES, SIDE, SIDE), "encoder_hidden_states": torch.empty(6, 32)}
+    stages = (
+        StageConfig(1, 1e-3, "attention", ObjectiveWeights(transfer=1.0)),
+        StageConfig(1, 1e-3, "all", ObjectiveWeights(diffusion=1.0, distillation=1.0)),
+    )
+    return estimate(
+        transformer, sample, TrainingConfig("unused", stages, patch=patch, context_parallel=degrees), processes
+    )
+
+
+@pytest.mark.parametrize("degrees", [ContextParallel(2), ContextParallel(1, 2), ContextParallel(2, 2)])
+def test_tokens_over_processes_are_counted_from_what_one_of_them_does(degrees: ContextParallel) -> None:
+    whole, split = split_run(ContextParallel()), split_run(degrees)
+    assert not torch.distributed.is_initialized()
+    for alone, shared in zip(whole.stages, split.stages, strict=True):
+        assert shared.activation_bytes < 1.3 * alone.activation_bytes / degrees.processes
+        assert shared.flops == pytest.approx(alone.flops / degrees.processes, rel=0.2)
+        assert shared.weight_bytes == alone.weight_bytes
+    assert f"{TOKENS // degrees.processes:,} on each of {degrees.processes} processes" in str(split)
+
+
+def test_weights_in_parts_are_a_share_and_what_is_gathered() -> None:
+    alone, parts = (split_run(ContextParallel(), processes).stages[1] for processes in (None, 4))
+    assert parts.training_bytes == alone.training_bytes // 4
+    assert alone.weight_bytes / 4 < parts.weight_bytes < alone.weight_bytes / 4 + 4 * alone.trainable_parameters
+    with pytest.raises(ValueError, match="groups of 2 processes, which 3 processes cannot be made of"):
+        split_run(ContextParallel(2), 3)
