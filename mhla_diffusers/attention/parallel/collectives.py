@@ -123,14 +123,15 @@ def gathered(rows: torch.Tensor, counts: Sequence[int], group: str) -> torch.Ten
     return exchanged(rows.repeat(len(counts), *(1,) * (rows.ndim - 1)), (len(rows),) * len(counts), counts, group)
 
 
-def counts_of(count: int, group: Group, even: bool) -> list[int]:
+def counts_of(count: int, group: Group, even: bool, device: torch.device) -> list[int]:
     """What every process of a group counts, of which this one's count is given.
 
     Args:
         count: of this process.
         group: the processes.
         even: whether all count the same, so that nothing need be sent.
+        device: that the group's collectives work on.
     """
     if even:
         return [count] * group.size
-    return [int(found) for found in gathered(torch.tensor([count]), [1] * group.size, group.name)]
+    return [int(found) for found in gathered(torch.tensor([count], device=device), [1] * group.size, group.name)]

@@ -26,7 +26,7 @@ def of_everyone(own: OutsideTokens, group: Group, even: bool) -> OutsideTokens:
         group: the processes, each of which has at least one such token.
         even: whether all have as many.
     """
-    counts = counts_of(own.count, group, even)
+    counts = counts_of(own.count, group, even, own.key.device)
 
     def everyones(x: torch.Tensor) -> torch.Tensor:
         return gathered(x.movedim(1, 0), counts, group.name).movedim(0, 1)

@@ -39,7 +39,8 @@ class _Segment:
         group, heads = parallel.ulysses, call.query.shape[2]
         row = parallel.ring.rank * group.size
         shares = parallel.shares(math.prod(call.grid))[row : row + group.size]
-        counts = (counts_of(count, group, not parallel.anything) for count in outside)
+        device = call.query.device
+        counts = (counts_of(count, group, not parallel.anything, device) for count in outside)
         return cls(shares, list(zip(*counts, strict=True)), parallel.head_counts(heads), parallel)
 
     @property
