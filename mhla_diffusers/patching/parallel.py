@@ -57,7 +57,7 @@ class Processes:
         self._set_constants()
 
     def _set_constants(self) -> None:
-        """:meth:`_meet` and :meth:`_prepare`, which torch.compile runs while it traces and not in the graph."""
+        """:meth:`_meet` and :meth:`_prepare`, which torch.compile runs while it traces, once for a graph, and not in it."""
 
         def meet() -> None:
             self._meet()
@@ -95,6 +95,10 @@ class Processes:
         if parallel is None:
             return
         reason = self.family.why_not_split(arguments, grid)
+        if type(getattr(self.transformer, "_cache_config", None)).__name__ == "FirstBlockCacheConfig":
+            reason = (
+                "First Block Cache decides by the tokens that a process has, so that processes may decide differently"
+            )
         if reason is not None:
             raise ValueError(f"This call cannot run under context parallelism: {reason}.")
         parallel.shares(math.prod(grid))
@@ -119,9 +123,10 @@ def compare_patches(transformer: nn.Module, parallel: Parallel) -> None:
     """
     layers = list(_layers(transformer))
     settings = json.dumps([(name, layer.config.to_dict()) for name, layer in layers], default=str).encode()
-    device = next((parameter.device for _, layer in layers for parameter in layer.parameters()), torch.device("cpu"))
-    if device.type == "meta":  # nothing is there to be compared
-        return
+    if any(parameter.is_meta for _, layer in layers for parameter in layer.parameters()):
+        return  # nothing is there to be compared
+    config: Any = transformer._parallel_config
+    device = config.context_parallel_config._device  # of their collectives; weights may be offloaded at this moment
     digests = torch.tensor([[_digest([settings]), _digest(_weights(layers))]], device=device)
     everyone = gathered(digests, [1] * parallel.whole.size, parallel.whole.name).tolist()
     for what, found in zip(("settings or layers", "weights"), zip(*everyone, strict=True), strict=True):

@@ -8,14 +8,12 @@ from torch import nn
 
 from ..attention import check_backend
 from ..attention.blocks import check_blocks
-from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig
 from ..families import Family, cross_attention_processor, family_of_attention
 from ..families.forms import AttentionArguments, AttentionForm, attention_arguments
 from .attended import Attended
 from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
-from .parallel import parallel_of
-from .token_grid import attends_as_before, grid_of_call
+from .token_grid import attends_as_before, grid_of_call, parallel_of_call
 
 _BACKEND = "_attention_backend"
 """Attribute that diffusers' set_attention_backend writes into processors."""
@@ -51,9 +49,8 @@ class MHLAProcessor:
 
     # read and written by diffusers' set_attention_backend; used for the cross-attention that is passed on
     _attention_backend: Any = None
-    _config_of_processes: Any = None
-    parallel: Parallel | None = None
-    """The processes that context parallelism spreads the tokens over."""
+    # written by its enable_parallelism; for processors that are passed on to, since the transformer tells our own
+    _parallel_config: Any = None
 
     def __init__(
         self,
@@ -76,16 +73,6 @@ class MHLAProcessor:
         if self.grid is not None and len(self.grid) != len(self.config.blocks):
             raise ValueError(f"grid={self.grid} and blocks={self.config.blocks} must have the same number of axes.")
         _register_with_diffusers(type(self))
-
-    @property
-    def _parallel_config(self) -> Any:
-        """Set by diffusers' ``enable_parallelism`` on every processor that has it."""
-        return self._config_of_processes
-
-    @_parallel_config.setter
-    def _parallel_config(self, config: Any) -> None:
-        # read here, once, since torch.compile does not follow what asks PyTorch for process groups
-        self._config_of_processes, self.parallel = config, parallel_of(config)
 
     @property
     def is_blank(self) -> bool:
@@ -157,7 +144,8 @@ class MHLAProcessor:
             return form.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
         given = form.read(attn, arguments)
         grid = self.grid if self.grid is not None else grid_of_call(attn, given.rotary)
-        tokens = math.prod(grid) if self.parallel is None else self.parallel.own_share(math.prod(grid))[1]
+        parallel = parallel_of_call(self)
+        tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
         outside = form.outside(given, tokens)
         if layer is None:
             attn.mhla = make_layer(attn, self.config, family)
@@ -175,7 +163,7 @@ class MHLAProcessor:
                 given.key_mask,
                 self.backend,
                 outside,
-                self.parallel,
+                parallel,
             )
         return form.hand_on(attn, output, given)
 

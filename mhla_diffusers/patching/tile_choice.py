@@ -92,8 +92,9 @@ class TileChoice(nn.Module):
         if place not in self._kept:
             tiles = math.prod(counts)
             begin, end = self._begins[heads.start], self._begins[heads.stop]
-            offsets = self.offsets[heads.start * tiles : heads.stop * tiles + 1] - begin
-            self._kept[place] = ExactTiles(counts, heads.stop - heads.start, offsets, self.keys[begin:end])
+            with torch.inference_mode(False):  # it outlives the call, and others may want gradients
+                offsets = self.offsets[heads.start * tiles : heads.stop * tiles + 1] - begin
+                self._kept[place] = ExactTiles(counts, heads.stop - heads.start, offsets, self.keys[begin:end])
         return self._kept[place]
 
     def counts(self, grid: tuple[int, ...]) -> tuple[int, ...]:

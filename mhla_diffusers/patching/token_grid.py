@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..attention.parallel.place import Parallel
 from ..attention.rotary import Rotary
 from ..families import Family, grid_of_attention
 from .compiling import allow_graphs, give_back_graphs
 from .layer import MHLALayer, layer_of
-from .parallel import Processes
+from .parallel import Processes, parallel_of
 
 Grid = tuple[int, ...]
 
@@ -30,6 +31,7 @@ class _Forward:
     """What a thread's transformer is working on."""
 
     grid: Grid | None = None
+    parallel: Parallel | None = None
     attends_as_before: bool = False
 
 
@@ -44,14 +46,15 @@ _THREAD = _Thread()
 
 
 @contextmanager
-def token_grid(grid: Grid | None) -> Iterator[None]:
-    """Within the context patched attentions that this thread runs have a token grid."""
+def token_grid(grid: Grid | None, parallel: Parallel | None = None) -> Iterator[None]:
+    """Within the context patched attentions that this thread runs have a token grid, and processes that share it."""
     forward = _THREAD.forward
-    before, forward.grid = forward.grid, grid
+    before = forward.grid, forward.parallel
+    forward.grid, forward.parallel = grid, parallel
     try:
         yield
     finally:
-        forward.grid = before
+        forward.grid, forward.parallel = before
 
 
 def attend_as_before(wanted: bool) -> None:
@@ -62,6 +65,22 @@ def attend_as_before(wanted: bool) -> None:
 def attends_as_before() -> bool:
     """What :func:`attend_as_before` was told."""
     return _THREAD.forward.attends_as_before
+
+
+def parallel_of_call(processor: Any) -> Parallel | None:
+    """The processes between which the tokens of the call that an attention is in are split.
+
+    Raises:
+        ValueError: diffusers has told the processor of processes, and no transformer tells which tokens are its own.
+    """
+    forward = _THREAD.forward
+    if forward.grid is None and parallel_of(processor._parallel_config) is not None:
+        raise ValueError(
+            "Under context parallelism a MHLAProcessor that diffusers' own set_attn_processor has put in place does "
+            "not know its tokens; use mhla_diffusers.set_attn_processor(pipe.transformer, processor) or "
+            "mhla_diffusers.apply_mhla(pipe, ...)."
+        )
+    return forward.parallel
 
 
 def grid_of_call(attn: Any, rotary: Rotary | None) -> Grid:
@@ -110,7 +129,7 @@ class TokenGridHooks:
         self.latest: Grid | None = None
         """Grid of the latest input, to be shown; no attention reads it."""
         self._handles: list[RemovableHandle] = []
-        self._processes: Processes | None = None
+        self.processes: Processes | None = None
         allow_graphs(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,7 +139,7 @@ class TokenGridHooks:
 
     def install(self, transformer: nn.Module) -> None:
         """Put the hooks on a transformer."""
-        self._processes = Processes(transformer, self.family)
+        self.processes = Processes(transformer, self.family)
         self._handles = [
             transformer.register_forward_pre_hook(self, with_kwargs=True),
             transformer.register_forward_hook(self.forget, always_call=True),
@@ -144,9 +163,11 @@ class TokenGridHooks:
             for axis in range(1, tensor.ndim) if isinstance(tensor, torch.Tensor) else ():
                 torch._dynamo.mark_static(tensor, axis)
         grid = tuple(int(size) for size in self.family.grid_of_arguments(transformer, arguments))
-        if self._processes is not None:
-            self._processes.meet()
-            self._processes.check(arguments, grid)
+        _THREAD.forward.parallel = None
+        if self.processes is not None:
+            self.processes.meet()
+            self.processes.check(arguments, grid)
+            _THREAD.forward.parallel = self.processes.parallel
         _THREAD.forward.grid = self.latest = grid
         checkpoint = getattr(transformer, _CHECKPOINT, None)
         if checkpoint is not None and not isinstance(checkpoint, _Carrying):
@@ -154,7 +175,7 @@ class TokenGridHooks:
 
     def forget(self, *_: Any) -> None:
         """The forward is over."""
-        _THREAD.forward.grid = None
+        _THREAD.forward.grid = _THREAD.forward.parallel = None
         _THREAD.forward.attends_as_before = False
 
 
@@ -169,14 +190,15 @@ class _Carrying:
         if torch.compiler.is_compiling():  # recomputes its graph, of which the grid is a part
             return self.checkpoint(block, *args)
         forward = _THREAD.forward
-        return self.checkpoint(partial(_run_on, forward.grid, forward.attends_as_before, block), *args)
+        run = partial(_run_on, forward.grid, forward.parallel, forward.attends_as_before, block)
+        return self.checkpoint(run, *args)
 
 
-def _run_on(grid: Grid | None, as_before: bool, block: Any, *args: Any) -> Any:
+def _run_on(grid: Grid | None, parallel: Parallel | None, as_before: bool, block: Any, *args: Any) -> Any:
     forward = _THREAD.forward
     before, forward.attends_as_before = forward.attends_as_before, as_before
     try:
-        with token_grid(grid):
+        with token_grid(grid, parallel):
             return block(*args)
     finally:
         forward.attends_as_before = before

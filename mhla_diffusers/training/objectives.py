@@ -10,6 +10,7 @@ from torch import nn
 
 from ..families import DiffusionProcess, NoisedBatch, get_family, predict
 from ..patching import token_grid
+from ..patching.parallel import parallel_of
 from .config import ObjectiveWeights
 from .teacher import Teacher
 from .trainable import patched_attentions
@@ -168,9 +169,10 @@ def transfer_attention_in_parts(
         prediction = teacher_prediction(transformer, teacher, batch)
     total = torch.zeros((), device=batch.latents.device)
     grid = get_family(transformer).token_grid(transformer, batch.hidden_states)
+    parallel = parallel_of(getattr(transformer, "_parallel_config", None))
     for name, attn in attentions.items():
         args, kwargs, output = calls.pop(name)
-        with token_grid(grid):
+        with token_grid(grid, parallel):
             loss = attention_loss(attn(*args, **kwargs), output) / len(attentions)
         backward(loss)
         total = total + loss.detach()

@@ -120,6 +120,8 @@ def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], 
 
 def gathered(rows: torch.Tensor, counts: Sequence[int], group: str) -> torch.Tensor:
     """The rows of all processes, (Σ counts, ...), of which this one has (own count, ...)."""
+    if rows.dtype == torch.bool:  # of which not every backend knows
+        return gathered(rows.byte(), counts, group).bool()
     return exchanged(rows.repeat(len(counts), *(1,) * (rows.ndim - 1)), (len(rows),) * len(counts), counts, group)
 
 

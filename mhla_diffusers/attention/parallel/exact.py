@@ -5,8 +5,11 @@ the tiles that these need are fetched (:mod:`.tiles`), means are added up, token
 (:mod:`.softmax`).
 """
 
+from functools import lru_cache
+
 import torch
 
+from ..blocks import Shape
 from ..call import Call
 from ..eager import sum_dtype, without_autocast
 from ..rotary import rotated
@@ -75,16 +78,22 @@ def _tiles(call: Call, tiles: ExactTiles, query: torch.Tensor, key: torch.Tensor
     return output, log_sum
 
 
+@lru_cache(maxsize=64)
+def _tokens_first(grid: Shape, counts: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`tokens_of_tiles` with the tokens of a tile first. Kept, since every layer and step asks for the same."""
+    with torch.inference_mode(False):
+        tokens, exists = tokens_of_tiles(grid, counts)
+        first = exists.byte().argsort(dim=1, descending=True, stable=True)
+        return tokens.gather(1, first).to(device), exists.gather(1, first).to(device)
+
+
 def _weights(call: Call, tiles: ExactTiles, dtype: torch.dtype) -> torch.Tensor:
     """Of all keys of the grid in their tiles, (1 or B, T, L), tokens first, then 0."""
-    tokens, exists = tokens_of_tiles(call.grid, tiles.counts)
-    first = exists.byte().argsort(dim=1, descending=True, stable=True)
-    tokens, exists = (x.gather(1, first).to(call.query.device) for x in (tokens, exists))
+    tokens, exists = _tokens_first(call.grid, tiles.counts, call.query.device)
     weight, mask = exists.to(dtype)[None], call.key_mask
     if mask is None:
         return weight
-    own = mask.byte() if mask.dtype == torch.bool else mask
-    everyones = gathered(own.mT, [count for _, count in call.shares], call.process_group).mT
+    everyones = gathered(mask.mT, [count for _, count in call.shares], call.process_group).mT
     return weight * everyones.to(dtype)[:, tokens]
 
 

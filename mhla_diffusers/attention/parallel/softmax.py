@@ -35,7 +35,7 @@ def of_everyone(own: OutsideTokens, group: Group, even: bool) -> OutsideTokens:
     query, key, value = everyones(together).chunk(3, dim=-1)
     mask = own.key_mask
     if mask is not None:
-        mask = everyones(mask.byte()).bool() if mask.dtype == torch.bool else everyones(mask)
+        mask = everyones(mask)
     return replace(own, query=query, key=key, value=value, key_mask=mask, counts=tuple(counts), rank=group.rank)
 
 

@@ -15,6 +15,9 @@ from ..tiles import ExactTiles, longest_tile, places_of_tokens, row_of_pair, tok
 from .collectives import exchanged
 from .place import Share
 
+_PLANS = 4
+"""Token grids whose plans a list of tiles keeps."""
+
 
 @dataclass(frozen=True)
 class OwnTiles:
@@ -136,7 +139,10 @@ def fetch_plan(tiles: ExactTiles, grid: Shape, shares: Sequence[Share], rank: in
     """
     place = grid, tuple(shares), rank
     if place not in tiles.plans:
-        tiles.plans[place] = _plan(tiles, grid, shares, rank)
+        while len(tiles.plans) >= _PLANS:
+            del tiles.plans[next(iter(tiles.plans))]
+        with torch.inference_mode(False):  # it outlives the call, and others may want gradients
+            tiles.plans[place] = _plan(tiles, grid, shares, rank)
     plan: FetchPlan = tiles.plans[place]
     return plan
 

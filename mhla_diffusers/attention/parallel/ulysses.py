@@ -40,7 +40,8 @@ class _Segment:
         row = parallel.ring.rank * group.size
         shares = parallel.shares(math.prod(call.grid))[row : row + group.size]
         device = call.query.device
-        counts = (counts_of(count, group, not parallel.anything, device) for count in outside)
+        # where one process has none, all have none
+        counts = (counts_of(count, group, not (parallel.anything and count), device) for count in outside)
         return cls(shares, list(zip(*counts, strict=True)), parallel.head_counts(heads), parallel)
 
     @property
@@ -125,16 +126,19 @@ class _Segment:
 
     def _axial(self, table: torch.Tensor, axes: Shape, grid: Shape) -> torch.Tensor:
         """(1 or B, all tokens of the grid here, 1, C) of a table of the own ones; ``axes`` are the channels of each."""
-        rank, channels = self.parallel.ulysses.rank, []
+        rank, rows = self.parallel.ulysses.rank, []
         own, *earlier = (_places(share, grid, table.device) for share in (self.shares[rank], *self.shares[:rank]))
         everyone = _places(self.share, grid, table.device)
         for axis, part in enumerate(table.split(list(axes), dim=-1)):
             which = axis % len(grid)
-            rows = part.new_zeros(len(part), grid[which], 1, part.shape[-1]).index_copy(1, own[which], part)
+            rows.append(part.new_zeros(len(part), grid[which], 1, part.shape[-1]).index_copy(1, own[which], part))
             for places in earlier:  # each row is sent by the first process that has it, so that the sum is exact
-                rows = rows.index_fill(1, places[which], 0)
-            channels.append(summed(rows, self.parallel.ulysses.name).index_select(1, everyone[which]))
-        return torch.cat(channels, dim=-1)
+                rows[-1] = rows[-1].index_fill(1, places[which], 0)
+        together = summed(torch.cat([x.flatten() for x in rows]), self.parallel.ulysses.name)
+        sums = together.split([x.numel() for x in rows])
+        channels = (x.view_as(of_axis) for x, of_axis in zip(sums, rows, strict=True))
+        found = [x.index_select(1, everyone[axis % len(grid)]) for axis, x in enumerate(channels)]
+        return torch.cat(found, dim=-1)
 
 
 def _places(share: Share, grid: Shape, device: torch.device) -> list[torch.Tensor]:
