@@ -98,7 +98,7 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> float:
     types: list[torch.dtype] = []
 
     def compare(layer: MHLALayer, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        query, key, value, _, grid, rotary, key_mask, _, outside = args
+        query, key, value, _, grid, rotary, key_mask, _, outside, _ = args
         weights = layer.weights(Attended(query, key, value, grid, outside, rotary, key_mask))
         expected = torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype))
         errors.append(relative_error(output, expected))

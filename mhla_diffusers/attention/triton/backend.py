@@ -1,6 +1,7 @@
 """The Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: when it can run, and running it."""
 
 import logging
+import math
 import os
 from dataclasses import replace
 from functools import cache
@@ -95,6 +96,11 @@ def _check(call: Call) -> None:
     reason = why_not(call.query, call.feature_map)
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
+    if call.rotary_axes is not None and call.query.shape[1] != math.prod(call.grid):
+        raise ValueError(
+            f"rotary_axes={call.rotary_axes} has angles by places on the grid {call.grid}, but query has a share of "
+            f"its tokens, N={call.query.shape[1]}; give rotary a row for each of them, and rotary_axes=None."
+        )
     for name in ("mixing", "rotary", "key_mask", "output_norm", "output_gate", "far_field_weight", "mean_bias"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.query.device:

@@ -1,5 +1,6 @@
 """When the Triton backend is taken or refused, and what PyTorch can do with its operators."""
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from mhla_diffusers.attention import ExactTiles, backend_names, check_backend, mhla_attention, register_feature_map
+from mhla_diffusers.attention.call import with_rotary
 from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
 from mhla_diffusers.attention.triton import backend, operators, why_not
 
@@ -90,6 +92,18 @@ def test_why_not_on_another_device():
 def test_tensors_on_another_device_are_refused(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}.* is on meta, but query is on"):
         run(**options)
+
+
+def test_a_share_of_the_tokens_with_angles_by_axes_is_refused():
+    """Its tokens would be turned as if they were the first of the grid."""
+    problem = on_device(make_problem((4, 6), (2, 2), batch=1, heads=1, rotary_axes=(4, 4)))
+    call = call_of(**problem.tensors, grid=problem.grid, blocks=problem.blocks)
+    call = with_rotary(call, problem.options["rotary"], problem.options["rotary_axes"])
+    assert backend.usable_call(call).rotary_axes == (0, 4, 4)
+    own = dataclasses.replace(call, query=call.query[:, :9], key=call.key[:, :9], value=call.value[:, :9])
+    for first in (0, 15):
+        with pytest.raises(ValueError, match="N=9.*rotary_axes=None"):
+            backend.usable_call(dataclasses.replace(own, first=first))
 
 
 @pytest.mark.parametrize("shape", [(0, 24, 1, 8), (1, 24, 0, 8)])
