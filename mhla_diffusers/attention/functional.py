@@ -121,8 +121,8 @@ def mhla_attention(
             processes each has at least one or none of them any.
         parallel: the processes between which the tokens are split, each of which calls this with its own: all above of
             N tokens is of these, and ``outside`` counts these. What is of heads is of all H, except the lists of
-            ``exact``, which are of the heads that the process attends with (:meth:`Parallel.heads`). None for this
-            process alone.
+            ``exact``, which are of the heads that the process attends with (:meth:`Parallel.heads`). The gradients
+            that the processes get add up to the gradient. None for this process alone.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
             ROCm devices, D up to 256 and the built-in feature maps. "eager": torch operations, for everything. "auto":
             triton on a CUDA or ROCm device if it can run the call, else eager.

@@ -57,7 +57,7 @@ class Processes:
         self._set_constants()
 
     def _set_constants(self) -> None:
-        """:meth:`_meet` and :meth:`_prepare`, which torch.compile runs while it traces, once for a graph, and not in it."""
+        """:meth:`_meet` and :meth:`_prepare`, which torch.compile runs once, while it traces a graph, and not in it."""
 
         def meet() -> None:
             self._meet()

@@ -1,6 +1,6 @@
 """Lists of exact tiles to count with: as far from each other as lists may be, and as near."""
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -55,7 +55,7 @@ def _on_meta(plan: Any) -> Any:
         **{
             name: value.to(_META) if isinstance(value, torch.Tensor) else _on_meta(value)
             for name, value in values.items()
-            if isinstance(value, torch.Tensor) or name == "own"
+            if isinstance(value, torch.Tensor) or is_dataclass(value)
         },
     )
 
