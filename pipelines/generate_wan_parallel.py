@@ -30,11 +30,13 @@ parser.add_argument("--height", type=int, default=480)
 parser.add_argument("--width", type=int, default=832)
 parser.add_argument("--steps", type=int, default=50, help="of the sampler")
 arguments = parser.parse_args()
+if not torch.accelerator.device_count():
+    parser.error("there is no GPU here, and diffusers' context parallelism needs them")
 
 if not torch.distributed.is_initialized():
     # whoever waits longer than this for another process ends, with an error that says so
     torch.distributed.init_process_group(timeout=timedelta(minutes=5))
-device, dtype = torch.device("cpu"), torch.float32
+device, dtype = torch.device("cpu"), torch.float32  # as tests run it
 if torch.cuda.is_available():
     device, dtype = torch.device("cuda", int(os.environ["LOCAL_RANK"])), torch.bfloat16
     torch.cuda.set_device(device)

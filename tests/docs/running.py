@@ -99,6 +99,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^\.ci/run", "it would run these tests"),
     (r"^pip (install|download|wheel) ", "it would change the environment, or download packages"),
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
+    (r"^mhla finetune .* --dry-run --processes 8", "it reads a model of the Hub; tests/training counts tiny ones"),
     (r"^torchrun ", "it takes eight GPUs; tests/parallel runs the script on two processes"),
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
     (r"^mhla bench kernels ", "nothing is compiled while the interpreter is on; the tests of the kernels run it"),

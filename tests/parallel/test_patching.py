@@ -5,12 +5,15 @@ import pytest
 from .processes import Processes
 from .test_families import ROUNDING
 from .transformers import (
+    error_of_another_with_the_same_processor,
     error_when_offloaded,
     error_when_patched_after,
     error_with_lora,
+    errors_after_inference_mode,
     errors_when_compiled,
     errors_without_patch,
     message_of,
+    message_of_what_is_set,
 )
 
 either = pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ring", "heads"])
@@ -62,3 +65,22 @@ def test_heads_that_cannot_be_shared_out(four: Processes) -> None:
     for message in four.run(message_of, (1, 4)):
         assert "ulysses_degree=4 does not divide the 2 heads" in message
         assert "such as 2" in message
+
+
+@either
+def test_gradients_after_a_call_without_them(two: Processes, degrees: tuple[int, int]) -> None:
+    """Plans of exact tiles, which outlive a call, can be kept for a backward pass."""
+    for found in two.run(errors_after_inference_mode, degrees):
+        assert max(found.values()) < ROUNDING, found
+
+
+def test_a_processor_of_two_transformers(two: Processes) -> None:
+    assert max(two.run(error_of_another_with_the_same_processor, (2, 1))) == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "words"), [("cache", "First Block Cache decides"), ("form", "use mhla_diffusers.set_attn_processor")]
+)
+def test_what_does_not_know_its_tokens_is_refused(two: Processes, what: str, words: str) -> None:
+    for message in two.run(message_of_what_is_set, (2, 1), what):
+        assert words in message

@@ -211,3 +211,44 @@ def message_of(degrees: tuple[int, int], name: str = "wan", different: str = "",
     except ValueError as error:
         return str(error)
     raise AssertionError("nothing was refused")
+
+
+def errors_after_inference_mode(degrees: tuple[int, int]) -> dict[str, float]:
+    """Of a transformer with calibrated tiles that ran without gradients first."""
+    model, arguments = case("wan")
+    patched(model, "wan", exact="calibrated", exact_tiles=(2, 2, 2))
+    alone = copy.deepcopy(model)
+    spread(model, *degrees)
+    with torch.inference_mode():
+        model(**arguments)
+    output, _ = run(model, arguments)
+    return {"output": relative(output, run(alone, arguments)[0])}
+
+
+def error_of_another_with_the_same_processor(degrees: tuple[int, int]) -> float:
+    """Of a transformer on one process whose processor serves another as well, which is spread."""
+    processor = mhla.MHLAProcessor(blocks=(2, 2, 2), **PLAIN)
+    (model, arguments), (alone, _) = case("wan"), case("wan")
+    for one in (model, alone):
+        mhla.set_attn_processor(one, processor)
+    expected = output_of(alone, arguments)
+    spread(model, *degrees)
+    output_of(model, arguments)
+    return relative(output_of(alone, arguments), expected)
+
+
+def message_of_what_is_set(degrees: tuple[int, int], what: str) -> str:
+    """What the first call says with a cache that decides by content, or in diffusers' own form."""
+    model, arguments = case("wan")
+    if what == "cache":
+        from diffusers import FirstBlockCacheConfig
+
+        patched(model, "wan").enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    else:
+        model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 2), **PLAIN))
+    spread(model, *degrees)
+    try:
+        output_of(model, arguments)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")

@@ -1,9 +1,13 @@
 """``mhla bench parallel`` and ``mhla bench plan``."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ...families.sizes import Model
 
 _FOLDER = Path("outputs/parallel")
 _FRAMES = (25, 53, 81, 165, 333, 669, 1341, 2685)
@@ -28,14 +32,16 @@ def bench_parallel(
     output: Annotated[Path, typer.Option(help="Gets tables as Markdown and CSV, and sent.png.")] = _FOLDER,
 ) -> None:
     """Counted: bytes that one process sends for one self-attention, MHLA beside diffusers' softmax. Timed: on gloo."""
-    from ..models import choose_sizes, find_models
+    from ..models import choose_sizes
     from .counting import counted, crossings, shape_of
     from .figure import draw_sent
     from .gloo import time_processes, why_no_processes
     from .tables import write_crossings, write_sent, write_timed
 
-    models = find_models(model or _MODELS, "cpu")
+    models = _that_can_be_split(model or _MODELS)
     many = processes or [2, 4, 8]
+    if min(many) < 2:
+        raise ValueError(f"--processes {min(many)} share nothing out; give 2 or more.")
     cases = {one.name: choose_sizes(one, [size], frames or _FRAMES, "cpu") for one in models}
     found = [count for one in models for count in counted([one], cases[one.name], many)]
     typer.echo(write_sent(found, output))
@@ -75,12 +81,12 @@ def bench_plan(
 ) -> None:
     """Arithmetic, no measurement: counted FLOPs and bytes over stated rates, of one forward on many GPUs."""
     from ...config import load_patch
-    from ..models import choose_sizes, find_models
+    from ..models import choose_sizes
     from .plan import Machines, plan
     from .tables import write_plan
 
     machines = Machines(tflops, utilisation, nvlink, infiniband, gpus_per_machine)
-    models = find_models(model or _MODELS, "cpu")
+    models = _that_can_be_split(model or _MODELS)
     config = None if patch is None else load_patch(patch).config
     found = [
         planned
@@ -91,3 +97,23 @@ def bench_plan(
     ]
     typer.echo(f"{machines}\n")
     typer.echo(write_plan(found, output))
+
+
+def _that_can_be_split(names: Sequence[str]) -> "list[Model]":
+    """Models by name.
+
+    Raises:
+        ValueError: unknown names, or models of which diffusers does not tell how their tokens are split.
+    """
+    import diffusers
+
+    from ..models import find_models
+
+    models = find_models(names, "cpu")
+    refused = [one.name for one in models if getattr(getattr(diffusers, one.transformer), "_cp_plan", None) is None]
+    if refused:
+        raise ValueError(
+            f"diffusers does not tell how the tokens of {', '.join(refused)} are split over processes (_cp_plan); it "
+            "does of Wan, ChronoEdit, LTX-Video, Flux and Qwen-Image."
+        )
+    return models
