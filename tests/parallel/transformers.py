@@ -220,7 +220,7 @@ def errors_after_inference_mode(degrees: tuple[int, int]) -> dict[str, float]:
     alone = copy.deepcopy(model)
     spread(model, *degrees)
     with torch.inference_mode():
-        model(**arguments)
+        model(**arguments, return_dict=False)
     output, _ = run(model, arguments)
     return {"output": relative(output, run(alone, arguments)[0])}
 
