@@ -12,7 +12,7 @@ from mhla_diffusers.attention import mhla_attention
 from .processes import Processes
 from .test_operator import parallel
 
-_TIMEOUT = 6.0
+_TIMEOUT = 4.0
 """Seconds that processes wait for each other, few for a test."""
 
 

@@ -135,7 +135,7 @@ def errors_without_patch(degrees: tuple[int, int]) -> list[float]:
 
 
 def errors_when_compiled(degrees: tuple[int, int]) -> list[float]:
-    """Of a transformer whose blocks are compiled, each to one graph, and of one that is compiled as far as it goes.
+    """Of a transformer one of whose blocks is compiled to one graph, and of one that is compiled as far as it goes.
 
     diffusers' own hooks of the first block and of the whole, which split the tokens, make no graph.
     """
@@ -143,16 +143,16 @@ def errors_when_compiled(degrees: tuple[int, int]) -> list[float]:
     patched(model, "wan", **FEATURES)
     expected, expected_gradients = run(copy.deepcopy(model), arguments)
     by_block = copy.deepcopy(model)
-    found = []
     for one in (by_block, model):
         spread(one, *degrees)
         torch._dynamo.reset()
-    for block in by_block.blocks[1:3]:
-        block.compile(backend="aot_eager", fullgraph=True)
+    by_block.blocks[2].compile(backend="aot_eager", fullgraph=True)
     output, gradients = run(by_block, arguments)
     worst = max(gradients, key=lambda name: expected_gradients[name].norm())
     torch.distributed.all_reduce(gradients[worst])
     found = [relative(output, expected), relative(gradients[worst], expected_gradients[worst])]
+    if degrees[1] > 1:  # either form tells what a compiled whole does
+        return found
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
     return [*found, relative(output_of(compiled, arguments), expected)]
