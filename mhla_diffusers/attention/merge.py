@@ -52,12 +52,14 @@ def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linea
         (B, N, H, D) like the query; with tokens outside the grid, which norm and gate leave as they are, (B, N + n, H,
         D) in the order of the sequence.
     """
-    all_else = far_field(call)
+    all_else = far_field(call) if call.far_field_weight is not None else None
     # begun before the exact part, which needs no sum, so that it is on its way meanwhile
-    summaries = started_sum(linear.summaries(all_else), call.group) if call.far_field_weight is not None else None
+    summaries = None if all_else is None else started_sum(linear.summaries(all_else), call.group)
     output, log_sum = (exact if call.group is None else ring_exact_attention)(call, tiles)
     tokens = call.query.shape[1]
-    far = None if summaries is None else linear.read(all_else, finished_sum(summaries, call.group))
+    far = None
+    if all_else is not None and summaries is not None:
+        far = linear.read(all_else, finished_sum(summaries, call.group))
     of_grid = _merged(call, output[:, :tokens], log_sum[:, :tokens], far)
     if call.outside is None:
         return of_grid
