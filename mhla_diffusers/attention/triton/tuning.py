@@ -79,9 +79,11 @@ def tiling(place: Place) -> Tiling:
             channels = min(channels, 64)
     if kernel in ("output", "key_value_gradient") and dtype == torch.float16:  # more of it is taken as two terms
         stages = 1
-    if kernel == "query_gradient" and padded <= 32:
+    is_small = kernel == "query_gradient" and padded <= 32
+    if is_small:
         tokens = min(tokens, 16)
-    spills_with_four = architecture == "sm_120" or (kernel, architecture) in _SPILL_WITH_FOUR
+    # on sm_120 four warps have too few registers, but for the smallest tile, of which eight have too few each
+    spills_with_four = (architecture == "sm_120" and not is_small) or (kernel, architecture) in _SPILL_WITH_FOUR
     if padded <= 64 and not spills_with_four:
         warps = 4
     return Tiling(min(tokens, power_of_two(longest_block)), min(channels, padded), warps, stages)
