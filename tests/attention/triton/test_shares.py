@@ -106,7 +106,7 @@ def test_what_takes_no_gradient_gets_none(needed):
 
 
 # bounds as in test_kernels.test_drawn_problems
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut_problems(most_blocks=6, most_channels=32))
 def test_drawn_problems(drawn):
     problem, lengths = on_device(drawn[0]), drawn[1]
