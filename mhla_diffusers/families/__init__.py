@@ -117,6 +117,14 @@ def supported_instead(name: str) -> str:
     )
 
 
+def classes_that_are_split() -> list[str]:
+    """Classes of transformers, of all families, of which diffusers tells how tokens are split over processes."""
+    import diffusers
+
+    names = (name for family in families() for name in family.transformers)
+    return [name for name in names if getattr(getattr(diffusers, name, None), "_cp_plan", None) is not None]
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside ``torch.compile`` or data parallelism."""
     from accelerate.utils import extract_model_from_parallel
@@ -179,6 +187,7 @@ __all__ = [
     "NoisedBatch",
     "Sample",
     "arguments_of",
+    "classes_that_are_split",
     "cross_attention_processor",
     "families",
     "family_of_attention",

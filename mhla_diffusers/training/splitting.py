@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..families import families, get_family
+from ..families import classes_that_are_split, get_family
 from ..patching import mhla_layers
 from .config import ContextParallel, TrainingConfig
 from .latents.data import TrainingData
@@ -78,7 +78,7 @@ def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -
     if getattr(transformer, "_cp_plan", None) is None:
         raise ValueError(
             f"diffusers does not tell how the tokens of {type(transformer).__name__} are split over processes "
-            f"(_cp_plan), so context_parallel cannot be set for it; it does for {', '.join(_splittable())}."
+            f"(_cp_plan), so context_parallel cannot be set for it; it does for {', '.join(classes_that_are_split())}."
         )
     family = get_family(transformer)
     heads = {int(attn.heads) for attn in family.self_attentions(transformer).values()}
@@ -104,14 +104,6 @@ def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -
             "(context_parallel.ring > 1): diffusers' backward pass reads what was recomputed more than once. Use "
             "context_parallel.ulysses alone, a patch of all layers, or gradient_checkpointing: false."
         )
-
-
-def _splittable() -> list[str]:
-    """Classes of transformers whose tokens diffusers can split, of all families."""
-    import diffusers
-
-    names = (name for family in families() for name in family.transformers)
-    return [name for name in names if getattr(getattr(diffusers, name, None), "_cp_plan", None) is not None]
 
 
 def _check_divides(tokens: int, degrees: ContextParallel, what: str) -> None:

@@ -1,10 +1,11 @@
 """What diffusers' context parallelism lacks on a CPU.
 
-The split, the ring and the exchange of heads are its own. Written out here are the attention of one process to one
-chunk of keys with its log-sum-exp, for which it calls kernels of a GPU, and gathering what differs in length, which
-gloo does not do; and it divides by the number of devices, which is 0.
+The split, the ring and the exchange of heads are its own. Put in are the attention of one process to one chunk of keys
+with its log-sum-exp, for which it calls kernels of a GPU, and gathering what differs in length, which gloo does not do;
+and it divides by the number of devices, which is 0.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,57 +15,20 @@ import torch
 from diffusers.hooks import context_parallel
 from diffusers.models import attention_dispatch
 
+from mhla_diffusers.benchmark.parallel.attentions import cpu_backward, cpu_forward
 
-def _logits(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    found = torch.einsum("bqhd,bkhd->bhqk", query, key) * query.shape[-1] ** -0.5
-    return found if mask is None else found + mask
-
-
-def _forward(
-    ctx: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    _save_ctx: bool = True,
-    _parallel_config: Any = None,
-) -> Any:
-    logits = _logits(query, key, attn_mask)
-    log_sum = logits.logsumexp(dim=-1)
-    output = torch.einsum("bhqk,bkhd->bqhd", (logits - log_sum[..., None]).exp(), value)
-    if _save_ctx:
-        ctx.save_for_backward(query, key, value, output, log_sum.transpose(1, 2))
-        ctx.attn_mask = attn_mask
-    return (output, log_sum.transpose(1, 2)) if return_lse else output
+_FORWARD, _BACKWARD = attention_dispatch._native_attention_forward_op, attention_dispatch._native_attention_backward_op
 
 
-def _backward(
-    ctx: Any,
-    gradient: torch.Tensor,
-    *_: Any,
-    query: torch.Tensor | None = None,
-    key: torch.Tensor | None = None,
-    value: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given = (query, key, value, out, lse)
-    query, key, value, out, lse = (
-        x if x is not None else saved for x, saved in zip(given, ctx.saved_tensors, strict=True)
-    )
-    weights = (_logits(query, key, ctx.attn_mask) - lse.transpose(1, 2)[..., None]).exp()
-    shift = (gradient * out).sum(dim=-1).transpose(1, 2)[..., None]
-    of_logits = weights * (torch.einsum("bqhd,bkhd->bhqk", gradient, value) - shift) * query.shape[-1] ** -0.5
-    return (
-        torch.einsum("bhqk,bkhd->bqhd", of_logits, key),
-        torch.einsum("bhqk,bqhd->bkhd", of_logits, query),
-        torch.einsum("bhqk,bqhd->bkhd", weights, gradient),
-    )
+def _forward(*args: Any, **kwargs: Any) -> Any:
+    """Of one process to one chunk of keys: round a ring with the log-sum-exp, by heads as diffusers has it."""
+    wants_log_sum = inspect.signature(_FORWARD).bind(*args, **kwargs).arguments["return_lse"]
+    return (cpu_forward if wants_log_sum else _FORWARD)(*args, **kwargs)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor, *args: Any, **of_ring: Any) -> tuple[torch.Tensor, ...]:
+    """Round a ring diffusers gives the chunk, by heads nothing."""
+    return cpu_backward(ctx, gradient, **of_ring) if of_ring else _BACKWARD(ctx, gradient, *args)
 
 
 def _gather(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The operator on shares of the tokens, over processes on gloo, against the whole in one process."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from mhla_diffusers.attention import ExactTiles, mhla_attention
 from mhla_diffusers.attention.parallel.place import Parallel, parts
-from mhla_diffusers.patching.parallel import parallel_of
+from mhla_diffusers.benchmark.parallel.world import Layout, make_world
 
 from .processes import Processes
 
@@ -17,20 +18,7 @@ HEADS, HEAD_DIM = 4, 12
 
 def parallel(ring: int, ulysses: int, anything: bool = False) -> Parallel:
     """As diffusers sets it up."""
-    from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
-    from torch.distributed.device_mesh import init_device_mesh
-
-    settings = ContextParallelConfig(
-        ring_degree=ring,
-        ulysses_degree=ulysses,
-        ring_anything=anything and ring > 1,
-        ulysses_anything=anything and ulysses > 1,
-    )
-    mesh = init_device_mesh("cpu", settings.mesh_shape, mesh_dim_names=settings.mesh_dim_names)
-    settings.setup(torch.distributed.get_rank(), ring * ulysses, torch.device("cpu"), mesh)
-    found = parallel_of(ParallelConfig(context_parallel_config=settings))
-    assert found is not None
-    return found
+    return replace(make_world(Layout(ring, ulysses)).parallel, anything=anything)
 
 
 def axial_rotary(grid: tuple[int, ...], axes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

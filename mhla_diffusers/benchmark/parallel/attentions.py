@@ -88,11 +88,11 @@ def _on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, config:
     from diffusers.models import attention_dispatch
 
     return attention_dispatch._templated_context_parallel_attention(
-        query, key, value, forward_op=_cpu_forward, backward_op=_cpu_backward, _parallel_config=config
+        query, key, value, forward_op=cpu_forward, backward_op=cpu_backward, _parallel_config=config
     )
 
 
-def _cpu_forward(
+def cpu_forward(
     ctx: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -116,7 +116,7 @@ def _cpu_forward(
     return output, log_sum
 
 
-def _cpu_backward(
+def cpu_backward(
     ctx: Any, gradient: torch.Tensor, *, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **of_ring: Any
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of query, key and value, given the output and log of the sum of weights of the whole ring."""

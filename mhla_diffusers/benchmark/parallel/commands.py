@@ -105,15 +105,14 @@ def _that_can_be_split(names: Sequence[str]) -> "list[Model]":
     Raises:
         ValueError: unknown names, or models of which diffusers does not tell how their tokens are split.
     """
-    import diffusers
-
+    from ...families import classes_that_are_split
     from ..models import find_models
 
-    models = find_models(names, "cpu")
-    refused = [one.name for one in models if getattr(getattr(diffusers, one.transformer), "_cp_plan", None) is None]
+    models, allowed = find_models(names, "cpu"), classes_that_are_split()
+    refused = [one.name for one in models if one.transformer not in allowed]
     if refused:
         raise ValueError(
             f"diffusers does not tell how the tokens of {', '.join(refused)} are split over processes (_cp_plan); it "
-            "does of Wan, ChronoEdit, LTX-Video, Flux and Qwen-Image."
+            f"does for models of {', '.join(allowed)}."
         )
     return models
