@@ -102,6 +102,26 @@ def block_sizes(grid: Sequence[int], blocks: Sequence[int]) -> list[int]:
     return [math.prod(shape) for shape in product(*lengths)]
 
 
+def blocks_of_range(grid: Sequence[int], blocks: Sequence[int], first: int, count: int) -> slice:
+    """The blocks, by number, that a run of tokens may lie in: whole rows of the first axis' blocks.
+
+    Args:
+        grid: token grid.
+        blocks: block count per axis.
+        first: place of the run's first token, in raster order.
+        count: its length.
+    """
+    row, behind = math.prod(grid[1:]), math.prod(blocks[1:])
+    shortest, longer = divmod(grid[0], blocks[0])
+    places = first // row, max(first, first + count - 1) // row
+    behind_longer = [place - longer * (shortest + 1) for place in places]
+    start, stop = (
+        place // (shortest + 1) if rest < 0 else longer + rest // shortest
+        for place, rest in zip(places, behind_longer, strict=True)
+    )
+    return slice(start * behind, (stop + 1) * behind)
+
+
 def smallest_and_largest(grid: Sequence[int], blocks: Sequence[int]) -> tuple[int, int]:
     """Fewest and most tokens of a block."""
     sizes = block_sizes(grid, blocks)

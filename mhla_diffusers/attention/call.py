@@ -1,10 +1,11 @@
 """One call of the operator: everything that travels from :func:`mhla_attention` to the last kernel."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
-from .blocks import Shape
+from .blocks import Shape, blocks_of_range
 from .outside import Outside, OutsideTokens, of_grid
 from .parallel.place import Share
 from .rotary import Rotary, axial_table, rotary_table, table_of_tokens
@@ -85,6 +86,13 @@ class Call:
     def grid_3d(self) -> Shape:
         """The token grid with three axes; missing ones stand in front, of one token."""
         return (1,) * (3 - len(self.grid)) + self.grid
+
+    @property
+    def own_blocks(self) -> slice:
+        """The blocks, by number, that the call's tokens may lie in, whose rows of the mixing matrix it needs."""
+        if self.first == 0 and self.query.shape[1] == math.prod(self.grid):
+            return slice(0, math.prod(self.blocks))
+        return blocks_of_range(self.grid, self.blocks, self.first, self.query.shape[1])
 
     @property
     def rotary_of_tokens(self) -> torch.Tensor | None:

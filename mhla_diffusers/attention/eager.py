@@ -190,12 +190,15 @@ def _sums(call: Call, heads: slice, part: _Part) -> torch.Tensor:
 
 
 def _mix(call: Call, heads: slice, summary: torch.Tensor) -> torch.Tensor:
-    """Multi-Head Mixing: the mixture of summaries that each query block sees, (B, heads, *blocks, D + normalize, D)."""
-    coefficients = (call.mixing[heads] if call.mixing.ndim == 3 else call.mixing).to(summary.dtype)
+    """Multi-Head Mixing: the mixture of summaries that each query block sees, (B, heads, *blocks, D + normalize, D).
+
+    Of a share of the tokens, for the rows of blocks that it may lie in; the first axis has those alone then.
+    """
+    coefficients = (call.mixing[heads] if call.mixing.ndim == 3 else call.mixing)[..., call.own_blocks, :]
     some = summary[:, heads]
     # expanded, since torch.matmul folds a single matrix that takes gradients into a product of transposing copies
-    coefficients = coefficients.expand(*some.shape[:2], -1, -1)
-    return (coefficients @ some.flatten(3)).view_as(some).unflatten(2, call.blocks)
+    coefficients = coefficients.to(summary.dtype).expand(*some.shape[:2], -1, -1)
+    return (coefficients @ some.flatten(3)).unflatten(3, some.shape[3:]).unflatten(2, (-1, *call.blocks[1:]))
 
 
 def _join_boxes(call: Call, heads: slice, boxes: list[list[_Part]], mixed: torch.Tensor) -> list[torch.Tensor]:
@@ -211,7 +214,9 @@ def _join_boxes(call: Call, heads: slice, boxes: list[list[_Part]], mixed: torch
 def _read(call: Call, heads: slice, part: _Part, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Output (B, *tokens, H, D) and normaliser (B, *tokens, H, 1) of one region's queries (paper, Eq. 4)."""
     rotated, plain = _features(call, _in_blocks(call, call.query, heads, part), part)
-    here = mixed[(slice(None), slice(None), *part.region.blocks)]
+    rows, *others = part.region.blocks
+    first = call.own_blocks.start // math.prod(call.blocks[1:])
+    here = mixed[(slice(None), slice(None), slice(rows.start - first, rows.stop - first), *others)]
     head_dim = call.query.shape[3]
     output = rotated @ here[..., :head_dim, :]
     normaliser = [plain @ here[..., head_dim:, :].mT] if call.normalize else []

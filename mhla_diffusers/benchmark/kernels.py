@@ -77,7 +77,7 @@ def launches_of(call: Call, architecture: str) -> list[Launch]:
     query_gradient, gradients = launches.query_gradient_launch(call, state, upstream, numbers, architecture)
     return [
         launches.summary_launch(call, architecture)[0],
-        mixing_kernels.mix_launch(call.mixing, state, dtype, mixed.dtype, architecture)[0],
+        mixing_kernels.mix_launch(call.mixing, state, dtype, mixed.dtype, architecture=architecture)[0],
         launches.output_launch(call, mixed, True, architecture)[0],
         query_gradient,
         launches.summary_gradient_launch(call, state, upstream, gradients.token_numbers, architecture)[0],

@@ -9,6 +9,7 @@ from mhla_diffusers.attention.blocks import (
     block_index,
     block_lengths,
     block_sizes,
+    blocks_of_range,
     check_layout,
     from_blocks,
     join_blocks,
@@ -98,3 +99,15 @@ def test_too_few_tokens_name_the_axis_and_both_numbers():
 def test_bad_layouts(grid, blocks, words):
     with pytest.raises(ValueError, match=words):
         check_layout(grid, blocks)
+
+
+@given(layouts(), st.data())
+def test_the_blocks_that_a_run_of_tokens_may_lie_in(layout, data):
+    grid, blocks = layout
+    tokens = torch.Size(grid).numel()
+    first = data.draw(st.integers(0, tokens - 1))
+    count = data.draw(st.integers(1, tokens - first))
+    index, behind = block_index(grid, blocks)[first : first + count], torch.Size(blocks[1:]).numel()
+    found = blocks_of_range(grid, blocks, first, count)
+    assert found.start == int(index.min()) // behind * behind
+    assert found.stop == (int(index.max()) // behind + 1) * behind

@@ -28,6 +28,8 @@ def mix_kernel(
     mixed,
     heads,
     blocks,
+    first_row,
+    end_row,
     head_stride,
     row_stride,
     column_stride,
@@ -38,16 +40,16 @@ def mix_kernel(
     PRECISION: tl.constexpr,
 ):
     """Some elements (COLUMNS) of what some query blocks (ROWS) see: Σ_j m_ij S_j, for one batch row and head."""
-    heads, blocks = plain(heads), plain(blocks)
-    row_tiles = tl.cdiv(blocks, ROWS)
+    heads, blocks, first_row, end_row = plain(heads), plain(blocks), plain(first_row), plain(end_row)
+    row_tiles = tl.cdiv(end_row - first_row, ROWS)
     rest = tl.program_id(0)
-    rows = rest % row_tiles * ROWS + tl.arange(0, ROWS)
+    rows = first_row + rest % row_tiles * ROWS + tl.arange(0, ROWS)
     rest = rest // row_tiles
     columns = rest % tl.cdiv(SIZE, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     whole = (rest // tl.cdiv(SIZE, COLUMNS)).to(tl.int64)
     coefficients += whole % heads * plain(head_stride) + rows[:, None] * plain(row_stride)
     start = whole * blocks * SIZE
-    has_row, has_column = rows < blocks, columns < SIZE
+    has_row, has_column = rows < end_row, columns < SIZE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, blocks, DEPTH):
         others = first + tl.arange(0, DEPTH)
@@ -118,6 +120,7 @@ def mix_launch(
     summary: torch.Tensor,
     dtype: torch.dtype,
     mixed_dtype: torch.dtype,
+    rows: slice | None = None,
     architecture: str | None = None,
 ) -> tuple[Launch, torch.Tensor]:
     """What each query block sees.
@@ -127,6 +130,7 @@ def mix_launch(
         summary: float32 (B, H, M, ...), contiguous.
         dtype: of the call's query, which says how precise products must be.
         mixed_dtype: float32 or bfloat16, of what is written.
+        rows: of the blocks whose mixture is written, by number; None for all.
         architecture: of a card that is not there.
 
     Returns:
@@ -139,17 +143,20 @@ def mix_launch(
     mixed = allocate(tuple(summary.shape), mixed_dtype, summary.device)
     coefficients = mixing.float().expand(heads, -1, -1)
     head_stride, row_stride, column_stride = coefficients.stride()
+    first, end = (0, blocks) if rows is None else (rows.start, rows.stop)
     arguments = {
         "coefficients": coefficients,
         "summaries": summary,
         "mixed": mixed,
         "heads": disguised(heads),
         "blocks": disguised(blocks),
+        "first_row": disguised(first),
+        "end_row": disguised(end),
         "head_stride": disguised(head_stride),
         "row_stride": disguised(row_stride),
         "column_stride": disguised(column_stride),
     }
-    programs = batch * heads * -(-blocks // tiles.rows) * -(-size // tiles.columns)
+    programs = batch * heads * -(-(end - first) // tiles.rows) * -(-size // tiles.columns)
     return Launch(mix_kernel, programs, arguments, constants, place, tiles), mixed
 
 

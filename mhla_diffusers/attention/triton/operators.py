@@ -222,7 +222,7 @@ def read_summary(call: Call, summary: torch.Tensor, with_normaliser: bool) -> tu
     """What :func:`read` returns."""
     from .launches import output_launch
 
-    mixed = mix(call.mixing, summary.contiguous(), call.query.dtype, mixed_dtype(call))
+    mixed = mix(call.mixing, summary.contiguous(), call.query.dtype, mixed_dtype(call), call.own_blocks)
     launch, output, normaliser = output_launch(call, mixed, with_normaliser)
     launch.run()
     return output, summary.new_empty(0) if normaliser is None else normaliser
@@ -235,7 +235,7 @@ def read_summary_backward(
     from .launches import query_gradient_launch, summary_gradient_launch
 
     dtype, summary = call.query.dtype, summary.contiguous()
-    mixed = mix(call.mixing, summary, dtype)
+    mixed = mix(call.mixing, summary, dtype, rows=call.own_blocks)
     launch, of_query = query_gradient_launch(call, mixed, output_gradient, normaliser_gradient)
     launch.run()
     launch, parts = summary_gradient_launch(call, mixed, output_gradient, of_query.token_numbers)
@@ -259,12 +259,19 @@ def sum_parts(parts: torch.Tensor) -> torch.Tensor:
 
 
 def mix(
-    mixing: torch.Tensor, summary: torch.Tensor, dtype: torch.dtype, of_mixed: torch.dtype = torch.float32
+    mixing: torch.Tensor,
+    summary: torch.Tensor,
+    dtype: torch.dtype,
+    of_mixed: torch.dtype = torch.float32,
+    rows: slice | None = None,
 ) -> torch.Tensor:
-    """Multi-Head Mixing: (B, H, M, ...), what each query block sees, as precise as ``dtype``, kept as ``of_mixed``."""
+    """Multi-Head Mixing: (B, H, M, ...), what each query block sees, as precise as ``dtype``, kept as ``of_mixed``.
+
+    With ``rows``, what these blocks see; the others are not filled then.
+    """
     from .mixing_kernels import mix_launch
 
-    launch, mixed = mix_launch(mixing, summary, dtype, of_mixed)
+    launch, mixed = mix_launch(mixing, summary, dtype, of_mixed, rows)
     launch.run()
     return mixed
 

@@ -38,6 +38,17 @@ def test_against_float64(blocks, per_head, dtype):
     assert relative_error(gradient, exact.grad) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(5, 17), slice(16, 17)])
+def test_rows_of_some_blocks(rows):
+    """Of the others nothing is written; the tests fill what is allocated with NaN."""
+    mixing, summary, _ = draw(17, True)
+    found = operators.mix(mixing, summary, torch.float32, rows=rows)
+    assert torch.equal(found[:, :, rows], operators.mix(mixing, summary, torch.float32)[:, :, rows])
+    others = torch.ones(17, dtype=torch.bool)
+    others[rows] = False
+    assert found[:, :, others.to(DEVICE)].isnan().all()
+
+
 def test_elements_are_shared_out_and_summed_in_the_same_order():
     mixing, summary, upstream = draw(2, False, head_dim=40)
     query = torch.empty(2, 2, 3, 40, device=DEVICE)
