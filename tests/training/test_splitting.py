@@ -26,7 +26,10 @@ TRANSFER_THEN_ALL = (
     StageConfig(1, 1e-3, "all", ObjectiveWeights(diffusion=1.0, distillation=1.0)),
 )
 ROUNDING = 1e-5
-"""Relative, of float32 sums in another order."""
+"""Relative, of float32 sums in another order: of gradients and metrics."""
+ROUNDED_UPDATES = 1e-4
+"""Relative, of weights: AdamW divides each element of a gradient by its own size, so that an element ten times smaller
+than the others carries ten times their relative rounding into an update of the same size."""
 
 
 def config(output: Path, batch_size: int, degrees: ContextParallel | None = None, **settings: Any) -> TrainingConfig:
@@ -70,6 +73,15 @@ def differences(one: Path, other: Path) -> dict[str, float]:
     return found
 
 
+def assert_same_updates(one: Path, other: Path) -> None:
+    of_weights = load_file(one / "checkpoints/step-00000001/weights.safetensors").keys()
+    shares = {
+        name: found / (ROUNDED_UPDATES if name.rpartition(" after ")[0] in of_weights else ROUNDING)
+        for name, found in differences(one, other).items()
+    }
+    assert max(shares.values()) < 1, sorted(shares.items(), key=lambda item: -item[1])[:6]
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process."""
@@ -90,8 +102,7 @@ def test_an_update_is_that_of_one_process(
     groups = processes // (ring * ulysses)
     settings = config(tmp_path / "run", 2 // groups, ContextParallel(ring, ulysses))
     finish(start_distributed_training(settings, processes, **sharding))
-    found = differences(alone, tmp_path / "run")
-    assert max(found.values()) < ROUNDING, sorted(found.items(), key=lambda item: -item[1])[:6]
+    assert_same_updates(alone, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -103,8 +114,7 @@ def test_a_run_resumes_alone_and_split(alone: Path, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run" / name)
     split = config(tmp_path / "run", 2, degrees, gradient_checkpointing=True)
     finish(start_distributed_training(split, 2, resume="latest"))
-    found = differences(alone, tmp_path / "run")
-    assert max(found.values()) < ROUNDING, sorted(found.items(), key=lambda item: -item[1])[:6]
+    assert_same_updates(alone, tmp_path / "run")
     here, there = (load_mhla(tiny_wan(), folder / "result").state_dict() for folder in (alone, tmp_path / "run"))
     assert all(torch.allclose(there[name], value, atol=1e-5) for name, value in here.items())
 
