@@ -3,17 +3,20 @@
 from .call import Call
 from .feature_maps import feature_map_names, get_feature_map, register_feature_map
 from .functional import backend_names, check_backend, mhla_attention
-from .mixing import clip_mixing_, initial_mixing, resize_mixing
+from .mixing import clip_mixing_, extend_mixing, initial_mixing, resize_mixing
 from .reference import reference_attention, reference_weights
+from .state import MHLAState
 from .tiles import ContentTiles, ExactTiles
 
 __all__ = [
     "Call",
     "ContentTiles",
     "ExactTiles",
+    "MHLAState",
     "backend_names",
     "check_backend",
     "clip_mixing_",
+    "extend_mixing",
     "feature_map_names",
     "get_feature_map",
     "initial_mixing",

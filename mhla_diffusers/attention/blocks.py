@@ -12,7 +12,7 @@ by blocks of ``n // b`` tokens, so that nothing is ever cropped or padded.
 import math
 import operator
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +100,12 @@ def block_sizes(grid: Sequence[int], blocks: Sequence[int]) -> list[int]:
     """Tokens in each of the M blocks, in raster order of the block grid."""
     lengths = [block_lengths(n, b) for n, b in zip(grid, blocks, strict=True)]
     return [math.prod(shape) for shape in product(*lengths)]
+
+
+def frame_block_starts(grid: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """Places of the first token of every block of the first axis, in raster order, and behind them that of the end."""
+    row = math.prod(grid[1:])
+    return [0, *accumulate(length * row for length in block_lengths(grid[0], blocks[0]))]
 
 
 def blocks_of_range(grid: Sequence[int], blocks: Sequence[int], first: int, count: int) -> slice:

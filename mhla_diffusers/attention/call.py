@@ -60,6 +60,9 @@ class Call:
     """Name of the process group whose calls hold the tokens of the grid between them; None for all in this call."""
     shares: tuple[Share, ...] = ()
     """Of every process of :attr:`group`, in its order."""
+    causal: str | None = None
+    """"token", "block" or None; see :mod:`mhla_diffusers.attention.causal`. The tokens then begin with the grid and may
+    end before it does."""
     by_content: ContentTiles | None = None
     """How :attr:`exact` is chosen where it is not known yet, see
     :func:`mhla_diffusers.attention.tile_scores.with_chosen_tiles`."""

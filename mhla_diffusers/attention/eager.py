@@ -28,7 +28,6 @@ from .rotary import apply_rotary
 
 _CPU_BYTES = 2**23
 _DEVICE_BYTES = 2**30
-"""Float32 bytes of query (or key, or value) that are processed at once."""
 
 
 @dataclass(frozen=True)
@@ -111,20 +110,21 @@ def groups_of_heads(query: torch.Tensor, heads_at_once: int) -> list[slice]:
 def working_set(query: torch.Tensor, blocks: Shape) -> tuple[int, int]:
     """How many heads, and how many blocks along the first axis, to process together."""
     batch, tokens, heads, head_dim = query.shape
-    budget = _budget(query)
+    most = budget(query)
     row_bytes = max(1, 4 * batch * tokens * head_dim // blocks[0])
-    heads_at_once = max(1, min(heads, budget // row_bytes))
-    return heads_at_once, max(1, budget // (row_bytes * heads_at_once))
+    heads_at_once = max(1, min(heads, most // row_bytes))
+    return heads_at_once, max(1, most // (row_bytes * heads_at_once))
 
 
 def _at_once(call: Call) -> tuple[int, int, int]:
     """How many heads, blocks along the grid's first axis, and tokens along it of one head, to process together."""
     batch, tokens, _, head_dim = call.query.shape
-    length = max(1, _budget(call.query) // max(1, 4 * batch * head_dim * (tokens // call.grid[0])))
+    length = max(1, budget(call.query) // max(1, 4 * batch * head_dim * (tokens // call.grid[0])))
     return *working_set(call.query, call.blocks), length
 
 
-def _budget(query: torch.Tensor) -> int:
+def budget(query: torch.Tensor) -> int:
+    """Bytes of query (or key, or value), as the sums are kept, that are processed at once."""
     return _CPU_BYTES if query.device.type == "cpu" else _DEVICE_BYTES
 
 

@@ -10,18 +10,21 @@ import torch
 
 from .blocks import Shape, check_layout
 from .call import Call, split_call, with_rotary
+from .causal import Causal, CausalAttention, check_causal
+from .checks import check_axes, check_call, check_rotary, check_tensors, tokens_in_order
 from .eager import eager_read, eager_summaries
 from .exact import exact_attention
 from .feature_maps import get_feature_map
 from .merge import LinearAttention, merged_attention
 from .outside import Outside, check_outside
+from .own_block import own_block_attention
 from .parallel.place import Parallel
 from .parallel.softmax import of_everyone
 from .parallel.ulysses import attend_by_heads
 from .rotary import Rotary
 from .tile_scores import with_chosen_tiles
 from .tiles import ContentTiles, ExactTiles, without_exact_tiles
-from .triton import triton_attention, why_not
+from .triton import TRITON_CAUSAL, triton_attention, why_not
 
 _EAGER = LinearAttention(eager_summaries, eager_read)
 
@@ -33,6 +36,13 @@ def _attend_eagerly(call: Call) -> torch.Tensor:
 
 
 _BACKENDS: dict[str, Callable[[Call], torch.Tensor]] = {"eager": _attend_eagerly, "triton": triton_attention}
+
+
+CAUSAL_BACKENDS = {
+    "eager": CausalAttention(_EAGER, exact_attention, own_block_attention),
+    "triton": TRITON_CAUSAL,
+}
+"""By the names of backends."""
 
 
 def backend_names() -> list[str]:
@@ -74,6 +84,7 @@ def mhla_attention(
     mean_bias: torch.Tensor | None = None,
     outside: Outside = (0, 0),
     parallel: Parallel | None = None,
+    causal: Causal | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Multi-Head Linear Attention (paper, Eq. 3-5).
@@ -123,6 +134,11 @@ def mhla_attention(
             N tokens is of these, and ``outside`` counts these. What is of heads is of all H, except the lists of
             ``exact``, which are of the heads that the process attends with (:meth:`Parallel.heads`). The gradients
             that the processes get add up to the gradient. None for this process alone.
+        causal: "token": a query sees no later token of its sequence, the one axis of the grid. "block": it sees no
+            later block of the first axis, and of its own and earlier ones every token. The sequence may end before the
+            grid does, with "block" behind a whole block. With ``far_field_weight`` the own block along the first axis
+            is attended to with softmax, and the earlier ones with these weights;
+            :mod:`mhla_diffusers.attention.causal`. None for attention that knows no order.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
             ROCm devices, D up to 256 and the built-in feature maps. "eager": torch operations, for everything. "auto":
             triton on a CUDA or ROCm device if it can run the call, else eager.
@@ -137,12 +153,15 @@ def mhla_attention(
     grid, blocks = check_layout(grid, blocks)
     get_feature_map(feature_map)
     check_backend(backend)
-    _check_tensors(query, key, value)
+    check_tensors(query, key, value)
     if rotary is not None:
-        _check_rotary(rotary, query)
-    axes = _check_axes(rotary_axes, grid, query.shape[3])
+        check_rotary(rotary, query)
+    axes = check_axes(rotary_axes, grid, query.shape[3])
     outside = check_outside(outside)
     first, count = (0, math.prod(grid)) if parallel is None else parallel.own_share(math.prod(grid))
+    if causal is not None:
+        check_causal(causal, grid, blocks)
+        count = tokens_in_order(query, grid, blocks, causal)
     call = Call(
         query,
         key,
@@ -162,20 +181,28 @@ def mhla_attention(
         exact if isinstance(exact, ExactTiles) else None,
         mean_bias,
         first=first,
+        causal=causal,
         by_content=exact if isinstance(exact, ContentTiles) else None,
     )
     if parallel is not None and parallel.ring.size > 1:
         call = replace(call, group=parallel.ring.name, shares=tuple(parallel.segments(math.prod(grid))))
-    _check(call, outside, count, parallel)
+    check_call(call, outside, count, parallel)
     if query.numel() == 0:
         return torch.empty_like(query)
-    if backend == "auto":
-        fused = query.device.type == "cuda" and why_not(query, feature_map) is None
-        backend = "triton" if fused else "eager"
+    backend = chosen_backend(backend, query, feature_map)
+    if causal is not None:
+        return CAUSAL_BACKENDS[backend](call if rotary is None else with_rotary(call, rotary, None))
     attend = partial(_attend, _BACKENDS[backend], parallel)
     if parallel is not None and parallel.ulysses.size > 1:
         return attend_by_heads(call, rotary, axes, outside, parallel, attend)
     return attend(call, rotary, axes, outside)
+
+
+def chosen_backend(backend: str, query: torch.Tensor, feature_map: str) -> str:
+    """What "auto" stands for with such a query (B, N, H, D)."""
+    if backend != "auto":
+        return backend
+    return "triton" if query.device.type == "cuda" and why_not(query, feature_map) is None else "eager"
 
 
 def _attend(
@@ -204,112 +231,3 @@ def _beside_outside_alone(call: Call) -> Call:
     heads, device = call.query.shape[2], call.query.device
     weight = call.far_field_weight if call.far_field_weight is not None else torch.ones(heads, device=device)
     return replace(call, exact=without_exact_tiles(call.grid, heads, device), far_field_weight=weight)
-
-
-def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    if query.ndim != 4:
-        raise ValueError(f"query must be (B, N, H, D), got shape {tuple(query.shape)}.")
-    if not query.is_floating_point():
-        raise ValueError(f"query must be floating point, got {query.dtype}.")
-    for name, tensor in (("key", key), ("value", value)):
-        for what in ("shape", "dtype", "device"):
-            expected, found = getattr(query, what), getattr(tensor, what)
-            if found != expected:
-                raise ValueError(f"{name} has {what} {found}, but query has {expected}; they must be the same.")
-
-
-def _check_rotary(rotary: Rotary, query: torch.Tensor) -> None:
-    batch, tokens, _, head_dim = query.shape
-    for table in rotary:
-        if table.shape[0] not in (1, batch) or tuple(table.shape[1:]) != (tokens, 1, head_dim):
-            raise ValueError(
-                f"rotary tables must be (1 or {batch}, {tokens}, 1, {head_dim}), got {tuple(table.shape)}."
-            )
-    if head_dim % 2:
-        raise ValueError(f"RoPE turns pairs of channels, and the head dim is {head_dim}; it must be even.")
-
-
-def _check_axes(axes: Sequence[int] | None, grid: Shape, head_dim: int) -> Shape | None:
-    if axes is None:
-        return None
-    if len(axes) != len(grid) or sum(axes) != head_dim or any(count < 0 or count % 2 for count in axes):
-        raise ValueError(
-            f"rotary_axes={tuple(axes)} must be an even number of channels for each of the {len(grid)} axes of the "
-            f"grid, {head_dim} in all."
-        )
-    return tuple(axes)
-
-
-def _check(call: Call, outside: Outside, on_grid: int, parallel: Parallel | None) -> None:
-    """Args: ``on_grid``: tokens of the grid that this process has."""
-    batch, tokens, heads, head_dim = call.query.shape
-    share = (
-        "" if parallel is None else f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"
-    )
-    if any(outside) and on_grid + sum(outside) != tokens:
-        raise ValueError(
-            f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {outside[1]} after "
-            f"it are {on_grid + sum(outside)}, but query has N={tokens}; outside={outside} must be what the grid "
-            "leaves of N."
-        )
-    if not any(outside) and on_grid != tokens:
-        raise ValueError(
-            f"Token grid {call.grid}{share} holds {on_grid} tokens, but query has N={tokens}; the product of the grid "
-            "must be N. Tokens that have no place on it are given by outside=(before, after)."
-        )
-    blocks = math.prod(call.blocks)
-    if tuple(call.mixing.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
-        raise ValueError(
-            f"mixing has shape {tuple(call.mixing.shape)}; for {blocks} blocks and {heads} heads it must be "
-            f"({blocks}, {blocks}) or ({heads}, {blocks}, {blocks})."
-        )
-    if call.rope not in ("after", "before"):
-        raise ValueError(f"Unknown rope={call.rope!r}; allowed: 'after' or 'before' (the feature map).")
-    expected = {
-        "key_mask": (batch, tokens),
-        "output_norm": (head_dim,),
-        "output_gate": (batch, on_grid, heads, head_dim),
-        "far_field_weight": (heads,),
-        "mean_bias": (heads,),
-    }
-    for name, shape in expected.items():
-        tensor = getattr(call, name)
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
-    if any(outside) and not call.normalize:
-        raise ValueError("Tokens outside the grid share one denominator with those of it, which needs normalize=True.")
-    if call.far_field_weight is not None and not call.normalize:
-        raise ValueError("Softmax weights share one denominator with the far field, which needs normalize=True.")
-    has_far_field = call.far_field_weight is not None or any(outside) and call.exact is None and call.by_content is None
-    if has_far_field and call.feature_map == "relu" and not call.eps > 0:
-        raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
-    own = range(heads) if parallel is None else range(heads)[parallel.heads(heads)]
-    _check_exact(call, any(outside), len(own))
-
-
-def _check_exact(call: Call, has_outside: bool, heads: int) -> None:
-    if call.by_content is not None:
-        check_layout(call.grid, call.by_content.counts, "exact_tiles")
-        return
-    if call.exact is None:
-        for name in ("mean_bias",) if has_outside else ("mean_bias", "far_field_weight"):
-            if getattr(call, name) is not None:
-                raise ValueError(f"{name} weighs what stands beside exact tiles; give exact as well.")
-        return
-    check_layout(call.grid, call.exact.counts, "exact_tiles")
-    if call.exact.heads != heads:
-        attending = f"query has {heads}" if heads == call.query.shape[2] else f"this process attends with {heads}"
-        raise ValueError(f"exact has lists for {call.exact.heads} heads, but {attending}.")
-    if call.exact.samples not in (1, call.query.shape[0]):
-        raise ValueError(f"exact has lists for {call.exact.samples} samples, but query has {call.query.shape[0]}.")
-    if call.exact.keys.device != call.query.device:
-        raise ValueError(f"exact is on {call.exact.keys.device}, but query is on {call.query.device}.")
-    if call.far_field_weight is not None or call.mean_bias is not None or has_outside:
-        return
-    # looked at where it costs nothing: a device would have to be waited for, and a compiled graph would break
-    looking = call.exact.offsets.device.type == "cpu" and not torch.compiler.is_compiling()
-    if looking and not bool(call.exact.offsets.diff().all()):
-        raise ValueError(
-            "Some query tiles have no exact tile, so they would attend to nothing; give far_field_weight, mean_bias, "
-            "or every query tile at least one key tile."
-        )

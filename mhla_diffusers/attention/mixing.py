@@ -48,6 +48,52 @@ def clip_mixing_(mixing: torch.Tensor) -> torch.Tensor:
     return mixing.clamp_(*MIXING_RANGE)
 
 
+def causal_mixing(mixing: torch.Tensor, blocks: Sequence[int], own: bool) -> torch.Tensor:
+    """A mixing matrix with 0 for blocks that lie later along the first axis.
+
+    Args:
+        mixing: (..., M, M).
+        blocks: block count per axis.
+        own: whether a block sees those of its own place along the first axis.
+    """
+    place = torch.arange(blocks[0], device=mixing.device).repeat_interleave(math.prod(blocks[1:]))
+    seen = place[:, None] >= place if own else place[:, None] > place
+    return torch.where(seen, mixing, 0.0)
+
+
+def extend_mixing(mixing: torch.Tensor, blocks: Sequence[int], count: int) -> torch.Tensor:
+    """A causal mixing matrix for more blocks along the first axis than it was made for.
+
+    A later row sees what the last one does, by how far back it lies, and all that lies farther back like the oldest
+    that the last row sees: m_ib = m_{L, L − min(i − b, L)} with L the last place, for every pair of places on the other
+    axes.
+
+    Args:
+        mixing: (..., M, M) for ``blocks``.
+        blocks: block count per axis, at least 2 along the first.
+        count: of blocks along the first axis that are wanted, at least those that there are.
+
+    Returns:
+        (..., M', M'), 0 for blocks that lie later.
+
+    Raises:
+        ValueError: there is one block along the first axis, or more than wanted.
+    """
+    rows, side = blocks[0], math.prod(blocks[1:])
+    if rows < 2 or count < rows:
+        raise ValueError(
+            f"A mixing matrix for blocks={tuple(blocks)} cannot be carried on to {count} along the first axis; it needs "
+            "at least 2 of its own, and as many are the least that can be wanted."
+        )
+    device = mixing.device
+    by_place = mixing.unflatten(-1, (rows, side)).unflatten(-3, (rows, side)).movedim(-2, -3)
+    distance = (torch.arange(count, device=device)[:, None] - torch.arange(count, device=device)).clamp(0, rows - 1)
+    row = torch.arange(count, device=device).clamp_max(rows - 1)[:, None].expand(-1, count)
+    extended = by_place[..., row, (row - distance).clamp_min(0), :, :]
+    extended = extended.movedim(-2, -3).flatten(-2).flatten(-3, -2)
+    return causal_mixing(extended, (count, side), own=True)
+
+
 def resize_mixing(mixing: torch.Tensor, blocks: Sequence[int], new_blocks: Sequence[int]) -> torch.Tensor:
     """Carry a mixing matrix over to other block counts by linear interpolation over block positions.
 

@@ -3,6 +3,8 @@
 Nothing here is fast: the N x N weights of the paper's Eq. 5 are formed one query-key pair at a time.
 """
 
+import math
+
 import torch
 
 from .blocks import block_index
@@ -39,12 +41,12 @@ def reference_weights(call: Call) -> torch.Tensor:
     query, key = phi(query, call.eps), phi(key, call.eps)
     mixing, mask = call.mixing.double(), call.key_mask
     beside_softmax = call.exact is not None or call.outside is not None
-    if beside_softmax:
+    if beside_softmax or call.causal is not None:
         mixing, mask = mixing + LEAST_MIXING, mask.double().clamp_min(LEAST_MASK) if mask is not None else None
     if mask is not None:
         key = key * mask[:, :, None, None]
 
-    block_of = block_index(call.grid, call.blocks).to(query.device)
+    block_of = block_index(call.grid, call.blocks).to(query.device)[: query.shape[1]]
     coefficients = mixing[..., block_of[:, None], block_of[None, :]]
     plain = torch.einsum("bqhd,bkhd->bhqk", query, key)
     if table is not None and call.rope == "after":
@@ -53,9 +55,47 @@ def reference_weights(call: Call) -> torch.Tensor:
     normaliser = coefficients * plain
     if beside_softmax:
         weights, normaliser = _beside_softmax(call, weights, normaliser, near_query, near_key)
+    if call.causal is not None:
+        weights, normaliser = _causal(call, weights, normaliser, near_query, near_key, mask)
     if call.normalize:
         weights = weights / normaliser.sum(dim=-1, keepdim=True)
     return weights
+
+
+def _causal(
+    call: Call,
+    weights: torch.Tensor,
+    normaliser: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, and what they are divided by, of what a query sees (:mod:`mhla_diffusers.attention.causal`).
+
+    Args:
+        call: the call.
+        weights: of MHLA throughout, (B, H, N, N).
+        normaliser: likewise.
+        query: after RoPE, (B, N, H, D).
+        key: likewise.
+        mask: (B, N).
+    """
+    frame_block = block_index(call.grid[:1], call.blocks[:1]).repeat_interleave(math.prod(call.grid[1:]))
+    frame_block = frame_block[: query.shape[1]].to(query.device)
+    place = torch.arange(query.shape[1], device=query.device) if call.causal == "token" else frame_block
+    seen = place[:, None] >= place
+    if call.far_field_weight is None:
+        return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0)
+    own = frame_block[:, None] == frame_block
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    largest = torch.where(own & seen, scores, 0.0).amax(dim=-1, keepdim=True)
+    softmax = (scores - largest).exp()
+    if mask is not None:
+        softmax = softmax * mask[:, None, None, :]
+    earlier = (-largest).exp() * _far_field_weight(call)[:, None, None]
+    found = (torch.where(own, softmax, earlier * x) for x in (weights, normaliser))
+    weights, normaliser = (torch.where(seen, x, 0.0) for x in found)
+    return weights, normaliser
 
 
 def _beside_softmax(

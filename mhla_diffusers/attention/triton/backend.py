@@ -10,7 +10,9 @@ import torch
 
 from ..blocks import Shape
 from ..call import Call
+from ..causal import CausalAttention
 from ..merge import LinearAttention, merged_attention
+from ..own_block import own_block_attention
 from .exact import triton_exact_attention
 from .operators import BY_READ, BY_SUMMARIES, read, summaries
 
@@ -90,6 +92,16 @@ BESIDE_EXACT = LinearAttention(_summaries, _read)
 """Of calls that :func:`usable_call` gave."""
 THROUGHOUT = LinearAttention(_summaries, _read_output)
 """The same without the normaliser, which is then not written."""
+
+
+TRITON_CAUSAL = CausalAttention(
+    LinearAttention(
+        lambda call: _summaries(usable_call(call)), lambda call, summary: _read(usable_call(call), summary)
+    ),
+    lambda call, tiles: triton_exact_attention(usable_call(call), tiles),
+    own_block_attention,
+)
+"""Of calls as they come."""
 
 
 def _check(call: Call) -> None:

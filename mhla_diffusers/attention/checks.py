@@ -1,0 +1,157 @@
+"""What the arguments of the operator must be: every check raises a ValueError that names what was given."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .blocks import Shape, check_layout, frame_block_starts
+from .call import Call
+from .outside import Outside
+from .parallel.place import Parallel
+from .rotary import Rotary
+
+
+def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise unless they are (B, N, H, D) of one kind."""
+    if query.ndim != 4:
+        raise ValueError(f"query must be (B, N, H, D), got shape {tuple(query.shape)}.")
+    if not query.is_floating_point():
+        raise ValueError(f"query must be floating point, got {query.dtype}.")
+    for name, tensor in (("key", key), ("value", value)):
+        for what in ("shape", "dtype", "device"):
+            expected, found = getattr(query, what), getattr(tensor, what)
+            if found != expected:
+                raise ValueError(f"{name} has {what} {found}, but query has {expected}; they must be the same.")
+
+
+def check_rotary(rotary: Rotary, query: torch.Tensor) -> None:
+    """Raise unless the tables are those of the query's tokens."""
+    batch, tokens, _, head_dim = query.shape
+    for table in rotary:
+        if table.shape[0] not in (1, batch) or tuple(table.shape[1:]) != (tokens, 1, head_dim):
+            raise ValueError(
+                f"rotary tables must be (1 or {batch}, {tokens}, 1, {head_dim}), got {tuple(table.shape)}."
+            )
+    if head_dim % 2:
+        raise ValueError(f"RoPE turns pairs of channels, and the head dim is {head_dim}; it must be even.")
+
+
+def check_axes(axes: Sequence[int] | None, grid: Shape, head_dim: int) -> Shape | None:
+    """The channels that turn with each axis, as a tuple."""
+    if axes is None:
+        return None
+    if len(axes) != len(grid) or sum(axes) != head_dim or any(count < 0 or count % 2 for count in axes):
+        raise ValueError(
+            f"rotary_axes={tuple(axes)} must be an even number of channels for each of the {len(grid)} axes of the "
+            f"grid, {head_dim} in all."
+        )
+    return tuple(axes)
+
+
+def tokens_in_order(query: torch.Tensor, grid: Shape, blocks: Shape, causal: str) -> int:
+    """How many tokens of the grid a causal call has: all those of the query, if they may be."""
+    tokens = query.shape[1]
+    if tokens > math.prod(grid):
+        raise ValueError(
+            f"The sequence has N={tokens} tokens, more than the {math.prod(grid)} of the grid {grid}; give the grid of "
+            "a longer sequence, and for more blocks than were trained the mixing matrix that extend_mixing() makes."
+        )
+    if causal == "block" and tokens not in (ends := frame_block_starts(grid, blocks)):
+        raise ValueError(
+            f"With causal='block' a sequence ends behind a block of the first axis; allowed N on the grid {grid} with "
+            f"blocks={blocks} are {', '.join(map(str, ends[1:]))}, got {tokens}."
+        )
+    return tokens
+
+
+def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | None) -> None:
+    """Raise unless all of a call fits together; ``on_grid`` are the tokens of the grid that this process has."""
+    batch, tokens, heads, head_dim = call.query.shape
+    share = (
+        "" if parallel is None else f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"
+    )
+    if any(outside) and on_grid + sum(outside) != tokens:
+        raise ValueError(
+            f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {outside[1]} after "
+            f"it are {on_grid + sum(outside)}, but query has N={tokens}; outside={outside} must be what the grid "
+            "leaves of N."
+        )
+    if not any(outside) and on_grid != tokens:
+        raise ValueError(
+            f"Token grid {call.grid}{share} holds {on_grid} tokens, but query has N={tokens}; the product of the grid "
+            "must be N. Tokens that have no place on it are given by outside=(before, after)."
+        )
+    blocks = math.prod(call.blocks)
+    if tuple(call.mixing.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
+        raise ValueError(
+            f"mixing has shape {tuple(call.mixing.shape)}; for {blocks} blocks and {heads} heads it must be "
+            f"({blocks}, {blocks}) or ({heads}, {blocks}, {blocks})."
+        )
+    if call.rope not in ("after", "before"):
+        raise ValueError(f"Unknown rope={call.rope!r}; allowed: 'after' or 'before' (the feature map).")
+    expected = {
+        "key_mask": (batch, tokens),
+        "output_norm": (head_dim,),
+        "output_gate": (batch, on_grid, heads, head_dim),
+        "far_field_weight": (heads,),
+        "mean_bias": (heads,),
+    }
+    for name, shape in expected.items():
+        tensor = getattr(call, name)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
+    if any(outside) and not call.normalize:
+        raise ValueError("Tokens outside the grid share one denominator with those of it, which needs normalize=True.")
+    if call.far_field_weight is not None and not call.normalize:
+        raise ValueError("Softmax weights share one denominator with the far field, which needs normalize=True.")
+    has_far_field = call.far_field_weight is not None or any(outside) and call.exact is None and call.by_content is None
+    if has_far_field and call.feature_map == "relu" and not call.eps > 0:
+        raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
+    if call.causal is not None:
+        _check_causal(call, outside, parallel)
+        return
+    own = range(heads) if parallel is None else range(heads)[parallel.heads(heads)]
+    _check_exact(call, any(outside), len(own))
+
+
+def _check_causal(call: Call, outside: Outside, parallel: Parallel | None) -> None:
+    refused = {
+        "exact": call.exact is not None or call.by_content is not None,
+        "mean_bias": call.mean_bias is not None,
+        "outside": any(outside),
+        "parallel": parallel is not None,
+    }
+    for name in (name for name, is_given in refused.items() if is_given):
+        raise ValueError(
+            f"{name} does not go with causal={call.causal!r}, which attends to its own block with softmax if "
+            "far_field_weight is given, to earlier ones through their summaries, and runs in one process."
+        )
+
+
+def _check_exact(call: Call, has_outside: bool, heads: int) -> None:
+    if call.by_content is not None:
+        check_layout(call.grid, call.by_content.counts, "exact_tiles")
+        return
+    if call.exact is None:
+        for name in ("mean_bias",) if has_outside else ("mean_bias", "far_field_weight"):
+            if getattr(call, name) is not None:
+                raise ValueError(f"{name} weighs what stands beside exact tiles; give exact as well.")
+        return
+    check_layout(call.grid, call.exact.counts, "exact_tiles")
+    if call.exact.heads != heads:
+        attending = f"query has {heads}" if heads == call.query.shape[2] else f"this process attends with {heads}"
+        raise ValueError(f"exact has lists for {call.exact.heads} heads, but {attending}.")
+    if call.exact.samples not in (1, call.query.shape[0]):
+        raise ValueError(f"exact has lists for {call.exact.samples} samples, but query has {call.query.shape[0]}.")
+    if call.exact.keys.device != call.query.device:
+        raise ValueError(f"exact is on {call.exact.keys.device}, but query is on {call.query.device}.")
+    if call.far_field_weight is not None or call.mean_bias is not None or has_outside:
+        return
+    # looked at where it costs nothing: a device would have to be waited for, and a compiled graph would break
+    looking = call.exact.offsets.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looking and not bool(call.exact.offsets.diff().all()):
+        raise ValueError(
+            "Some query tiles have no exact tile, so they would attend to nothing; give far_field_weight, mean_bias, "
+            "or every query tile at least one key tile."
+        )

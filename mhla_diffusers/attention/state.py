@@ -1,0 +1,307 @@
+"""Causal MHLA of a sequence that goes on: what is kept of the past instead of its keys and values.
+
+Of every frame block that is over (see :mod:`mhla_diffusers.attention.causal`) the summaries are kept, and of the one
+that is not, its summary so far, or where the own block is attended to with softmax, its keys and values.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from .blocks import check_layout, frame_block_starts
+from .call import Call, with_rotary
+from .causal import Causal, CausalAttention, beside_earlier, check_causal, has_own_part, part_of, with_causal_mixing
+from .checks import check_call, check_rotary, check_tensors
+from .eager import sum_dtype
+from .functional import CAUSAL_BACKENDS, check_backend, chosen_backend
+from .feature_maps import get_feature_map
+from .own_block import Own, softmax_up_to_itself
+from .rotary import Rotary, rotated
+
+Beyond = Literal["error", "relative"]
+
+_KEPT = ("_closed", "_earlier", "_open", "_keys", "_values", "_weights")
+
+
+class MHLAState:
+    """What a sequence has left behind, from which :meth:`step` goes on.
+
+    Equal to ``mhla_attention(..., causal=...)`` of the whole sequence, but for rounding, however it is cut. With F
+    frame blocks on the grid and M blocks it keeps at most M summaries of D (D + 1) numbers for every head, whatever the
+    length of the sequence, and less than a frame block of keys and values. A cache of keys and values keeps 2 N D.
+
+    Args:
+        mixing: (M, M) or (H, M, M).
+        grid: token grid of the longest sequence, or with ``beyond="relative"`` of what was trained.
+        blocks: block count per axis; the product is M.
+        causal: "token" or "block".
+        beyond: what comes behind the grid's last token: "error", or "relative", by which a later block sees what the
+            last one of the matrix sees, by how far back it lies, and all that lies farther back is one block
+            (:func:`mhla_diffusers.attention.mixing.extend_mixing`). It needs two blocks of one length, or more, along
+            the first axis.
+        backend: see :func:`mhla_attention`.
+        **settings: feature_map, rope, normalize, eps, output_norm and far_field_weight of :func:`mhla_attention`.
+
+    Raises:
+        ValueError: grid, blocks or settings do not fit.
+    """
+
+    def __init__(
+        self,
+        mixing: torch.Tensor,
+        grid: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        causal: Causal,
+        beyond: Beyond = "error",
+        backend: str = "auto",
+        **settings: Any,
+    ) -> None:
+        self.grid, self.blocks = check_layout(grid, blocks)
+        check_causal(causal, self.grid, self.blocks)
+        check_backend(backend)
+        get_feature_map(settings.get("feature_map", "relu"))
+        unknown = set(settings) - {"feature_map", "rope", "normalize", "eps", "output_norm", "far_field_weight"}
+        if unknown:
+            raise TypeError(f"MHLAState got unknown arguments {', '.join(sorted(unknown))}.")
+        if beyond not in get_args(Beyond):
+            raise ValueError(f"Unknown beyond={beyond!r}; allowed: {', '.join(map(repr, get_args(Beyond)))}.")
+        if beyond == "relative" and (self.blocks[0] < 2 or self.grid[0] % self.blocks[0]):
+            raise ValueError(
+                f"beyond='relative' carries on blocks of one length, at least two of them, but the first axis of the "
+                f"grid {self.grid} has {self.grid[0]} tokens in {self.blocks[0]} blocks."
+            )
+        self.causal, self.beyond, self.backend = causal, beyond, backend
+        self.mixing, self.settings = mixing, settings
+        self.length = 0
+        """Tokens so far."""
+        self._starts = frame_block_starts(self.grid, self.blocks)
+        self._closed: torch.Tensor | None = None
+        """(B, H, F, blocks of a frame block, D + normalize, D) of the frame blocks that are over, oldest first."""
+        self._earlier: torch.Tensor | None = None
+        """Their mixture for the open frame block, (B, H, blocks of a frame block, D + normalize, D)."""
+        self._open: torch.Tensor | None = None
+        """Like ``_earlier``, the summaries of the frame block that is not over."""
+        self._keys: torch.Tensor | None = None
+        """Its keys after RoPE, for softmax among tokens, (B, H, n, D)."""
+        self._values: torch.Tensor | None = None
+        """(B, H, n, D)."""
+        self._weights: torch.Tensor | None = None
+        """Of these keys, (B, 1, n, 1)."""
+
+    def step(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        rotary: Rotary | None = None,
+        key_mask: torch.Tensor | None = None,
+        output_gate: torch.Tensor | None = None,
+        keep: bool = True,
+    ) -> torch.Tensor:
+        """The next tokens of the sequence: one or several, or with ``causal="block"`` whole frame blocks.
+
+        Args:
+            query: (B, n, H, D).
+            key: like ``query``.
+            value: like ``query``.
+            rotary: (cos, sin), each (1 or B, n, 1, D), of these tokens.
+            key_mask: (B, n), see :func:`mhla_attention`.
+            output_gate: (B, n, H, D).
+            keep: whether they belong to the past of the next step. Without it the state stays as it is, as for a frame
+                block that is denoised in several steps.
+
+        Returns:
+            (B, n, H, D).
+
+        Raises:
+            ValueError: shapes do not fit each other or the state, or the sequence is longer than the grid with
+                ``beyond="error"``.
+        """
+        check_tensors(query, key, value)
+        if rotary is not None:
+            check_rotary(rotary, query)
+        call = Call(
+            query,
+            key,
+            value,
+            self.mixing,
+            self.grid,
+            self.blocks,
+            key_mask=key_mask,
+            output_gate=output_gate,
+            causal=self.causal,
+            **self.settings,
+        )
+        check_call(call, (0, 0), query.shape[1], None)
+        self._check(query)
+        if query.numel() == 0:
+            return torch.empty_like(query)
+        attend = CAUSAL_BACKENDS[chosen_backend(self.backend, query, call.feature_map)]
+        before = vars(self).copy()
+        output = self._go_on(attend, call if rotary is None else with_rotary(call, rotary, None))
+        if not keep:
+            vars(self).update(before)
+        return output
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the state takes."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def reorder(self, samples: torch.Tensor) -> None:
+        """Make the state that of other samples of the batch, as beam search does; ``samples`` are their numbers."""
+        for name, tensor in self._tensors().items():
+            setattr(self, name, tensor.index_select(0, samples.to(tensor.device)))
+
+    def reset(self) -> None:
+        """Begin another sequence."""
+        self.length = 0
+        for name in self._tensors():
+            setattr(self, name, None)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor) and name in _KEPT}
+
+    def _check(self, query: torch.Tensor) -> None:
+        batch, count, heads, head_dim = query.shape
+        known = next(iter(self._tensors().values()), None)
+        if known is not None and (known.shape[0], known.shape[1], known.shape[-1]) != (batch, heads, head_dim):
+            raise ValueError(
+                f"This state is of a batch of {known.shape[0]} with {known.shape[1]} heads of {known.shape[-1]}, but "
+                f"query has {batch} with {heads} of {head_dim}. A sequence of other samples needs a state of its own, "
+                "or reset(); reorder() picks samples of this one."
+            )
+        if self.beyond == "error" and self.length + count > self._starts[-1]:
+            raise ValueError(
+                f"After {self.length} tokens {count} more go beyond the {self._starts[-1]} tokens of the grid "
+                f"{self.grid}. Give a longer grid, or beyond='relative' to go on as in its last block."
+            )
+        length = self._starts[1] if self.length >= self._starts[-1] else None
+        if self.causal == "block" and not self._ends_whole(count):
+            raise ValueError(
+                f"With causal='block' steps are whole blocks of the first axis; after {self.length} tokens the next one "
+                f"has {length or self._place()[2]} tokens, and query has {count}."
+            )
+
+    def _ends_whole(self, count: int) -> bool:
+        end = self.length + count
+        return end in self._starts if end <= self._starts[-1] else (end - self._starts[-1]) % self._starts[1] == 0
+
+    def _place(self) -> tuple[int, int, int]:
+        """Which frame block is open, how many tokens it has, and how many it will have."""
+        starts, length = self._starts, self.length
+        if length < starts[-1]:
+            row = bisect_right(starts, length) - 1
+            return row, length - starts[row], starts[row + 1] - starts[row]
+        row, offset = divmod(length - starts[-1], starts[1])
+        return self.blocks[0] + row, offset, starts[1]
+
+    def _go_on(self, attend: CausalAttention, call: Call) -> torch.Tensor:
+        """The output, frame block after frame block, but for the begin of a sequence, which is one call."""
+        outputs, done, count = [], 0, call.query.shape[1]
+        if not self.length and count > self._starts[1]:
+            done = min(count, self._starts[-1])
+            begin = part_of(call, slice(0, done))
+            outputs.append(attend(begin))
+            self._keep_begin(attend, with_causal_mixing(begin))
+        while done < count:
+            row, offset, length = self._place()
+            end = min(done + length - offset, count)
+            piece, earlier = self._piece(part_of(call, slice(done, end)), row)
+            outputs.append(self._attend(attend, piece, earlier))
+            done = end
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+
+    def _piece(self, call: Call, row: int) -> tuple[Call, torch.Tensor | None]:
+        """Tokens of one frame block as a call of their own, and the mixture of earlier frame blocks that they see."""
+        call, side = with_causal_mixing(call), math.prod(self.blocks[1:])
+        last = min(row, self.blocks[0] - 1)
+        mixing = call.mixing.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))[..., last, :, :, :]
+        if self._earlier is None and self._closed is not None:
+            coefficients = mixing[..., :last, :].flatten(-2).expand(self._closed.shape[1], -1, -1)
+            closed = self._closed.flatten(2, 3).flatten(3)
+            mixed = coefficients.to(closed.dtype) @ closed
+            self._earlier = mixed.unflatten(-1, self._closed.shape[-2:])
+        frames = call.query.shape[1] // math.prod(self.grid[1:])
+        grid, blocks = (frames, *self.grid[1:]), (1, *self.blocks[1:])
+        return replace(call, grid=grid, blocks=blocks, mixing=mixing[..., last, :], first=0), self._earlier
+
+    def _attend(self, attend: CausalAttention, piece: Call, earlier: torch.Tensor | None) -> torch.Tensor:
+        summaries = attend.linear.summaries(piece)
+        seen = replace(piece, mixing=torch.eye(piece.mixing.shape[-1], device=piece.query.device))
+        if not has_own_part(piece):
+            own = _mixed(piece.mixing, summaries)
+            output = attend.linear.read(seen, own if earlier is None else earlier + own)[0]
+        else:
+            own_part = self._own(attend, piece)
+            if self._open is not None and piece.far_field_weight is None:
+                before = _mixed(piece.mixing, self._open)
+                earlier = before if earlier is None else earlier + before
+            seen = replace(seen, output_norm=None, output_gate=None, far_field_weight=None)
+            far = None if earlier is None else attend.linear.read(seen, earlier)
+            output = beside_earlier(piece, own_part, far)
+        self._keep(piece, summaries)
+        return output
+
+    def _own(self, attend: CausalAttention, piece: Call) -> Own:
+        """What the tokens of a piece take from their own frame block."""
+        if piece.causal == "block" or piece.far_field_weight is None:
+            return attend.own(piece)
+        query, key, value, weight = _by_head(piece)
+        if self._keys is not None and self._values is not None and self._weights is not None:
+            key, value = torch.cat([self._keys, key], dim=2), torch.cat([self._values, value], dim=2)
+            weight = torch.cat([self._weights, weight], dim=2)
+        self._keys, self._values, self._weights = key, value, weight
+        output, log_sum = softmax_up_to_itself(query, key, value, weight)
+        return output.transpose(1, 2), log_sum.transpose(1, 2)
+
+    def _keep(self, piece: Call, summaries: torch.Tensor) -> None:
+        """The piece belongs to the past."""
+        _, offset, length = self._place()
+        self._open = summaries if self._open is None else self._open + summaries
+        self.length += piece.query.shape[1]
+        if offset + piece.query.shape[1] == length:
+            self._close(self._open[:, :, None])
+
+    def _close(self, frame_blocks: torch.Tensor) -> None:
+        """Frame blocks (B, H, n, blocks of a frame block, D + normalize, D) are over, and none is open."""
+        closed = frame_blocks if self._closed is None else torch.cat([self._closed, frame_blocks], dim=2)
+        too_many = closed.shape[2] - (self.blocks[0] - 1)
+        if too_many > 0 and self.blocks[0] > 1:
+            oldest = closed[:, :, : too_many + 1].sum(dim=2, keepdim=True)
+            closed = torch.cat([oldest, closed[:, :, too_many + 1 :]], dim=2)
+        self._closed = closed if self.blocks[0] > 1 else None
+        self._earlier = self._open = self._keys = self._values = self._weights = None
+
+    def _keep_begin(self, attend: CausalAttention, begin: Call) -> None:
+        """The past that the begin of a sequence leaves."""
+        count = begin.query.shape[1]
+        over = sum(start <= count for start in self._starts) - 1
+        by_frame_block = attend.linear.summaries(begin).unflatten(2, (self.blocks[0], -1))
+        self.length = count
+        self._close(by_frame_block[:, :, :over])
+        rest = count - self._starts[over]
+        if rest:
+            self._open = by_frame_block[:, :, over]
+            if begin.causal == "token" and begin.far_field_weight is not None:
+                _, self._keys, self._values, self._weights = _by_head(part_of(begin, slice(count - rest, count)))
+
+
+def _mixed(mixing: torch.Tensor, summaries: torch.Tensor) -> torch.Tensor:
+    """Multi-Head Mixing of (B, H, M, D + normalize, D)."""
+    return (mixing.to(summaries.dtype) @ summaries.flatten(3)).unflatten(3, summaries.shape[3:])
+
+
+def _by_head(call: Call) -> tuple[torch.Tensor, ...]:
+    """Query and key after RoPE and value, (B, H, n, D), and weights of the keys, (B, 1, n, 1)."""
+    dtype, table = sum_dtype(call.query.dtype), call.rotary
+    query, key = (rotated(x.to(dtype), table) for x in (call.query, call.key))
+    mask = call.key_mask if call.key_mask is not None else torch.ones(call.key.shape[:2], device=call.key.device)
+    weight = mask.to(dtype)[:, None, :, None]
+    return query.transpose(1, 2), key.transpose(1, 2), call.value.to(dtype).transpose(1, 2), weight
