@@ -15,7 +15,9 @@ import yaml
 
 from .attention import get_feature_map
 from .attention.blocks import check_blocks
+from .attention.causal import Causal
 from .attention.mixing import MixingInit
+from .attention.state import Beyond
 
 LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
@@ -97,6 +99,19 @@ class MHLAConfig:
     """Whether an axis of fewer tokens than blocks is cut into single tokens, with the mixing matrix interpolated to as
     many blocks, instead of an error. Tiles of "own" and "calibrated" are not clamped.
     """
+    causal: Causal | None = None
+    """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block"), see
+    :mod:`mhla_diffusers.attention.causal`. ``exact`` is then "none", or "own" for the own block of the first axis.
+    """
+    block_length: int | None = None
+    """With ``causal``, tokens in every block of the first axis, such as 64 of a text or 3 latent frames of a video:
+    the sequence has blocks of this length, and may end before the last of them.
+    """
+    beyond: Beyond = "error"
+    """With ``causal``, what comes behind the last block: "error", or "relative", by which later blocks see what the
+    last one sees, by how far back it lies, and all that lies farther back is one block
+    (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
+    """
     softmax_steps: int | float = 0
     """First denoising steps of a pipeline's call in which all layers attend as before the patch: a number of steps, or
     as a float a fraction of them, rounded up. 1 is one step, and 1.0 are all.
@@ -139,6 +154,40 @@ class MHLAConfig:
                 "use normalize=False with output_norm=True, or a positive feature map."
             )
         self._check_exact()
+        self._check_causal()
+
+    def _check_causal(self) -> None:
+        check_choice("beyond", self.beyond, get_args(Beyond))
+        if self.causal is None:
+            check(
+                self.block_length is None and self.beyond == "error",
+                f"block_length={self.block_length} and beyond={self.beyond!r} have no effect without causal='token' or "
+                "causal='block'.",
+            )
+            return
+        check_choice("causal", self.causal, (*get_args(Causal), None))
+        length = "the tokens in a block of the first axis, such as 64 of a text or 3 latent frames"
+        _check_type("block_length", self.block_length, int, length)
+        check(int(self.block_length or 0) > 0, f"block_length={self.block_length} must be {length}.")
+        check(
+            self.causal == "block" or len(self.blocks) == 1,
+            f"causal='token' orders the tokens of a sequence of one axis, but blocks={self.blocks} have several; "
+            "choose causal='block'.",
+        )
+        check(
+            self.exact in ("none", "own") and self.exact_tiles is None,
+            f"exact={self.exact!r} with exact_tiles={self.exact_tiles} does not go with causal={self.causal!r}; "
+            "allowed are exact='none', and exact='own' for softmax within the own block of the first axis.",
+        )
+        check(
+            self.convolution is None and not self.clamp_blocks,
+            "A convolution sees later tokens, and blocks of one length are not clamped: convolution and clamp_blocks "
+            f"do not go with causal={self.causal!r}.",
+        )
+        check(
+            self.beyond == "error" or self.blocks[0] > 1,
+            f"beyond='relative' needs at least two blocks along the first axis, got blocks={self.blocks}.",
+        )
 
     def _check_softmax_steps(self) -> None:
         steps = self.softmax_steps
@@ -177,8 +226,30 @@ class MHLAConfig:
                 f"got normalize={self.normalize}, eps={self.eps}."
             )
 
+    def grid_from(self, grid: Sequence[int]) -> tuple[int, ...]:
+        """The grid that a call's tokens begin, given its own: with ``causal`` that of the longest sequence.
+
+        Raises:
+            ValueError: the sequence is longer, and ``beyond`` is "error".
+        """
+        if self.causal is None or self.block_length is None:
+            return tuple(grid)
+        trained, needed = self.blocks[0], -(-grid[0] // self.block_length)
+        if needed > trained and self.beyond == "error":
+            raise ValueError(
+                f"The first axis has {grid[0]} tokens, more than the {trained} blocks of {self.block_length} that this "
+                "patch is for. Give a shorter sequence, or beyond='relative', by which later blocks go on as the last "
+                "one."
+            )
+        return max(trained, needed) * self.block_length, *grid[1:]
+
     def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """Block counts on a token grid: those of the setting, or fewer where ``clamp_blocks`` lets them be."""
+        """Block counts on a token grid: those of the setting, or fewer where ``clamp_blocks`` lets them be.
+
+        With ``causal`` those of :meth:`grid_from`.
+        """
+        if self.causal is not None and self.block_length is not None:
+            return self.grid_from(grid)[0] // self.block_length, *self.blocks[1:]
         if not self.clamp_blocks or len(grid) != len(self.blocks):
             return self.blocks
         return tuple(min(count, size) for count, size in zip(self.blocks, grid, strict=True))
@@ -186,6 +257,8 @@ class MHLAConfig:
     @property
     def tiles(self) -> tuple[int, ...]:
         """Tile count per axis."""
+        if self.causal is not None:
+            return self.blocks[0], *(1 for _ in self.blocks[1:])
         return self.blocks if self.exact_tiles is None else self.exact_tiles
 
     @property
@@ -201,13 +274,18 @@ class MHLAConfig:
         """A copy with some fields changed.
 
         What says more of a choice that is given up goes with it: with ``exact="none"`` tile counts and share, with
-        ``exact="own"`` the share, and with blocks of another number of axes the tile counts.
+        ``exact="own"`` the share, and with blocks of another number of axes the tile counts. With ``causal`` exact
+        tiles become "own".
 
         Raises:
             ValueError: unknown field or value that is not allowed.
         """
         check_names(settings, [field.name for field in fields(self)], "MHLA setting")
-        given_up: dict[str, None] = {}
+        given_up: dict[str, Any] = {}
+        if settings.get("causal") is not None and self.exact != "none":
+            given_up |= {"exact": "own", "exact_tiles": None, "exact_share": None}
+        if "causal" in settings and settings["causal"] is None:
+            given_up |= {"block_length": None, "beyond": "error"}
         if settings.get("exact") in ("none", "own"):
             given_up["exact_share"] = None
         blocks = settings.get("blocks", self.blocks)

@@ -67,9 +67,7 @@ def joined(parts: list[Own]) -> Own:
 def _attend(call: Call, blocks: slice, tokens: slice) -> Own:
     count, dtype = blocks.stop - blocks.start, sum_dtype(call.query.dtype)
     # copies, since a feature map may overwrite its input
-    query, key, value = (
-        _blocked(x[:, tokens].to(dtype, copy=True), count) for x in (call.query, call.key, call.value)
-    )
+    query, key, value = (_blocked(x[:, tokens].to(dtype, copy=True), count) for x in (call.query, call.key, call.value))
     table = None if call.rotary is None else _blocked(call.rotary[:, tokens].to(dtype), count)
     mask = None if call.key_mask is None else _blocked(call.key_mask[:, tokens, None, None].to(dtype), count)
     if call.far_field_weight is not None:

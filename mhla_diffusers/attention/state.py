@@ -17,8 +17,8 @@ from .call import Call, with_rotary
 from .causal import Causal, CausalAttention, beside_earlier, check_causal, has_own_part, part_of, with_causal_mixing
 from .checks import check_call, check_rotary, check_tensors
 from .eager import sum_dtype
-from .functional import CAUSAL_BACKENDS, check_backend, chosen_backend
 from .feature_maps import get_feature_map
+from .functional import CAUSAL_BACKENDS, check_backend, chosen_backend
 from .own_block import Own, softmax_up_to_itself
 from .rotary import Rotary, rotated
 
@@ -182,11 +182,10 @@ class MHLAState:
                 f"After {self.length} tokens {count} more go beyond the {self._starts[-1]} tokens of the grid "
                 f"{self.grid}. Give a longer grid, or beyond='relative' to go on as in its last block."
             )
-        length = self._starts[1] if self.length >= self._starts[-1] else None
         if self.causal == "block" and not self._ends_whole(count):
             raise ValueError(
-                f"With causal='block' steps are whole blocks of the first axis; after {self.length} tokens the next one "
-                f"has {length or self._place()[2]} tokens, and query has {count}."
+                f"With causal='block' steps are whole blocks of the first axis; after {self.length} tokens the next "
+                f"one has {self._place()[2]} tokens, and query has {count}."
             )
 
     def _ends_whole(self, count: int) -> bool:

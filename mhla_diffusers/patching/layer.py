@@ -6,7 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import Call, clip_mixing_, initial_mixing, mhla_attention, reference_weights, resize_mixing
+from ..attention import (
+    Call,
+    MHLAState,
+    clip_mixing_,
+    extend_mixing,
+    initial_mixing,
+    mhla_attention,
+    reference_weights,
+    resize_mixing,
+)
 from ..attention.outside import Outside, of_grid
 from ..attention.parallel.halo import rows_around
 from ..attention.parallel.place import Parallel
@@ -67,14 +76,15 @@ class MHLALayer(nn.Module):
         if config.mixing_per_head:
             mixing = mixing.repeat(heads, 1, 1)
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
-        self.exact = TileChoice(config, heads) if config.exact != "none" else None
+        has_tiles = config.exact != "none" and config.causal is None
+        self.exact = TileChoice(config, heads) if has_tiles else None
         self.far_field_log_weight: nn.Parameter | None = None
         """Log of λ, (H,); of layers that attend to anything with softmax, exact tiles or tokens outside the grid."""
         self.mean_bias: nn.Parameter | None = None
         """β, (H,)."""
-        if self.exact is not None or self.form.has_outside:
+        if config.exact != "none" or self.form.has_outside:
             has_means = self.exact is not None and config.tile_means
-            log_weight = _FAR_LOG_WEIGHT[has_means] if self.exact is not None else _without_tiles(head_dim)
+            log_weight = _FAR_LOG_WEIGHT[has_means] if config.exact != "none" else _without_tiles(head_dim)
             self.far_field_log_weight = nn.Parameter(torch.full((heads,), log_weight))
             self.mean_bias = nn.Parameter(torch.zeros(heads)) if has_means else None
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
@@ -95,6 +105,8 @@ class MHLALayer(nn.Module):
         backend: str = "auto",
         outside: Outside = (0, 0),
         parallel: Parallel | None = None,
+        state: MHLAState | None = None,
+        keep: bool = True,
     ) -> torch.Tensor:
         """Attend.
 
@@ -110,6 +122,8 @@ class MHLALayer(nn.Module):
             backend: see :func:`mhla_attention`.
             outside: how many tokens stand before and after those of the grid.
             parallel: the processes between which the tokens are split; all above is of the own ones then.
+            state: of :meth:`new_state`, whose sequence these tokens go on; all above is of them alone then.
+            keep: whether they belong to its past from now on.
 
         Returns:
             (B, N, H, D), before the output projection of the attention.
@@ -120,12 +134,14 @@ class MHLALayer(nn.Module):
             whole = any(outside) and hidden_states.shape[1] == query.shape[1]
             gate = self.gate(of_grid(hidden_states, outside) if whole else hidden_states)
             gate = gate.unflatten(-1, (self.heads, -1))
+        if state is not None:
+            return state.step(query, key, value, rotary=rotary, key_mask=key_mask, output_gate=gate, keep=keep)
         output = mhla_attention(
             query,
             key,
             value,
             self._mixing_on(grid),
-            grid,
+            self.config.grid_from(grid),
             self.config.blocks_on(grid),
             rotary=rotary,
             rotary_axes=self.rotary_axes,
@@ -142,6 +158,26 @@ class MHLALayer(nn.Module):
             added = added.unflatten(-1, (self.heads, -1))
             output = output + (torch.nn.functional.pad(added, (0, 0, 0, 0, *outside)) if any(outside) else added)
         return output
+
+    def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
+        """For a sequence that goes on, of which every step gives some tokens to :meth:`forward`.
+
+        Args:
+            grid: token grid of a step, or of anything with the same axes behind the first.
+            backend: see :func:`mhla_attention`.
+
+        Raises:
+            ValueError: the patch is not causal.
+        """
+        config = self.config
+        if config.causal is None or config.block_length is None:
+            raise ValueError(
+                "A sequence that goes on needs a patch whose queries see the past alone; patch with causal='token' or "
+                "causal='block' and a block_length."
+            )
+        settings = self._settings(grid, has_outside=False) | {"output_norm": self.output_norm, "backend": backend}
+        trained = config.blocks[0] * config.block_length, *grid[1:]
+        return MHLAState(self.mixing, trained, config.blocks, beyond=config.beyond, **settings)
 
     @staticmethod
     def _convolved(
@@ -173,7 +209,7 @@ class MHLALayer(nn.Module):
             here.key,
             here.value,
             self._mixing_on(given.grid),
-            given.grid,
+            self.config.grid_from(given.grid),
             self.config.blocks_on(given.grid),
             rotary=rotary_table(here.rotary) if here.rotary is not None else None,
             key_mask=here.key_mask,
@@ -185,6 +221,8 @@ class MHLALayer(nn.Module):
     def _mixing_on(self, grid: tuple[int, ...]) -> torch.Tensor:
         """The mixing matrix of the blocks that a grid is cut into."""
         blocks = self.config.blocks_on(grid)
+        if self.config.causal is not None and blocks != self.config.blocks:
+            return extend_mixing(self.mixing, self.config.blocks, blocks[0])
         return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
 
     def _settings(self, grid: tuple[int, ...], has_outside: bool, parallel: Parallel | None = None) -> dict[str, Any]:
@@ -196,6 +234,11 @@ class MHLALayer(nn.Module):
             "normalize": config.normalize,
             "eps": config.eps,
         }
+        if config.causal is not None:
+            settings["causal"] = config.causal
+            if config.exact == "own" and log_weight is not None:
+                settings["far_field_weight"] = log_weight.exp()
+            return settings
         if self.exact is not None:
             settings["exact"] = self.exact(grid, parallel)
         # else nothing is left for a far field or means to add, or the far field is alone and its weight without effect

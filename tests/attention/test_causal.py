@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mhla_diffusers.attention import MHLAState, extend_mixing, initial_mixing, mhla_attention
+from mhla_diffusers.attention import MHLAState, extend_mixing, mhla_attention
 from mhla_diffusers.attention.blocks import frame_block_starts
-from mhla_diffusers.attention.mixing import causal_mixing
 
 from .problems import Problem, make_problem, reference
 
@@ -90,15 +87,15 @@ def streamed(problem: Problem, cuts: list[int], **settings: Any) -> tuple[torch.
     found = []
     for start, end in pairwise([0, *cuts]):
         here = slice(start, end)
-        given = [tensors[name][:, here] for name in ("query", "key", "value")]
+        tokens = [tensors[name][:, here] for name in ("query", "key", "value")]
         more = {
             "rotary": None if rotary is None else tuple(table[:, here].double() for table in rotary),
             "key_mask": None if mask is None else mask[:, here],
             "output_gate": None if gate is None else gate[:, here],
         }
-        tried = state.step(*given, **more, keep=False)
+        tried = state.step(*tokens, **more, keep=False)
         assert state.length == start
-        found.append(state.step(*given, **more))
+        found.append(state.step(*tokens, **more))
         assert torch.equal(tried, found[-1])
     return torch.cat(found, dim=1), state
 
@@ -122,7 +119,9 @@ def test_a_state_goes_on_as_the_whole_sequence(
         assert (found - expected).abs().max() <= ROUNDING * expected.abs().max(), cuts
 
 
-@pytest.mark.parametrize("options", [{}, {"far_field": True}, {"per_head": True, "normalize": False, "norm": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"far_field": True}, {"per_head": True, "normalize": False, "norm": True}], ids=str
+)
 @pytest.mark.parametrize(("grid", "blocks", "causal"), [((12,), (4,), "token"), ((4, 4, 6), (2, 2, 3), "block")])
 def test_a_state_goes_beyond_its_grid(
     grid: tuple[int, ...], blocks: tuple[int, ...], causal: str, options: dict[str, Any]
