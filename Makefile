@@ -12,6 +12,9 @@ QUICK := tests/attention/test_blocks.py tests/attention/test_eager.py tests/atte
 	tests/attention/test_mixing.py tests/patching/test_replacing.py tests/patching/test_layer.py \
 	tests/patching/test_removal.py tests/patching/test_plan.py tests/families/test_registry.py tests/test_config.py
 
+# Python keeps what it compiled of the packages, which else every process of a test would compile anew, for ten seconds
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo quick test check docs clean
 
 # the oldest version that pyproject.toml allows: on Linux the tests compile kernels with it too

@@ -1,6 +1,5 @@
 """Processes on gloo that stay, so that many tests can run something in all of them."""
 
-import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..forking import CONTEXT
 
 
 class Processes:
@@ -20,14 +21,13 @@ class Processes:
     """
 
     def __init__(self, count: int, timeout: float = 120.0) -> None:
-        context = multiprocessing.get_context("spawn")
         self.meeting = tempfile.TemporaryDirectory()
         self.timeout = timeout
         self.pipes, self.workers = [], []
         for rank in range(count):
-            ours, theirs = context.Pipe()
+            ours, theirs = CONTEXT.Pipe()
             arguments = (rank, count, str(Path(self.meeting.name) / "store"), timeout, theirs)
-            worker = context.Process(target=_work, args=arguments, daemon=True)
+            worker = CONTEXT.Process(target=_work, args=arguments, daemon=True)
             worker.start()
             self.pipes.append(ours)
             self.workers.append(worker)

@@ -1,6 +1,5 @@
 """Trainings in processes of their own, forked from one that has imported everything, so that they start at once."""
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -13,12 +12,9 @@ from torch.distributed.tensor import DTensor
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.training import TrainingConfig, train
 
+from ..forking import CONTEXT
 from ..parallel.diffusers_on_cpu import diffusers_on_cpu
 from .models import broken_wan_data, dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.training.preloaded"])
-
 
 _FAMILIES = {
     "wan": (tiny_wan, wan_data),
@@ -36,14 +32,14 @@ def start_training(
 ) -> BaseProcess:
     """Begin to train a tiny patched model; the process exits with 0 when finished, 143 when stopped."""
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-    process = _context.Process(target=_train, args=(config.to_dict(), resume, environment or {}, family))
+    process = CONTEXT.Process(target=_train, args=(config.to_dict(), resume, environment or {}, family))
     process.start()
     return process
 
 
 def start_process(function: Callable[..., object], *arguments: object) -> BaseProcess:
     """Call a function in a process of its own."""
-    process = _context.Process(target=function, args=arguments)
+    process = CONTEXT.Process(target=function, args=arguments)
     process.start()
     return process
 
