@@ -28,8 +28,7 @@ def mix_kernel(
     mixed,
     heads,
     blocks,
-    first_row,
-    end_row,
+    wanted,
     head_stride,
     row_stride,
     column_stride,
@@ -39,17 +38,20 @@ def mix_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Some elements (COLUMNS) of what some query blocks (ROWS) see: Σ_j m_ij S_j, for one batch row and head."""
-    heads, blocks, first_row, end_row = plain(heads), plain(blocks), plain(first_row), plain(end_row)
-    row_tiles = tl.cdiv(end_row - first_row, ROWS)
+    """Some elements (COLUMNS) of what some query blocks (ROWS) see: Σ_j m_ij S_j, for one batch row and head.
+
+    ``coefficients`` and ``mixed`` begin with the first row that is wanted.
+    """
+    heads, blocks, wanted = plain(heads), plain(blocks), plain(wanted)
+    row_tiles = tl.cdiv(wanted, ROWS)
     rest = tl.program_id(0)
-    rows = first_row + rest % row_tiles * ROWS + tl.arange(0, ROWS)
+    rows = rest % row_tiles * ROWS + tl.arange(0, ROWS)
     rest = rest // row_tiles
     columns = rest % tl.cdiv(SIZE, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     whole = (rest // tl.cdiv(SIZE, COLUMNS)).to(tl.int64)
     coefficients += whole % heads * plain(head_stride) + rows[:, None] * plain(row_stride)
     start = whole * blocks * SIZE
-    has_row, has_column = rows < end_row, columns < SIZE
+    has_row, has_column = rows < wanted, columns < SIZE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, blocks, DEPTH):
         others = first + tl.arange(0, DEPTH)
@@ -141,22 +143,23 @@ def mix_launch(
     place = Place(architecture or architecture_of(summary.device), "mix", 0, dtype, blocks)
     tiles, constants = _cut(place, size, wished(place.kernel))
     mixed = allocate(tuple(summary.shape), mixed_dtype, summary.device)
-    coefficients = mixing.float().expand(heads, -1, -1)
+    rows = slice(0, blocks) if rows is None else rows
+    # the kernel counts rows from the first that is wanted: another number to keep would spill registers
+    coefficients = mixing.float().expand(heads, -1, -1)[:, rows]
     head_stride, row_stride, column_stride = coefficients.stride()
-    first, end = (0, blocks) if rows is None else (rows.start, rows.stop)
+    wanted = rows.stop - rows.start
     arguments = {
         "coefficients": coefficients,
         "summaries": summary,
-        "mixed": mixed,
+        "mixed": mixed[:, :, rows],
         "heads": disguised(heads),
         "blocks": disguised(blocks),
-        "first_row": disguised(first),
-        "end_row": disguised(end),
+        "wanted": disguised(wanted),
         "head_stride": disguised(head_stride),
         "row_stride": disguised(row_stride),
         "column_stride": disguised(column_stride),
     }
-    programs = batch * heads * -(-(end - first) // tiles.rows) * -(-size // tiles.columns)
+    programs = batch * heads * -(-wanted // tiles.rows) * -(-size // tiles.columns)
     return Launch(mix_kernel, programs, arguments, constants, place, tiles), mixed
 
 
