@@ -5,6 +5,7 @@ calls :func:`attend` for every layer, which asks the layer's processor, and for 
 the implementation behind the ``+``. Imported when a model is patched.
 """
 
+import copy
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -73,15 +74,25 @@ _WITH = {modeling_llama.LlamaAttention: LlamaAttention}
 """transformers' class → the one with a processor."""
 
 
+_CONFIG_BEFORE = "_mhla_config_before"
+"""Attribute of a patched model: its configuration of before, which other models may share."""
+_IMPLEMENTATION = "_attn_implementation_internal"
+"""Where a configuration keeps the name of the implementation."""
+
+
 def give_interface(transformer: Any, attentions: Iterable[Any]) -> None:
-    """Make the attentions of a model such ones, and name the implementation for them."""
-    replaced = str(transformer.config._attn_implementation)
+    """Make the attentions of a model such ones, and name the implementation for them in a configuration of its own."""
+    before = transformer.config
+    replaced = str(before._attn_implementation)
     name = PREFIX + replaced
     AttentionInterface.register(name, partial(attend, replaced=replaced))
     AttentionMaskInterface.register(name, partial(checked_mask, replaced=replaced))
     for attn in attentions:
         attn.__class__ = _WITH.get(type(attn), type(attn))
-    transformer.config._attn_implementation = name
+    own = copy.copy(before)
+    own._attn_implementation = name
+    _give_config(transformer, before, own)
+    setattr(transformer, _CONFIG_BEFORE, before)
 
 
 def take_interface(transformer: Any, attentions: Iterable[Any]) -> None:
@@ -89,7 +100,19 @@ def take_interface(transformer: Any, attentions: Iterable[Any]) -> None:
     own = {kind: base for base, kind in _WITH.items()}
     for attn in attentions:
         attn.__class__ = own.get(type(attn), type(attn))
-    transformer.config._attn_implementation = str(transformer.config._attn_implementation).removeprefix(PREFIX)
+    before, meanwhile = getattr(transformer, _CONFIG_BEFORE), transformer.config
+    # what was set meanwhile stays set
+    vars(before).update({name: value for name, value in vars(meanwhile).items() if name != _IMPLEMENTATION})
+    if not meanwhile._attn_implementation.startswith(PREFIX):
+        before._attn_implementation = meanwhile._attn_implementation
+    _give_config(transformer, meanwhile, before)
+    delattr(transformer, _CONFIG_BEFORE)
+
+
+def _give_config(transformer: Any, before: Any, after: Any) -> None:
+    for module in transformer.modules():
+        if vars(module).get("config") is before:
+            module.config = after
 
 
 class CausalMask:

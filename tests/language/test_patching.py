@@ -267,6 +267,20 @@ def test_a_copy_has_its_own_patch():
     assert twin.config._attn_implementation == "sdpa" and model.config._attn_implementation == "mhla+sdpa"
 
 
+def test_models_that_share_a_configuration_are_patched_apart():
+    """And what is set in it meanwhile, as by a change of the vocabulary, stays."""
+    model = llama()
+    config, twin = model.config, LlamaForCausalLM(model.config).eval()
+    expected = logits(twin, text())
+    patch(model)
+    assert twin.config is config and config._attn_implementation == "sdpa"
+    assert torch.equal(logits(twin, text()), expected)
+    model.resize_token_embeddings(70)
+    mhla.remove_mhla(model)
+    assert model.config is config and model.model.layers[0].self_attn.config is config
+    assert config.vocab_size == 70
+
+
 def test_threads_do_not_disturb_each_other():
     model, texts = patched(layers=[0, 2]), [text(length=length, seed=length) for length in (11, 40)]
     expected, found = [logits(model, ids) for ids in texts], {}
