@@ -1,9 +1,13 @@
 """Tiny instances of transformers' real Llama, and texts for them."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mhla_diffusers import apply_mhla, mhla_layers
 
@@ -49,6 +53,23 @@ def patched(**settings: Any) -> Any:
 def text(batch: int = 2, length: int = 40, seed: int = 1) -> torch.Tensor:
     """Tokens (B, N) other than that of padding."""
     return torch.randint(2, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer of the tiny vocabulary, w2 to w63; any other word is a pad."""
+    known = {"<pad>": 0, "<end>": 1} | {f"w{index}": index for index in range(2, 64)}
+    tokenizer = Tokenizer(WordLevel(known, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    names = {"eos_token": "<end>", "pad_token": "<pad>", "bos_token": "<end>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_input_names=["input_ids", "attention_mask"], **names
+    )
+
+
+def save_llama(folder: Path) -> None:
+    """Model and tokenizer, as the Hub has them."""
+    llama().save_pretrained(folder)
+    words().save_pretrained(folder)
 
 
 @torch.no_grad()
