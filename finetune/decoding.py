@@ -62,9 +62,7 @@ def measure(settings: LlamaConfig, lengths: Sequence[int], tokens: int, turns: i
     rows = []
     for length in lengths:
         for model, cache in zip(models, caches, strict=True):
-            while cache.get_seq_length() < length:
-                count = min(_AT_ONCE, length - cache.get_seq_length())
-                model(torch.randint(256, (1, count)), past_key_values=cache, logits_to_keep=1)
+            _fill(model, cache, length)
         bytes_then = [_bytes(cache) for cache in caches]
         seconds: list[list[float]] = [[] for _ in models]
         for _ in range(turns):
@@ -80,6 +78,19 @@ def measure(settings: LlamaConfig, lengths: Sequence[int], tokens: int, turns: i
     table = write_table(header, rows, output, "decoding")
     where = ", ".join(f"{name} {value}" for name, value in where_it_ran().items())
     return f"{table}\n{where}; medians of {turns} turns of {tokens} tokens\n"
+
+
+def _fill(model: Any, cache: Any, length: int) -> None:
+    """Let a text be as long; keys and values are random ones, since time does not depend on them."""
+    sizes = model.config
+    while (missing := length - cache.get_seq_length()) > 0:
+        count = min(_AT_ONCE, missing)
+        if isinstance(cache, MHLACache):
+            model(torch.randint(256, (1, count)), past_key_values=cache, logits_to_keep=1)
+            continue
+        for layer in range(sizes.num_hidden_layers):
+            keys, values = (torch.randn(1, sizes.num_key_value_heads, missing, sizes.head_dim) for _ in range(2))
+            cache.update(keys, values, layer)
 
 
 def _bytes(cache: Any) -> int:

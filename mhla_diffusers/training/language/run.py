@@ -99,8 +99,7 @@ def as_variant(model: Any, variant: Variant) -> Any:
     """A model with softmax attention, changed to attend in another way."""
     if variant == GATED:
         give_gated_linear(model)
-    elif variant != SOFTMAX:
-        assert not isinstance(variant, str)
+    elif not isinstance(variant, str):
         apply_mhla(model, MHLAConfig.from_dict(variant))
     return model
 
@@ -111,14 +110,13 @@ def rows_of(config: LanguageConfig, held_out: bool = False) -> Rows | StreamedRo
     Raises:
         ValueError: a text that is unknown, or nothing of it is held out.
     """
-    if config.text == PYTHON_TOPICS:
-        return python_topics(config.length, held_out)
-    check(
-        isinstance(config.text, Mapping), f"text={config.text!r} is unknown; allowed: {PYTHON_TOPICS!r}, or a data set."
-    )
-    check(not held_out, "Nothing of a data set of the Hub is held out here; judge with lm-eval, see docs/language.md.")
-    assert not isinstance(config.text, str)
-    return hub_texts(config.text["name"], config.text.get("subset"), config.text["tokenizer"], config.length)
+    if not isinstance(config.text, str):
+        check(
+            not held_out, "Nothing of a data set of the Hub is held out here; judge with lm-eval, see docs/language.md."
+        )
+        return hub_texts(config.text["name"], config.text.get("subset"), config.text["tokenizer"], config.length)
+    check(config.text == PYTHON_TOPICS, f"text={config.text!r} is unknown; allowed: {PYTHON_TOPICS!r}, or a data set.")
+    return python_topics(config.length, held_out)
 
 
 def optimizer_of(model: nn.Module, config: LanguageConfig) -> torch.optim.Optimizer:
