@@ -168,3 +168,9 @@ def test_decoding_is_timed_beside_keys_and_values(tmp_path, run):
     run("decoding.py", "--output", tmp_path, "--lengths", 64, 128, *sizes)
     rows = [line.split(" | ") for line in (tmp_path / "decoding.md").read_text().splitlines()[2:]]
     assert [row[0].strip("| ") for row in rows] == ["64", "128"]
+
+
+@pytest.mark.parametrize("name", ["scratch", "adapted", "beyond", "decoding"])
+def test_tables_of_the_page_are_what_was_measured(name):
+    page = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
+    assert (ROOT / "assets" / "language" / f"{name}.md").read_text(encoding="utf-8") in page
