@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Audit",
     "Family",
+    "MHLACache",
     "MHLAConfig",
     "MHLALayer",
     "MHLAProcessor",
@@ -66,8 +67,9 @@ if TYPE_CHECKING:
         set_attn_processor,
         suggest_blocks,
     )
+    from .patching.cache import MHLACache
 else:
     # so that neither this import nor mhla --help waits for torch
     __getattr__, __dir__ = lazy_names(
-        __name__, __all__, (".config", ".attention", ".families", ".patching", ".fidelity")
+        __name__, __all__, (".config", ".attention", ".families", ".patching", ".fidelity", ".patching.cache")
     )

@@ -47,7 +47,7 @@ def print_info() -> None:
     typer.echo(f"\nDevices: {', '.join([*devices, f'CPU ({platform.machine()})'])}")
     typer.echo(f"Backends: {', '.join(backend_names())}; feature maps: {', '.join(feature_map_names())}\n")
     models = [
-        (family.name, transformer, " x ".join(_AXES[-family.axes :]), str(family.default_config.blocks))
+        (family.name, transformer, _axes(family.axes), str(family.default_config.blocks))
         for family in families()
         for transformer in family.transformers
     ]
@@ -65,6 +65,10 @@ def print_info() -> None:
         adapted.append((name, record.base_model, next(iter(record.transformers.values())).family))
     typer.echo()
     _print_table("Adapted patches, for load_mhla", ["name", "for", "family"], adapted)
+
+
+def _axes(count: int) -> str:
+    return " x ".join(_AXES[-count:]) if count > 1 else "tokens of a text"
 
 
 def report(patch: str | None) -> str:

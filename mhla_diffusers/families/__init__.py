@@ -18,6 +18,7 @@ from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
 from .joint import JointForm
 from .latte import LatteFamily
+from .llama import LlamaFamily
 from .ltx import LTXFamily
 from .pixart import PixArtFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
@@ -43,6 +44,7 @@ _FAMILIES: dict[str, Family] = {
         HunyuanVideoFamily(),
         HunyuanVideo15Family(),
         LatteFamily(),
+        LlamaFamily(),
         LTXFamily(),
         PixArtFamily(),
         QwenImageFamily(),

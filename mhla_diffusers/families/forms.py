@@ -65,6 +65,14 @@ class AttentionForm:
     rope_by_head: ClassVar[bool] = False
     """Whether RoPE turns every head by other angles; it is then applied to what :meth:`project` gives, before φ."""
 
+    def heads(self, attn: Any) -> tuple[int, int]:
+        """Heads of an attention and head dim."""
+        return int(attn.heads), int(attn.inner_dim) // int(attn.heads)
+
+    def query_projection(self, attn: Any) -> Any:
+        """The linear layer that makes the queries of the attention's input."""
+        return attn.to_q
+
     def is_cross_attention(self, arguments: AttentionArguments) -> bool:
         """Whether a call is that of a cross-attention, which is none of ours."""
         return arguments.encoder_hidden_states is not None

@@ -41,6 +41,10 @@ class Structure(ABC):
     """What the self-attentions compute without a patch."""
     own_attention_eps: ClassVar[float] = 0.0
     """Added to the normaliser by a family whose own attention is linear with φ = ReLU."""
+    is_diffusion: ClassVar[bool] = True
+    """Whether it is a diffusion model of diffusers, which a pipeline calls in every denoising step; if not, it is a
+    language model of transformers.
+    """
     squares_only: ClassVar[bool] = False
     """Whether height and width must be equal."""
     lacks_processor_methods: ClassVar[bool] = False
@@ -193,8 +197,17 @@ class Structure(ABC):
         """Whether a cross-attention, in whatever model it is, needs this family's processor."""
         return False
 
+    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+        """Why a transformer of this family cannot have these settings, and the way out; None, if it can.
+
+        Args:
+            transformer: which.
+            config: settings that no other check refuses.
+        """
+        return None
+
     def prepare(self, transformer: Any) -> None:
-        """Called once when a transformer is patched: gives it ``set_attn_processor`` if its class lacks that."""
+        """Called once before a transformer is patched: gives it ``set_attn_processor`` if its class lacks that."""
         if self.lacks_processor_methods:
             from .with_processors import give_processor_methods
 

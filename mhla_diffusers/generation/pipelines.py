@@ -249,12 +249,12 @@ def component_identity(model: str, component: str) -> str:
 
 
 def family_named(name: str) -> Family:
-    """The registered family of a name.
+    """The registered family of diffusion models of a name.
 
     Raises:
         ValueError: there is none; with the allowed names.
     """
-    named = {family.name: family for family in families()}
+    named = {family.name: family for family in families() if family.is_diffusion}
     if name not in named:
         raise ValueError(f"family={name!r} is unknown; allowed: {', '.join(named)}.")
     return named[name]

@@ -11,7 +11,7 @@ from ..attention.outside import of_grid
 from ..families import get_family
 from ..families.forms import attention_arguments
 from ..families.projecting import output_projection
-from .finding import find_transformers
+from .finding import find_transformers, require_diffusion
 from .layer import MHLALayer
 from .processor import form_of
 from .removal import mhla_disabled
@@ -32,6 +32,7 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
     Raises:
         ValueError: if the model is not patched or has no output norm, or ``run`` did not reach every layer.
     """
+    require_diffusion(model, "calibrate_output_norm()")
     layers = patched_attentions(model, "output_norm")
     if not layers:
         raise ValueError("The model has no output norm to calibrate; patch it with output_norm=True.")

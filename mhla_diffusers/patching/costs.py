@@ -79,7 +79,7 @@ def sizes_of(
         grid: token grid.
         outside: tokens outside the grid.
     """
-    heads, head_dim = int(attn.heads), int(attn.inner_dim) // int(attn.heads)
+    heads, head_dim = family.form_of(attn).heads(attn)
     if config is not None:
         return attention_sizes(config, grid, heads, head_dim, outside)
     sizes = AttentionSizes(math.prod(grid), heads, head_dim, outside=outside)

@@ -158,10 +158,12 @@ def describe(
 def _describe_layer(
     name: str, attn: Any, grid: tuple[int, ...] | None, hooks: TokenGridHooks | None
 ) -> LayerDescription:
-    layer, processor = layer_of(attn), attn.processor
+    layer = layer_of(attn)
+    processor: Any = getattr(attn, "processor", None)
     if layer is None and not isinstance(processor, MHLAProcessor):
         known = grid or (hooks.latest if hooks is not None else None)
-        return LayerDescription(name, False, known, None, None, 0, None, type(processor).__name__)
+        kind = type(processor if processor is not None else attn).__name__
+        return LayerDescription(name, False, known, None, None, 0, None, kind)
     config = layer.config if layer is not None else processor.config
     if grid is not None:
         check_layout(grid, config.blocks_on(grid))
@@ -192,6 +194,8 @@ def _describe_exact(
 ) -> ExactDescription | None:
     if config.exact == "none":
         return None
+    if config.causal is not None:
+        return ExactDescription("own", config.tiles, _tokens_per_block(grid, config.blocks), config.share, False)
     share = layer.exact.share if layer is not None and layer.exact is not None else None
     tiles = config.tiles
     if grid is not None and config.exact == "content":

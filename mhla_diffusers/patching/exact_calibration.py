@@ -18,7 +18,7 @@ from ..families.projecting import output_projection
 from ..reporting import text_table
 from .attended import Attended
 from .calibration import check_reached, patched_attentions, run_unpatched
-from .finding import find_transformers
+from .finding import find_transformers, require_diffusion
 from .layer import MHLALayer
 from .processor import MHLAProcessor, attended
 from .removal import mhla_disabled
@@ -79,6 +79,7 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
     Raises:
         ValueError: if the model is not patched or has no exact tiles, or ``run`` did not reach every layer.
     """
+    require_diffusion(model, "calibrate_exact_tiles()")
     layers = patched_attentions(model, "exact")
     if not layers:
         raise ValueError(

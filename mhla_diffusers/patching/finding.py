@@ -34,8 +34,16 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
 
 
 def supported_transformers(model: Any) -> dict[str, nn.Module]:
-    """Like :func:`find_transformers`, but empty if there is none."""
-    return {name: module for name, module in _modules(model).items() if find_family(module) is not None}
+    """Like :func:`find_transformers`, but empty if there is none.
+
+    A language model in a pipeline encodes its prompts and is left alone.
+    """
+    is_alone = isinstance(model, nn.Module)
+    return {
+        name: module
+        for name, module in _modules(model).items()
+        if (family := find_family(module)) is not None and (is_alone or family.is_diffusion)
+    }
 
 
 def _modules(model: Any) -> dict[str, nn.Module]:
@@ -52,6 +60,24 @@ def _refuse_wrapped(model: Any) -> None:
                 f"The {name} is wrapped in PEFT's {type(module).__name__}. Patch the model inside, which keeps the "
                 f"adapters: {name}.get_base_model(), in a pipeline pipe.{name} = pipe.{name}.get_base_model(). "
                 f"diffusers' own {name}.add_adapter(...) wraps nothing."
+            )
+
+
+def require_diffusion(model: Any, what: str) -> None:
+    """Raise unless all supported models of a pipeline are diffusion models.
+
+    Args:
+        model: a pipeline or a transformer.
+        what: is asked for.
+
+    Raises:
+        ValueError: naming the one that is not.
+    """
+    for transformer in supported_transformers(model).values():
+        if not get_family(transformer).is_diffusion:
+            raise ValueError(
+                f"{what} compares what a diffusion model predicts in its denoising steps, and "
+                f"{type(transformer).__name__} is a language model; patch it and train it, as docs/language.md shows."
             )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..config import MHLAConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
 from .base_weights import base_weights, check_writable, is_restorable, replace_weights
-from .finding import attentions_of, find_transformers, is_patched
+from .finding import find_transformers, is_patched
 from .layer import MHLALayer
 from .plan import Plan, carry_out, make_plan
 from .processor import MHLAProcessor
@@ -99,7 +99,7 @@ def load_mhla(
 
 def _layers(plan: Plan) -> dict[str, MHLALayer]:
     """Name that every new layer will have → the layer."""
-    names = {id(attn): name for name, attn in attentions_of(plan.transformer).items()}
+    names = {id(module): name for name, module in plan.transformer.named_modules()}
     return {f"{names[id(attn)]}.mhla": layer for attn, layer in plan.layers}
 
 
@@ -193,11 +193,12 @@ def _check_transformer(name: str, transformer: nn.Module, record: PatchRecord) -
     saved, family = record.transformers[name], get_family(transformer)
     attentions = family.self_attentions(transformer)
     attn: Any = next(iter(attentions.values()))
+    heads, head_dim = family.form_of(attn).heads(attn)
     found = {
         "transformer": type(transformer).__name__,
         "layers": len(attentions),
-        "heads": attn.heads,
-        "head_dim": attn.inner_dim // attn.heads,
+        "heads": heads,
+        "head_dim": head_dim,
     }
     for what, value in found.items():
         if getattr(saved, what) != value:

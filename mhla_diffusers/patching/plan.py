@@ -56,11 +56,12 @@ def choose_attentions(transformer: nn.Module, config: MHLAConfig) -> dict[str, A
     """
     found = list(get_family(transformer).self_attentions(transformer).items())
     indices = choose_layers(config.layers, len(found))
-    holding = [index for index in indices if holds_weights(found[index][1].processor)]
+    processors = [getattr(attn, "processor", None) for _, attn in found]
+    holding = [index for index in indices if holds_weights(processors[index])]
     if holding:
         names = ", ".join(found[index][0] for index in holding[:_SHOWN_NAMES])
         more = f" and {len(holding) - _SHOWN_NAMES} more" if len(holding) > _SHOWN_NAMES else ""
-        kind = type(found[holding[0]][1].processor).__name__
+        kind = type(processors[holding[0]]).__name__
         others = [index for index in indices if index not in holding]
         way_out = f"Leave these layers as they are with layers={others}, or take" if others else "Take"
         raise ValueError(
@@ -97,6 +98,8 @@ def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
             f"rope={config.rope!r} would need one table for all heads, and {type(transformer).__name__} turns every "
             "head by other angles; set rope='before'."
         )
+    if (why := family.why_not_patched(transformer, config)) is not None:
+        raise ValueError(why)
     if any(_is_group_offloaded(module) for module in transformer.modules()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     count = len(family.self_attentions(transformer))
@@ -111,18 +114,20 @@ def _is_group_offloaded(module: nn.Module) -> bool:
 
 def carry_out(plan: Plan, model: Any) -> None:
     """Patch the transformer, which is ``model`` or a part of it."""
+    plan.family.prepare(plan.transformer)
     for attn, layer in plan.layers:
         layer.original_processor = attn.processor
         attn.mhla = layer
         if getattr(attn.processor, "_parallel_config", None) is not None:
             plan.processor._parallel_config = attn.processor._parallel_config
         attn.set_processor(plan.processor)
+    if not plan.family.is_diffusion:
+        return
     TokenGridHooks(plan.family).install(plan.transformer)
     pipe = None if isinstance(model, nn.Module) else model
     StepHooks(plan.family, plan.processor.config.softmax_steps, pipe).install(plan.transformer)
     watch = ProcessorWatch(plan.family, plan.processor)
     watch.handle = plan.transformer.register_forward_pre_hook(watch, with_kwargs=True)
-    plan.family.prepare(plan.transformer)
 
 
 def automatic_count(choice: LayerChoice, count: int) -> int:

@@ -13,6 +13,7 @@ from ..families import Family, cross_attention_processor, family_of_attention
 from ..families.forms import AttentionArguments, AttentionForm, attention_arguments
 from .attended import Attended
 from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
+from .past import attend_to_past
 from .token_grid import attends_as_before, grid_of_call, parallel_of_call
 
 _BACKEND = "_attention_backend"
@@ -167,6 +168,33 @@ class MHLAProcessor:
             )
         return form.hand_on(attn, output, given)
 
+    def attend(
+        self,
+        attn: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        hidden_states: torch.Tensor,
+        cache: Any,
+    ) -> torch.Tensor:
+        """Run one attention of a language model, which projects and turns by itself.
+
+        Args:
+            attn: an attention of :mod:`mhla_diffusers.families.with_interface`.
+            query: (B, n, H, D) after RoPE.
+            key: (B, N, key heads, D), of the n tokens, or of all so far where the cache gives these.
+            value: like ``key``.
+            hidden_states: (B, n, hidden size), input of the attention.
+            cache: transformers' ``past_key_values`` of the call.
+
+        Returns:
+            (B, n, H, D).
+        """
+        groups = query.shape[2] // key.shape[2]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
+        return attend_to_past(attn, query, key, value, hidden_states, cache, self.backend)
+
     def _check_layer(self, layer: MHLALayer | None) -> None:
         if layer is None and self.config.layers != "all":
             raise ValueError(
@@ -246,19 +274,19 @@ def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALaye
                 f"This {type(attn).__name__} has a {norm}, which MHLA does not run; leave its layer as it is with "
                 "layers=[...]."
             )
-    if hasattr(attn.to_q, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
+    form = form_of(attn, family)
+    projection, (heads, head_dim) = form.query_projection(attn), form.heads(attn)
+    if hasattr(projection, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
-    heads = int(attn.heads)
     weights = [tensor for tensor in (*attn.parameters(), *attn.buffers()) if tensor.is_floating_point()]
     # an attention that first runs under inference_mode must still get weights that can be trained
     with torch.inference_mode(False):
-        form, head_dim = form_of(attn, family), int(attn.inner_dim) // heads
-        layer = MHLALayer(config, heads, head_dim, int(attn.to_q.in_features), form)
+        layer = MHLALayer(config, heads, head_dim, int(projection.in_features), form)
         if weights:
             layer.to(device=weights[0].device)
             for name, parameter in layer.named_parameters():
                 if name not in FLOAT32_PARAMETERS:
-                    parameter.data = parameter.data.to(_compute_dtype(attn, weights[0]))
+                    parameter.data = parameter.data.to(_compute_dtype(projection, weights[0]))
     layer.rotary_axes = family.rotary_axes(head_dim) if family is not None else None
     return layer.train(attn.training)
 
@@ -290,9 +318,9 @@ def _register_with_diffusers(kind: type) -> None:
     AttentionProcessorRegistry.register(kind, AttentionProcessorMetadata(skip_processor_output_fn=_skip))
 
 
-def _compute_dtype(attn: Any, weight: torch.Tensor) -> torch.dtype:
+def _compute_dtype(projection: Any, weight: torch.Tensor) -> torch.dtype:
     """Type that an attention computes in: that of its weights, unless they are stored in 8 bits."""
-    hooks = getattr(attn.to_q, "_diffusers_hook", None)
+    hooks = getattr(projection, "_diffusers_hook", None)
     casting = hooks.get_hook("layerwise_casting") if hooks is not None else None
     if casting is not None:
         return casting.compute_dtype

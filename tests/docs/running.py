@@ -41,6 +41,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     ("Efficient-Large-Model/Sana_600M_1024px_diffusers", TINY_SANA),
     ("facebook/DiT-XL-2-256", TINY_DIT),
     ("fal/AuraFlow-v0.3", "tiny-auraflow"),
+    ("HuggingFaceTB/SmolLM2-135M", "tiny-llama"),
     (r'load_mhla\(pipe, "path/or/hub-id"\)', 'load_mhla(pipe, "my-patch")'),
     (r'push_mhla\(pipe, "me/my-patch"\)', 'save_mhla(pipe, "me/my-patch")'),
     # calls in Python
@@ -109,9 +110,14 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
     (
-        r"^python finetune/(quality|compare|compare_choices|fidelity|fidelity_pictures|gap)\.py",
+        r"^python finetune/(quality|compare|compare_choices|fidelity|fidelity_pictures|gap|language|decoding)\.py",
         "it takes minutes to hours",
     ),
+    (
+        r"finetune/language.py train --config finetune/configs/language-0.3b",
+        "it takes GPUs; tests/language runs a tiny one",
+    ),
+    (r"^python finetune/zero_shot\.py", "it downloads questions; tests/language runs it where lm-eval is"),
     (r"^python -m mhla_diffusers\.demo\.(making|adapting)", "it takes half an hour and more"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""

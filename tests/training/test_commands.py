@@ -25,7 +25,8 @@ from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_video
 from .processes import finish, start_process
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "finetune" / "configs").glob("*.yaml"))
+# those of language models are tested with them
+CONFIGS = [file for file in sorted(ROOT.glob("finetune/configs/*.yaml")) if not file.stem.startswith("language-")]
 
 
 @pytest.fixture

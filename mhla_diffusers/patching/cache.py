@@ -1,0 +1,197 @@
+"""The cache of a patched language model: of every MHLA layer its state instead of keys and values."""
+
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from ..attention import MHLAState
+from ..families import get_family
+from .finding import find_transformers
+from .layer import layer_of
+
+
+class MHLACache(Cache):
+    """What ``model.generate(..., past_key_values=MHLACache(model))`` goes on from.
+
+    A layer that runs MHLA has a :class:`mhla_diffusers.attention.MHLAState`, whose size does not grow with the text,
+    and a layer that was not replaced has keys and values as in transformers' ``DynamicCache``. Results are those of a
+    forward of the whole text, but for rounding. One cache is for one batch of texts that go on together, and for the
+    layers as they are now: after ``change_mhla`` or ``load_mhla`` make another.
+
+    Args:
+        model: patched language model; PEFT's wrapper of one is looked into.
+        backend: see :func:`mhla_diffusers.attention.mhla_attention`.
+
+    Raises:
+        ValueError: no language model, or not patched.
+    """
+
+    def __init__(self, model: Any, backend: str = "auto") -> None:
+        inside = model.get_base_model() if hasattr(model, "get_base_model") else model
+        (transformer,) = find_transformers(inside).values()
+        family = get_family(transformer)
+        if family.is_diffusion:
+            raise ValueError(
+                f"MHLACache is for a language model that generates token by token, and {type(transformer).__name__} "
+                "is a diffusion model."
+            )
+        attentions = list(family.self_attentions(transformer).values())
+        if all(layer_of(attn) is None for attn in attentions):
+            raise ValueError("The model is not patched with MHLA; call apply_mhla() first, or take a DynamicCache.")
+        layers = [DynamicLayer() if layer_of(attn) is None else StateLayer(attn, backend) for attn in attentions]
+        super().__init__(layers)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by every attention with keys and values (B, key heads, n, D) of the tokens that come.
+
+        Raises:
+            ValueError: another batch size than that of the texts so far.
+        """
+        known, given = self._batch(), key_states.shape[0]
+        if known not in (None, given):
+            raise ValueError(
+                f"This cache goes on with a batch of {known} texts, and the model was given {given}. Make another "
+                "MHLACache(model), or reset() this one to begin anew."
+            )
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def state_of(self, attn: Any) -> MHLAState:
+        """The state from which an attention goes on, after :meth:`update`.
+
+        Raises:
+            ValueError: the attention was not patched when the cache was made, or is another model's.
+        """
+        layer = self.layers[attn.layer_idx]
+        if not isinstance(layer, StateLayer):
+            raise ValueError("This MHLACache was made before this layer was patched; make another, MHLACache(model).")
+        return layer.go_on(attn)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache takes."""
+        states = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateLayer))
+        softmax = (layer for layer in self.layers if isinstance(layer, DynamicLayer) and layer.keys is not None)
+        return states + sum(layer.keys.nbytes + layer.values.nbytes for layer in softmax)
+
+    def _batch(self) -> int | None:
+        for layer in self.layers:
+            if isinstance(layer, StateLayer) and layer.batch is not None:
+                return layer.batch
+            if isinstance(layer, DynamicLayer) and layer.get_seq_length():
+                return int(layer.keys.shape[0])
+        return None
+
+
+class StateLayer(CacheLayerMixin):
+    """The state of one MHLA layer, in the place where transformers has keys and values.
+
+    Args:
+        attn: the attention, whose layer it is.
+        backend: see :func:`mhla_diffusers.attention.mhla_attention`.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, attn: Any, backend: str) -> None:
+        super().__init__()
+        self.attn = attn
+        self.backend = backend
+        self.state: MHLAState | None = None
+        """None before the first token."""
+        self.batch: int | None = None
+        """Texts of the batch."""
+        self._is_awaited = False
+        """Whether tokens were announced that no MHLA layer has attended to yet."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The state begins with the first tokens."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens that come, as they are; the attention itself lets the state go on.
+
+        Raises:
+            ValueError: the attention that ran before did not.
+        """
+        if self._is_awaited:
+            raise ValueError(
+                "This MHLACache was given to a model that does not run MHLA in the layers that it was made for, so it "
+                "has nothing to go on from. Make it from the patched model itself, MHLACache(model)."
+            )
+        self._is_awaited, self.batch = True, key_states.shape[0]
+        return key_states, value_states
+
+    def go_on(self, attn: Any) -> MHLAState:
+        """The state of the texts so far, for the tokens that :meth:`update` was told of.
+
+        Raises:
+            ValueError: it belongs to another model.
+        """
+        layer = layer_of(attn)
+        if attn is not self.attn or layer is None:
+            raise ValueError(
+                "This MHLACache was made from another model; make one from this one, MHLACache(model), for every "
+                "model and batch."
+            )
+        if self.state is None:
+            self.state = layer.new_state((1,), self.backend)
+        self._is_awaited = False
+        return self.state
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return 0 if self.state is None else self.state.nbytes
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return 0 if self.state is None else self.state.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Tokens that a mask is for, and where they begin."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Tokens that the blocks hold; -1 for any number."""
+        layer = layer_of(self.attn)
+        if layer is None or layer.config.block_length is None or layer.config.beyond == "relative":
+            return -1
+        return layer.config.blocks[0] * layer.config.block_length
+
+    def reset(self) -> None:
+        """Begin other texts."""
+        self.state, self.batch, self._is_awaited = None, None, False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Go on with these texts of the batch, as beam search does."""
+        if self.state is not None:
+            self.state.reorder(beam_idx)
+            self.batch = len(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every text several times."""
+        if self.batch is not None:
+            self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Go on with these texts alone."""
+        self.reorder_cache(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: a summary does not tell what each of its tokens has added.
+
+        Raises:
+            ValueError: any number but 0.
+        """
+        if tokens_to_remove:
+            raise ValueError(
+                f"crop({tokens_to_remove}) would take tokens out of an MHLACache, which keeps sums over them. Assisted "
+                "generation and others that take tokens back need past_key_values=DynamicCache(), which is slower."
+            )

@@ -1,0 +1,1 @@
+"""Language models with MHLA and beside it: texts, training, what is compared."""

@@ -1,0 +1,136 @@
+"""Kinds of attention side by side: perplexity at equal steps, trained from scratch and adapted, and in longer texts."""
+
+import copy
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...files import read_json, write_json
+from ...patching import change_mhla, is_patched, mhla_layers
+from ...reporting import mean_and_spread, write_table
+from .run import SOFTMAX, LanguageConfig, Variant, as_variant, build, losses_by_place, train
+from .texts import python_topics
+
+_FARTHEST = 4
+"""Times the trained length that perplexity is told for."""
+
+Result = dict[str, Any]
+
+
+def compare(config: LanguageConfig, output: Path) -> str:
+    """Train and adapt every variant with every seed; seeds that are finished are kept.
+
+    Args:
+        config: of the comparison.
+        output: folder of ``seed-<n>.json``, and of the tables.
+
+    Returns:
+        The tables as Markdown.
+    """
+    results = []
+    for seed in config.seeds:
+        file = output / f"seed-{seed}.json"
+        if not file.is_file():
+            write_json(_of_seed(config, seed), file)
+        results.append(read_json(file))
+    return _tables(config, results, output)
+
+
+def _of_seed(config: LanguageConfig, seed: int) -> dict[str, Any]:
+    scratch: dict[str, Result] = {}
+    adapted: dict[str, Result] = {}
+    for name, variant in config.variants.items():
+        model, seconds = _timed(build(config, variant, seed), config, seed, config.steps)
+        scratch[name] = judged(model, config) | {"seconds": seconds}
+        if variant == SOFTMAX:
+            adapted = {other: _adapted(model, one, config, seed) for other, one in config.adapt.items()}
+    return {"seed": seed, "scratch": scratch, "adapted": adapted}
+
+
+def _adapted(trained: Any, variant: Variant, config: LanguageConfig, seed: int) -> Result:
+    model = as_variant(copy.deepcopy(trained), variant)
+    before = math.exp(float(losses_by_place(model, python_topics(config.length, True).rows).mean()))
+    model, seconds = _timed(model, config, seed + 1, config.adapt_steps)
+    return judged(model, config) | {"seconds": seconds, "before": before}
+
+
+def _timed(model: Any, config: LanguageConfig, seed: int, steps: int) -> tuple[Any, float]:
+    begin = time.process_time()
+    return train(model, config, seed, steps), time.process_time() - begin
+
+
+def judged(model: Any, config: LanguageConfig) -> Result:
+    """Held-out perplexity, and by place in texts of four times the length."""
+    losses = losses_by_place(model, python_topics(config.length, True).rows)
+    if is_patched(model) and next(iter(mhla_layers(model).values())).config.blocks[0] > 1:
+        change_mhla(model, beyond="relative")
+    far = losses_by_place(model, python_topics(_FARTHEST * config.length, True).rows)
+    ends = [0, *(config.length * 2**power for power in range(_FARTHEST.bit_length()))]
+    parts = [far[start:end].mean() for start, end in zip(ends, ends[1:], strict=False)]
+    return {
+        "perplexity": math.exp(float(losses.mean())),
+        "by place": [math.exp(float(part)) for part in parts],
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def _tables(config: LanguageConfig, results: Sequence[dict[str, Any]], output: Path) -> str:
+    def spread(kind: str, name: str, key: str, style: str = ".3f") -> str:
+        return mean_and_spread([one[kind][name][key] for one in results], style)
+
+    steps = f"{config.steps} steps"
+    texts = [
+        write_table(
+            ["attention", "parameters", f"perplexity after {steps}", "CPU seconds"],
+            [
+                [
+                    name,
+                    f"{results[0]['scratch'][name]['parameters']:,}",
+                    spread("scratch", name, "perplexity"),
+                    spread("scratch", name, "seconds", ".0f"),
+                ]
+                for name in config.variants
+            ],
+            output,
+            "scratch",
+        )
+    ]
+    if config.adapt:
+        after = f"after {config.adapt_steps} steps"
+        rows = [
+            [name, spread("adapted", name, "before"), spread("adapted", name, "perplexity")] for name in config.adapt
+        ]
+        header = ["trained with softmax, then", "before adaptation", after]
+        texts.append(write_table(header, rows, output, "adapted"))
+    length = config.length
+    places = [f"tokens {start + 1} to {2 * start or length}" for start in (0, length, 2 * length)]
+    far = [
+        [
+            name,
+            *(
+                mean_and_spread([one["scratch"][name]["by place"][index] for one in results], ".3f")
+                for index in range(3)
+            ),
+        ]
+        for name in config.variants
+    ]
+    texts.append(write_table(["attention", *places], far, output, "beyond"))
+    return "\n".join(texts)
+
+
+def where_it_ran() -> dict[str, str]:
+    """What a table of times must tell: torch's version, threads and the CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    return {
+        "cpu": name,
+        "cpus": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,324 @@
+"""A patched Llama: what it computes, and what the patch leaves behind."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM, LlamaModel
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention import reference_attention
+from mhla_diffusers.patching.attended import Attended
+
+from ..models import assert_changed, relative_change, wan
+from ..patching.shared import assert_same_footprint, footprint
+from .models import BLOCK_LENGTH, BLOCKS, LONGEST, llama, logits, patch, patched, text
+
+ROUNDING = {"rtol": 1e-4, "atol": 2e-5}
+"""Of float32, of logits of the order of 1 after three layers that sum in another order."""
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("layers", ["all", [1]])
+def test_a_patch_changes_the_output_and_its_removal_brings_all_back(implementation, layers):
+    model = llama(attn_implementation=implementation)
+    before, expected = footprint(model), logits(model, text())
+    patch(model, layers=layers)
+    assert model.config._attn_implementation != implementation
+    assert len(mhla.mhla_layers(model)) == (3 if layers == "all" else 1)
+    assert_changed(logits(model, text()), expected)
+    mhla.remove_mhla(model)
+    assert_same_footprint(model, before)
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(logits(model, text()), expected)
+
+
+def test_layers_that_are_not_chosen_run_what_the_model_had():
+    """With a patch that changes nothing they are all alone: softmax within one block is softmax attention."""
+    model, ids = llama(), text()
+    expected = logits(model, ids)
+    mhla.apply_mhla(model, blocks=(1,), block_length=LONGEST, exact="own", layers=[0, 2])
+    torch.testing.assert_close(logits(model, ids), expected, **ROUNDING)
+
+
+@pytest.mark.parametrize("settings", [{"exact": "own"}, {"exact": "none"}, {"exact": "none", "mixing_per_head": True}])
+def test_an_attention_is_the_reference_of_queries_and_keys_after_rope(settings):
+    """Against float64, keys repeated for the heads that share them."""
+    model, ids = patched(**settings), text(length=37)
+    attn, seen = model.model.layers[1].self_attn, {}
+    attn.o_proj.register_forward_pre_hook(lambda _, args: seen.update(found=args[0]))
+    processor = attn.processor
+
+    class Watching(type(processor)):
+        def attend(self, attn, query, key, value, hidden_states, cache):
+            seen.update(inputs=(query, key, value))
+            return super().attend(attn, query, key, value, hidden_states, cache)
+
+    attn.set_processor(Watching(processor.config))
+    logits(model, ids, use_cache=False)
+    query, key, value = (x.double() for x in seen["inputs"])
+    assert key.shape[2] == 2
+    key, value = (x.repeat_interleave(2, dim=2) for x in (key, value))
+    with torch.no_grad():
+        expected = reference_attention(attn.mhla.call(Attended(query, key, value, (37,)))).flatten(2)
+    assert relative_change(seen["found"], expected) < 1e-5
+
+
+@pytest.mark.parametrize("exact", ["own", "none"])
+def test_no_token_sees_a_later_one(exact):
+    model, ids = patched(exact=exact), text()
+    other = ids.clone()
+    other[:, 21:] = 5
+    found, changed = logits(model, ids), logits(model, other)
+    assert torch.equal(found[:, :21], changed[:, :21])
+    assert_changed(changed[:, 21:], found[:, 21:])
+
+
+@pytest.mark.parametrize("layers", ["all", [1]])
+def test_padding_on_the_right_changes_no_token_before_it(layers):
+    """In the forward and in gradients, the pads masked and of any content."""
+    model, ids = patched(layers=layers), text(length=29)
+    padded = torch.cat([ids, torch.full((2, 11), 7)], dim=1)
+    mask = torch.arange(40).expand(2, -1) < 29
+    torch.testing.assert_close(logits(model, padded, attention_mask=mask)[:, :29], logits(model, ids), **ROUNDING)
+    gradients = []
+    for tokens, labels, arguments in ((ids, ids, {}), (padded, padded.where(mask, -100), {"attention_mask": mask})):
+        model.zero_grad()
+        model(tokens, labels=labels, **arguments).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for found, expected in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_padding_on_the_left_is_refused():
+    mask = torch.arange(40).expand(2, -1) >= torch.tensor([[0], [3]])
+    with pytest.raises(ValueError, match="padding on the left or between tokens.*Pad on the right"):
+        logits(patched(), text(), attention_mask=mask)
+
+
+def test_texts_that_are_packed_into_a_row_are_refused():
+    places = torch.cat([torch.arange(25), torch.arange(15)])[None]
+    with pytest.raises(ValueError, match="packed into one row.*a row of its own"):
+        patched()(text(batch=1), position_ids=places, use_cache=False)
+
+
+def test_a_ready_mask_is_refused():
+    with pytest.raises(ValueError, match="ready one of four axes"):
+        patched()(text(), attention_mask=torch.zeros(2, 1, 40, 40))
+
+
+def test_a_text_longer_than_the_blocks_needs_a_rule():
+    ids = text(length=LONGEST + 5)
+    with pytest.raises(ValueError, match=r"53 tokens, more than the 6 blocks of 8.*beyond='relative'"):
+        logits(patched(), ids)
+    found = logits(patched(beyond="relative"), ids)
+    torch.testing.assert_close(found[:, :LONGEST], logits(patched(), ids[:, :LONGEST]), **ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"causal": None, "exact": "none"}, r"LlamaForCausalLM predicts the next token.*causal='token'.*block_length"),
+        ({"causal": "block"}, r"causal='block' lets a token see the later ones.*set causal='token'"),
+        ({"rope": "after"}, r"rope='after' would need the tables.*rope='before'"),
+        ({"softmax_steps": 2}, "softmax_steps=2 counts denoising steps"),
+        ({"blocks": (4, 2)}, "causal='token' orders the tokens"),
+    ],
+)
+def test_settings_that_a_language_model_has_no_place_for(settings, message):
+    model = llama()
+    before = footprint(model)
+    blocks = {} if settings.get("causal", "") is None else {"block_length": 8}
+    with pytest.raises(ValueError, match=message):
+        mhla.apply_mhla(model, **({"blocks": (6,)} | blocks | settings))
+    assert_same_footprint(model, before)
+
+
+def test_what_measures_denoising_steps_is_refused():
+    model = llama()
+    with pytest.raises(ValueError, match="LlamaForCausalLM is a language model"):
+        mhla.apply_mhla(model, blocks=(6,), block_length=8, calibration=lambda: None)
+    patch(model, output_norm=True)
+    for measure in (mhla.layer_sensitivity, mhla.calibrate_output_norm, mhla.calibrate_mixing):
+        with pytest.raises(ValueError, match=r"\(\) compares .* LlamaForCausalLM is a language model"):
+            measure(model, lambda: None)
+
+
+def test_an_implementation_that_is_set_after_the_patch_is_noticed():
+    model = patched()
+    model.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match="implementation has been set to 'eager' since.*remove_mhla"):
+        logits(model, text())
+    mhla.remove_mhla(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_dropout_of_weights_is_refused_in_training():
+    model = patch(llama(attention_dropout=0.1))
+    logits(model, text())
+    with pytest.raises(ValueError, match="attention_dropout=0.1 drops weights of softmax"):
+        logits(model.train(), text())
+
+
+@pytest.mark.parametrize("cls", [LlamaForCausalLM, LlamaModel])
+def test_a_saved_patch_gives_the_same_again(cls, tmp_path):
+    settings = {"exact": "own", "output_gate": True, "layers": [0, 2]}
+    model = patch(llama(cls), **settings)
+    with torch.no_grad():
+        expected = model(text())[0]
+    mhla.save_mhla(model, tmp_path)
+    loaded = mhla.load_mhla(llama(cls), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(text())[0], expected)
+    mhla.remove_mhla(loaded)
+    assert loaded.config._attn_implementation == "sdpa"
+
+
+def test_a_whole_model_that_was_trained_is_saved_with_its_patch(tmp_path):
+    model = patched()
+    mhla.save_mhla(model, tmp_path / "whole", weights="all")
+    fresh = llama(initializer_range=0.5)
+    assert_changed(logits(mhla.load_mhla(fresh, tmp_path / "whole"), text()), logits(llama(), text()))
+    assert torch.equal(logits(fresh, text()), logits(model, text()))
+
+
+def test_what_changed_is_saved_beside_the_base_it_was_loaded_from(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    model = patch(LlamaForCausalLM.from_pretrained(tmp_path / "base"))
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    mhla.save_mhla(model, tmp_path / "patch", weights="changed", base_model=str(tmp_path / "base"))
+    again = mhla.load_mhla(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "patch")
+    assert torch.equal(logits(again, text()), logits(model, text()))
+
+
+def test_a_model_whose_patch_was_removed_is_saved_as_transformers_does(tmp_path):
+    model = mhla.remove_mhla(patched())
+    model.save_pretrained(tmp_path)
+    assert "mhla" not in (tmp_path / "config.json").read_text()
+    assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path), text()), logits(llama(), text()))
+
+
+def test_a_patch_is_switched_off_changed_and_described():
+    model, expected = patched(layers=[0, 1]), logits(llama(), text())
+    with mhla.mhla_disabled(model):
+        assert torch.equal(logits(model, text()), expected)
+    mhla.change_mhla(model, layers=[1], exact="none")
+    assert list(mhla.mhla_layers(model)) == ["model.layers.1.self_attn.mhla"]
+    rows = mhla.describe(model, grid=(LONGEST,))
+    assert [(row.name, row.replaced) for row in rows] == [
+        (f"model.layers.{index}.self_attn", index == 1) for index in range(3)
+    ]
+    assert rows[1].blocks == BLOCKS and rows[1].tokens_per_block == (BLOCK_LENGTH, BLOCK_LENGTH)
+    mhla.remove_mhla(model)
+    assert torch.equal(logits(model, text()), expected)
+    assert [row.processor for row in mhla.describe(model)] == ["LlamaAttention"] * 3
+
+
+def test_bfloat16_is_near_float32():
+    """As near as rounding of 2^-8 in three layers lets it be."""
+    model = patched()
+    expected = logits(model, text())
+    found = logits(model.to(torch.bfloat16), text())
+    assert found.dtype == torch.bfloat16
+    assert relative_change(found.float(), expected) < 0.05
+    assert all(layer.mixing.dtype == torch.bfloat16 for layer in mhla.mhla_layers(model).values())
+    fresh = patch(llama().to(torch.bfloat16))
+    assert all(layer.mixing.dtype == torch.float32 for layer in mhla.mhla_layers(fresh).values())
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    gradients = []
+    for checkpointing in (False, True):
+        model = patched(layers=[0, 2]).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(text(), labels=text(), use_cache=False).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert gradients[0]["model.layers.0.self_attn.mhla.mixing"].abs().sum() > 0
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_lora_trains_beside_the_patch():
+    """PEFT's wrapper around a patched model: adapters on the projections, and the mixing matrices with them."""
+    model = patched()
+    wrapped = get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["mhla"], init_lora_weights=False)
+    )
+    assert_changed(logits(wrapped, text()), logits(patched(), text()))
+    wrapped(input_ids=text(), labels=text()).loss.backward()
+    trained = {name for name, parameter in wrapped.named_parameters() if parameter.grad is not None}
+    assert any("lora_A" in name for name in trained) and any("mhla.modules_to_save" in name for name in trained)
+    tokens = wrapped.generate(
+        input_ids=text(length=9), max_new_tokens=6, do_sample=False, past_key_values=mhla.MHLACache(wrapped)
+    )
+    assert torch.equal(tokens, wrapped.generate(input_ids=text(length=9), max_new_tokens=6, do_sample=False))
+
+
+def test_a_copy_has_its_own_patch():
+    model = patched()
+    twin = copy.deepcopy(model)
+    mhla.remove_mhla(twin)
+    assert mhla.is_patched(model) and not mhla.is_patched(twin)
+    assert torch.equal(logits(twin, text()), logits(llama(), text()))
+    assert twin.config._attn_implementation == "sdpa" and model.config._attn_implementation == "mhla+sdpa"
+
+
+def test_models_that_share_a_configuration_are_patched_apart():
+    """And what is set in it meanwhile, as by a change of the vocabulary, stays."""
+    model = llama()
+    config, twin = model.config, LlamaForCausalLM(model.config).eval()
+    expected = logits(twin, text())
+    patch(model)
+    assert twin.config is config and config._attn_implementation == "sdpa"
+    assert torch.equal(logits(twin, text()), expected)
+    model.resize_token_embeddings(70)
+    mhla.remove_mhla(model)
+    assert model.config is config and model.model.layers[0].self_attn.config is config
+    assert config.vocab_size == 70
+
+
+def test_threads_do_not_disturb_each_other():
+    model, texts = patched(layers=[0, 2]), [text(length=length, seed=length) for length in (11, 40)]
+    expected, found = [logits(model, ids) for ids in texts], {}
+
+    def work(index):
+        found[index] = [
+            torch.cat(
+                [logits(model, part, past_key_values=cache) for part in texts[index].split(3, dim=1)],
+                dim=1,
+            )
+            for cache in (mhla.MHLACache(model), mhla.MHLACache(model))
+        ]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(2):
+        for one in found[index]:
+            torch.testing.assert_close(one, expected[index], **ROUNDING)
+
+
+@pytest.mark.slow
+def test_torch_compile_gives_the_same_in_one_graph():
+    model, ids = patched(layers=[1]), text()
+    expected = logits(model, ids, use_cache=False)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(logits(compiled, ids, use_cache=False), expected, **ROUNDING)
+
+
+def test_a_language_model_that_encodes_the_prompts_of_a_pipeline_is_left_alone():
+    """As HunyuanVideo's text encoder, which is a Llama."""
+
+    class Pipeline:
+        components = {"text_encoder": llama(LlamaModel), "transformer": wan()}
+
+    pipe = Pipeline()
+    mhla.apply_mhla(pipe, blocks=(2, 2, 3))
+    assert not mhla.is_patched(pipe.components["text_encoder"])
+    assert {name.split(".")[0] for name in mhla.mhla_layers(pipe)} == {"transformer"}
