@@ -25,7 +25,7 @@ from .results import Outcome, Row, format_table
 from .streaming import HEADER, Judged, judge_streams, section_of_page
 from .variants import Variant, streamed_variant, variants
 
-_STREAMED = 4
+_STREAMED = 3
 """Scenes that are generated as a longer clip."""
 
 
