@@ -13,6 +13,7 @@ __all__ = [
     "MHLAConfig",
     "MHLALayer",
     "MHLAProcessor",
+    "VideoStream",
     "apply_mhla",
     "attn_processors",
     "audit",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .patching import (
         MHLALayer,
         MHLAProcessor,
+        VideoStream,
         apply_mhla,
         attn_processors,
         calibrate_exact_tiles,

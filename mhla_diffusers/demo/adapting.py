@@ -22,7 +22,7 @@ from ..tiny import TINY, TinyPipeline, load_tiny
 from ..tiny.loading import control_file, load_control, record_checksums
 from .adaptation import Adaptation, held_out_curve
 from .latents import digit_latents
-from .variants import Variant, recipe_of, variants
+from .variants import Variant, recipe_of, streamed_variant, variants
 
 HELD_OUT = 64
 CONTROL = "control.safetensors"
@@ -111,11 +111,12 @@ def main() -> None:
     parser.add_argument("--install", action="store_true", help="make them those that the package ships")
     arguments = parser.parse_args()
     output: Path = arguments.output or Path("outputs") / f"adapted-{arguments.family}"
-    known = {variant.short: variant for variant in variants(TINY[arguments.family])}
+    tiny = TINY[arguments.family]
+    known = {variant.short: variant for variant in (*variants(tiny), streamed_variant(tiny)) if variant is not None}
     unknown = sorted(set(arguments.only or ()) - set(known))
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: allowed: {', '.join(known)}")
-    adapting = Adapting(TINY[arguments.family], output, arguments.seed)
+    adapting = Adapting(tiny, output, arguments.seed)
     for short in arguments.only or known:
         adapting.make(known[short])
     if arguments.install:

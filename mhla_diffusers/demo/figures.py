@@ -38,15 +38,32 @@ def draw_pictures(outcomes: Sequence[Outcome], scenes: Sequence[Scene], folder: 
         return folder / "samples.png"
     pixels = [_as_tensor(frame) for frame in frames]
     write_video(pixels, folder / "samples.mp4", FRAMES_PER_SECOND)
-    frames[0].save(
-        folder / "samples.gif", save_all=True, append_images=frames[1:], duration=1000 // FRAMES_PER_SECOND, loop=0
-    )
+    _save_gif(frames, folder / "samples.gif")
     (folder / "clips").mkdir(exist_ok=True)
     for outcome in outcomes:
         for place, (scene, clip) in enumerate(zip(scenes, outcome.pictures, strict=True)):
             name = file_name(f"{place:02d} {scene.caption} {outcome.row.name}")
             write_video(clip[..., None].expand(-1, -1, -1, 3), folder / "clips" / f"{name}.mp4", FRAMES_PER_SECOND)
     return folder / "samples.gif"
+
+
+def draw_clips(name: str, pictures: Sequence[torch.Tensor], scenes: Sequence[Scene], file: Path) -> Path:
+    """Clips of one attention side by side, as a GIF.
+
+    Args:
+        name: of the attention.
+        pictures: for every scene (F, 64, 64) in [0, 1].
+        scenes: what they show.
+        file: where to.
+    """
+    shown = min(_SHOWN, len(scenes))
+    clips = torch.stack(list(pictures[:shown]))
+    _save_gif([_sheet([clips[:, frame]], [name], scenes[:shown]) for frame in range(clips.shape[1])], file)
+    return file
+
+
+def _save_gif(frames: Sequence[Any], file: Path) -> None:
+    frames[0].save(file, save_all=True, append_images=frames[1:], duration=1000 // FRAMES_PER_SECOND, loop=0)
 
 
 def _sheet(rows: Sequence[torch.Tensor], names: Sequence[str], scenes: Sequence[Scene]) -> Any:
@@ -120,6 +137,7 @@ def write_page(
     figures: Mapping[str, Path],
     remarks: Sequence[str],
     circumstances: Mapping[str, str],
+    sections: Mapping[str, str],
 ) -> None:
     """Write the page; images are inside it, so that the file can be sent alone.
 
@@ -130,9 +148,11 @@ def write_page(
         figures: heading → image file.
         remarks: sentences before the table, each a paragraph.
         circumstances: machine, date and the like.
+        sections: heading → HTML of what comes last.
     """
     table = html_table(header_of(rows), (row.cells for row in rows))
     images = "".join(f"<h2>{escape(heading)}</h2>{html_media(path, heading)}" for heading, path in figures.items())
     facts = ", ".join(f"{escape(name)}: {escape(value)}" for name, value in circumstances.items())
     said = "".join(f"<p>{escape(remark)}</p>" for remark in remarks)
-    write_text(html_page(title, f"{said}{table}<p>{facts}</p>{images}"), file)
+    more = "".join(f"<h2>{escape(heading)}</h2>{section}" for heading, section in sections.items())
+    write_text(html_page(title, f"{said}{table}<p>{facts}</p>{images}{more}"), file)

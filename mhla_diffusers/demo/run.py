@@ -14,7 +14,7 @@ import torch
 
 from ..devices import free_threads, threads
 from ..files import check_writable, write_json
-from ..reporting import require_matplotlib
+from ..reporting import require_matplotlib, text_table
 from ..tiny import TinyPipeline, load_tiny, tiny_pipeline
 from .adaptation import Adaptation
 from .examining import Yardstick, examine, load_variant, time_all
@@ -22,7 +22,11 @@ from .figures import draw_mixing, draw_pictures, file_name, write_page
 from .latents import digit_latents
 from .live import LIVE, Curves, adapt_live
 from .results import Outcome, Row, format_table
-from .variants import Variant, variants
+from .streaming import HEADER, Judged, judge_streams, section_of_page
+from .variants import Variant, streamed_variant, variants
+
+_STREAMED = 3
+"""Scenes that are generated as a longer clip."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
         outcomes = time_all(pipes, outcomes, adaptation)
         rows = [outcome.row for outcome in outcomes]
         _say(f"\n{format_table(rows)}\n")
+        streams = _stream(config, tiny, yardstick)
         curves = _adapt_live(config, shown, adaptation, rows[0].held_out_loss)
     circumstances = {
         "machine": f"{platform.processor() or platform.machine()}, {config.device}",
@@ -85,7 +90,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
         "date": time.strftime("%Y-%m-%d"),
         "minutes": f"{(time.perf_counter() - started) / 60:.1f}",
     }
-    _write_folder(config, yardstick, outcomes, curves, circumstances)
+    _write_folder(config, yardstick, outcomes, streams, curves, circumstances)
     _say(f"{config.output / 'index.html'} shows all of it.")
     return rows
 
@@ -108,6 +113,15 @@ def _examine(variant: Variant, pipe: Any, yardstick: Yardstick) -> Outcome:
     return outcome
 
 
+def _stream(config: DemoConfig, tiny: TinyPipeline, yardstick: Yardstick) -> list[Judged]:
+    """Of videos: a few scenes as clips longer than any that was trained on."""
+    if streamed_variant(tiny) is None:
+        return []
+    judged = judge_streams(tiny, yardstick.scenes[:_STREAMED], config.seed, config.device)
+    _say(f"{text_table(HEADER, (one.cells for one in judged), right=True)}\n")
+    return judged
+
+
 def _adapt_live(config: DemoConfig, shown: Sequence[Variant], adaptation: Adaptation, goal: float) -> Curves:
     if not config.updates:
         return {}
@@ -128,6 +142,7 @@ def _write_folder(
     config: DemoConfig,
     yardstick: Yardstick,
     outcomes: Sequence[Outcome],
+    streams: Sequence[Judged],
     curves: Curves,
     circumstances: dict[str, str],
 ) -> None:
@@ -137,6 +152,7 @@ def _write_folder(
         "circumstances": circumstances,
         "rows": [asdict(row) for row in rows],
         "live": curves,
+        "streamed": {one.name: one.right for one in streams},
     }
     write_json(results, config.output / "results.json")
     figures = {
@@ -157,7 +173,10 @@ def _write_folder(
     ]
     if rows[0].seconds_per_step is None:
         remarks.append("There are no times, since the machine was busy: they spread too much to be believed.")
-    write_page(config.output / "index.html", f"MHLA on tiny-{config.family}", rows, figures, remarks, circumstances)
+    scenes = yardstick.scenes[:_STREAMED]
+    sections = {"A longer clip": section_of_page(streams, scenes, config.output)} if streams else {}
+    title = f"MHLA on tiny-{config.family}"
+    write_page(config.output / "index.html", title, rows, figures, remarks, circumstances, sections)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from .adaptation import DIFFUSION, Recipe
 
 TRANSFER_STEPS = 100
 END_TO_END_STEPS = 300
+_STREAMED_ROWS, _STREAMED_FRAMES = 2, 3
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,28 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
     ]
 
 
+def streamed_variant(tiny: TinyPipeline) -> Variant | None:
+    """The attention that generates a few frames after others, which no row of the table can be compared with.
+
+    Two rows of blocks: the own frames, and all that came before, which ``beyond="relative"`` makes one. So a clip of
+    the usual length, which has three frame blocks, shows it what a longer one is made of. None of pictures.
+    """
+    if not tiny.is_video:
+        return None
+    mhla = MHLAConfig((_STREAMED_ROWS, *tiny.blocks[1:]), mixing_per_head=True, exact="own")
+    causal = mhla.replace(causal="block", block_length=_STREAMED_FRAMES, beyond="relative")
+    return Variant("MHLA, causal", "causal", causal)
+
+
 def recipe_of(variant: Variant, tiny: TinyPipeline) -> Recipe:
     """The recipe of ``finetune/configs/tiny-*.yaml``: attention transfer, then distillation, of the attention alone.
 
     A control has nothing to learn from itself, so it is trained on with the loss that it was trained with; so is MHLA
-    in place of linear attention, which is to become better than what it replaces.
+    in place of linear attention, which is to become better than what it replaces. A causal patch learns from the data
+    as well: the teacher sees later frames, and was never shown frames with times of their own.
     """
+    if variant.patch is not None and variant.patch.causal is not None:
+        return Recipe(TRANSFER_STEPS + END_TO_END_STEPS, objectives=DIFFUSION, trainable="attention")
     if variant.patch is None or family_named(tiny.family).own_attention != "softmax":
         steps = TRANSFER_STEPS + END_TO_END_STEPS
         return Recipe(steps, objectives=DIFFUSION, learning_rate=2e-4, trainable="attention")

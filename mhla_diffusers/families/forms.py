@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..attention.rotary import Rotary, rotary_table, rotated
+from ..config import MHLAConfig
 from .projecting import Projected, finite, lowered, output_projection, project_tokens
 
 _ROTARY_NAMES = ("rotary_emb", "image_rotary_emb", "freqs_cis")
@@ -49,6 +50,8 @@ class AttentionInput(NamedTuple):
     """(B, N) of all tokens, see :func:`key_padding_mask`."""
     rotary_by_head: Rotary | None = None
     """(cos, sin) of all tokens, each (1 or B, N, H, D), in place of ``rotary`` where heads turn by other angles."""
+    frames_in_block: int | None = None
+    """With a block-causal mask, frames of a block: no query is to see a later block."""
 
 
 class AttentionForm:
@@ -89,6 +92,14 @@ class AttentionForm:
         if self.rope_by_head:
             return AttentionInput(hidden_states, None, None, key_mask, rotary)
         return AttentionInput(hidden_states, None, rotary, key_mask)
+
+    def check_order(self, given: AttentionInput, config: MHLAConfig | None) -> None:
+        """Raise unless a patch sees of later frames what the model lets it see, by default all of them.
+
+        Args:
+            given: input of the attention.
+            config: of the patch; None of an attention that has none yet.
+        """
 
     def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
         """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D); None for none.

@@ -20,11 +20,13 @@ class NoisedBatch:
     noise: torch.Tensor
     """Like ``latents``."""
     time: torch.Tensor
-    """(B,): σ in (0, 1) for flow matching, the integer step for DDPM."""
+    """(B,): σ in (0, 1) for flow matching, the integer step for DDPM. With a time for every frame (B, F), 0 of frames
+    that are clean and not predicted.
+    """
     hidden_states: torch.Tensor
     """Like ``latents``, noised: the transformer's input."""
     timestep: torch.Tensor
-    """(B,), as the transformer takes it."""
+    """Like ``time``, as the transformer takes it."""
     conditioning: Mapping[str, torch.Tensor]
     """What conditions the model, by name, each (B, ...)."""
 
@@ -55,7 +57,7 @@ class DiffusionProcess(ABC):
         quantile: torch.Tensor,
         conditioning: Mapping[str, torch.Tensor],
     ) -> NoisedBatch:
-        """Noise latents to the times at the quantiles."""
+        """Noise latents to the times at the quantiles, (B,); with flow matching also (B, F), of every frame."""
         time = self.time_at(quantile)
         hidden_states = self.noised(latents, noise, time)
         return NoisedBatch(latents, noise, time, hidden_states, self.timestep(time), conditioning)
@@ -96,10 +98,14 @@ class FlowMatching(DiffusionProcess):
         return time * 1000 * self.timestep_scale
 
     def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
-        """Mean squared error to the velocity."""
+        """Mean squared error to the velocity, of frames that are not clean."""
         velocity = (batch.noise - batch.latents)[:, : self.channels]
-        error = prediction[:, : velocity.shape[1]].float() - velocity.float()
-        return error.square().flatten(1).mean(dim=1)
+        error = (prediction[:, : velocity.shape[1]].float() - velocity.float()).square()
+        if batch.time.ndim == 1:
+            return error.flatten(1).mean(dim=1)
+        noised = (batch.time > 0).float()
+        by_frame = error.movedim(2, 1).flatten(2).mean(dim=2)
+        return (by_frame * noised).sum(dim=1) / noised.sum(dim=1).clamp_min(1)
 
 
 class ReversedFlowMatching(FlowMatching):
@@ -253,7 +259,9 @@ def _ending_in_noise(kept: torch.Tensor) -> torch.Tensor:
 
 
 def _per_sample(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(B,) as (B, 1, ...)."""
+    """(B,) as (B, 1, ...), or (B, F) as (B, 1, F, ...)."""
+    if value.ndim == 2:
+        return value.view(len(value), 1, -1, *[1] * (like.ndim - 3))
     return value.view(-1, *[1] * (like.ndim - 1))
 
 

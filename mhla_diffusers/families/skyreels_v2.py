@@ -1,7 +1,8 @@
 """SkyReels-V2: ``SkyReelsV2Transformer3DModel``, Wan with text-, image-to-video and diffusion forcing.
 
 Diffusion forcing gives every frame a time of its own. Called with ``causal_block_size`` above 1 its pipelines also mask
-all later blocks of frames from every frame, which MHLA does not run: the summaries of Multi-Head Mixing know no order.
+all later blocks of frames from every frame. A patch with ``causal="block"`` and blocks of that length sees no later
+block by itself, so it does without the mask; the summaries of any other know no order.
 """
 
 from typing import Any
@@ -12,31 +13,68 @@ from ..config import MHLAConfig
 from .forms import AttentionArguments, AttentionForm, AttentionInput
 from .sizes import Clip, Model
 from .structure import Sample
-from .wan import WanFamily, tiny_wan, wan_model
+from .wan import WanFamily, grid_of_table, tiny_wan, wan_model
 
 _AT_24_FPS = 1
 """What a model that is told frames per second is told for any but 16."""
 
 
 class SkyReelsV2Form(AttentionForm):
-    """Wan's, without the mask of diffusion forcing."""
+    """Wan's, with the mask of diffusion forcing read as what it says."""
 
     def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
         """What the arguments mean.
 
         Raises:
-            ValueError: the block-causal mask, or another that is no key-padding mask.
+            ValueError: a mask that is neither block-causal nor a key-padding mask.
         """
-        mask = arguments.attention_mask
-        if mask is not None and mask.ndim == 4 and mask.shape[2] == mask.shape[3]:
+        mask, rotary = arguments.attention_mask, arguments.rotary_emb
+        if mask is None or mask.ndim != 4 or mask.shape[2] != mask.shape[3] or rotary is None:
+            return super().read(attn, arguments)
+        given = super().read(attn, arguments._replace(attention_mask=None))
+        return given._replace(frames_in_block=_frames_in_block(mask, grid_of_table(rotary[1])[0]))
+
+    def check_order(self, given: AttentionInput, config: MHLAConfig | None) -> None:
+        """Raise unless a patch is as causal as the mask.
+
+        Raises:
+            ValueError: it sees all frames, or has blocks of another length.
+        """
+        length = given.frames_in_block
+        if length is None or (config is not None and config.causal == "block" and config.block_length == length):
+            return
+        told = "sees all frames"
+        if config is not None and config.causal is not None:
+            told = f"has causal={config.causal!r} with block_length={config.block_length}"
+        raise ValueError(
+            f"SkyReels-V2's diffusion forcing masks later blocks of {length} latent frames from every frame, since the "
+            f"pipeline was called with causal_block_size={length}, and this patch {told}: its summaries know no mask "
+            f"that differs between queries. Patch with causal='block', block_length={length}, which needs no mask; or "
+            "call the pipeline with causal_block_size=1, with any ar_step, for which there is none. Left out, it is "
+            "that of the last call, transformer.config.num_frame_per_block. The mask goes to all layers, so no choice "
+            "of layers=[...] keeps it away."
+        )
+
+
+def _frames_in_block(mask: Any, frames: int) -> int:
+    """Frames of a block of a block-causal mask, (1, 1, N, N).
+
+    Raises:
+        ValueError: it is another mask.
+    """
+    if not hasattr(mask, "frames_in_block"):  # all layers of a forward are handed the same mask
+        step = max(1, mask.shape[2] // frames)
+        between = mask[0, 0, ::step, ::step].cpu()  # the model repeats what it lets frames see for all their tokens
+        length = int(between[0].sum())
+        block = torch.arange(len(between)) // max(1, length)
+        if mask.dtype != torch.bool or not torch.equal(between, block[:, None] >= block):
             raise ValueError(
-                "SkyReels-V2's diffusion forcing masks later blocks of frames from every frame, since the pipeline was "
-                "called with causal_block_size > 1. MHLA's summaries know no order, so a mask that differs between "
-                "queries is refused. Call the pipeline with causal_block_size=1, with any ar_step, for which there is "
-                "no mask; left out, it is that of the last call, transformer.config.num_frame_per_block. The mask "
-                "goes to all layers, so no choice of layers=[...] keeps it away."
+                f"SkyReels-V2's attention got a mask {tuple(mask.shape)} of {mask.dtype} that is not block-causal over "
+                f"{frames} frames and differs between queries, for which MHLA has no form."
             )
-        return super().read(attn, arguments)
+        mask.frames_in_block = length
+    found: int = mask.frames_in_block
+    return found
 
 
 def _model(name: str, heads: int, ffn_dim: int, layers: int) -> Model:
@@ -59,6 +97,7 @@ class SkyReelsV2Family(WanFamily):
 
     name = "skyreels_v2"
     transformers = ("SkyReelsV2Transformer3DModel",)
+    streamed = ("SkyReelsV2Transformer3DModel",)
     attention_class = "transformer_skyreels_v2.SkyReelsV2Attention"
     form = SkyReelsV2Form()
     # blocks as long as Wan's, 354 tokens each at 540p and 97 frames; 52 tokens per tile there, 113 at 720p and 121
@@ -81,8 +120,12 @@ class SkyReelsV2Family(WanFamily):
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """As Wan's, one time for all frames; with the rate where the model is told it."""
-        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        """Times of frames are those of diffusion forcing; with the rate where the model is told it."""
+        arguments: dict[str, Any] = {"hidden_states": latents, "timestep": timestep, **conditioning}
+        if timestep.ndim == 2:
+            frames = self.token_grid(transformer, latents)[0]
+            arguments["timestep"] = timestep[:, :: timestep.shape[1] // frames]
+            arguments["enable_diffusion_forcing"] = True
         if transformer.config.inject_sample_info:
             arguments["fps"] = [_AT_24_FPS] * len(latents)
         return arguments

@@ -58,6 +58,10 @@ class Structure(ABC):
     """Names of the arguments that the transformer's forward is given by place; the first are latents."""
     timestep_name: ClassVar[str] = "timestep"
     """Of the argument that tells the transformer the time."""
+    streamed: ClassVar[tuple[str, ...]] = ()
+    """Those of :attr:`transformers` that can be given a video frame block after frame block: every frame may have a
+    time of its own, and :meth:`rotary_from` tells RoPE of later frames.
+    """
 
     @property
     def makes_videos(self) -> bool:
@@ -117,7 +121,7 @@ class Structure(ABC):
         Args:
             transformer: which.
             latents: (B, C, ...).
-            timestep: (B,), as the process gives it.
+            timestep: (B,), as the process gives it; of those in :attr:`streamed` also (B, F), of every frame.
             conditioning: what :meth:`encode_prompt` gives, each with a batch axis.
         """
         return {"hidden_states": latents, "timestep": timestep, **conditioning}
@@ -147,6 +151,20 @@ class Structure(ABC):
             rotary: what the model hands to it, (cos, sin).
         """
         return None
+
+    def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
+        """RoPE of frames that do not begin a video.
+
+        Args:
+            transformer: which.
+            rotary: what it hands to its attentions, (cos, sin), as if the frames did begin one.
+            grid: of the tokens.
+            first: place of the first frame, in tokens of the first axis.
+
+        Raises:
+            ValueError: the family does not tell, or the model has no RoPE for so late a frame.
+        """
+        raise ValueError(f"The {self.name!r} family does not tell RoPE of later frames: give it a rotary_from().")
 
     def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Tile counts that exact tiles of a token grid are measured with.

@@ -32,8 +32,25 @@ _LAID_OUT: set[tuple[int, ...]] = set()
 """Shapes of tables before they were flattened that were seen to be the token grid."""
 
 
+def grid_of_table(table: Any) -> tuple[int, ...]:
+    """Token grid of RoPE's sines, (1, N, 1, D), read off the three coordinates of every token.
+
+    The table is a flattened (frames, height, width, D), of which it remains a view outside of inference mode. Once the
+    coordinates were seen to lie as this shape says, the shape tells by itself, and no device is waited for.
+    """
+    laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
+    if laid_out in _LAID_OUT:
+        return laid_out
+    if not hasattr(table, "token_grid"):  # all layers of a forward are handed the same table
+        table.token_grid = _grid_of_sines(table)
+    if table.token_grid == laid_out:
+        _LAID_OUT.add(table.token_grid)
+    grid: tuple[int, ...] = table.token_grid
+    return grid
+
+
 def _grid_of_sines(table: torch.Tensor) -> tuple[int, ...]:
-    """Token grid of RoPE's sines, (1, N, 1, D)."""
+    """The same, from the values alone."""
     head_dim = table.shape[-1]
     side = 2 * (head_dim // 6)
     # the first channel of an axis is sin(coordinate), which no coordinate but 0 makes 0
@@ -79,6 +96,8 @@ class WanFamily(Family):
     # 50 tokens per tile at 480p and 81 frames, 120 at 720p
     default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(7, 9, 10))
     dispatches_attention = True
+    # those of VACE take one time for all frames, and so do relatives
+    streamed: ClassVar[tuple[str, ...]] = ("WanTransformer3DModel",)
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     measured_unasked = True
     models: ClassVar[tuple[Model, ...]] = (
@@ -99,23 +118,8 @@ class WanFamily(Family):
         return f"{cls.__module__}.{cls.__qualname__}".endswith(f".{self.attention_class}")
 
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
-        """Read off the three coordinates of every token, whose sines the table holds.
-
-        The table is a flattened (frames, height, width, D), of which it remains a view outside of inference mode. Once
-        the coordinates were seen to lie as this shape says, the shape tells by itself, and no device is waited for.
-        """
-        if not self.recognises_self_attention(attn):
-            return None
-        table: Any = rotary[1]
-        laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
-        if laid_out in _LAID_OUT:
-            return laid_out
-        if not hasattr(table, "token_grid"):  # all layers of a forward are handed the same table
-            table.token_grid = _grid_of_sines(table)
-        if table.token_grid == laid_out:
-            _LAID_OUT.add(table.token_grid)
-        grid: tuple[int, ...] = table.token_grid
-        return grid
+        """That of :func:`grid_of_table`."""
+        return grid_of_table(rotary[1]) if self.recognises_self_attention(attn) else None
 
     def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Three latent frames by five rows by a tenth of the width: 75 tokens at 480p and 120 at 720p.
@@ -129,6 +133,33 @@ class WanFamily(Family):
         """As ``WanRotaryPosEmbed`` shares them out: a third each, frames with what is left over."""
         side = 2 * (head_dim // 6)
         return head_dim - 2 * side, side, side
+
+    def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
+        """With the channels of the frames as the model's own table has them for later ones.
+
+        Raises:
+            ValueError: the table ends before.
+        """
+        rope, last = transformer.rope, first + grid[0]
+        if last > rope.max_seq_len:
+            raise ValueError(
+                f"{type(transformer).__name__} has RoPE for {rope.max_seq_len} latent frames, its rope_max_seq_len, "
+                f"and these would be {first + 1} to {last}. Begin another video, or load the model with a larger "
+                "rope_max_seq_len=, which adds no weights; frames that far apart were not seen in training."
+            )
+        return (
+            _with_frames(rotary[0], rope.freqs_cos[first:last, : rope.t_dim], grid),
+            _with_frames(rotary[1], rope.freqs_sin[first:last, : rope.t_dim], grid),
+        )
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """Times of frames are handed over for every token, as Wan 2.2 TI2V-5B has them."""
+        if timestep.ndim == 2:
+            frames, *sides = self.token_grid(transformer, latents)
+            timestep = timestep[:, :: timestep.shape[1] // frames].repeat_interleave(math.prod(sides), dim=1)
+        return super().forward_arguments(transformer, latents, timestep, conditioning)
 
     def self_attention_processor(self) -> Any:
         """``WanAttnProcessor``."""
@@ -193,6 +224,13 @@ class WanFamily(Family):
         if transformer.image_dim is not None:
             shapes["encoder_hidden_states_image"] = torch.empty(_IMAGE_TOKENS, transformer.image_dim, device="meta")
         return shapes
+
+
+def _with_frames(table: torch.Tensor, frames: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+    """A table (1, N, 1, D) with other values (F, channels) of its frames, which come first among the channels."""
+    _, height, width = grid
+    spread = frames.to(table)[:, None, None].expand(-1, height, width, -1).reshape(1, -1, 1, frames.shape[-1])
+    return torch.cat([spread, table[..., frames.shape[-1] :]], dim=-1)
 
 
 def _encoded(pipe: Any, pixels: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from .replacing import apply_mhla, set_attn_processor
 from .saving import save_mhla
 from .sensitivity import TransformerCall, layer_sensitivity, record_calls
 from .sharing import push_mhla
+from .stream import VideoStream
 from .token_grid import token_grid
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "MHLALayer",
     "MHLAProcessor",
     "TransformerCall",
+    "VideoStream",
     "Weights",
     "apply_mhla",
     "attended",

@@ -14,7 +14,7 @@ from ..families.forms import AttentionArguments, AttentionForm, attention_argume
 from .attended import Attended
 from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
 from .past import attend_to_past
-from .token_grid import attends_as_before, grid_of_call, parallel_of_call
+from .token_grid import attends_as_before, grid_of_call, parallel_of_call, stream_of_call
 
 _BACKEND = "_attention_backend"
 """Attribute that diffusers' set_attention_backend writes into processors."""
@@ -144,6 +144,7 @@ class MHLAProcessor:
         if attends_as_before() and not _skips_scores(attn):
             return form.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
         given = form.read(attn, arguments)
+        form.check_order(given, self.config)
         grid = self.grid if self.grid is not None else grid_of_call(attn, given.rotary)
         parallel = parallel_of_call(self)
         tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
@@ -154,17 +155,20 @@ class MHLAProcessor:
         if _skips_scores(attn):
             output = value
         else:
+            step = stream_of_call()
             output = attn.mhla(
                 query,
                 key,
                 value,
                 hidden_states,
                 grid,
-                given.rotary,
+                given.rotary if step is None else step.rotary(given.rotary, grid),
                 given.key_mask,
                 self.backend,
                 outside,
                 parallel,
+                state=None if step is None else step.state_of(attn, grid),
+                keep=step is None or step.keep,
             )
         return form.hand_on(attn, output, given)
 
@@ -358,6 +362,8 @@ def attended(
     """
     form = form if form is not None else form_of(attn)
     given = form.read(attn, attention_arguments(args, kwargs))
+    layer = layer_of(attn)
+    form.check_order(given, None if layer is None else layer.config)
     grid = grid if grid is not None else grid_of_call(attn, given.rotary)
     outside = form.outside(given, math.prod(grid))
     return Attended(*form.project(attn, given), grid, outside, given.rotary, given.key_mask)

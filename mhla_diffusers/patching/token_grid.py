@@ -8,12 +8,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..attention import MHLAState
 from ..attention.parallel.place import Parallel
 from ..attention.rotary import Rotary
 from ..families import Family, grid_of_attention
@@ -27,12 +28,26 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute in which diffusers' ``enable_gradient_checkpointing`` puts what runs a block."""
 
 
+class InStream(Protocol):
+    """What a step of a video that is generated frame block after frame block tells its attentions."""
+
+    keep: bool
+    """Whether its tokens belong to the past of the next step."""
+
+    def state_of(self, attn: Any, grid: Grid) -> MHLAState:
+        """What the frame blocks before have left behind in an attention."""
+
+    def rotary(self, rotary: Rotary | None, grid: Grid) -> Rotary | None:
+        """RoPE of the step's place in the video, from what the model hands to its attentions."""
+
+
 class _Forward:
     """What a thread's transformer is working on."""
 
     grid: Grid | None = None
     parallel: Parallel | None = None
     attends_as_before: bool = False
+    stream: InStream | None = None
 
 
 class _Thread(threading.local):
@@ -55,6 +70,22 @@ def token_grid(grid: Grid | None, parallel: Parallel | None = None) -> Iterator[
         yield
     finally:
         forward.grid, forward.parallel = before
+
+
+@contextmanager
+def in_stream(step: InStream) -> Iterator[None]:
+    """Within the context the transformer that this thread runs goes on with a video."""
+    forward = _THREAD.forward
+    before, forward.stream = forward.stream, step
+    try:
+        yield
+    finally:
+        forward.stream = before
+
+
+def stream_of_call() -> InStream | None:
+    """The step of a video that the call is; None of one that stands by itself."""
+    return _THREAD.forward.stream
 
 
 def attend_as_before(wanted: bool) -> None:

@@ -17,6 +17,7 @@ from ..patching import mhla_layers
 from .calibration import calibrate_fresh_tiles
 from .config import TrainingConfig
 from .latents.data import NoisedBatches, TrainingData
+from .latents.times import frames_together
 from .objectives import Objectives
 from .run_folder import CheckpointError, RunFolder, RunState, Tensors, load_checkpoint
 from .sharding import gathered, meta_copy, own_part, placed_like, shard, sharding_is_asked_for
@@ -62,13 +63,14 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
 
     Raises:
         ValueError: patched or not, against the configuration; wrong number of channels or axes; fewer tokens than
-            blocks on an axis; or what :func:`check_splits` raises.
+            blocks on an axis; or what :func:`frames_together` and :func:`check_splits` raise.
     """
     layers = mhla_layers(transformer)
     if layers and config.patch is None:
         raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
     if not layers and config.patch is not None:
         raise ValueError(f"The configuration has patch={config.patch!r}, but the transformer is not patched.")
+    frames_together(transformer)  # raises where it cannot be trained
     family = get_family(transformer)
     channels, axes = family.channels(transformer.config), 4 if family.makes_videos else 3
     for shape in sorted(set(data.shapes)):
@@ -116,7 +118,8 @@ class Run:
         self.groups = Groups.of(config.context_parallel, self.accelerator.process_index, self.accelerator.num_processes)
         # the processes of a group get the same batches, each with its noise and time
         self._place = (self.groups.rank, self.groups.count)
-        self.batches = NoisedBatches(data, self.process, config, self.accelerator.device, *self._place)
+        together = frames_together(transformer)
+        self.batches = NoisedBatches(data, self.process, config, self.accelerator.device, *self._place, together)
         self.state = RunState(
             step=0,
             skipped_in_row=0,

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..families import Clip, DiffusionProcess, get_family, predict
+from ..families import Clip, DiffusionProcess, get_family, predict, unwrapped
 from ..generation.noise import generator_for
 from ..generation.record import write_sample
 from ..patching import patch_in_every_step
 from .config import TrainingConfig
 from .latents.data import TrainingData, on_device
+from .latents.times import even_quantiles, frames_together
 
 Sampler = Callable[[nn.Module, Path], None]
 """Generates with the transformer into a folder."""
@@ -42,6 +43,7 @@ class ValidationLoss:
         All processes run the transformer equally often, as a sharded one needs it; what is too much is not counted.
         """
         total = torch.zeros((), dtype=torch.float64, device=device)
+        together = frames_together(unwrapped(transformer))
         last = len(self._data) - 1
         for start in range(self._first, len(self._data), processes):
             index = min(start + rank, last)
@@ -50,7 +52,8 @@ class ValidationLoss:
             latents = sample.pop("latents")
             noise = torch.randn(latents.shape, generator=generator_for(self._seed, "validation", index)).to(device)
             for quantile in self._quantiles.to(device):
-                batch = self._process.make_batch(latents, noise, quantile[None], sample)
+                times = quantile if together is None else even_quantiles(quantile, latents.shape[2], together)
+                batch = self._process.make_batch(latents, noise, times[None], sample)
                 with patch_in_every_step():
                     prediction = predict(transformer, batch)
                 loss = self._process.loss(prediction, batch)

@@ -12,7 +12,7 @@ from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.examining import load_variant
 from mhla_diffusers.demo.latents import digit_latents
 from mhla_diffusers.demo.run import DemoConfig, run_demo
-from mhla_diffusers.demo.variants import recipe_of, variants
+from mhla_diffusers.demo.variants import recipe_of, streamed_variant, variants
 from mhla_diffusers.devices import free_threads, threads
 from mhla_diffusers.families import get_family
 from mhla_diffusers.patching import is_patched
@@ -80,10 +80,11 @@ def test_bad_settings_are_refused(change, message):
         DemoConfig(**change)
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_adapted_with_the_shipped_recipe(name):
-    shipped, tiny = TrainingConfig.from_yaml(CONFIGS / f"tiny-{name}.yaml"), TINY[name]
-    best = variants(tiny)[-1]
+@pytest.mark.parametrize(("name", "causal"), [*((name, False) for name in TINY), ("wan", True)])
+def test_adapted_with_the_shipped_recipe(name, causal):
+    tiny = TINY[name]
+    shipped = TrainingConfig.from_yaml(CONFIGS / f"tiny-{name}{'-causal' if causal else ''}.yaml")
+    best = streamed_variant(tiny) if causal else variants(tiny)[-1]
     used = Adaptation(tiny, InMemoryData([]), 16, 0, 50, tiny.batch_size).config(
         recipe_of(best, tiny), best.patch, Path("x")
     )
@@ -98,7 +99,9 @@ def test_every_variant_ships_adapted(name):
     tiny = TINY[name]
     data = digit_latents(load_tiny(name), tiny, 1, 4, seed=3)
     adaptation = Adaptation(tiny, data, held_out=4, seed=3, validate_every=1, batch_size=1)
-    for variant in variants(tiny):
+    for variant in (*variants(tiny), streamed_variant(tiny)):
+        if variant is None:
+            continue
         adapted = load_variant(tiny, variant, "cpu")
         assert is_patched(adapted) == (variant.patch is not None)
         if variant.patch is None:

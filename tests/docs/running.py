@@ -60,6 +60,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^mhla (generate|analyze|audit) (wan|sana|dit) .*", r"\g<0> --set num_inference_steps=1"),
     (r"^mhla generate wan (?!.*--(model|weights)).*", r"\g<0> --set num_frames=2"),
     (r"^python pipelines/generate_wan.py .*", rf"\g<0> --model {TINY_WAN} --frames 6 --height 64 --width 64 --steps 1"),
+    (r'^(python pipelines/generate_wan_streaming.py ".*") --weights.*', r"\1 --frame-blocks 2 --steps 1"),
     (r"^python pipelines/generate_sana.py .*", rf"\g<0> --model {TINY_SANA} --height 64 --width 64 --steps 1"),
     (r'^(python pipelines/generate_dit.py) "golden retriever"(.*)', rf"\1 seven \2 --model {TINY_DIT} --steps 1"),
     (r"^python mhla_auraflow.py generate .*", r"\g<0> --set height=64 --set width=64 --set num_inference_steps=2"),
@@ -70,6 +71,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--steps 50 --guidance 5.0", "--steps 1 --frames 9 --size 64x64 --precision no"),
     (r"^(mhla synthesize .*)--steps 20", r"\1--steps 1"),
     (r"stages.0.steps=200", "stages.0.steps=1"),
+    (r"^mhla finetune --config finetune/configs/tiny-wan-causal.yaml$", r"\g<0> validation.samples=0 stages.0.steps=1"),
     (r"wan2.1-t2v-1.3b-hybrid.yaml", f"tiny-wan.yaml data=latents/wan2.1-t2v-1.3b {SHORT} output=outputs/w"),
     (r"^mhla finetune --config finetune/configs/tiny-wan.yaml$", rf"\g<0> {SHORT} stages.0.steps=1"),
     (r"^accelerate launch finetune/adapt.py .*", r"\g<0> stages.0.steps=1 output=outputs/launched"),
@@ -119,6 +121,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     ),
     (r"^python finetune/zero_shot\.py", "it downloads questions; tests/language runs it where lm-eval is"),
     (r"^python -m mhla_diffusers\.demo\.(making|adapting)", "it takes half an hour and more"),
+    (r"^python -m mhla_diffusers\.demo\.streaming", "it takes minutes; tests/demo runs it"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""
 

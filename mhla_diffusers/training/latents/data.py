@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
 from ..config import TrainingConfig
+from .times import random_quantiles
 
 
 def _leave_interrupts_alone(worker: int) -> None:
@@ -78,6 +79,7 @@ class NoisedBatches:
         device: where batches go.
         rank: index of this process.
         processes: how many there are.
+        together: latent frames that share a time, :func:`mhla_diffusers.training.latents.times.frames_together`.
 
     Raises:
         ValueError: if nothing is left to train on, or prompts are to be dropped but the data has no empty prompt.
@@ -91,6 +93,7 @@ class NoisedBatches:
         device: torch.device,
         rank: int = 0,
         processes: int = 1,
+        together: int | None = None,
     ) -> None:
         if len(data) <= config.validation.samples:
             raise ValueError(
@@ -108,6 +111,7 @@ class NoisedBatches:
         self._device = device
         self._rank = rank
         self._processes = processes
+        self._together = together
         self.training_samples = len(data) - config.validation.samples
         size = config.batch_size * config.gradient_accumulation * processes
         self._order = BatchOrder(data.shapes[: self.training_samples], size, config.seed)
@@ -133,7 +137,10 @@ class NoisedBatches:
         noise, quantiles, dropped = [], [], []
         for position in range(first, first + len(latents)):
             generator = generator_for(self._config.seed, "noise", step, position)
-            quantiles.append(_inside_unit_interval(torch.rand((), dtype=torch.float64, generator=generator)))
+            if self._together is None:
+                quantiles.append(_inside_unit_interval(torch.rand((), dtype=torch.float64, generator=generator)))
+            else:
+                quantiles.append(random_quantiles(latents.shape[2], self._together, generator))
             dropped.append(torch.rand((), generator=generator) < self._config.prompt_dropout)
             noise.append(torch.randn(latents.shape[1:], generator=generator))
         conditioning = batch

@@ -1,0 +1,129 @@
+"""Generate a video frame block after frame block with a causal patch, in memory that does not grow with its length."""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from ..families import Family, get_family
+from ..patching import VideoStream, require_layers
+
+Generators = torch.Generator | Sequence[torch.Generator]
+
+
+@torch.no_grad()
+def stream_latents(
+    pipe: Any,
+    prompt: str | Sequence[str],
+    frame_blocks: int | None,
+    *,
+    height: int,
+    width: int,
+    steps: int = 50,
+    guidance: float = 5.0,
+    negative_prompt: str = "",
+    generator: Generators | None = None,
+    **settings: Any,
+) -> Iterator[torch.Tensor]:
+    """Latents of one frame block after another, each as soon as it is done.
+
+    A frame block begins as noise and is denoised by the pipeline's scheduler, seeing the frame blocks before it, which
+    are clean. Then it is run once more at time 0, whose summaries later ones see. So a frame block costs one forward
+    more than its steps, and as much as the first one wherever in the video it is.
+
+    Args:
+        pipe: text-to-video pipeline of Wan or SkyReels-V2, patched with ``causal="block"``.
+        prompt: text, or several, of a batch.
+        frame_blocks: how many, of as many latent frames as ``block_length`` of the patch; None for no end, up to which
+            ``beyond="relative"`` of the patch and RoPE of the model go.
+        height: in pixels.
+        width: in pixels.
+        steps: of the scheduler, for every frame block.
+        guidance: scale of classifier-free guidance, which has a second stream; 1 for none.
+        negative_prompt: of the second stream.
+        generator: of the noise, one or one for each prompt; on the CPU for noise that does not depend on the device.
+        **settings: of the pipeline's ``encode_prompt``, such as max_sequence_length.
+
+    Yields:
+        float32 (B, C, F, H, W), of the scale that the transformer gives; :func:`decode_latents` makes pixels of all.
+
+    Raises:
+        ValueError: a pipeline that takes pictures or has two transformers, a patch that leaves no state behind, a size
+            that is cut into no tokens, or fewer than one frame block or step.
+    """
+    transformer, family = pipe.transformer, get_family(pipe.transformer)
+    _check(pipe, family, height, width, steps, frame_blocks)
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    texts = [prompts, [negative_prompt] * len(prompts)][: 2 if guidance != 1 else 1]
+    encoded = [family.encode_text(pipe, text, settings)[0].to(transformer.dtype) for text in texts]
+    streams = [VideoStream(transformer) for _ in texts]
+    shape = _shape_of_block(pipe, family, len(prompts), height, width)
+
+    def predict(latents: torch.Tensor, time: torch.Tensor, keep: bool) -> torch.Tensor:
+        given, times, found = latents.to(transformer.dtype), time.expand(len(latents)), []
+        for stream, text in zip(streams, encoded, strict=True):
+            arguments = family.forward_arguments(transformer, given, times, {"encoder_hidden_states": text})
+            found.append(stream(**arguments, keep=keep, return_dict=False)[0])
+        return found[0] if len(found) == 1 else torch.lerp(found[1], found[0], guidance)
+
+    for _ in count() if frame_blocks is None else range(frame_blocks):
+        latents = _noise(shape, generator, encoded[0].device)
+        pipe.scheduler.set_timesteps(steps, device=latents.device)
+        for time in pipe.scheduler.timesteps:
+            velocity = predict(latents, time, keep=False)
+            latents = pipe.scheduler.step(velocity, time, latents, return_dict=False)[0]
+        predict(latents, torch.zeros_like(time), keep=True)
+        yield latents
+
+
+@torch.no_grad()
+def decode_latents(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Frames of latents that the pipeline would hand to its autoencoder, in one go.
+
+    Args:
+        pipe: of Wan or SkyReels-V2.
+        latents: (B, C, F, H, W), all frame blocks of a video side by side.
+
+    Returns:
+        (B, frames, H, W, 3) in [0, 1], float32 on the CPU.
+    """
+    settings, one = pipe.vae.config, (1, -1, 1, 1, 1)
+    mean, deviation = (torch.tensor(x, device=latents.device) for x in (settings.latents_mean, settings.latents_std))
+    scaled = latents.float() * deviation.view(one) + mean.view(one)
+    pixels = pipe.vae.decode(scaled.to(pipe.vae.device, pipe.vae.dtype), return_dict=False)[0]
+    return torch.as_tensor(pipe.video_processor.postprocess_video(pixels, output_type="np"))
+
+
+def _check(pipe: Any, family: Family, height: int, width: int, steps: int, frame_blocks: int | None) -> None:
+    for name, value in (("steps", steps), ("frame_blocks", frame_blocks)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    if getattr(pipe, "transformer_2", None) is not None:
+        raise ValueError(
+            f"This {type(pipe).__name__} has a second transformer for the last steps, whose stream would lack what the "
+            "first one kept; stream with a pipeline of one transformer."
+        )
+    config = pipe.transformer.config
+    if family.channels(config) != config.out_channels:
+        raise ValueError(
+            f"This {type(pipe).__name__} takes {family.channels(config)} channels and predicts {config.out_channels}: "
+            "the others are of a picture, which frame blocks after the first do not have. Use a text-to-video pipeline."
+        )
+    side = family.spatial_stride(pipe) * family.spatial_patch(pipe.transformer)
+    if height % side or width % side or height < 1 or width < 1:
+        raise ValueError(f"height={height} and width={width} must be positive multiples of {side}.")
+
+
+def _shape_of_block(pipe: Any, family: Family, batch: int, height: int, width: int) -> tuple[int, ...]:
+    layer, config = next(iter(require_layers(pipe.transformer).values())), pipe.transformer.config
+    frames, stride = int(layer.config.block_length or 0) * int(config.patch_size[0]), family.spatial_stride(pipe)
+    return batch, family.channels(config), frames, height // stride, width // stride
+
+
+def _noise(shape: tuple[int, ...], generator: Generators | None, device: torch.device) -> torch.Tensor:
+    from diffusers.utils.torch_utils import randn_tensor
+
+    generators = generator if generator is None or isinstance(generator, torch.Generator) else list(generator)
+    noise: torch.Tensor = randn_tensor(shape, generator=generators, device=device, dtype=torch.float32)
+    return noise

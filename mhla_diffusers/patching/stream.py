@@ -1,0 +1,189 @@
+"""A video that a patched transformer makes frame block after frame block, for as long as one likes.
+
+What it keeps of the frame blocks that are over is an :class:`~mhla_diffusers.attention.MHLAState` per attention, whose
+size depends on the blocks of the patch and not on the length of the video.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import MHLAState
+from ..attention.rotary import Rotary
+from ..families import get_family, unwrapped
+from .layer import MHLALayer, layer_of
+from .parallel import parallel_of
+from .token_grid import Grid, in_stream
+
+
+class VideoStream:
+    """Calls a transformer with the frames that come next, as if it were called with all frames up to these.
+
+    ::
+
+        stream = VideoStream(pipe.transformer)
+        for latents in frame_blocks:
+            for t in pipe.scheduler.timesteps:
+                noise = stream(latents, timestep=t.expand(1), encoder_hidden_states=text, keep=False)[0]
+                latents = pipe.scheduler.step(noise, t, latents, return_dict=False)[0]
+            stream(latents, timestep=0 * t.expand(1), encoder_hidden_states=text)  # what later frames see
+
+    A stream is one video, or a batch of them; the samples of classifier-free guidance are a batch, or two streams. The
+    transformer stays as it is: other streams and calls may use it in between, from other threads too, each thread with
+    streams of its own. Weights must not change while a stream is used.
+
+    Args:
+        transformer: patched with ``causal="block"`` in all layers.
+
+    Raises:
+        ValueError: a patch that is not so, one with ``softmax_steps``, tokens that are split between processes, or a
+            model whose family does not tell RoPE of later frames.
+    """
+
+    def __init__(self, transformer: nn.Module) -> None:
+        inside: Any = unwrapped(transformer)
+        self._transformer, self._inside, self._family = transformer, inside, get_family(inside)
+        if type(inside).__name__ not in self._family.streamed:
+            raise ValueError(
+                f"A {type(inside).__name__} cannot be given a video frame block after frame block: its family "
+                f"{self._family.name!r} tells that of {', '.join(self._family.streamed) or 'no transformer'}."
+            )
+        attentions = self._family.self_attentions(inside)
+        self._layers = {name: _causal_layer(name, layer_of(attn)) for name, attn in attentions.items()}
+        unpatched = [name for name, layer in self._layers.items() if layer is None]
+        if unpatched:
+            raise ValueError(
+                f"A stream needs a state in every self-attention, and softmax attention, which has none, is left in "
+                f"{len(unpatched)} of {len(attentions)}: {', '.join(unpatched)}. Patch with layers='all' and "
+                "causal='block'."
+            )
+        self._names = {id(attn): name for name, attn in attentions.items()}
+        self._states: dict[str, MHLAState] = {}
+        self._grid: Grid | None = None
+
+    @property
+    def frames(self) -> int:
+        """Latent frames that are over, counted in tokens along the first axis of the grid."""
+        if self._grid is None or not self._states:
+            return 0
+        return next(iter(self._states.values())).length // (self._grid[1] * self._grid[2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states together."""
+        return sum(state.nbytes for state in self._states.values())
+
+    def reset(self) -> None:
+        """Begin another video; what was kept is freed."""
+        self._states, self._grid = {}, None
+
+    def reorder(self, samples: torch.Tensor) -> None:
+        """Go on with other samples of the batch; ``samples`` are their numbers, which may come several times."""
+        for state in self._states.values():
+            state.reorder(samples)
+
+    def __call__(self, *args: Any, keep: bool = True, **kwargs: Any) -> Any:
+        """Run the transformer on the next frames: one frame block or several, whole ones.
+
+        Args:
+            *args: of the transformer's forward.
+            keep: whether later frames see these, as they do once these are denoised. Without it the stream stays where
+                it is, for a frame block that is denoised in several steps.
+            **kwargs: of the transformer's forward.
+
+        Returns:
+            What the transformer returns.
+
+        Raises:
+            ValueError: frames that are no whole blocks, of another size or of another batch than before, too late for
+                the model's RoPE or with ``beyond="error"`` for the patch; tokens that are split between processes; or a
+                call in which not all layers attend with MHLA. The stream is then as before.
+        """
+        self._check_call()
+        step = _Step(self, keep)
+        with in_stream(step):
+            output = self._transformer(*args, **kwargs)
+        missing = [name for name in self._layers if name not in step.states]
+        if missing:
+            raise ValueError(
+                f"In this call {', '.join(missing)} did not attend with MHLA, so nothing of these frames can be kept "
+                "there. A stream goes on while the patch is neither disabled nor skipped in any layer."
+            )
+        if keep:
+            self._states, self._grid = step.states, step.grid
+        return output
+
+    def _check_call(self) -> None:
+        if parallel_of(getattr(self._inside, "_parallel_config", None)) is not None:
+            raise ValueError(
+                "The tokens of this transformer are split between processes, which a stream does not do; use it before "
+                "enable_parallelism(), with a stream for each process."
+            )
+        if torch.is_grad_enabled() and getattr(self._inside, "gradient_checkpointing", False):
+            raise ValueError(
+                "Gradient checkpointing would run a block again when the stream has moved on; call the stream under "
+                "torch.no_grad(), or transformer.disable_gradient_checkpointing() first."
+            )
+
+
+class _Step:
+    """One call of a stream. It works on copies of the states, so that one that fails leaves nothing behind."""
+
+    def __init__(self, stream: VideoStream, keep: bool) -> None:
+        self._stream, self.keep, self._first = stream, keep, stream.frames
+        self.states: dict[str, MHLAState] = {}
+        """Of the attentions that have run, by name."""
+        self.grid: Grid | None = None
+        self._rotary: tuple[Rotary, Rotary] | None = None
+        """What the model handed to the attention before, and what was made of it."""
+
+    def state_of(self, attn: Any, grid: Grid) -> MHLAState:
+        """What the frame blocks before have left behind in an attention."""
+        stream, layer = self._stream, layer_of(attn)
+        name = stream._names.get(id(attn))
+        if name is None or layer is None:
+            raise ValueError(
+                f"This {type(attn).__name__} is none of the attentions that the stream was made for; a stream calls "
+                "its own transformer, patched as it was."
+            )
+        if layer is not stream._layers[name]:
+            raise ValueError(f"{name} has another MHLA layer than when the stream began; make a new VideoStream.")
+        if stream._grid is not None and grid[1:] != stream._grid[1:]:
+            raise ValueError(
+                f"The frames before had {stream._grid[1]}x{stream._grid[2]} tokens each, and these have "
+                f"{grid[1]}x{grid[2]}; reset() begins a video of another size."
+            )
+        if name in stream._states:
+            state = copy.copy(stream._states[name])
+        else:
+            state = layer.new_state(grid, getattr(attn.processor, "backend", "auto"))
+        self.states[name], self.grid = state, grid
+        return state
+
+    def rotary(self, rotary: Rotary | None, grid: Grid) -> Rotary | None:
+        """RoPE of the step's place in the video, from what the model hands to its attentions."""
+        if rotary is None or not self._first:
+            return rotary
+        if self._rotary is None or self._rotary[0] is not rotary:
+            stream = self._stream
+            moved = stream._family.rotary_from(stream._inside, rotary, grid, self._first)
+            self._rotary = rotary, moved
+        return self._rotary[1]
+
+
+def _causal_layer(name: str, layer: MHLALayer | None) -> MHLALayer | None:
+    if layer is None:
+        return None
+    if layer.config.causal != "block":
+        raise ValueError(
+            f"A stream needs a patch whose frames see no later ones, and {name} has causal={layer.config.causal!r}; "
+            "patch with causal='block' and a block_length, such as 1 or 3 latent frames."
+        )
+    if layer.config.softmax_steps:
+        raise ValueError(
+            f"softmax_steps={layer.config.softmax_steps!r} makes steps attend as before the patch, which leave no "
+            "state behind; a stream needs softmax_steps=0."
+        )
+    return layer

@@ -1,0 +1,148 @@
+"""Times of frame blocks: which are drawn, that all belongs to the seed, what is noised and predicted, and errors."""
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SkyReelsV2Transformer3DModel, WanVACETransformer3DModel
+
+import mhla_diffusers as mhla
+from mhla_diffusers.families import arguments_of, get_family, predict
+from mhla_diffusers.training import InMemoryData, ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, train
+from mhla_diffusers.training.latents.data import NoisedBatches
+from mhla_diffusers.training.latents.times import even_quantiles, frames_together, random_quantiles
+from mhla_diffusers.training.validation import ValidationLoss
+
+from ...models import assert_changed, wan
+
+_CAUSAL: dict[str, Any] = {
+    "blocks": (3, 2, 2),
+    "exact": "own",
+    "exact_tiles": None,
+    "causal": "block",
+    "block_length": 2,
+}
+_FRAMES = 6
+
+
+def _config(output: str = "", **settings: Any) -> TrainingConfig:
+    stage = StageConfig(2, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
+    usual = TrainingConfig(output, (stage,), patch=mhla.MHLAConfig(**_CAUSAL), batch_size=2)
+    return replace(usual, validation=ValidationConfig(1, timesteps=2), **settings)
+
+
+def _data(count: int = 4) -> InMemoryData:
+    generator = torch.Generator().manual_seed(0)
+    return InMemoryData(
+        [
+            {
+                "latents": torch.randn(16, _FRAMES, 8, 8, generator=generator),
+                "encoder_hidden_states": torch.randn(6, 32, generator=generator),
+            }
+            for _ in range(count)
+        ]
+    )
+
+
+def test_a_frame_block_shares_its_time_and_half_of_the_videos_have_begun() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([random_quantiles(_FRAMES, 2, generator) for _ in range(2000)])
+    assert drawn.shape == (2000, _FRAMES) and drawn.dtype == torch.float64
+    assert torch.equal(drawn[:, 0], drawn[:, 1]) and torch.equal(drawn[:, 2], drawn[:, 3])
+    blocks = drawn[:, ::2]
+    # a block that is clean has clean ones before it alone, and the last is never clean
+    assert ((blocks[:, 1:] == 0) <= (blocks[:, :-1] == 0)).all() and (blocks[:, -1] > 0).all()
+    # of the half that has begun a third each has 0, 1 and 2 clean blocks; 5 standard deviations of 2000 draws
+    clean = [(blocks == 0).sum(dim=1).eq(count).float().mean().item() for count in (1, 2)]
+    assert clean == pytest.approx([1 / 6, 1 / 6], abs=5 * (5 / 36 / 2000) ** 0.5)
+    noised = blocks[blocks > 0]
+    assert noised.mean().item() == pytest.approx(0.5, abs=5 * (1 / 12 / len(noised)) ** 0.5)
+
+
+def test_fixed_times_differ_from_block_to_block() -> None:
+    found = even_quantiles(torch.tensor(0.5, dtype=torch.float64), _FRAMES, 2)
+    assert found.shape == (_FRAMES,) and found[0] == found[1] == 0.5
+    assert len(set(found.tolist())) == 3 and 0 < found.min() < found.max() < 1
+
+
+@pytest.mark.parametrize("cls", [None, SkyReelsV2Transformer3DModel], ids=["wan", "skyreels_v2"])
+def test_every_frame_is_noised_to_its_time_and_clean_ones_are_not_judged(cls: type | None) -> None:
+    model = mhla.apply_mhla(wan(num_layers=1) if cls is None else wan(cls, num_layers=1), **_CAUSAL)
+    process = get_family(model).process(model, 3.0)
+    assert frames_together(model) == 2
+    latents, noise = torch.randn(2, 16, _FRAMES, 8, 8), torch.randn(2, 16, _FRAMES, 8, 8)
+    quantile = torch.tensor([[0, 0, 0.5, 0.5, 0.9, 0.9], [0.3] * 6], dtype=torch.float64)
+    batch = process.make_batch(latents, noise, quantile, {"encoder_hidden_states": torch.randn(2, 6, 32)})
+    assert torch.equal(batch.hidden_states[0, :, :2], latents[0, :, :2])
+    sigma = process.time_at(quantile)
+    assert torch.equal(
+        batch.hidden_states[0, :, 4], (1 - sigma[0, 4]) * latents[0, :, 4] + sigma[0, 4] * noise[0, :, 4]
+    )
+    # one time for all frames, as often as there are frames, is that one time
+    alone = process.make_batch(
+        latents[1:],
+        noise[1:],
+        quantile[1:, 0],
+        {"encoder_hidden_states": batch.conditioning["encoder_hidden_states"][1:]},
+    )
+    with torch.no_grad():
+        prediction = predict(model, batch)
+        one_time = predict(model, alone)
+    assert torch.allclose(prediction[1:], one_time, rtol=1e-4, atol=1e-5)  # float32 sums of another batch
+    losses = process.loss(prediction, batch)
+    assert losses[1].item() == pytest.approx(process.loss(one_time, alone).item(), rel=1e-4)
+    other = prediction.clone()
+    other[0, :, :2] += 1
+    assert torch.equal(process.loss(other, batch), losses)
+    if cls is not None:
+        assert arguments_of(model, batch)["enable_diffusion_forcing"]
+
+
+def test_times_are_a_function_of_the_seed_for_any_number_of_processes() -> None:
+    model = mhla.apply_mhla(wan(num_layers=1), **_CAUSAL)
+    process, device = get_family(model).process(model, 3.0), torch.device("cpu")
+
+    def times(batch_size: int, processes: int) -> torch.Tensor:
+        config = _config(batch_size=batch_size)
+        parts = [
+            next(NoisedBatches(_data(), process, config, device, rank, processes, 2).from_step(0)).time
+            for rank in range(processes)
+        ]
+        return torch.cat(parts)
+
+    whole = times(2, 1)
+    assert whole.shape == (2, _FRAMES)
+    assert torch.equal(whole, times(1, 2))
+
+
+def test_a_causal_patch_is_trained_and_validated_with_times_of_its_own(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model = mhla.apply_mhla(wan(num_layers=1), **_CAUSAL)
+    seen: list[torch.Tensor] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["timestep"]), with_kwargs=True)
+    before = next(iter(mhla.mhla_layers(model).values())).mixing.clone()
+    assert train(model, _data(), _config(str(tmp_path))).finished
+    assert all(times.shape[1:] == (_FRAMES * 16,) for times in seen)
+    assert_changed(next(iter(mhla.mhla_layers(model).values())).mixing.detach(), before)
+
+
+def test_without_a_causal_patch_there_is_one_time_and_the_same_as_ever() -> None:
+    model = mhla.apply_mhla(wan(num_layers=1), blocks=(2, 2, 2), exact="none")
+    process = get_family(model).process(model, 3.0)
+    assert frames_together(model) is None
+    config = _config(patch=mhla.MHLAConfig(blocks=(2, 2, 2)))
+    batches = list(islice(NoisedBatches(_data(), process, config, torch.device("cpu")).from_step(0), 2))
+    assert all(batch.time.shape == (2,) for batch in batches)
+    loss = ValidationLoss(_data(), process, config).sum_over_samples(model, torch.device("cpu"), 0, 1)
+    assert loss.isfinite()
+
+
+def test_a_model_that_takes_one_time_for_all_frames_is_refused_before_training() -> None:
+    model = wan(WanVACETransformer3DModel, num_layers=1, vace_layers=[0], vace_in_channels=12)
+    mhla.apply_mhla(model, **_CAUSAL)
+    with pytest.raises(
+        ValueError, match=r"causal='block'.*WanVACETransformer3DModel takes one for all.*WanTransformer3DModel"
+    ):
+        train(model, _data(), _config("unused"))
