@@ -146,6 +146,9 @@ _PAIRS_LARGE: _PairTable = {
     "exact_query_gradient": PairTiling(own=128, others=32, warps=8, stages=3),
     "mean_gradient": PairTiling(own=128, others=32, warps=8, stages=2),
     "exact_key_value_gradient": PairTiling(own=128, others=32, warps=8, stages=3),
+    "own_block": PairTiling(own=64, others=32, warps=8, stages=1),
+    "own_block_query_gradient": PairTiling(own=64, others=32, warps=8, stages=1),
+    "own_block_key_value_gradient": PairTiling(own=32, others=32, warps=8, stages=1),
 }
 _PAIRS_SMALL: _PairTable = _PAIRS_LARGE | {
     "exact_query_gradient": PairTiling(own=64, others=64, warps=8, stages=2),
