@@ -157,7 +157,7 @@ def call_of(shape: Shape, dtype: torch.dtype, batch: int, *, everything: bool) -
 
 
 def sequence_call_of(call: Call, block_length: int, has_softmax: bool) -> Call:
-    """The tokens of a call as a sequence in blocks, whose own block is read, after RoPE for softmax.
+    """The tokens of a call as a sequence in blocks, as the kernels of the own block read it: after RoPE for softmax.
 
     Args:
         call: that :func:`call_of` gave.

@@ -77,9 +77,11 @@ STREAMS = [
 ]
 
 
-def streamed(problem: Problem, cuts: list[int], **settings: Any) -> tuple[torch.Tensor, MHLAState]:
+def streamed(
+    problem: Problem, cuts: list[int], dtype: torch.dtype = torch.float64, **settings: Any
+) -> tuple[torch.Tensor, MHLAState]:
     """The sequence in steps that end at ``cuts``, each tried once without being kept."""
-    tensors = {name: tensor.double() for name, tensor in problem.tensors.items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in problem.tensors.items()}
     options = dict(problem.options)
     rotary, mask, gate = options.pop("rotary", None), options.pop("key_mask", None), tensors.get("output_gate")
     kept = {name: tensors[name] for name in ("output_norm", "far_field_weight") if name in tensors}
@@ -89,7 +91,7 @@ def streamed(problem: Problem, cuts: list[int], **settings: Any) -> tuple[torch.
         here = slice(start, end)
         tokens = [tensors[name][:, here] for name in ("query", "key", "value")]
         more = {
-            "rotary": None if rotary is None else tuple(table[:, here].double() for table in rotary),
+            "rotary": None if rotary is None else tuple(table[:, here].to(dtype) for table in rotary),
             "key_mask": None if mask is None else mask[:, here],
             "output_gate": None if gate is None else gate[:, here],
         }

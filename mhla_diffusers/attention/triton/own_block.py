@@ -61,7 +61,8 @@ def own_mixing(call: Call) -> torch.Tensor:
 def own_block(has_softmax: bool, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), empty without normaliser, both float32.
 
-    ``arguments`` are the call's ``BY_OWN_BLOCK``; weights are without m_ii.
+    ``arguments`` are the call's ``BY_OWN_BLOCK``; weights are without m_ii. Softmax is between what
+    the feature map "identity" gives, of queries and keys after RoPE.
     """
     from .own_block_forward import own_block_launch
 

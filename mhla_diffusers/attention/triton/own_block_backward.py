@@ -35,8 +35,6 @@ def _load_numbers(pointers, tile):
 def _store_gradient(
     pointer,
     source,
-    features,
-    plain,
     gradient,
     of_plain,
     tile,
@@ -47,7 +45,13 @@ def _store_gradient(
     ROPE_BEFORE: tl.constexpr,
 ):
     """Write the gradient of query or key, given that of its features."""
-    row_product = tl.sum(features * gradient + plain * of_plain, axis=1)
+    row_product = tl.zeros(tile.tokens.shape, tl.float32)
+    if FEATURE_MAP == "softmax":  # loaded again, since few registers are left to keep them until now
+        features, plain = all_features(source, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
+        if source.angles is None or ROPE_BEFORE:
+            row_product += tl.sum(plain * gradient, axis=1)
+        else:
+            row_product += tl.sum(features * gradient + plain * of_plain, axis=1)
     scale = softmax_scale(source, tile, HEAD_DIM, channels.shape[0], FEATURE_MAP, ROPE_BEFORE)
     values = input_gradient(
         source, scale, gradient, of_plain, row_product, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE
@@ -90,7 +94,7 @@ def own_block_query_gradient_kernel(
     own = tile_of(program, program.part, box, layout, OWN)
     own_places = places(program.part, OWN)
     of_queries, of_keys = Source(query, angles, layout, eps), Source(key, angles, layout, eps)
-    queries, plain_queries = all_features(of_queries, own, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
+    queries = all_features(of_queries, own, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)[0]
     of_output = load_rows(output_gradient, own, channels, HEAD_DIM)
     product_sum = tl.zeros((OWN,), tl.float32)
     log_sum = tl.zeros((OWN,), tl.float32)
@@ -104,12 +108,12 @@ def own_block_query_gradient_kernel(
             of_output *= tl.exp(-log_sum)[:, None]
             product_sum *= tl.exp(-log_sum)
     gradient = tl.zeros((OWN, BLOCK_D), tl.float32)
-    of_plain = tl.zeros((OWN, BLOCK_D), tl.float32)
-    end = tl.minimum((program.part + 1) * OWN, box.end)
-    for index in range(0, tl.cdiv(end, OTHERS)):
+    end = tl.cdiv(tl.minimum((program.part + 1) * OWN, box.end), OTHERS)
+    two_features: tl.constexpr = NORMALIZE and angles is not None and not ROPE_BEFORE
+    for index in range(0, end):
         others = tile_of(program, index, box, layout, OTHERS)
         seen = (places(index, OTHERS)[None, :] <= own_places[:, None]) & others.exists[None, :]
-        keys, plain_keys = all_features(of_keys, others, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
+        keys = all_features(of_keys, others, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)[0]
         values = load_rows(value, others, channels, HEAD_DIM)
         weight = token_weight(key_mask, others, layout)
         square = tl.zeros((OWN, OTHERS), tl.float32)
@@ -120,23 +124,24 @@ def own_block_query_gradient_kernel(
             logits += tl.log2(weight)[None, :] - log_sum[:, None] * LOG2_E
             of_weights = (of_weights - product_sum[:, None]) * tl.exp2(tl.where(seen, logits, float("-inf")))
         else:
-            share = tl.where(seen, weight[None, :], 0.0)
-            if NORMALIZE:
-                if angles is not None and not ROPE_BEFORE:
-                    of_plain = accurate_dot(
-                        -product_sum[:, None] * share, plain_keys, of_plain, PRECISION, False, False
-                    )
-                else:
-                    of_weights -= product_sum[:, None]
-            of_weights *= share
+            if not two_features:
+                of_weights -= product_sum[:, None]
+            of_weights = tl.where(seen, of_weights * weight[None, :], 0.0)
         gradient = accurate_dot(of_weights, keys, gradient, PRECISION, False, exact)
     if SOFTMAX:
         gradient *= scale / LOG2_E
+    of_plain = tl.zeros((OWN, BLOCK_D), tl.float32)
+    if two_features:
+        for index in range(0, end):
+            others = tile_of(program, index, box, layout, OTHERS)
+            seen = (places(index, OTHERS)[None, :] <= own_places[:, None]) & others.exists[None, :]
+            plain_keys = all_features(of_keys, others, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)[1]
+            weight = token_weight(key_mask, others, layout)
+            of_weights = tl.where(seen, -product_sum[:, None] * weight[None, :], 0.0)
+            of_plain = accurate_dot(of_weights, plain_keys, of_plain, PRECISION, False, False)
     _store_gradient(
         query_gradient,
         of_queries,
-        queries,
-        plain_queries,
         gradient,
         of_plain,
         own,
@@ -182,53 +187,63 @@ def own_block_key_value_gradient_kernel(
     own = tile_of(program, program.part, box, layout, OWN)
     own_places = places(program.part, OWN)
     of_queries, of_keys = Source(query, angles, layout, eps), Source(key, angles, layout, eps)
-    keys, plain_keys = all_features(of_keys, own, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
-    values = load_rows(value, own, channels, HEAD_DIM)
+    keys = all_features(of_keys, own, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)[0]
     weight = token_weight(key_mask, own, layout)
-    gradient = tl.zeros((OWN, BLOCK_D), tl.float32)
-    of_plain = tl.zeros((OWN, BLOCK_D), tl.float32)
+    square = tl.zeros((OWN, OTHERS), tl.float32)
     of_values = tl.zeros((OWN, BLOCK_D), tl.float32)
-    for index in range(program.part * OWN // OTHERS, tl.cdiv(box.end, OTHERS)):
+    begin, end = program.part * OWN // OTHERS, tl.cdiv(box.end, OTHERS)
+    exact: tl.constexpr = SOFTMAX and number == tl.bfloat16
+    two_features: tl.constexpr = NORMALIZE and angles is not None and not ROPE_BEFORE
+    # a loop for each sum, since several of them at once spill registers
+    for index in range(begin, end):
         others = tile_of(program, index, box, layout, OTHERS)
         seen = (own_places[:, None] <= places(index, OTHERS)[None, :]) & others.exists[None, :]
-        queries, plain_queries = all_features(of_queries, others, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
+        queries = all_features(of_queries, others, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)[0]
         of_output = load_rows(output_gradient, others, channels, HEAD_DIM)
-        product_sum = tl.zeros((OTHERS,), tl.float32)
-        log_sum = tl.zeros((OTHERS,), tl.float32)
-        if NORMALIZE:
-            product_sum += _load_numbers(products, others)
-            log_sum += _load_numbers(log_sums, others)
-            if not SOFTMAX:
-                of_output *= tl.exp(-log_sum)[:, None]
-                product_sum *= tl.exp(-log_sum)
-        square = tl.zeros((OWN, OTHERS), tl.float32)
-        exact: tl.constexpr = SOFTMAX and number == tl.bfloat16
         weights = accurate_dot(keys, tl.trans(queries), square, PRECISION, exact, exact)
-        of_weights = accurate_dot(values, tl.trans(of_output), square, PRECISION, number == tl.bfloat16, False)
         if SOFTMAX:
-            logits = weights * scale + tl.log2(weight)[:, None] - log_sum[None, :] * LOG2_E
-            weights = tl.exp2(tl.where(seen, logits, float("-inf")))
-            of_weights = (of_weights - product_sum[None, :]) * weights
+            weights *= scale
+            weights += tl.log2(weight)[:, None] - _load_numbers(log_sums, others)[None, :] * LOG2_E
+            weights = tl.exp2(tl.where(seen, weights, float("-inf")))
         else:
-            share = tl.where(seen, weight[:, None], 0.0)
+            weights = tl.where(seen, weights * weight[:, None], 0.0)
             if NORMALIZE:
-                if angles is not None and not ROPE_BEFORE:
-                    of_plain = accurate_dot(
-                        -product_sum[None, :] * share, plain_queries, of_plain, PRECISION, False, False
-                    )
-                else:
-                    of_weights -= product_sum[None, :]
-            weights *= share
-            of_weights *= share
+                of_output *= tl.exp(-_load_numbers(log_sums, others))[:, None]
         of_values = accurate_dot(weights, of_output, of_values, PRECISION, False, False)
+    store_rows(value_gradient, of_values, own, channels, layout, HEAD_DIM)
+    values = load_rows(value, own, channels, HEAD_DIM)
+    gradient = tl.zeros((OWN, BLOCK_D), tl.float32)
+    for index in range(begin, end):
+        others = tile_of(program, index, box, layout, OTHERS)
+        seen = (own_places[:, None] <= places(index, OTHERS)[None, :]) & others.exists[None, :]
+        queries = all_features(of_queries, others, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)[0]
+        of_output = load_rows(output_gradient, others, channels, HEAD_DIM)
+        of_weights = accurate_dot(values, tl.trans(of_output), square, PRECISION, number == tl.bfloat16, False)
+        if NORMALIZE and not two_features:
+            of_weights -= _load_numbers(products, others)[None, :]
+        if SOFTMAX:
+            weights = accurate_dot(keys, tl.trans(queries), square, PRECISION, exact, exact) * scale
+            weights += tl.log2(weight)[:, None] - _load_numbers(log_sums, others)[None, :] * LOG2_E
+            of_weights *= tl.exp2(tl.where(seen, weights, float("-inf")))
+        else:
+            if NORMALIZE:
+                of_weights *= tl.exp(-_load_numbers(log_sums, others))[None, :]
+            of_weights = tl.where(seen, of_weights * weight[:, None], 0.0)
         gradient = accurate_dot(of_weights, queries, gradient, PRECISION, False, exact)
     if SOFTMAX:
         gradient *= scale / LOG2_E
+    of_plain = tl.zeros((OWN, BLOCK_D), tl.float32)
+    if two_features:
+        for index in range(begin, end):
+            others = tile_of(program, index, box, layout, OTHERS)
+            seen = (own_places[:, None] <= places(index, OTHERS)[None, :]) & others.exists[None, :]
+            plain_queries = all_features(of_queries, others, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)[1]
+            product_sum = _load_numbers(products, others) * tl.exp(-_load_numbers(log_sums, others))
+            of_weights = tl.where(seen, -product_sum[None, :] * weight[:, None], 0.0)
+            of_plain = accurate_dot(of_weights, plain_queries, of_plain, PRECISION, False, False)
     _store_gradient(
         key_gradient,
         of_keys,
-        keys,
-        plain_keys,
         gradient,
         of_plain,
         own,
@@ -238,7 +253,6 @@ def own_block_key_value_gradient_kernel(
         FEATURE_MAP,
         ROPE_BEFORE,
     )
-    store_rows(value_gradient, of_values, own, channels, layout, HEAD_DIM)
 
 
 def query_gradient_launch(

@@ -31,9 +31,7 @@ _LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
-def all_features(
-    source, tile, channels, HEAD_DIM: tl.constexpr, FEATURE_MAP: tl.constexpr, ROPE_BEFORE: tl.constexpr
-):
+def all_features(source, tile, channels, HEAD_DIM: tl.constexpr, FEATURE_MAP: tl.constexpr, ROPE_BEFORE: tl.constexpr):
     """:func:`load_features` of all channels; those that are not there are 0, as one token meets another here."""
     scale = softmax_scale(source, tile, HEAD_DIM, channels.shape[0], FEATURE_MAP, ROPE_BEFORE)
     rotated, plain = load_features(source, scale, tile, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
@@ -84,17 +82,25 @@ def own_block_kernel(
     queries, plain_queries = all_features(
         Source(query, angles, layout, eps), own, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE
     )
+    square = tl.zeros((OWN, OTHERS), tl.float32)
     total = tl.zeros((OWN,), tl.float32)
+    end = tl.cdiv(tl.minimum((program.part + 1) * OWN, box.end), OTHERS)
+    two_features: tl.constexpr = NORMALIZE and angles is not None and not ROPE_BEFORE
+    if two_features:  # in a loop of its own, since both kinds of queries at once spill registers
+        for index in range(0, end):
+            others = tile_of(program, index, box, layout, OTHERS)
+            seen = (places(index, OTHERS)[None, :] <= own_places[:, None]) & others.exists[None, :]
+            plain_keys = all_features(source, others, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)[1]
+            plain = accurate_dot(plain_queries, tl.trans(plain_keys), square, PRECISION, False, False)
+            total += tl.sum(tl.where(seen, plain * token_weight(key_mask, others, layout)[None, :], 0.0), axis=1)
     maximum = tl.full((OWN,), float("-inf"), tl.float32)
     values_sum = tl.zeros((OWN, BLOCK_D), tl.float32)
-    end = tl.minimum((program.part + 1) * OWN, box.end)
-    for index in range(0, tl.cdiv(end, OTHERS)):
+    for index in range(0, end):
         others = tile_of(program, index, box, layout, OTHERS)
         seen = (places(index, OTHERS)[None, :] <= own_places[:, None]) & others.exists[None, :]
-        keys, plain_keys = all_features(source, others, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)
+        keys = all_features(source, others, channels, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE)[0]
         values = load_rows(value, others, channels, HEAD_DIM)
         weight = token_weight(key_mask, others, layout)
-        square = tl.zeros((OWN, OTHERS), tl.float32)
         exact: tl.constexpr = SOFTMAX and number == tl.bfloat16
         weights = accurate_dot(queries, tl.trans(keys), square, PRECISION, exact, exact)
         if SOFTMAX:
@@ -107,13 +113,9 @@ def own_block_kernel(
             values_sum *= shrink[:, None]
             maximum = largest
         else:
-            share = tl.where(seen, weight[None, :], 0.0)
-            if NORMALIZE:
-                plain = weights
-                if angles is not None and not ROPE_BEFORE:
-                    plain = accurate_dot(plain_queries, tl.trans(plain_keys), square, PRECISION, False, False)
-                total += tl.sum(plain * share, axis=1)
-            weights *= share
+            weights = tl.where(seen, weights * weight[None, :], 0.0)
+            if not two_features:
+                total += tl.sum(weights, axis=1)
         values_sum = accurate_dot(weights, values, values_sum, PRECISION, False, number == tl.bfloat16)
     if NORMALIZE:
         values_sum /= total[:, None]
