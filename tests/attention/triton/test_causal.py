@@ -16,8 +16,8 @@ from mhla_diffusers.attention.triton.tilings import PairTiling, tiles_of
 from mhla_diffusers.attention.triton.tuning import OWN_BLOCK_KERNELS
 
 from ..problems import call_of, errors_against_reference, make_problem, reference
-from ..test_exact import SUMS, TOLERANCE
 from ..test_causal import of_length, streamed
+from ..test_exact import SUMS, TOLERANCE
 from .test_kernels import DEVICE, FLOAT32_TOLERANCE, HALF_TO_EAGER, TRITON, on_device
 
 # With relu and RoPE after it, the few tokens that a query sees at the begin of a sequence may have nearly no normaliser
@@ -37,7 +37,7 @@ def check(problem, dtype=torch.float32):
         if dtype != torch.float32 and "far_field_weight" in problem.tensors and "rotary" in problem.options:
             # queries and keys are rounded after RoPE too, as in the kernels of exact tiles
             allowed = HALF_TO_EAGER * TOLERANCE[dtype]
-            if name in SUMS:
+            if name in (*SUMS, "mixing"):
                 continue
         assert error <= allowed, f"{name}: relative error {error:.2e}, allowed {allowed:.2e}"
 
