@@ -91,7 +91,7 @@ def test_half_precision(options, dtype):
     check(sequence(23, 2, head_dim=32, **options), dtype)
 
 
-@pytest.mark.parametrize("head_dim", [1, 5, 72, 256])
+@pytest.mark.parametrize("head_dim", [1, 5, 72, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"far_field": True}], ids=["linear", "softmax"])
 def test_head_dims(head_dim, options):
     # with one channel the normaliser cancels the query: its gradient would be 0 and its error noise
@@ -126,14 +126,14 @@ def problems(draw):
     return sequence(draw(st.integers(1, whole)), blocks, whole=whole, head_dim=head_dim, seed=seed, **kind, **flags)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problems())
 def test_drawn_problems(problem):
     check(problem)
 
 
 def own_call(options, tokens=11, grid=(14,), blocks=(3,)):
-    problem = on_device(of_length(make_problem(grid, blocks, batch=2, **options), tokens))
+    problem = on_device(of_length(make_problem(grid, blocks, batch=1, **options), tokens))
     tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
     options = problem.options | {"causal": "token"}
     return with_causal_mixing(call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **options))
@@ -171,7 +171,7 @@ def operator_arguments(kind):
         "softmax": {"feature_map": "identity"},
         "not normalised": {"normalize": False},
     }[kind]
-    call = backend.usable_call(own_call(options))
+    call = backend.usable_call(own_call(options | {"heads": 1}, 5, (6,), (2,)))
     return kind == "softmax", *own_block.BY_OWN_BLOCK.flat(call)
 
 
@@ -214,5 +214,5 @@ def test_only_the_blocks_that_have_tokens_are_run():
 
     launches = [own_block_launch(backend.usable_call(own_call({}, tokens)), False)[0] for tokens in (4, 11, 14)]
     assert [launch.programs // launches[0].programs for launch in launches] == [1, 3, 3]
-    assert math.prod(launches[0].arguments["output"].shape) == 2 * 4 * 2 * 8
+    assert math.prod(launches[0].arguments["output"].shape) == 4 * 2 * 8
     assert DEVICE.type == "cuda" or launches[0].tiles.own == 16
