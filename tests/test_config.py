@@ -64,3 +64,41 @@ def test_numbers_and_arrays_of_numpy_and_torch():
 def test_bad_settings_are_named(settings, words):
     with pytest.raises(ValueError, match=words):
         MHLAConfig.from_dict(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_length": 4}, "block_length=4 and beyond='error' have no effect without causal='token'"),
+        ({"beyond": "relative"}, "beyond='relative' have no effect without causal='token'"),
+        ({"causal": "tokens", "block_length": 4}, "causal='tokens'"),
+        ({"causal": "token", "block_length": 4, "beyond": "further"}, "beyond='further'"),
+        ({"causal": "token"}, "block_length=None"),
+        ({"causal": "token", "block_length": 0}, "block_length=0 must be the tokens in a block"),
+        (
+            {"causal": "token", "block_length": 4, "blocks": (2, 2)},
+            "have several; choose causal='block'",
+        ),
+        ({"causal": "token", "block_length": 4, "exact": "content"}, "allowed are exact='none', and exact='own'"),
+        (
+            {"causal": "token", "block_length": 4, "exact": "own", "exact_tiles": (2,)},
+            "does not go with causal",
+        ),
+        ({"causal": "token", "block_length": 4, "convolution": 3}, "A convolution sees later tokens"),
+        ({"causal": "token", "block_length": 4, "clamp_blocks": True}, "are not clamped"),
+        ({"causal": "token", "block_length": 4, "blocks": (1,), "beyond": "relative"}, "needs at least two blocks"),
+    ],
+)
+def test_causal_settings_that_do_not_go(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        MHLAConfig(**({"blocks": (4,)} | settings))
+
+
+def test_a_causal_patch_has_blocks_of_one_length_on_every_grid():
+    config = MHLAConfig(blocks=(4,), causal="token", block_length=8, exact="own")
+    assert (config.grid_from((20,)), config.blocks_on((20,))) == ((32,), (4,))
+    with pytest.raises(ValueError, match="has 33 tokens, more than the 4 blocks of 8.*beyond='relative'"):
+        config.grid_from((33,))
+    further = config.replace(beyond="relative")
+    assert (further.grid_from((33,)), further.blocks_on((33,))) == ((40,), (5,))
+    assert config.replace(causal=None).block_length is None

@@ -91,12 +91,19 @@ def has_own_part(call: Call) -> bool:
 
 def with_causal_mixing(call: Call) -> Call:
     """A call whose mixing matrix holds what is seen alone, and whose masked keys still weigh something."""
-    mask = call.key_mask
-    return replace(
-        call,
-        mixing=causal_mixing(call.mixing.to(sum_dtype(call.mixing.dtype)) + LEAST_MIXING, call.blocks, own=True),
-        key_mask=mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK) if mask is not None else None,
-    )
+    return replace(with_least_mask(call), mixing=causal_mixing(least_mixing(call.mixing), call.blocks, own=True))
+
+
+def least_mixing(mixing: torch.Tensor) -> torch.Tensor:
+    """A mixing matrix of which no entry is 0, in the type of sums."""
+    return mixing.to(sum_dtype(mixing.dtype)) + LEAST_MIXING
+
+
+def with_least_mask(call: Call) -> Call:
+    """A call whose masked keys still weigh something."""
+    if call.key_mask is None:
+        return call
+    return replace(call, key_mask=call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK))
 
 
 def far_field(call: Call) -> Call:

@@ -108,6 +108,11 @@ def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | 
     has_far_field = call.far_field_weight is not None or any(outside) and call.exact is None and call.by_content is None
     if has_far_field and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
+    if call.causal == "token" and call.normalize and call.feature_map == "relu" and not call.eps > 0:
+        raise ValueError(
+            f"eps={call.eps} lets a query of the relu feature map see nothing in its own block, which causal='token' "
+            "divides by what it sees; it must be positive."
+        )
     if call.causal is not None:
         _check_causal(call, outside, parallel)
         return

@@ -25,6 +25,11 @@ class AttentionSizes:
     """Whether MHLA over all blocks is computed."""
     outside: int = 0
     """Tokens outside the grid, n, which attend to everything and are attended to by everything exactly."""
+    seen_pairs: int | None = None
+    """Pairs of a query and a key that it sees, of all heads, where the order of the tokens keeps others from it; None
+    for all pairs."""
+    own_pairs: int = 0
+    """Pairs that causal attention weighs one by one with MHLA's weights, within a block of the sequence."""
 
     def with_exact_tiles(
         self, tiles: int, share: float, *, tile_means: bool, equal_lists: bool = True
@@ -48,12 +53,16 @@ class AttentionSizes:
     @property
     def pairs(self) -> int:
         """Of a query and a key, of all heads."""
+        return self._all_pairs if self.seen_pairs is None else self.seen_pairs
+
+    @property
+    def _all_pairs(self) -> int:
         return self.heads * (self.tokens + self.outside) ** 2
 
     @property
     def exact_pairs(self) -> int:
         """Pairs that are attended to with softmax: in exact tiles, and all with a token outside the grid in them."""
-        return self.tile_pairs + self.pairs - self.heads * self.tokens**2
+        return self.tile_pairs + self._all_pairs - self.heads * self.tokens**2
 
     @property
     def softmax_flops(self) -> int:
@@ -75,7 +84,8 @@ class AttentionSizes:
     def flops(self) -> int:
         """Of exact tiles, tokens outside the grid, means and MHLA together; of MHLA where there is nothing else."""
         means = 4 * self.heads * self.tokens * self.means * self.head_dim
-        return (self.linear_flops if self.far_field else 0) + self.listed_flops + means
+        own = 4 * self.own_pairs * self.head_dim
+        return (self.linear_flops if self.far_field else 0) + self.listed_flops + own + means
 
     @property
     def summary_bytes(self) -> int:
@@ -100,4 +110,4 @@ class AttentionSizes:
     @property
     def weight_bytes(self) -> int:
         """All weights of softmax attention, written out in float32; a fused kernel holds next to none."""
-        return _FLOAT32 * self.pairs
+        return _FLOAT32 * self._all_pairs

@@ -88,11 +88,13 @@ def _causal(
         return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0)
     own = frame_block[:, None] == frame_block
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
-    largest = torch.where(own & seen, scores, 0.0).amax(dim=-1, keepdim=True)
+    largest = torch.where(own & seen, scores, -math.inf).amax(dim=-1, keepdim=True)
+    # the far field's factor stays finite; without earlier frame blocks there is none, and own scores may all be low
+    largest = torch.where(frame_block[:, None] > 0, largest.clamp_min(0), largest)
     softmax = (scores - largest).exp()
     if mask is not None:
         softmax = softmax * mask[:, None, None, :]
-    earlier = (-largest).exp() * _far_field_weight(call)[:, None, None]
+    earlier = (-largest.clamp_min(0)).exp() * _far_field_weight(call)[:, None, None]
     found = (torch.where(own, softmax, earlier * x) for x in (weights, normaliser))
     weights, normaliser = (torch.where(seen, x, 0.0) for x in found)
     return weights, normaliser

@@ -14,9 +14,19 @@ import torch
 
 from .blocks import check_layout, frame_block_starts
 from .call import Call, with_rotary
-from .causal import Causal, CausalAttention, beside_earlier, check_causal, has_own_part, part_of, with_causal_mixing
+from .causal import (
+    Causal,
+    CausalAttention,
+    beside_earlier,
+    check_causal,
+    has_own_part,
+    least_mixing,
+    part_of,
+    with_causal_mixing,
+    with_least_mask,
+)
 from .checks import check_call, check_rotary, check_tensors
-from .eager import sum_dtype
+from .eager import sum_dtype, without_autocast
 from .feature_maps import get_feature_map
 from .functional import CAUSAL_BACKENDS, check_backend, chosen_backend
 from .own_block import Own, softmax_up_to_itself
@@ -31,8 +41,9 @@ class MHLAState:
     """What a sequence has left behind, from which :meth:`step` goes on.
 
     Equal to ``mhla_attention(..., causal=...)`` of the whole sequence, but for rounding, however it is cut. With F
-    frame blocks on the grid and M blocks it keeps at most M summaries of D (D + 1) numbers for every head, whatever the
-    length of the sequence, and less than a frame block of keys and values. A cache of keys and values keeps 2 N D.
+    frame blocks on the grid it keeps the summaries of at most F + 1, of D (D + 1) numbers for every block and head,
+    whatever the length of the sequence, and with ``far_field_weight`` less than a frame block of keys and values. A
+    cache of keys and values keeps 2 N D.
 
     Args:
         mixing: (M, M) or (H, M, M).
@@ -144,7 +155,8 @@ class MHLAState:
             return torch.empty_like(query)
         attend = CAUSAL_BACKENDS[chosen_backend(self.backend, query, call.feature_map)]
         before = vars(self).copy()
-        output = self._go_on(attend, call if rotary is None else with_rotary(call, rotary, None))
+        with without_autocast(query.device):  # summaries and their mixtures stay as precise as they are kept
+            output = self._go_on(attend, call if rotary is None else with_rotary(call, rotary, None))
         if not keep:
             vars(self).update(before)
         return output
@@ -219,9 +231,10 @@ class MHLAState:
 
     def _piece(self, call: Call, row: int) -> tuple[Call, torch.Tensor | None]:
         """Tokens of one frame block as a call of their own, and the mixture of earlier frame blocks that they see."""
-        call, side = with_causal_mixing(call), math.prod(self.blocks[1:])
+        call, side = with_least_mask(call), math.prod(self.blocks[1:])
         last = min(row, self.blocks[0] - 1)
-        mixing = call.mixing.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))[..., last, :, :, :]
+        # of one frame block alone, as a step of one token must not cost what the whole matrix does
+        mixing = least_mixing(call.mixing.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))[..., last, :, :, :])
         if self._earlier is None and self._closed is not None:
             coefficients = mixing[..., :last, :].flatten(-2).expand(self._closed.shape[1], -1, -1)
             closed = self._closed.flatten(2, 3).flatten(3)

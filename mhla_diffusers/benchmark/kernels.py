@@ -4,7 +4,7 @@ import math
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,16 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from ..attention import Call
-from ..attention.triton import exact_backward, exact_forward, exact_key_gradients, launches, mixing_kernels, rotation
+from ..attention.triton import (
+    exact_backward,
+    exact_forward,
+    exact_key_gradients,
+    launches,
+    mixing_kernels,
+    own_block_backward,
+    own_block_forward,
+    rotation,
+)
 from ..attention.triton.arguments import Angles, Rows, mixed_dtype, state_shape
 from ..attention.triton.exact_lists import ExactCall, lists_of_keys
 from ..attention.triton.launches import Launch
@@ -64,6 +73,9 @@ _PRODUCTS = {
     "exact_query_gradient": 3,
     "mean_gradient": 4,
     "exact_key_value_gradient": 4,
+    "own_block": 2,
+    "own_block_query_gradient": 3,
+    "own_block_key_value_gradient": 4,
 }
 """Matrix products: of each token with a D x D summary, or of D channels for each pair of a query and a key or mean."""
 
@@ -102,6 +114,16 @@ def exact_launches_of(call: ExactCall, table: Angles | None, architecture: str) 
     return [*of_rope, of_means, of_output, of_query, mean_gradient, of_key]
 
 
+def own_block_launches_of(call: Call, has_softmax: bool, architecture: str) -> list[Launch]:
+    """One launch of each kernel of the own block, forward and backward; see :func:`sequence_call_of`."""
+    of_output, output, log_sum = own_block_forward.own_block_launch(call, has_softmax, architecture)
+    log_sum = output[..., :1] if log_sum is None else log_sum
+    side = exact_key_gradients.OutputSide(output, log_sum, torch.empty_like(output), torch.empty_like(log_sum))
+    of_query, _, products = own_block_backward.query_gradient_launch(call, has_softmax, side, architecture)
+    of_key, _ = own_block_backward.key_value_gradient_launch(call, has_softmax, side, products, architecture)
+    return [of_output, of_query, of_key]
+
+
 def call_of(shape: Shape, dtype: torch.dtype, batch: int, *, everything: bool) -> Call:
     """A call of a shape without memory behind it, with the RoPE of its model.
 
@@ -131,6 +153,31 @@ def call_of(shape: Shape, dtype: torch.dtype, batch: int, *, everything: bool) -
         key_mask=torch.empty(batch, tokens, device="meta") if everything else None,
         output_norm=torch.empty(head_dim, device="meta") if everything else None,
         output_gate=gate if everything else None,
+    )
+
+
+def sequence_call_of(call: Call, block_length: int, has_softmax: bool) -> Call:
+    """The tokens of a call as a sequence in blocks, as the kernels of the own block read it: after RoPE for softmax.
+
+    Args:
+        call: that :func:`call_of` gave.
+        block_length: tokens per block; the last one may be shorter.
+        has_softmax: whether the own block is attended to with softmax.
+    """
+    tokens, head_dim = call.query.shape[1], call.query.shape[3]
+    count = -(-tokens // block_length)
+    rotary = None if has_softmax or call.rotary is None else torch.empty(1, tokens, 1, head_dim, device="meta")
+    return replace(
+        call,
+        mixing=torch.empty(call.query.shape[2], count, count, device="meta"),
+        grid=(count * block_length,),
+        blocks=(count,),
+        rotary=rotary,
+        rotary_axes=None,
+        output_norm=None,
+        output_gate=None,
+        feature_map="identity" if has_softmax else call.feature_map,
+        causal="token",
     )
 
 
@@ -215,6 +262,8 @@ def _flops(launch: Launch) -> int:
     rows: Rows = given["query" if "query" in given else "key"]
     batch, tokens, heads, head_dim = torch.as_tensor(rows.pointer).shape
     means, lists = given.get("means"), given.get("lists")
+    if launch.name.startswith("own_block"):  # about half of the pairs within a block
+        return _PRODUCTS[launch.name] * batch * heads * tokens * launch.place.length * head_dim
     if means is None and lists is None:
         pairs = batch * tokens * heads * head_dim
     else:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -17,10 +17,15 @@ from .kernels import (
     exact_call_of,
     exact_launches_of,
     launches_of,
+    own_block_launches_of,
     report_kernel,
+    sequence_call_of,
 )
 from .recorder import console
 from .shapes import Shape
+
+_BLOCK_LENGTH = 128
+"""Tokens in a block of the sequence that the kernels of the own block are shown at."""
 
 
 def write_kernels(
@@ -35,7 +40,7 @@ def write_kernels(
     """Compile, show and save; a table for every shape and architecture.
 
     Args:
-        shapes: of attentions; those with tiles have kernels of exact tiles too.
+        shapes: of attentions; those with tiles have kernels of exact tiles too, and of softmax within the own block.
         architectures: keys of :data:`PROCESSORS`.
         dtype: of query, key and value.
         batch: samples.
@@ -69,6 +74,11 @@ def _reports(
         launches += exact_launches_of(of_tiles, angles_of(call), architecture)
     for launch in launches:
         yield report_kernel(launch, architecture)
+    for has_softmax in (False, True) if shape.tiles is not None else (False,):
+        sequence = sequence_call_of(call, _BLOCK_LENGTH, has_softmax)
+        for launch in own_block_launches_of(sequence, has_softmax, architecture):
+            report = report_kernel(launch, architecture)
+            yield replace(report, kernel=f"{report.kernel}, softmax") if has_softmax else report
 
 
 def _table(title: str, reports: Sequence[KernelReport]) -> Table:

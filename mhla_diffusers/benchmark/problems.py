@@ -51,10 +51,12 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
         shape: the attention; with tile counts where the kind has exact tiles.
         device: where.
         dtype: of query, key, value, gate and the output's gradient.
-        kind: one of plain, exact tiles, everything, exact tiles and everything. Everything: RoPE for images too, key
-            mask, output norm and output gate.
+        kind: one of plain, exact tiles, everything, exact tiles and everything, causal, causal softmax. Everything:
+            RoPE for images too, key mask, output norm and output gate. Causal: :func:`_causal_problem`.
     """
     torch.manual_seed(0)
+    if kind in ("causal", "causal softmax"):
+        return _causal_problem(shape, device, dtype, has_softmax=kind == "causal softmax")
     tensors = dict(zip(("query", "key", "value"), make_inputs(shape, device, dtype), strict=True))
     mixing = initial_mixing(shape.blocks).to(device)
     tensors["mixing"] = mixing + 0.1 * torch.rand_like(mixing)
@@ -68,6 +70,20 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
     if "exact" in kind:
         tensors |= beside_exact_tiles(shape.heads, device)
         settings["exact"] = draw_tiles(shape, device)
+    return Problem(tensors, settings, torch.randn_like(tensors["query"]))
+
+
+def _causal_problem(shape: Shape, device: torch.device, dtype: torch.dtype, *, has_softmax: bool) -> Problem:
+    """The tokens of a shape as a sequence in as many blocks, with RoPE, whose last block is not full."""
+    tensors = dict(zip(("query", "key", "value"), make_inputs(shape, device, dtype), strict=True))
+    count = math.prod(shape.blocks)
+    mixing = initial_mixing((count,)).to(device)
+    tensors["mixing"] = mixing + 0.1 * torch.rand_like(mixing)
+    if has_softmax:
+        tensors["far_field_weight"] = torch.ones(shape.heads, device=device)
+    settings: dict[str, Any] = {"grid": (shape.tokens + 1,), "blocks": (count,), "causal": "token"}
+    # before the feature map: after it, the first tokens may have nearly no normaliser to divide by
+    settings |= {"rotary": random_rotary(replace(shape, rotary_axes=None), device), "rope": "before"}
     return Problem(tensors, settings, torch.randn_like(tensors["query"]))
 
 

@@ -72,7 +72,7 @@ def tune(shapes: Sequence[Shape], dtype: torch.dtype, seconds: float, device: to
     clock, table = Clock(device), read_table(file)
     for shape in shapes:
         searched: set[str] = set()
-        for kind in ("plain", "exact tiles") if shape.tiles is not None else ("plain",):
+        for kind in ("plain", "exact tiles", "causal") if shape.tiles is not None else ("plain", "causal"):
             problem = draw_problem(shape, device, dtype, kind)
             with recorded_launches() as launches:
                 problem.attend("triton")

@@ -1,7 +1,7 @@
 """What the attention of a layer costs on a token grid, told from shapes alone."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..attention.costs import AttentionSizes
@@ -60,11 +60,26 @@ def attention_sizes(
         outside: tokens outside the grid.
     """
     sizes = AttentionSizes(math.prod(grid), heads, head_dim, math.prod(config.blocks_on(grid)), outside=outside)
+    if config.causal is not None:
+        return _causal_sizes(sizes, config, grid)
     if config.exact == "none":
         return sizes
     tiles = math.prod(min(count, size) for count, size in zip(config.tiles, grid, strict=True))
     equal_lists = config.exact != "calibrated"
     return sizes.with_exact_tiles(tiles, config.share, tile_means=config.tile_means, equal_lists=equal_lists)
+
+
+def _causal_sizes(sizes: AttentionSizes, config: MHLAConfig, grid: tuple[int, ...]) -> AttentionSizes:
+    """With the pairs within frame blocks, and those of earlier ones, that a query sees."""
+    length = int(config.block_length or grid[0]) * math.prod(grid[1:])
+    lengths = [min(length, sizes.tokens - start) for start in range(0, sizes.tokens, length)]
+    of_order = config.causal == "token"
+    own = sizes.heads * sum(n * (n + 1) // 2 if of_order else n * n for n in lengths)
+    earlier = sizes.heads * sum(n * index * length for index, n in enumerate(lengths))
+    sizes = replace(sizes, seen_pairs=own + earlier)
+    if config.exact == "own":
+        return replace(sizes, tile_pairs=own)
+    return replace(sizes, own_pairs=own if of_order else 0)
 
 
 def sizes_of(

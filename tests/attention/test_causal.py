@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mhla_diffusers.attention import MHLAState, extend_mixing, mhla_attention
+from mhla_diffusers.attention import Call, MHLAState, extend_mixing, mhla_attention, reference_weights
 from mhla_diffusers.attention.blocks import frame_block_starts
 
-from .problems import Problem, make_problem, reference
+from .problems import Problem, errors_against_reference, make_problem, reference
 
 ROUNDING = 1e-11
 """Of float64 sums in another order, relative to the largest."""
@@ -77,9 +79,11 @@ STREAMS = [
 ]
 
 
-def streamed(problem: Problem, cuts: list[int], **settings: Any) -> tuple[torch.Tensor, MHLAState]:
+def streamed(
+    problem: Problem, cuts: list[int], dtype: torch.dtype = torch.float64, **settings: Any
+) -> tuple[torch.Tensor, MHLAState]:
     """The sequence in steps that end at ``cuts``, each tried once without being kept."""
-    tensors = {name: tensor.double() for name, tensor in problem.tensors.items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in problem.tensors.items()}
     options = dict(problem.options)
     rotary, mask, gate = options.pop("rotary", None), options.pop("key_mask", None), tensors.get("output_gate")
     kept = {name: tensors[name] for name in ("output_norm", "far_field_weight") if name in tensors}
@@ -89,7 +93,7 @@ def streamed(problem: Problem, cuts: list[int], **settings: Any) -> tuple[torch.
         here = slice(start, end)
         tokens = [tensors[name][:, here] for name in ("query", "key", "value")]
         more = {
-            "rotary": None if rotary is None else tuple(table[:, here].double() for table in rotary),
+            "rotary": None if rotary is None else tuple(table[:, here].to(dtype) for table in rotary),
             "key_mask": None if mask is None else mask[:, here],
             "output_gate": None if gate is None else gate[:, here],
         }
@@ -138,3 +142,145 @@ def test_a_state_goes_beyond_its_grid(
         assert (found - expected).abs().max() <= ROUNDING * expected.abs().max(), cuts
         sizes.add(state.nbytes)
     assert len(sizes) == 1
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """A sequence of 1 to about 40 tokens, whatever its blocks, or of frames of which a frame block may hold several."""
+    causal = draw(st.sampled_from(["token", "block"]))
+    rows = draw(st.integers(1, 5))
+    first = rows + draw(st.integers(0, 35 if causal == "token" else 4))
+    grid, blocks = ((first,), (rows,)) if causal == "token" else ((first, 2, 3), (rows, 1, draw(st.integers(1, 3))))
+    ends = range(1, first + 1) if causal == "token" else frame_block_starts(grid, blocks)[1:]
+    options = {name: draw(st.booleans()) for name in ("rotary", "mask", "per_head", "norm", "gate", "far_field")}
+    options |= {"rope": draw(st.sampled_from(["before", "after"])), "seed": draw(st.integers(0, 99))}
+    # with relu and RoPE after it a normaliser may be nearly nothing beside the weights, and any rounding large then
+    problem = make_problem(grid, blocks, batch=1, causal=causal, feature_map="elu+1", **options)
+    return of_length(problem, draw(st.sampled_from(list(ends))))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(problems())
+def test_drawn_sequences(problem: Problem) -> None:
+    assert_same(problem)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(problems(), st.data())
+def test_a_state_cut_anywhere(problem: Problem, data: st.DataObject) -> None:
+    tokens, causal = problem.tensors["query"].shape[1], problem.options["causal"]
+    ends = list(range(1, tokens)) if causal == "token" else frame_block_starts(problem.grid, problem.blocks)[1:]
+    ends = [end for end in ends if end < tokens]
+    cuts = sorted(data.draw(st.sets(st.sampled_from(ends)))) if ends else []
+    expected = problem.run(reference, torch.float64)["output"]
+    found, _ = streamed(problem, [*cuts, tokens])
+    assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
+
+
+BOTH = [((11,), (3,), "token"), ((4, 2, 3), (2, 1, 3), "block")]
+
+
+@pytest.mark.parametrize("far_field", [False, True])
+@pytest.mark.parametrize(("grid", "blocks", "causal"), BOTH)
+def test_the_weights_of_each_query_sum_to_one(
+    grid: tuple[int, ...], blocks: tuple[int, ...], causal: Any, far_field: bool
+) -> None:
+    problem = make_problem(grid, blocks, causal=causal, far_field=far_field, mask=True)
+    problem.tensors["value"] = torch.ones_like(problem.tensors["value"])
+    found = problem.run(mhla_attention, torch.float64)["output"]
+    assert (found - 1).abs().max() <= ROUNDING
+    weights = reference_weights(Call(**problem.tensors, grid=grid, blocks=blocks, **problem.options))
+    assert (weights.sum(dim=-1) - 1).abs().max() <= ROUNDING
+    place = torch.arange(math.prod(grid)) // (1 if causal == "token" else math.prod(grid) // blocks[0])
+    assert not weights[:, :, place[:, None] < place].any()
+
+
+@pytest.mark.parametrize("far_field", [False, True])
+@pytest.mark.parametrize(("grid", "blocks", "causal"), BOTH)
+def test_what_comes_later_changes_nothing(
+    grid: tuple[int, ...], blocks: tuple[int, ...], causal: Any, far_field: bool
+) -> None:
+    """Not even the last bit, where the same operations are done for a token whatever stands behind it."""
+    problem = make_problem(grid, blocks, causal=causal, far_field=far_field, rotary=True)
+    ends = range(1, math.prod(grid)) if causal == "token" else frame_block_starts(grid, blocks)[1:-1]
+    before = mhla_attention(**problem.tensors, grid=grid, blocks=blocks, **problem.options)
+    for end in ends:
+        changed = {name: x.clone() for name, x in problem.tensors.items()}
+        for name in ("query", "key", "value"):
+            changed[name][:, end:] = torch.randn_like(changed[name][:, end:])
+        after = mhla_attention(**changed, grid=grid, blocks=blocks, **problem.options)
+        assert torch.equal(before[:, :end], after[:, :end])
+        assert not torch.equal(before[:, end:], after[:, end:])
+
+
+# One rounding of the result in half precision; float32 sums of a few dozen terms.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+
+
+@pytest.mark.parametrize("options", [{"rotary": True, "rope": "before", "mask": True}, {"far_field": True}], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("grid", "blocks", "causal"), BOTH)
+def test_types(grid: Any, blocks: Any, causal: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    problem = make_problem(grid, blocks, causal=causal, **options)
+    for name, error in errors_against_reference(problem, dtype, "eager").items():
+        assert error <= TOLERANCE[dtype] * (3 if name in ("mixing", "far_field_weight") else 1), name
+    assert problem.run(mhla_attention, dtype)["output"].dtype == dtype
+
+
+def test_a_first_block_that_is_masked_is_no_nan() -> None:
+    problem = make_problem((12,), (4,), causal="token", far_field=True)
+    problem.options["key_mask"] = torch.arange(12).expand(2, -1) >= 5
+    assert_same(problem)
+    assert all(x.isfinite().all() for x in problem.run(mhla_attention).values())
+
+
+def test_a_mask_may_weigh() -> None:
+    for far_field in (False, True):
+        problem = make_problem((12,), (4,), causal="token", far_field=far_field)
+        problem.options["key_mask"] = torch.rand(2, 12, generator=torch.Generator().manual_seed(0))
+        assert_same(problem)
+
+
+def test_huge_scores_within_the_own_block() -> None:
+    problem = make_problem((12,), (4,), causal="token", far_field=True)
+    problem.tensors["query"] *= 1e4
+    expected = problem.run(reference, torch.float64)["output"]
+    found = problem.run(mhla_attention, torch.float64)
+    assert all(x.isfinite().all() for x in found.values())
+    assert (found["output"] - expected).abs().max() <= 1e4 * ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("far_field", [False, True])
+@pytest.mark.parametrize(("grid", "blocks", "causal"), BOTH)
+def test_it_compiles_as_one_graph(grid: Any, blocks: Any, causal: Any, far_field: bool) -> None:
+    problem = make_problem(grid, blocks, causal=causal, far_field=far_field, rotary=True)
+    compiled = torch.compile(mhla_attention, fullgraph=True, dynamic=False, backend="aot_eager")
+    expected, found = problem.run(mhla_attention), problem.run(compiled)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=1e-6), name
+
+
+@pytest.mark.parametrize("causal", ["token", "block"])
+def test_no_sample_is_none(causal: Any) -> None:
+    empty = torch.empty(0, 12, 2, 8)
+    assert mhla_attention(empty, empty, empty, torch.ones(4, 4), (12,), (4,), causal=causal).shape == empty.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"causal": "tokens"}, "Unknown causal='tokens'; allowed: 'token', 'block' or None"),
+        ({"grid": (4, 3), "blocks": (2, 2)}, r"grid \(4, 3\) has several axes; give it as \(12,\), or causal='block'"),
+        ({"grid": (11,)}, "N=12 tokens, more than the 11 of the grid"),
+        ({"grid": (14,), "causal": "block"}, "allowed N .* are 4, 8, 11, 14, got 12"),
+        ({"mean_bias": torch.zeros(2)}, "mean_bias does not go with causal='token'"),
+        ({"outside": (0, 1)}, "outside"),
+        ({"eps": 0.0}, "see nothing in its own block, which causal='token'"),
+        ({"far_field_weight": torch.ones(2), "normalize": False}, "needs normalize=True"),
+    ],
+)
+def test_what_does_not_go(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"grid": (12,), "blocks": (4,), "causal": "token"} | change
+    with pytest.raises(ValueError, match=message):
+        mhla_attention(*torch.randn(3, 1, 12, 2, 8), torch.ones(4, 4), **arguments)

@@ -1,11 +1,15 @@
 """What an attention is said to cost, against what PyTorch counts."""
 
+import math
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mhla_diffusers import MHLAConfig
 from mhla_diffusers.attention import ExactTiles, initial_mixing, mhla_attention
 from mhla_diffusers.attention.costs import AttentionSizes
+from mhla_diffusers.patching.costs import attention_sizes
 
 GRID, COUNTS, BLOCKS, HEADS, DIM = (16, 16), (2, 2), (2, 2), 2, 16
 
@@ -44,3 +48,21 @@ def test_all_exact_is_what_softmax_attention_costs():
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
     assert sizes.flops == sizes.softmax_flops == counter.get_total_flops()
     assert sizes.exact_pairs == sizes.pairs
+
+
+@pytest.mark.parametrize("exact", ["none", "own"])
+@pytest.mark.parametrize("causal", ["token", "block"])
+def test_causal_attention_counts_the_pairs_that_a_query_sees(causal, exact):
+    """Of a sequence that ends inside its third block: by hand from which token sees which."""
+    blocks, grid = ((4,), (20,)) if causal == "token" else ((4, 1), (20, 3))
+    config = MHLAConfig(blocks=blocks, causal=causal, block_length=8, exact=exact)
+    frame = torch.arange(math.prod(grid)) // (8 * math.prod(grid[1:]))
+    place = torch.arange(math.prod(grid)) if causal == "token" else frame
+    seen, own = place[:, None] >= place, frame[:, None] == frame
+    sizes = attention_sizes(config, grid, HEADS, DIM)
+    in_own = HEADS * int((seen & own).sum())
+    assert sizes.pairs == HEADS * int(seen.sum())
+    assert sizes.exact_pairs == (in_own if exact == "own" else 0)
+    assert sizes.softmax_flops == 4 * DIM * sizes.pairs
+    one_by_one = in_own if causal == "token" or exact == "own" else 0
+    assert sizes.flops == sizes.linear_flops + 4 * DIM * one_by_one

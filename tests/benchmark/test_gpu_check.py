@@ -49,11 +49,15 @@ def test_steps_are_chosen_by_name():
         ("device", set()),
         ("correctness", set()),
         ("limits", {"a second device", "compute-sanitizer"}),
-        ("tests", {"test_kernels.py", "test_exact.py", "test_outside.py", "test_backend.py", "test_mixing.py"}),
+        ("tests", set(tests._FILES)),
         ("rivals", set()),
         pytest.param("kernels", set(), marks=pytest.mark.slow),
         pytest.param("models", set(), marks=pytest.mark.slow),
-        pytest.param("integration", {"CUDA graph, plain", "CUDA graph, exact tiles"}, marks=pytest.mark.slow),
+        pytest.param(
+            "integration",
+            {f"CUDA graph, {kind}" for kind in ("plain", "exact tiles", "causal")},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_a_step_finds_on_a_cpu(tmp_path, step, skipped):
@@ -66,7 +70,7 @@ def test_what_a_step_finds_on_a_cpu(tmp_path, step, skipped):
         python, *kernels = found
         assert 0 < python.numbers["seconds"] < 0.1
         text = json.dumps([one.numbers for one in kernels])
-        assert len(kernels) == 26 and '"bytes"' in text and '"seconds"' not in text
+        assert len(kernels) == 32 and '"bytes"' in text and '"seconds"' not in text
 
 
 @pytest.mark.slow

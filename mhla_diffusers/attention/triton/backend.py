@@ -12,9 +12,9 @@ from ..blocks import Shape
 from ..call import Call
 from ..causal import CausalAttention
 from ..merge import LinearAttention, merged_attention
-from ..own_block import own_block_attention
 from .exact import triton_exact_attention
 from .operators import BY_READ, BY_SUMMARIES, read, summaries
+from .own_block import triton_own_block_attention
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ TRITON_CAUSAL = CausalAttention(
         lambda call: _summaries(usable_call(call)), lambda call, summary: _read(usable_call(call), summary)
     ),
     lambda call, tiles: triton_exact_attention(usable_call(call), tiles),
-    own_block_attention,
+    lambda call: triton_own_block_attention(usable_call(call)),
 )
 """Of calls as they come."""
 
@@ -125,7 +125,7 @@ def _check(call: Call) -> None:
 def _try_import() -> str | None:
     """Why the kernels cannot be imported, said in the log too; None if they can."""
     try:
-        from . import exact_backward, mixing_kernels  # noqa: F401
+        from . import exact_backward, mixing_kernels, own_block_backward  # noqa: F401
     except Exception as error:  # noqa: BLE001 - another version of Triton raises what it likes
         reason = f"{type(error).__name__}: {error}"
         logger.warning("The Triton kernels cannot be imported, so eager operations take their place: %s", reason)

@@ -138,6 +138,9 @@ def processors_of(device: torch.device, architecture: str) -> int:
     return PROCESSORS.get(architecture, _OF_THE_INTERPRETER)
 
 
+OWN_BLOCK_KERNELS = ("own_block", "own_block_query_gradient", "own_block_key_value_gradient")
+"""Whose queries and keys are features, in two terms each, and take more registers than those of the exact tiles."""
+
 _PairTable = dict[str, PairTiling]
 
 _PAIRS_LARGE: _PairTable = {
@@ -163,6 +166,8 @@ def pair_tiling(place: Place) -> PairTiling:
     if isinstance(given := tiles_at(place), PairTiling):
         return given
     architecture, kernel, head_dim, dtype, longest_tile = place
+    if kernel in OWN_BLOCK_KERNELS:
+        return _own_block_tiling(place)
     table = _PAIRS_BY_ARCHITECTURE.get(architecture, _PAIRS_AMD if architecture.startswith("gfx") else _PAIRS_SMALL)
     own, others, warps, stages = table[kernel]
     padded = power_of_two(head_dim)
@@ -179,6 +184,16 @@ def pair_tiling(place: Place) -> PairTiling:
     if own <= 32 and not wide:
         warps = 4
     return PairTiling(own, others, warps, stages)
+
+
+def _own_block_tiling(place: Place) -> PairTiling:
+    """Tiles of a kernel of the own block, which is short: small ones fill the card too."""
+    padded = power_of_two(place.head_dim)
+    if place.architecture == "interpreter":
+        return PairTiling(min(64, power_of_two(place.length)), 64, 4, 1)
+    side = 16 if place.dtype == torch.float32 or padded > 128 else min(32, power_of_two(place.length))
+    warps = 8 if padded > 64 and not place.architecture.startswith("gfx") else 4
+    return PairTiling(side, side, warps, 1)
 
 
 _MIXING: dict[str, MixTiling] = {

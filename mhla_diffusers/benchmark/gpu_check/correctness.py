@@ -24,7 +24,7 @@ SHAPES = {
 """Shape → its model: head dims 128, 72 and 32."""
 SMALL = Shape("small", (2, 4, 4), (1, 2, 2), 1, 16, tiles=(1, 2, 2), share=0.25, rotary_axes=(8, 4, 4))
 """What the interpreter is through with in seconds."""
-_KINDS = ("plain", "everything", "exact tiles and everything")
+_KINDS = ("plain", "everything", "exact tiles and everything", "causal", "causal softmax")
 """Everything: RoPE, key mask, output norm and output gate."""
 _MOST_TOKENS = 4096
 _REFERENCE_MATRICES = 24

@@ -27,7 +27,7 @@ def measure_kernels(notebook: Notebook, device: torch.device) -> None:
     clock = Clock(device)
     problems: dict[str, Problem] = {}
     notebook.attempt("Python of a forward call", partial(_time_of_python, draw_problem(SMALL, device, _DTYPE, "plain")))
-    for kind in ("plain", "exact tiles"):
+    for kind in ("plain", "exact tiles", "causal"):
         problem = draw_problem(shape, device, _DTYPE, kind)
         with recorded_launches() as launches:
             problem.attend("triton")

@@ -10,6 +10,7 @@ from mhla_diffusers.attention.triton import (
     exact_tile,
     launches,
     mixing_kernels,
+    own_block_forward,
 )
 
 from .interpreter import patch_language_once_per_function
@@ -22,5 +23,6 @@ def poisoned_outputs(monkeypatch):
     def allocate(shape, dtype, device):
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
-    for module in (arguments, launches, exact_forward, exact_key_gradients, exact_tile, mixing_kernels):
+    modules = arguments, launches, exact_forward, exact_key_gradients, exact_tile, mixing_kernels, own_block_forward
+    for module in modules:
         monkeypatch.setattr(module, "allocate", allocate)

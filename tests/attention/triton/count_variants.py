@@ -11,7 +11,15 @@ import torch
 
 from mhla_diffusers.attention.parallel.place import parts
 from mhla_diffusers.attention.triton.arguments import angles_of
-from mhla_diffusers.benchmark.kernels import call_of, exact_call_of, exact_launches_of, launches_of, variant_of
+from mhla_diffusers.benchmark.kernels import (
+    call_of,
+    exact_call_of,
+    exact_launches_of,
+    launches_of,
+    own_block_launches_of,
+    sequence_call_of,
+    variant_of,
+)
 from mhla_diffusers.benchmark.models import family_of_model, models
 from mhla_diffusers.benchmark.shapes import shapes
 
@@ -25,12 +33,13 @@ ARCHITECTURE = "sm_90"
 
 if __name__ == "__main__":
     wan, family = shapes()["wan2.1-1.3b-480p"], family_of_model(models()["wan2.1-1.3b"])
-    launches = {"MHLA": [], "exact": [], "shares": []}
+    launches = {"MHLA": [], "exact": [], "shares": [], "own block": []}
     for grid in GRIDS:
         shape = replace(wan, grid=grid, tiles=family.exact_tiles(grid))
         for batch in (1, 2):
             call = call_of(shape, torch.bfloat16, batch, everything=True)
             launches["MHLA"] += launches_of(call, ARCHITECTURE)
+            launches["own block"] += own_block_launches_of(sequence_call_of(call, 128, False), False, ARCHITECTURE)
             of_tokens = torch.empty(1, shape.tokens, 1, shape.head_dim, device="meta")
             lengths = [count for _, count in parts(shape.tokens, 3)]
             for share in shares_of(replace(call, rotary=of_tokens, rotary_axes=None), lengths):

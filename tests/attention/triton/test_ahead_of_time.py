@@ -47,10 +47,15 @@ def reports_of(architecture, names, folder, triton=None, everything=True):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+OF_PADDED_CHANNELS = 16
+"""Bytes of a thread's stack: the own block's kernels find no register for four numbers at D = 72 on some cards."""
+
+
 def check(reports, stack_bytes=0):
     for report in reports:
         assert report["shared_bytes"] <= SHARED_MEMORY[report["architecture"]], report
-        assert report["stack_bytes"] <= stack_bytes, report
+        padded = report["kernel"].startswith("own_block") and report["shape"].startswith("dit")
+        assert report["stack_bytes"] <= max(stack_bytes, OF_PADDED_CHANNELS if padded else 0), report
 
 
 def test_the_table_of_cards_is_whole():
@@ -61,7 +66,7 @@ def test_the_table_of_cards_is_whole():
 @pytest.mark.parametrize("architecture", SHARED_MEMORY)
 def test_kernels_fit(architecture, tmp_path):
     reports = reports_of(architecture, SHAPES, tmp_path)
-    assert len(reports) == 33
+    assert len(reports) == 48
     check(reports)
 
 
@@ -70,7 +75,7 @@ def test_kernels_fit(architecture, tmp_path):
 def test_kernels_fit_with_the_oldest_triton(tmp_path):
     """It finds no register for one number of some kernels at D = 128, which the newer version does."""
     reports = reports_of("sm_90", SHAPES, tmp_path, OLDEST_TRITON)
-    assert len(reports) == 33
+    assert len(reports) == 48
     check(reports, stack_bytes=8)
     check(reports_of("sm_90", SHAPES[:1], tmp_path, OLDEST_TRITON, everything=False), stack_bytes=8)
 
@@ -81,3 +86,4 @@ def test_another_resolution_compiles_nothing(tmp_path):
     assert counts["MHLA"] == {"variants": 7, "tilings": 7}
     assert counts["shares"]["variants"] == counts["shares"]["tilings"] == 7
     assert counts["exact"]["variants"] == counts["exact"]["tilings"]
+    assert counts["own block"]["variants"] == counts["own block"]["tilings"] == 3

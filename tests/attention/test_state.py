@@ -1,0 +1,186 @@
+"""What a state of causal MHLA keeps, what is done with it, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mhla_diffusers.attention import MHLAState, extend_mixing, initial_mixing, mhla_attention
+from mhla_diffusers.attention.mixing import causal_mixing
+
+MIXING = initial_mixing((4,))
+BATCH, HEADS, DIM = 2, 2, 8
+
+
+def tokens(count: int, batch: int = BATCH, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Query, key and value."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, count, HEADS, DIM, generator=generator) for _ in range(3))
+
+
+def new_state(**settings: Any) -> MHLAState:
+    return MHLAState(MIXING, (16,), (4,), **({"causal": "token"} | settings))
+
+
+@pytest.mark.parametrize("far_field", [False, True])
+def test_what_it_takes_does_not_grow_with_the_sequence(far_field: bool) -> None:
+    """M summaries of D (D + 1) floats a head at most, beside a cache of keys and values of 2 N D."""
+    settings = {"far_field_weight": torch.ones(HEADS)} if far_field else {}
+    state = new_state(beyond="relative", **settings)
+    sizes = []
+    for step in range(80):
+        state.step(*tokens(1, seed=step))
+        sizes.append(state.nbytes)
+    of_summaries = 4 * BATCH * HEADS * 4 * DIM * (DIM + 1)
+    of_open_block = 4 * BATCH * (3 * (2 * HEADS * DIM + 1)) if far_field else 0
+    # the mixture that the open frame block sees is kept too, in the place of a further summary
+    assert max(sizes) <= of_summaries * 5 / 4 + of_open_block
+    assert max(sizes[:32]) == max(sizes[32:])
+    assert sizes[-1] == 3 * of_summaries // 4
+    of_cache = 4 * BATCH * HEADS * 2 * DIM
+    assert sizes[-1] < 80 * of_cache
+
+
+def test_reset_begins_another_sequence() -> None:
+    state = new_state()
+    first = state.step(*tokens(10))
+    state.reset()
+    assert state.length == 0 and state.nbytes == 0
+    assert torch.equal(state.step(*tokens(10)), first)
+    state.reset()
+    assert state.step(*tokens(3, batch=5)).shape[0] == 5
+
+
+@pytest.mark.parametrize("far_field", [False, True])
+def test_reorder_picks_samples(far_field: bool) -> None:
+    settings = {"far_field_weight": torch.ones(HEADS)} if far_field else {}
+    state = new_state(**settings)
+    begin, rest = tokens(6, batch=3), tokens(3, batch=2, seed=1)
+    state.step(*begin)
+    order = torch.tensor([2, 0])
+    state.reorder(order)
+    found = state.step(*rest)
+    whole = [torch.cat([a[order], b], dim=1) for a, b in zip(begin, rest, strict=True)]
+    expected = mhla_attention(*whole, MIXING, (16,), (4,), causal="token", **settings)
+    assert torch.allclose(found, expected[:, 6:], atol=1e-6)
+
+
+def test_what_is_not_kept_leaves_the_state() -> None:
+    state = new_state()
+    state.step(*tokens(6))
+    size, length = state.nbytes, state.length
+    tried = state.step(*tokens(7, seed=1), keep=False)
+    assert (state.nbytes, state.length) == (size, length)
+    assert torch.equal(state.step(*tokens(7, seed=1)), tried)
+
+
+@pytest.mark.parametrize("far_field", [False, True])
+def test_gradients_flow_through_steps(far_field: bool) -> None:
+    weight = torch.ones(HEADS, dtype=torch.float64, requires_grad=True)
+    settings = {"far_field_weight": weight} if far_field else {}
+    mixing = MIXING.double().requires_grad_()
+    leaves = [x.double().requires_grad_() for x in tokens(13)]
+    differentiated = [*leaves, mixing, *settings.values()]
+    expected = mhla_attention(*leaves, mixing, (16,), (4,), causal="token", **settings)
+    state = MHLAState(mixing, (16,), (4,), causal="token", **settings)
+    parts = zip(*(x.split([5, 1, 7], dim=1) for x in leaves), strict=True)
+    found = torch.cat([state.step(*part) for part in parts], dim=1)
+    upstream = torch.randn_like(expected)
+    of_found = torch.autograd.grad(found, differentiated, upstream)
+    for a, b in zip(of_found, torch.autograd.grad(expected, differentiated, upstream), strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_inference_first_and_training_after() -> None:
+    state = new_state()
+    with torch.inference_mode():
+        state.step(*tokens(6))
+        state.step(*tokens(1, seed=1))
+    with torch.no_grad():
+        state.step(*tokens(1, seed=2))
+    state.reset()
+    query, key, value = (x.requires_grad_() for x in tokens(6))
+    state.step(query, key, value).sum().backward()
+    assert all(x.grad is not None for x in (query, key, value))
+
+
+@pytest.mark.parametrize("far_field", [False, True])
+@pytest.mark.parametrize("causal", ["token", "block"])
+def test_autocast_changes_nothing(causal: str, far_field: bool) -> None:
+    settings = {"causal": causal, **({"far_field_weight": torch.ones(HEADS)} if far_field else {})}
+    plain, cast = new_state(**settings), new_state(**settings)
+    for seed in range(3):
+        given = tokens(4, seed=seed)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = cast.step(*given)
+        assert torch.equal(found, plain.step(*given))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_keeps_its_sums_in_float32(dtype: torch.dtype) -> None:
+    given = [x.to(dtype) for x in tokens(16)]
+    state = new_state()
+    found = torch.cat([state.step(*(x[:, i : i + 1] for x in given)) for i in range(16)], dim=1)
+    expected = mhla_attention(*(x.double() for x in given), MIXING, (16,), (4,), causal="token")
+    assert found.dtype == dtype
+    # one rounding of the result
+    assert (found - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
+
+
+def test_rows_of_an_extended_mixing_matrix() -> None:
+    mixing = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    longer = extend_mixing(mixing, (4,), 7)
+    assert torch.equal(longer[:4, :4], causal_mixing(mixing, (4,), own=True))
+    for row in range(4, 7):
+        distance = (row - torch.arange(row + 1)).clamp_max(3)
+        assert torch.equal(longer[row, : row + 1], mixing[3, 3 - distance])
+        assert not longer[row, row + 1 :].any()
+    with pytest.raises(ValueError, match="cannot be carried on to 3"):
+        extend_mixing(mixing, (4,), 3)
+    with pytest.raises(ValueError, match="at least 2 of its own"):
+        extend_mixing(torch.ones(1, 1), (1,), 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"causal": "words"}, "Unknown causal='words'"),
+        ({"beyond": "further"}, "Unknown beyond='further'; allowed: 'error', 'relative'"),
+        ({"backend": "tritn"}, "Did you mean 'triton'"),
+        ({"feature_map": "rellu"}, "did you mean 'relu'"),
+        ({"rope": "never"}, "Unknown rope='never'"),
+        ({"output_norm": torch.ones(3)}, r"output_norm must have shape \(8,\), got \(3,\)"),
+    ],
+)
+def test_settings_that_do_not_go(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        new_state(**settings).step(*tokens(1))
+
+
+def test_an_unknown_setting() -> None:
+    with pytest.raises(TypeError, match="unknown arguments exact"):
+        new_state(exact=None)
+
+
+def test_blocks_of_two_lengths_are_not_carried_on() -> None:
+    with pytest.raises(ValueError, match="has 15 tokens in 4 blocks"):
+        MHLAState(MIXING, (15,), (4,), causal="token", beyond="relative")
+    with pytest.raises(ValueError, match="at least two of them"):
+        MHLAState(torch.ones(1, 1), (4,), (1,), causal="token", beyond="relative")
+
+
+def test_tokens_that_do_not_fit() -> None:
+    state = new_state()
+    state.step(*tokens(10))
+    with pytest.raises(ValueError, match=r"of a batch of 2 with 2 heads of 8, but query has 3.*reset\(\)"):
+        state.step(*tokens(1, batch=3))
+    with pytest.raises(ValueError, match="After 10 tokens 7 more go beyond the 16 tokens.*beyond='relative'"):
+        state.step(*tokens(7))
+    with pytest.raises(ValueError, match="query must be"):
+        state.step(*(x[0] for x in tokens(1)))
+    with pytest.raises(ValueError, match="rotary tables"):
+        state.step(*tokens(1), rotary=(torch.ones(1, 2, 1, 8),) * 2)
+    assert state.length == 10
+    frames = MHLAState(MIXING, (4, 2, 2), (4, 1, 1), causal="block")
+    with pytest.raises(ValueError, match="the next one has 4 tokens, and query has 3"):
+        frames.step(*tokens(3))

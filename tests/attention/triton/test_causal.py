@@ -1,0 +1,218 @@
+"""The own block's Triton kernels, and causal attention of which they are a part, against the float64 reference."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_map_only
+
+from mhla_diffusers.attention.causal import with_causal_mixing
+from mhla_diffusers.attention.own_block import own_block_attention
+from mhla_diffusers.attention.triton import backend, own_block
+from mhla_diffusers.attention.triton.own_block import triton_own_block_attention
+from mhla_diffusers.attention.triton.tilings import PairTiling, tiles_of
+from mhla_diffusers.attention.triton.tuning import OWN_BLOCK_KERNELS
+
+from ..problems import call_of, errors_against_reference, make_problem, reference
+from ..test_causal import of_length, streamed
+from ..test_exact import SUMS, TOLERANCE
+from .test_kernels import DEVICE, FLOAT32_TOLERANCE, HALF_TO_EAGER, TRITON, on_device
+
+# With relu and RoPE after it, the few tokens that a query sees at the begin of a sequence may have nearly no normaliser
+# beside large weights: outputs would pass the largest float16, and errors would be those of the problem. elu+1 has one.
+AFTER = {"rotary": True, "feature_map": "elu+1"}
+BEFORE = {"rotary": True, "rope": "before"}
+
+
+def check(problem, dtype=torch.float32):
+    """Held to the bounds of all kernels; where float32 itself is worse, to what the eager backend's is."""
+    problem = on_device(problem)
+    eager = errors_against_reference(problem, dtype, "eager")
+    for name, error in errors_against_reference(problem, dtype, "triton").items():
+        # a result in half precision is rounded once, and of few numbers the eager backend may by luck round none
+        least = FLOAT32_TOLERANCE if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+        allowed = max(least, HALF_TO_EAGER * eager[name])
+        if dtype != torch.float32 and "far_field_weight" in problem.tensors and "rotary" in problem.options:
+            # queries and keys are rounded after RoPE too, as in the kernels of exact tiles
+            allowed = HALF_TO_EAGER * TOLERANCE[dtype]
+            if name in (*SUMS, "mixing"):
+                continue
+        assert error <= allowed, f"{name}: relative error {error:.2e}, allowed {allowed:.2e}"
+
+
+def sequence(tokens, blocks, *, whole=None, **options):
+    """``tokens`` of a sequence whose longest one has ``whole``."""
+    options = {"batch": 1, "heads": 1} | options
+    return of_length(make_problem((whole or tokens,), (blocks,), causal="token", **options), tokens)
+
+
+@pytest.mark.parametrize("own", [{}, {"far_field": True}], ids=["linear", "softmax"])
+@pytest.mark.parametrize(
+    ("tokens", "whole", "blocks"),
+    [(17, 17, 5), (9, 17, 5), (1, 32, 4), (3, 9, 1), (7, 7, 7)],
+    ids=["lengths", "ends inside", "one token", "first block", "one a block"],
+)
+def test_lengths(tokens, whole, blocks, own):
+    check(sequence(tokens, blocks, whole=whole, **own))
+
+
+@pytest.mark.parametrize("tiles", [(16, 16), (16, 32), (32, 16)], ids=str)
+@pytest.mark.parametrize("options", [AFTER, {"far_field": True}], ids=["linear", "softmax"])
+def test_blocks_of_several_tiles(options, tiles):
+    """71 and 70 tokens, of which the sequence has the first block and a part of the second."""
+    problem = sequence(110, 2, whole=141, mask=True, **options)
+    one, another, last = (tiles_of(kernel, PairTiling(*tiles, 4, 1)) for kernel in OWN_BLOCK_KERNELS)
+    with one, another, last:
+        check(problem)
+
+
+@pytest.mark.parametrize("feature_map", ["relu", "elu+1", "softmax"])
+@pytest.mark.parametrize("rope", [None, "after", "before"])
+def test_feature_maps_and_rope(feature_map, rope):
+    options = {"rotary": True, "rope": rope} if rope else {}
+    check(sequence(13, 3, head_dim=12, feature_map=feature_map, **options))
+
+
+@pytest.mark.parametrize("rope", ["after", "before"])
+def test_without_normaliser(rope):
+    check(sequence(13, 3, rotary=True, rope=rope, normalize=False, norm=True, per_head=True, heads=2))
+
+
+@pytest.mark.parametrize("options", [{"per_head": True}, {"far_field": True, **BEFORE}], ids=["linear", "softmax"])
+def test_everything_at_once(options):
+    check(sequence(13, 4, batch=2, heads=2, mask=True, norm=True, gate=True, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [AFTER, {**BEFORE, "mask": True}, {"far_field": True, **BEFORE}], ids=str)
+def test_half_precision(options, dtype):
+    check(sequence(23, 2, head_dim=32, **options), dtype)
+
+
+@pytest.mark.parametrize("head_dim", [1, 5, 72, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, {"far_field": True}], ids=["linear", "softmax"])
+def test_head_dims(head_dim, options):
+    # with one channel the normaliser cancels the query: its gradient would be 0 and its error noise
+    scaled = {"normalize": False} if head_dim == 1 and not options else {}
+    check(sequence(9, 2, head_dim=head_dim, **options, **scaled))
+
+
+@pytest.mark.parametrize("options", [{}, {"far_field": True, "rotary": True, "norm": True}], ids=["linear", "softmax"])
+def test_frame_blocks(options):
+    """Which take the kernels of MHLA, and of exact tiles for the own frame block."""
+    check(of_length(make_problem((5, 3, 4), (3, 2, 1), causal="block", batch=1, heads=1, **options), 48))
+
+
+@pytest.mark.parametrize("causal", ["token", "block"])
+@pytest.mark.parametrize("options", [BEFORE, {"far_field": True, "mask": True}], ids=["linear", "softmax"])
+def test_a_state_goes_on_with_the_kernels(causal, options):
+    grid, blocks = ((13,), (4,)) if causal == "token" else ((4, 2, 3), (2, 1, 3))
+    problem = on_device(make_problem(grid, blocks, causal=causal, batch=1, heads=1, **options))
+    expected = problem.run(reference, torch.float64)["output"]
+    cuts = [5, 6, 7, 13] if causal == "token" else [12, 24]
+    found, _ = streamed(problem, cuts, dtype=torch.float32, backend="triton")
+    assert (found - expected).norm() <= FLOAT32_TOLERANCE * expected.norm()
+
+
+@st.composite
+def problems(draw):
+    blocks = draw(st.integers(1, 4))
+    whole = blocks + draw(st.integers(0, 20))
+    kind = draw(st.sampled_from([{"far_field": True, "rotary": True}, AFTER, BEFORE, {"feature_map": "softmax"}]))
+    flags = {name: draw(st.booleans()) for name in ("mask", "per_head", "gate")}
+    head_dim, seed = 2 * draw(st.integers(1, 12)), draw(st.integers(0, 99))
+    return sequence(draw(st.integers(1, whole)), blocks, whole=whole, head_dim=head_dim, seed=seed, **kind, **flags)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problems())
+def test_drawn_problems(problem):
+    check(problem)
+
+
+def own_call(options, tokens=11, grid=(14,), blocks=(3,)):
+    problem = on_device(of_length(make_problem(grid, blocks, batch=1, **options), tokens))
+    tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
+    options = problem.options | {"causal": "token"}
+    return with_causal_mixing(call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rotary": True, "feature_map": "elu+1", "per_head": True}, {"normalize": False}, {"far_field": True}],
+    ids=["normalised", "not normalised", "softmax"],
+)
+def test_the_own_part_is_that_of_the_eager_backend(options):
+    """Output, log of the sum of weights and their gradients."""
+    call = own_call(options)
+    leaves = [call.query, call.key, call.value, call.mixing]  # of the causal matrix
+    upstream: list[torch.Tensor] = []
+
+    def run(attend):
+        found = [x for x in attend(call) if x is not None]
+        if not upstream:
+            upstream.extend(torch.randn_like(x) for x in found)
+        return [*found, *torch.autograd.grad(found, leaves, upstream, allow_unused=True)]
+
+    for found, expected in zip(
+        run(lambda call: triton_own_block_attention(backend.usable_call(call))), run(own_block_attention), strict=True
+    ):
+        assert (found is None) == (expected is None)
+        if expected is not None:
+            assert found.dtype == torch.float32
+            assert (found - expected).norm() <= FLOAT32_TOLERANCE * expected.norm()
+
+
+def operator_arguments(kind):
+    options = {
+        "linear": {"rotary": True, "mask": True},
+        "softmax": {"feature_map": "identity"},
+        "not normalised": {"normalize": False},
+    }[kind]
+    call = backend.usable_call(own_call(options | {"heads": 1}, 5, (6,), (2,)))
+    return kind == "softmax", *own_block.BY_OWN_BLOCK.flat(call)
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax", "not normalised"])
+def test_opcheck(kind):
+    torch.library.opcheck(own_block.own_block, operator_arguments(kind))
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax", "not normalised"])
+def test_opcheck_of_the_backward(kind):
+    arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, operator_arguments(kind))
+    output, log_sum = own_block.own_block(*arguments)
+    of_log_sum = torch.randn_like(log_sum) if kind == "linear" else None
+    torch.library.opcheck(
+        own_block.own_block_backward, (torch.randn_like(output), of_log_sum, output, log_sum, *arguments)
+    )
+
+
+def test_a_second_derivative_is_refused():
+    arguments = operator_arguments("linear")
+    output, _ = own_block.own_block(*arguments)
+    (gradient,) = torch.autograd.grad(output.sum(), arguments[1], create_graph=True)
+    with pytest.raises(NotImplementedError, match='backend="eager"'):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4])
+def test_huge_scores(scale):
+    """Softmax that is one key's alone, beside a far field that is nothing: no infinity meets another."""
+    problem = sequence(12, 3, far_field=True)
+    problem.tensors["query"] *= scale
+    found = on_device(problem).run(TRITON)
+    assert all(x.isfinite().all() for x in found.values())
+    expected = on_device(problem).run(reference, torch.float64)["output"]
+    assert (found["output"] - expected).norm() <= scale * FLOAT32_TOLERANCE * expected.norm()
+
+
+def test_only_the_blocks_that_have_tokens_are_run():
+    from mhla_diffusers.attention.triton.own_block_forward import own_block_launch
+
+    launches = [own_block_launch(backend.usable_call(own_call({}, tokens)), False)[0] for tokens in (4, 11, 14)]
+    assert [launch.programs // launches[0].programs for launch in launches] == [1, 3, 3]
+    assert math.prod(launches[0].arguments["output"].shape) == 4 * 2 * 8
+    assert DEVICE.type == "cuda" or launches[0].tiles.own == 16
