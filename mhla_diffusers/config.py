@@ -109,7 +109,7 @@ class MHLAConfig:
     """
     beyond: Beyond = "error"
     """With ``causal``, what comes behind the last block: "error", or "relative", by which later blocks see what the
-    last one sees, by how far back it lies, and all that lies farther back is one block
+    last one sees, by how far back it lies, and all that lies farther back counts as one block
     (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
     """
     softmax_steps: int | float = 0

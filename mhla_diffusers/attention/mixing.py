@@ -64,9 +64,10 @@ def causal_mixing(mixing: torch.Tensor, blocks: Sequence[int], own: bool) -> tor
 def extend_mixing(mixing: torch.Tensor, blocks: Sequence[int], count: int) -> torch.Tensor:
     """A causal mixing matrix for more blocks along the first axis than it was made for.
 
-    A later row sees what the last one does, by how far back it lies, and all that lies farther back like the oldest
-    that the last row sees: m_ib = m_{L, L − min(i − b, L)} with L the last place, for every pair of places on the other
-    axes.
+    A later row sees what the last one does, by how far back it lies, for every pair of places on the other axes. All
+    that lies at least as far back as the oldest that the last row sees counts as one block, the mean of its summaries,
+    so that the past weighs as much as it did: with L the last place, m_ib = m_{L, L − (i − b)}, and for i − b ≥ L it is
+    m_{L, 0} divided by the number i − L + 1 of such b.
 
     Args:
         mixing: (..., M, M) for ``blocks``.
@@ -88,8 +89,10 @@ def extend_mixing(mixing: torch.Tensor, blocks: Sequence[int], count: int) -> to
     device = mixing.device
     by_place = mixing.unflatten(-1, (rows, side)).unflatten(-3, (rows, side)).movedim(-2, -3)
     distance = (torch.arange(count, device=device)[:, None] - torch.arange(count, device=device)).clamp(0, rows - 1)
-    row = torch.arange(count, device=device).clamp_max(rows - 1)[:, None].expand(-1, count)
-    extended = by_place[..., row, (row - distance).clamp_min(0), :, :]
+    place = torch.arange(count, device=device)
+    row = place.clamp_max(rows - 1)[:, None].expand(-1, count)
+    merged = torch.where(distance == rows - 1, (place - rows + 2).clamp_min(1)[:, None], 1).to(mixing.dtype)
+    extended = by_place[..., row, (row - distance).clamp_min(0), :, :] / merged[..., None, None]
     extended = extended.movedim(-2, -3).flatten(-2).flatten(-3, -2)
     return causal_mixing(extended, (count, side), own=True)
 

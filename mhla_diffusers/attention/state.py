@@ -51,7 +51,7 @@ class MHLAState:
         blocks: block count per axis; the product is M.
         causal: "token" or "block".
         beyond: what comes behind the grid's last token: "error", or "relative", by which a later block sees what the
-            last one of the matrix sees, by how far back it lies, and all that lies farther back is one block
+            last one of the matrix sees, by how far back it lies, and all that lies farther back counts as one block
             (:func:`mhla_diffusers.attention.mixing.extend_mixing`). It needs two blocks of one length, or more, along
             the first axis.
         backend: see :func:`mhla_attention`.
@@ -234,7 +234,10 @@ class MHLAState:
         call, side = with_least_mask(call), math.prod(self.blocks[1:])
         last = min(row, self.blocks[0] - 1)
         # of one frame block alone, as a step of one token must not cost what the whole matrix does
-        mixing = least_mixing(call.mixing.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))[..., last, :, :, :])
+        mixing = call.mixing.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))[..., last, :, :, :]
+        if row > last:  # the oldest is the mean of frame blocks that are kept added up
+            mixing = torch.cat([mixing[..., :1, :] / (row - last + 1), mixing[..., 1:, :]], dim=-2)
+        mixing = least_mixing(mixing)
         if self._earlier is None and self._closed is not None:
             coefficients = mixing[..., :last, :].flatten(-2).expand(self._closed.shape[1], -1, -1)
             closed = self._closed.flatten(2, 3).flatten(3)

@@ -133,7 +133,7 @@ def test_a_state_goes_beyond_its_grid(
     longer = (3 * grid[0], *grid[1:]), (3 * blocks[0], *blocks[1:])
     problem = make_problem(*longer, causal=causal, **options)
     trained = make_problem(grid, blocks, **options).tensors["mixing"]
-    problem.tensors["mixing"] = extend_mixing(trained, blocks, longer[1][0])
+    problem.tensors["mixing"] = extend_mixing(trained.double(), blocks, longer[1][0])
     expected = problem.run(reference, torch.float64)["output"]
     within = Problem(problem.tensors | {"mixing": trained}, grid, blocks, problem.options)
     sizes = set()

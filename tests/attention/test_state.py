@@ -133,7 +133,9 @@ def test_rows_of_an_extended_mixing_matrix() -> None:
     assert torch.equal(longer[:4, :4], causal_mixing(mixing, (4,), own=True))
     for row in range(4, 7):
         distance = (row - torch.arange(row + 1)).clamp_max(3)
-        assert torch.equal(longer[row, : row + 1], mixing[3, 3 - distance])
+        shares = torch.where(distance == 3, 1 / (row - 2), 1.0)
+        torch.testing.assert_close(longer[row, : row + 1], mixing[3, 3 - distance] * shares)
+        torch.testing.assert_close(longer[row].sum(), mixing[3].sum())  # the past weighs as much as in the last row
         assert not longer[row, row + 1 :].any()
     with pytest.raises(ValueError, match="cannot be carried on to 3"):
         extend_mixing(mixing, (4,), 3)
