@@ -109,8 +109,8 @@ class MHLAConfig:
     """
     beyond: Beyond = "error"
     """With ``causal``, what comes behind the last block: "error", or "relative", by which later blocks see what the
-    last one sees, by how far back it lies, and all that lies farther back counts as one block
-    (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
+    last one sees, by how far back it lies, and all that lies farther back counts as one block, the mean of its
+    summaries (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
     """
     softmax_steps: int | float = 0
     """First denoising steps of a pipeline's call in which all layers attend as before the patch: a number of steps, or
