@@ -41,6 +41,13 @@ class LlamaAttention(modeling_llama.LlamaAttention):
         elif "processor" in vars(self):
             del self.processor
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a model that another process has pickled."""
+        super().__setstate__(state)
+        implementation = str(self.config._attn_implementation)
+        if implementation.startswith(PREFIX):
+            _registered(implementation.removeprefix(PREFIX))
+
     def get_processor(self) -> Any:
         """As diffusers' attentions have it."""
         return self.processor
@@ -80,13 +87,18 @@ _IMPLEMENTATION = "_attn_implementation_internal"
 """Where a configuration keeps the name of the implementation."""
 
 
-def give_interface(transformer: Any, attentions: Iterable[Any]) -> None:
-    """Make the attentions of a model such ones, and name the implementation for them in a configuration of its own."""
-    before = transformer.config
-    replaced = str(before._attn_implementation)
+def _registered(replaced: str) -> str:
+    """Name under which transformers finds the implementation beside one that a model had."""
     name = PREFIX + replaced
     AttentionInterface.register(name, partial(attend, replaced=replaced))
     AttentionMaskInterface.register(name, partial(checked_mask, replaced=replaced))
+    return name
+
+
+def give_interface(transformer: Any, attentions: Iterable[Any]) -> None:
+    """Make the attentions of a model such ones, and name the implementation for them in a configuration of its own."""
+    before = transformer.config
+    name = _registered(str(before._attn_implementation))
     for attn in attentions:
         attn.__class__ = _WITH.get(type(attn), type(attn))
     own = copy.copy(before)

@@ -194,6 +194,8 @@ class MHLAProcessor:
         Returns:
             (B, n, H, D).
         """
+        # under autocast RoPE leaves queries and keys in float32, and softmax attention would bring all to one type
+        query, key = query.to(value.dtype), key.to(value.dtype)
         groups = query.shape[2] // key.shape[2]
         if groups > 1:
             key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)

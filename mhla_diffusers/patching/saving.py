@@ -87,7 +87,8 @@ def save_mhla(
                 name,
             )
         chosen = _choose_tensors(name, transformer, weights, base, base_model)
-        tensors |= {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
+        saved = {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
+        tensors |= _apart(saved)
         changed = sorted(key for key in chosen if ".mhla." not in key) if weights == "changed" else []
         records[name] = _describe_transformer(transformer, changed)
     record = PatchRecord(
@@ -118,6 +119,17 @@ def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tor
     if dtype is not None and not saved.isfinite().all():
         raise ValueError(f"{name} has values up to {float(tensor.abs().max()):.3g}, which {dtype} cannot hold.")
     return saved
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With a copy of weights that stand in two places, as tied embeddings do: safetensors writes none that share."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return apart
 
 
 def _earlier_file(folder: Path) -> Path | None:

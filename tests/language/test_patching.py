@@ -12,6 +12,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.attention import reference_attention
 from mhla_diffusers.patching.attended import Attended
 
+from ..forking import CONTEXT
 from ..models import assert_changed, relative_change, wan
 from ..patching.shared import assert_same_footprint, footprint
 from .models import BLOCK_LENGTH, BLOCKS, LONGEST, llama, logits, patch, patched, text
@@ -322,3 +323,48 @@ def test_a_language_model_that_encodes_the_prompts_of_a_pipeline_is_left_alone()
     mhla.apply_mhla(pipe, blocks=(2, 2, 3))
     assert not mhla.is_patched(pipe.components["text_encoder"])
     assert {name.split(".")[0] for name in mhla.mhla_layers(pipe)} == {"transformer"}
+
+
+def test_tied_embeddings_are_saved_and_loaded(tmp_path):
+    model = patch(llama(tie_word_embeddings=True))
+    mhla.save_mhla(model, tmp_path, weights="all")
+    loaded = mhla.load_mhla(seeded_otherwise(tie_word_embeddings=True), tmp_path)
+    assert torch.equal(logits(loaded, text()), logits(model, text()))
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def seeded_otherwise(**settings):
+    model = llama(**settings)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.5)
+    return model
+
+
+@pytest.mark.parametrize("exact", ["own", "none"])
+def test_autocast_runs_with_and_without_a_cache(exact):
+    model, ids = patched(exact=exact), text()
+    expected = logits(model, ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        found = [
+            model(ids, use_cache=False).logits,
+            model(ids).logits,
+            model(ids, past_key_values=mhla.MHLACache(model)).logits,
+        ]
+    for logits_of_autocast in found:
+        assert relative_change(logits_of_autocast.float(), expected) < 0.05  # bfloat16 has 8 bits
+
+
+def test_a_pickled_model_runs_in_another_process(tmp_path):
+    model = patched()
+    torch.save(model, tmp_path / "model.pt")
+    process = CONTEXT.Process(target=_run_pickled, args=(tmp_path,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(model, text()))
+
+
+def _run_pickled(folder):
+    model = torch.load(folder / "model.pt", weights_only=False)
+    torch.save(logits(model, text()), folder / "logits.pt")
