@@ -46,14 +46,14 @@ class MHLAState:
     cache of keys and values keeps 2 N D.
 
     Args:
-        mixing: (M, M) or (H, M, M).
+        mixing: (M, M) or (H, M, M); None where every step brings it.
         grid: token grid of the longest sequence, or with ``beyond="relative"`` of what was trained.
         blocks: block count per axis; the product is M.
         causal: "token" or "block".
         beyond: what comes behind the grid's last token: "error", or "relative", by which a later block sees what the
-            last one of the matrix sees, by how far back it lies, and all that lies farther back counts as one block
-            (:func:`mhla_diffusers.attention.mixing.extend_mixing`). It needs two blocks of one length, or more, along
-            the first axis.
+            last one of the matrix sees, by how far back it lies, and all that lies farther back counts as one block,
+            the mean of its summaries (:func:`mhla_diffusers.attention.mixing.extend_mixing`). It needs two blocks of
+            one length, or more, along the first axis.
         backend: see :func:`mhla_attention`.
         **settings: feature_map, rope, normalize, eps, output_norm and far_field_weight of :func:`mhla_attention`.
 
@@ -63,7 +63,7 @@ class MHLAState:
 
     def __init__(
         self,
-        mixing: torch.Tensor,
+        mixing: torch.Tensor | None,
         grid: Sequence[int],
         blocks: Sequence[int],
         *,
@@ -92,7 +92,9 @@ class MHLAState:
         """Tokens so far."""
         self._starts = frame_block_starts(self.grid, self.blocks)
         self._closed: torch.Tensor | None = None
-        """(B, H, F, blocks of a frame block, D + normalize, D) of the frame blocks that are over, oldest first."""
+        """(B, H, F, blocks of a frame block, D + normalize, D) of the frame blocks that are over, oldest first.
+
+        Behind the matrix's last frame block the oldest is a sum, which ``_row_of`` divides."""
         self._earlier: torch.Tensor | None = None
         """Their mixture for the open frame block, (B, H, blocks of a frame block, D + normalize, D)."""
         self._open: torch.Tensor | None = None
@@ -114,6 +116,9 @@ class MHLAState:
         key_mask: torch.Tensor | None = None,
         output_gate: torch.Tensor | None = None,
         keep: bool = True,
+        mixing: torch.Tensor | None = None,
+        output_norm: torch.Tensor | None = None,
+        far_field_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The next tokens of the sequence: one or several, or with ``causal="block"`` whole frame blocks.
 
@@ -126,14 +131,23 @@ class MHLAState:
             output_gate: (B, n, H, D).
             keep: whether they belong to the past of the next step. Without it the state stays as it is, as for a frame
                 block that is denoised in several steps.
+            mixing: weights of this step, for a module's that are offloaded or trained between the steps; None for those
+                of the state.
+            output_norm: likewise.
+            far_field_weight: likewise.
 
         Returns:
             (B, n, H, D).
 
         Raises:
-            ValueError: shapes do not fit each other or the state, or the sequence is longer than the grid with
-                ``beyond="error"``.
+            ValueError: shapes do not fit each other or the state, the sequence is longer than the grid with
+                ``beyond="error"``, or there is no mixing matrix. After this and any other error the state is as before.
         """
+        if mixing is None:
+            mixing = self.mixing
+        if mixing is None:
+            raise ValueError("This state was made with mixing=None, and this step brings none; give step(mixing=...).")
+        own = {"output_norm": output_norm, "far_field_weight": far_field_weight}
         check_tensors(query, key, value)
         if rotary is not None:
             check_rotary(rotary, query)
@@ -141,22 +155,28 @@ class MHLAState:
             query,
             key,
             value,
-            self.mixing,
+            mixing,
             self.grid,
             self.blocks,
             key_mask=key_mask,
             output_gate=output_gate,
             causal=self.causal,
-            **self.settings,
+            **(self.settings | {name: weight for name, weight in own.items() if weight is not None}),
         )
         check_call(call, (0, 0), query.shape[1], None)
         self._check(query)
         if query.numel() == 0:
             return torch.empty_like(query)
         attend = CAUSAL_BACKENDS[chosen_backend(self.backend, query, call.feature_map)]
-        before = vars(self).copy()
         with without_autocast(query.device):  # summaries and their mixtures stay as precise as they are kept
-            output = self._go_on(attend, call if rotary is None else with_rotary(call, rotary, None))
+            if self._earlier is None and not torch.is_grad_enabled():
+                self._mix_earlier(self._row_of(call))  # before what is put back, as every denoising step needs it
+            before = vars(self).copy()
+            try:
+                output = self._go_on(attend, call if rotary is None else with_rotary(call, rotary, None))
+            except BaseException:  # an interrupted step too would leave half of itself behind
+                vars(self).update(before)
+                raise
         if not keep:
             vars(self).update(before)
         return output
@@ -222,30 +242,37 @@ class MHLAState:
             outputs.append(attend(begin))
             self._keep_begin(attend, with_causal_mixing(begin))
         while done < count:
-            row, offset, length = self._place()
+            _, offset, length = self._place()
             end = min(done + length - offset, count)
-            piece, earlier = self._piece(part_of(call, slice(done, end)), row)
+            piece, earlier = self._piece(part_of(call, slice(done, end)))
             outputs.append(self._attend(attend, piece, earlier))
             done = end
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
-    def _piece(self, call: Call, row: int) -> tuple[Call, torch.Tensor | None]:
-        """Tokens of one frame block as a call of their own, and the mixture of earlier frame blocks that they see."""
-        call, side = with_least_mask(call), math.prod(self.blocks[1:])
+    def _row_of(self, call: Call) -> torch.Tensor:
+        """What the open frame block sees: (..., frame blocks up to it, its blocks, blocks of a frame block)."""
+        row, side = self._place()[0], math.prod(self.blocks[1:])
         last = min(row, self.blocks[0] - 1)
         # of one frame block alone, as a step of one token must not cost what the whole matrix does
-        mixing = call.mixing.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))[..., last, :, :, :]
+        mixing = call.mixing.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))[..., last, :, : last + 1, :]
         if row > last:  # the oldest is the mean of frame blocks that are kept added up
             mixing = torch.cat([mixing[..., :1, :] / (row - last + 1), mixing[..., 1:, :]], dim=-2)
-        mixing = least_mixing(mixing)
-        if self._earlier is None and self._closed is not None:
-            coefficients = mixing[..., :last, :].flatten(-2).expand(self._closed.shape[1], -1, -1)
+        return least_mixing(mixing)
+
+    def _mix_earlier(self, mixing: torch.Tensor) -> None:
+        """Mix the past for the open frame block, unless it is; with gradients anew, as they need this step's mixing."""
+        if self._closed is not None and (self._earlier is None or torch.is_grad_enabled()):
+            coefficients = mixing[..., :-1, :].flatten(-2).expand(self._closed.shape[1], -1, -1)
             closed = self._closed.flatten(2, 3).flatten(3)
-            mixed = coefficients.to(closed.dtype) @ closed
-            self._earlier = mixed.unflatten(-1, self._closed.shape[-2:])
+            self._earlier = (coefficients.to(closed.dtype) @ closed).unflatten(-1, self._closed.shape[-2:])
+
+    def _piece(self, call: Call) -> tuple[Call, torch.Tensor | None]:
+        """Tokens of one frame block as a call of their own, and the mixture of earlier frame blocks that they see."""
+        call, mixing = with_least_mask(call), self._row_of(call)
+        self._mix_earlier(mixing)
         frames = call.query.shape[1] // math.prod(self.grid[1:])
         grid, blocks = (frames, *self.grid[1:]), (1, *self.blocks[1:])
-        return replace(call, grid=grid, blocks=blocks, mixing=mixing[..., last, :], first=0), self._earlier
+        return replace(call, grid=grid, blocks=blocks, mixing=mixing[..., -1, :], first=0), self._earlier
 
     def _attend(self, attend: CausalAttention, piece: Call, earlier: torch.Tensor | None) -> torch.Tensor:
         summaries = attend.linear.summaries(piece)

@@ -1,5 +1,6 @@
 """The cache of a patched language model: of every MHLA layer its state instead of keys and values."""
 
+import copy
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from ..attention import MHLAState
 from ..families import get_family
 from .finding import find_transformers
-from .layer import layer_of
+from .layer import MHLALayer, layer_of
 
 
 class MHLACache(Cache):
@@ -49,8 +50,10 @@ class MHLACache(Cache):
         """Called by every attention with keys and values (B, key heads, n, D) of the tokens that come.
 
         Raises:
-            ValueError: another batch size than that of the texts so far.
+            ValueError: another batch size than that of the texts so far, or the call before has not come to its end.
         """
+        if layer_idx == 0:
+            self._check_whole()
         known, given = self._batch(), key_states.shape[0]
         if known not in (None, given):
             raise ValueError(
@@ -77,6 +80,16 @@ class MHLACache(Cache):
         states = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateLayer))
         softmax = (layer for layer in self.layers if isinstance(layer, DynamicLayer) and layer.keys is not None)
         return states + sum(layer.keys.nbytes + layer.values.nbytes for layer in softmax)
+
+    def _check_whole(self) -> None:
+        lengths = {layer.get_seq_length() for layer in self.layers}
+        awaited = {layer.is_awaited for layer in self.layers if isinstance(layer, StateLayer)}
+        # where all wait, the model has not failed but does not run MHLA, which the layers tell
+        if awaited != {True} and (len(lengths) > 1 or len(awaited) > 1):
+            raise ValueError(
+                f"The last call with this MHLACache failed on its way through the layers, which now hold "
+                f"{' or '.join(map(str, sorted(lengths)))} tokens; reset() it and give the text from its begin."
+            )
 
     def _batch(self) -> int | None:
         for layer in self.layers:
@@ -106,8 +119,16 @@ class StateLayer(CacheLayerMixin):
         """None before the first token."""
         self.batch: int | None = None
         """Texts of the batch."""
-        self._is_awaited = False
+        self._layer: MHLALayer | None = None
+        """That the state is of."""
+        self.is_awaited = False
         """Whether tokens were announced that no MHLA layer has attended to yet."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StateLayer":
+        """For the same model; no tensor of a state is ever written to, so both may hold those there are."""
+        other = copy.copy(self)
+        other.state = copy.copy(self.state)
+        return other
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """The state begins with the first tokens."""
@@ -120,19 +141,19 @@ class StateLayer(CacheLayerMixin):
         Raises:
             ValueError: the attention that ran before did not.
         """
-        if self._is_awaited:
+        if self.is_awaited:
             raise ValueError(
                 "This MHLACache was given to a model that does not run MHLA in the layers that it was made for, so it "
                 "has nothing to go on from. Make it from the patched model itself, MHLACache(model)."
             )
-        self._is_awaited, self.batch = True, key_states.shape[0]
+        self.is_awaited, self.batch = True, key_states.shape[0]
         return key_states, value_states
 
     def go_on(self, attn: Any) -> MHLAState:
         """The state of the texts so far, for the tokens that :meth:`update` was told of.
 
         Raises:
-            ValueError: it belongs to another model.
+            ValueError: it belongs to another model, or to another layer of this one.
         """
         layer = layer_of(attn)
         if attn is not self.attn or layer is None:
@@ -141,8 +162,13 @@ class StateLayer(CacheLayerMixin):
                 "model and batch."
             )
         if self.state is None:
-            self.state = layer.new_state((1,), self.backend)
-        self._is_awaited = False
+            self.state, self._layer = layer.new_state((1,), self.backend), layer
+        if layer is not self._layer:
+            raise ValueError(
+                f"Layer {attn.layer_idx} has another MHLA layer than when the text began; make a new "
+                "MHLACache(model), or reset() this one to begin anew."
+            )
+        self.is_awaited = False
         return self.state
 
     @property
@@ -167,7 +193,7 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Begin other texts."""
-        self.state, self.batch, self._is_awaited = None, None, False
+        self.state, self._layer, self.batch, self.is_awaited = None, None, None, False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Go on with these texts of the batch, as beam search does."""

@@ -112,8 +112,8 @@ class MHLALayer(nn.Module):
 
         Args:
             query: (B, N, H, D).
-            key: (B, N, H, D).
-            value: (B, N, H, D).
+            key: (B, N, H, D); with a fresh ``state``, those of tokens before may stand in front.
+            value: like ``key``.
             hidden_states: (B, tokens, hidden size), input of the attention, for the gate: of all N tokens, or without
                 those outside the grid.
             grid: token grid; N is its product and the tokens outside.
@@ -135,7 +135,7 @@ class MHLALayer(nn.Module):
             gate = self.gate(of_grid(hidden_states, outside) if whole else hidden_states)
             gate = gate.unflatten(-1, (self.heads, -1))
         if state is not None:
-            return state.step(query, key, value, rotary=rotary, key_mask=key_mask, output_gate=gate, keep=keep)
+            return self._step(state, query, key, value, rotary, key_mask, gate, keep)
         output = mhla_attention(
             query,
             key,
@@ -175,9 +175,43 @@ class MHLALayer(nn.Module):
                 "A sequence that goes on needs a patch whose queries see the past alone; patch with causal='token' or "
                 "causal='block' and a block_length."
             )
-        settings = self._settings(grid, has_outside=False) | {"output_norm": self.output_norm, "backend": backend}
         trained = config.blocks[0] * config.block_length, *grid[1:]
-        return MHLAState(self.mixing, trained, config.blocks, beyond=config.beyond, **settings)
+        # weights come with every step, as here they may be offloaded, and may be trained between two steps
+        return MHLAState(
+            None,
+            trained,
+            config.blocks,
+            causal=config.causal,
+            beyond=config.beyond,
+            backend=backend,
+            **self._common_settings(),
+        )
+
+    def _step(
+        self,
+        state: MHLAState,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotary: Rotary | None,
+        key_mask: torch.Tensor | None,
+        gate: torch.Tensor | None,
+        keep: bool,
+    ) -> torch.Tensor:
+        """The next step of a state, with the weights of now."""
+        weights: dict[str, Any] = {
+            "mixing": self.mixing,
+            "output_norm": self.output_norm,
+            "far_field_weight": self._own_block_weight(),
+        }
+        earlier = key.shape[1] - query.shape[1]
+        if earlier:
+            past, key = key[:, :earlier], key[:, earlier:]
+            # nobody reads what they get, so any query and gate will do
+            any_gate = None if gate is None else torch.ones_like(past)
+            state.step(past, past, value[:, :earlier], output_gate=any_gate, **weights)
+            value = value[:, earlier:]
+        return state.step(query, key, value, rotary=rotary, key_mask=key_mask, output_gate=gate, keep=keep, **weights)
 
     @staticmethod
     def _convolved(
@@ -228,23 +262,30 @@ class MHLALayer(nn.Module):
     def _settings(self, grid: tuple[int, ...], has_outside: bool, parallel: Parallel | None = None) -> dict[str, Any]:
         """Arguments of the attention besides tensors that the input brings."""
         config, log_weight = self.config, self.far_field_log_weight
-        settings: dict[str, Any] = {
-            "feature_map": config.feature_map,
-            "rope": config.rope,
-            "normalize": config.normalize,
-            "eps": config.eps,
-        }
+        settings = self._common_settings()
         if config.causal is not None:
-            settings["causal"] = config.causal
-            if config.exact == "own" and log_weight is not None:
-                settings["far_field_weight"] = log_weight.exp()
-            return settings
+            return settings | {"causal": config.causal, "far_field_weight": self._own_block_weight()}
         if self.exact is not None:
             settings["exact"] = self.exact(grid, parallel)
         # else nothing is left for a far field or means to add, or the far field is alone and its weight without effect
         if log_weight is not None and config.share < 1 and (self.exact is not None or has_outside):
             settings |= {"far_field_weight": log_weight.exp(), "mean_bias": self.mean_bias}
         return settings
+
+    def _common_settings(self) -> dict[str, Any]:
+        """Those of every attention, which are no weights."""
+        config = self.config
+        return {
+            "feature_map": config.feature_map,
+            "rope": config.rope,
+            "normalize": config.normalize,
+            "eps": config.eps,
+        }
+
+    def _own_block_weight(self) -> torch.Tensor | None:
+        """λ beside the own frame block, if that is attended to with softmax."""
+        log_weight = self.far_field_log_weight
+        return log_weight.exp() if self.config.exact == "own" and log_weight is not None else None
 
     @property
     def needs_calibration(self) -> bool:

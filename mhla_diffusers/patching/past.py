@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..attention import MHLAState
-from .layer import MHLALayer, layer_of
+from .layer import layer_of
 
 
 def attend_to_past(
@@ -44,18 +44,9 @@ def attend_to_past(
         _check_cache(cache)
         if key.shape[1] > count:
             # nothing of the keys is summed up, so that is done anew in every call: right, and slower than MHLACache
-            state = _after(layer, key[:, :-count], value[:, :-count], backend)
-            key, value = key[:, -count:], value[:, -count:]
+            state = layer.new_state((1,), backend)
     output: torch.Tensor = attn.mhla(query, key, value, hidden_states, (count,), backend=backend, state=state)
     return output
-
-
-def _after(layer: MHLALayer, key: torch.Tensor, value: torch.Tensor, backend: str) -> MHLAState:
-    """What a text with these keys and values has left behind."""
-    state = layer.new_state((1,), backend)
-    gate = torch.ones_like(key) if layer.gate is not None else None  # of an output that nobody reads
-    state.step(key, key, value, output_gate=gate)
-    return state
 
 
 def _check_cache(cache: Any) -> None:

@@ -111,7 +111,7 @@ class VideoStream:
                 f"In this call {', '.join(missing)} did not attend with MHLA, so nothing of these frames can be kept "
                 "there. A stream goes on while the patch is neither disabled nor skipped in any layer."
             )
-        if keep:
+        if keep or self._states:  # what is not kept leaves the mixture of the past, which the next call needs too
             self._states, self._grid = step.states, step.grid
         return output
 

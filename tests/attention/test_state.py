@@ -68,10 +68,60 @@ def test_reorder_picks_samples(far_field: bool) -> None:
 def test_what_is_not_kept_leaves_the_state() -> None:
     state = new_state()
     state.step(*tokens(6))
-    size, length = state.nbytes, state.length
     tried = state.step(*tokens(7, seed=1), keep=False)
-    assert (state.nbytes, state.length) == (size, length)
+    assert state.length == 6
     assert torch.equal(state.step(*tokens(7, seed=1)), tried)
+
+
+@torch.no_grad()
+def test_the_past_is_mixed_once_for_all_denoising_steps() -> None:
+    state = new_state(causal="block")
+    state.step(*tokens(12))
+    state.step(*tokens(4, seed=1), keep=False)
+    mixture = state._earlier
+    assert mixture is not None
+    state.step(*tokens(4, seed=2), keep=False)
+    assert state._earlier is mixture
+    with torch.enable_grad():  # a mixture without gradients is of no use here
+        mixing = MIXING.clone().requires_grad_()
+        state.step(*tokens(4, seed=3), mixing=mixing, keep=False).sum().backward()
+    assert mixing.grad is not None and (mixing.grad[3, :3] != 0).all()
+
+
+@pytest.mark.parametrize("far_field", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_fails_leaves_nothing_behind(far_field: bool, error: type[BaseException]) -> None:
+    """Though the error comes when the first of three frame blocks is over."""
+
+    class Failing(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += state.length > 5
+            if self.calls > 3:
+                raise error("out of memory")
+            return func(*args, **(kwargs or {}))
+
+    settings: dict[str, Any] = {"far_field_weight": torch.ones(HEADS)} if far_field else {}
+    state, other = new_state(**settings), new_state(**settings)
+    for one in (state, other):
+        one.step(*tokens(5))
+    with pytest.raises(error), Failing():
+        state.step(*tokens(9, seed=1))
+    assert state.length == 5
+    assert torch.equal(state.step(*tokens(9, seed=1)), other.step(*tokens(9, seed=1)))
+
+
+def test_weights_of_a_step_stand_in_place_of_those_of_the_state() -> None:
+    weights: dict[str, Any] = {"mixing": MIXING, "far_field_weight": torch.full((HEADS,), 2.0)}
+    weights["output_norm"] = torch.rand(DIM)
+    state = MHLAState(None, (16,), (4,), causal="token")
+    whole = mhla_attention(*tokens(16), grid=(16,), blocks=(4,), causal="token", **weights)
+    parts = zip(*(x.split([9, 7], dim=1) for x in tokens(16)), strict=True)
+    assert torch.allclose(torch.cat([state.step(*part, **weights) for part in parts], dim=1), whole, atol=1e-6)
+    state.reset()
+    with pytest.raises(ValueError, match=r"made with mixing=None.*step\(mixing=\.\.\.\)"):
+        state.step(*tokens(1))
 
 
 @pytest.mark.parametrize("far_field", [False, True])

@@ -1,7 +1,10 @@
 """Generating from a patched Llama: with a state instead of keys and values, and with transformers' own cache."""
 
+import copy
+
 import pytest
 import torch
+from accelerate import cpu_offload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
@@ -75,6 +78,68 @@ def test_samples_are_repeated_and_picked(model):
     cache.batch_select_indices(torch.tensor([3, 0]))
     found = logits(model, ids[:, 12:].flip(0), past_key_values=cache)
     torch.testing.assert_close(found, logits(model, ids)[:, 12:].flip(0), **ROUNDING)
+
+
+def test_a_copy_of_the_cache_of_a_prompt_goes_on(model):
+    """The recipe of transformers' documentation for prompts that begin alike."""
+    ids, other = text(length=30), text(length=30, seed=2)
+    other[:, :20] = ids[:, :20]
+    cache = MHLACache(model)
+    logits(model, ids[:, :20], past_key_values=cache)
+    for one in (ids, other):
+        found = logits(model, one[:, 20:], past_key_values=copy.deepcopy(cache))
+        torch.testing.assert_close(found, logits(model, one)[:, 20:], **ROUNDING)
+    assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("cache", [MHLACache, lambda model: DynamicCache(config=model.config)], ids=["MHLA", "Dynamic"])
+def test_weights_may_be_offloaded_between_the_steps(cache):
+    model, ids = patched(exact="own", output_gate=True, output_norm=True), text(length=30)
+    expected = logits(model, ids)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    torch.testing.assert_close(_piece_by_piece(model, ids, cache(model), [11, 1, 18]), expected, **ROUNDING)
+
+
+def test_every_step_may_be_trained():
+    """With a past that has no gradients; the weights change after each step."""
+    model, ids = patched(exact="own"), text(length=20)
+    cache = MHLACache(model)
+    logits(model, ids[:, :18], past_key_values=cache)
+    layer = mhla.mhla_layers(model)["model.layers.0.self_attn.mhla"]
+    for _ in range(2):
+        model(ids[:, 18:], past_key_values=copy.deepcopy(cache)).logits.square().sum().backward()
+        assert layer.mixing.grad[2, :2].all() and layer.far_field_log_weight.grad.all()
+        with torch.no_grad():
+            layer.far_field_log_weight.add_(0.5)
+        model.zero_grad()
+
+
+def test_a_cache_does_not_go_on_with_another_layer():
+    model, ids = patched(), text()
+    cache = MHLACache(model)
+    logits(model, ids, past_key_values=cache)
+    mhla.change_mhla(model, blocks=(3,), block_length=16)
+    with pytest.raises(ValueError, match=r"Layer 0 has another MHLA layer.*reset\(\)"):
+        logits(model, ids[:, :1], past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(logits(model, ids, past_key_values=cache), logits(model, ids), **ROUNDING)
+
+
+def test_after_a_call_that_failed_a_cache_is_to_be_reset(model):
+    ids, cache = text(), MHLACache(model)
+    logits(model, ids[:, :20], past_key_values=cache)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, ids[:, 20:], past_key_values=cache)
+    handle.remove()
+    with pytest.raises(ValueError, match=r"last call .* failed .* 20 or 40 tokens; reset\(\)"):
+        logits(model, ids[:, 20:], past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(logits(model, ids, past_key_values=cache), logits(model, ids), **ROUNDING)
 
 
 def test_what_a_state_takes_does_not_grow_with_the_text():

@@ -1,6 +1,7 @@
 """Texts, configurations and training of language models: three steps of everything."""
 
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_diffusers as mhla
+from mhla_diffusers.training.language.comparison import compare
 from mhla_diffusers.training.language.run import build, load_language_config, losses_by_place, rows_of, train
 from mhla_diffusers.training.language.texts import StreamedRows, python_topics
 
@@ -86,6 +88,12 @@ def test_the_paper_s_size():
     [
         ({"variants": {"a": "hyena"}}, "variant 'a' is 'hyena'; allowed: 'softmax', 'gated linear'"),
         ({"variants": {"a": {"block": [4]}}}, "Unknown MHLA setting 'block'"),
+        ({"variants": {"own": "hyena", "a": "softmax"}}, "variant 'own' is 'hyena'"),
+        ({"precision": "bfloat16"}, "precision='bfloat16' is unknown; allowed: 'no', 'bf16', 'fp16'"),
+        ({"text": "shakespeare"}, "text='shakespeare' is unknown; allowed: 'python-topics'"),
+        ({"text": {"name": "a/b", "tokeniser": "c/d"}}, "Unknown setting 'text.tokeniser'; did you mean 'tokenizer'"),
+        ({"text": {"name": "a/b"}}, "lacks tokenizer"),
+        ({"variants": {"MHLA": MHLA}}, "adapt changes the model that was trained with softmax.*leave adapt out"),
         ({"learning_rat": 1}, "did you mean 'learning_rate'"),
     ],
 )
@@ -102,6 +110,7 @@ def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path):
     fresh = [layer.mixing.clone() for layer in mhla.mhla_layers(model).values()]
     train(model, config, 0, config.steps)
     assert losses_by_place(model, rows).mean() < before - 0.3
+    assert model.config.use_cache  # or it would be saved, and generate without a cache
     for layer, start in zip(mhla.mhla_layers(model).values(), fresh, strict=True):
         assert not torch.equal(layer.mixing, start)
         assert layer.mixing.min() > 0 and layer.mixing.max() < 1
@@ -148,6 +157,23 @@ def test_kinds_of_attention_are_compared_and_finished_seeds_kept(tmp_path, run):
         assert line in printed
     assert {"scratch.csv", "adapted.md", "beyond.md", "seed-0.json"} <= {path.name for path in output.iterdir()}
     assert run("language.py", "compare", "--config", file, "--output", output) == printed
+    another = load_language_config(_config(tmp_path, steps=4, batch_size=3, seeds=[1, 0]))
+    with pytest.raises(ValueError, match="seed-0.json is of another configuration, which differs in batch_size, steps"):
+        compare(another, output)
+    assert not (output / "seed-1.json").exists()
+
+
+def test_a_text_of_which_nothing_is_held_out_is_not_compared(tmp_path):
+    config = load_language_config(_config(tmp_path, text={"name": "a/b", "tokenizer": "c/d"}))
+    with pytest.raises(ValueError, match="Nothing of a data set of the Hub is held out"):
+        compare(config, tmp_path / "out")
+
+
+def test_shipped_results_are_of_the_shipped_configuration(tmp_path):
+    shutil.copytree(ROOT / "assets" / "language", tmp_path, dirs_exist_ok=True)
+    compare(load_language_config(ROOT / "finetune" / "configs" / "language-tiny.yaml"), tmp_path)
+    for name in ("scratch", "adapted", "beyond"):
+        assert (tmp_path / f"{name}.md").read_text() == (ROOT / "assets" / "language" / f"{name}.md").read_text()
 
 
 def test_one_variant_is_trained_saved_and_loaded(tmp_path, run):

@@ -1,20 +1,22 @@
 """Kinds of attention side by side: perplexity at equal steps, trained from scratch and adapted, and in longer texts."""
 
 import copy
+import json
 import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...config import check
 from ...files import read_json, write_json
 from ...patching import change_mhla, is_patched, mhla_layers
 from ...reporting import mean_and_spread, write_table
-from .run import SOFTMAX, LanguageConfig, Variant, as_variant, build, losses_by_place, train
-from .texts import python_topics
+from .run import SOFTMAX, LanguageConfig, Variant, as_variant, build, losses_by_place, rows_of, train
 
 _FARTHEST = 4
 """Times the trained length that perplexity is told for."""
@@ -31,14 +33,36 @@ def compare(config: LanguageConfig, output: Path) -> str:
 
     Returns:
         The tables as Markdown.
+
+    Raises:
+        ValueError: nothing of the text is held out, or the folder has seeds of another configuration.
     """
-    results = []
-    for seed in config.seeds:
-        file = output / f"seed-{seed}.json"
+    rows_of(config, held_out=True)  # before all the training
+    settings = _settings(config)
+    files = {seed: output / f"seed-{seed}.json" for seed in config.seeds}
+    for file in files.values():
+        if file.is_file():
+            _check_same(read_json(file).get("config", {}), settings, file)
+    for seed, file in files.items():
         if not file.is_file():
-            write_json(_of_seed(config, seed), file)
-        results.append(read_json(file))
-    return _tables(config, results, output)
+            write_json(_of_seed(config, seed) | {"config": settings}, file)
+    return _tables(config, [read_json(file) for file in files.values()], output)
+
+
+def _settings(config: LanguageConfig) -> dict[str, Any]:
+    """What a seed's result depends on, as JSON has it."""
+    settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    del settings["seeds"]
+    return settings
+
+
+def _check_same(found: dict[str, Any], settings: dict[str, Any], file: Path) -> None:
+    others = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
+    check(
+        not others,
+        f"{file} is of another configuration, which differs in {', '.join(others)}; give another output folder, or "
+        "delete that file to train its seed again.",
+    )
 
 
 def _of_seed(config: LanguageConfig, seed: int) -> dict[str, Any]:
@@ -54,9 +78,14 @@ def _of_seed(config: LanguageConfig, seed: int) -> dict[str, Any]:
 
 def _adapted(trained: Any, variant: Variant, config: LanguageConfig, seed: int) -> Result:
     model = as_variant(copy.deepcopy(trained), variant)
-    before = math.exp(float(losses_by_place(model, python_topics(config.length, True).rows).mean()))
+    before = math.exp(float(losses_by_place(model, _held_out(config, config.length)).mean()))
     model, seconds = _timed(model, config, seed + 1, config.adapt_steps)
     return judged(model, config) | {"seconds": seconds, "before": before}
+
+
+def _held_out(config: LanguageConfig, length: int) -> list[torch.Tensor]:
+    """Rows of a length, (N,) each."""
+    return [row["input_ids"] for row in rows_of(replace(config, length=length), held_out=True)]
 
 
 def _timed(model: Any, config: LanguageConfig, seed: int, steps: int) -> tuple[Any, float]:
@@ -66,10 +95,10 @@ def _timed(model: Any, config: LanguageConfig, seed: int, steps: int) -> tuple[A
 
 def judged(model: Any, config: LanguageConfig) -> Result:
     """Held-out perplexity, and by place in texts of four times the length."""
-    losses = losses_by_place(model, python_topics(config.length, True).rows)
+    losses = losses_by_place(model, _held_out(config, config.length))
     if is_patched(model) and next(iter(mhla_layers(model).values())).config.blocks[0] > 1:
         change_mhla(model, beyond="relative")
-    far = losses_by_place(model, python_topics(_FARTHEST * config.length, True).rows)
+    far = losses_by_place(model, _held_out(config, _FARTHEST * config.length))
     ends = [0, *(config.length * 2**power for power in range(_FARTHEST.bit_length()))]
     parts = [far[start:end].mean() for start, end in zip(ends, ends[1:], strict=False)]
     return {

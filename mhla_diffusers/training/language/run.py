@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import nn
 
-from ...config import MHLAConfig, check, check_names
+from ...config import MHLAConfig, check, check_choice, check_names
 from ...files import read_text
 from ...patching import apply_mhla, is_patched, register_mixing_clip
 from .gated_linear import give_gated_linear
@@ -26,7 +26,7 @@ class LanguageConfig:
     """What is trained, on what, and how.
 
     Raises:
-        ValueError: an unknown kind of attention.
+        ValueError: an unknown kind of attention, text or precision, or nothing to adapt.
     """
 
     model: dict[str, Any]
@@ -59,7 +59,9 @@ class LanguageConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", tuple(self.seeds))
-        for name, variant in {**self.variants, **self.adapt}.items():
+        check_choice("precision", self.precision, ("no", "bf16", "fp16"))
+        self._check_text()
+        for name, variant in (*self.variants.items(), *self.adapt.items()):
             if isinstance(variant, str):
                 check(
                     variant in (SOFTMAX, GATED),
@@ -67,6 +69,20 @@ class LanguageConfig:
                 )
             else:
                 MHLAConfig.from_dict(variant)
+        check(
+            not self.adapt or SOFTMAX in self.variants.values(),
+            f"adapt changes the model that was trained with softmax, and variants, {', '.join(self.variants)}, has "
+            "none; add 'softmax: softmax' to variants, or leave adapt out.",
+        )
+
+    def _check_text(self) -> None:
+        if isinstance(self.text, str):
+            allowed = f"allowed: {PYTHON_TOPICS!r}, or name, subset and tokenizer of a data set"
+            check(self.text == PYTHON_TOPICS, f"text={self.text!r} is unknown; {allowed}.")
+            return
+        check_names(self.text, ("name", "subset", "tokenizer"), "setting", "text.")
+        missing = [name for name in ("name", "tokenizer") if name not in self.text]
+        check(not missing, f"text, a data set of the Hub, lacks {', '.join(missing)}.")
 
 
 def load_language_config(file: Path) -> LanguageConfig:
@@ -108,14 +124,13 @@ def rows_of(config: LanguageConfig, held_out: bool = False) -> Rows | StreamedRo
     """What is trained on, or judged on.
 
     Raises:
-        ValueError: a text that is unknown, or nothing of it is held out.
+        ValueError: nothing of the text is held out.
     """
     if not isinstance(config.text, str):
         check(
             not held_out, "Nothing of a data set of the Hub is held out here; judge with lm-eval, see docs/language.md."
         )
         return hub_texts(config.text["name"], config.text.get("subset"), config.text["tokenizer"], config.length)
-    check(config.text == PYTHON_TOPICS, f"text={config.text!r} is unknown; allowed: {PYTHON_TOPICS!r}, or a data set.")
     return python_topics(config.length, held_out)
 
 
@@ -169,11 +184,14 @@ def train(model: Any, config: LanguageConfig, seed: int, steps: int, output: Pat
             dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
         )
-        model.config.use_cache = False
-        trainer = Trainer(model, arguments, train_dataset=rows_of(config), optimizers=(optimizer, schedule))
-        if output is None:
-            trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        use_cache, model.config.use_cache = model.config.use_cache, False  # as Trainer has it too, for good
+        try:
+            trainer = Trainer(model, arguments, train_dataset=rows_of(config), optimizers=(optimizer, schedule))
+            if output is None:
+                trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        finally:
+            model.config.use_cache = use_cache  # else it would be saved, and the model generate without a cache
     return model.eval()
 
 

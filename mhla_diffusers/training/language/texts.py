@@ -35,6 +35,9 @@ class Rows(Dataset[Row]):
         row = self.rows[index]
         return {"input_ids": row, "labels": row}
 
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
 
 def python_topics(length: int, held_out: bool) -> Rows:
     """The pages of ``help()`` on Python's language as bytes.
