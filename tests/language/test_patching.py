@@ -124,7 +124,9 @@ def test_a_text_longer_than_the_blocks_needs_a_rule():
         ({"causal": "block"}, r"causal='block' lets a token see the later ones.*set causal='token'"),
         ({"rope": "after"}, r"rope='after' would need the tables.*rope='before'"),
         ({"softmax_steps": 2}, "softmax_steps=2 counts denoising steps"),
-        ({"blocks": (4, 2)}, "causal='token' orders the tokens"),
+        ({"blocks": (4, 2)}, r"causal='token' orders the tokens.*such as blocks=\(4,\) for a text"),
+        ({"exact": "pwn"}, r"exact='pwn' is unknown; allowed: 'none', 'own'\.$"),
+        ({"exact": "own", "exact_tiles": (3,)}, "exact_tiles=\\(3,\\) does not go with.*without exact_tiles"),
     ],
 )
 def test_settings_that_a_language_model_has_no_place_for(settings, message):
@@ -160,6 +162,18 @@ def test_dropout_of_weights_is_refused_in_training():
     logits(model, text())
     with pytest.raises(ValueError, match="attention_dropout=0.1 drops weights of softmax"):
         logits(model.train(), text())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_weights_of_softmax_are_refused(implementation):
+    """Of a hybrid too, whose tuple would have fewer entries than the model has layers."""
+    model = patch(llama(attn_implementation=implementation), layers=[1])
+    with pytest.raises(ValueError, match=r"output_attentions=True.*MHLA does not make.*mhla_disabled"):
+        model(text(), output_attentions=True)
+    logits(model, text(), output_attentions=False)
+    asked = patch(llama(attn_implementation="eager", output_attentions=True))
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        logits(asked, text())
 
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, LlamaModel])
@@ -246,7 +260,12 @@ def test_a_wrapped_model_is_named_wherever_it_is_given(tmp_path):
     """Also where the question is whether it is patched: what lies inside is."""
     model = patched()
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    calls = (mhla.describe, mhla.remove_mhla, mhla.apply_mhla, lambda given: mhla.save_mhla(given, tmp_path / "wrapped"))
+    calls = (
+        mhla.describe,
+        mhla.remove_mhla,
+        mhla.apply_mhla,
+        lambda given: mhla.save_mhla(given, tmp_path / "wrapped"),
+    )
     for call in (*calls, lambda given: mhla.mhla_disabled(given).__enter__()):
         with pytest.raises(ValueError, match=r"wrapped in PEFT's PeftModel.*transformer\.get_base_model\(\)"):
             call(wrapped)
