@@ -136,7 +136,8 @@ class MHLAConfig:
         get_feature_map(self.feature_map)
         check_choice("rope", self.rope, ("after", "before"))
         check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
-        check_choice("exact", self.exact, ("none", "own", *_SHARED))
+        if self.exact not in _SHARED:  # which go without causal alone, as _check_causal says
+            check_choice("exact", self.exact, ("none", "own", *(_SHARED if self.causal is None else ())))
         _check_type("eps", self.eps, int | float, "a number")
         check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, a floor such as 1e-6.")
         _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")
@@ -172,12 +173,13 @@ class MHLAConfig:
         check(
             self.causal == "block" or len(self.blocks) == 1,
             f"causal='token' orders the tokens of a sequence of one axis, but blocks={self.blocks} have several; "
-            "choose causal='block'.",
+            f"give one count, such as blocks=({self.blocks[0]},) for a text, or choose causal='block' for a video.",
         )
         check(
             self.exact in ("none", "own") and self.exact_tiles is None,
             f"exact={self.exact!r} with exact_tiles={self.exact_tiles} does not go with causal={self.causal!r}; "
-            "allowed are exact='none', and exact='own' for softmax within the own block of the first axis.",
+            "allowed are exact='none', and exact='own' for softmax within the own block of the first axis, without "
+            "exact_tiles.",
         )
         check(
             self.convolution is None and not self.clamp_blocks,
@@ -242,6 +244,20 @@ class MHLAConfig:
                 "one."
             )
         return max(trained, needed) * self.block_length, *grid[1:]
+
+    def check_whole(self, grid: Sequence[int]) -> None:
+        """Raise unless a call's first axis may end where it does, given its own token grid.
+
+        Raises:
+            ValueError: with ``causal="block"``, if it ends within a frame block.
+        """
+        length = self.block_length
+        if self.causal == "block" and length is not None and grid[0] % length:
+            unit = "latent frames" if len(grid) == 3 else f"tokens along the first of {len(grid)} axes"
+            raise ValueError(
+                f"This patch takes whole frame blocks of {length} {unit}, and the call has {grid[0]}; allowed are "
+                f"{length}, {2 * length}, {3 * length} and so on."
+            )
 
     def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Block counts on a token grid: those of the setting, or fewer where ``clamp_blocks`` lets them be.

@@ -77,7 +77,7 @@ def test_bad_settings_are_named(settings, words):
         ({"causal": "token", "block_length": 0}, "block_length=0 must be the tokens in a block"),
         (
             {"causal": "token", "block_length": 4, "blocks": (2, 2)},
-            "have several; choose causal='block'",
+            "such as blocks=\\(2,\\) for a text, or choose causal='block'",
         ),
         ({"causal": "token", "block_length": 4, "exact": "content"}, "allowed are exact='none', and exact='own'"),
         (

@@ -68,8 +68,16 @@ def _as_integer(count: Any) -> Any:
         return count
 
 
-def check_layout(grid: Sequence[int], blocks: Sequence[int], name: str = "blocks") -> tuple[Shape, Shape]:
+def check_layout(
+    grid: Sequence[int], blocks: Sequence[int], name: str = "blocks", is_causal: bool = False
+) -> tuple[Shape, Shape]:
     """Return ``grid`` and ``blocks`` as tuples after checking that one can cut the other.
+
+    Args:
+        grid: tokens on each axis.
+        blocks: counts on each axis.
+        name: of the counts, for errors.
+        is_causal: whether they are those of a causal call, whose blocks are never clamped, for errors.
 
     Raises:
         ValueError: if the number of axes differs, or an axis has fewer tokens than blocks; with ``name``.
@@ -82,7 +90,7 @@ def check_layout(grid: Sequence[int], blocks: Sequence[int], name: str = "blocks
         )
     for axis, tokens, count in zip(axis_names(len(grid)), grid, blocks, strict=True):
         if tokens < count:
-            hint = ", or clamp_blocks=True in the patch" if name == "blocks" else ""
+            hint = ", or clamp_blocks=True in the patch" if name == "blocks" and not is_causal else ""
             raise ValueError(
                 f"The {axis} axis of the token grid has {tokens} tokens, too few for {count} {name} "
                 f"(grid={grid}, {name}={blocks}); use at most {tokens} on that axis{hint}."

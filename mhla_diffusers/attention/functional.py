@@ -150,7 +150,7 @@ def mhla_attention(
         ValueError: shapes, types, devices, grid, blocks, feature map, rope or backend do not fit, or the backend
             asked for cannot run the call.
     """
-    grid, blocks = check_layout(grid, blocks)
+    grid, blocks = check_layout(grid, blocks, is_causal=causal is not None)
     get_feature_map(feature_map)
     check_backend(backend)
     check_tensors(query, key, value)

@@ -72,7 +72,7 @@ class MHLAState:
         backend: str = "auto",
         **settings: Any,
     ) -> None:
-        self.grid, self.blocks = check_layout(grid, blocks)
+        self.grid, self.blocks = check_layout(grid, blocks, is_causal=True)
         check_causal(causal, self.grid, self.blocks)
         check_backend(backend)
         get_feature_map(settings.get("feature_map", "relu"))
@@ -212,7 +212,8 @@ class MHLAState:
         if self.beyond == "error" and self.length + count > self._starts[-1]:
             raise ValueError(
                 f"After {self.length} tokens {count} more go beyond the {self._starts[-1]} tokens of the grid "
-                f"{self.grid}. Give a longer grid, or beyond='relative' to go on as in its last block."
+                f"{self.grid}. Give a longer grid (in a patch more blocks, or a larger block_length), or "
+                "beyond='relative' to go on as in its last block."
             )
         if self.causal == "block" and not self._ends_whole(count):
             raise ValueError(

@@ -218,7 +218,8 @@ def attend(
         (B, n, H, D), and weights where another implementation gives them.
 
     Raises:
-        ValueError: a mask that the caller has made, dropout of weights, or texts that are packed into one row.
+        ValueError: a mask that the caller has made, dropout of weights, a wish for them, or texts that are packed into
+            one row.
     """
     if not isinstance(attention_mask, CausalMask):
         raise ValueError(
@@ -234,6 +235,11 @@ def attend(
         raise ValueError(
             f"attention_dropout={dropout} drops weights of softmax, which MHLA does not make; set "
             "model.config.attention_dropout = 0 before the model is made, or attn.attention_dropout of its layers."
+        )
+    if kwargs.get("output_attentions", module.config.output_attentions):
+        raise ValueError(
+            "output_attentions=True asks for weights of softmax, which MHLA does not make. Leave it out, or call "
+            "within mhla_disabled(model); weights() of one of mhla_layers(model) tells what MHLA gives to every key."
         )
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError("MHLA does not cut rows of packed texts; give every text a row of its own.")

@@ -74,6 +74,18 @@ class MHLACache(Cache):
             raise ValueError("This MHLACache was made before this layer was patched; make another, MHLACache(model).")
         return layer.go_on(attn)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused, before any layer is touched: a summary does not tell what each of its tokens has added.
+
+        Raises:
+            ValueError: any number but 0.
+        """
+        if tokens_to_remove:
+            raise ValueError(
+                f"crop({tokens_to_remove}) would take tokens out of an MHLACache, which keeps sums over them. Assisted "
+                "generation and others that take tokens back need past_key_values=DynamicCache(), which is slower."
+            )
+
     @property
     def nbytes(self) -> int:
         """Bytes that the cache takes."""
@@ -209,15 +221,3 @@ class StateLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Go on with these texts alone."""
         self.reorder_cache(indices)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a summary does not tell what each of its tokens has added.
-
-        Raises:
-            ValueError: any number but 0.
-        """
-        if tokens_to_remove:
-            raise ValueError(
-                f"crop({tokens_to_remove}) would take tokens out of an MHLACache, which keeps sums over them. Assisted "
-                "generation and others that take tokens back need past_key_values=DynamicCache(), which is slower."
-            )

@@ -166,7 +166,8 @@ def _describe_layer(
         return LayerDescription(name, False, known, None, None, 0, None, kind)
     config = layer.config if layer is not None else processor.config
     if grid is not None:
-        check_layout(grid, config.blocks_on(grid))
+        config.check_whole(grid)
+        check_layout(grid, config.blocks_on(grid), is_causal=config.causal is not None)
         if config.exact not in ("none", "content"):  # tiles by content are never more than tokens
             check_layout(grid, config.tiles, "exact_tiles")
     else:

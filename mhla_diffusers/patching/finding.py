@@ -17,9 +17,9 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
     """The supported transformers of a pipeline by component name, or the transformer itself as ``transformer``.
 
     Raises:
-        ValueError: if there is none, or one is wrapped by PEFT.
+        ValueError: if there is none, or what :func:`refuse_wrapped` refuses.
     """
-    _refuse_wrapped(model)
+    refuse_wrapped(model)
     found = supported_transformers(model)
     if not found:
         for name, module in _modules(model).items():
@@ -51,13 +51,24 @@ def _modules(model: Any) -> dict[str, nn.Module]:
     return {name: unwrapped(part) for name, part in components.items() if isinstance(part, nn.Module)}
 
 
-def _refuse_wrapped(model: Any) -> None:
+def refuse_wrapped(model: Any) -> None:
+    """Raise if the model that was meant lies inside what was given.
+
+    Raises:
+        ValueError: a pipeline of transformers, or PEFT's wrapper, with the way to what is inside.
+    """
+    inside = getattr(model, "model", None)
+    if not isinstance(model, nn.Module) and isinstance(inside, nn.Module) and find_family(inside) is not None:
+        raise ValueError(
+            f"{type(model).__name__} has its {type(inside).__name__} as .model; pass that: pipe.model of a pipeline of "
+            "transformers."
+        )
     for name, module in _modules(model).items():
         # of PEFT's PeftModel, which would go on with a patched model inside, but is saved and called in its own ways
         take_out: Any = getattr(module, "get_base_model", None)
         if callable(take_out) and find_family(take_out()) is not None:
             raise ValueError(
-                f"The {name} is wrapped in PEFT's {type(module).__name__}. Patch the model inside, which keeps the "
+                f"The {name} is wrapped in PEFT's {type(module).__name__}. Pass the model inside, which keeps the "
                 f"adapters: {name}.get_base_model(), in a pipeline pipe.{name} = pipe.{name}.get_base_model(). "
                 f"diffusers' own {name}.add_adapter(...) wraps nothing."
             )
@@ -119,9 +130,11 @@ def require_layers(model: Any) -> dict[str, MHLALayer]:
     """Like :func:`mhla_layers`.
 
     Raises:
-        ValueError: if there are none, with the way to get them.
+        ValueError: if there are none, with the way to get them, or to a model that lies inside this one.
     """
     layers = mhla_layers(model)
+    if not layers:
+        refuse_wrapped(model)
     if not layers and is_patched(model):
         raise ValueError(
             "The model has no MHLA weights yet: diffusers' own set_attn_processor makes them at the first forward. "

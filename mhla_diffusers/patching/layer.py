@@ -127,7 +127,12 @@ class MHLALayer(nn.Module):
 
         Returns:
             (B, N, H, D), before the output projection of the attention.
+
+        Raises:
+            ValueError: with ``causal="block"`` a grid that ends within a frame block, and whatever
+                :func:`mhla_attention` and :meth:`MHLAState.step` refuse.
         """
+        self.config.check_whole(grid)
         here = Attended(query, key, value, grid, outside, rotary).of_grid()
         gate = None
         if self.gate is not None:

@@ -9,7 +9,7 @@ from torch import nn
 from ..families import Family, get_family
 from .base_weights import check_restorable, restore_weights
 from .denoising_steps import StepHooks
-from .finding import attentions_of, find_transformers, hook_of, is_patched
+from .finding import attentions_of, find_transformers, hook_of, is_patched, refuse_wrapped
 from .layer import replaced_processor
 from .other_processors import ProcessorWatch, other_processors_wanted
 from .processor import MHLAProcessor, default_cross_attention_processor, holds_weights, with_backend_of
@@ -35,6 +35,7 @@ def remove_mhla(model: Model) -> Model:
             unchanged then.
     """
     if not is_patched(model):
+        refuse_wrapped(model)
         raise ValueError("The model is not patched with MHLA; there is nothing to remove.")
     for transformer in find_transformers(model).values():
         check_restorable(transformer)
@@ -66,6 +67,7 @@ def mhla_disabled(model: Any) -> Iterator[None]:
         ValueError: if the model is not patched.
     """
     if not is_patched(model):
+        refuse_wrapped(model)
         raise ValueError("The model is not patched with MHLA; there is nothing to switch off.")
     switched = []
     for transformer in find_transformers(model).values():

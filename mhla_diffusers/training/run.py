@@ -81,7 +81,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             )
         grid = family.token_grid(transformer, torch.empty(1, *shape, device="meta"))
         for layer in layers.values():
-            check_layout(grid, layer.config.blocks_on(grid))
+            layer.config.check_whole(grid)
+            check_layout(grid, layer.config.blocks_on(grid), is_causal=layer.config.causal is not None)
     check_splits(transformer, data, config)
 
 

@@ -180,6 +180,7 @@ def test_taking_tokens_back_is_refused(model):
     assert not cache.is_croppable
     with pytest.raises(ValueError, match=r"crop\(-1\) would take tokens out of an MHLACache"):
         cache.crop(-1)
+    assert [layer.get_seq_length() for layer in cache.layers] == [40] * 3
 
 
 def test_prompts_padded_on_the_left_are_refused(model):

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import LlamaForCausalLM, LlamaModel, TextGenerationPipeline
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import reference_attention
@@ -15,7 +15,7 @@ from mhla_diffusers.patching.attended import Attended
 from ..forking import CONTEXT
 from ..models import assert_changed, relative_change, wan
 from ..patching.shared import assert_same_footprint, footprint
-from .models import BLOCK_LENGTH, BLOCKS, LONGEST, llama, logits, patch, patched, text
+from .models import BLOCK_LENGTH, BLOCKS, LONGEST, llama, logits, patch, patched, text, words
 
 ROUNDING = {"rtol": 1e-4, "atol": 2e-5}
 """Of float32, of logits of the order of 1 after three layers that sum in another order."""
@@ -125,7 +125,9 @@ def test_a_text_longer_than_the_blocks_needs_a_rule():
         ({"causal": "block"}, r"causal='block' lets a token see the later ones.*set causal='token'"),
         ({"rope": "after"}, r"rope='after' would need the tables.*rope='before'"),
         ({"softmax_steps": 2}, "softmax_steps=2 counts denoising steps"),
-        ({"blocks": (4, 2)}, "causal='token' orders the tokens"),
+        ({"blocks": (4, 2)}, r"causal='token' orders the tokens.*such as blocks=\(4,\) for a text"),
+        ({"exact": "pwn"}, r"exact='pwn' is unknown; allowed: 'none', 'own'\.$"),
+        ({"exact": "own", "exact_tiles": (3,)}, "exact_tiles=\\(3,\\) does not go with.*without exact_tiles"),
     ],
 )
 def test_settings_that_a_language_model_has_no_place_for(settings, message):
@@ -161,6 +163,18 @@ def test_dropout_of_weights_is_refused_in_training():
     logits(model, text())
     with pytest.raises(ValueError, match="attention_dropout=0.1 drops weights of softmax"):
         logits(model.train(), text())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_weights_of_softmax_are_refused(implementation):
+    """Of a hybrid too, whose tuple would have fewer entries than the model has layers."""
+    model = patch(llama(attn_implementation=implementation), layers=[1])
+    with pytest.raises(ValueError, match=r"output_attentions=True.*MHLA does not make.*mhla_disabled"):
+        model(text(), output_attentions=True)
+    logits(model, text(), output_attentions=False)
+    asked = patch(llama(attn_implementation="eager", output_attentions=True))
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        logits(asked, text())
 
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, LlamaModel])
@@ -241,6 +255,28 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     assert gradients[0]["model.layers.0.self_attn.mhla.mixing"].abs().sum() > 0
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_a_wrapped_model_is_named_wherever_it_is_given(tmp_path):
+    """Also where the question is whether it is patched: what lies inside is."""
+    model = patched()
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    calls = (
+        mhla.describe,
+        mhla.remove_mhla,
+        mhla.apply_mhla,
+        lambda given: mhla.save_mhla(given, tmp_path / "wrapped"),
+    )
+    for call in (*calls, lambda given: mhla.mhla_disabled(given).__enter__()):
+        with pytest.raises(ValueError, match=r"wrapped in PEFT's PeftModel.*transformer\.get_base_model\(\)"):
+            call(wrapped)
+        with pytest.raises(ValueError, match=r"TextGenerationPipeline has its LlamaForCausalLM.*pipe\.model"):
+            call(TextGenerationPipeline(model, tokenizer=words()))
+    mhla.save_mhla(wrapped.get_base_model(), tmp_path)
+    expected = logits(model, text())
+    assert torch.equal(logits(mhla.load_mhla(llama(), tmp_path), text()), expected)
+    mhla.remove_mhla(wrapped.get_base_model())
+    assert not mhla.is_patched(model)
 
 
 def test_lora_trains_beside_the_patch():

@@ -253,7 +253,7 @@ def test_frames_that_do_not_go_on_are_refused() -> None:
     stream, arguments = VideoStream(model), _arguments(model, 10)
     _streamed(stream, arguments, (2,))
     with torch.no_grad():
-        with pytest.raises(ValueError, match=r"whole blocks of the first axis"):
+        with pytest.raises(ValueError, match=r"whole frame blocks of 2 latent frames.* has 1; allowed are 2, 4, 6"):
             stream(**_some(arguments, 2, 3))
         wide = _arguments(model, 2)
         wide["hidden_states"] = torch.cat([wide["hidden_states"]] * 2, dim=3)
@@ -270,12 +270,28 @@ def test_frames_that_do_not_go_on_are_refused() -> None:
     assert stream.frames == 8
 
 
+def test_a_clip_that_the_blocks_do_not_fit_is_refused_in_words_of_frames() -> None:
+    model = _wan()
+    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    refused = r"whole frame blocks of 2 latent frames, and the call has 5; allowed are 2, 4, 6"
+    with torch.no_grad(), pytest.raises(ValueError, match=refused):
+        model(**_arguments(model, 5))
+    with pytest.raises(ValueError, match=refused):
+        mhla.describe(model, grid=(5, *_SIDES))
+    mhla.describe(model)  # the grid of the call that failed is no error
+    with pytest.raises(ValueError, match=r"width axis.*use at most 2 on that axis\.$"):
+        mhla.describe(model, grid=(4, 4, 2))
+
+
 def test_beyond_the_blocks_of_a_patch_without_a_rule_for_it() -> None:
     model = _wan()
     mhla.apply_mhla(model, **_SETTINGS, exact="own")
     stream, arguments = VideoStream(model), _arguments(model, 10)
     _streamed(stream, arguments, (2,) * 4)
-    with torch.no_grad(), pytest.raises(ValueError, match=r"beyond='relative'"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"in a patch more blocks, or a larger block_length.*beyond='relative'"),
+    ):
         stream(**_some(arguments, 8, 10))
 
 
