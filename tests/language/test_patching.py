@@ -141,9 +141,11 @@ def test_what_measures_denoising_steps_is_refused():
     with pytest.raises(ValueError, match="LlamaForCausalLM is a language model"):
         mhla.apply_mhla(model, blocks=(6,), block_length=8, calibration=lambda: None)
     patch(model, output_norm=True)
-    for measure in (mhla.layer_sensitivity, mhla.calibrate_output_norm, mhla.calibrate_mixing):
+    for measure in (mhla.layer_sensitivity, mhla.calibrate_output_norm, mhla.calibrate_mixing, mhla.audit):
         with pytest.raises(ValueError, match=r"\(\) compares .* LlamaForCausalLM is a language model"):
             measure(model, lambda: None)
+    with pytest.raises(ValueError, match=r"set_exact_share\(\) compares .* LlamaForCausalLM is a language model"):
+        mhla.set_exact_share(model, 0.5)
 
 
 def test_an_implementation_that_is_set_after_the_patch_is_noticed():
