@@ -219,6 +219,20 @@ def test_a_patch_is_switched_off_changed_and_described():
     assert [row.processor for row in mhla.describe(model)] == ["LlamaAttention"] * 3
 
 
+@pytest.mark.parametrize("length", [3, 20, LONGEST])
+def test_a_text_of_any_length_is_described_beside_attention_that_sees_no_later_token(length):
+    model, seen = patched(layers=[1]), length * (length + 1) // 2
+    own = sum(n * (n + 1) // 2 for n in [BLOCK_LENGTH] * (length // BLOCK_LENGTH) + [length % BLOCK_LENGTH])
+    kept, layer, _ = mhla.describe(model, grid=(length,))
+    assert (layer.blocks, layer.tokens_per_block) == (BLOCKS, (BLOCK_LENGTH, BLOCK_LENGTH))
+    assert (layer.exact.tiles, layer.exact.tokens_per_tile) == (BLOCKS, (BLOCK_LENGTH, BLOCK_LENGTH))
+    assert layer.exact.share == pytest.approx(own / seen)
+    assert (layer.cost.exact_pairs, layer.cost.all_pairs) == (4 * own, 4 * seen)
+    for cost in (kept.cost, layer.cost):
+        assert (cost.softmax_flops, cost.softmax_bytes) == (4 * 8 * 4 * seen, 4 * 4 * seen)
+    assert (kept.cost.flops, kept.cost.exact_pairs) == (kept.cost.softmax_flops, kept.cost.all_pairs)
+
+
 def test_bfloat16_is_near_float32():
     """As near as rounding of 2^-8 in three layers lets it be."""
     model = patched()
