@@ -190,7 +190,14 @@ def _print_costs(patch: Patch) -> None:
     for model in family.models:
         for label, grid in model.grids.items():
             if all(count <= size for shape in counts for count, size in zip(shape, grid, strict=True)):
-                sizes = attention_sizes(config, grid, model.heads, model.head_dim, family.outside_tokens)
+                sizes = attention_sizes(
+                    config,
+                    grid,
+                    model.heads,
+                    model.head_dim,
+                    family.outside_tokens,
+                    in_order=family.own_attention_is_causal,
+                )
                 flops = [sizes.softmax_flops, sizes.linear_flops, *([sizes.flops] if has_exact else [])]
                 tiles = [f"{math.prod(config.tiles)} of {from_to(smallest_and_largest(grid, config.tiles))}"]
                 cells = [*(tiles if has_exact else []), *map(_giga, flops)]

@@ -49,6 +49,16 @@ def check_axes(axes: Sequence[int] | None, grid: Shape, head_dim: int) -> Shape 
     return tuple(axes)
 
 
+def check_beside_causal(causal: str, outside: Outside, **others: object) -> None:
+    """Raise unless a causal call goes without what it has no place for; of ``others``, by name, None is not given."""
+    given = {"outside": any(outside)} | {name: value is not None for name, value in others.items()}
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ValueError(
+            f"{name} does not go with causal={causal!r}, which attends to its own block with softmax if "
+            "far_field_weight is given, to earlier ones through their summaries, and runs in one process."
+        )
+
+
 def tokens_in_order(query: torch.Tensor, grid: Shape, blocks: Shape, causal: str) -> int:
     """How many tokens of the grid a causal call has: all those of the query, if they may be."""
     tokens = query.shape[1]
@@ -114,24 +124,9 @@ def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | 
             "divides by what it sees; it must be positive."
         )
     if call.causal is not None:
-        _check_causal(call, outside, parallel)
         return
     own = range(heads) if parallel is None else range(heads)[parallel.heads(heads)]
     _check_exact(call, any(outside), len(own))
-
-
-def _check_causal(call: Call, outside: Outside, parallel: Parallel | None) -> None:
-    refused = {
-        "exact": call.exact is not None or call.by_content is not None,
-        "mean_bias": call.mean_bias is not None,
-        "outside": any(outside),
-        "parallel": parallel is not None,
-    }
-    for name in (name for name, is_given in refused.items() if is_given):
-        raise ValueError(
-            f"{name} does not go with causal={call.causal!r}, which attends to its own block with softmax if "
-            "far_field_weight is given, to earlier ones through their summaries, and runs in one process."
-        )
 
 
 def _check_exact(call: Call, has_outside: bool, heads: int) -> None:

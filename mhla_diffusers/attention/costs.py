@@ -26,8 +26,8 @@ class AttentionSizes:
     outside: int = 0
     """Tokens outside the grid, n, which attend to everything and are attended to by everything exactly."""
     seen_pairs: int | None = None
-    """Pairs of a query and a key that it sees, of all heads, where the order of the tokens keeps others from it; None
-    for all pairs."""
+    """Pairs of a query and a key, of all heads, that softmax attention in its place sees, where the order of the tokens
+    keeps others from it; None for all pairs."""
     own_pairs: int = 0
     """Pairs that causal attention weighs one by one with MHLA's weights, within a block of the sequence."""
 
@@ -52,7 +52,7 @@ class AttentionSizes:
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key, of all heads."""
+        """Of a query and a key, of all heads: those that softmax attention in its place sees."""
         return self._all_pairs if self.seen_pairs is None else self.seen_pairs
 
     @property
@@ -110,4 +110,4 @@ class AttentionSizes:
     @property
     def weight_bytes(self) -> int:
         """All weights of softmax attention, written out in float32; a fused kernel holds next to none."""
-        return _FLOAT32 * self._all_pairs
+        return _FLOAT32 * self.pairs

@@ -11,7 +11,7 @@ import torch
 from .blocks import Shape, check_layout
 from .call import Call, split_call, with_rotary
 from .causal import Causal, CausalAttention, check_causal
-from .checks import check_axes, check_call, check_rotary, check_tensors, tokens_in_order
+from .checks import check_axes, check_beside_causal, check_call, check_rotary, check_tensors, tokens_in_order
 from .eager import eager_read, eager_summaries
 from .exact import exact_attention
 from .feature_maps import get_feature_map
@@ -158,9 +158,11 @@ def mhla_attention(
         check_rotary(rotary, query)
     axes = check_axes(rotary_axes, grid, query.shape[3])
     outside = check_outside(outside)
-    first, count = (0, math.prod(grid)) if parallel is None else parallel.own_share(math.prod(grid))
     if causal is not None:
         check_causal(causal, grid, blocks)
+        check_beside_causal(causal, outside, exact=exact, mean_bias=mean_bias, parallel=parallel)
+    first, count = (0, math.prod(grid)) if parallel is None else parallel.own_share(math.prod(grid))
+    if causal is not None:
         count = tokens_in_order(query, grid, blocks, causal)
     call = Call(
         query,

@@ -137,7 +137,14 @@ def _heading(question: Question) -> list[str]:
     patch = f"MHLA of {times(config.blocks_on(question.grid))} blocks"
     if config.exact != "none":
         with_text = ", those with the text's tokens among them" if family.outside_tokens else ""
-        sizes = attention_sizes(config, question.grid, model.heads, model.head_dim, family.outside_tokens)
+        sizes = attention_sizes(
+            config,
+            question.grid,
+            model.heads,
+            model.head_dim,
+            family.outside_tokens,
+            in_order=family.own_attention_is_causal,
+        )
         patch += f", tiles {times(config.tiles)}, {sizes.exact_pairs / sizes.pairs:.1%} of all pairs exact{with_text}"
     share = question.layers / model.layers
     layers = f"{share:.0%} of all layers" if model.more_layers else f"{question.layers} of {model.layers} layers"

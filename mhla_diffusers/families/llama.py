@@ -47,6 +47,7 @@ class LlamaFamily(Family):
     transformers = ("LlamaForCausalLM", "LlamaModel")
     axes = 1
     is_diffusion = False
+    own_attention_is_causal = True
     block_lists = ("layers",)
     attentions = ("self_attn",)
     form = LlamaForm()

@@ -39,6 +39,8 @@ class Structure(ABC):
     """What ``apply_mhla(pipe)`` uses when it is told nothing else."""
     own_attention: ClassVar[Literal["softmax", "linear"]] = "softmax"
     """What the self-attentions compute without a patch."""
+    own_attention_is_causal: ClassVar[bool] = False
+    """Whether a token of theirs never sees a later one."""
     own_attention_eps: ClassVar[float] = 0.0
     """Added to the normaliser by a family whose own attention is linear with φ = ReLU."""
     is_diffusion: ClassVar[bool] = True

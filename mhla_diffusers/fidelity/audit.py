@@ -15,7 +15,7 @@ from ..patching.attended import Attended
 from ..patching.calibration import check_reached, tokens_of_grid
 from ..patching.denoising_steps import Step, StepHooks
 from ..patching.exact_calibration import QUERIES, head_projections, spread_calls, tiled_input
-from ..patching.finding import find_transformers, hook_of, require_layers
+from ..patching.finding import find_transformers, hook_of, require_diffusion, require_layers
 from ..patching.layer import layer_of
 from ..patching.processor import attended, form_of
 from ..patching.sensitivity import measure_change, measure_sensitivity, patched_pairs, record_calls
@@ -31,7 +31,8 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     it, with the same weights and LoRA, are evaluated on the same input, and what their heads hand to the output
     projection is compared. Of exact tiles the softmax weight that they hold is measured on some queries of every tile.
     At last one layer at a time is patched on a few of the calls, to see how much it moves the output of the
-    transformer. The model is left as it is.
+    transformer. The model is left as it is. A causal patch is compared with attention that sees later frames too, which
+    is in its error.
 
     Args:
         model: a patched pipeline or transformer.
@@ -41,11 +42,12 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         What was found; print it, or give it to :func:`densify`.
 
     Raises:
-        ValueError: if the model is not patched, its patch is switched off, or ``run`` did not reach every layer or ran
-            at several sizes that cut tiles differently.
+        ValueError: if the model is a language model or not patched, its patch is switched off, or ``run`` did not reach
+            every layer or ran at several sizes that cut tiles differently.
     """
     if not callable(run):
         raise ValueError(f'run={run!r} must be a function that runs the model, such as lambda: pipe("a cat").')
+    require_diffusion(model, "audit()")
     require_layers(model)
     pairs = {name: found for name, part in find_transformers(model).items() if (found := patched_pairs(part))}
     if not pairs:

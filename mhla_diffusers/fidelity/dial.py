@@ -12,7 +12,7 @@ from ..attention.tile_scores import spend
 from ..families import get_family
 from ..patching.changing import Change, as_it_is, carry_out_change, change_mhla, make_change
 from ..patching.exact_calibration import FAR_LOG_WEIGHTS, fit_weights
-from ..patching.finding import find_transformers, mhla_layers, require_layers
+from ..patching.finding import find_transformers, mhla_layers, refuse_causal, require_diffusion, require_layers
 from ..patching.sensitivity import TransformerCall, measure_change
 from .audit_result import Audit, LayerAudit
 from .spending import Spending, active_steps, plan_spending, weights_after
@@ -40,9 +40,10 @@ def set_exact_share(model: Model, share: float) -> Model:
         ``model``.
 
     Raises:
-        ValueError: if the patch has no such tiles or rests in all steps, or the share is not allowed. The model is
-            unchanged then.
+        ValueError: if the patch is causal, has no such tiles or rests in all steps, or the share is not allowed. The
+            model is unchanged then.
     """
+    _check_order(model, "set_exact_share()")
     for layer in require_layers(model).values():
         if layer.config.exact not in ("calibrated", "content"):
             raise ValueError(
@@ -80,14 +81,14 @@ def densify(model: Model, audit: Audit, share: float) -> Model:
         ``model``.
 
     Raises:
-        ValueError: if the model is not patched, the audit is of another one, or the share is not allowed. The model is
-            unchanged then.
+        ValueError: if the model is not patched or patched causally, the audit is of another one, or the share is not
+            allowed. The model is unchanged then.
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ValueError(f"share={share!r} must be in (0, 1], a part of all pairs of tiles in all steps such as 0.1.")
     if not isinstance(audit, Audit):
         raise ValueError(f"audit={audit!r} must be what audit(model, run) gives.")
-    require_layers(model)
+    _check_order(model, "densify()")
     transformers = {name: part for name, part in find_transformers(model).items() if mhla_layers(part)}
     found = {name: [layer for layer in audit.layers if layer.component == name] for name in transformers}
     for name, part in transformers.items():
@@ -107,6 +108,11 @@ def densify(model: Model, audit: Audit, share: float) -> Model:
             carry_out_change(change, model)
         raise
     return model
+
+
+def _check_order(model: Any, what: str) -> None:
+    require_diffusion(model, what)
+    refuse_causal((layer.config for layer in require_layers(model).values()), what)
 
 
 def _check_audit(transformer: nn.Module, layers: Sequence[LayerAudit]) -> None:

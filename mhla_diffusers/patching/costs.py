@@ -20,7 +20,7 @@ class AttentionCost:
     exact_pairs: int = 0
     """Pairs of a query and a key that a head attends to with softmax."""
     all_pairs: int = 0
-    """Of all such pairs."""
+    """Of all such pairs, which softmax attention in its place sees."""
     held_bytes: int = 0
     """Held beside query, key, value and output: KV summaries and means of tiles, in float32."""
     softmax_bytes: int = 0
@@ -48,7 +48,7 @@ class AttentionCost:
 
 
 def attention_sizes(
-    config: MHLAConfig, grid: tuple[int, ...], heads: int, head_dim: int, outside: int = 0
+    config: MHLAConfig, grid: tuple[int, ...], heads: int, head_dim: int, outside: int = 0, *, in_order: bool = False
 ) -> AttentionSizes:
     """What the cost of an attention with a patch depends on.
 
@@ -58,8 +58,11 @@ def attention_sizes(
         heads: H.
         head_dim: D.
         outside: tokens outside the grid.
+        in_order: whether the attention before the patch sees no later token,
+            :attr:`mhla_diffusers.families.Family.own_attention_is_causal`.
     """
     sizes = AttentionSizes(math.prod(grid), heads, head_dim, math.prod(config.blocks_on(grid)), outside=outside)
+    sizes = _in_order(sizes) if in_order else sizes
     if config.causal is not None:
         return _causal_sizes(sizes, config, grid)
     if config.exact == "none":
@@ -69,14 +72,17 @@ def attention_sizes(
     return sizes.with_exact_tiles(tiles, config.share, tile_means=config.tile_means, equal_lists=equal_lists)
 
 
+def _in_order(sizes: AttentionSizes) -> AttentionSizes:
+    """In place of softmax attention that sees no later token."""
+    return replace(sizes, seen_pairs=sizes.heads * (sizes.tokens * (sizes.tokens + 1) // 2))
+
+
 def _causal_sizes(sizes: AttentionSizes, config: MHLAConfig, grid: tuple[int, ...]) -> AttentionSizes:
-    """With the pairs within frame blocks, and those of earlier ones, that a query sees."""
+    """With the pairs within frame blocks that a query sees one by one."""
     length = int(config.block_length or grid[0]) * math.prod(grid[1:])
     lengths = [min(length, sizes.tokens - start) for start in range(0, sizes.tokens, length)]
     of_order = config.causal == "token"
     own = sizes.heads * sum(n * (n + 1) // 2 if of_order else n * n for n in lengths)
-    earlier = sizes.heads * sum(n * index * length for index, n in enumerate(lengths))
-    sizes = replace(sizes, seen_pairs=own + earlier)
     if config.exact == "own":
         return replace(sizes, tile_pairs=own)
     return replace(sizes, own_pairs=own if of_order else 0)
@@ -96,9 +102,28 @@ def sizes_of(
     """
     heads, head_dim = family.form_of(attn).heads(attn)
     if config is not None:
-        return attention_sizes(config, grid, heads, head_dim, outside)
+        return attention_sizes(config, grid, heads, head_dim, outside, in_order=family.own_attention_is_causal)
     sizes = AttentionSizes(math.prod(grid), heads, head_dim, outside=outside)
-    return sizes.with_exact_tiles(1, 1.0, tile_means=False) if family.own_attention == "softmax" else sizes
+    if family.own_attention == "linear":
+        return sizes
+    sizes = sizes.with_exact_tiles(1, 1.0, tile_means=False)
+    if not family.own_attention_is_causal:
+        return sizes
+    sizes = _in_order(sizes)
+    return replace(sizes, tile_pairs=sizes.pairs)
+
+
+def own_block_share(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> float:
+    """Part of the pairs that a causal patch attends to with softmax, those within frame blocks.
+
+    Args:
+        config: of the patch.
+        family: whose own attention sees all of them, or those of earlier tokens.
+        grid: token grid; None for that of the longest sequence without ``beyond``.
+    """
+    longest = config.tiles[0] * int(config.block_length or 1), *(1 for _ in config.tiles[1:])
+    sizes = attention_sizes(config, grid or longest, 1, 1, in_order=family.own_attention_is_causal)
+    return sizes.exact_pairs / sizes.pairs
 
 
 def attention_cost(

@@ -9,7 +9,7 @@ from ..attention.blocks import check_layout, smallest_and_largest
 from ..config import MHLAConfig
 from ..families import Family, get_family
 from ..reporting import from_to, text_table, times
-from .costs import AttentionCost, attention_cost
+from .costs import AttentionCost, attention_cost, own_block_share
 from .finding import find_transformers, hook_of
 from .layer import MHLALayer, layer_of
 from .planning import grids_of_size
@@ -28,7 +28,8 @@ class ExactDescription:
     tokens_per_tile: tuple[int, int] | None
     """Smallest and largest tile; None while the grid is unknown."""
     share: float | None
-    """Part of all pairs of tiles that is exact; None before they are calibrated."""
+    """Part of all pairs of tiles that is exact; None before they are calibrated. Of a causal patch, part of the pairs
+    of tokens that the attention before it sees."""
     tile_means: bool
     """Whether the other tiles take part through their means."""
 
@@ -150,13 +151,13 @@ def describe(
         prefix = f"{component}." if len(transformers) > 1 else ""
         family = get_family(transformer)
         for name, attn in family.self_attentions(transformer).items():
-            layer = _describe_layer(prefix + name, attn, grids[component], hooks)
+            layer = _describe_layer(prefix + name, attn, family, grids[component], hooks)
             layers.append(layer if layer.grid is None else replace(layer, cost=_cost(layer, attn, family)))
     return layers
 
 
 def _describe_layer(
-    name: str, attn: Any, grid: tuple[int, ...] | None, hooks: TokenGridHooks | None
+    name: str, attn: Any, family: Family, grid: tuple[int, ...] | None, hooks: TokenGridHooks | None
 ) -> LayerDescription:
     layer = layer_of(attn)
     processor: Any = getattr(attn, "processor", None)
@@ -167,15 +168,16 @@ def _describe_layer(
     config = layer.config if layer is not None else processor.config
     if grid is not None:
         config.check_whole(grid)
-        check_layout(grid, config.blocks_on(grid), is_causal=config.causal is not None)
-        if config.exact not in ("none", "content"):  # tiles by content are never more than tokens
+        check_layout(config.grid_from(grid), config.blocks_on(grid), is_causal=config.causal is not None)
+        # tiles by content are never more than tokens, and those of a causal patch are its blocks
+        if config.exact not in ("none", "content") and config.causal is None:
             check_layout(grid, config.tiles, "exact_tiles")
     else:
         grid = getattr(processor, "grid", None) or (hooks.latest if hooks is not None else None)
     extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
-    blocks = config.blocks if grid is None else config.blocks_on(grid)
-    tokens = _tokens_per_block(grid, blocks)
-    exact, running = _describe_exact(config, layer, grid), isinstance(processor, MHLAProcessor)
+    cut, blocks = _cut(config, grid)
+    tokens = _tokens_per_block(cut, blocks)
+    exact, running = _describe_exact(config, family, layer, grid), isinstance(processor, MHLAProcessor)
     kind = type(processor).__name__
     return LayerDescription(
         name, True, grid, blocks, tokens, extra, exact, kind, softmax_steps=config.softmax_steps, runs_mhla=running
@@ -190,19 +192,37 @@ def _cost(layer: LayerDescription, attn: Any, family: Family) -> AttentionCost |
     return attention_cost(attn, family, config, layer.grid, family.outside_tokens)
 
 
+def _cut(config: MHLAConfig, grid: tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """The grid that blocks cut, which a causal sequence begins, and their counts; None as :func:`_tokens_per_block`."""
+    if grid is None:
+        return None, config.blocks
+    try:
+        return config.grid_from(grid), config.blocks_on(grid)
+    except ValueError:  # a sequence that was too long, refused and remembered
+        return None, config.blocks
+
+
 def _describe_exact(
-    config: MHLAConfig, layer: MHLALayer | None, grid: tuple[int, ...] | None
+    config: MHLAConfig, family: Family, layer: MHLALayer | None, grid: tuple[int, ...] | None
 ) -> ExactDescription | None:
     if config.exact == "none":
         return None
     if config.causal is not None:
-        return ExactDescription("own", config.tiles, _tokens_per_block(grid, config.blocks), config.share, False)
+        return _describe_own_blocks(config, family, grid)
     share = layer.exact.share if layer is not None and layer.exact is not None else None
     tiles = config.tiles
     if grid is not None and config.exact == "content":
         tiles = tuple(min(count, size) for count, size in zip(tiles, grid, strict=True))
     tokens = _tokens_per_block(grid, tiles)
     return ExactDescription(config.exact, tiles, tokens, share, config.tile_means)
+
+
+def _describe_own_blocks(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> ExactDescription:
+    """Of a causal patch, whose frame blocks follow each other in the sequence."""
+    cut, blocks = _cut(config, grid)
+    tiles = blocks[0], *config.tiles[1:]
+    share = own_block_share(config, family, grid if cut is not None else None)
+    return ExactDescription("own", tiles, _tokens_per_block(cut, tiles), share, False)
 
 
 def _tokens_per_block(grid: tuple[int, ...] | None, counts: tuple[int, ...]) -> tuple[int, int] | None:

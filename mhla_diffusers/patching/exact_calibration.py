@@ -18,7 +18,7 @@ from ..families.projecting import output_projection
 from ..reporting import text_table
 from .attended import Attended
 from .calibration import check_reached, patched_attentions, run_unpatched
-from .finding import find_transformers, require_diffusion
+from .finding import find_transformers, mhla_layers, refuse_causal, require_diffusion
 from .layer import MHLALayer
 from .processor import MHLAProcessor, attended
 from .removal import mhla_disabled
@@ -77,9 +77,11 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
         What the chosen pairs hold and what error is to be expected, for every layer with calibrated tiles; print it.
 
     Raises:
-        ValueError: if the model is not patched or has no exact tiles, or ``run`` did not reach every layer.
+        ValueError: if the model is not patched, is patched causally or has no exact tiles, or ``run`` did not reach
+            every layer.
     """
     require_diffusion(model, "calibrate_exact_tiles()")
+    refuse_causal((layer.config for layer in mhla_layers(model).values()), "calibrate_exact_tiles()")
     layers = patched_attentions(model, "exact")
     if not layers:
         raise ValueError(

@@ -1,11 +1,13 @@
 """Find what can be patched or is patched: transformers, their attentions and processors, their MHLA layers."""
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..config import MHLAConfig
 from ..families import families, find_family, get_family, unwrapped
 from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor
@@ -89,6 +91,25 @@ def require_diffusion(model: Any, what: str) -> None:
             raise ValueError(
                 f"{what} compares what a diffusion model predicts in its denoising steps, and "
                 f"{type(transformer).__name__} is a language model; patch it and train it, as docs/language.md shows."
+            )
+
+
+def refuse_causal(configs: Iterable[MHLAConfig], what: str) -> None:
+    """Raise if a patch is causal, where only attention that sees everything can stand in its place.
+
+    Args:
+        configs: of all layers or transformers.
+        what: is asked for.
+
+    Raises:
+        ValueError: naming the order that the patch has.
+    """
+    for config in configs:
+        if config.causal is not None:
+            raise ValueError(
+                f"{what} goes by attention that sees all tokens, and a patch with causal={config.causal!r} is not to "
+                "see later ones: its mixing matrices and λ are trained, as docs/stream.md shows. causal=None is for "
+                "attention that knows no order."
             )
 
 

@@ -93,6 +93,11 @@ def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
             f"normalize=False leaves {type(transformer).__name__} no common denominator with the softmax over its "
             "tokens outside the grid; leave it at True."
         )
+    if family.form.has_outside and config.causal is not None:
+        raise ValueError(
+            f"causal={config.causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to "
+            "tokens outside it too, such as its text, which have no place in that order; leave it at None."
+        )
     if family.form.rope_by_head and config.rope != "before":
         raise ValueError(
             f"rope={config.rope!r} would need one table for all heads, and {type(transformer).__name__} turns every "

@@ -10,7 +10,7 @@ from torch import nn
 from ..config import MHLAConfig, Patch, is_automatic, load_patch
 from ..families import Family, get_family
 from .exact_calibration import calibrate_exact_tiles
-from .finding import attentions_of, find_transformers, require_diffusion
+from .finding import attentions_of, find_transformers, refuse_causal, require_diffusion
 from .mixing_calibration import calibrate_mixing
 from .plan import automatic_count, carry_out, make_plan
 from .processor import MHLAProcessor
@@ -66,6 +66,8 @@ def apply_mhla(
         name: _choose_config(get_family(transformer), chosen).replace(**settings)
         for name, transformer in transformers.items()
     }
+    if calibration is not None:
+        refuse_causal(configs.values(), "calibration")
     automatic = any(is_automatic(config.layers) for config in configs.values())
     has_exact = any(config.exact != "none" for config in configs.values())
     calibrate = calibrate_exact_tiles if has_exact else None if automatic else calibrate_mixing

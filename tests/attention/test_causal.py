@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mhla_diffusers.attention import Call, MHLAState, extend_mixing, mhla_attention, reference_weights
 from mhla_diffusers.attention.blocks import frame_block_starts
+from mhla_diffusers.attention.tiles import without_exact_tiles
 
 from .problems import Problem, errors_against_reference, make_problem, reference
 
@@ -275,7 +276,13 @@ def test_no_sample_is_none(causal: Any) -> None:
         ({"grid": (11,)}, "N=12 tokens, more than the 11 of the grid"),
         ({"grid": (14,), "causal": "block"}, "allowed N .* are 4, 8, 11, 14, got 12"),
         ({"mean_bias": torch.zeros(2)}, "mean_bias does not go with causal='token'"),
-        ({"outside": (0, 1)}, "outside"),
+        ({"outside": (0, 1)}, "outside does not go with causal='token'"),
+        ({"outside": (3, 0), "grid": (9,), "blocks": (3,)}, "outside does not go with causal='token'"),
+        ({"outside": (3, 0), "grid": (9,), "causal": "block"}, "outside does not go with causal='block'"),
+        (
+            {"exact": without_exact_tiles((9,), 2, torch.device("cpu")), "grid": (9,)},
+            "exact does not go with causal='token'",
+        ),
         ({"eps": 0.0}, "see nothing in its own block, which causal='token'"),
         ({"far_field_weight": torch.ones(2), "normalize": False}, "needs normalize=True"),
     ],

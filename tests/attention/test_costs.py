@@ -53,15 +53,21 @@ def test_all_exact_is_what_softmax_attention_costs():
 @pytest.mark.parametrize("exact", ["none", "own"])
 @pytest.mark.parametrize("causal", ["token", "block"])
 def test_causal_attention_counts_the_pairs_that_a_query_sees(causal, exact):
-    """Of a sequence that ends inside its third block: by hand from which token sees which."""
+    """Of a sequence that ends inside its third block: by hand from which token sees which.
+
+    Softmax attention in its place sees all of a video, and of a text what is earlier.
+    """
     blocks, grid = ((4,), (20,)) if causal == "token" else ((4, 1), (20, 3))
     config = MHLAConfig(blocks=blocks, causal=causal, block_length=8, exact=exact)
     frame = torch.arange(math.prod(grid)) // (8 * math.prod(grid[1:]))
     place = torch.arange(math.prod(grid)) if causal == "token" else frame
     seen, own = place[:, None] >= place, frame[:, None] == frame
-    sizes = attention_sizes(config, grid, HEADS, DIM)
+    everything = HEADS * math.prod(grid) ** 2
+    pairs = HEADS * int(seen.sum()) if causal == "token" else everything
+    sizes = attention_sizes(config, grid, HEADS, DIM, in_order=causal == "token")
     in_own = HEADS * int((seen & own).sum())
-    assert sizes.pairs == HEADS * int(seen.sum())
+    assert sizes.pairs == pairs
+    assert sizes.weight_bytes == 4 * pairs
     assert sizes.exact_pairs == (in_own if exact == "own" else 0)
     assert sizes.softmax_flops == 4 * DIM * sizes.pairs
     one_by_one = in_own if causal == "token" or exact == "own" else 0

@@ -265,6 +265,17 @@ def test_what_the_dial_cannot_turn_is_refused(name):
         mhla.set_exact_share(models.FAMILIES[name].build(), 0.1)
 
 
+def test_a_causal_patch_gives_no_layer_back_to_attention_that_sees_later_frames():
+    model = models.wan()
+    mhla.apply_mhla(model, blocks=(2, 2, 3), causal="block", block_length=2, exact="own", exact_tiles=None)
+    audit, before = mhla.audit(model, run_of(model, "wan")), footprint(model)
+    for turn in (mhla.set_exact_share, lambda model, share: mhla.densify(model, audit, share)):
+        for share in (0.3, 1):
+            with pytest.raises(ValueError, match=r"causal='block' is not to see later ones"):
+                turn(model, share)
+    assert_same_footprint(model, before)
+
+
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, True, "5%", float("nan")])
 def test_shares_that_are_none_are_refused(share):
     model = patched("dit", "calibrated")

@@ -144,9 +144,11 @@ def test_what_measures_denoising_steps_is_refused():
     with pytest.raises(ValueError, match="LlamaForCausalLM is a language model"):
         mhla.apply_mhla(model, blocks=(6,), block_length=8, calibration=lambda: None)
     patch(model, output_norm=True)
-    for measure in (mhla.layer_sensitivity, mhla.calibrate_output_norm, mhla.calibrate_mixing):
+    for measure in (mhla.layer_sensitivity, mhla.calibrate_output_norm, mhla.calibrate_mixing, mhla.audit):
         with pytest.raises(ValueError, match=r"\(\) compares .* LlamaForCausalLM is a language model"):
             measure(model, lambda: None)
+    with pytest.raises(ValueError, match=r"set_exact_share\(\) compares .* LlamaForCausalLM is a language model"):
+        mhla.set_exact_share(model, 0.5)
 
 
 def test_an_implementation_that_is_set_after_the_patch_is_noticed():
@@ -230,6 +232,20 @@ def test_a_patch_is_switched_off_changed_and_described():
     mhla.remove_mhla(model)
     assert torch.equal(logits(model, text()), expected)
     assert [row.processor for row in mhla.describe(model)] == ["LlamaAttention"] * 3
+
+
+@pytest.mark.parametrize("length", [3, 20, LONGEST])
+def test_a_text_of_any_length_is_described_beside_attention_that_sees_no_later_token(length):
+    model, seen = patched(layers=[1]), length * (length + 1) // 2
+    own = sum(n * (n + 1) // 2 for n in [BLOCK_LENGTH] * (length // BLOCK_LENGTH) + [length % BLOCK_LENGTH])
+    kept, layer, _ = mhla.describe(model, grid=(length,))
+    assert (layer.blocks, layer.tokens_per_block) == (BLOCKS, (BLOCK_LENGTH, BLOCK_LENGTH))
+    assert (layer.exact.tiles, layer.exact.tokens_per_tile) == (BLOCKS, (BLOCK_LENGTH, BLOCK_LENGTH))
+    assert layer.exact.share == pytest.approx(own / seen)
+    assert (layer.cost.exact_pairs, layer.cost.all_pairs) == (4 * own, 4 * seen)
+    for cost in (kept.cost, layer.cost):
+        assert (cost.softmax_flops, cost.softmax_bytes) == (4 * 8 * 4 * seen, 4 * 4 * seen)
+    assert (kept.cost.flops, kept.cost.exact_pairs) == (kept.cost.softmax_flops, kept.cost.all_pairs)
 
 
 def test_bfloat16_is_near_float32():

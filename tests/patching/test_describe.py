@@ -6,7 +6,7 @@ import pytest
 
 import mhla_diffusers as mhla
 
-from ..models import FAMILIES, inputs, output, patched
+from ..models import FAMILIES, inputs, output, patched, wan
 from ..pipelines import wan22_pipeline
 from .shared import MODELS, unet
 
@@ -95,6 +95,39 @@ def test_tiles_by_content_are_told_as_they_are_clamped():
     model = patched("wan", exact="content", exact_tiles=(4, 9, 10))
     (layer, *_) = mhla.describe(model, grid=(2, 4, 6))
     assert (layer.exact.tiles, layer.exact.tokens_per_tile) == ((2, 4, 6), (1, 1))
+
+
+_CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2, "exact": "own", "exact_tiles": None}
+
+
+def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
+    """Blocks have one length, and softmax attention of before saw all frames."""
+    model = mhla.apply_mhla(wan(), **_CAUSAL)
+    assert mhla.describe(model)[0].exact.share == 1 / 3
+    for frames in (2, 4, 6):
+        (layer, *_) = found = mhla.describe(model, grid=(frames, 4, 6))
+        assert (layer.blocks, layer.tokens_per_block) == ((3, 2, 2), (12, 12))
+        assert (layer.exact.tiles, layer.exact.tokens_per_tile) == ((3, 1, 1), (48, 48))
+        assert layer.exact.share == pytest.approx(2 / frames)
+        assert found.cost.exact_pairs / found.cost.all_pairs == pytest.approx(2 / frames)
+        assert found.cost.softmax_flops == 4 * 4 * 12 * 2 * (24 * frames) ** 2
+        assert found.cost.softmax_bytes == 4 * 2 * (24 * frames) ** 2
+    with pytest.raises(ValueError, match="8 tokens, more than the 3 blocks of 2"):
+        mhla.describe(model, grid=(8, 4, 6))
+    with pytest.raises(ValueError, match="width axis.* 1 tokens.* 2 blocks"):
+        mhla.describe(model, grid=(4, 4, 1))
+    mhla.change_mhla(model, beyond="relative")
+    (layer, *_) = mhla.describe(model, grid=(8, 4, 6))
+    assert (layer.blocks, layer.exact.tiles, layer.exact.tokens_per_tile) == ((4, 2, 2), (4, 1, 1), (48, 48))
+
+
+def test_describe_after_a_video_that_was_too_long():
+    model = mhla.apply_mhla(wan(), **(_CAUSAL | {"blocks": (2, 2, 2), "block_length": 1}))
+    with pytest.raises(ValueError, match="more than the 2 blocks of 1"):
+        output(model, inputs("wan"))
+    (layer, *_) = mhla.describe(model)
+    assert (layer.blocks, layer.tokens_per_block, layer.exact.tokens_per_tile) == ((2, 2, 2), None, None)
+    assert layer.exact.share == 1 / 2
 
 
 def test_describe_refuses_a_grid_that_does_not_fit():

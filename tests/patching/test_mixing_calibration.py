@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from mhla_diffusers import apply_mhla, calibrate_mixing, is_patched, load_mhla, mhla_layers, save_mhla
+from mhla_diffusers import (
+    apply_mhla,
+    calibrate_exact_tiles,
+    calibrate_mixing,
+    is_patched,
+    load_mhla,
+    mhla_layers,
+    save_mhla,
+)
 from mhla_diffusers.patching import mixing_calibration
 
 from .. import models
@@ -56,6 +64,22 @@ def test_what_cannot_be_fitted_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             calibrate_mixing(model, lambda: None)
+
+
+_CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2, "exact_tiles": None}
+
+
+@pytest.mark.parametrize(("exact", "calibrate"), [("none", calibrate_mixing), ("own", calibrate_exact_tiles)])
+def test_what_sees_later_frames_calibrates_no_causal_patch(exact, calibrate):
+    message = r"causal='block' is not to see later ones.*trained, as docs/stream.md"
+    model = apply_mhla(models.wan(), **_CAUSAL, exact=exact)
+    with pytest.raises(ValueError, match=calibrate.__name__ + r"\(\) goes by .*" + message):
+        calibrate(model, lambda: models.output(model, models.inputs("wan")))
+    other, ran = models.wan(), []
+    for layers in ("all", "auto:1/2"):
+        with pytest.raises(ValueError, match="calibration goes by .*" + message):
+            apply_mhla(other, **_CAUSAL, exact=exact, layers=layers, calibration=lambda: ran.append(1))
+    assert not ran and not is_patched(other)
 
 
 def test_a_grid_of_fewer_blocks_is_refused_and_leaves_the_model_patched():

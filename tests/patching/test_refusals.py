@@ -64,6 +64,19 @@ def test_bad_settings_are_named_and_change_nothing(case):
     assert_same_footprint(model, before)
 
 
+def test_a_causal_patch_beside_text_in_the_sequence_is_refused_before_it_runs():
+    """Whose first forward would be of more tokens than its grid has."""
+    for name in ("flux", "cogvideox"):
+        model = case_of(name).transformer()
+        before = footprint(model)
+        blocks = (2,) * get_family(model).axes
+        for exact in ("none", "own"):
+            settings = {"blocks": blocks, "causal": "block", "block_length": 2, "exact": exact, "exact_tiles": None}
+            with pytest.raises(ValueError, match="causal='block' .* tokens outside it too.* leave it at None"):
+                mhla.apply_mhla(model, **settings)
+        assert_same_footprint(model, before)
+
+
 WRONG_TYPES = [
     {"blocks": 4},
     {"blocks": None},
