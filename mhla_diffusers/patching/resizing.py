@@ -29,9 +29,11 @@ def resized(
 
     Raises:
         ValueError: other blocks together with another order or another length of causal blocks, or more causal blocks
-            than one that stands alone can tell of.
+            than one that stands alone can tell of, or entries below 0 where their logarithm is taken.
     """
     part = dict(tensors)
+    if after.needs_positive_mixing:
+        _check_positive(part, before.blocks)
     if before.blocks != after.blocks:
         for key in part:
             if key.endswith(".mhla.mixing"):
@@ -41,6 +43,20 @@ def resized(
     if is_calibrated and (before.tiles != after.tiles or before.share != after.share != 1):
         part |= _chosen_anew(part, before, after, heads)
     return part
+
+
+def _check_positive(part: Mapping[str, torch.Tensor], blocks: tuple[int, ...]) -> None:
+    for key, mixing in part.items():
+        # one of another size is refused where it is loaded
+        fits = key.endswith(".mhla.mixing") and mixing.shape[-1] == math.prod(blocks)
+        if fits and not mixing.is_meta:
+            least = causal_mixing(mixing, blocks, own=True).min().item()
+            check(
+                least >= 0,
+                f"{key} has entries down to {least:.3g}, and this causal patch takes the logarithm of what blocks "
+                "weigh, which must be positive. Train with register_mixing_clip(), which keeps them in (0, 1), or "
+                "choose normalize=False with output_norm=True and exact='none'.",
+            )
 
 
 def _resized_mixing(mixing: torch.Tensor, before: MHLAConfig, after: MHLAConfig) -> torch.Tensor:

@@ -220,3 +220,20 @@ def test_an_order_and_blocks_are_changed_one_after_the_other(settings, message):
     assert_same_footprint(model, before)
     for name, value in settings.items():
         mhla.change_mhla(model, **{name: value})
+
+
+@pytest.mark.parametrize("signed_entry", [(7, 7), (7, 0), (0, 7)])
+def test_signed_matrices_do_not_come_to_a_patch_that_takes_their_logarithm(signed_entry):
+    """A later block's entry is not seen, so that its sign does not matter."""
+    model = trained("wan", mixing_clip=False)
+    with torch.no_grad():
+        list(mhla.mhla_layers(model).values())[1].mixing[signed_entry] = -0.1
+    settings = CAUSAL | {"exact": "own", "mixing_clip": True}
+    if signed_entry == (0, 7):
+        mhla.change_mhla(model, **settings)
+        assert output(model, inputs("wan")).isfinite().all()
+    else:
+        before = footprint(model)
+        with pytest.raises(ValueError, match=r"blocks\.1\.attn1\.mhla\.mixing.* -0\.1.*register_mixing_clip"):
+            mhla.change_mhla(model, **settings)
+        assert_same_footprint(model, before)
