@@ -187,6 +187,12 @@ class MHLAConfig:
             f"do not go with causal={self.causal!r}.",
         )
         check(
+            self.mixing_clip or not self.needs_positive_mixing,
+            f"mixing_clip=False allows entries below 0, of whose sums causal={self.causal!r} with exact={self.exact!r} "
+            "takes the logarithm; leave it on, by which register_mixing_clip() keeps them in (0, 1) in training, or "
+            "choose normalize=False with output_norm=True and exact='none'.",
+        )
+        check(
             self.beyond == "error" or self.blocks[0] > 1,
             f"beyond='relative' needs at least two blocks along the first axis, got blocks={self.blocks}.",
         )
@@ -269,6 +275,11 @@ class MHLAConfig:
         if not self.clamp_blocks or len(grid) != len(self.blocks):
             return self.blocks
         return tuple(min(count, size) for count, size in zip(self.blocks, grid, strict=True))
+
+    @property
+    def needs_positive_mixing(self) -> bool:
+        """Whether own and earlier blocks are joined by the logarithm of what they weigh, which signs would make NaN."""
+        return self.causal is not None and self.normalize and (self.causal == "token" or self.exact == "own")
 
     @property
     def tiles(self) -> tuple[int, ...]:

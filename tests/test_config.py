@@ -87,6 +87,14 @@ def test_bad_settings_are_named(settings, words):
         ({"causal": "token", "block_length": 4, "convolution": 3}, "A convolution sees later tokens"),
         ({"causal": "token", "block_length": 4, "clamp_blocks": True}, "are not clamped"),
         ({"causal": "token", "block_length": 4, "blocks": (1,), "beyond": "relative"}, "needs at least two blocks"),
+        (
+            {"causal": "token", "block_length": 4, "mixing_clip": False},
+            "mixing_clip=False.*logarithm.*register_mixing_clip",
+        ),
+        (
+            {"causal": "block", "block_length": 4, "exact": "own", "mixing_clip": False},
+            "mixing_clip=False.*normalize=False",
+        ),
     ],
 )
 def test_causal_settings_that_do_not_go(settings, message):
@@ -102,3 +110,10 @@ def test_a_causal_patch_has_blocks_of_one_length_on_every_grid():
     further = config.replace(beyond="relative")
     assert (further.grid_from((33,)), further.blocks_on((33,))) == ((40,), (5,))
     assert config.replace(causal=None).block_length is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{"causal": "block"}, {"causal": "token", "normalize": False, "output_norm": True}]
+)
+def test_signed_matrices_may_be_causal_where_they_weigh_no_sums(settings):
+    assert not MHLAConfig(blocks=(4,), block_length=4, mixing_clip=False, **settings).mixing_clip

@@ -107,20 +107,16 @@ def groups_of_heads(query: torch.Tensor, heads_at_once: int) -> list[slice]:
     return [slice(start, start + heads_at_once) for start in range(0, query.shape[2], heads_at_once)]
 
 
-def working_set(query: torch.Tensor, blocks: Shape) -> tuple[int, int]:
-    """How many heads, and how many blocks along the first axis, to process together."""
-    batch, tokens, heads, head_dim = query.shape
-    most = budget(query)
-    row_bytes = max(1, 4 * batch * tokens * head_dim // blocks[0])
-    heads_at_once = max(1, min(heads, most // row_bytes))
-    return heads_at_once, max(1, most // (row_bytes * heads_at_once))
-
-
 def _at_once(call: Call) -> tuple[int, int, int]:
     """How many heads, blocks along the grid's first axis, and tokens along it of one head, to process together."""
-    batch, tokens, _, head_dim = call.query.shape
-    length = max(1, budget(call.query) // max(1, 4 * batch * head_dim * (tokens // call.grid[0])))
-    return *working_set(call.query, call.blocks), length
+    batch, tokens, heads, head_dim = call.query.shape
+    most, token_bytes = budget(call.query), 4 * batch * head_dim
+    # a sequence may end before its grid, even within the first row of blocks
+    across = max(1, min(tokens, math.prod(call.grid[1:])))
+    row_bytes = max(1, token_bytes * min(tokens, math.prod(call.grid) // call.blocks[0]))
+    heads_at_once = max(1, min(heads, most // row_bytes))
+    rows = max(1, most // (row_bytes * heads_at_once))
+    return heads_at_once, rows, max(1, most // max(1, token_bytes * across))
 
 
 def budget(query: torch.Tensor) -> int:

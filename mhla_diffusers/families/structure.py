@@ -168,6 +168,16 @@ class Structure(ABC):
         """
         raise ValueError(f"The {self.name!r} family does not tell RoPE of later frames: give it a rotary_from().")
 
+    def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
+        """Why a transformer has no RoPE for some frames of a video; None, if it has.
+
+        Args:
+            transformer: which.
+            first: place of the first frame, in tokens of the first axis.
+            last: place behind the last one.
+        """
+        return None
+
     def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Tile counts that exact tiles of a token grid are measured with.
 

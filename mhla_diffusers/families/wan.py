@@ -141,15 +141,23 @@ class WanFamily(Family):
             ValueError: the table ends before.
         """
         rope, last = transformer.rope, first + grid[0]
-        if last > rope.max_seq_len:
-            raise ValueError(
-                f"{type(transformer).__name__} has RoPE for {rope.max_seq_len} latent frames, its rope_max_seq_len, "
-                f"and these would be {first + 1} to {last}. Begin another video, or load the model with a larger "
-                "rope_max_seq_len=, which adds no weights; frames that far apart were not seen in training."
-            )
+        reason = self.why_too_late(transformer, first, last)
+        if reason is not None:
+            raise ValueError(reason)
         return (
             _with_frames(rotary[0], rope.freqs_cos[first:last, : rope.t_dim], grid),
             _with_frames(rotary[1], rope.freqs_sin[first:last, : rope.t_dim], grid),
+        )
+
+    def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
+        """The model's own table may end before."""
+        rope = transformer.rope
+        if last <= rope.max_seq_len:
+            return None
+        return (
+            f"{type(transformer).__name__} has RoPE for {rope.max_seq_len} latent frames, its rope_max_seq_len, "
+            f"and these would be {first + 1} to {last}. Begin another video, or load the model with a larger "
+            "rope_max_seq_len=, which adds no weights; frames that far apart were not seen in training."
         )
 
     def forward_arguments(

@@ -1,6 +1,7 @@
 """Generate a video frame block after frame block with a causal patch, in memory that does not grow with its length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -30,7 +31,8 @@ def stream_latents(
 
     A frame block begins as noise and is denoised by the pipeline's scheduler, seeing the frame blocks before it, which
     are clean. Then it is run once more at time 0, whose summaries later ones see. So a frame block costs one forward
-    more than its steps, and as much as the first one wherever in the video it is.
+    more than its steps, and as much as the first one wherever in the video it is. The call itself checks all that it
+    is given and encodes the text.
 
     Args:
         pipe: text-to-video pipeline of Wan or SkyReels-V2, patched with ``causal="block"``.
@@ -45,8 +47,9 @@ def stream_latents(
         generator: of the noise, one or one for each prompt; on the CPU for noise that does not depend on the device.
         **settings: of the pipeline's ``encode_prompt``, such as max_sequence_length.
 
-    Yields:
-        float32 (B, C, F, H, W), of the scale that the transformer gives; :func:`decode_latents` makes pixels of all.
+    Returns:
+        An iterator over float32 (B, C, F, H, W), of the scale that the transformer gives; :func:`decode_latents` makes
+        pixels of all.
 
     Raises:
         ValueError: a pipeline that takes pictures or has two transformers, a patch that leaves no state behind, a size
@@ -56,8 +59,10 @@ def stream_latents(
     _check(pipe, family, height, width, steps, frame_blocks)
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     texts = [prompts, [negative_prompt] * len(prompts)][: 2 if guidance != 1 else 1]
-    encoded = [family.encode_text(pipe, text, settings)[0].to(transformer.dtype) for text in texts]
     streams = [VideoStream(transformer) for _ in texts]
+    if frame_blocks is not None:
+        _check_end(transformer, family, frame_blocks)
+    encoded = [family.encode_text(pipe, text, settings)[0].to(transformer.dtype) for text in texts]
     shape = _shape_of_block(pipe, family, len(prompts), height, width)
 
     def predict(latents: torch.Tensor, time: torch.Tensor, keep: bool) -> torch.Tensor:
@@ -67,13 +72,26 @@ def stream_latents(
             found.append(stream(**arguments, keep=keep, return_dict=False)[0])
         return found[0] if len(found) == 1 else torch.lerp(found[1], found[0], guidance)
 
+    begin = partial(_noise, shape, generator, encoded[0].device)
+    return _denoised(pipe.scheduler, steps, begin, predict, frame_blocks)
+
+
+@torch.no_grad()
+def _denoised(
+    scheduler: Any,
+    steps: int,
+    begin: Callable[[], torch.Tensor],
+    predict: Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor],
+    frame_blocks: int | None,
+) -> Iterator[torch.Tensor]:
+    """One frame block after another, from noise to what the stream keeps of it."""
     for _ in count() if frame_blocks is None else range(frame_blocks):
-        latents = _noise(shape, generator, encoded[0].device)
-        pipe.scheduler.set_timesteps(steps, device=latents.device)
-        for time in pipe.scheduler.timesteps:
-            velocity = predict(latents, time, keep=False)
-            latents = pipe.scheduler.step(velocity, time, latents, return_dict=False)[0]
-        predict(latents, torch.zeros_like(time), keep=True)
+        latents = begin()
+        scheduler.set_timesteps(steps, device=latents.device)
+        for time in scheduler.timesteps:
+            velocity = predict(latents, time, False)
+            latents = scheduler.step(velocity, time, latents, return_dict=False)[0]
+        predict(latents, torch.zeros_like(time), True)
         yield latents
 
 
@@ -113,6 +131,15 @@ def _check(pipe: Any, family: Family, height: int, width: int, steps: int, frame
     side = family.spatial_stride(pipe) * family.spatial_patch(pipe.transformer)
     if height % side or width % side or height < 1 or width < 1:
         raise ValueError(f"height={height} and width={width} must be positive multiples of {side}.")
+
+
+def _check_end(transformer: Any, family: Family, frame_blocks: int) -> None:
+    for layer in require_layers(transformer).values():
+        frames = frame_blocks * int(layer.config.block_length or 0)
+        layer.config.grid_from((frames,))  # raises where the patch ends before
+        too_late = family.why_too_late(transformer, 0, frames)
+        if too_late is not None:
+            raise ValueError(too_late)
 
 
 def _shape_of_block(pipe: Any, family: Family, batch: int, height: int, width: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import feature_map_names, mhla_attention
+from mhla_diffusers.attention.feature_maps import get_feature_map
 
 from .problems import GRIDS, errors_against_reference, make_problem
 
@@ -96,6 +97,24 @@ def test_heads_and_rows_are_processed_in_groups_without_a_trace(monkeypatch):
     pieces = problem.run(mhla_attention, torch.float64)
     for name in whole:
         torch.testing.assert_close(pieces[name], whole[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [32, 64, 128])
+def test_a_sequence_shorter_than_its_grid_keeps_to_the_budget(tokens, monkeypatch):
+    """Fewer tokens than the first axis has too; counted are what the feature map is given at once."""
+    seen = []
+
+    def counted(name):
+        phi = get_feature_map(name)
+        return lambda x, eps: (seen.append(x.numel() * x.element_size()), phi(x, eps))[1]
+
+    monkeypatch.setattr("mhla_diffusers.attention.eager.get_feature_map", counted)
+    for budget in (4 * 8 * 4, 4 * 8 * 64):  # 4 and 64 tokens of one head
+        monkeypatch.setattr("mhla_diffusers.attention.eager._CPU_BYTES", budget)
+        query = torch.randn(1, tokens, 2, 8)
+        mhla_attention(query, query, query, torch.rand(4, 4), (64, 2), (4, 1), causal="block", backend="eager")
+        assert max(seen) <= budget
+        seen.clear()
 
 
 @pytest.mark.parametrize(("grid", "blocks"), GRIDS)

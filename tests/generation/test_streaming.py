@@ -1,7 +1,6 @@
 """Frame blocks generated one after another: what the scheduler and the transformer are given, flat memory, errors."""
 
 import gc
-import itertools
 from typing import Any
 
 import pytest
@@ -114,7 +113,7 @@ def test_pixels_are_those_that_the_pipeline_makes() -> None:
 
 def test_what_cannot_be_streamed_is_refused_with_the_way_out() -> None:
     def begin(pipe: Any, frame_blocks: int = 1, **call: Any) -> None:
-        next(itertools.chain(stream_latents(pipe, "a cat", frame_blocks, **_CALL | call)))
+        stream_latents(pipe, "a cat", frame_blocks, **_CALL | call)
 
     pipe = _pipe()
     with pytest.raises(ValueError, match=r"height=20 .*multiples of 16"):
@@ -129,3 +128,15 @@ def test_what_cannot_be_streamed_is_refused_with_the_way_out() -> None:
         begin(mhla.apply_mhla(wan_pipeline(wan_i2v()), **_CAUSAL))
     with pytest.raises(ValueError, match=r"causal=None.*causal='block'"):
         begin(mhla.apply_mhla(wan_pipeline(), blocks=(2, 2, 1), exact="none"))
+    with pytest.raises(ValueError, match=r"6 tokens, more than the 2 blocks of 2.*beyond='relative'"):
+        begin(_pipe(beyond="error"), 3)
+    with pytest.raises(ValueError, match=r"RoPE for 256 latent frames.*1 to 258.*rope_max_seq_len"):
+        begin(pipe, 129)
+    begin(pipe, 128)
+    begin(_pipe(beyond="error"), 2)
+
+
+def test_gradients_are_off_within_and_as_they_were_outside() -> None:
+    pipe = _pipe()
+    for latents in stream_latents(pipe, "a cat", 2, **_CALL):
+        assert torch.is_grad_enabled() and not latents.requires_grad

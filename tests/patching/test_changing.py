@@ -9,6 +9,8 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from peft import LoraConfig
 
 import mhla_diffusers as mhla
+from mhla_diffusers.attention import extend_mixing
+from mhla_diffusers.attention.mixing import causal_mixing
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import wan22_pipeline
@@ -173,3 +175,65 @@ def test_how_matrices_begin_cannot_be_changed_afterwards():
     with pytest.raises(ValueError, match="mixing_init='identity' says how fresh mixing matrices begin"):
         mhla.change_mhla(model, mixing_init="identity")
     assert mhla.describe(model)[0].replaced
+
+
+CAUSAL = {"exact": "none", "causal": "block", "block_length": 2}
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_causal_matrices_keep_their_order(rows, per_head, tmp_path):
+    """More blocks go on as the last one, fewer are the first ones; what is not seen is nowhere in it."""
+    case = FAMILIES["wan"]
+    model = trained("wan", **CAUSAL, blocks=(3, 2, 3), mixing_per_head=per_head)
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            later = torch.ones(3, 3).triu(1).repeat_interleave(6, 0).repeat_interleave(6, 1)
+            layer.mixing.masked_fill_(later.bool(), 1e6)  # no one reads it
+    before = [layer.mixing.detach().clone() for layer in mhla.mhla_layers(model).values()]
+    mhla.save_mhla(model, tmp_path)
+    mhla.change_mhla(model, blocks=(rows, 2, 3))
+    for layer, old in zip(mhla.mhla_layers(model).values(), before, strict=True):
+        shared = 6 * min(rows, 3)
+        expected = causal_mixing(old, (3, 2, 3), own=True)
+        torch.testing.assert_close(layer.mixing[..., :shared, :shared], expected[..., :shared, :shared])
+        if rows > 3:
+            torch.testing.assert_close(layer.mixing.detach(), extend_mixing(old, (3, 2, 3), rows))
+    loaded = mhla.load_mhla(case.build(), tmp_path, blocks=(rows, 2, 3))
+    assert torch.equal(output(model, inputs("wan")), output(loaded, inputs("wan")))
+    mhla.change_mhla(model, blocks=(rows, 1, 1))
+    assert all(layer.mixing.max() < 1 for layer in mhla.mhla_layers(model).values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"blocks": (3, 1, 1), "causal": None}, r"from \(2, 2, 3\) to \(3, 1, 1\) .*causal='block' to None"),
+        ({"blocks": (4, 2, 3), "block_length": 1}, r"block_length=2 to 1: .*one after the other"),
+    ],
+)
+def test_an_order_and_blocks_are_changed_one_after_the_other(settings, message):
+    model = trained("wan", **CAUSAL, blocks=(2, 2, 3))
+    before = footprint(model)
+    with pytest.raises(ValueError, match=message):
+        mhla.change_mhla(model, **settings)
+    assert_same_footprint(model, before)
+    for name, value in settings.items():
+        mhla.change_mhla(model, **{name: value})
+
+
+@pytest.mark.parametrize("signed_entry", [(7, 7), (7, 0), (0, 7)])
+def test_signed_matrices_do_not_come_to_a_patch_that_takes_their_logarithm(signed_entry):
+    """A later block's entry is not seen, so that its sign does not matter."""
+    model = trained("wan", mixing_clip=False)
+    with torch.no_grad():
+        list(mhla.mhla_layers(model).values())[1].mixing[signed_entry] = -0.1
+    settings = CAUSAL | {"exact": "own", "mixing_clip": True}
+    if signed_entry == (0, 7):
+        mhla.change_mhla(model, **settings)
+        assert output(model, inputs("wan")).isfinite().all()
+    else:
+        before = footprint(model)
+        with pytest.raises(ValueError, match=r"blocks\.1\.attn1\.mhla\.mixing.* -0\.1.*register_mixing_clip"):
+            mhla.change_mhla(model, **settings)
+        assert_same_footprint(model, before)

@@ -22,11 +22,11 @@ def frames_together(transformer: Any) -> int | None:
     """Latent frames of a frame block, which share a time; None if all frames do.
 
     Raises:
-        ValueError: a patch with ``causal="block"`` in a model that takes one time for all frames.
+        ValueError: a patch with ``causal="block"`` in a model that takes one time for all frames, or not in all of its
+            self-attentions.
     """
-    lengths = {
-        layer.config.block_length for layer in mhla_layers(transformer).values() if layer.config.causal == "block"
-    }
+    layers = {name: layer for name, layer in mhla_layers(transformer).items() if layer.config.causal == "block"}
+    lengths = {layer.config.block_length for layer in layers.values()}
     if not lengths:
         return None
     family = get_family(transformer)
@@ -35,6 +35,14 @@ def frames_together(transformer: Any) -> int | None:
             "A patch with causal='block' is trained with a time for every frame block, and "
             f"{type(transformer).__name__} takes one for all frames; those of its family {family.name!r} that take "
             f"more are: {', '.join(family.streamed) or 'none'}."
+        )
+    attentions = family.self_attentions(transformer)
+    others = [name for name in attentions if f"{name}.mhla" not in layers]
+    if others:
+        raise ValueError(
+            f"A patch with causal='block' is trained for frames that see no later ones, and {len(others)} of "
+            f"{len(attentions)} self-attentions see them: {', '.join(others)}. Patch with layers='all' and "
+            "causal='block'."
         )
     (length,) = lengths
     return int(length or 0) * int(transformer.config.patch_size[0])

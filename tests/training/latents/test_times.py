@@ -146,3 +146,9 @@ def test_a_model_that_takes_one_time_for_all_frames_is_refused_before_training()
         ValueError, match=r"causal='block'.*WanVACETransformer3DModel takes one for all.*WanTransformer3DModel"
     ):
         train(model, _data(), _config("unused"))
+
+
+def test_a_model_of_which_some_layers_see_later_frames_is_refused_before_training(tmp_path: Any) -> None:
+    model = mhla.apply_mhla(wan(num_layers=2), **_CAUSAL, layers=[1])
+    with pytest.raises(ValueError, match=r"causal='block'.*1 of 2 .*blocks\.0\.attn1.*layers='all'"):
+        train(model, _data(), _config(str(tmp_path)))
