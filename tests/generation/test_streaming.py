@@ -74,7 +74,7 @@ def test_memory_is_flat_in_the_number_of_frame_blocks() -> None:
             alive[number] = sum(x.nbytes for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
         if number == 100:
             break
-    assert alive[10] == alive[100]
+    assert alive[100] <= alive[10]  # less where something of another test was freed meanwhile
 
 
 @pytest.mark.parametrize("forcing", [False, True])

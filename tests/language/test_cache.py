@@ -118,7 +118,7 @@ def test_a_cache_does_not_go_on_with_another_layer():
     model, ids = patched(), text()
     cache = MHLACache(model)
     logits(model, ids, past_key_values=cache)
-    mhla.change_mhla(model, blocks=(3,), block_length=16)
+    mhla.change_mhla(model, block_length=16)
     with pytest.raises(ValueError, match=r"Layer 0 has another MHLA layer.*reset\(\)"):
         logits(model, ids[:, :1], past_key_values=cache)
     cache.reset()

@@ -114,7 +114,9 @@ def test_what_is_kept_is_of_one_size_however_long_the_video() -> None:
                 gc.collect()
                 alive = sum(x.nbytes for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
                 taken.append((stream.nbytes, alive))
-    assert taken[0] == taken[1]
+    (of_ten, alive_at_ten), (of_hundred, alive_at_hundred) = taken
+    assert of_ten == of_hundred
+    assert alive_at_hundred <= alive_at_ten  # less where something of another test was freed meanwhile
     assert stream.frames == 100 * _LENGTH
     stream.reset()
     assert stream.nbytes == stream.frames == 0
