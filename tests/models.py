@@ -4,6 +4,7 @@ Weights are random and seeded. A model's parameters are all random (also those t
 weights of norms), so that a test notices when one is left out, unless a test asks for a fresh model with ``noise=0``.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -204,3 +205,10 @@ def relative_change(found: torch.Tensor, expected: torch.Tensor) -> float:
 def assert_changed(found: torch.Tensor, before: torch.Tensor) -> None:
     """By far more than rounding, and still finite."""
     assert relative_change(found, before) > 1e-3
+
+
+def bytes_alive() -> int:
+    """Of all tensors that hold values in this process; those that compilers work with have none."""
+    gc.collect()
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return sum(x.nbytes for x in gc.get_objects() if type(x) in kinds and not x.is_meta and x.layout == torch.strided)

@@ -1,6 +1,5 @@
 """Frame blocks generated one after another: what the scheduler and the transformer are given, flat memory, errors."""
 
-import gc
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.generation.streaming import decode_latents, stream_latents
 
 from ..families.tiny import skyreels_v2
-from ..models import assert_changed, relative_change, wan, wan_i2v
+from ..models import assert_changed, bytes_alive, relative_change, wan, wan_i2v
 from ..pipelines import wan22_pipeline, wan_pipeline
 
 _CAUSAL: dict[str, Any] = {
@@ -70,8 +69,7 @@ def test_memory_is_flat_in_the_number_of_frame_blocks() -> None:
     alive = {}
     for number, _ in enumerate(stream_latents(_pipe(), "a cat", None, **_CALL), start=1):
         if number in (10, 100):
-            gc.collect()
-            alive[number] = sum(x.nbytes for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+            alive[number] = bytes_alive()
         if number == 100:
             break
     assert alive[100] <= alive[10]  # less where something of another test was freed meanwhile

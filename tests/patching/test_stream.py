@@ -1,6 +1,5 @@
 """A video frame block after frame block: equal to all of it at once, of one size however long, and its errors."""
 
-import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 import mhla_diffusers as mhla
 from mhla_diffusers import VideoStream
 
-from ..models import assert_changed, output, relative_change, wan
+from ..models import assert_changed, bytes_alive, output, relative_change, wan
 
 _SIDES = (4, 6)
 _TOKENS = _SIDES[0] * _SIDES[1]
@@ -111,9 +110,7 @@ def test_what_is_kept_is_of_one_size_however_long_the_video() -> None:
         for count in range(1, 101):
             stream(**arguments)
             if count in (10, 100):
-                gc.collect()
-                alive = sum(x.nbytes for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
-                taken.append((stream.nbytes, alive))
+                taken.append((stream.nbytes, bytes_alive()))
     (of_ten, alive_at_ten), (of_hundred, alive_at_hundred) = taken
     assert of_ten == of_hundred
     assert alive_at_hundred <= alive_at_ten  # less where something of another test was freed meanwhile
