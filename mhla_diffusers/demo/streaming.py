@@ -119,7 +119,7 @@ def section_of_page(judged: Sequence[Judged], scenes: Sequence[Scene], folder: P
     long = judged[-1]
     clips = draw_clips(long.name, long.pictures, scenes, folder / "stream.gif")
     told = (
-        f"One frame after another, {LONGER} times as many as were trained on, each seeing what is kept of the frames "
+        f"A few frames after others, {LONGER} times as many as were trained on, each seeing what is kept of the frames "
         "before it, which takes the same memory however many there are."
     )
     return f"<p>{told}</p>{html_table(HEADER, (one.cells for one in judged))}{html_media(clips, long.name)}"
