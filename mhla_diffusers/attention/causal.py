@@ -22,11 +22,10 @@ import torch
 
 from .blocks import Shape, frame_block_starts
 from .call import Call
-from .eager import finish, sum_dtype
-from .merge import ExactAttention, LinearAttention
+from .eager import finish
+from .merge import ExactAttention, LinearAttention, least_mixing, under_common_sum, with_least_mask
 from .mixing import causal_mixing
 from .own_block import Own
-from .reference import LEAST_MASK, LEAST_MIXING
 from .tiles import ExactTiles
 
 Causal = Literal["token", "block"]
@@ -94,18 +93,6 @@ def with_causal_mixing(call: Call) -> Call:
     return replace(with_least_mask(call), mixing=causal_mixing(least_mixing(call.mixing), call.blocks, own=True))
 
 
-def least_mixing(mixing: torch.Tensor) -> torch.Tensor:
-    """A mixing matrix of which no entry is 0, in the type of sums."""
-    return mixing.to(sum_dtype(mixing.dtype)) + LEAST_MIXING
-
-
-def with_least_mask(call: Call) -> Call:
-    """A call whose masked keys still weigh something."""
-    if call.key_mask is None:
-        return call
-    return replace(call, key_mask=call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK))
-
-
 def far_field(call: Call) -> Call:
     """MHLA over the earlier frame blocks alone, without norm, gate and λ."""
     mixing = causal_mixing(call.mixing, call.blocks, own=False)
@@ -158,8 +145,6 @@ def beside_earlier(call: Call, own: Own, earlier: tuple[torch.Tensor, ...] | Non
             log_far = normaliser[0].log()
             if call.far_field_weight is not None:
                 log_far = log_far + call.far_field_weight.to(log_far.dtype).log()[:, None]
-            log_own = log_sum[:, alone:]
-            share, rest = torch.sigmoid(log_own - log_far), torch.sigmoid(log_far - log_own)
-            beside = share * output[:, alone:] + rest * far
+            beside = under_common_sum(output[:, alone:], log_sum[:, alone:], far, log_far)
         output = torch.cat([output[:, :alone], beside], dim=1)
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)

@@ -73,18 +73,15 @@ def _merged(
     if call.far_field_weight is not None and all_else is not None:
         far, normaliser = all_else
         log_far = (call.far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
-        share, rest = torch.sigmoid(log_sum - log_far), torch.sigmoid(log_far - log_sum)
-        output = share * output + rest * far
+        output = under_common_sum(output, log_sum, far, log_far)
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
 
 
 def far_field(call: Call) -> Call:
     """MHLA over all blocks: what a call leaves to the summaries, without all that softmax takes, norm and gate."""
-    mask = call.key_mask
     return replace(
-        call,
-        mixing=call.mixing.to(sum_dtype(call.mixing.dtype)) + LEAST_MIXING,
-        key_mask=mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK) if mask is not None else None,
+        with_least_mask(call),
+        mixing=least_mixing(call.mixing),
         output_norm=None,
         output_gate=None,
         far_field_weight=None,
@@ -92,3 +89,22 @@ def far_field(call: Call) -> Call:
         mean_bias=None,
         outside=None,
     )
+
+
+def under_common_sum(
+    near: torch.Tensor, log_near: torch.Tensor, far: torch.Tensor, log_far: torch.Tensor
+) -> torch.Tensor:
+    """Two outputs (B, N, H, D) under the sum of their denominators, whose logs are (B, N, H, 1)."""
+    return torch.sigmoid(log_near - log_far) * near + torch.sigmoid(log_far - log_near) * far
+
+
+def least_mixing(mixing: torch.Tensor) -> torch.Tensor:
+    """A mixing matrix of which no entry is 0, in the type of sums."""
+    return mixing.to(sum_dtype(mixing.dtype)) + LEAST_MIXING
+
+
+def with_least_mask(call: Call) -> Call:
+    """A call whose masked keys still weigh something."""
+    if call.key_mask is None:
+        return call
+    return replace(call, key_mask=call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK))

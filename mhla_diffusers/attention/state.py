@@ -20,15 +20,14 @@ from .causal import (
     beside_earlier,
     check_causal,
     has_own_part,
-    least_mixing,
     part_of,
     with_causal_mixing,
-    with_least_mask,
 )
 from .checks import check_call, check_rotary, check_tensors
 from .eager import sum_dtype, without_autocast
 from .feature_maps import get_feature_map
 from .functional import CAUSAL_BACKENDS, check_backend, chosen_backend
+from .merge import least_mixing, with_least_mask
 from .own_block import Own, softmax_up_to_itself
 from .rotary import Rotary, rotated
 
