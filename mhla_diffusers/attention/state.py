@@ -172,7 +172,7 @@ class MHLAState:
                 self._mix_earlier(self._row_of(call))  # before what is put back, as every denoising step needs it
             before = vars(self).copy()
             try:
-                output = self._go_on(attend, call if rotary is None else with_rotary(call, rotary, None))
+                output = self._go_on(attend, call if rotary is None else with_rotary(call, rotary, None), keep)
             except BaseException:  # an interrupted step too would leave half of itself behind
                 vars(self).update(before)
                 raise
@@ -233,19 +233,23 @@ class MHLAState:
         row, offset = divmod(length - starts[-1], starts[1])
         return self.blocks[0] + row, offset, starts[1]
 
-    def _go_on(self, attend: CausalAttention, call: Call) -> torch.Tensor:
-        """The output, frame block after frame block, but for the begin of a sequence, which is one call."""
+    def _go_on(self, attend: CausalAttention, call: Call, keep: bool) -> torch.Tensor:
+        """The output, frame block after frame block, but for the begin of a sequence, which is one call.
+
+        Without ``keep`` what the last one leaves behind is not summed up.
+        """
         outputs, done, count = [], 0, call.query.shape[1]
         if not self.length and count > self._starts[1]:
             done = min(count, self._starts[-1])
             begin = part_of(call, slice(0, done))
             outputs.append(attend(begin))
-            self._keep_begin(attend, with_causal_mixing(begin))
+            if keep or done < count:
+                self._keep_begin(attend, with_causal_mixing(begin))
         while done < count:
             _, offset, length = self._place()
             end = min(done + length - offset, count)
             piece, earlier = self._piece(part_of(call, slice(done, end)))
-            outputs.append(self._attend(attend, piece, earlier))
+            outputs.append(self._attend(attend, piece, earlier, keep or end < count))
             done = end
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
@@ -274,21 +278,24 @@ class MHLAState:
         grid, blocks = (frames, *self.grid[1:]), (1, *self.blocks[1:])
         return replace(call, grid=grid, blocks=blocks, mixing=mixing[..., -1, :], first=0), self._earlier
 
-    def _attend(self, attend: CausalAttention, piece: Call, earlier: torch.Tensor | None) -> torch.Tensor:
-        summaries = attend.linear.summaries(piece)
+    def _attend(self, attend: CausalAttention, piece: Call, earlier: torch.Tensor | None, keep: bool) -> torch.Tensor:
         seen = replace(piece, mixing=torch.eye(piece.mixing.shape[-1], device=piece.query.device))
         if not has_own_part(piece):
+            summaries = attend.linear.summaries(piece)
             own = _mixed(piece.mixing, summaries)
             output = attend.linear.read(seen, own if earlier is None else earlier + own)[0]
-        else:
-            own_part = self._own(attend, piece)
-            if self._open is not None and piece.far_field_weight is None:
-                before = _mixed(piece.mixing, self._open)
-                earlier = before if earlier is None else earlier + before
-            seen = replace(seen, output_norm=None, output_gate=None, far_field_weight=None)
-            far = None if earlier is None else attend.linear.read(seen, earlier)
-            output = beside_earlier(piece, own_part, far)
-        self._keep(piece, summaries)
+            if keep:
+                self._keep(piece, summaries)
+            return output
+        own_part = self._own(attend, piece)
+        if self._open is not None and piece.far_field_weight is None:
+            before = _mixed(piece.mixing, self._open)
+            earlier = before if earlier is None else earlier + before
+        seen = replace(seen, output_norm=None, output_gate=None, far_field_weight=None)
+        far = None if earlier is None else attend.linear.read(seen, earlier)
+        output = beside_earlier(piece, own_part, far)
+        if keep:
+            self._keep(piece, attend.linear.summaries(piece))
         return output
 
     def _own(self, attend: CausalAttention, piece: Call) -> Own:
