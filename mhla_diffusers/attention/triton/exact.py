@@ -13,7 +13,7 @@ from ..call import Call
 from ..tiles import ExactTiles, lists_with_outside, tiles_of_outside
 from .arguments import angles
 from .exact_lists import ExactCall
-from .operators import refuse_second_derivative
+from .operators import readable_gradient, refuse_second_derivative
 
 _FIELDS = {
     "query": "Tensor",
@@ -168,10 +168,7 @@ def _differentiate(
     unused = (None,) * (len(_FIELDS) - 4)
     if output_gradient is None and log_sum_gradient is None:
         return None, None, None, None, *unused
-    if output_gradient is None:
-        output_gradient = torch.zeros_like(output)
-    if output_gradient.stride(-1) != 1:
-        output_gradient = output_gradient.contiguous()
+    output_gradient = readable_gradient(output_gradient, output)
     *gradients, of_bias = exact_tiles_backward(
         output_gradient, log_sum_gradient, output, log_sum, *tensors, *ctx.settings
     )

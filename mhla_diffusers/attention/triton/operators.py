@@ -173,16 +173,20 @@ def _differentiate_read(
     differentiated = summary, *arguments[: len(BY_READ.differentiable)]
     if output_gradient is None and normaliser_gradient is None:
         return None, *BY_READ.one_per_argument((None,) * len(differentiated))
-    if output_gradient is None:
-        output_gradient = torch.zeros_like(arguments[0])
-    if output_gradient.stride(-1) != 1:
-        output_gradient = output_gradient.contiguous()
+    output_gradient = readable_gradient(output_gradient, arguments[0])
     gradients = read_backward(output_gradient, normaliser_gradient, summary, *arguments)
     found = (None if x is None else gradient for x, gradient in zip(differentiated, gradients, strict=True))
     return None, *BY_READ.one_per_argument(tuple(found))
 
 
 read.register_autograd(_differentiate_read, setup_context=_save_read)
+
+
+def readable_gradient(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
+    """As kernels read it, with channels side by side; 0 like ``of`` for none."""
+    if gradient is None:
+        return torch.zeros_like(of)
+    return gradient if gradient.stride(-1) == 1 else gradient.contiguous()
 
 
 def refuse_second_derivative(*_: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from ..blocks import frame_block_starts
 from ..call import Call
 from ..own_block import Own
 from .exact import rotate
-from .operators import Taken, refuse_second_derivative
+from .operators import Taken, readable_gradient, refuse_second_derivative
 
 BY_OWN_BLOCK = Taken(["query", "key", "value"], ["key_mask", "rotary"])
 
@@ -129,10 +129,7 @@ def _differentiate(
     output, log_sum, *arguments = BY_OWN_BLOCK.saved(ctx)
     if output_gradient is None and log_sum_gradient is None:
         return None, *BY_OWN_BLOCK.one_per_argument((None, None, None))
-    if output_gradient is None:
-        output_gradient = torch.zeros_like(output)
-    if output_gradient.stride(-1) != 1:
-        output_gradient = output_gradient.contiguous()
+    output_gradient = readable_gradient(output_gradient, output)
     gradients = own_block_backward(output_gradient, log_sum_gradient, output, log_sum, ctx.has_softmax, *arguments)
     return None, *BY_OWN_BLOCK.one_per_argument(gradients)
 
