@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..families import Family, get_family
+from ..families.encoding import of_own_scale
 from ..patching import VideoStream, require_layers
 
 Generators = torch.Generator | Sequence[torch.Generator]
@@ -106,9 +107,7 @@ def decode_latents(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     Returns:
         (B, frames, H, W, 3) in [0, 1], float32 on the CPU.
     """
-    settings, one = pipe.vae.config, (1, -1, 1, 1, 1)
-    mean, deviation = (torch.tensor(x, device=latents.device) for x in (settings.latents_mean, settings.latents_std))
-    scaled = latents.float() * deviation.view(one) + mean.view(one)
+    scaled = of_own_scale(pipe.vae, latents.float())
     pixels = pipe.vae.decode(scaled.to(pipe.vae.device, pipe.vae.dtype), return_dict=False)[0]
     return torch.as_tensor(pipe.video_processor.postprocess_video(pixels, output_type="np"))
 
