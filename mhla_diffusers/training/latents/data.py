@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
 from ..config import TrainingConfig
-from .times import random_quantiles
+from .times import inside_unit_interval, random_quantiles
 
 
 def _leave_interrupts_alone(worker: int) -> None:
@@ -138,7 +138,7 @@ class NoisedBatches:
         for position in range(first, first + len(latents)):
             generator = generator_for(self._config.seed, "noise", step, position)
             if self._together is None:
-                quantiles.append(_inside_unit_interval(torch.rand((), dtype=torch.float64, generator=generator)))
+                quantiles.append(inside_unit_interval(torch.rand((), dtype=torch.float64, generator=generator)))
             else:
                 quantiles.append(random_quantiles(latents.shape[2], self._together, generator))
             dropped.append(torch.rand((), generator=generator) < self._config.prompt_dropout)
@@ -267,7 +267,3 @@ def drop_prompts(
 def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Floating-point tensors in float32, whatever they were stored in."""
     return {name: (x.float() if x.is_floating_point() else x).to(device) for name, x in tensors.items()}
-
-
-def _inside_unit_interval(quantile: torch.Tensor) -> torch.Tensor:
-    return quantile.clamp(1e-6, 1 - 1e-6)

@@ -51,7 +51,7 @@ def frames_together(transformer: Any) -> int | None:
 def random_quantiles(frames: int, together: int, generator: torch.Generator) -> torch.Tensor:
     """Quantiles of the training distribution of times for every frame of a sample, 0 for clean: float64 (F,)."""
     count = -(-frames // together)
-    quantiles = torch.rand(count, dtype=torch.float64, generator=generator).clamp(1e-6, 1 - 1e-6)
+    quantiles = inside_unit_interval(torch.rand(count, dtype=torch.float64, generator=generator))
     begun = torch.rand((), generator=generator) < _BEGUN
     clean = int(torch.randint(count, (), generator=generator))
     quantiles[: clean if begun else 0] = 0
@@ -61,4 +61,9 @@ def random_quantiles(frames: int, together: int, generator: torch.Generator) -> 
 def even_quantiles(first: torch.Tensor, frames: int, together: int) -> torch.Tensor:
     """Always the same quantiles for every frame of a sample, from that of the first frame block: float64 (F,)."""
     blocks = torch.arange(-(-frames // together), dtype=first.dtype, device=first.device)
-    return ((first + _TURN * blocks) % 1).clamp(1e-6, 1 - 1e-6).repeat_interleave(together)[:frames]
+    return inside_unit_interval((first + _TURN * blocks) % 1).repeat_interleave(together)[:frames]
+
+
+def inside_unit_interval(quantiles: torch.Tensor) -> torch.Tensor:
+    """Quantiles off 0 and 1, at which a time would be that of no noise or of nothing else."""
+    return quantiles.clamp(1e-6, 1 - 1e-6)
