@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..attention.blocks import block_sizes
-from ..families import Family, get_family
+from ..families import AttentionForm, Family, get_family
 from ..patching import MHLAProcessor, TransformerCall, attended
 from ..patching.attended import Attended
 
@@ -167,12 +167,12 @@ def analyze_layers(
             each(name, matrix)
         attn = attentions[name]
         kind = "MHLA" if isinstance(attn.processor, MHLAProcessor) else family.own_attention
-        bound = rank_bound(attn, grid, kind)
+        bound = rank_bound(attn, family.form_of(attn), grid, kind)
         layers.append(LayerAnalysis(name, kind, tokens, rank(matrix), bound, entropy(matrix)))
     return layers
 
 
-def rank_bound(attn: Any, grid: tuple[int, ...], kind: str) -> int:
+def rank_bound(attn: Any, form: AttentionForm, grid: tuple[int, ...], kind: str) -> int:
     """The largest rank that the attention matrix can have.
 
     N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With exact
@@ -180,10 +180,11 @@ def rank_bound(attn: Any, grid: tuple[int, ...], kind: str) -> int:
 
     Args:
         attn: the self-attention.
+        form: of it.
         grid: token grid.
         kind: MHLA, linear or softmax.
     """
-    tokens, head_dim = torch.Size(grid).numel(), int(attn.inner_dim) // int(attn.heads)
+    tokens, (_, head_dim) = torch.Size(grid).numel(), form.heads(attn)
     if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.exact != "none"):
         return tokens
     sizes = block_sizes(grid, attn.mhla.config.blocks_on(grid)) if kind == "MHLA" else [tokens]

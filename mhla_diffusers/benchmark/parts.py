@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.costs import AttentionSizes
 from ..families import get_family
-from ..families.forms import attention_arguments
 from ..patching import MHLAProcessor
 from ..patching.costs import sizes_of
 from .shapes import Cost
@@ -95,7 +94,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
     def attention_sizes_of(attn: Any, given: Any) -> tuple[AttentionSizes, torch.Tensor]:
         args, kwargs = given
         form = family.form_of(attn)
-        read = form.read(attn, attention_arguments(args, kwargs))
+        read = form.read(attn, form.arguments(args, kwargs))
         config = attn.processor.config if isinstance(attn.processor, MHLAProcessor) else None
         outside = sum(form.outside(read, math.prod(grid)))
         return sizes_of(attn, family, config, grid, outside), read.hidden_states

@@ -10,6 +10,7 @@ from ..attention.rotary import Rotary
 from .base import Family
 from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily
+from .dinov2 import Dinov2Family
 from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput
@@ -26,9 +27,11 @@ from .qwenimage import QwenImageFamily
 from .sana import SanaFamily
 from .sana_video import SanaVideoFamily
 from .sd3 import SD3Family
+from .siglip import SiglipFamily
 from .sizes import Clip, Model
 from .skyreels_v2 import SkyReelsV2Family
 from .structure import Sample
+from .vit import DeiTFamily, PooledViTFamily, ViTFamily
 from .wan import WanFamily
 from .wan_animate import WanAnimateFamily
 from .z_image import ZImageFamily
@@ -38,6 +41,8 @@ _FAMILIES: dict[str, Family] = {
     for family in (
         ChronoEditFamily(),
         CogVideoXFamily(),
+        DeiTFamily(),
+        Dinov2Family(),
         DiTFamily(),
         FluxFamily(),
         HunyuanDiTFamily(),
@@ -47,11 +52,14 @@ _FAMILIES: dict[str, Family] = {
         LlamaFamily(),
         LTXFamily(),
         PixArtFamily(),
+        PooledViTFamily(),
         QwenImageFamily(),
         SanaFamily(),
         SanaVideoFamily(),
         SD3Family(),
+        SiglipFamily(),
         SkyReelsV2Family(),
+        ViTFamily(),
         WanFamily(),
         WanAnimateFamily(),
         ZImageFamily(),

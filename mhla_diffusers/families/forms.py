@@ -12,7 +12,7 @@ from torch import nn
 
 from ..attention.rotary import Rotary, rotary_table, rotated
 from ..config import MHLAConfig
-from .projecting import Projected, finite, lowered, output_projection, project_tokens
+from .projecting import Projected, finite, lowered, project_tokens
 
 _ROTARY_NAMES = ("rotary_emb", "image_rotary_emb", "freqs_cis")
 """What diffusers' attentions call what is handed to them for RoPE."""
@@ -27,14 +27,6 @@ class AttentionArguments(NamedTuple):
     rotary_emb: Any = None
     """Whatever the model hands over for RoPE, under one of several names."""
     encoder_hidden_states_mask: torch.Tensor | None = None
-
-
-def attention_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionArguments:
-    """Read what an attention's forward was called with, as a hook gets it."""
-    given = {name: value for name, value in kwargs.items() if name in AttentionArguments._fields}
-    told = next((kwargs[name] for name in _ROTARY_NAMES if kwargs.get(name) is not None), None)
-    given |= {"rotary_emb": told} if told is not None else {}
-    return AttentionArguments(*args, **given)
 
 
 class AttentionInput(NamedTuple):
@@ -75,6 +67,18 @@ class AttentionForm:
     def query_projection(self, attn: Any) -> Any:
         """The linear layer that makes the queries of the attention's input."""
         return attn.to_q
+
+    def output_projection(self, attn: Any) -> Any:
+        """The linear layer behind an attention's heads; None in blocks where another layer projects them."""
+        found = getattr(attn, "to_out", None)
+        return found[0] if found is not None else None
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionArguments:
+        """What the attention's forward was called with, as a hook gets it."""
+        given = {name: value for name, value in kwargs.items() if name in AttentionArguments._fields}
+        told = next((kwargs[name] for name in _ROTARY_NAMES if kwargs.get(name) is not None), None)
+        given |= {"rotary_emb": told} if told is not None else {}
+        return AttentionArguments(*args, **given)
 
     def is_cross_attention(self, arguments: AttentionArguments) -> bool:
         """Whether a call is that of a cross-attention, which is none of ours."""
@@ -170,7 +174,7 @@ class AttentionForm:
         fused, apart = ("to_qkv", "to_added_qkv"), ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
         names = (*(fused if attn.fused_projections else apart), "to_add_out")
         found = [getattr(attn, name, None) for name in names]
-        return [module for module in (*found, output_projection(attn)) if module is not None]
+        return [module for module in (*found, self.output_projection(attn)) if module is not None]
 
 
 def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:

@@ -46,7 +46,7 @@ class LlamaFamily(Family):
     name = "llama"
     transformers = ("LlamaForCausalLM", "LlamaModel")
     axes = 1
-    is_diffusion = False
+    kind = "language"
     own_attention_is_causal = True
     block_lists = ("layers",)
     attentions = ("self_attn",)
@@ -99,7 +99,7 @@ class LlamaFamily(Family):
 
     def self_attention_processor(self) -> Any:
         """What stands for the attention implementation that the model's configuration names."""
-        from .with_interface import OwnAttention
+        from .attention_classes import OwnAttention
 
         return OwnAttention()
 

@@ -10,12 +10,6 @@ Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _FLOAT16_MAX = 65504.0
 
 
-def output_projection(attn: Any) -> Any:
-    """The linear layer behind an attention's heads; None in blocks where another layer projects them."""
-    found = getattr(attn, "to_out", None)
-    return found[0] if found is not None else None
-
-
 def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
     """Query, key and value (B, N, H, D) by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``."""
     if attn.fused_projections:

@@ -43,9 +43,9 @@ class Structure(ABC):
     """Whether a token of theirs never sees a later one."""
     own_attention_eps: ClassVar[float] = 0.0
     """Added to the normaliser by a family whose own attention is linear with φ = ReLU."""
-    is_diffusion: ClassVar[bool] = True
-    """Whether it is a diffusion model of diffusers, which a pipeline calls in every denoising step; if not, it is a
-    language model of transformers.
+    kind: ClassVar[Literal["diffusion", "language", "vision"]] = "diffusion"
+    """A diffusion model of diffusers, which a pipeline calls in every denoising step, or a language or vision model of
+    transformers.
     """
     squares_only: ClassVar[bool] = False
     """Whether height and width must be equal."""
@@ -66,6 +66,11 @@ class Structure(ABC):
     """
 
     @property
+    def is_diffusion(self) -> bool:
+        """Whether it is a diffusion model."""
+        return self.kind == "diffusion"
+
+    @property
     def makes_videos(self) -> bool:
         """Whether a sample has frames."""
         return self.axes == 3
@@ -77,6 +82,10 @@ class Structure(ABC):
             for list_name in self.block_lists
             for index, block in enumerate(getattr(transformer, list_name, ()))
         }
+
+    def trunk(self, transformer: Any) -> Any:
+        """The module whose forward is given the pixels or latents and runs the blocks; by default all of it."""
+        return transformer
 
     def form_of(self, attn: Any) -> AttentionForm:
         """The form of one of the self-attentions, by default :attr:`form`."""

@@ -16,30 +16,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from .attention_classes import WithProcessor, give_classes, refuse_weights, take_classes
+
 PREFIX = "mhla+"
 """Of the names of implementations."""
 
 
-class OwnAttention:
-    """Stands where no processor is: the layer runs the implementation that the model had."""
-
-
-_OWN = OwnAttention()
-
-
-class LlamaAttention(modeling_llama.LlamaAttention):
+class LlamaAttention(WithProcessor, modeling_llama.LlamaAttention):
     """An attention of a patched Llama: everything else inherited, and named as its base class."""
 
     own_function = staticmethod(modeling_llama.eager_attention_forward)
     """What transformers calls "eager"."""
-    processor: Any = _OWN
-
-    def set_processor(self, processor: Any) -> None:
-        """As diffusers' attentions have it; :class:`OwnAttention` takes the processor away."""
-        if not isinstance(processor, OwnAttention):
-            self.processor = processor
-        elif "processor" in vars(self):
-            del self.processor
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a model that another process has pickled."""
@@ -47,10 +34,6 @@ class LlamaAttention(modeling_llama.LlamaAttention):
         implementation = str(self.config._attn_implementation)
         if implementation.startswith(PREFIX):
             _registered(implementation.removeprefix(PREFIX))
-
-    def get_processor(self) -> Any:
-        """As diffusers' attentions have it."""
-        return self.processor
 
     def forward(
         self,
@@ -66,7 +49,7 @@ class LlamaAttention(modeling_llama.LlamaAttention):
             ValueError: another implementation has been set since the patch.
         """
         if not str(self.config._attn_implementation).startswith(PREFIX):
-            if not isinstance(self.processor, OwnAttention):
+            if self.has_processor:
                 raise ValueError(
                     f"This model is patched with MHLA, but its attention implementation has been set to "
                     f"{self.config._attn_implementation!r} since, so MHLA would not run. Call remove_mhla(), set the "
@@ -99,8 +82,7 @@ def give_interface(transformer: Any, attentions: Iterable[Any]) -> None:
     """Make the attentions of a model such ones, and name the implementation for them in a configuration of its own."""
     before = transformer.config
     name = _registered(str(before._attn_implementation))
-    for attn in attentions:
-        attn.__class__ = _WITH.get(type(attn), type(attn))
+    give_classes(attentions, _WITH)
     own = copy.copy(before)
     own._attn_implementation = name
     _give_config(transformer, before, own)
@@ -109,9 +91,7 @@ def give_interface(transformer: Any, attentions: Iterable[Any]) -> None:
 
 def take_interface(transformer: Any, attentions: Iterable[Any]) -> None:
     """The inverse of :func:`give_interface`."""
-    own = {kind: base for base, kind in _WITH.items()}
-    for attn in attentions:
-        attn.__class__ = own.get(type(attn), type(attn))
+    take_classes(attentions, _WITH)
     before, meanwhile = getattr(transformer, _CONFIG_BEFORE), transformer.config
     # what was set meanwhile stays set
     vars(before).update({name: value for name, value in vars(meanwhile).items() if name != _IMPLEMENTATION})
@@ -226,21 +206,12 @@ def attend(
             "A patched model makes its masks itself, and was given a ready one of four axes or none; give "
             "attention_mask of two axes, (batch, tokens), or leave it out."
         )
-    if isinstance(module.processor, OwnAttention):
+    if not module.has_processor:
         function = ALL_ATTENTION_FUNCTIONS.get_interface(replaced, module.own_function)
         mask, more = attention_mask.of_softmax(), {**kwargs, "dropout": dropout}
         attended: tuple[torch.Tensor, torch.Tensor | None] = function(module, query, key, value, mask, **more)
         return attended
-    if dropout:
-        raise ValueError(
-            f"attention_dropout={dropout} drops weights of softmax, which MHLA does not make; set "
-            "model.config.attention_dropout = 0 before the model is made, or attn.attention_dropout of its layers."
-        )
-    if kwargs.get("output_attentions", module.config.output_attentions):
-        raise ValueError(
-            "output_attentions=True asks for weights of softmax, which MHLA does not make. Leave it out, or call "
-            "within mhla_disabled(model); weights() of one of mhla_layers(model) tells what MHLA gives to every key."
-        )
+    refuse_weights(dropout, bool(kwargs.get("output_attentions", module.config.output_attentions)))
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError("MHLA does not cut rows of packed texts; give every text a row of its own.")
     output = module.processor.attend(

@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.tile_errors import TiledInput, pair_errors
 from ..attention.tile_scores import spend
-from ..families.projecting import output_projection
 from ..patching.attended import Attended
 from ..patching.calibration import check_reached, tokens_of_grid
 from ..patching.denoising_steps import Step, StepHooks
@@ -165,7 +164,7 @@ class _Watch:
     def install(self) -> list[RemovableHandle]:
         """Put the hooks on."""
         handles = [self.attn.register_forward_hook(self._compare, with_kwargs=True)]
-        projection = output_projection(self.attn)
+        projection = form_of(self.attn).output_projection(self.attn)
         if projection is not None:
             handles.append(projection.register_forward_pre_hook(lambda _, args: self._handed.append(args[0])))
         return handles

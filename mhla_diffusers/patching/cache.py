@@ -33,10 +33,10 @@ class MHLACache(Cache):
         inside = model.get_base_model() if hasattr(model, "get_base_model") else model
         (transformer,) = find_transformers(inside).values()
         family = get_family(transformer)
-        if family.is_diffusion:
+        if family.kind != "language":
             raise ValueError(
                 f"MHLACache is for a language model that generates token by token, and {type(transformer).__name__} "
-                "is a diffusion model."
+                f"is a {family.kind} model."
             )
         attentions = list(family.self_attentions(transformer).values())
         if all(layer_of(attn) is None for attn in attentions):

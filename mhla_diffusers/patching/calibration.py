@@ -9,9 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.outside import of_grid
 from ..families import get_family
-from ..families.forms import attention_arguments
-from ..families.projecting import output_projection
-from .finding import find_transformers, require_diffusion
+from .finding import find_transformers, refuse_language
 from .layer import MHLALayer
 from .processor import form_of
 from .removal import mhla_disabled
@@ -32,7 +30,7 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
     Raises:
         ValueError: if the model is not patched or has no output norm, or ``run`` did not reach every layer.
     """
-    require_diffusion(model, "calibrate_output_norm()")
+    refuse_language(model, "calibrate_output_norm()")
     layers = patched_attentions(model, "output_norm")
     if not layers:
         raise ValueError("The model has no output norm to calibrate; patch it with output_norm=True.")
@@ -57,7 +55,7 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
 def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
     """Those of the grid, of what a patched self-attention computes (B, N, ...) for these arguments of its forward."""
     form = form_of(attn)
-    given = form.read(attn, attention_arguments(args, kwargs))
+    given = form.read(attn, form.arguments(args, kwargs))
     tokens = math.prod(grid_of_call(attn, given.rotary))
     return of_grid(x, form.outside(given, tokens)) if x.shape[1] > tokens else x
 
@@ -65,7 +63,7 @@ def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: 
 def watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
     """Call ``note`` with what the heads of a patched self-attention hand on of the tokens of the grid: (B, N, H D)."""
     handed: list[torch.Tensor] = []
-    projection = output_projection(attn)
+    projection = form_of(attn).output_projection(attn)
 
     def look(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         of_heads = handed.pop() if handed else form_of(attn).heads_output(returned)

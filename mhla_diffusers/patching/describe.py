@@ -10,7 +10,7 @@ from ..config import MHLAConfig
 from ..families import Family, get_family
 from ..reporting import from_to, text_table, times
 from .costs import AttentionCost, attention_cost, own_block_share
-from .finding import find_transformers, hook_of
+from .finding import find_transformers, hook_of, trunk_of
 from .layer import MHLALayer, layer_of
 from .planning import grids_of_size
 from .processor import MHLAProcessor
@@ -147,7 +147,7 @@ def describe(
         grids.update(grids_of_size(model, height, width, num_frames))
     layers = Description()
     for component, transformer in transformers.items():
-        hooks = hook_of(transformer, TokenGridHooks)
+        hooks = hook_of(trunk_of(transformer), TokenGridHooks)
         prefix = f"{component}." if len(transformers) > 1 else ""
         family = get_family(transformer)
         for name, attn in family.self_attentions(transformer).items():

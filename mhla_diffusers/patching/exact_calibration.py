@@ -14,13 +14,12 @@ from ..attention.merge import far_field
 from ..attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from ..attention.tile_scores import spend
 from ..attention.tiles import in_tiles, square_tiles, tokens_of_tiles
-from ..families.projecting import output_projection
 from ..reporting import text_table
 from .attended import Attended
 from .calibration import check_reached, patched_attentions, run_unpatched
-from .finding import find_transformers, mhla_layers, refuse_causal, require_diffusion
+from .finding import find_transformers, mhla_layers, refuse_causal, refuse_language
 from .layer import MHLALayer
-from .processor import MHLAProcessor, attended
+from .processor import MHLAProcessor, attended, form_of
 from .removal import mhla_disabled
 from .sensitivity import TransformerCall, measure_sensitivity, patched_pairs, record_calls, repeat_calls
 from .tile_choice import TileChoice
@@ -80,7 +79,7 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
         ValueError: if the model is not patched, is patched causally or has no exact tiles, or ``run`` did not reach
             every layer.
     """
-    require_diffusion(model, "calibrate_exact_tiles()")
+    refuse_language(model, "calibrate_exact_tiles()")
     refuse_causal((layer.config for layer in mhla_layers(model).values()), "calibrate_exact_tiles()")
     layers = patched_attentions(model, "exact")
     if not layers:
@@ -173,10 +172,11 @@ def head_projections(attn: Any) -> torch.Tensor:
 
     Read off what the projection does, since its weights may be quantised or have an adapter.
     """
-    heads, weight = int(attn.heads), next(attn.parameters())
+    form, weight = form_of(attn), next(attn.parameters())
+    heads, head_dim = form.heads(attn)
     dtype = weight.dtype if weight.is_floating_point() and weight.dtype.itemsize > 1 else torch.float32
-    unit = torch.eye(int(attn.inner_dim), dtype=dtype, device=weight.device)
-    projection = output_projection(attn)
+    unit = torch.eye(heads * head_dim, dtype=dtype, device=weight.device)
+    projection = form.output_projection(attn)
     if projection is None:  # a layer of the block projects the heads together with other things
         projection = torch.nn.Identity()
     columns = (projection(unit) - projection(torch.zeros_like(unit[:1]))).float()

@@ -38,7 +38,7 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
 def supported_transformers(model: Any) -> dict[str, nn.Module]:
     """Like :func:`find_transformers`, but empty if there is none.
 
-    A language model in a pipeline encodes its prompts and is left alone.
+    A language or vision model in a pipeline encodes its prompts or pictures and is left alone.
     """
     is_alone = isinstance(model, nn.Module)
     return {
@@ -76,6 +76,24 @@ def refuse_wrapped(model: Any) -> None:
             )
 
 
+def refuse_language(model: Any, what: str) -> None:
+    """Raise if a model predicts from the past alone, where what is asked for compares what sees everything.
+
+    Args:
+        model: a pipeline or a transformer.
+        what: is asked for.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for transformer in supported_transformers(model).values():
+        if get_family(transformer).kind == "language":
+            raise ValueError(
+                f"{what} compares a patch with attention that sees all tokens, and {type(transformer).__name__} is a "
+                "language model; patch it and train it, as docs/language.md shows."
+            )
+
+
 def require_diffusion(model: Any, what: str) -> None:
     """Raise unless all supported models of a pipeline are diffusion models.
 
@@ -87,10 +105,11 @@ def require_diffusion(model: Any, what: str) -> None:
         ValueError: naming the one that is not.
     """
     for transformer in supported_transformers(model).values():
-        if not get_family(transformer).is_diffusion:
+        family = get_family(transformer)
+        if not family.is_diffusion:
             raise ValueError(
                 f"{what} compares what a diffusion model predicts in its denoising steps, and "
-                f"{type(transformer).__name__} is a language model; patch it and train it, as docs/language.md shows."
+                f"{type(transformer).__name__} is a {family.kind} model, which has none."
             )
 
 
@@ -122,6 +141,11 @@ def hook_of(transformer: nn.Module, kind: type[Hook]) -> Hook | None:
     """The forward pre-hook of a kind that patching has put on a transformer."""
     hooks = transformer._forward_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, kind)), None)
+
+
+def trunk_of(transformer: nn.Module) -> Any:
+    """The module of a transformer that is given the pixels or latents, which has the hooks of the token grid."""
+    return get_family(transformer).trunk(transformer)
 
 
 def is_patched(model: Any) -> bool:

@@ -11,7 +11,7 @@ from ..attention.mixing_fit import BlockInput, fit_mixing
 from ..families import get_family
 from .calibration import check_reached
 from .exact_calibration import fit_weights, head_projections, spread_calls
-from .finding import find_transformers, is_patched, mhla_layers, refuse_causal, require_diffusion
+from .finding import find_transformers, is_patched, mhla_layers, refuse_causal, refuse_language
 from .other_processors import other_processors_wanted
 from .processor import attended
 from .removal import mhla_disabled
@@ -42,7 +42,7 @@ def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
             in place of softmax attention or without a normaliser, has too many blocks or is run at fewer, or ``run``
             did not reach every layer.
     """
-    require_diffusion(model, "calibrate_mixing()")
+    refuse_language(model, "calibrate_mixing()")
     transformers = {name: part for name, part in find_transformers(model).items() if is_patched(part)}
     if not transformers:
         raise ValueError("The model is not patched with MHLA; there is no mixing matrix to calibrate.")

@@ -126,9 +126,11 @@ def carry_out(plan: Plan, model: Any) -> None:
         if getattr(attn.processor, "_parallel_config", None) is not None:
             plan.processor._parallel_config = attn.processor._parallel_config
         attn.set_processor(plan.processor)
-    if not plan.family.is_diffusion:
+    if plan.family.kind == "language":
         return
     TokenGridHooks(plan.family).install(plan.transformer)
+    if plan.family.kind == "vision":
+        return
     pipe = None if isinstance(model, nn.Module) else model
     StepHooks(plan.family, plan.processor.config.softmax_steps, pipe).install(plan.transformer)
     watch = ProcessorWatch(plan.family, plan.processor)

@@ -10,7 +10,7 @@ from ..attention import check_backend
 from ..attention.blocks import check_blocks
 from ..config import MHLAConfig
 from ..families import Family, cross_attention_processor, family_of_attention
-from ..families.forms import AttentionArguments, AttentionForm, attention_arguments
+from ..families.forms import AttentionArguments, AttentionForm
 from .attended import Attended
 from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
 from .past import attend_to_past
@@ -363,7 +363,7 @@ def attended(
         grid: token grid; None within a forward of a patched transformer, which tells it.
     """
     form = form if form is not None else form_of(attn)
-    given = form.read(attn, attention_arguments(args, kwargs))
+    given = form.read(attn, form.arguments(args, kwargs))
     layer = layer_of(attn)
     form.check_order(given, None if layer is None else layer.config)
     grid = grid if grid is not None else grid_of_call(attn, given.rotary)

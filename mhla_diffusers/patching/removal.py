@@ -9,7 +9,7 @@ from torch import nn
 from ..families import Family, get_family
 from .base_weights import check_restorable, restore_weights
 from .denoising_steps import StepHooks
-from .finding import attentions_of, find_transformers, hook_of, is_patched, refuse_wrapped
+from .finding import attentions_of, find_transformers, hook_of, is_patched, refuse_wrapped, trunk_of
 from .layer import replaced_processor
 from .other_processors import ProcessorWatch, other_processors_wanted
 from .processor import MHLAProcessor, default_cross_attention_processor, holds_weights, with_backend_of
@@ -47,7 +47,7 @@ def remove_mhla(model: Model) -> Model:
                 attn.set_processor(original_processor(attn, family, transformer))
             if hasattr(attn, "mhla"):
                 del attn.mhla
-        hooks, watch = hook_of(transformer, TokenGridHooks), hook_of(transformer, ProcessorWatch)
+        hooks, watch = hook_of(trunk_of(transformer), TokenGridHooks), hook_of(transformer, ProcessorWatch)
         steps = hook_of(transformer, StepHooks)
         if steps is not None:
             steps.remove(transformer)

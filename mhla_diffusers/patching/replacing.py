@@ -10,7 +10,7 @@ from torch import nn
 from ..config import MHLAConfig, Patch, is_automatic, load_patch
 from ..families import Family, get_family
 from .exact_calibration import calibrate_exact_tiles
-from .finding import attentions_of, find_transformers, refuse_causal, require_diffusion
+from .finding import attentions_of, find_transformers, refuse_causal, refuse_language
 from .mixing_calibration import calibrate_mixing
 from .plan import automatic_count, carry_out, make_plan
 from .processor import MHLAProcessor
@@ -60,7 +60,7 @@ def apply_mhla(
             "single settings are keywords, for example blocks=(7, 3, 5)."
         )
     if calibration is not None:
-        require_diffusion(model, "calibration")
+        refuse_language(model, "calibration")
     chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
     configs = {
         name: _choose_config(get_family(transformer), chosen).replace(**settings)

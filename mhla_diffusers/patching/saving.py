@@ -229,9 +229,8 @@ def _base_transformer(name: str, transformer: nn.Module, base: Any, base_model: 
             "give base=the unpatched model, or base_model=its Hub id."
         )
     if not get_family(transformer).is_diffusion:
-        import transformers
-
-        whole: nn.Module = getattr(transformers, type(transformer).__name__).from_pretrained(base_model)
+        kind: Any = type(transformer)  # not looked up by name: those of this package are none of transformers
+        whole: nn.Module = kind.from_pretrained(base_model)
         return whole
     import diffusers
 

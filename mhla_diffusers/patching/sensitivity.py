@@ -9,7 +9,7 @@ from torch import nn
 
 from ..families import get_family
 from .denoising_steps import patch_in_every_step
-from .finding import find_transformers, is_patched, require_diffusion, require_layers
+from .finding import find_transformers, is_patched, refuse_language, require_layers
 from .other_processors import other_processors_wanted
 from .processor import MHLAProcessor
 from .removal import mhla_disabled, original_processor
@@ -30,7 +30,7 @@ def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]
     Raises:
         ValueError: the model is not patched, or ``run`` did not reach it.
     """
-    require_diffusion(model, "layer_sensitivity()")
+    refuse_language(model, "layer_sensitivity()")
     require_layers(model)
     transformers = {name: part for name, part in find_transformers(model).items() if is_patched(part)}
     with mhla_disabled(model):

@@ -25,7 +25,9 @@ from .parallel import Processes, parallel_of
 Grid = tuple[int, ...]
 
 _CHECKPOINT = "_gradient_checkpointing_func"
-"""Attribute in which diffusers' ``enable_gradient_checkpointing`` puts what runs a block."""
+"""Attribute in which gradient checkpointing is switched on with what runs a block: of diffusers' transformer, or of
+every block of transformers' models.
+"""
 
 
 class InStream(Protocol):
@@ -171,22 +173,24 @@ class TokenGridHooks:
     def install(self, transformer: nn.Module) -> None:
         """Put the hooks on a transformer."""
         self.processes = Processes(transformer, self.family)
+        trunk = self.family.trunk(transformer)
         self._handles = [
-            transformer.register_forward_pre_hook(self, with_kwargs=True),
-            transformer.register_forward_hook(self.forget, always_call=True),
+            trunk.register_forward_pre_hook(self, with_kwargs=True),
+            trunk.register_forward_hook(self.forget, always_call=True),
         ]
 
     def remove(self, transformer: nn.Module) -> None:
         """Take them away."""
         for handle in self._handles:
             handle.remove()
-        carrying = getattr(transformer, _CHECKPOINT, None)
-        if isinstance(carrying, _Carrying):
-            setattr(transformer, _CHECKPOINT, carrying.checkpoint)
+        for module in self._that_checkpoint(transformer):
+            carrying = getattr(module, _CHECKPOINT, None)
+            if isinstance(carrying, _Carrying):
+                setattr(module, _CHECKPOINT, carrying.checkpoint)
         give_back_graphs(self)
 
     def __call__(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the grid off the arguments."""
+        """Read the grid off the arguments of the trunk."""
         arguments = self.family.named_arguments(args, kwargs)
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
         latents = arguments[self.family.forward_names[0]]
@@ -200,9 +204,14 @@ class TokenGridHooks:
             self.processes.check(arguments, grid)
             _THREAD.forward.parallel = self.processes.parallel
         _THREAD.forward.grid = self.latest = grid
-        checkpoint = getattr(transformer, _CHECKPOINT, None)
-        if checkpoint is not None and not isinstance(checkpoint, _Carrying):
-            setattr(transformer, _CHECKPOINT, _Carrying(checkpoint))
+        for module in self._that_checkpoint(transformer):
+            checkpoint = getattr(module, _CHECKPOINT, None)
+            if checkpoint is not None and not isinstance(checkpoint, _Carrying):
+                setattr(module, _CHECKPOINT, _Carrying(checkpoint))
+
+    def _that_checkpoint(self, transformer: nn.Module) -> list[Any]:
+        """Modules that may be told to run a block, or themselves, under gradient checkpointing."""
+        return [transformer] if self.family.is_diffusion else list(self.family.blocks_of(transformer).values())
 
     def forget(self, *_: Any) -> None:
         """The forward is over."""

@@ -1,0 +1,172 @@
+"""What the vision transformers of transformers have in common: ViT, DeiT, DINOv2, SigLIP's vision tower.
+
+Softmax self-attention over the patches of a picture, which are the (height, width) token grid. Class, distillation and
+register tokens stand before the grid and outside of it: they attend, and are attended to, with softmax. Positions are
+added to the tokens once; they are interpolated for other sizes by transformers itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..config import MHLAConfig
+from .base import Family
+from .forms import AttentionArguments, AttentionForm, AttentionInput, key_padding_mask
+from .projecting import Projected, finite, lowered
+
+
+class VisionForm(AttentionForm):
+    """Self-attention over the patches alone."""
+
+    def heads(self, attn: Any) -> tuple[int, int]:
+        """Heads of an attention and head dim."""
+        count = attn.num_attention_heads if hasattr(attn, "num_attention_heads") else attn.num_heads
+        return int(count), int(attn.head_dim)
+
+    def query_projection(self, attn: Any) -> Any:
+        """Of all these models."""
+        return attn.q_proj
+
+    def output_projection(self, attn: Any) -> Any:
+        """``o_proj``, or SigLIP's ``out_proj``."""
+        return attn.o_proj if hasattr(attn, "o_proj") else attn.out_proj
+
+    def projections(self, attn: Any) -> list[nn.Module]:
+        """All linear layers that the attention runs."""
+        return [attn.q_proj, attn.k_proj, attn.v_proj, self.output_projection(attn)]
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionArguments:
+        """Tokens and mask, of which the mask may come by place."""
+        named = {**dict(zip(("hidden_states", "attention_mask"), args, strict=False)), **kwargs}
+        return AttentionArguments(named["hidden_states"], attention_mask=named.get("attention_mask"))
+
+    def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
+        """Tokens, and which of them take part.
+
+        Raises:
+            ValueError: a mask that differs between queries, or of another kind than a tensor.
+        """
+        hidden_states, mask = arguments.hidden_states, arguments.attention_mask
+        if mask is None:
+            return AttentionInput(hidden_states)
+        return AttentionInput(hidden_states, key_mask=_key_mask(mask, *hidden_states.shape[:2]))
+
+    def project(self, attn: Any, given: AttentionInput) -> Projected:
+        """Query, key and value of all tokens."""
+        heads, _ = self.heads(attn)
+        query, key, value = (
+            projection(given.hidden_states).unflatten(-1, (heads, -1))
+            for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
+        )
+        return lowered((query, key, value))
+
+    def hand_on(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+        """The projected output, and None for the weights."""
+        return finite(self.output_projection(attn)(output.flatten(2))), None
+
+
+class PrefixedForm(VisionForm):
+    """Self-attention over the patches and the tokens before them."""
+
+    has_outside = True
+
+    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+        """All tokens that are more than the patches stand before these."""
+        count = given.hidden_states.shape[1]
+        return (count - tokens, 0) if count > tokens else super().outside(given, tokens)
+
+
+def _key_mask(mask: Any, batch: int, tokens: int) -> torch.Tensor:
+    """The (B, N) mask of what transformers makes of one: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows."""
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError(
+            f"MHLA honours masks that are tensors and got a {type(mask).__name__}, which transformers makes for its "
+            "implementation 'flex_attention'; load the model with attn_implementation='sdpa'."
+        )
+    if tuple(mask.shape) == (batch, 1, tokens, tokens):
+        differs = (mask != mask[:, :, :1]).any()
+        message = (
+            "MHLA honours a mask that says which tokens take part, the same for every query, and this one differs "
+            "between queries: keep softmax attention in this layer with layers=[...]."
+        )
+        if torch.compiler.is_compiling():
+            torch._assert_async(~differs, message)
+        elif bool(differs):
+            raise ValueError(message)
+        mask = mask[:, :, :1]
+    return key_padding_mask(mask, batch, tokens)
+
+
+class VisionFamily(Family):
+    """Vision models of transformers, whose tokens are the patches of one picture."""
+
+    axes = 2
+    kind = "vision"
+    forward_names = ("pixel_values",)
+    # the paper's 16 blocks; tiles as of an image that is generated
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+    trunk_names: ClassVar[tuple[str, ...]] = ()
+    """Attributes of a model with a head in which the model without it lies; absent ones are passed."""
+    layers_path: ClassVar[str] = "layers"
+    """Of the blocks, in the trunk."""
+
+    def trunk(self, transformer: Any) -> Any:
+        """The model without its head."""
+        found = (getattr(transformer, name, None) for name in self.trunk_names)
+        return next((module for module in found if isinstance(module, nn.Module)), transformer)
+
+    def blocks_of(self, transformer: Any) -> dict[str, Any]:
+        """Layers, by the names that they have in the model."""
+        trunk = self.trunk(transformer)
+        inside = next((f"{name}." for name, module in transformer.named_children() if module is trunk), "")
+        layers = trunk.get_submodule(self.layers_path)
+        return {f"{inside}{self.layers_path}.{index}": block for index, block in enumerate(layers)}
+
+    def named_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the trunk's forward by name.
+
+        Raises:
+            ValueError: no pixels.
+        """
+        arguments = super().named_arguments(args, kwargs)
+        if not isinstance(arguments.get("pixel_values"), torch.Tensor):
+            raise ValueError("pixel_values=None: give the model pictures, (batch, channels, height, width).")
+        return arguments
+
+    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """Patches of the pixels (B, C, H, W)."""
+        return self.token_grid(self.trunk(transformer), arguments["pixel_values"])
+
+    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+        """A picture has no order and no denoising steps."""
+        kind = type(transformer).__name__
+        if config.causal is not None:
+            return f"causal={config.causal!r} orders tokens, and the patches of {kind} have no order; leave it at None."
+        if config.softmax_steps:
+            return (
+                f"softmax_steps={config.softmax_steps!r} counts denoising steps, which {kind} does not have; leave it "
+                "at 0."
+            )
+        return None
+
+    def self_attention_processor(self) -> Any:
+        """What stands for the attention implementation that the model's configuration names."""
+        from .attention_classes import OwnAttention
+
+        return OwnAttention()
+
+    def prepare(self, transformer: Any) -> None:
+        """Give its attentions a place for a processor."""
+        from .attention_classes import give_classes
+        from .vision_attentions import CLASSES
+
+        give_classes(self.self_attentions(transformer).values(), CLASSES)
+
+    def restore(self, transformer: Any) -> None:
+        """The classes of before."""
+        from .attention_classes import take_classes
+        from .vision_attentions import CLASSES
+
+        take_classes(self.self_attentions(transformer).values(), CLASSES)
