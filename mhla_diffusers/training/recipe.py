@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config import check, check_choice, check_names
 from ..files import read_text
-from ..patching import mhla_layers, register_mixing_clip
+from ..patching import is_patched, mhla_layers, register_mixing_clip, save_mhla
 from .trainable import is_mixing
 
 
@@ -148,3 +148,18 @@ def run_trainer(
         last = None if output is None or not output.is_dir() else get_last_checkpoint(str(output))
         trainer.train(resume_from_checkpoint=last)
     return model.eval()
+
+
+def save_result(model: Any, folder: Path) -> Path:
+    """Save a model of transformers: of a patched one the patch with all weights and ``config.json``.
+
+    Returns:
+        The folder.
+    """
+    if is_patched(model):
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        save_mhla(model, folder, weights="all")
+    else:
+        model.save_pretrained(folder)
+    return folder
