@@ -42,6 +42,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     ("facebook/DiT-XL-2-256", TINY_DIT),
     ("fal/AuraFlow-v0.3", "tiny-auraflow"),
     ("HuggingFaceTB/SmolLM2-135M", "tiny-llama"),
+    ("google/vit-base-patch16-224", "tiny-vit"),
     (r'load_mhla\(pipe, "path/or/hub-id"\)', 'load_mhla(pipe, "my-patch")'),
     (r'push_mhla\(pipe, "me/my-patch"\)', 'save_mhla(pipe, "me/my-patch")'),
     # calls in Python

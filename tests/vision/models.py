@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,11 @@ def siglip(cls: type = SiglipForImageClassification) -> Any:
     text = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     text |= {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     return seeded(cls, config=SiglipConfig(vision_config=SIZES | {"intermediate_size": 32}, text_config=text))
+
+
+def save_vit(folder: Path) -> None:
+    """As the Hub has one, of ViT's usual size in pixels and patches."""
+    vit(image_size=224, patch_size=16).save_pretrained(folder)
 
 
 @dataclass(frozen=True)

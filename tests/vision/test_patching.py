@@ -143,6 +143,8 @@ def test_a_pipeline_of_transformers_runs_a_patched_model():
 def test_describe_and_analysis_of_attention():
     model = patched("vit")
     assert "3 of 3 self-attentions replaced" in str(mhla.describe(model, grid=GRID))
+    assert str(mhla.describe(model, height=32, width=32)) == str(mhla.describe(model, grid=GRID))
+    assert mhla.suggest_blocks(model, 896, 896) == (16, 16)  # 14 patches long, as at 224 pixels
     rows = analyze_layers(model, TransformerCall((pictures(),), {}))
     softmax = analyze_layers(vit(), TransformerCall((pictures(),), {}))
     assert [row.attention for row in rows] == ["MHLA"] * 3 and [row.attention for row in softmax] == ["softmax"] * 3
