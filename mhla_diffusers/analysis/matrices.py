@@ -81,7 +81,7 @@ def _attention_inputs(
 
 def _matrix(attn: Any, given: Attended, family: Family) -> torch.Tensor:
     """Of all tokens: float64 (B, H, N, N)."""
-    if isinstance(attn.processor, MHLAProcessor):
+    if isinstance(getattr(attn, "processor", None), MHLAProcessor):
         weights: torch.Tensor = attn.mhla.weights(given)
         return weights
     if family.own_attention == "linear":
@@ -166,7 +166,7 @@ def analyze_layers(
         if each is not None:
             each(name, matrix)
         attn = attentions[name]
-        kind = "MHLA" if isinstance(attn.processor, MHLAProcessor) else family.own_attention
+        kind = "MHLA" if isinstance(getattr(attn, "processor", None), MHLAProcessor) else family.own_attention
         bound = rank_bound(attn, family.form_of(attn), grid, kind)
         layers.append(LayerAnalysis(name, kind, tokens, rank(matrix), bound, entropy(matrix)))
     return layers

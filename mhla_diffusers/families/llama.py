@@ -5,23 +5,14 @@ keys before they reach transformers' attention interface, where the patch takes 
 it, and heads of grouped queries share keys and values, which MHLA repeats.
 """
 
-from importlib.metadata import version
 from typing import Any
 
 from torch import nn
 
 from ..config import MHLAConfig
+from .attention_classes import OwnAttention, why_too_old
 from .base import Family
 from .forms import AttentionForm
-
-_NEEDED = (5, 23)
-"""Of transformers, whose masks and caches were others before; the version that is tested."""
-
-
-def _transformers() -> tuple[int, int]:
-    """Major and minor version of transformers."""
-    major, minor, *_ = version("transformers").split(".")
-    return int(major), int(minor)
 
 
 class LlamaForm(AttentionForm):
@@ -69,11 +60,8 @@ class LlamaFamily(Family):
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
         """A patch sees the past alone and asks for nothing that a language model has no place for."""
         kind = type(transformer).__name__
-        if (has := _transformers()) < _NEEDED:
-            return (
-                f"A patch of {kind} needs the masks and caches of transformers {'.'.join(map(str, _NEEDED))} or newer, "
-                f"and {'.'.join(map(str, has))} is installed: pip install --upgrade transformers."
-            )
+        if (why := why_too_old(kind)) is not None:
+            return why
         if config.causal is None:
             return (
                 f"{kind} predicts the next token, and a patch with causal=None would let every token see it. Set "
@@ -99,8 +87,6 @@ class LlamaFamily(Family):
 
     def self_attention_processor(self) -> Any:
         """What stands for the attention implementation that the model's configuration names."""
-        from .attention_classes import OwnAttention
-
         return OwnAttention()
 
     def prepare(self, transformer: Any) -> None:

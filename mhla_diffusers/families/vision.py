@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
+from .attention_classes import OwnAttention, give_classes, take_classes, why_too_old
 from .base import Family
 from .forms import AttentionArguments, AttentionForm, AttentionInput, key_padding_mask
 from .projecting import Projected, finite, lowered
+from .sizes import Clip
 
 
 class VisionForm(AttentionForm):
@@ -107,6 +109,7 @@ class VisionFamily(Family):
     forward_names = ("pixel_values",)
     # the paper's 16 blocks; tiles as of an image that is generated
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+    default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
     trunk_names: ClassVar[tuple[str, ...]] = ()
     """Attributes of a model with a head in which the model without it lies; absent ones are passed."""
     layers_path: ClassVar[str] = "layers"
@@ -135,13 +138,23 @@ class VisionFamily(Family):
             raise ValueError("pixel_values=None: give the model pictures, (batch, channels, height, width).")
         return arguments
 
+    def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
+        """Patches of pixels (B, C, H, W)."""
+        return super().token_grid(self.trunk(transformer), latents)
+
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Patches of the pixels (B, C, H, W)."""
-        return self.token_grid(self.trunk(transformer), arguments["pixel_values"])
+        """Patches of the pixels."""
+        return self.token_grid(transformer, arguments["pixel_values"])
+
+    def spatial_stride(self, pipe: Any) -> int:
+        """There is no autoencoder."""
+        return 1
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
         """A picture has no order and no denoising steps."""
         kind = type(transformer).__name__
+        if (why := why_too_old(kind)) is not None:
+            return why
         if config.causal is not None:
             return f"causal={config.causal!r} orders tokens, and the patches of {kind} have no order; leave it at None."
         if config.softmax_steps:
@@ -153,20 +166,16 @@ class VisionFamily(Family):
 
     def self_attention_processor(self) -> Any:
         """What stands for the attention implementation that the model's configuration names."""
-        from .attention_classes import OwnAttention
-
         return OwnAttention()
 
     def prepare(self, transformer: Any) -> None:
         """Give its attentions a place for a processor."""
-        from .attention_classes import give_classes
         from .vision_attentions import CLASSES
 
         give_classes(self.self_attentions(transformer).values(), CLASSES)
 
     def restore(self, transformer: Any) -> None:
         """The classes of before."""
-        from .attention_classes import take_classes
         from .vision_attentions import CLASSES
 
         take_classes(self.self_attentions(transformer).values(), CLASSES)

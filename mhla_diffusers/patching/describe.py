@@ -131,7 +131,7 @@ def describe(
     Args:
         model: a pipeline or a transformer, patched or not.
         grid: token grid to describe; None for that of the latest forward.
-        height: in pixels, for the grid of a size; of a pipeline, before any run.
+        height: in pixels, for the grid of a size; of a pipeline or a vision model, before any run.
         width: in pixels.
         num_frames: of a video; None for the family's default.
 

@@ -96,7 +96,7 @@ def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
     if family.form.has_outside and config.causal is not None:
         raise ValueError(
             f"causal={config.causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to "
-            "tokens outside it too, such as its text, which have no place in that order; leave it at None."
+            "tokens outside it too, such as text or a class token, which have no place in that order; leave it at None."
         )
     if family.form.rope_by_head and config.rope != "before":
         raise ValueError(

@@ -13,14 +13,14 @@ from .finding import find_transformers
 def grids_of_size(
     pipe: Any, height: int | None, width: int | None, num_frames: int | None
 ) -> Mapping[str, tuple[int, ...]]:
-    """Component name of every transformer of a pipeline → its token grid at a size in pixels.
+    """Component name of every transformer of a pipeline, or of a vision model → its token grid at a size in pixels.
 
     Raises:
         ValueError: a transformer alone, which does not know the strides of an autoencoder; half a size; frames of an
             image; sides that differ where the model takes squares only; or a size without a token.
     """
     transformers = find_transformers(pipe)
-    if isinstance(pipe, nn.Module):
+    if isinstance(pipe, nn.Module) and get_family(pipe).kind != "vision":
         raise ValueError(
             "A size in pixels needs the pipeline, whose autoencoder makes the latents of it; "
             "for a transformer give its token grid, grid=(frames, height, width)."
@@ -56,7 +56,7 @@ def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = 
     the cost would no longer be linear. Start from it, and look at a layer's attention or the loss for more.
 
     Args:
-        pipe: pipeline, patched or not; of several transformers the first counts.
+        pipe: pipeline, or vision model of transformers, patched or not; of several transformers the first counts.
         height: in pixels.
         width: in pixels.
         num_frames: of a video; None for the family's default.

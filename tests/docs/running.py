@@ -42,6 +42,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     ("facebook/DiT-XL-2-256", TINY_DIT),
     ("fal/AuraFlow-v0.3", "tiny-auraflow"),
     ("HuggingFaceTB/SmolLM2-135M", "tiny-llama"),
+    ("google/vit-base-patch16-224", "tiny-vit"),
     (r'load_mhla\(pipe, "path/or/hub-id"\)', 'load_mhla(pipe, "my-patch")'),
     (r'push_mhla\(pipe, "me/my-patch"\)', 'save_mhla(pipe, "me/my-patch")'),
     # calls in Python
@@ -50,7 +51,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
     (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
-    (r'exact="calibrated", ', 'exact="calibrated", exact_tiles=(7, 4, 4), '),
+    (r'exact="calibrated", (?!exact_tiles)', 'exact="calibrated", exact_tiles=(7, 4, 4), '),
     # what needs a GPU
     (r"^mhla bench tune .*", "mhla bench tune --help"),
     # generation

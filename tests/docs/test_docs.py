@@ -25,6 +25,7 @@ from .. import models
 from ..families.auraflow_tiny import save_auraflow
 from ..language.models import save_llama
 from ..patching.test_conversion import paper_checkpoint
+from ..vision.models import save_vit
 from .running import ONLY_CHECKED, SUBSTITUTIONS, Reader, check, check_push
 from .snippets import PAGES, ROOT, snippets
 
@@ -44,6 +45,7 @@ def belongings(tmp_path_factory) -> Path:
     write_what_evaluators_give(folder)
     save_file(paper_checkpoint(models.wan(), [1], True, False), folder / "paper.safetensors")
     save_llama(folder / "tiny-llama")
+    save_vit(folder / "tiny-vit")
     save_auraflow(folder / "tiny-auraflow")
     # the page says: the class above it, and saved as mhla_auraflow.py
     *_, family, script = [s.text for s in CODE if s.page == "docs/add-a-model.md" and s.language == "python"]

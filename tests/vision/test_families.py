@@ -1,0 +1,244 @@
+"""What every vision family promises, on tiny models of transformers' real classes."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import inject_adapter_in_model
+from transformers import (
+    DeiTForImageClassificationWithTeacher,
+    DeiTForMaskedImageModeling,
+    DeiTModel,
+    Dinov2Backbone,
+    Dinov2ForImageClassification,
+    Dinov2Model,
+    Dinov2WithRegistersBackbone,
+    Dinov2WithRegistersModel,
+    SiglipVisionModel,
+    ViTForMaskedImageModeling,
+    ViTModel,
+)
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention import reference_attention
+from mhla_diffusers.patching import attended
+
+from ..models import assert_changed, relative_change
+from ..patching.shared import assert_same_footprint, footprint, lora
+from .models import (
+    BLOCKS,
+    CASES,
+    GRID,
+    INTERPOLATE,
+    RAGGED,
+    deit,
+    dinov2,
+    output,
+    pictures,
+    registers,
+    siglip_vision,
+    vit,
+)
+
+ROUNDING = 2e-5
+"""Relative: float32 sums in another order, through all layers."""
+PLAIN = {"blocks": BLOCKS, "exact": "none", "exact_tiles": None}
+ALL_EXACT = {"blocks": (1, 1), "exact": "own", "exact_tiles": None}
+"""Settings with which a patch computes softmax attention."""
+
+every_family = pytest.mark.parametrize("name", CASES)
+
+
+def patched(name: str, **settings: Any) -> Any:
+    return mhla.apply_mhla(CASES[name].build(), **(PLAIN | settings))
+
+
+@every_family
+@pytest.mark.parametrize("grid", [GRID, RAGGED], ids=["even", "ragged"])
+def test_softmax_in_place_of_mhla_is_the_own_attention(name, grid):
+    case = CASES[name]
+    model, arguments = case.build(), case.other_size if grid == RAGGED else {}
+    expected = output(model, pictures(grid), **arguments)
+    mhla.apply_mhla(model, **ALL_EXACT)
+    assert relative_change(output(model, pictures(grid), **arguments), expected) < ROUNDING
+
+
+@every_family
+@pytest.mark.parametrize("layers", ["all", [1]])
+def test_apply_changes_and_remove_restores_bit_for_bit(name, layers):
+    case = CASES[name]
+    model = case.build()
+    before, expected = footprint(model), output(model, pictures())
+    mhla.apply_mhla(model, **PLAIN, layers=layers)
+    chosen = range(3) if layers == "all" else layers
+    assert list(mhla.mhla_layers(model)) == [f"{case.attentions.format(index)}.mhla" for index in chosen]
+    found = output(model, pictures())
+    assert_changed(found, expected)
+    with_more = output(model, pictures(RAGGED), **case.other_size)
+    assert_changed(with_more, output(case.build(), pictures(RAGGED), **case.other_size))
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, pictures()), expected)
+    assert_same_footprint(model, before)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        *((vit, cls) for cls in (ViTModel, ViTForMaskedImageModeling)),
+        *((deit, cls) for cls in (DeiTModel, DeiTForMaskedImageModeling, DeiTForImageClassificationWithTeacher)),
+        *((dinov2, cls) for cls in (Dinov2Model, Dinov2ForImageClassification, Dinov2Backbone)),
+        *((registers, cls) for cls in (Dinov2WithRegistersModel, Dinov2WithRegistersBackbone)),
+        (siglip_vision, SiglipVisionModel),
+    ],
+    ids=lambda build: build[1].__name__,
+)
+def test_every_other_class_of_the_families(build):
+    make, cls = build
+    model = make(cls)
+    expected = output(model, pictures())
+    mhla.apply_mhla(model, **PLAIN)
+    assert_changed(output(model, pictures()), expected)
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, pictures()), expected)
+    mhla.apply_mhla(model, **ALL_EXACT)
+    assert relative_change(output(model, pictures()), expected) < ROUNDING
+
+
+@every_family
+@pytest.mark.parametrize("settings", [{}, {"exact": "content", "exact_tiles": (4, 4), "exact_share": 0.25}], ids=str)
+def test_an_attention_is_the_reference_with_its_tokens_before_the_grid(name, settings):
+    """Against float64, of the same queries, keys and values."""
+    case, seen = CASES[name], {}
+    model = patched(name, **settings)
+    attn = model.get_submodule(case.attentions.format(1))
+    with torch.no_grad():
+        attn.mhla.mixing.uniform_(0.1, 0.9)
+
+    def note(attn: Any, args: Any, kwargs: Any) -> None:
+        seen["given"] = attended(attn, args, kwargs)
+
+    attn.register_forward_pre_hook(note, with_kwargs=True)
+    attn.get_submodule(case.output).register_forward_pre_hook(lambda _, args: seen.update(found=args[0]))
+    output(model, pictures())
+    given = seen["given"]
+    assert given.grid == GRID and given.outside == (case.before, 0)
+    inputs = given._replace(query=given.query.double(), key=given.key.double(), value=given.value.double())
+    with torch.no_grad():
+        expected = reference_attention(attn.mhla.call(inputs)).flatten(2)
+    assert relative_change(seen["found"], expected) < 1e-5
+
+
+@every_family
+def test_samples_of_a_batch_do_not_mix(name):
+    model = patched(name)
+    both = output(model, pictures())
+    assert relative_change(both[:1], output(model, pictures()[:1])) < ROUNDING
+
+
+@every_family
+def test_a_saved_patch_gives_the_same_output(name, tmp_path):
+    model = patched(name, layers="1/2", mixing_per_head=True, output_gate=True, convolution=3)
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            for parameter in layer.parameters():
+                parameter.uniform_(0.1, 0.9)
+    expected = output(model, pictures())
+    mhla.save_mhla(model, tmp_path)
+    assert torch.equal(output(mhla.load_mhla(CASES[name].build(), tmp_path), pictures()), expected)
+
+
+def test_an_adapted_model_is_saved_as_what_differs_from_its_base(tmp_path):
+    """The head as well, and the base is found where the model came from."""
+    base = tmp_path / "base"
+    CASES["vit"].build().save_pretrained(base)
+    model = type(CASES["vit"].build()).from_pretrained(base)
+    mhla.apply_mhla(model, **PLAIN)
+    with torch.no_grad():
+        model.classifier.weight.add_(1)
+        model.get_submodule("vit.layers.1.attention.q_proj").weight.add_(0.1)
+    expected = output(model, pictures())
+    mhla.save_mhla(model, tmp_path / "patch", weights="changed")
+    other = type(model).from_pretrained(base)
+    before = output(other, pictures())
+    mhla.load_mhla(other, tmp_path / "patch")
+    assert torch.equal(output(other, pictures()), expected)
+    mhla.remove_mhla(other)
+    assert torch.equal(output(other, pictures()), before)
+
+
+@every_family
+def test_hybrid_and_automatic_layers(name):
+    model = CASES[name].build()
+    mhla.apply_mhla(model, **PLAIN, layers="auto:1/3", calibration=lambda: output(model, pictures()))
+    assert len(mhla.mhla_layers(model)) == 1
+    assert set(mhla.layer_sensitivity(model, lambda: output(model, pictures()))) == {
+        key.removesuffix(".mhla") for key in mhla.mhla_layers(model)
+    }
+
+
+@every_family
+def test_calibrated_tiles_come_nearer_than_the_own_tile(name):
+    model = CASES[name].build()
+    expected, errors = output(model, pictures()), {}
+    for kind, settings in {"own": {}, "calibrated": {"exact_share": 0.4}}.items():
+        patch = {"blocks": BLOCKS, "exact": kind, "exact_tiles": (4, 4), **settings}
+        mhla.apply_mhla(model, **patch, calibration=lambda: output(model, pictures()))
+        errors[kind] = relative_change(output(model, pictures()), expected)
+        mhla.remove_mhla(model)
+    assert 0 < errors["calibrated"] < 0.8 * errors["own"]
+
+
+@every_family
+def test_calibrated_mixing_comes_nearer_than_a_fresh_one(name):
+    model = CASES[name].build()
+    expected = tokens(model)
+    fresh = relative_change(tokens(patched(name, mixing_per_head=True)), expected)
+    mhla.apply_mhla(model, **PLAIN, mixing_per_head=True, calibration=lambda: output(model, pictures()))
+    assert relative_change(tokens(model), expected) < 0.9 * fresh
+
+
+@torch.no_grad()
+def tokens(model: Any) -> torch.Tensor:
+    """All of the last layer, of which a head uses few."""
+    return model(pixel_values=pictures(), output_hidden_states=True).hidden_states[-1]
+
+
+@every_family
+def test_lora_works_under_the_patch(name):
+    adapted = inject_adapter_in_model(lora("q_proj", "v_proj"), CASES[name].build()).eval()
+    expected = output(adapted, pictures())
+    assert_changed(expected, output(CASES[name].build(), pictures()))
+    mhla.apply_mhla(adapted, **ALL_EXACT)
+    assert relative_change(output(adapted, pictures()), expected) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["vit", "siglip"])  # with and without tokens outside the grid
+def test_compiles_to_one_graph(name):
+    model = patched(name)
+    expected = output(model, pictures())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert relative_change(output(compiled, pictures()), expected) < ROUNDING
+    if name == "vit":  # another size is another graph
+        expected = output(model, pictures(RAGGED), **INTERPOLATE)
+        assert relative_change(output(compiled, pictures(RAGGED), **INTERPOLATE), expected) < ROUNDING
+
+
+@every_family
+def test_gradient_checkpointing_gives_the_same_gradients(name):
+    model = patched(name).train()
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(pixel_values=pictures()).logits.square().mean().backward()
+        return [layer.mixing.grad.clone() for layer in mhla.mhla_layers(model).values()]
+
+    expected = gradients()
+    # of the last layer a head may read the class token alone, to which all is exact
+    assert all(gradient.abs().sum() > 0 for gradient in expected[:-1])
+    model.activation_checkpointing_enable()
+    for found, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-9)
+    mhla.remove_mhla(model)
+    functions = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
+    assert any(functions) and not any("mhla" in type(function).__module__ for function in functions)

@@ -1,0 +1,151 @@
+"""What a patched vision model does beside the promises of every family."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import ImageClassificationPipeline, SiglipModel, ViTImageProcessorPil
+
+import mhla_diffusers as mhla
+from mhla_diffusers.analysis.matrices import analyze_layers
+from mhla_diffusers.patching import TransformerCall
+
+from ..models import assert_changed, relative_change
+from .models import GRID, deit, output, pictures, siglip, vit
+from .test_families import ALL_EXACT, PLAIN, ROUNDING, patched
+
+
+def test_parts_of_a_patched_model_can_be_called_alone():
+    """The model under a head, and SigLIP's tower through get_image_features()."""
+    model = patched("vit")
+    with torch.no_grad():
+        tokens = model.vit(pictures()).last_hidden_state
+        assert torch.equal(model.classifier(tokens[:, 0]), output(model, pictures()))
+    both = siglip(SiglipModel)
+    with torch.no_grad():
+        expected = both.get_image_features(pictures()).pooler_output
+        mhla.apply_mhla(both, **PLAIN)
+        assert_changed(both.get_image_features(pictures()).pooler_output, expected)
+        ids = torch.ones(2, 4, dtype=torch.long)
+        assert both(input_ids=ids, pixel_values=pictures()).logits_per_image.isfinite().all()
+    assert all("vision_model" in name for name in mhla.mhla_layers(both))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_patches_that_take_no_part_have_no_influence(implementation):
+    """A mask of tokens, (B, N): in softmax, and in what is mixed."""
+    for settings in (PLAIN, ALL_EXACT):
+        model = vit(attn_implementation=implementation)
+        mask = torch.ones(2, 1 + 64, dtype=torch.bool)
+        mask[0, 10:20] = False
+        expected = output(model, pictures(), attention_mask=mask)
+        mhla.apply_mhla(model, **settings)
+        found = output(model, pictures(), attention_mask=mask)
+        if settings is ALL_EXACT:
+            assert relative_change(found, expected) < ROUNDING
+        assert_changed(found[:1], output(model, pictures())[:1])
+        changed = pictures()
+        changed[0, :, 4:8, 4:12] = 0  # patches 9 and 10, tokens 10 and 11
+        assert relative_change(output(model, changed, attention_mask=mask), found) < ROUNDING
+
+
+def test_a_mask_that_differs_between_queries_is_refused():
+    mask = torch.ones(2, 1, 65, 65, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="differs between queries.*layers="):
+        output(patched("vit"), pictures(), attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"blocks": (4,), "causal": "token", "block_length": 4}, "has 1 axes"),
+        ({"causal": "block", "block_length": 2, "rope": "before"}, "the patches of .* have no order"),
+        ({"softmax_steps": 1}, "counts denoising steps"),
+    ],
+)
+def test_settings_that_a_picture_has_no_place_for(settings, message):
+    with pytest.raises(ValueError, match=message):
+        mhla.apply_mhla(siglip(), **(PLAIN | settings))
+
+
+def test_what_mhla_cannot_give_is_refused():
+    with pytest.raises(ValueError, match=r"output_attentions=True.*MHLA does not make.*mhla_disabled"):
+        patched("vit")(pictures(), output_attentions=True)
+    model = mhla.apply_mhla(vit(attention_probs_dropout_prob=0.1), **PLAIN)
+    assert output(model, pictures()).isfinite().all()
+    with pytest.raises(ValueError, match="attention_dropout=0.1 drops weights of softmax"):
+        model.train()(pictures())
+    with pytest.raises(ValueError, match="pixel_values=None"):
+        patched("vit")()
+    with pytest.raises(ValueError, match="too small|at least one token|64|blocks"):
+        output(patched("vit", blocks=(4, 9)), pictures())
+    with pytest.raises(ValueError, match="is a vision model, which has none"):
+        mhla.audit(patched("vit"), lambda: None)
+
+
+def test_hidden_states_are_told_and_softmax_weights_of_a_model_that_is_switched_off():
+    model = mhla.apply_mhla(vit(attn_implementation="eager"), **PLAIN)
+    with torch.no_grad():
+        assert len(model(pictures(), output_hidden_states=True).hidden_states) == 4
+        with mhla.mhla_disabled(model):
+            assert len(model(pictures(), output_attentions=True).attentions) == 3
+
+
+def test_copies_threads_and_changes():
+    model = patched("deit", mixing_per_head=True)
+    expected = output(model, pictures())
+    assert torch.equal(output(copy.deepcopy(model), pictures()), expected)
+    found = {}
+
+    def run(seed: int) -> None:
+        found[seed] = output(model, pictures(seed=seed))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(found[1], expected) and not torch.equal(found[2], expected)
+    mhla.change_mhla(model, blocks=(4, 4), exact="content", exact_tiles=(4, 4), exact_share=1.0)
+    assert relative_change(output(model, pictures()), output(deit(), pictures())) < ROUNDING
+
+
+def test_trains_under_peft_and_in_half_precision():
+    model = patched("vit")
+    whole = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
+    whole(pixel_values=pictures(), labels=torch.tensor([0, 1])).loss.backward()
+    assert any(parameter.grad is not None for name, parameter in whole.named_parameters() if "lora" in name)
+    with pytest.raises(ValueError, match="get_base_model"):
+        mhla.describe(whole)
+    half = mhla.apply_mhla(vit().bfloat16(), **PLAIN, output_gate=True)
+    found = output(half, pictures().bfloat16())
+    assert found.dtype == torch.bfloat16 and found.isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert output(patched("vit"), pictures()).isfinite().all()
+
+
+def test_a_pipeline_of_transformers_runs_a_patched_model():
+    pipe = ImageClassificationPipeline(
+        model=vit(), image_processor=ViTImageProcessorPil(size={"height": 32, "width": 32})
+    )
+    with pytest.raises(ValueError, match=r"pass that: pipe\.model"):
+        mhla.apply_mhla(pipe)
+    from PIL import Image
+
+    picture = Image.effect_noise((40, 40), 60).convert("RGB")
+    before = pipe(picture)[0]["score"]
+    mhla.apply_mhla(pipe.model, **PLAIN)
+    assert pipe(picture)[0]["score"] != before
+
+
+def test_describe_and_analysis_of_attention():
+    model = patched("vit")
+    assert "3 of 3 self-attentions replaced" in str(mhla.describe(model, grid=GRID))
+    assert str(mhla.describe(model, height=32, width=32)) == str(mhla.describe(model, grid=GRID))
+    assert mhla.suggest_blocks(model, 896, 896) == (16, 16)  # 14 patches long, as at 224 pixels
+    rows = analyze_layers(model, TransformerCall((pictures(),), {}))
+    softmax = analyze_layers(vit(), TransformerCall((pictures(),), {}))
+    assert [row.attention for row in rows] == ["MHLA"] * 3 and [row.attention for row in softmax] == ["softmax"] * 3
+    assert all(row.rank_bound == 4 * min(16, 12) for row in rows), rows
