@@ -77,7 +77,8 @@ class RandomView:
         """(3, size, size)."""
         # torch's generator, which every process that reads has its own state of
         chance = random.Random(int(torch.randint(2**62, ()).item()))
-        view = self.pixels(_resized(picture, self.size, _random_box(*picture.size, chance)))
+        width, height = picture.size
+        view = self.pixels(_resized(picture, self.size, _random_box(width, height, chance)))
         return view.flip(-1) if chance.random() < 0.5 else view
 
 

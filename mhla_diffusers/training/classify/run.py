@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,40 +85,47 @@ def build(config: ClassifyConfig, variant: Variant, seed: int) -> Any:
             config.model, num_labels=classes, ignore_mismatched_sizes=True
         )
         return _as_variant(model, variant)
-    given = config.settings | {"num_labels": classes}
-    if config.model.startswith("vlt"):
-        return _vlt(config.model, given, variant)
-    return _as_variant(_vit(config.model, given | {"image_size": config.size}), variant)
+    return _vlt(config, classes, variant) if config.model.startswith("vlt") else _vit(config, classes, variant)
 
 
 def _as_variant(model: Any, variant: Variant) -> Any:
     return model if isinstance(variant, str) else apply_mhla(model, MHLAConfig.from_dict(variant))
 
 
-def _vit(name: str, settings: Mapping[str, Any]) -> Any:
-    """A ViT with softmax attention."""
+def _vit(config: ClassifyConfig, classes: int, variant: Variant) -> Any:
+    """A ViT with softmax attention, patched."""
     from transformers import ViTConfig, ViTForImageClassification
 
     from ...models import PooledViTConfig, PooledViTForImageClassification
 
-    check_names(settings, list(vars(ViTConfig())), "setting", "settings.")
-    if name == "vit":
-        return ViTForImageClassification(ViTConfig(**settings))
+    _check_settings(config.settings, ViTConfig, "settings.")
+    given = {**config.settings, "num_labels": classes, "image_size": config.size}
+    if config.model == "vit":
+        return _as_variant(ViTForImageClassification(ViTConfig(**given)), variant)
     makers = {"pooled-vit": PooledViTConfig, "deit-t": PooledViTConfig.deit_t, "deit-s": PooledViTConfig.deit_s}
-    return PooledViTForImageClassification(makers[name](**settings))
+    return _as_variant(PooledViTForImageClassification(makers[config.model](**given)), variant)
 
 
-def _vlt(name: str, settings: Mapping[str, Any], variant: Variant) -> Any:
+def _vlt(config: ClassifyConfig, classes: int, variant: Variant) -> Any:
     """A VLT, whose kinds of attention are settings of its own."""
     from ...models import VLTConfig, VLTForImageClassification
 
-    makers = {"vlt": VLTConfig, "vlt-t": VLTConfig.vlt_t, "vlt-s": VLTConfig.vlt_s}
     own = {} if isinstance(variant, str) else variant
-    check_names({**settings, **own}, list(vars(VLTConfig())), "setting", "settings.")
-    found = makers[name](**{**settings, **own})
+    for settings, path in ((config.settings, "settings."), (own, "variants.")):
+        _check_settings(settings, VLTConfig, path)
+    make = {"vlt": VLTConfig, "vlt-t": VLTConfig.vlt_t, "vlt-s": VLTConfig.vlt_s}[config.model]
+    given = {**config.settings, **own, "num_labels": classes}
     if variant == SOFTMAX:
-        found = makers[name](**settings, mhla=[None] * len(found.depths))
-    return VLTForImageClassification(found)
+        given["mhla"] = [None] * len(make(**given).depths)
+    return VLTForImageClassification(make(**given))
+
+
+def _check_settings(settings: Mapping[str, Any], kind: Any, path: str) -> None:
+    """Raise unless a configuration class of transformers, which takes any name, has these settings of its own."""
+    from transformers import PreTrainedConfig
+
+    known = {entry.name for entry in fields(kind)} - {entry.name for entry in fields(PreTrainedConfig)}
+    check_names(settings, sorted(known - {"image_size"}), "setting", path)
 
 
 def call_settings(model: Any, size: int) -> dict[str, Any]:
