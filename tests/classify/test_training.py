@@ -16,6 +16,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.training.classify.comparison import ablate, compare
 from mhla_diffusers.training.classify.config import load_classify_config
 from mhla_diffusers.training.classify.evaluation import evaluate, load_classifier
+from mhla_diffusers.training.classify.models import fresh_model
 from mhla_diffusers.training.classify.run import build, pictures_of, train, train_one
 
 from .folders import write_folder
@@ -70,6 +71,9 @@ def test_shipped_configurations_are_valid(file):
         pictures = config.steps * config.batch_size * config.accumulate
         assert config.batch_size * config.accumulate == 1024 and config.learning_rate == 1e-3
         assert abs(pictures / 1_281_167 - 300) < 0.01  # epochs of ImageNet-1K (paper, Sec. 5.1)
+    for variant in config.all_variants().values():
+        with torch.device("meta"):
+            fresh_model(config.model, config.settings, variant, 1000, config.size)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,11 @@ from .processes import finish, start_process
 
 ROOT = Path(__file__).parents[2]
 # those of language models are tested with them
-CONFIGS = [file for file in sorted(ROOT.glob("finetune/configs/*.yaml")) if not file.stem.startswith("language-")]
+CONFIGS = [
+    file
+    for file in sorted(ROOT.glob("finetune/configs/*.yaml"))
+    if not file.stem.startswith(("language-", "classify-"))
+]
 
 
 @pytest.fixture

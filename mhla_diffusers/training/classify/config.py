@@ -1,19 +1,14 @@
 """Configuration of a classifier's training: the model, the pictures, and kinds of attention."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...config import MHLAConfig, check, check_names
 from ..recipe import Recipe, load_recipe
+from .models import FRESH, SOFTMAX, Variant
 
-Variant = Mapping[str, Any] | str
-"""Settings of a patch, of a VLT those of its configuration instead, or "softmax"."""
-SOFTMAX = "softmax"
 DIGITS = "digits"
-FRESH = ("vit", "pooled-vit", "deit-t", "deit-s", "vlt", "vlt-t", "vlt-s")
-"""Models with random weights; any other name is a model of the Hub, or a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,15 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ...config import MHLAConfig, check, check_names
+from ...config import check
 from ...files import read_json, write_json
-from ...patching import apply_mhla
 from ..comparing import check_same, settings_of
 from ..recipe import run_trainer, save_result
 from .blending import SoftLabels, soft_cross_entropy
-from .config import DIGITS, FRESH, SOFTMAX, ClassifyConfig, Variant
+from .config import DIGITS, ClassifyConfig
 from .digits import SUMS, Sample, SumsOfDigits
 from .folders import CentreView, ImageFolder, Normalised, RandomView
+from .models import FRESH, Variant, as_variant, fresh_model
 
 _PIXELS = "preprocessor_config.json"
 """As transformers names it: mean and standard deviation of the pixels that a model was trained on."""
@@ -77,55 +76,14 @@ def build(config: ClassifyConfig, variant: Variant, seed: int) -> Any:
         ValueError: settings that the model's configuration does not have.
     """
     torch.manual_seed(seed)
-    classes = classes_of(config)
-    if config.model not in FRESH:
-        from transformers import AutoModelForImageClassification
+    if config.model in FRESH:
+        return fresh_model(config.model, config.settings, variant, classes_of(config), config.size)
+    from transformers import AutoModelForImageClassification
 
-        model = AutoModelForImageClassification.from_pretrained(
-            config.model, num_labels=classes, ignore_mismatched_sizes=True
-        )
-        return _as_variant(model, variant)
-    return _vlt(config, classes, variant) if config.model.startswith("vlt") else _vit(config, classes, variant)
-
-
-def _as_variant(model: Any, variant: Variant) -> Any:
-    return model if isinstance(variant, str) else apply_mhla(model, MHLAConfig.from_dict(variant))
-
-
-def _vit(config: ClassifyConfig, classes: int, variant: Variant) -> Any:
-    """A ViT with softmax attention, patched."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    from ...models import PooledViTConfig, PooledViTForImageClassification
-
-    _check_settings(config.settings, ViTConfig, "settings.")
-    given = {**config.settings, "num_labels": classes, "image_size": config.size}
-    if config.model == "vit":
-        return _as_variant(ViTForImageClassification(ViTConfig(**given)), variant)
-    makers = {"pooled-vit": PooledViTConfig, "deit-t": PooledViTConfig.deit_t, "deit-s": PooledViTConfig.deit_s}
-    return _as_variant(PooledViTForImageClassification(makers[config.model](**given)), variant)
-
-
-def _vlt(config: ClassifyConfig, classes: int, variant: Variant) -> Any:
-    """A VLT, whose kinds of attention are settings of its own."""
-    from ...models import VLTConfig, VLTForImageClassification
-
-    own = {} if isinstance(variant, str) else variant
-    for settings, path in ((config.settings, "settings."), (own, "variants.")):
-        _check_settings(settings, VLTConfig, path)
-    make = {"vlt": VLTConfig, "vlt-t": VLTConfig.vlt_t, "vlt-s": VLTConfig.vlt_s}[config.model]
-    given = {**config.settings, **own, "num_labels": classes}
-    if variant == SOFTMAX:
-        given["mhla"] = [None] * len(make(**given).depths)
-    return VLTForImageClassification(make(**given))
-
-
-def _check_settings(settings: Mapping[str, Any], kind: Any, path: str) -> None:
-    """Raise unless a configuration class of transformers, which takes any name, has these settings of its own."""
-    from transformers import PreTrainedConfig
-
-    known = {entry.name for entry in fields(kind)} - {entry.name for entry in fields(PreTrainedConfig)}
-    check_names(settings, sorted(known - {"image_size"}), "setting", path)
+    model = AutoModelForImageClassification.from_pretrained(
+        config.model, num_labels=classes_of(config), ignore_mismatched_sizes=True
+    )
+    return as_variant(model, variant)
 
 
 def call_settings(model: Any, size: int) -> dict[str, Any]:
