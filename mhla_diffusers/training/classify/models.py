@@ -43,11 +43,14 @@ def _vit(name: str, settings: Mapping[str, Any], classes: int, size: int) -> Any
     from ...models import PooledViTConfig, PooledViTForImageClassification
 
     _check_settings(settings, ViTConfig, "settings.")
-    given = {**settings, "num_labels": classes, "image_size": size}
-    if name == "vit":
-        return ViTForImageClassification(ViTConfig(**given))
-    make = {"pooled-vit": PooledViTConfig, "deit-t": PooledViTConfig.deit_t, "deit-s": PooledViTConfig.deit_s}[name]
-    return PooledViTForImageClassification(make(**given))
+    makers: dict[str, tuple[Any, Any]] = {
+        "vit": (ViTForImageClassification, ViTConfig),
+        "pooled-vit": (PooledViTForImageClassification, PooledViTConfig),
+        "deit-t": (PooledViTForImageClassification, PooledViTConfig.deit_t),
+        "deit-s": (PooledViTForImageClassification, PooledViTConfig.deit_s),
+    }
+    kind, make = makers[name]
+    return kind(make(**{**settings, "num_labels": classes, "image_size": size}))
 
 
 def _vlt(name: str, settings: Mapping[str, Any], variant: Variant, classes: int) -> Any:
