@@ -113,17 +113,14 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
     (
-        r"^python finetune/(quality|compare|compare_choices|fidelity|fidelity_pictures|gap|language|decoding|classify)\.py",
+        r"^python finetune/(quality|compare|compare_choices|fidelity|fidelity_pictures|gap|language|decoding)\.py",
         "it takes minutes to hours",
     ),
     (
         r"finetune/language.py train --config finetune/configs/language-0.3b",
         "it takes GPUs; tests/language runs a tiny one",
     ),
-    (
-        r"finetune/classify.py train --config finetune/configs/classify-deit",
-        "it takes GPUs and ImageNet, as tests/classify does not",
-    ),
+    (r"finetune/classify\.py", "it takes minutes, or GPUs and ImageNet; tests/classify runs tiny ones"),
     (r"^python finetune/zero_shot\.py", "it downloads questions; tests/language runs it where lm-eval is"),
     (r"^python -m mhla_diffusers\.demo\.(making|adapting)", "it takes half an hour and more"),
     (r"^python -m mhla_diffusers\.demo\.streaming", "it takes minutes; tests/demo runs it"),
