@@ -92,7 +92,7 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def parameters_of(model: torch.nn.Module) -> int:
-    """How many numbers a model holds that can be trained."""
+    """How many numbers the parameters of a model hold, those that are not trained included."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

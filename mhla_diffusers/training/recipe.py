@@ -153,9 +153,15 @@ def run_trainer(
 def save_result(model: Any, folder: Path) -> Path:
     """Save a model of transformers: of a patched one the patch with all weights and ``config.json``.
 
+    Of several processes the first one writes.
+
     Returns:
         The folder.
     """
+    from accelerate import PartialState
+
+    if not PartialState().is_main_process:
+        return folder
     if is_patched(model):
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)

@@ -297,7 +297,8 @@ def check_script(arguments: list[str]) -> None:
     source = ROOT / (name.replace(".", "/") + ".py" if module else name)
     assert source.is_file(), f"{source} is not there"
     before = sys.argv
-    sys.argv = [name, "--help"]
+    words = [word for word in rest[:1] if not word.startswith("--")]  # of a subcommand, which has options of its own
+    sys.argv = [name, *words, "--help"]
     sys.path.insert(0, str(source.parent))  # as Python does for a script
     try:
         with redirect_stdout(io.StringIO()) as output, suppress(SystemExit):
