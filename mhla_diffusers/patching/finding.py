@@ -19,11 +19,12 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
     """The supported transformers of a pipeline by component name, or the transformer itself as ``transformer``.
 
     Raises:
-        ValueError: if there is none, or what :func:`refuse_wrapped` refuses.
+        ValueError: if there is none, a model that has MHLA built in, or what :func:`refuse_wrapped` refuses.
     """
     refuse_wrapped(model)
     found = supported_transformers(model)
     if not found:
+        _refuse_built_in(model)
         for name, module in _modules(model).items():
             if name.startswith("transformer"):
                 get_family(module)
@@ -157,15 +158,39 @@ def is_patched(model: Any) -> bool:
     )
 
 
+def _built_in_layers(model: Any) -> dict[str, MHLALayer]:
+    """Like :func:`mhla_layers`, of a model that has MHLA without a patch: an ``nn.Module`` with none of a family in it.
+
+    PEFT may have wrapped it.
+    """
+    if not isinstance(model, nn.Module) or any(find_family(module) is not None for module in model.modules()):
+        return {}
+    layers = {path: layer_of(module) for path, module in unwrapped(model).named_modules()}
+    return {f"{path}.mhla": layer for path, layer in layers.items() if layer is not None}
+
+
+def _refuse_built_in(model: Any) -> None:
+    layers = _built_in_layers(model)
+    if layers:
+        raise ValueError(
+            f"{type(model).__name__} has MHLA built in ({len(layers)} layers, the first is {next(iter(layers))}), so "
+            "nothing can patch it or take the patch away. Its settings are those of its configuration, such as "
+            "VLTConfig(mhla=…), and its save_pretrained() saves it."
+        )
+
+
 def mhla_layers(model: Any) -> dict[str, MHLALayer]:
-    """Name and module of every MHLA layer that is in use.
+    """Name and module of every MHLA layer that is in use, put in by a patch or built into the model, as into VLT.
 
     The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
     """
-    prefixes = {name: f"{name}." if not isinstance(model, nn.Module) else "" for name in supported_transformers(model)}
+    transformers = supported_transformers(model)
+    if not transformers:
+        return _built_in_layers(model)
+    prefixes = {name: f"{name}." if not isinstance(model, nn.Module) else "" for name in transformers}
     return {
         f"{prefixes[name]}{path}.mhla": layer
-        for name, transformer in supported_transformers(model).items()
+        for name, transformer in transformers.items()
         for path, attn in attentions_of(transformer).items()
         if (layer := layer_of(attn)) is not None
     }

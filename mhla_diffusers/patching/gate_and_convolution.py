@@ -57,3 +57,8 @@ class Convolution(nn.Module):
         convolve = _CONVOLUTIONS[1 + len(rest)]
         output: torch.Tensor = convolve(values, self.weight, self.bias, padding=size // 2, groups=channels)
         return output
+
+    def of_tokens(self, values: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+        """(B, N, H * D), before and after, of the tokens of a grid."""
+        output: torch.Tensor = self(values.unflatten(1, grid).movedim(-1, 1))
+        return output.flatten(2).mT

@@ -224,7 +224,7 @@ class MHLALayer(nn.Module):
     ) -> torch.Tensor:
         """(B, tokens, H * D), before and after."""
         if parallel is None:
-            return convolution(values.unflatten(1, grid).movedim(-1, 1)).flatten(2).mT
+            return convolution.of_tokens(values, grid)
         around, own = rows_around(values, grid, convolution.reach, parallel)
         return convolution(around.movedim(-1, 1)).flatten(2).mT[:, own]
 

@@ -1,0 +1,101 @@
+"""Parameters and multiply-adds of a classifier, and the paper's models beside the numbers of its Table 2.
+
+    python -m mhla_diffusers.models.counts
+
+What the paper calls FLOPs are multiply-adds, and of weights alone: what attention multiplies with each other, queries,
+keys, values and summaries, is not in them. DeiT-S says so: 4.2 G are its projections, feed-forwards and patches, and
+with softmax attention's own products they are 4.6 G. Both are told here.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from .pooled_vit import PooledViTConfig, PooledViTForImageClassification
+from .vlt import VLTForImageClassification
+from .vlt_config import VLTConfig
+
+_WEIGHTS = ("aten.addmm", "aten.mm", "aten.convolution")
+"""Operators that multiply an input with weights; others multiply what attention has made of it."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of a model and one image."""
+
+    parameters: int
+    weight_macs: int
+    """Multiply-adds of projections, feed-forwards and convolutions."""
+    attention_macs: int
+    """Multiply-adds between queries, keys, values and summaries."""
+
+
+def count(model: nn.Module, height: int, width: int) -> Counts:
+    """Count the parameters of a classifier, and the multiply-adds of a forward, operator by operator.
+
+    A copy on the meta device is called, where nothing is computed and no kernel hides its products. Of exact tiles
+    eager operations fill short lists up, which is counted; sums, such as those of keys, are none.
+
+    Args:
+        model: takes ``pixel_values`` of three channels.
+        height: of the image, in pixels.
+        width: in pixels.
+    """
+    copied = copy.deepcopy(model).to("meta").eval()
+    pixel_values = torch.empty(1, 3, height, width, dtype=next(copied.parameters()).dtype, device="meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        copied(pixel_values)
+    flops = {str(operator): found for operator, found in counter.get_flop_counts()["Global"].items()}
+    of_weights = sum(flops.get(operator, 0) for operator in _WEIGHTS)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Counts(parameters, of_weights // 2, (sum(flops.values()) - of_weights) // 2)
+
+
+@dataclass(frozen=True)
+class PaperModel:
+    """A model of the paper's Table 2 and what stands there of it."""
+
+    build: Callable[[], nn.Module]
+    million_parameters: float
+    giga_macs: float
+
+
+PAPER_MODELS = {
+    "MHLA-VLT-T": PaperModel(lambda: VLTForImageClassification(VLTConfig.vlt_t()), 16, 2.4),
+    "MHLA-VLT-S": PaperModel(lambda: VLTForImageClassification(VLTConfig.vlt_s()), 27, 4.6),
+    "DeiT-T, softmax": PaperModel(lambda: PooledViTForImageClassification(PooledViTConfig.deit_t()), 5.7, 1.1),
+    "DeiT-S, softmax": PaperModel(lambda: PooledViTForImageClassification(PooledViTConfig.deit_s()), 22, 4.2),
+}
+"""Name → model at 224 pixels and 1,000 classes."""
+
+
+@cache
+def paper_counts(name: str) -> Counts:
+    """Counts of one of :data:`PAPER_MODELS`."""
+    with torch.device("meta"):
+        return count(PAPER_MODELS[name].build(), 224, 224)
+
+
+def table() -> str:
+    """Counts of the paper's models in Markdown."""
+    rows = [
+        "| model | parameters, M | paper | multiply-adds of weights, G | paper | of attention besides, G |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, model in PAPER_MODELS.items():
+        counts = paper_counts(name)
+        rows.append(
+            f"| {name} | {counts.parameters / 1e6:.2f} | {model.million_parameters} | {counts.weight_macs / 1e9:.3f} | "
+            f"{model.giga_macs} | {counts.attention_macs / 1e9:.3f} |"
+        )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{table()}\n")

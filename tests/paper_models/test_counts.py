@@ -1,0 +1,97 @@
+"""Parameters and multiply-adds beside those of the paper's Table 2, and by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from mhla_diffusers import MHLAConfig, MHLALayer
+from mhla_diffusers.attention.costs import AttentionSizes
+from mhla_diffusers.models import VLTForImageClassification
+from mhla_diffusers.models.counts import PAPER_MODELS, count, paper_counts, table
+
+from .shared import tiny_config, tiny_vlt
+
+FIGURES = {
+    "MHLA-VLT-T": (0.03, 0.02),
+    "MHLA-VLT-S": (0.02, 0.02),
+    "DeiT-T, softmax": (0.02, 0.03),
+    "DeiT-S, softmax": (0.02, 0.02),
+}
+"""Name → how far parameters and multiply-adds may be from the paper's, which has two digits: 16.45 M stands there as
+16 M, and 1.07 G as 1.1 G."""
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_counts_are_those_of_the_paper(name):
+    counts, paper = paper_counts(name), PAPER_MODELS[name]
+    parameters, macs = FIGURES[name]
+    assert counts.parameters / 1e6 == pytest.approx(paper.million_parameters, rel=parameters)
+    assert counts.weight_macs / 1e9 == pytest.approx(paper.giga_macs, rel=macs)
+
+
+def test_multiply_adds_of_attention_are_those_of_its_sizes():
+    """Of VLT-T: two layers of MHLA in each of two stages, six and two layers of softmax attention."""
+    linear = [AttentionSizes(56**2, 1, 64, 49), AttentionSizes(28**2, 2, 64, 16)]
+    softmax = [6 * AttentionSizes(14**2, 4, 64).softmax_flops, 2 * AttentionSizes(7**2, 8, 64).softmax_flops]
+    macs = sum(sizes.flops for sizes in linear) + sum(softmax) // 2
+    sums_of_keys = 2 * sum(sizes.tokens * sizes.heads * sizes.head_dim for sizes in linear)
+    assert paper_counts("MHLA-VLT-T").attention_macs == macs - sums_of_keys
+
+
+def test_multiply_adds_of_weights_by_hand():
+    """A stem, one layer of one stage, and the head, at 16 pixels: 4 x 4 tokens of 8 channels."""
+    settings = {"hidden_sizes": (8,), "depths": (1,), "num_attention_heads": (2,), "head_size": 32}
+    model = VLTForImageClassification(tiny_config(mhla=[{"blocks": [2, 2]}], **settings))
+    stem = 9 * (3 * 4 * 64 + 2 * 4 * 4 * 64 + 4 * 8 * 16)
+    layer = 16 * (9 * 8 + 5 * 64 + 25 * 8 + 2 * 8 * 28 + 9 * 28)
+    assert count(model, 16, 16).weight_macs == stem + layer + 16 * 8 * 32 + 32 * 5
+
+
+class _WithMHLA(nn.Module):
+    """ViT's attention with MHLA in the place of softmax, as in the paper: 16 blocks and a convolution of 3."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention, heads = attention, attention.num_attention_heads
+        config = MHLAConfig(blocks=(4, 4), convolution=3)
+        self.mhla = MHLALayer(config, heads, attention.head_dim, heads * attention.head_dim)
+
+    def forward(self, hidden_states, *_, **__):
+        own = self.attention
+        heads = (own.num_attention_heads, own.head_dim)
+        query, key, value = (p(hidden_states).unflatten(-1, heads) for p in (own.q_proj, own.k_proj, own.v_proj))
+        return own.o_proj(self.mhla(query, key, value, hidden_states, (14, 14)).flatten(2)), None
+
+
+@pytest.mark.parametrize(("size", "channels", "macs"), [("T", 192, 0.03), ("S", 384, 0.02)])
+def test_mhla_adds_next_to_nothing_to_deit(size, channels, macs):
+    def with_mhla(model):
+        for layer in model.layers:
+            layer.attention = _WithMHLA(layer.attention)
+        return model
+
+    name = f"DeiT-{size}, softmax"
+    before, paper = paper_counts(name), PAPER_MODELS[name]
+    with torch.device("meta"):
+        after = count(with_mhla(paper.build()), 224, 224)
+    assert after.parameters - before.parameters == 12 * (16**2 + 10 * channels)
+    assert after.weight_macs - before.weight_macs == 12 * 196 * 9 * channels
+    assert after.attention_macs < before.attention_macs
+    assert after.parameters / 1e6 == pytest.approx(paper.million_parameters, rel=0.02)
+    assert after.weight_macs / 1e9 == pytest.approx(paper.giga_macs, rel=macs)
+
+
+def test_exact_tiles_are_counted_and_the_model_is_left_as_it_is():
+    model = tiny_vlt(mhla=[{"blocks": [3, 3], "exact": "content"}, None, None, None]).train()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with_tiles = count(model, 64, 48)
+    without = count(tiny_vlt(mhla=[{"blocks": [3, 3]}, None, None, None]), 64, 48)
+    assert with_tiles.attention_macs > without.attention_macs
+    assert with_tiles.weight_macs == without.weight_macs
+    assert model.training and all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_the_table_has_a_row_for_every_model():
+    lines = table().splitlines()
+    assert len(lines) == 2 + len(PAPER_MODELS)
+    assert lines[2].startswith("| MHLA-VLT-T | 16.45 | 16 | 2.439 | 2.4 | 0.225 |")
