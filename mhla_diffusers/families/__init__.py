@@ -10,6 +10,7 @@ from ..attention.rotary import Rotary
 from .base import Family
 from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily
+from .dig import DiGFamily
 from .dit import DiTFamily
 from .flux import FluxFamily
 from .forms import AttentionForm, AttentionInput
@@ -38,6 +39,7 @@ _FAMILIES: dict[str, Family] = {
     for family in (
         ChronoEditFamily(),
         CogVideoXFamily(),
+        DiGFamily(),
         DiTFamily(),
         FluxFamily(),
         HunyuanDiTFamily(),

@@ -44,6 +44,7 @@ class LlamaFamily(Family):
     """Causal language models whose tokens are one axis."""
 
     name = "llama"
+    library = "transformers"
     transformers = ("LlamaForCausalLM", "LlamaModel")
     axes = 1
     is_diffusion = False

@@ -228,15 +228,9 @@ def _base_transformer(name: str, transformer: nn.Module, base: Any, base_model: 
             "weights='changed' compares with the base model, but it is unknown where this model came from; "
             "give base=the unpatched model, or base_model=its Hub id."
         )
-    if not get_family(transformer).is_diffusion:
-        import transformers
-
-        whole: nn.Module = getattr(transformers, type(transformer).__name__).from_pretrained(base_model)
-        return whole
-    import diffusers
-
-    cls = getattr(diffusers, type(transformer).__name__)
-    is_pipeline = not Path(base_model, "config.json").is_file()
+    family = get_family(transformer)
+    cls = family.transformer_class(type(transformer).__name__)
+    is_pipeline = family.is_diffusion and not Path(base_model, "config.json").is_file()
     loaded: nn.Module = cls.from_pretrained(base_model, subfolder=name if is_pipeline else None)
     return loaded
 

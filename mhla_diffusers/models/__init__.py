@@ -1,0 +1,1 @@
+"""Models of the paper that no library has."""
