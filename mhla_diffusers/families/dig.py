@@ -43,6 +43,8 @@ _TINY = Model(
 class DiGForm(AttentionForm):
     """The form of attention beside which DiG has a norm over each head and a gate of the output."""
 
+    idle = ("to_decay",)
+
     def hand_on(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """Norm, gate and output projection of the attention."""
         return finite(attn.hand_on(output, given.hidden_states))

@@ -14,6 +14,7 @@ from mhla_diffusers.generation.pipelines import load_pipeline
 from mhla_diffusers.models.dig import DiGTransformer2DModel, GatedLinearAttnProcessor
 from mhla_diffusers.patching import TransformerCall
 from mhla_diffusers.patching.attended import Attended
+from mhla_diffusers.training.trainable import set_trainable
 
 from ..models import assert_changed, output, relative_change, seeded
 from ..patching.shared import with_lora
@@ -163,6 +164,17 @@ def test_fused_projections_and_lora():
     assert relative_change(output(patched, arguments), expected) < 1e-5
     lora = mhla.apply_mhla(with_lora(transformer(), "to_q", "to_k", "to_v"), **BLOCKS)
     assert_changed(output(lora, arguments), expected)
+
+
+def test_what_is_trained_takes_gradients():
+    """All of it, as processes that average gradients expect; a patch leaves the gate of the state without any."""
+    model = mhla.apply_mhla(transformer(), **BLOCKS, layers=[1])
+    trained = set_trainable(model, "all")
+    idle = {name for name, _ in model.named_parameters()} - set(trained)
+    assert idle == {f"transformer_blocks.1.attn1.to_decay.{name}" for name in ("0.weight", "1.weight", "1.bias")}
+    output_with_gradients = model(**CASE.inputs(), return_dict=False)[0]
+    output_with_gradients.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in trained.values())
 
 
 def test_the_own_processor_comes_back():
