@@ -109,6 +109,11 @@ def test_a_fresh_model_changes_nothing_in_its_blocks_and_predicts_zero():
     model.transformer_blocks[-1].register_forward_hook(lambda *args: last.append(args[-1]))
     assert not output(model, CASE.inputs()).any()
     assert torch.equal(first[0], last[0])
+    # what a token predicts is told row after row of its patch, and then by channel
+    with torch.no_grad():
+        model.proj_out_2.bias.copy_(torch.arange(32))
+    patch = torch.arange(32.0).view(2, 2, 8).permute(2, 0, 1)
+    assert torch.equal(output(model, CASE.inputs())[1], patch.repeat(1, 8, 8))
 
 
 def test_narrow_queries_and_keys_are_refused_with_the_way_out():
