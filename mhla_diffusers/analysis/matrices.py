@@ -84,6 +84,11 @@ def _matrix(attn: Any, given: Attended, family: Family) -> torch.Tensor:
     if isinstance(getattr(attn, "processor", None), MHLAProcessor):
         weights: torch.Tensor = attn.mhla.weights(given)
         return weights
+    if family.own_attention == "gated linear":
+        raise ValueError(
+            f"Gated linear attention of the {family.name!r} family has no matrix of weights: they have signs and no "
+            "common sum. Give layers that are patched with MHLA."
+        )
     if family.own_attention == "linear":
         query, key = given.query.double().relu(), given.key.double().relu()
         normaliser = torch.einsum("bqhd,bkhd->bhqk", query, key).sum(dim=-1, keepdim=True)

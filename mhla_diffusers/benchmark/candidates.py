@@ -138,7 +138,7 @@ def attention_choices(
     """
     tokens = math.prod(grid) * batch
     softmax_is_own = family.own_attention == "softmax"
-    choices = [] if softmax_is_own else [Choice("own linear", "own", baseline=True, blocks=1)]
+    choices = [] if softmax_is_own else [Choice(f"own {family.own_attention}", "own", baseline=True, blocks=1)]
     choices.append(Choice("softmax native", "softmax", softmax_is_own))
     # diffusers' backends reach the families that dispatch attention; the others call PyTorch's attention themselves
     for backend in _diffusers_backends() if family.dispatches_attention else SOFTMAX_BACKENDS:

@@ -101,10 +101,10 @@ def _config(model: Model, patch: tuple[str, MHLAConfig] | None, options: Options
         config = family.default_config.replace(blocks=model.blocks)
         if options.share is None:
             return config
-        if family.own_attention == "linear":
+        if family.own_attention != "softmax":
             raise ValueError(
-                f"--share {options.share} is of exact pairs of tiles, and the own attention of {model.name} is linear, "
-                "with nothing to be exact about; leave it out."
+                f"--share {options.share} is of exact pairs of tiles, and the own attention of {model.name} is "
+                f"{family.own_attention}, with nothing to be exact about; leave it out."
             )
         return config.replace(exact_share=options.share)
     name, config = patch

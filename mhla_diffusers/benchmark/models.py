@@ -131,9 +131,7 @@ def build_transformer(model: Model, size: Size, layers: int | None, device: torc
         device: where; "meta" for shapes alone.
         dtype: of the other weights.
     """
-    import diffusers
-
-    made = getattr(diffusers, model.transformer)
+    made = family_of_model(model).transformer_class(model.transformer)
     built = layers or model.layers
     others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
     settings = {**model.settings, model.layers_argument: built, **others}

@@ -13,6 +13,7 @@ Figure = Any
 COLOURS = {
     SOFTMAX: "#555555",
     "own linear": "#009e73",
+    "own gated linear": "#009e73",
     PLAIN: "#e69f00",
     HYBRID: "#56b4e9",
     "MHLA": "#0072b2",

@@ -53,7 +53,7 @@ class PipelineCase(PipelineChoice):
     @property
     def variants(self) -> tuple[str, ...]:
         """Attentions that the pipeline is called with."""
-        exact = () if self.of_family.own_attention == "linear" else (EXACT,)
+        exact = (EXACT,) if self.of_family.own_attention == "softmax" else ()
         return (UNPATCHED, *LINEAR_KINDS, *exact)
 
     @property

@@ -69,9 +69,9 @@ def shapes() -> dict[str, Shape]:
 
 
 def exact_tiles(model: Model, grid: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Tile counts that a model is measured with; None for one whose own attention is linear."""
+    """Tile counts that a model is measured with; None for one whose own attention is not softmax."""
     family = family_of_model(model)
-    return None if family.own_attention == "linear" else family.exact_tiles(grid)
+    return family.exact_tiles(grid) if family.own_attention == "softmax" else None
 
 
 def choose_shapes(names: list[str] | None, device_type: str) -> list[Shape]:

@@ -10,6 +10,7 @@ from ..attention.rotary import Rotary
 from .base import Family
 from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily
+from .dig import DiGFamily
 from .dinov2 import Dinov2Family
 from .dit import DiTFamily
 from .flux import FluxFamily
@@ -43,6 +44,7 @@ _FAMILIES: dict[str, Family] = {
         CogVideoXFamily(),
         DeiTFamily(),
         Dinov2Family(),
+        DiGFamily(),
         DiTFamily(),
         FluxFamily(),
         HunyuanDiTFamily(),

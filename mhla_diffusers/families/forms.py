@@ -60,6 +60,9 @@ class AttentionForm:
     rope_by_head: ClassVar[bool] = False
     """Whether RoPE turns every head by other angles; it is then applied to what :meth:`project` gives, before φ."""
 
+    idle: ClassVar[tuple[str, ...]] = ()
+    """Attributes of an attention that it does not run while it is patched."""
+
     def heads(self, attn: Any) -> tuple[int, int]:
         """Heads of an attention and head dim."""
         return int(attn.heads), int(attn.inner_dim) // int(attn.heads)

@@ -35,6 +35,7 @@ class LlamaFamily(Family):
     """Causal language models whose tokens are one axis."""
 
     name = "llama"
+    library = "transformers"
     transformers = ("LlamaForCausalLM", "LlamaModel")
     axes = 1
     kind = "language"

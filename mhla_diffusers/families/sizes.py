@@ -45,7 +45,7 @@ class Model:
     name: str
     """For example "wan2.1-1.3b"; tiny ones, for trying commands out, begin with "tiny"."""
     transformer: str
-    """Class name in diffusers."""
+    """Class name."""
     settings: Mapping[str, Any]
     """Arguments of the class that differ from its defaults."""
     heads: int

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,6 +24,8 @@ class Structure(ABC):
     """Name in patch files, on the command line and in messages."""
     transformers: ClassVar[tuple[str, ...]]
     """Class names of the transformers, for example ``("WanTransformer3DModel",)``."""
+    library: ClassVar[str] = "diffusers"
+    """Module that has these classes, imported when one is asked for."""
     axes: ClassVar[int]
     """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width)."""
     block_lists: ClassVar[tuple[str, ...]]
@@ -37,7 +40,7 @@ class Structure(ABC):
     """Attributes of a block that are feed-forward layers; absent ones are passed."""
     default_config: ClassVar[MHLAConfig]
     """What ``apply_mhla(pipe)`` uses when it is told nothing else."""
-    own_attention: ClassVar[Literal["softmax", "linear"]] = "softmax"
+    own_attention: ClassVar[Literal["softmax", "linear", "gated linear"]] = "softmax"
     """What the self-attentions compute without a patch."""
     own_attention_is_causal: ClassVar[bool] = False
     """Whether a token of theirs never sees a later one."""
@@ -74,6 +77,14 @@ class Structure(ABC):
     def makes_videos(self) -> bool:
         """Whether a sample has frames."""
         return self.axes == 3
+
+    def transformer_class(self, name: str) -> Any:
+        """One of :attr:`transformers`.
+
+        Raises:
+            AttributeError: the library lacks it.
+        """
+        return getattr(import_module(self.library), name)
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
         """Name and module of every transformer block that has a self-attention, in the order of the layer indices."""

@@ -106,6 +106,7 @@ class VisionFamily(Family):
 
     axes = 2
     kind = "vision"
+    library = "transformers"
     forward_names = ("pixel_values",)
     # the paper's 16 blocks; tiles as of an image that is generated
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))

@@ -34,6 +34,7 @@ class PooledViTFamily(VisionFamily):
     """DeiT whose patches are averaged (paper, Appendix E): :mod:`mhla_diffusers.models.pooled_vit`."""
 
     name = "pooled-vit"
+    library = "mhla_diffusers.models"
     transformers = ("PooledViTForImageClassification",)
     attentions = ("attention",)
     form = VisionForm()

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,7 @@ def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtyp
         # diffusers warns at every cast
         pipe = pipe if dtype == torch.float32 else pipe.to(dtype)
     else:
+        import_module(family_named(family).library)  # diffusers loads classes of no other module than is imported
         pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype).to(place)
     pipe.set_progress_bar_config(disable=True)
     return pipe

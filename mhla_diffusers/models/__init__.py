@@ -1,10 +1,11 @@
-"""Models of the paper that no library has, as transformers' ``PreTrainedModel``: classifiers of images."""
+"""Models of the paper that no library has, classifiers of images of transformers' kind, and DiG of diffusers'."""
 
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_names
 
 __all__ = [
+    "DiGTransformer2DModel",
     "PooledViTConfig",
     "PooledViTForImageClassification",
     "VLTConfig",
@@ -13,8 +14,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .dig import DiGTransformer2DModel
     from .pooled_vit import PooledViTConfig, PooledViTForImageClassification
     from .vlt import VLTForImageClassification, VLTModel
     from .vlt_config import VLTConfig
 else:
-    __getattr__, __dir__ = lazy_names(__name__, __all__, (".vlt_config", ".vlt", ".pooled_vit"))
+    __getattr__, __dir__ = lazy_names(__name__, __all__, (".vlt_config", ".vlt", ".pooled_vit", ".dig"))

@@ -104,7 +104,7 @@ def sizes_of(
     if config is not None:
         return attention_sizes(config, grid, heads, head_dim, outside, in_order=family.own_attention_is_causal)
     sizes = AttentionSizes(math.prod(grid), heads, head_dim, outside=outside)
-    if family.own_attention == "linear":
+    if family.own_attention != "softmax":
         return sizes
     sizes = sizes.with_exact_tiles(1, 1.0, tile_means=False)
     if not family.own_attention_is_causal:

@@ -59,10 +59,12 @@ def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
 
 
 def _check(transformer: nn.Module) -> None:
-    if get_family(transformer).own_attention != "softmax":
-        raise ValueError(
-            f"The own attention of {type(transformer).__name__} is linear: mixing_init='uniform' is the same as it."
+    own = get_family(transformer).own_attention
+    if own != "softmax":
+        way_out = (
+            "mixing_init='uniform' is the same as it" if own == "linear" else "the mixing matrices must be trained"
         )
+        raise ValueError(f"The own attention of {type(transformer).__name__} is {own}: {way_out}.")
     for attn, _ in patched_pairs(transformer).values():
         config = attn.mhla.config
         if config.exact != "none" or not config.normalize or config.output_norm:

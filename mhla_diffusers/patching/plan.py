@@ -83,10 +83,10 @@ def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
             f"blocks={config.blocks} has {len(config.blocks)} axes, but {type(transformer).__name__} has "
             f"{family.axes}; for example blocks={family.default_config.blocks}."
         )
-    if config.exact != "none" and family.own_attention == "linear":
+    if config.exact != "none" and family.own_attention != "softmax":
         raise ValueError(
             f"exact={config.exact!r} approximates softmax attention, and the own attention of "
-            f"{type(transformer).__name__} is linear; leave it at 'none'."
+            f"{type(transformer).__name__} is {family.own_attention}; leave it at 'none'."
         )
     if family.form.has_outside and not config.normalize:
         raise ValueError(

@@ -228,15 +228,11 @@ def _base_transformer(name: str, transformer: nn.Module, base: Any, base_model: 
             "weights='changed' compares with the base model, but it is unknown where this model came from; "
             "give base=the unpatched model, or base_model=its Hub id."
         )
-    if not get_family(transformer).is_diffusion:
-        kind: Any = type(transformer)  # not looked up by name: those of this package are none of transformers
-        whole: nn.Module = kind.from_pretrained(base_model)
-        return whole
-    import diffusers
-
-    cls = getattr(diffusers, type(transformer).__name__)
-    is_pipeline = not Path(base_model, "config.json").is_file()
-    loaded: nn.Module = cls.from_pretrained(base_model, subfolder=name if is_pipeline else None)
+    family = get_family(transformer)
+    cls = family.transformer_class(type(transformer).__name__)
+    is_pipeline = family.is_diffusion and not Path(base_model, "config.json").is_file()
+    inside = {"subfolder": name} if is_pipeline else {}
+    loaded: nn.Module = cls.from_pretrained(base_model, **inside)
     return loaded
 
 

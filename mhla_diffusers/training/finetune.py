@@ -125,10 +125,8 @@ class ResolvedRun:
 
     @property
     def transformer_class(self) -> Any:
-        """Of diffusers."""
-        import diffusers
-
-        return getattr(diffusers, self.settings["_class_name"])
+        """As the model's configuration names it."""
+        return self.family.transformer_class(self.settings["_class_name"])
 
     @property
     def dtype(self) -> torch.dtype:

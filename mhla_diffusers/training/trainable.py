@@ -41,7 +41,10 @@ def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
 
 
 def trainable_names(transformer: nn.Module, trainable: Trainable) -> list[str]:
-    """Names of the parameters that a stage trains, LoRA's included once they are there."""
+    """Names of the parameters that a stage trains, LoRA's included once they are there.
+
+    Parts of an attention that its patch does not run take no gradients, and are left out.
+    """
     mhla = tuple(f"{name}." for name in mhla_layers(transformer))
     prefixes = {
         "mhla": mhla,
@@ -49,11 +52,15 @@ def trainable_names(transformer: nn.Module, trainable: Trainable) -> list[str]:
         "attention": tuple(f"{name}." for name in patched_attentions(transformer)),
         "all": ("",),
     }[trainable]
-    fixed = {f"{name}.mixing" for name, layer in mhla_layers(transformer).items() if not layer.config.mixing_learnable}
+    layers = mhla_layers(transformer)
+    fixed = {f"{name}.mixing" for name, layer in layers.items() if not layer.config.mixing_learnable}
+    idle = tuple(f"{name.removesuffix('mhla')}{part}." for name, layer in layers.items() for part in layer.form.idle)
     return [
         name
         for name, _ in transformer.named_parameters()
-        if (trainable == "lora" if is_adapter(name) else name.startswith(prefixes)) and name not in fixed
+        if (trainable == "lora" if is_adapter(name) else name.startswith(prefixes))
+        and name not in fixed
+        and not name.startswith(idle)
     ]
 
 

@@ -7,6 +7,7 @@ from .case import FamilyCase
 NAMES = (
     "chronoedit",
     "cogvideox",
+    "dig",
     "flux",
     "hunyuan_dit",
     "hunyuan_video",

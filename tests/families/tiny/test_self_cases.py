@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ...models import output
-from . import chronoedit, hunyuan_dit, latte, ltx, pixart, sana_video, skyreels_v2, wan_animate
+from . import chronoedit, dig, hunyuan_dit, latte, ltx, pixart, sana_video, skyreels_v2, wan_animate
 from .case import FamilyCase
 
 CASES = {
@@ -25,6 +25,7 @@ CASES = {
     "wan_animate": wan_animate.CASE,
     "latte": latte.CASE,
     "hunyuan_dit": hunyuan_dit.CASE,
+    "dig": dig.CASE,
 }
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
