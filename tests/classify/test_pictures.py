@@ -6,7 +6,7 @@ from PIL import Image
 from torch.nn.functional import cross_entropy, interpolate
 
 from mhla_diffusers.training.classify.blending import SoftLabels, soft_cross_entropy
-from mhla_diffusers.training.classify.digits import SUMS, SumsOfDigits
+from mhla_diffusers.training.classify.digits import SIZES, STEP, SUMS, SumsOfDigits
 from mhla_diffusers.training.classify.folders import (
     CentreView,
     ImageFolder,
@@ -49,7 +49,8 @@ def test_digits_do_not_overlap_and_lie_in_the_picture():
             covered[place.top : place.top + place.size, place.left : place.left + place.size] += 1
         assert covered.max() == 1 and covered.sum() == sum(place.size**2 for place in pair)
     assert {sum(place.label for place in pair) for pair in places} == set(range(SUMS))
-    assert len({place.size for pair in places for place in pair}) > 1
+    assert {place.size for pair in places for place in pair} == set(SIZES)
+    assert not any(side % STEP for pair in places for place in pair for side in (place.top, place.left))
 
 
 def test_the_same_seed_gives_the_same_pictures():

@@ -10,8 +10,10 @@ from ...tiny.digits import Split, load_digits
 
 SUMS = 19
 """Classes: 0 to 18."""
-SIZES = (20, 28)
-"""The smallest and largest height and width of a digit in a picture of 64 pixels; they grow with the picture."""
+STEP = 8
+"""Places and sizes of digits are multiples of it, in pixels: with patches of that size a model learns in minutes."""
+SIZES = (16, 24)
+"""Height and width of a digit."""
 
 Sample = dict[str, torch.Tensor]
 """``pixel_values``, (3, H, W) in [-1, 1], and ``labels``, int64 ()."""
@@ -40,7 +42,7 @@ class SumsOfDigits(Dataset[Sample]):
     Args:
         split: of the digits; no digit is in both.
         count: of pictures.
-        size: of a picture in pixels, at least 56, where two digits of the largest size fit side by side.
+        size: of a picture in pixels, at least 48, where two digits of the larger size fit side by side.
         seed: the same seed gives the same pictures.
 
     Raises:
@@ -92,5 +94,6 @@ def _places(size: int, chance: random.Random) -> tuple[Placed, Placed]:
 
 
 def _place(size: int, chance: random.Random) -> Placed:
-    own = chance.randint(*SIZES)
-    return Placed(chance.randrange(10), chance.randint(0, size - own), chance.randint(0, size - own), own)
+    own = chance.choice(SIZES)
+    top, left = (chance.randrange(0, size - own + 1, STEP) for _ in range(2))
+    return Placed(chance.randrange(10), top, left, own)
