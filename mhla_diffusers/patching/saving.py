@@ -231,7 +231,7 @@ def _base_transformer(name: str, transformer: nn.Module, base: Any, base_model: 
     family = get_family(transformer)
     cls = family.transformer_class(type(transformer).__name__)
     is_pipeline = family.is_diffusion and not Path(base_model, "config.json").is_file()
-    loaded: nn.Module = cls.from_pretrained(base_model, subfolder=name if is_pipeline else None)
+    loaded: nn.Module = cls.from_pretrained(base_model, **({"subfolder": name} if is_pipeline else {}))
     return loaded
 
 
