@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mhla_diffusers import MHLACache, apply_mhla
 from mhla_diffusers.reporting import scaled, write_table
-from mhla_diffusers.training.language.comparison import where_it_ran
+from mhla_diffusers.training.comparing import where_it_ran
 
 LENGTHS = (1024, 4096, 16384, 65536)
 _AT_ONCE = 1024

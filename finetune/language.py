@@ -8,9 +8,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from mhla_diffusers.patching import is_patched, save_mhla
 from mhla_diffusers.training.language.comparison import compare
 from mhla_diffusers.training.language.run import LanguageConfig, build, load_language_config, train
+from mhla_diffusers.training.recipe import save_result
 
 
 def main() -> None:
@@ -41,11 +41,7 @@ def train_one(config: LanguageConfig, variant: str | None, output: Path) -> None
         raise ValueError(f"--variant {variant} is unknown; allowed: {', '.join(config.variants)}.")
     seed = config.seeds[0]
     model = train(build(config, config.variants[variant], seed), config, seed, config.steps, output)
-    if is_patched(model):
-        model.config.save_pretrained(output / "result")
-        save_mhla(model, output / "result", weights="all")
-    else:
-        model.save_pretrained(output / "result")
+    save_result(model, output / "result")
 
 
 if __name__ == "__main__":

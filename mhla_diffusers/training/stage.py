@@ -17,7 +17,7 @@ from .config import OptimizerName, StageConfig, TrainingConfig
 from .objectives import LOSSES, Objectives
 from .run_folder import Tensors
 from .sharding import gathered, is_sharded, placed_like
-from .trainable import set_trainable, trainable_names
+from .trainable import is_mixing, set_trainable, trainable_names
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,8 @@ def _make_optimizer(
     Raises:
         ImportError: see :func:`optimizer_class`.
     """
-    of_mixing = (".mhla.mixing", ".mhla.far_field_log_weight")
-    mixing = [parameter for name, parameter in trained.items() if name.endswith(of_mixing)]
-    rest = [parameter for name, parameter in trained.items() if not name.endswith(of_mixing)]
+    mixing = [parameter for name, parameter in trained.items() if is_mixing(name)]
+    rest = [parameter for name, parameter in trained.items() if not is_mixing(name)]
     mixing_rate = stage.mixing_learning_rate or stage.learning_rate
     groups: list[dict[str, Any]] = [
         {"params": rest, "lr": stage.learning_rate, "initial_lr": stage.learning_rate},

@@ -25,6 +25,13 @@ _PROJECTIONS = (
 )
 """Projections of a self-attention that LoRA adapts, where the model has them."""
 
+_MIXING = (".mhla.mixing", ".mhla.far_field_log_weight")
+
+
+def is_mixing(name: str) -> bool:
+    """Whether a parameter is a mixing matrix or far field weight, which may have a learning rate of its own."""
+    return name.endswith(_MIXING)
+
 
 def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
     """Name and module of every self-attention that holds an MHLA layer; all of them in an unpatched model."""

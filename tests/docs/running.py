@@ -120,6 +120,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
         r"finetune/language.py train --config finetune/configs/language-0.3b",
         "it takes GPUs; tests/language runs a tiny one",
     ),
+    (r"finetune/classify\.py", "it takes minutes, or GPUs and ImageNet; tests/classify runs tiny ones"),
     (r"^python finetune/zero_shot\.py", "it downloads questions; tests/language runs it where lm-eval is"),
     (r"^python -m mhla_diffusers\.demo\.(making|adapting)", "it takes half an hour and more"),
     (r"^python -m mhla_diffusers\.demo\.streaming", "it takes minutes; tests/demo runs it"),
@@ -296,7 +297,8 @@ def check_script(arguments: list[str]) -> None:
     source = ROOT / (name.replace(".", "/") + ".py" if module else name)
     assert source.is_file(), f"{source} is not there"
     before = sys.argv
-    sys.argv = [name, "--help"]
+    words = [word for word in rest[:1] if not word.startswith("--")]  # of a subcommand, which has options of its own
+    sys.argv = [name, *words, "--help"]
     sys.path.insert(0, str(source.parent))  # as Python does for a script
     try:
         with redirect_stdout(io.StringIO()) as output, suppress(SystemExit):

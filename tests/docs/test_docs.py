@@ -118,7 +118,11 @@ def last_lines(error: BaseException) -> str:
     return "".join([*traceback.format_tb(cause.__traceback__)[-3:], f"{type(error).__name__}: {error}"])
 
 
-ADAPTING = [file for file in sorted(ROOT.glob("finetune/configs/*.yaml")) if not file.stem.startswith("language-")]
+ADAPTING = [
+    file
+    for file in sorted(ROOT.glob("finetune/configs/*.yaml"))
+    if not file.stem.startswith(("language-", "classify-"))
+]
 
 
 @pytest.mark.parametrize("file", ADAPTING, ids=lambda file: file.stem)

@@ -25,8 +25,12 @@ from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_video
 from .processes import finish, start_process
 
 ROOT = Path(__file__).parents[2]
-# those of language models are tested with them
-CONFIGS = [file for file in sorted(ROOT.glob("finetune/configs/*.yaml")) if not file.stem.startswith("language-")]
+# those of language models and classifiers are tested with them
+CONFIGS = [
+    file
+    for file in sorted(ROOT.glob("finetune/configs/*.yaml"))
+    if not file.stem.startswith(("language-", "classify-"))
+]
 
 
 @pytest.fixture

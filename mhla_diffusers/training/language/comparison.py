@@ -1,27 +1,22 @@
 """Kinds of attention side by side: perplexity at equal steps, trained from scratch and adapted, and in longer texts."""
 
 import copy
-import json
 import math
-import os
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...config import check
-from ...files import read_json, write_json
 from ...patching import change_mhla, is_patched, mhla_layers
 from ...reporting import mean_and_spread, write_table
+from ..comparing import Part, Result, parameters_of, results_of, settings_of, timed
 from .run import SOFTMAX, LanguageConfig, Variant, as_variant, build, losses_by_place, rows_of, train
 
 _FARTHEST = 4
 """Times the trained length that perplexity is told for."""
-
-Result = dict[str, Any]
 
 
 def compare(config: LanguageConfig, output: Path) -> str:
@@ -38,38 +33,16 @@ def compare(config: LanguageConfig, output: Path) -> str:
         ValueError: nothing of the text is held out, or the folder has seeds of another configuration.
     """
     rows_of(config, held_out=True)  # before all the training
-    settings = _settings(config)
-    files = {seed: output / f"seed-{seed}.json" for seed in config.seeds}
-    for file in files.values():
-        if file.is_file():
-            _check_same(read_json(file).get("config", {}), settings, file)
-    for seed, file in files.items():
-        if not file.is_file():
-            write_json(_of_seed(config, seed) | {"config": settings}, file)
-    return _tables(config, [read_json(file) for file in files.values()], output)
-
-
-def _settings(config: LanguageConfig) -> dict[str, Any]:
-    """What a seed's result depends on, as JSON has it."""
-    settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    del settings["seeds"]
-    return settings
-
-
-def _check_same(found: dict[str, Any], settings: dict[str, Any], file: Path) -> None:
-    others = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
-    check(
-        not others,
-        f"{file} is of another configuration, which differs in {', '.join(others)}; give another output folder, or "
-        "delete that file to train its seed again.",
-    )
+    settings = settings_of(config)
+    parts = [Part(output / f"seed-{seed}.json", settings, partial(_of_seed, config, seed)) for seed in config.seeds]
+    return _tables(config, results_of(parts), output)
 
 
 def _of_seed(config: LanguageConfig, seed: int) -> dict[str, Any]:
     scratch: dict[str, Result] = {}
     adapted: dict[str, Result] = {}
     for name, variant in config.variants.items():
-        model, seconds = _timed(build(config, variant, seed), config, seed, config.steps)
+        model, seconds = timed(partial(train, build(config, variant, seed), config, seed, config.steps))
         scratch[name] = judged(model, config) | {"seconds": seconds}
         if variant == SOFTMAX:
             adapted = {other: _adapted(model, one, config, seed) for other, one in config.adapt.items()}
@@ -79,18 +52,13 @@ def _of_seed(config: LanguageConfig, seed: int) -> dict[str, Any]:
 def _adapted(trained: Any, variant: Variant, config: LanguageConfig, seed: int) -> Result:
     model = as_variant(copy.deepcopy(trained), variant)
     before = math.exp(float(losses_by_place(model, _held_out(config, config.length)).mean()))
-    model, seconds = _timed(model, config, seed + 1, config.adapt_steps)
+    model, seconds = timed(partial(train, model, config, seed + 1, config.adapt_steps))
     return judged(model, config) | {"seconds": seconds, "before": before}
 
 
 def _held_out(config: LanguageConfig, length: int) -> list[torch.Tensor]:
     """Rows of a length, (N,) each."""
     return [row["input_ids"] for row in rows_of(replace(config, length=length), held_out=True)]
-
-
-def _timed(model: Any, config: LanguageConfig, seed: int, steps: int) -> tuple[Any, float]:
-    begin = time.process_time()
-    return train(model, config, seed, steps), time.process_time() - begin
 
 
 def judged(model: Any, config: LanguageConfig) -> Result:
@@ -104,7 +72,7 @@ def judged(model: Any, config: LanguageConfig) -> Result:
     return {
         "perplexity": math.exp(float(losses.mean())),
         "by place": [math.exp(float(part)) for part in parts],
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": parameters_of(model),
     }
 
 
@@ -150,16 +118,3 @@ def _tables(config: LanguageConfig, results: Sequence[dict[str, Any]], output: P
     ]
     texts.append(write_table(["attention", *places], far, output, "beyond"))
     return "\n".join(texts)
-
-
-def where_it_ran() -> dict[str, str]:
-    """What a table of times must tell: torch's version, threads and the CPU."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    return {
-        "cpu": name,
-        "cpus": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-    }

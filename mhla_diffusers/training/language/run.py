@@ -1,18 +1,16 @@
 """Configuration of a language model's training, and the training itself, by transformers' ``Trainer``."""
 
-import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
-from ...config import MHLAConfig, check, check_choice, check_names
-from ...files import read_text
-from ...patching import apply_mhla, is_patched, register_mixing_clip
+from ...config import MHLAConfig, check, check_names
+from ...patching import apply_mhla
+from ..recipe import Recipe, load_recipe, run_trainer
 from .gated_linear import give_gated_linear
 from .texts import PYTHON_TOPICS, Rows, StreamedRows, hub_texts, python_topics
 
@@ -21,8 +19,8 @@ Variant = Mapping[str, Any] | str
 SOFTMAX, GATED = "softmax", "gated linear"
 
 
-@dataclass(frozen=True)
-class LanguageConfig:
+@dataclass(frozen=True, kw_only=True)
+class LanguageConfig(Recipe):
     """What is trained, on what, and how.
 
     Raises:
@@ -35,31 +33,14 @@ class LanguageConfig:
     """Tokens of a row."""
     variants: dict[str, Variant]
     """Name → kind of attention: settings of a patch, "softmax" or "gated linear"."""
-    steps: int
-    batch_size: int
-    """Rows of a step and process."""
-    learning_rate: float
     text: str | dict[str, str] = PYTHON_TOPICS
     """"python-topics", or ``name``, ``subset`` and ``tokenizer`` of a data set of the Hub."""
-    accumulate: int = 1
-    """Batches of an optimizer step."""
-    mixing_learning_rate: float | None = None
-    """Of MHLA's own parameters; None for that of all others."""
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    """Norm that gradients are clipped to."""
-    warmup: int = 0
-    """Steps in which the learning rate grows."""
-    seeds: tuple[int, ...] = (0,)
-    precision: str = "no"
-    """"no", "bf16" or "fp16"."""
     adapt: dict[str, Variant] = field(default_factory=dict)
     """What the model that was trained with softmax is adapted to."""
     adapt_steps: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seeds", tuple(self.seeds))
-        check_choice("precision", self.precision, ("no", "bf16", "fp16"))
+        super().__post_init__()
         self._check_text()
         for name, variant in (*self.variants.items(), *self.adapt.items()):
             if isinstance(variant, str):
@@ -86,21 +67,8 @@ class LanguageConfig:
 
 
 def load_language_config(file: Path) -> LanguageConfig:
-    """Read a configuration.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: no YAML of one, unknown or missing names, or values that are not allowed.
-    """
-    content = yaml.safe_load(read_text(file))
-    check(isinstance(content, Mapping), f"{file} holds no settings by name.")
-    known = fields(LanguageConfig)
-    check_names(content, [entry.name for entry in known], "setting", f"{file}: ")
-    missing = [
-        name for name in ("model", "length", "variants", "steps", "batch_size", "learning_rate") if name not in content
-    ]
-    check(not missing, f"{file} lacks {', '.join(missing)}.")
-    return LanguageConfig(**content)
+    """Read a configuration; raises what :func:`load_recipe` raises."""
+    return load_recipe(LanguageConfig, file)
 
 
 def build(config: LanguageConfig, variant: Variant, seed: int) -> Any:
@@ -134,22 +102,6 @@ def rows_of(config: LanguageConfig, held_out: bool = False) -> Rows | StreamedRo
     return python_topics(config.length, held_out)
 
 
-def optimizer_of(model: nn.Module, config: LanguageConfig) -> torch.optim.Optimizer:
-    """AdamW; norms, biases and what is MHLA's own do not decay, and mixing matrices stay in (0, 1)."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    own = [parameter for name, parameter in trained if ".mhla." in name]
-    others = [parameter for name, parameter in trained if ".mhla." not in name]
-    groups: list[dict[str, Any]] = [
-        {"params": [one for one in others if one.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [one for one in others if one.ndim < 2], "weight_decay": 0.0},
-        {"params": own, "weight_decay": 0.0, "lr": config.mixing_learning_rate or config.learning_rate},
-    ]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate)
-    if is_patched(model):
-        register_mixing_clip(optimizer, model)
-    return optimizer
-
-
 def train(model: Any, config: LanguageConfig, seed: int, steps: int, output: Path | None = None) -> Any:
     """Train a model in place.
 
@@ -158,41 +110,16 @@ def train(model: Any, config: LanguageConfig, seed: int, steps: int, output: Pat
         config: of the training.
         seed: of the order of rows.
         steps: of the optimizer.
-        output: folder of transformers' checkpoints; None for none.
+        output: folder of transformers' checkpoints, from the last of which it goes on; None for none.
 
     Returns:
         The model.
     """
-    from transformers import PrinterCallback, Trainer, TrainingArguments, get_cosine_schedule_with_warmup
-
-    optimizer = optimizer_of(model, config)
-    schedule = get_cosine_schedule_with_warmup(optimizer, min(config.warmup, steps // 10), steps)
-    with tempfile.TemporaryDirectory() as aside:
-        arguments = TrainingArguments(
-            output_dir=str(output or aside),
-            max_steps=steps,
-            per_device_train_batch_size=config.batch_size,
-            gradient_accumulation_steps=config.accumulate,
-            max_grad_norm=config.clip,
-            seed=seed,
-            data_seed=seed,
-            bf16=config.precision == "bf16",
-            fp16=config.precision == "fp16",
-            save_strategy="no" if output is None else "steps",
-            logging_steps=100,
-            report_to="none",
-            dataloader_pin_memory=torch.cuda.is_available(),
-            disable_tqdm=True,
-        )
-        use_cache, model.config.use_cache = model.config.use_cache, False  # as Trainer has it too, for good
-        try:
-            trainer = Trainer(model, arguments, train_dataset=rows_of(config), optimizers=(optimizer, schedule))
-            if output is None:
-                trainer.remove_callback(PrinterCallback)
-            trainer.train()
-        finally:
-            model.config.use_cache = use_cache  # else it would be saved, and the model generate without a cache
-    return model.eval()
+    use_cache, model.config.use_cache = model.config.use_cache, False  # as Trainer has it too, for good
+    try:
+        return run_trainer(model, config, rows_of(config), seed=seed, steps=steps, output=output)
+    finally:
+        model.config.use_cache = use_cache  # else it would be saved, and the model generate without a cache
 
 
 @torch.no_grad()

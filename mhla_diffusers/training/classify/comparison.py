@@ -1,0 +1,121 @@
+"""Kinds of attention side by side: accuracy at equal steps, rank and entropy of attention, and the ablations."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...reporting import mean_and_spread, write_table
+from ..comparing import Part, Result, parameters_of, results_of, settings_of, timed
+from .config import ClassifyConfig
+from .evaluation import accuracy
+from .run import build, pictures_of, train
+
+Look = Callable[[Any, torch.Tensor], Mapping[str, Any]]
+"""A trained model and pictures, (B, 3, H, W) → what is found of its attention, as JSON has it: "rank", "entropy"."""
+
+_NOT_OF_ONE = ("seeds", "variants", "ablations", "workers", "save_every")
+"""Settings that the result of one variant and seed does not depend on."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a comparison gave: its tables, and the results behind them.
+
+    Args:
+        tables: as Markdown.
+        results: name of a variant → one per seed.
+    """
+
+    tables: str
+    results: dict[str, list[Result]]
+
+
+def compare(config: ClassifyConfig, output: Path, look: Look) -> Compared:
+    """Train every variant with every seed; what is finished is kept.
+
+    Args:
+        config: of the comparison.
+        output: folder of a JSON file per variant and seed, and of ``comparison.md`` and ``.csv``.
+        look: at the attention of a trained model.
+
+    Raises:
+        ValueError: settings that a model does not have, or the folder has results of another configuration.
+    """
+    results = _results(config, list(config.variants), output, look)
+    rows = {name: name for name in config.variants}
+    return Compared(_table("attention", rows, results, output, "comparison"), results)
+
+
+def ablate(config: ClassifyConfig, output: Path, look: Look) -> Compared:
+    """Like :func:`compare`, for the tables of ``ablations``; in the same folder its results are taken from there.
+
+    Raises:
+        ValueError: as :func:`compare`, or there are no ablations.
+    """
+    tables = {table: config.rows_of(table) for table in config.ablations}
+    if not tables:
+        raise ValueError("The configuration has no ablations: tables of rows with settings of a patch each.")
+    names = list(dict.fromkeys(name for rows in tables.values() for name in rows.values()))
+    results = _results(config, names, output, look)
+    texts = [_table(table, rows, results, output, _file_name(table)) for table, rows in tables.items()]
+    return Compared("\n".join(texts), results)
+
+
+def _results(config: ClassifyConfig, names: list[str], output: Path, look: Look) -> dict[str, list[Result]]:
+    variants = config.all_variants()
+    parts = {}
+    for name in names:
+        build(config, variants[name], 0)  # which says before all the training what is not allowed
+        settings = settings_of(config, _NOT_OF_ONE) | {"variant": variants[name]}
+        for seed in config.seeds:
+            file = output / f"{_file_name(name)}-seed-{seed}.json"
+            parts[name, seed] = Part(file, settings, partial(_judged, config, name, seed, look))
+    found = dict(zip(parts, results_of(list(parts.values())), strict=True))
+    return {name: [found[name, seed] for seed in config.seeds] for name in names}
+
+
+def _judged(config: ClassifyConfig, name: str, seed: int, look: Look) -> Result:
+    """One variant, trained with one seed."""
+    model = build(config, config.all_variants()[name], seed)
+    model, seconds = timed(partial(train, model, config, seed))
+    data: Any = pictures_of(config, seed, held_out=True)
+    found = accuracy(model, data, config.size, workers=config.workers)
+    pictures = torch.stack([data[index]["pixel_values"] for index in range(min(config.analysed, len(data)))])
+    return {
+        "name": name,
+        "seed": seed,
+        "top-1": found.top1,
+        "top-5": found.top5,
+        "parameters": parameters_of(model),
+        "seconds": seconds,
+        **look(model, pictures.to(model.device)),
+    }
+
+
+def _table(first: str, rows: Mapping[str, str], results: Mapping[str, list[Result]], output: Path, file: str) -> str:
+    def spread(name: str, key: str, style: str, times: float = 1) -> str:
+        return mean_and_spread([times * one[key] for one in results[name]], style) if key in results[name][0] else "-"
+
+    header = [first, "parameters", "top-1, %", "rank", "entropy, nats", "CPU seconds"]
+    cells = [
+        [
+            row,
+            f"{results[name][0]['parameters']:,}",
+            spread(name, "top-1", ".1f", 100),
+            spread(name, "rank", ".1f"),
+            spread(name, "entropy", ".2f"),
+            spread(name, "seconds", ".0f"),
+        ]
+        for row, name in rows.items()
+    ]
+    return write_table(header, cells, output, file)
+
+
+def _file_name(name: str) -> str:
+    """Small letters, digits and hyphens, and "plus" for a plus."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("+", "plus")).strip("-")

@@ -1,0 +1,210 @@
+"""Training of classifiers, comparisons, and accuracy over a folder: a handful of steps of everything."""
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy
+from transformers import ViTConfig, ViTForImageClassification, ViTModel
+
+import mhla_diffusers as mhla
+from mhla_diffusers.training.classify.comparison import ablate, compare
+from mhla_diffusers.training.classify.config import load_classify_config
+from mhla_diffusers.training.classify.evaluation import evaluate, load_classifier
+from mhla_diffusers.training.classify.models import fresh_model
+from mhla_diffusers.training.classify.run import build, pictures_of, train, train_one
+
+from .folders import write_folder
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "finetune" / "configs").glob("classify-*.yaml"))
+MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "patch_size": 8}
+MHLA = {"blocks": [4, 4]}
+
+
+def _config(folder: Path, **changes) -> Path:
+    settings = {
+        "model": "pooled-vit",
+        "settings": MODEL,
+        "size": 64,
+        "steps": 2,
+        "batch_size": 4,
+        "learning_rate": 1e-2,
+        "warmup": 1,
+        "held_out": 8,
+        "analysed": 2,
+        "variants": {"softmax": "softmax", "MHLA + CPE": {**MHLA, "convolution": 3}},
+        "ablations": {"CPE": {"without": MHLA, "with": "MHLA + CPE"}},
+    }
+    file = folder / "classify.yaml"
+    file.write_text(yaml.safe_dump(settings | changes, sort_keys=False))
+    return file
+
+
+def _load(folder: Path, **changes):
+    return load_classify_config(_config(folder, **changes))
+
+
+def _loss(model, config) -> float:
+    data = pictures_of(config, 0, held_out=True)
+    batch = [data[index] for index in range(len(data))]
+    with torch.no_grad():
+        logits = model(torch.stack([one["pixel_values"] for one in batch])).logits
+    return float(cross_entropy(logits, torch.stack([one["labels"] for one in batch])))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_shipped_configurations_are_valid(file):
+    """And the head of each says how it is launched, and of those that were never run that they were not."""
+    config, text = load_classify_config(file), file.read_text()
+    assert f"--config finetune/configs/{file.name}" in text
+    if config.data == "digits":
+        assert set(config.ablations) == {"initialisation", "blocks", "CPE and gating"}
+        assert len(config.variants) == 5
+    else:
+        assert "never run" in text
+        pictures = config.steps * config.batch_size * config.accumulate
+        assert config.batch_size * config.accumulate == 1024 and config.learning_rate == 1e-3
+        assert abs(pictures / 1_281_167 - 300) < 0.01  # epochs of ImageNet-1K (paper, Sec. 5.1)
+    for variant in config.all_variants().values():
+        with torch.device("meta"):
+            fresh_model(config.model, config.settings, variant, 1000, config.size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variants": {"a": "hyena"}}, "variant 'a' is 'hyena'; allowed: 'softmax'"),
+        ({"variants": {"a": {"block": [4, 4]}}}, "Unknown MHLA setting 'block'"),
+        ({"ablations": {"t": {"row": "MHLA"}}}, "'row' of the ablation 't' is 'MHLA', which is none of the variants"),
+        ({"ablations": {"t": {"row": {"block": 4}}}}, "Unknown MHLA setting 'block'"),
+        ({"data": "imagenet"}, "data='imagenet' is unknown; allowed: 'digits', or train and held_out"),
+        ({"data": {"train": "a"}}, "lacks held_out"),
+        ({"smoothing": 1.0}, "smoothing=1.0 must be from 0 to 1"),
+        ({"mixup": -1}, "mixup=-1 must be 0 for none"),
+        ({"model": "google/vit-base-patch16-224"}, "settings are those of a model with random weights"),
+        ({"precision": "bf17"}, "precision='bf17' is unknown"),
+    ],
+)
+def test_a_configuration_that_is_not_allowed(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        _load(tmp_path, **changes)
+
+
+def test_settings_that_a_model_does_not_have(tmp_path):
+    config = _load(tmp_path, settings={"hiden_size": 16})
+    with pytest.raises(ValueError, match="'settings.hiden_size'; did you mean 'hidden_size'"):
+        build(config, "softmax", 0)
+
+
+def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path):
+    config = _load(tmp_path, steps=30, batch_size=8, mixing_learning_rate=0.5, smoothing=0.1, mixup=0.2, cutmix=0.2)
+    model = build(config, MHLA, 0)
+    start = [layer.mixing.clone() for layer in mhla.mhla_layers(model).values()]
+    before = _loss(model, config)
+    train(model, config, 0)
+    assert _loss(model, config) < before - 0.02
+    for layer, fresh in zip(mhla.mhla_layers(model).values(), start, strict=True):
+        assert not torch.equal(layer.mixing, fresh) and layer.mixing.min() > 0 and layer.mixing.max() < 1
+
+
+def test_a_stopped_training_goes_on_and_ends_where_it_would_have(tmp_path):
+    changes = {"steps": 4, "save_every": 2}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    expected = load_classifier(str(train_one(_load(tmp_path, **changes), "MHLA + CPE", whole)))
+    stopped.mkdir()
+    shutil.copytree(whole / "checkpoint-2", stopped / "checkpoint-2")
+    shutil.copy(whole / "classify.json", stopped)
+    with pytest.raises(ValueError, match="classify.json is of another configuration, which differs in learning_rate"):
+        train_one(_load(tmp_path, learning_rate=0.1, **changes), "MHLA + CPE", stopped)
+    checkpoint = stopped / "checkpoint-2" / "model.safetensors"
+    written = checkpoint.stat().st_mtime_ns
+    found = load_classifier(str(train_one(_load(tmp_path, **changes), "MHLA + CPE", stopped)))
+    assert checkpoint.stat().st_mtime_ns == written  # which would be written again, were the training begun anew
+    assert len(mhla.mhla_layers(found)) == 1
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the script in this process; what it prints."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["classify.py", *map(str, arguments)])
+        runpy.run_path(str(ROOT / "finetune" / "classify.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_kinds_of_attention_are_compared_and_what_is_finished_is_kept(tmp_path, run):
+    pytest.importorskip("matplotlib")
+    file, output = _config(tmp_path, seeds=[0, 1]), tmp_path / "out"
+    printed = run("compare", "--config", file, "--output", output)
+    assert "| softmax |" in printed and "| MHLA + CPE |" in printed and " ± " in printed
+    found = json.loads((output / "mhla-plus-cpe-seed-1.json").read_text())
+    assert found["seed"] == 1 and 0 < found["entropy"] < 4.2 and 1 <= found["rank"] <= 64 and len(found["map"]) == 64
+    assert {"comparison.csv", "rank-and-entropy.png", "attention-maps.png"} <= {path.name for path in output.iterdir()}
+    assert run("compare", "--config", file, "--output", output) == printed
+
+    kept = (output / "mhla-plus-cpe-seed-0.json").stat().st_mtime_ns
+    ablated = run("ablate", "--config", file, "--output", output)
+    assert [line.split(" |")[0] for line in ablated.splitlines()] == ["| CPE", "| ---", "| without", "| with"]
+    assert ablated.splitlines()[3].split(" | ")[1:] == printed.splitlines()[3].split(" | ")[1:]
+    assert (output / "mhla-plus-cpe-seed-0.json").stat().st_mtime_ns == kept
+
+    another = _load(tmp_path, steps=3, seeds=[2, 1])
+    with pytest.raises(ValueError, match="softmax-seed-1.json is of another configuration, which differs in steps"):
+        compare(another, output, lambda model, pictures: {})
+    assert not (output / "softmax-seed-2.json").exists()
+    with pytest.raises(ValueError, match="has no ablations"):
+        ablate(_load(tmp_path, ablations={}), output, lambda model, pictures: {})
+
+
+def _constant(folder: Path, classes: int, size: int = 16) -> Path:
+    """A saved ViT that puts class 0 before class 1 and so on, whatever it sees."""
+    sizes = MODEL | {"image_size": size, "num_labels": classes}
+    model = ViTForImageClassification(ViTConfig(**sizes))
+    with torch.no_grad():
+        model.classifier.weight.zero_()
+        model.classifier.bias.copy_(-torch.arange(float(classes)))
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
+    return folder
+
+
+def test_top_1_and_top_5_over_a_folder(tmp_path, run):
+    """Of 3 + 1 + 0 + 2 + 1 + 2 + 1 = 10 pictures 3 are of class 0, and 7 of the first five classes."""
+    counts = dict(zip("abcdefg", (3, 1, 0, 2, 1, 2, 1), strict=True))
+    model, pictures = _constant(tmp_path / "model", 7), write_folder(tmp_path / "val", counts)
+    printed = run("evaluate", "--model", model, "--pictures", pictures, "--batch-size", 4)
+    assert json.loads(printed) == {"top1": 0.3, "top5": 0.7, "pictures": 10}
+    assert evaluate(str(model), pictures, size=24).top5 == 0.7  # positions are interpolated
+
+
+def test_a_patch_of_a_classifier_is_judged(tmp_path, monkeypatch):
+    """The patch of the folder is what runs, and three classes have no sixth."""
+    model, pictures = _constant(tmp_path / "model", 3), write_folder(tmp_path / "val", {"a": 1, "b": 1, "c": 2})
+    patched = mhla.apply_mhla(ViTForImageClassification.from_pretrained(model), blocks=(2, 2))
+    mhla.save_mhla(patched, tmp_path / "patch")
+    assert len(mhla.mhla_layers(load_classifier(str(model), tmp_path / "patch"))) == 1
+    found = evaluate(str(model), pictures, patch=tmp_path / "patch")
+    assert (found.top1, found.top5, found.pictures) == (0.25, 1.0, 4)
+
+
+def test_what_cannot_be_judged_is_said(tmp_path):
+    model, pictures = _constant(tmp_path / "model", 3), write_folder(tmp_path / "val", {"a": 1, "b": 1})
+    with pytest.raises(ValueError, match="has 2 subfolders and .* knows 3 classes"):
+        evaluate(str(model), pictures)
+    (model / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="lacks image_mean, image_std"):
+        evaluate(str(model), pictures)
+    ViTModel(ViTConfig(**MODEL)).save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match="headless is a ViTModel by its configuration; give a classifier"):
+        load_classifier(str(tmp_path / "headless"))
