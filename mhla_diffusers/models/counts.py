@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..config import MHLAConfig
+from ..patching import apply_mhla
 from .pooled_vit import PooledViTConfig, PooledViTForImageClassification
 from .vlt import VLTForImageClassification
 from .vlt_config import VLTConfig
@@ -71,8 +73,16 @@ PAPER_MODELS = {
     "MHLA-VLT-S": PaperModel(lambda: VLTForImageClassification(VLTConfig.vlt_s()), 27, 4.6),
     "DeiT-T, softmax": PaperModel(lambda: PooledViTForImageClassification(PooledViTConfig.deit_t()), 5.7, 1.1),
     "DeiT-S, softmax": PaperModel(lambda: PooledViTForImageClassification(PooledViTConfig.deit_s()), 22, 4.2),
+    "DeiT-T, MHLA": PaperModel(lambda: _with_mhla(PooledViTConfig.deit_t()), 5.7, 1.1),
+    "DeiT-S, MHLA": PaperModel(lambda: _with_mhla(PooledViTConfig.deit_s()), 22, 4.2),
 }
 """Name → model at 224 pixels and 1,000 classes."""
+
+
+def _with_mhla(config: PooledViTConfig) -> nn.Module:
+    """16 blocks, one matrix for all heads, and a convolution of 3 in every layer (paper, Appendix E)."""
+    patch = MHLAConfig(blocks=(4, 4), convolution=3)
+    return apply_mhla(PooledViTForImageClassification(config), patch)
 
 
 @cache

@@ -19,6 +19,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from mhla_diffusers.models import PooledViTConfig, PooledViTForImageClassification
+
 from ..models import seeded
 
 BLOCKS, GRID = (2, 2), (8, 8)
@@ -54,6 +56,12 @@ def siglip(cls: type = SiglipForImageClassification) -> Any:
     return seeded(cls, config=SiglipConfig(vision_config=SIZES | {"intermediate_size": 32}, text_config=text))
 
 
+def pooled_vit(**settings: Any) -> Any:
+    return seeded(
+        PooledViTForImageClassification, config=PooledViTConfig(**(SIZES | {"intermediate_size": 32} | settings))
+    )
+
+
 def save_vit(folder: Path) -> None:
     """As the Hub has one, of ViT's usual size in pixels and patches."""
     vit(image_size=224, patch_size=16).save_pretrained(folder)
@@ -79,6 +87,7 @@ CASES = {
     "vit": VisionCase(vit, 1, INTERPOLATE, "vit.layers.{}.attention", "o_proj"),
     "deit": VisionCase(deit, 2, INTERPOLATE, "deit.layers.{}.attention", "o_proj"),
     "dinov2": VisionCase(registers, 5, {}, "dinov2_with_registers.encoder.layer.{}.attention", "o_proj"),
+    "pooled-vit": VisionCase(pooled_vit, 0, INTERPOLATE, "layers.{}.attention", "o_proj"),
     "siglip": VisionCase(siglip, 0, INTERPOLATE, "vision_model.encoder.layers.{}.self_attn", "out_proj"),
 }
 
