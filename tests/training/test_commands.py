@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -130,12 +131,12 @@ def test_script_trains_and_resumes(tmp_path: Path, model: str, config_file: Path
 
 
 @pytest.mark.slow
-def test_comparison_writes_its_table_and_goes_on(tmp_path: Path) -> None:
+def test_comparison_writes_its_table_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["--samples", "5", "--held-out", "1", "--batch-size", "1", "--timing-seconds", "0.1"]
     steps = ["--steps", "1", "--transfer-steps", "1", "--seeds", "1", "2"]
     script = str(ROOT / "finetune" / "compare.py")
-    command = [sys.executable, script, "per-head", "--output", str(tmp_path), *sizes, *steps]
-    subprocess.run(command, check=True, cwd=ROOT, env=_environment())
+    monkeypatch.setattr(sys, "argv", [script, "per-head", "--output", str(tmp_path), *sizes, *steps])
+    runpy.run_path(script, run_name="__main__")
     rows = (tmp_path / "per-head.csv").read_text().splitlines()
     assert rows[0] == "losses,attention,untrained,0,ms forward+backward"
     losses = {(row[0], row[1]): float(row[2].split(" ± ")[0]) for row in csv.reader(rows[1:])}
@@ -144,7 +145,7 @@ def test_comparison_writes_its_table_and_goes_on(tmp_path: Path) -> None:
     runs = sorted(tmp_path.glob("*/metrics.jsonl"))
     assert len(runs) == 2 * (len(rows) - 1)
     before = [run.stat().st_mtime_ns for run in runs]
-    subprocess.run(command, check=True, cwd=ROOT, env=_environment())
+    runpy.run_path(script, run_name="__main__")
     assert [run.stat().st_mtime_ns for run in runs] == before
 
 
