@@ -11,9 +11,9 @@ from ...tiny.digits import Split, load_digits
 SUMS = 19
 """Classes: 0 to 18."""
 STEP = 8
-"""Places and sizes of digits are multiples of it, in pixels: with patches of that size a model learns in minutes."""
-SIZES = (16, 24)
-"""Height and width of a digit."""
+"""Places of digits are multiples of it, in pixels: with patches of that size a model learns in minutes."""
+SIZE = 16
+"""Height and width of a digit in pixels."""
 
 Sample = dict[str, torch.Tensor]
 """``pixel_values``, (3, H, W) in [-1, 1], and ``labels``, int64 ()."""
@@ -21,19 +21,20 @@ Sample = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Placed:
-    """A digit in a picture: which one, and the square that it fills, in pixels."""
+    """A digit in a picture: which one, and where the square begins that it fills, in pixels."""
 
     label: int
     top: int
     left: int
-    size: int
+
+    @property
+    def square(self) -> tuple[slice, slice]:
+        """Its rows and columns."""
+        return slice(self.top, self.top + SIZE), slice(self.left, self.left + SIZE)
 
     def overlaps(self, other: "Placed") -> bool:
         """Whether two squares share a pixel."""
-        return all(
-            start < other_start + other.size and other_start < start + self.size
-            for start, other_start in ((self.top, other.top), (self.left, other.left))
-        )
+        return abs(self.top - other.top) < SIZE and abs(self.left - other.left) < SIZE
 
 
 class SumsOfDigits(Dataset[Sample]):
@@ -42,7 +43,7 @@ class SumsOfDigits(Dataset[Sample]):
     Args:
         split: of the digits; no digit is in both.
         count: of pictures.
-        size: of a picture in pixels, at least 48, where two digits of the larger size fit side by side.
+        size: of a picture in pixels, at least twice that of a digit.
         seed: the same seed gives the same pictures.
 
     Raises:
@@ -53,8 +54,8 @@ class SumsOfDigits(Dataset[Sample]):
     def __init__(self, split: Split, count: int, size: int, seed: int) -> None:
         self.digits = load_digits(split)
         self.split, self.count, self.size, self.seed = split, count, size, seed
-        if size < 2 * SIZES[1]:
-            raise ValueError(f"size={size} is too small for two digits side by side; give at least {2 * SIZES[1]}.")
+        if size < 2 * SIZE:
+            raise ValueError(f"size={size} is too small for two digits side by side; give at least {2 * SIZE}.")
 
     def __len__(self) -> int:
         return self.count
@@ -72,8 +73,7 @@ class SumsOfDigits(Dataset[Sample]):
         picture = torch.zeros(self.size, self.size)
         for one in places:
             digit = self.digits.pick(one.label, chance)[None, None]
-            drawn = torch.nn.functional.interpolate(digit, size=(one.size, one.size), mode="bilinear")
-            picture[one.top : one.top + one.size, one.left : one.left + one.size] = drawn[0, 0]
+            picture[one.square] = torch.nn.functional.interpolate(digit, size=(SIZE, SIZE), mode="bilinear")[0, 0]
         label = torch.tensor(sum(one.label for one in places))
         return {"pixel_values": (2 * picture - 1).expand(3, -1, -1), "labels": label}
 
@@ -94,6 +94,5 @@ def _places(size: int, chance: random.Random) -> tuple[Placed, Placed]:
 
 
 def _place(size: int, chance: random.Random) -> Placed:
-    own = chance.choice(SIZES)
-    top, left = (chance.randrange(0, size - own + 1, STEP) for _ in range(2))
-    return Placed(chance.randrange(10), top, left, own)
+    top, left = (chance.randrange(0, size - SIZE + 1, STEP) for _ in range(2))
+    return Placed(chance.randrange(10), top, left)
