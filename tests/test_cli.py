@@ -12,9 +12,11 @@ import diffusers
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import mhla_diffusers
 from mhla_diffusers import load_mhla, mhla_layers, patch_names, save_mhla
+from mhla_diffusers.cli import app
 from mhla_diffusers.config import patch_folder
 from mhla_diffusers.info import print_any_patch, report
 from mhla_diffusers.patching.record import read_record
@@ -28,6 +30,13 @@ def mhla(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def mhla_here(*arguments: str) -> str:
+    """What a command prints, run in this process, which has imported torch and diffusers already."""
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
 def test_info_lists_what_there_is():
     shown = mhla("info")
     assert shown.returncode == 0, shown.stderr
@@ -37,9 +46,9 @@ def test_info_lists_what_there_is():
 
 
 def test_info_on_one_patch():
-    shown = mhla("info", "--patch", "wan2.1-t2v-1.3b-hybrid")
-    assert "[7, 3, 5]" in shown.stdout
-    assert "2/3" in shown.stdout
+    shown = mhla_here("info", "--patch", "wan2.1-t2v-1.3b-hybrid")
+    assert "[7, 3, 5]" in shown
+    assert "2/3" in shown
 
 
 def test_info_on_a_saved_patch(tmp_path, capsys):
@@ -76,18 +85,17 @@ def test_info_counts_what_exact_tiles_cost(tmp_path):
     path = tmp_path / "patch.yaml"
     head = "family: wan\nbase_model: a\ndescription: b\nmhla:\n  blocks: [7, 3, 5]\n"
     path.write_text(head + "  exact: calibrated\n  exact_tiles: [7, 6, 10]\n")
-    shown = mhla("info", "--patch", str(path))
-    assert shown.returncode == 0, shown.stderr
-    assert "7x6x10 = 420" in shown.stdout and "5.0%" in shown.stdout
-    (at_480p,) = [line for line in shown.stdout.splitlines() if "wan2.1-1.3b-480p" in line]
-    (at_720p,) = [line for line in shown.stdout.splitlines() if "wan2.1-1.3b-720p" in line]
+    shown = mhla_here("info", "--patch", str(path))
+    assert "7x6x10 = 420" in shown and "5.0%" in shown
+    (at_480p,) = [line for line in shown.splitlines() if "wan2.1-1.3b-480p" in line]
+    (at_720p,) = [line for line in shown.splitlines() if "wan2.1-1.3b-720p" in line]
     assert "21x30x50" in at_480p and "420 of 75 " in at_480p
     assert "420 of 168 to 192" in at_720p
     softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split()[-3:])
     assert softmax == pytest.approx(4 * 31_500**2 * 128 * 12 / 1e9, abs=1)
     assert exact - linear == pytest.approx(softmax / 20 + 4 * 31_500 * 420 * 128 * 12 / 1e9, abs=1)
     path.write_text(head + "  exact: own\n  tile_means: false\n")
-    (at_480p,) = [line for line in mhla("info", "--patch", str(path)).stdout.splitlines() if "1.3b-480p" in line]
+    (at_480p,) = [line for line in mhla_here("info", "--patch", str(path)).splitlines() if "1.3b-480p" in line]
     softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split()[-3:])
     assert exact - linear == pytest.approx(softmax / 105, abs=0.1)
 
@@ -95,8 +103,7 @@ def test_info_counts_what_exact_tiles_cost(tmp_path):
 def test_info_as_a_report(tmp_path):
     patch = tmp_path / "mine.yaml"
     patch.write_text("family: wan\nbase_model: /home/me/wan\ndescription: d\nmhla:\n  blocks: [7, 3, 5]\n")
-    shown = mhla("info", "--report", "--patch", str(patch))
-    assert shown.returncode == 0, shown.stderr
+    shown = mhla_here("info", "--report", "--patch", str(patch))
     for line in (
         f"mhla_diffusers {mhla_diffusers.__version__}",
         f"torch {torch.__version__}",
@@ -104,10 +111,10 @@ def test_info_as_a_report(tmp_path):
         "backends: auto, eager, triton",
         "patch mine.yaml: family='wan', blocks=[7, 3, 5], layers='all', feature_map='relu'",
     ):
-        assert f"\n{line}" in f"\n{shown.stdout}"
+        assert f"\n{line}" in f"\n{shown}"
     personal = (str(tmp_path), str(Path.home()), getpass.getuser(), platform.node(), "/home/me", sys.prefix)
-    assert not [word for word in personal if word in shown.stdout]
-    assert shown.stdout.isascii() and len(shown.stdout) < 2000
+    assert not [word for word in personal if word in shown]
+    assert shown.isascii() and len(shown) < 2000
     assert "patch tiny-wan-exact: family='wan', blocks=[" in report("tiny-wan-exact")
 
 
@@ -120,8 +127,7 @@ def test_user_errors_have_no_traceback():
 
 def test_convert(tmp_path):
     save_file(paper_checkpoint(models.wan(), [1], True, False), tmp_path / "paper.safetensors")
-    made = mhla("convert", str(tmp_path / "paper.safetensors"), str(tmp_path / "patch"), "--blocks", "2,2,3")
-    assert made.returncode == 0, made.stderr
+    mhla_here("convert", str(tmp_path / "paper.safetensors"), str(tmp_path / "patch"), "--blocks", "2,2,3")
     load_mhla(models.wan(), tmp_path / "patch")
 
 

@@ -207,7 +207,7 @@ class DiGTransformer2DModel(ModelMixin, ConfigMixin, AttentionMixin):
     _no_split_modules = ["DiGBlock"]
     _repeated_blocks = ["DiGBlock"]
 
-    @register_to_config  # type: ignore[untyped-decorator]
+    @register_to_config
     def __init__(
         self,
         num_attention_heads: int = 6,

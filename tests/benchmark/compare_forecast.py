@@ -8,10 +8,11 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from mhla_diffusers.benchmark.candidates import HYBRID, PATCHES, PLAIN, patch_settings
-from mhla_diffusers.benchmark.forecast import Question, count_forwards, forward_seconds
+from mhla_diffusers.benchmark.forecast import Counts, Question, count_forwards, forward_seconds
 from mhla_diffusers.benchmark.models import Size, family_of_model, models
 from mhla_diffusers.benchmark.results import Row, Run, read_run
 from mhla_diffusers.benchmark.shapes import exact_tiles
@@ -59,10 +60,16 @@ def _of_pair(known: Run, name: str, rows: list[Row]) -> Iterator[Held]:
     for kind in (kind for kind in PATCHES if kind in both and kind != HYBRID):
         question = asked(model, size, kind)
         speeds = measured_speeds(known, model, question.tokens, kind)
-        counts = count_forwards(question, FLOAT_TYPES[own.dtype], own.layers)
+        counts = counted(model.name, size, kind, own.dtype, own.layers)
         for row, seconds in zip((own, whole[kind]), forward_seconds(counts, speeds), strict=True):
             attention = kind if row is not own else f"{row.variant}, beside {kind}"
             yield Held(name, rows[0].case, attention, sum(seconds.values()), float(row.median or 0))
+
+
+@cache
+def counted(model: str, size: Size, kind: str, dtype: str, layers: int | None) -> Counts:
+    """A forward, unpatched and patched; one size is forecast from several others, and counted once."""
+    return count_forwards(asked(models()[model], size, kind), FLOAT_TYPES[dtype], layers)
 
 
 def asked(model: Model, size: Size, kind: str) -> Question:

@@ -21,7 +21,7 @@ from mhla_diffusers.cli import app
 from mhla_diffusers.config import MHLAConfig
 
 from .commands import measure
-from .compare_forecast import asked, compare
+from .compare_forecast import asked, compare, counted
 
 RATES = Rates(1e11, "float32", 1e10)
 REACHED = {"softmax native": 0.6, PLAIN: 0.3, "MHLA": 0.2, EXACT: 0.4}
@@ -43,15 +43,15 @@ def made_up(*sizes):
     rows = []
     for size in sizes:
         for variant, reached in REACHED.items():
-            one = question(size=size, kind=EXACT if variant == "softmax native" else variant)
-            counts = count_forwards(one, torch.float32)
+            kind = EXACT if variant == "softmax native" else variant
+            counts = counted("tiny-wan", size, kind, "float32", 3)
             costs = counts.unpatched if variant == "softmax native" else counts.patched
             what = {
                 "case": f"tiny-wan {size}",
                 "model": "tiny-wan",
                 "variant": variant,
                 "dtype": "float32",
-                "tokens": one.tokens,
+                "tokens": question(size=size).tokens,
                 "layers": 3,
                 "height": size.height,
                 "width": size.width,
@@ -64,8 +64,8 @@ def made_up(*sizes):
             whole = outcome(sum(seconds.values()))
             rows.append(make_row(whole, RATES, stage="forward", baseline=variant == "softmax native", **what))
             for part, time in seconds.items():
-                counted = {"flops": costs[part].flops, "bytes": costs[part].bytes}
-                rows.append(make_row(outcome(time), RATES, stage=PART + part, baseline=False, **counted, **what))
+                work = {"flops": costs[part].flops, "bytes": costs[part].bytes}
+                rows.append(make_row(outcome(time), RATES, stage=PART + part, baseline=False, **work, **what))
     return Run("transformer", gather_conditions(torch.device("cpu")), RATES, rows)
 
 

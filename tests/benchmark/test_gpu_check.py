@@ -19,10 +19,10 @@ from mhla_diffusers.benchmark.problems import cut
 from mhla_diffusers.benchmark.shapes import shapes
 from mhla_diffusers.files import read_json
 
-from ..attention.triton.interpreter import patch_language_once_per_function
+from ..attention.triton.interpreter import make_interpreter_fast
 from .commands import bench
 
-patch_language_once_per_function()
+make_interpreter_fast()
 
 CPU = torch.device("cpu")
 

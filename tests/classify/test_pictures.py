@@ -21,8 +21,8 @@ PLAIN = Normalised((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 def _shows(picture: torch.Tensor, place, digits) -> bool:
-    """Whether one of the digits is what the picture has there."""
-    found = (picture[0][place.square] + 1) / 2
+    """Whether one of the digits, is what the picture has there."""
+    found = (picture[0, place.top : place.top + SIZE, place.left : place.left + SIZE] + 1) / 2
     images = digits.images[digits.labels == place.label][:, None]
     drawn = interpolate(images, size=(SIZE, SIZE), mode="bilinear")[:, 0]
     return bool((drawn - found).abs().amax(dim=(1, 2)).min() < 1e-6)  # of the way to [-1, 1] and back
@@ -46,17 +46,17 @@ def test_digits_do_not_overlap_and_lie_in_the_picture():
     for pair in places:
         covered = torch.zeros(64, 64)
         for place in pair:
-            covered[place.square] += 1
+            covered[place.top : place.top + SIZE, place.left : place.left + SIZE] += 1
         assert covered.max() == 1 and covered.sum() == 2 * SIZE**2
     assert {sum(place.label for place in pair) for pair in places} == set(range(SUMS))
-    assert {place.top for pair in places for place in pair} == set(range(0, 64 - SIZE + 1, STEP))
+    assert not any(side % STEP for pair in places for place in pair for side in (place.top, place.left))
 
 
 def test_the_same_seed_gives_the_same_pictures():
     first, again, other = (SumsOfDigits("train", 3, 64, seed=seed)[2]["pixel_values"] for seed in (5, 5, 6))
     assert torch.equal(first, again) and not torch.equal(first, other)
-    with pytest.raises(ValueError, match="size=24 is too small for two digits side by side"):
-        SumsOfDigits("train", 1, 24, seed=0)
+    with pytest.raises(ValueError, match="size=40 is too small for two digits at any places"):
+        SumsOfDigits("train", 1, 40, seed=0)
 
 
 def test_classes_of_a_folder_are_its_subfolders_in_order(tmp_path):

@@ -10,9 +10,9 @@ from .test_operator import ALL, errors
 
 
 def interpreted(*arguments: Any) -> dict[str, float]:
-    from ..attention.triton.interpreter import patch_language_once_per_function
+    from ..attention.triton.interpreter import make_interpreter_fast
 
-    patch_language_once_per_function()
+    make_interpreter_fast()
     return errors(*arguments)
 
 

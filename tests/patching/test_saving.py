@@ -14,10 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import MHLAProcessor, apply_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla
+from mhla_diffusers.patching import saving
 from mhla_diffusers.patching.record import CONFIG_NAME, read_record
 from mhla_diffusers.patching.sharing import model_card
 
 from .. import models, pipelines
+from ..forking import CONTEXT
 from .shared import assert_same_footprint, footprint
 
 SETTINGS = {"layers": "2/3", "output_gate": True, "output_norm": True, "convolution": 3, "mixing_per_head": True}
@@ -178,22 +180,18 @@ def test_saved_tensors_get_the_rights_of_any_new_file(tmp_path):
     assert file.stat().st_mode & 0o777 == 0o640
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-from mhla_diffusers import apply_mhla, save_mhla
-from mhla_diffusers.patching import saving
-from tests import models, pipelines
-model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3), mixing_init="uniform")
-original = getattr(saving, {step!r})
-def killed(*arguments, **options):
-    if {before}:
+def save_until_killed(step, before, folder):
+    """In a process of its own."""
+    model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3), mixing_init="uniform")
+    original = getattr(saving, step)
+
+    def killed(*arguments, **options):
+        if not before:
+            original(*arguments, **options)
         os.kill(os.getpid(), signal.SIGKILL)
-    original(*arguments, **options)
-    os.kill(os.getpid(), signal.SIGKILL)
-setattr(saving, {step!r}, killed)
-save_mhla(model, {folder!r})
-"""
+
+    setattr(saving, step, killed)
+    save_mhla(model, folder)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -201,10 +199,10 @@ save_mhla(model, {folder!r})
 def test_a_kill_while_saving_leaves_a_whole_patch(tmp_path, step, before):
     model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3))
     save_mhla(model, tmp_path)
-    root = str(Path(__file__).parents[2])
-    script = KILLED.format(root=root, step=step, before=before, folder=str(tmp_path))
-    ended = subprocess.run([sys.executable, "-c", script], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert ended.returncode == -signal.SIGKILL
+    process = CONTEXT.Process(target=save_until_killed, args=(step, before, tmp_path))
+    process.start()
+    process.join(100)
+    assert process.exitcode == -signal.SIGKILL
     loaded = load_mhla(models.wan(), tmp_path)
     mixing = mhla_layers(loaded)["blocks.0.attn1.mhla"].mixing
     saved_new = step == "write_json" and not before

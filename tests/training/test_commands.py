@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -119,7 +120,9 @@ def test_bfloat16_keeps_frozen_weights_small_and_trains(
 
 
 @pytest.mark.slow
-def test_script_trains_and_resumes(tmp_path: Path, model: str, config_file: Path) -> None:
+def test_script_trains_and_resumes(
+    tmp_path: Path, model: str, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "prompts.txt").write_text("a red ball\n")
     how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "no")
     _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
@@ -130,16 +133,19 @@ def test_script_trains_and_resumes(tmp_path: Path, model: str, config_file: Path
     assert again.returncode == 1
     assert "already holds a run" in again.stderr
     assert "Traceback" not in again.stderr
-    subprocess.run([*script, "--resume", "latest"], check=True, cwd=ROOT, env=_environment())
+    monkeypatch.setattr(sys, "argv", [*script[1:], "--resume", "latest"])
+    with pytest.raises(SystemExit) as ended:  # in this process: how the script starts and ends is seen above
+        runpy.run_path(script[1], run_name="__main__")
+    assert ended.value.code == 0
 
 
 @pytest.mark.slow
-def test_comparison_writes_its_table_and_goes_on(tmp_path: Path) -> None:
+def test_comparison_writes_its_table_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["--samples", "5", "--held-out", "1", "--batch-size", "1", "--timing-seconds", "0.1"]
     steps = ["--steps", "1", "--transfer-steps", "1", "--seeds", "1", "2"]
     script = str(ROOT / "finetune" / "compare.py")
-    command = [sys.executable, script, "per-head", "--output", str(tmp_path), *sizes, *steps]
-    subprocess.run(command, check=True, cwd=ROOT, env=_environment())
+    monkeypatch.setattr(sys, "argv", [script, "per-head", "--output", str(tmp_path), *sizes, *steps])
+    runpy.run_path(script, run_name="__main__")
     rows = (tmp_path / "per-head.csv").read_text().splitlines()
     assert rows[0] == "losses,attention,untrained,0,ms forward+backward"
     losses = {(row[0], row[1]): float(row[2].split(" ± ")[0]) for row in csv.reader(rows[1:])}
@@ -148,7 +154,7 @@ def test_comparison_writes_its_table_and_goes_on(tmp_path: Path) -> None:
     runs = sorted(tmp_path.glob("*/metrics.jsonl"))
     assert len(runs) == 2 * (len(rows) - 1)
     before = [run.stat().st_mtime_ns for run in runs]
-    subprocess.run(command, check=True, cwd=ROOT, env=_environment())
+    runpy.run_path(script, run_name="__main__")
     assert [run.stat().st_mtime_ns for run in runs] == before
 
 

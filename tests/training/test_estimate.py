@@ -1,6 +1,7 @@
 """What a dry run counts of exact tiles."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ TOKENS = FRAMES * (SIDE // 2) ** 2
 TILES = (4, 4, 4)
 
 
+@cache
 def dry_run(**patch: object) -> Estimate:
     with torch.device("meta"):
         transformer = models.wan()
@@ -45,6 +47,7 @@ def test_the_weights_beside_exact_tiles_are_counted() -> None:
     assert exact.activation_bytes > plain.activation_bytes
 
 
+@cache
 def split_run(degrees: ContextParallel, processes: int | None = None) -> Estimate:
     with torch.device("meta"):
         transformer = models.wan()

@@ -11,9 +11,9 @@ from ...tiny.digits import Split, load_digits
 SUMS = 19
 """Classes: 0 to 18."""
 STEP = 8
-"""Places of digits are multiples of it, in pixels: with patches of that size a model learns in minutes."""
+"""Digits lie at multiples of it, in pixels: with patches of that size a model learns in minutes."""
 SIZE = 16
-"""Height and width of a digit in pixels."""
+"""Height and width of a digit in pixels, two steps, so that a patch shows a quarter of one."""
 
 Sample = dict[str, torch.Tensor]
 """``pixel_values``, (3, H, W) in [-1, 1], and ``labels``, int64 ()."""
@@ -21,16 +21,11 @@ Sample = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Placed:
-    """A digit in a picture: which one, and where the square begins that it fills, in pixels."""
+    """A digit in a picture: which one, and where its square begins, in pixels."""
 
     label: int
     top: int
     left: int
-
-    @property
-    def square(self) -> tuple[slice, slice]:
-        """Its rows and columns."""
-        return slice(self.top, self.top + SIZE), slice(self.left, self.left + SIZE)
 
     def overlaps(self, other: "Placed") -> bool:
         """Whether two squares share a pixel."""
@@ -43,7 +38,7 @@ class SumsOfDigits(Dataset[Sample]):
     Args:
         split: of the digits; no digit is in both.
         count: of pictures.
-        size: of a picture in pixels, at least twice that of a digit.
+        size: of a picture in pixels, at least 48, where two digits fit wherever the first one lies.
         seed: the same seed gives the same pictures.
 
     Raises:
@@ -54,8 +49,8 @@ class SumsOfDigits(Dataset[Sample]):
     def __init__(self, split: Split, count: int, size: int, seed: int) -> None:
         self.digits = load_digits(split)
         self.split, self.count, self.size, self.seed = split, count, size, seed
-        if size < 2 * SIZE:
-            raise ValueError(f"size={size} is too small for two digits side by side; give at least {2 * SIZE}.")
+        if size < 3 * SIZE:
+            raise ValueError(f"size={size} is too small for two digits at any places; give at least {3 * SIZE}.")
 
     def __len__(self) -> int:
         return self.count
@@ -73,7 +68,8 @@ class SumsOfDigits(Dataset[Sample]):
         picture = torch.zeros(self.size, self.size)
         for one in places:
             digit = self.digits.pick(one.label, chance)[None, None]
-            picture[one.square] = torch.nn.functional.interpolate(digit, size=(SIZE, SIZE), mode="bilinear")[0, 0]
+            drawn = torch.nn.functional.interpolate(digit, size=(SIZE, SIZE), mode="bilinear")
+            picture[one.top : one.top + SIZE, one.left : one.left + SIZE] = drawn[0, 0]
         label = torch.tensor(sum(one.label for one in places))
         return {"pixel_values": (2 * picture - 1).expand(3, -1, -1), "labels": label}
 

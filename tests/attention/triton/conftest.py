@@ -13,9 +13,9 @@ from mhla_diffusers.attention.triton import (
     own_block_forward,
 )
 
-from .interpreter import patch_language_once_per_function
+from .interpreter import make_interpreter_fast
 
-patch_language_once_per_function()
+make_interpreter_fast()
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,34 @@
-"""Triton's interpreter, several times faster and no different."""
+"""Triton's interpreter, several times faster and no different.
 
+Most of its time goes into Python around a few operations of NumPy on small arrays. What is remembered here is what
+follows from a type alone; what is left out is what has no effect.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import triton
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
-def patch_language_once_per_function() -> None:
-    """Have the interpreter replace the functions of triton.language once for each helper function, not at each call.
+@cache
+def make_interpreter_fast() -> None:
+    """Once for a process; on a machine with a GPU nothing, for there the same classes belong to the compiler."""
+    if triton.knobs.runtime.interpret:
+        _patch_language_once_per_function()
+        _leave_out_checks_of_overflow()
+        _remember_types_of_numpy()
+        _remember_types_of_blocks()
+        _remember_shapes()
+        _broadcast_only_what_differs()
 
-    From the second call on that does nothing, for the replacements stay; but it is most of the interpreter's time.
+
+def _patch_language_once_per_function() -> None:
+    """Replace the functions of triton.language once for each helper function, not at each call.
+
+    From the second call on that does nothing, for the replacements stay.
     """
     patched = set()
     patch_language = interpreter._patch_lang
@@ -18,3 +40,70 @@ def patch_language_once_per_function() -> None:
         return self.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+
+
+def _leave_out_checks_of_overflow() -> None:
+    """Computed for every sum and product of integers, but only with the interpreter's option debug ever looked at."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _remember_types_of_numpy() -> None:
+    """Looked up for every load and cast in a table that is written out anew."""
+    known = {}
+    dtype_of = interpreter._get_np_dtype
+
+    def remembered(dtype):
+        if dtype.name not in known:
+            known[dtype.name] = dtype_of(dtype)
+        return known[dtype.name]
+
+    interpreter._get_np_dtype = remembered
+
+
+def _remember_types_of_blocks() -> None:
+    """Shape, number of elements and name of a block's type, and the type with other elements."""
+    known, others = {}, {}
+    initialise, with_element_ty = core.block_type.__init__, core.block_type.with_element_ty
+
+    def initialise_once(self, element_ty, shape):
+        key = element_ty.name, tuple([n.value if isinstance(n, core.constexpr) else n for n in shape])
+        if key not in known:
+            initialise(self, element_ty, shape)
+            known[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known[key]
+
+    def make_once(self, scalar_ty):
+        key = self.name, scalar_ty.name
+        if key not in others:
+            others[key] = with_element_ty(self, scalar_ty)
+        return others[key]
+
+    core.block_type.__init__, core.block_type.with_element_ty = initialise_once, make_once
+
+
+def _remember_shapes() -> None:
+    """A tensor's shape and number of elements, which its type tells."""
+    known = {}
+    initialise = core.tensor.__init__
+
+    def initialise_once(self, handle, type):
+        if type.name not in known:
+            initialise(self, handle, type)
+            known[type.name] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known[type.name]
+
+    core.tensor.__init__ = initialise_once
+
+
+def _broadcast_only_what_differs() -> None:
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_if_needed(self, lhs, rhs):
+        is_same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
+        return (lhs, rhs) if is_same else broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_if_needed
