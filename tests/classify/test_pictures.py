@@ -21,7 +21,7 @@ PLAIN = Normalised((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 def _shows(picture: torch.Tensor, place, digits) -> bool:
-    """Whether one of the digits, is what the picture has there."""
+    """Whether one of the digits is what the picture has there."""
     found = (picture[0, place.top : place.top + SIZE, place.left : place.left + SIZE] + 1) / 2
     images = digits.images[digits.labels == place.label][:, None]
     drawn = interpolate(images, size=(SIZE, SIZE), mode="bilinear")[:, 0]
