@@ -17,7 +17,7 @@ from ..families import Family, Model, find_family, get_family
 from ..patching import apply_mhla, mhla_layers
 from .lists import draw_mask
 from .shapes import SOFTMAX_BACKENDS, exact_tiles, why_no_softmax
-from .timing import Absent, Outcome, Variant
+from .timing import Outcome, Variant
 
 PLAIN = "plain linear"
 HYBRID = "MHLA hybrid 2/3"

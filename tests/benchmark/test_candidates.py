@@ -1,13 +1,16 @@
 """The self-attentions that a transformer is measured with."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from mhla_diffusers import is_patched, mhla_layers
+from mhla_diffusers.benchmark import shapes
 from mhla_diffusers.benchmark.candidates import EXACT, PATCHES, Choice, attention_choices, exact_note
 from mhla_diffusers.benchmark.cases import TransformerCase
-from mhla_diffusers.benchmark.models import choose_sizes, models
+from mhla_diffusers.benchmark.models import Size, choose_sizes, models
 from mhla_diffusers.benchmark.timing import Absent
 from mhla_diffusers.families import get_family
 
@@ -71,6 +74,14 @@ def test_exact_tiles_are_drawn_for_models_of_softmax_attention(name, tiles):
         assert len(layers) == 3
         for layer in layers:
             assert (layer.exact.mask.sum(dim=-1) == 1).all()
+
+
+def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):
+    """So what weights of softmax need grows with their number, and not with its square."""
+    monkeypatch.setattr(shapes, "free_bytes", lambda device: 10 * 2 * 4 * 2 * 64**2)
+    case = replace(a_case("tiny-pooled-vit", layers=1), size=Size(32, 32, None, batch=10))
+    (choice,) = case.count(["softmax math"]).choices
+    assert choice.absent is None
 
 
 def test_the_note_tells_the_share_that_there_is():

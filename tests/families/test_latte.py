@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
+from mhla_diffusers.benchmark.cases import TransformerCase
 from mhla_diffusers.benchmark.forecast import Question
 from mhla_diffusers.benchmark.models import Size, find_models
-from mhla_diffusers.benchmark.cases import TransformerCase
 from mhla_diffusers.families import get_family
 from mhla_diffusers.training import InMemoryData
 from mhla_diffusers.training.run import check_fits
