@@ -13,11 +13,11 @@ from torch.nn.attention import sdpa_kernel
 
 from ..attention.tile_scores import list_length
 from ..config import DEFAULT_SHARE
-from ..families import Family, Model, get_family
+from ..families import Family, Model, find_family, get_family
 from ..patching import apply_mhla, mhla_layers
 from .lists import draw_mask
 from .shapes import SOFTMAX_BACKENDS, exact_tiles, why_no_softmax
-from .timing import Absent, Outcome, Variant
+from .timing import Outcome, Variant
 
 PLAIN = "plain linear"
 HYBRID = "MHLA hybrid 2/3"
@@ -76,7 +76,8 @@ class Candidate:
     @property
     def context(self) -> Callable[[], AbstractContextManager[object]]:
         """What the model must run in: the choice of PyTorch's backend, where diffusers does not pass it on."""
-        if self.choice.backend is None or get_family(self.model).dispatches_attention:
+        family = find_family(self.model)
+        if self.choice.backend is None or (family is not None and family.dispatches_attention):
             return nullcontext
         return partial(sdpa_kernel, [SOFTMAX_BACKENDS[self.choice.backend]])
 
@@ -107,19 +108,8 @@ class Candidate:
         return run
 
 
-def make_candidate(transformer: Any, model: Model, choice: Choice, *, compiled: bool = False) -> Candidate:
-    """A choice with its transformer, or with the reason why there is none."""
-    absent = choice.absent or (_why_not_compiled(choice) if compiled else None)
-    if absent is not None:
-        return Candidate(choice, compiled, None, Absent(absent))
-    variant = make_variant(transformer, model, choice)
-    if compiled:
-        for block in get_family(variant).blocks_of(variant).values():
-            block.compile(dynamic=False)
-    return Candidate(choice, compiled, variant, Absent("given no inputs"))
-
-
-def _why_not_compiled(choice: Choice) -> str | None:
+def why_not_compiled(choice: Choice) -> str | None:
+    """Why a choice is not to be measured with its layers compiled; None if it is."""
     return "torch.compile chooses PyTorch's backend itself" if choice.backend in SOFTMAX_BACKENDS else None
 
 
@@ -136,16 +126,10 @@ def attention_choices(
         batch: samples per forward.
         device: where it will run.
     """
-    tokens = math.prod(grid) * batch
     softmax_is_own = family.own_attention == "softmax"
     choices = [] if softmax_is_own else [Choice(f"own {family.own_attention}", "own", baseline=True, blocks=1)]
-    choices.append(Choice("softmax native", "softmax", softmax_is_own))
-    # diffusers' backends reach the families that dispatch attention; the others call PyTorch's attention themselves
-    for backend in _diffusers_backends() if family.dispatches_attention else SOFTMAX_BACKENDS:
-        absent = why_no_backend(backend) if family.dispatches_attention else None
-        absent = absent or why_no_softmax(backend.removeprefix("_native_"), device, tokens, model.heads)
-        baseline = softmax_is_own and "sage" not in backend  # which multiplies in 8 bits
-        choices.append(Choice(f"softmax {backend}", "softmax", baseline, backend=backend, absent=absent))
+    tokens, heads = math.prod(grid), model.heads * batch
+    choices += softmax_choices(tokens, heads, device, baseline=softmax_is_own, dispatched=family.dispatches_attention)
     count = math.prod(model.blocks)
     cut = f"{layers} of {model.layers} layers cannot stand for two of every three; --layers must be a multiple of 3"
     too_few = layers != model.layers and layers % 3 != 0
@@ -156,6 +140,27 @@ def attention_choices(
     ]
     exact = exact_choice(model, grid)
     return choices if exact is None else [*choices, exact]
+
+
+def softmax_choices(
+    tokens: int, heads: int, device: torch.device, *, baseline: bool = True, dispatched: bool = False
+) -> list[Choice]:
+    """Softmax attention as it comes, and through each backend.
+
+    Args:
+        tokens: N, of the attention with the most pairs of tokens.
+        heads: H of it, times the batch size.
+        device: where it will run.
+        baseline: whether softmax is the model's own attention.
+        dispatched: whether diffusers' backends reach the attentions; else each of PyTorch's is chosen.
+    """
+    choices = [Choice("softmax native", "softmax", baseline)]
+    for backend in _diffusers_backends() if dispatched else SOFTMAX_BACKENDS:
+        absent = why_no_backend(backend) if dispatched else None
+        absent = absent or why_no_softmax(backend.removeprefix("_native_"), device, tokens, heads)
+        is_exact = "sage" not in backend  # which multiplies in 8 bits
+        choices.append(Choice(f"softmax {backend}", "softmax", baseline and is_exact, backend=backend, absent=absent))
+    return choices
 
 
 def exact_choice(model: Model, grid: tuple[int, ...]) -> Choice | None:

@@ -10,7 +10,7 @@ from .parallel.commands import bench_parallel, bench_plan
 if TYPE_CHECKING:
     import torch
 
-    from .transformer import TransformerCase
+    from .cases import Case
 
 bench = typer.Typer(help="Measure speed, side by side in one run.", no_args_is_help=True)
 
@@ -87,7 +87,7 @@ def bench_scaling(
     print_summary(recorder.finish())
 
 
-_MODEL = Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b, sana-0.6b, …; several times.")]
+_MODEL = Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b, sana-0.6b, deit-s-16, vlt-t, …; several times.")]
 _SIZE = Annotated[list[str] | None, typer.Option(help="480x832, or 512 for a square; several times.")]
 _FRAMES = Annotated[list[int] | None, typer.Option(help="Of videos; several times.")]
 _LAYERS = Annotated[int | None, typer.Option(help="Build only so many; times of all are extrapolated.")]
@@ -113,7 +113,7 @@ def bench_transformer(
     from .transformer import benchmark_transformer
 
     place, precision = _place(device, dtype)
-    cases, budget = _transformer_cases(model, size, frames, layers, batch, place, precision), Budget(seconds)
+    cases, budget = _cases(model, size, frames, layers, batch, place, precision), Budget(seconds)
     recorder = Recorder("transformer", place, precision, output)
     compiled = _whether_to_compile(compile, place)
     for case in cases:
@@ -140,7 +140,7 @@ def bench_training(
     from .transformer import benchmark_training
 
     place, precision = _place(device, dtype)
-    cases, budget = _transformer_cases(model, size, frames, layers, batch, place, precision), Budget(seconds)
+    cases, budget = _cases(model, size, frames, layers, batch, place, precision), Budget(seconds)
     recorder = Recorder("train", place, precision, output)
     for case in cases:
         recorder.add(benchmark_training(case, recorder.rates, budget, checkpointing=checkpointing))
@@ -294,7 +294,7 @@ bench.command("parallel")(bench_parallel)
 bench.command("plan")(bench_plan)
 
 
-def _transformer_cases(
+def _cases(
     model: list[str] | None,
     size: list[str] | None,
     frames: list[int] | None,
@@ -302,20 +302,28 @@ def _transformer_cases(
     batch: int,
     device: "torch.device",
     dtype: "torch.dtype",
-) -> "list[TransformerCase]":
-    """Every model at every size that was asked for.
+) -> "list[Case]":
+    """Every model at every size that was asked for; classifiers with MHLA built in behind those that are patched.
 
     Raises:
         ValueError: a model is unknown or a size does not fit it.
     """
+    from .cases import TransformerCase
+    from .classifiers import CLASSIFIERS, ClassifierCase
     from .models import choose_sizes, find_models
-    from .transformer import TransformerCase
 
-    return [
+    patched = [
         TransformerCase(one, chosen, layers, device, dtype)
-        for one in find_models(model, device.type)
+        for one in find_models(model, device.type, CLASSIFIERS)
         for chosen in choose_sizes(one, size, frames, device.type, batch)
     ]
+    built_in = [
+        ClassifierCase(CLASSIFIERS[name], chosen, layers, device, dtype)
+        for name in model or ()
+        if name in CLASSIFIERS
+        for chosen in CLASSIFIERS[name].choose_sizes(size, device.type, batch)
+    ]
+    return [*patched, *built_in]
 
 
 def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]":

@@ -1,5 +1,6 @@
 """Whether an attention is right on this device and in this type, asked before anything is timed."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -80,10 +81,10 @@ def check_agreement(found: torch.Tensor, eager: torch.Tensor, what: str) -> None
 
 @torch.no_grad()
 def check_patched(transformer: Any, inputs: dict[str, Any]) -> float:
-    """Run a patched transformer and compare its first and last MHLA layer with the reference, on what they were given.
+    """Run a model with MHLA and compare its first and last layer of it with the reference, on what they were given.
 
     Args:
-        transformer: patched, in the type to measure.
+        transformer: patched or with MHLA built in, fresh, so that gates are 1; in the type to measure.
         inputs: of its forward, few tokens.
 
     Returns:
@@ -97,21 +98,23 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> float:
     errors: list[float] = []
     types: list[torch.dtype] = []
 
-    def compare(layer: MHLALayer, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        query, key, value, _, grid, rotary, key_mask, _, outside, _ = args
-        weights = layer.weights(Attended(query, key, value, grid, outside, rotary, key_mask))
+    def compare(layer: MHLALayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        bound = inspect.signature(layer.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = Attended(**{name: bound.arguments[name] for name in Attended._fields})
+        weights, value = layer.weights(given), given.value
         expected = torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype))
         errors.append(relative_error(output, expected))
         types.append(output.dtype)
 
-    handles = [layer.register_forward_hook(compare) for layer in chosen]
+    handles = [layer.register_forward_hook(compare, with_kwargs=True) for layer in chosen]
     try:
         transformer(**inputs)
     finally:
         for handle in handles:
             handle.remove()
     device = next(transformer.parameters()).device
-    _require({OUTPUT: max(errors)}, limits_of([OUTPUT], types[0]), "The patched attention", device, types[0])
+    _require({OUTPUT: max(errors)}, limits_of([OUTPUT], types[0]), "The attention of MHLA layers", device, types[0])
     return max(errors)
 
 

@@ -110,7 +110,7 @@ def draw_throughput(run: Run) -> Figure | None:
         panels,
         key=_pixels,
         label=lambda row: f"{row.height}" if row.height == row.width else f"{row.height}x{row.width}",
-        value=lambda row: row.batch / row.whole_seconds if row.whole_seconds else None,
+        value=lambda row: row.samples_per_second,
         xlabel="pixels",
         ylabel="samples per second",
     )

@@ -80,6 +80,11 @@ def forecast_text(name: str, patch: tuple[str, MHLAConfig] | None, options: Opti
         OSError: no such results.
     """
     (model,) = find_models([name], "cpu")
+    if not family_of_model(model).is_diffusion:
+        raise ValueError(
+            f"{name} has no denoising to forecast: mhla bench ceilings --model {name} counts one forward, and "
+            f"mhla bench transformer --model {name} times it."
+        )
     if options.frames is not None and not model.is_video:
         raise ValueError(f"--frames {options.frames} was given, but {name} makes images; leave it out.")
     sides = None if options.height is None else [f"{options.height}x{options.width}"]

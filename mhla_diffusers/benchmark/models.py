@@ -1,7 +1,7 @@
 """Models by name and the sizes that are asked for: transformers with random weights, and inputs for them."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,20 @@ from ..families import Family, Model, families, get_family
 
 @dataclass(frozen=True)
 class Size:
-    """What one forward works on."""
+    """What one forward works on.
+
+    Raises:
+        ValueError: a batch of no samples.
+    """
 
     height: int
     width: int
     frames: int | None
     batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch={self.batch} must be positive.")
 
     def __str__(self) -> str:
         frames = f"x{self.frames}" if self.frames is not None else ""
@@ -35,18 +43,23 @@ def family_of_model(model: Model) -> Family:
     return next(family for family in families() if model.transformer in family.transformers)
 
 
-def find_models(names: Sequence[str] | None, device_type: str) -> list[Model]:
+def find_models(names: Sequence[str] | None, device_type: str, others: Collection[str] = ()) -> list[Model]:
     """Models by name; for None on a GPU the real ones that need not be asked for, and the smallest of them on a CPU.
+
+    Args:
+        names: of models.
+        device_type: cpu, cuda, …
+        others: names that are allowed too and belong to no family; they are passed over.
 
     Raises:
         ValueError: unknown name.
     """
     known = models()
     for name in names or ():
-        if name not in known:
-            raise ValueError(f"Unknown model {name!r}; allowed: {', '.join(known)}.")
+        if name not in known and name not in others:
+            raise ValueError(f"Unknown model {name!r}; allowed: {', '.join((*known, *others))}.")
     if names:
-        return [known[name] for name in names]
+        return [known[name] for name in names if name in known]
     real = models_unasked()
     return real if device_type != "cpu" else [min(real, key=_weights_of_layers)]
 
@@ -114,8 +127,6 @@ def _check_size(model: Model, size: Size) -> None:
         )
     if family_of_model(model).squares_only and size.height != size.width:
         raise ValueError(f"{model.name} takes square images only; got {size.height}x{size.width}.")
-    if size.batch < 1:
-        raise ValueError(f"batch={size.batch} must be positive.")
 
 
 def build_transformer(model: Model, size: Size, layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
@@ -131,23 +142,34 @@ def build_transformer(model: Model, size: Size, layers: int | None, device: torc
         device: where; "meta" for shapes alone.
         dtype: of the other weights.
     """
-    made = family_of_model(model).transformer_class(model.transformer)
+    family = family_of_model(model)
     built = layers or model.layers
     others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
     settings = {**model.settings, model.layers_argument: built, **others}
-    known = inspect.signature(made).parameters
+    known = inspect.signature(family.transformer_class(model.transformer)).parameters
     if "sample_size" in known:
         settings["sample_size"] = size.height // model.stride
     if "video_length" in known:
         settings["video_length"] = size.frames
     torch.manual_seed(0)
     with device:
-        transformer = made(**settings).to(device)
-    kept = tuple(getattr(transformer, "_keep_in_fp32_modules", None) or ())
-    for name, parameter in transformer.named_parameters():
-        if not any(part in kept for part in name.split(".")):
-            parameter.data = parameter.data.to(dtype)
+        transformer = family.build(model.transformer, settings).to(device)
+    kept = getattr(transformer, "_keep_in_fp32_modules", None) or ()
+    cast_weights(transformer.named_parameters(), dtype, kept)
     return transformer.eval()
+
+
+def cast_weights(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, kept: Collection[str]) -> None:
+    """Give tensors of a model another type, in place, where they are floating-point.
+
+    Args:
+        named: the tensors with their names.
+        dtype: of them afterwards.
+        kept: parts of names; what has one of them stays as it is.
+    """
+    for name, tensor in named:
+        if tensor.is_floating_point() and not any(part in kept for part in name.split(".")):
+            tensor.data = tensor.data.to(dtype)
 
 
 def make_forward_inputs(

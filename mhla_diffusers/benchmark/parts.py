@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.costs import AttentionSizes
+from ..config import MHLAConfig
 from ..families import get_family
 from ..patching import MHLAProcessor
 from ..patching.costs import sizes_of
@@ -95,7 +96,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         args, kwargs = given
         form = family.form_of(attn)
         read = form.read(attn, form.arguments(args, kwargs))
-        config = attn.processor.config if isinstance(attn.processor, MHLAProcessor) else None
+        config = _patch_of(attn)
         outside = sum(form.outside(read, math.prod(grid)))
         return sizes_of(attn, family, config, grid, outside), read.hidden_states
 
@@ -125,8 +126,15 @@ class _Traffic(TorchDispatchMode):
         return output
 
 
+def _patch_of(attn: Any) -> MHLAConfig | None:
+    """Settings of the patch of an attention; those of transformers have no processor before they have one."""
+    processor = getattr(attn, "processor", None)
+    return processor.config if isinstance(processor, MHLAProcessor) else None
+
+
 def _has_exact_tiles(attn: Any) -> bool:
-    return isinstance(attn.processor, MHLAProcessor) and attn.processor.config.exact != "none"
+    config = _patch_of(attn)
+    return config is not None and config.exact != "none"
 
 
 def _bytes(tensors: Any) -> int:

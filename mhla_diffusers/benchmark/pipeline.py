@@ -13,8 +13,10 @@ from ..generation import PipelineChoice, family_of, generator_for
 from ..patching import TransformerCall, apply_mhla, find_transformers, mhla_layers, remove_mhla
 from ..tiny import tiny_pipeline
 from .candidates import EXACT, LINEAR_KINDS, exact_note, patch_settings
+from .classifiers import CLASSIFIERS
 from .conditions import Rates
 from .correctness import check_operation
+from .models import models
 from .operation import fastest_backend
 from .results import PART, Row, make_row
 from .shapes import Shape
@@ -108,8 +110,13 @@ def choose_pipeline(
 
     Raises:
         FileNotFoundError: no such pipeline.
-        ValueError: it has no transformer that MHLA supports, or does not take a setting.
+        ValueError: it has no transformer that MHLA supports, or does not take a setting, or is no pipeline.
     """
+    if name in (CLASSIFIERS.keys() | models().keys()) and not name.startswith(_TINY):
+        raise ValueError(
+            f"{name!r} is a configuration without weights and without a pipeline, which mhla bench transformer --model "
+            f"{name} measures. Give the Hub id or folder of a pipeline, or {_TINY}dit, {_TINY}sana or {_TINY}wan."
+        )
     if name.startswith(_TINY):
         model, family = None, tiny_pipeline(name.removeprefix(_TINY)).family
     else:

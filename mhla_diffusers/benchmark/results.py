@@ -72,6 +72,11 @@ class Row:
         return self.median if self.layers is None else self.whole_seconds
 
     @property
+    def samples_per_second(self) -> float | None:
+        """Throughput of a whole model: images or videos of one forward or training step; None of anything else."""
+        return self.batch / self.whole_seconds if self.whole_seconds else None
+
+    @property
     def part(self) -> str | None:
         """Name of the part of a variant that was timed; None for the whole."""
         return self.stage.removeprefix(PART) if self.stage.startswith(PART) else None
@@ -140,6 +145,7 @@ class Run:
             "median ms": _text(row.median, "{:.3g}", 1000),
             "p20": _text(row.p20, "{:.3g}", 1000),
             "p80": _text(row.p80, "{:.3g}", 1000),
+            "samples/s": _text(row.samples_per_second, "{:.3g}"),
             "peak GiB": _text(row.peak_bytes, "{:.2f}", 2**-30),
             "of matmul rate": _text(row.matmul_fraction, "{:.0%}"),
             "of copy rate": _text(row.copy_fraction, "{:.0%}"),

@@ -86,6 +86,18 @@ class Structure(ABC):
         """
         return getattr(import_module(self.library), name)
 
+    def build(self, name: str, settings: Mapping[str, Any]) -> Any:
+        """A transformer with fresh weights.
+
+        Args:
+            name: one of :attr:`transformers`.
+            settings: arguments of the class, or of its configuration where that is an object.
+
+        Raises:
+            AttributeError: the library lacks it.
+        """
+        return self.transformer_class(name)(**settings)
+
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
         """Name and module of every transformer block that has a self-attention, in the order of the layer indices."""
         return {

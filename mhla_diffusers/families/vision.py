@@ -17,6 +17,7 @@ from .base import Family
 from .forms import AttentionArguments, AttentionForm, AttentionInput, key_padding_mask
 from .projecting import Projected, finite, lowered
 from .sizes import Clip
+from .structure import Sample
 
 
 class VisionForm(AttentionForm):
@@ -111,10 +112,16 @@ class VisionFamily(Family):
     # the paper's 16 blocks; tiles as of an image that is generated
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
     default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
+    feed_forwards = ("mlp",)
     trunk_names: ClassVar[tuple[str, ...]] = ()
     """Attributes of a model with a head in which the model without it lies; absent ones are passed."""
     layers_path: ClassVar[str] = "layers"
     """Of the blocks, in the trunk."""
+
+    def build(self, name: str, settings: Mapping[str, Any]) -> Any:
+        """A model with fresh weights; settings are those of its configuration class."""
+        made = self.transformer_class(name)
+        return made(made.config_class(**settings))
 
     def trunk(self, transformer: Any) -> Any:
         """The model without its head."""
@@ -146,6 +153,20 @@ class VisionFamily(Family):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Patches of the pixels."""
         return self.token_grid(transformer, arguments["pixel_values"])
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """Pixels (B, C, H, W) in the place of latents; a picture has no time."""
+        return {"pixel_values": latents, **conditioning}
+
+    def conditioning_shapes(self, transformer: Any) -> Sample:
+        """Nothing: the pixels are all that the model is given."""
+        return {}
+
+    def channels(self, transformer: Any) -> int:
+        """Of the pixels."""
+        return int(transformer.num_channels)
 
     def spatial_stride(self, pipe: Any) -> int:
         """There is no autoencoder."""

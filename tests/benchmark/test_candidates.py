@@ -1,14 +1,17 @@
 """The self-attentions that a transformer is measured with."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from mhla_diffusers import is_patched, mhla_layers
-from mhla_diffusers.benchmark.candidates import EXACT, PATCHES, Choice, attention_choices, exact_note, make_candidate
-from mhla_diffusers.benchmark.models import choose_sizes, models
+from mhla_diffusers.benchmark import shapes
+from mhla_diffusers.benchmark.candidates import EXACT, PATCHES, Choice, attention_choices, exact_note
+from mhla_diffusers.benchmark.cases import TransformerCase
+from mhla_diffusers.benchmark.models import Size, choose_sizes, models
 from mhla_diffusers.benchmark.timing import Absent
-from mhla_diffusers.benchmark.transformer import TransformerCase
 from mhla_diffusers.families import get_family
 
 CPU = torch.device("cpu")
@@ -34,13 +37,13 @@ def output(case, candidate):
 def test_candidates_share_weights_and_compute_what_they_say(name):
     case = a_case(name)
     transformer = case.build()
-    native = make_candidate(transformer, case.model, Choice("softmax native", "softmax", baseline=True))
+    native = case.candidate(transformer, Choice("softmax native", "softmax", baseline=True))
     expected = output(case, native)
     choices = attention_choices(
         get_family(transformer), case.model, case.model.layers, token_grid(case, transformer), 1, CPU
     )
     for choice in choices:
-        candidate = make_candidate(transformer, case.model, choice)
+        candidate = case.candidate(transformer, choice)
         if choice.absent is not None:
             assert candidate.model is None and candidate.run == Absent(choice.absent)
             continue
@@ -67,10 +70,18 @@ def test_exact_tiles_are_drawn_for_models_of_softmax_attention(name, tiles):
     assert [choice.tiles for choice in found] == ([tiles] if tiles else [])
     for choice in found:
         assert "drawn at random" in choice.note
-        layers = mhla_layers(make_candidate(transformer, case.model, choice).model).values()
+        layers = mhla_layers(case.candidate(transformer, choice).model).values()
         assert len(layers) == 3
         for layer in layers:
             assert (layer.exact.mask.sum(dim=-1) == 1).all()
+
+
+def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):
+    """So what weights of softmax need grows with their number, and not with its square."""
+    monkeypatch.setattr(shapes, "free_bytes", lambda device: 10 * 2 * 4 * 2 * 64**2)
+    case = replace(a_case("tiny-pooled-vit", layers=1), size=Size(32, 32, None, batch=10))
+    (choice,) = case.count(["softmax math"]).choices
+    assert choice.absent is None
 
 
 def test_the_note_tells_the_share_that_there_is():
@@ -82,7 +93,7 @@ def test_plain_linear_attention_is_what_sana_has():
     case = a_case("tiny-sana")
     transformer = case.build()
     choices = [Choice(kind, kind, baseline=False) for kind in ("own", "plain linear", "softmax")]
-    own, plain, softmax = (output(case, make_candidate(transformer, case.model, choice)) for choice in choices)
+    own, plain, softmax = (output(case, case.candidate(transformer, choice)) for choice in choices)
     assert (plain - own).norm() < 1e-3 * (softmax - own).norm() + 1e-5 * own.norm()
 
 
@@ -90,8 +101,8 @@ def test_plain_linear_attention_is_what_sana_has():
 def test_compiled_layers_compute_the_same():
     case = a_case("tiny-dit", layers=1)
     transformer = case.build()
-    expected = output(case, make_candidate(transformer, case.model, MHLA))
-    compiled = make_candidate(transformer, case.model, MHLA, compiled=True)
+    expected = output(case, case.candidate(transformer, MHLA))
+    compiled = case.candidate(transformer, MHLA, compiled=True)
     assert compiled.name == "MHLA + torch.compile"
     torch.testing.assert_close(output(case, compiled), expected, rtol=1e-3, atol=1e-4)
     torch.compiler.reset()
@@ -100,5 +111,5 @@ def test_compiled_layers_compute_the_same():
 def test_pytorch_backends_are_not_compiled_apart():
     case = a_case("tiny-dit", layers=1)
     flash = Choice("softmax flash", "softmax", baseline=True, backend="flash")
-    candidate = make_candidate(case.build(), case.model, flash, compiled=True)
+    candidate = case.candidate(case.build(), flash, compiled=True)
     assert candidate.run == Absent("torch.compile chooses PyTorch's backend itself")

@@ -309,10 +309,15 @@ def test_stated_rates_are_a_roofline():
 
 def test_every_real_model_has_a_forecast():
     for name, model in models().items():
-        if not model.is_tiny:
-            family = family_of_model(model)
+        family = family_of_model(model)
+        if not model.is_tiny and family.is_diffusion:
             shown = forecast_text(name, None, Options())
             assert f"unpatched: {family.own_attention} attention" in shown
+
+
+def test_what_does_not_denoise_has_no_forecast():
+    with pytest.raises(ValueError, match="deit-t-16 has no denoising.*mhla bench ceilings --model deit-t-16"):
+        forecast_text("deit-t-16", None, Options())
 
 
 def test_a_model_that_embeds_its_guidance_runs_once_a_step():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
+from mhla_diffusers.benchmark.cases import TransformerCase
 from mhla_diffusers.benchmark.models import choose_sizes, models
-from mhla_diffusers.benchmark.transformer import TransformerCase, count
 from mhla_diffusers.families import get_family, predict
 from mhla_diffusers.families.processes import NoisedBatch
 from mhla_diffusers.training.config import ObjectiveWeights
@@ -309,7 +309,7 @@ def test_real_models_are_counted_without_weights(name: str) -> None:
     for model in family.models:
         size = choose_sizes(model, None, None, "cpu")[0]
         case = TransformerCase(model, size, None if model.is_tiny else 1, torch.device("cpu"), torch.float32)
-        costs = count(case, ["softmax native", "MHLA"])
+        costs = case.count(["softmax native", "MHLA"])
         own, patched = (sum(cost.flops for cost in costs.costs[kind].values()) for kind in ("softmax", "MHLA"))
         assert own > 0 and patched > 0
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
+from mhla_diffusers.benchmark.cases import TransformerCase
 from mhla_diffusers.benchmark.forecast import Question
 from mhla_diffusers.benchmark.models import Size, find_models
-from mhla_diffusers.benchmark.transformer import TransformerCase, check_case
 from mhla_diffusers.families import get_family
 from mhla_diffusers.training import InMemoryData
 from mhla_diffusers.training.run import check_fits
@@ -53,5 +53,5 @@ def test_measured_at_any_number_of_frames():
     case = TransformerCase(model, Size(64, 96, 5), 1, torch.device("cpu"), torch.float32)
     transformer = case.build()
     assert transformer.config.video_length == 5
-    check_case(case, transformer)
+    case.check(transformer)
     assert Question(model, case.size, get_family(transformer).default_config).grid == (4, 6)

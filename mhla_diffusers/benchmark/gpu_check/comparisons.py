@@ -9,13 +9,14 @@ from functools import partial
 import torch
 
 from ..candidates import EXACT, HYBRID
+from ..cases import TransformerCase
 from ..models import choose_sizes, models
 from ..operation import benchmark_operation
 from ..recorder import Recorder
 from ..results import Row
 from ..shapes import TINY, Shape, shapes
 from ..timing import Budget
-from ..transformer import TransformerCase, benchmark_training, benchmark_transformer
+from ..transformer import benchmark_training, benchmark_transformer
 from .findings import Measured, Notebook, NotHereError
 
 _SHAPES = {"wan2.1-1.3b-480p": True, "dit-xl-2-1024px": False, "sana-1.6b-2048px": False}
