@@ -90,6 +90,8 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^mhla bench scaling", r"\g<0> --tokens 16 --tokens 64 --blocks 4 --heads 1 --head-dim 8 --seconds 0.01"),
     (r"--model wan2.1-1.3b --layers 3", "--model tiny-wan --layers 1 --seconds 0.01"),
     (r"--model dit-s-2 --size 512", "--model tiny-dit --seconds 0.01"),
+    (r"--model deit-s-16 --model deit-t-16 --size 224 --size 512", "--model tiny-pooled-vit --size 32 --seconds 0.01"),
+    (r"--model vlt-t --model vlt-s --size 224 --size 512", "--model tiny-vlt --size 64 --seconds 0.01"),
     (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
     (r"^mhla bench parallel.*", "mhla bench parallel --model tiny-wan --size 64x96 --frames 9 --processes 2 --no-time"),
     (r"^mhla bench plan$", r"\g<0> --model tiny-wan --size 64x96 --frames 9"),
