@@ -5,6 +5,7 @@ A class is changed on instances alone, those of a patched model, and changed bac
 
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
+from types import MethodType
 from typing import Any
 
 _NEEDED = (5, 23)
@@ -48,7 +49,12 @@ def give_classes(attentions: Iterable[Any], classes: Mapping[type, type]) -> Non
         classes: transformers' class → the one with a processor.
     """
     for attn in attentions:
-        attn.__class__ = classes.get(type(attn), type(attn))
+        before = type(attn)
+        attn.__class__ = classes.get(before, before)
+        # accelerate, which spreads a model over devices, keeps the forward of before and calls it by this name
+        kept = vars(attn).get("_old_forward")
+        if getattr(kept, "__func__", None) is before.forward:
+            attn._old_forward = MethodType(type(attn).forward, attn)
 
 
 def take_classes(attentions: Iterable[Any], classes: Mapping[type, type]) -> None:

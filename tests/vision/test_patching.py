@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from peft import LoraConfig, get_peft_model
 from transformers import ImageClassificationPipeline, SiglipModel, ViTImageProcessorPil
 
@@ -12,6 +13,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.analysis.matrices import analyze_layers
 from mhla_diffusers.patching import TransformerCall
 
+from ..language.models import llama, text
 from ..models import assert_changed, relative_change
 from .models import GRID, deit, output, pictures, siglip, vit
 from .test_families import ALL_EXACT, PLAIN, ROUNDING, patched
@@ -138,6 +140,29 @@ def test_a_pipeline_of_transformers_runs_a_patched_model():
     before = pipe(picture)[0]["score"]
     mhla.apply_mhla(pipe.model, **PLAIN)
     assert pipe(picture)[0]["score"] != before
+
+
+@pytest.mark.parametrize("build", [vit, llama])
+def test_a_model_whose_modules_accelerate_has_hooked(build):
+    """Before the patch and after it, as a device_map does; what its hooks call is the forward of now."""
+    settings = {} if build is llama else PLAIN
+    given = text() if build is llama else pictures()
+    key = "input_ids" if build is llama else "pixel_values"
+
+    @torch.no_grad()
+    def logits(model):
+        return model(**{key: given}).logits
+
+    def hooked(model):
+        return dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+    own, expected = logits(build()), logits(mhla.apply_mhla(build(), **settings))
+    model = hooked(build())
+    assert torch.equal(logits(mhla.apply_mhla(model, **settings)), expected)
+    assert torch.equal(logits(mhla.remove_mhla(model)), own)
+    model = hooked(mhla.apply_mhla(build(), **settings))
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(mhla.remove_mhla(model)), own)
 
 
 def test_describe_and_analysis_of_attention():
