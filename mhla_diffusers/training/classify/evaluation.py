@@ -13,7 +13,8 @@ from ...patching.record import CONFIG_NAME
 from ...reporting import show_progress
 from .digits import Sample
 from .folders import CentreView, ImageFolder
-from .run import call_settings, pixels_of
+from .run import pixels_of
+from .sizes import call_settings, own_size
 
 _FIRST = 5
 
@@ -87,8 +88,8 @@ def evaluate(
         ValueError: a model that is no classifier, has another number of classes, or tells no size.
     """
     model = load_classifier(name, patch).to(device)
-    size = getattr(model.config, "image_size", None) if size is None else size
-    if not isinstance(size, int):
+    size = own_size(model) if size is None else size
+    if size is None:
         raise ValueError(f"The configuration of {name} tells no image_size; give the size that it is judged at.")
     data = ImageFolder(folder, CentreView(size, crop, pixels_of(name)))
     check(

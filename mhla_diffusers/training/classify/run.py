@@ -1,6 +1,5 @@
 """A classifier trained by transformers' ``Trainer``: its pictures, its model, and what is saved of it."""
 
-import inspect
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from .config import DIGITS, ClassifyConfig
 from .digits import SUMS, Sample, SumsOfDigits
 from .folders import CentreView, ImageFolder, Normalised, RandomView
 from .models import FRESH, Variant, as_variant, fresh_model
+from .sizes import call_settings
 
 _PIXELS = "preprocessor_config.json"
 """As transformers names it: mean and standard deviation of the pixels that a model was trained on."""
@@ -84,22 +84,6 @@ def build(config: ClassifyConfig, variant: Variant, seed: int) -> Any:
         config.model, num_labels=classes_of(config), ignore_mismatched_sizes=True
     )
     return as_variant(model, variant)
-
-
-def call_settings(model: Any, size: int) -> dict[str, Any]:
-    """What a forward needs beside pictures of a size: whether positions are interpolated, where the model asks.
-
-    Raises:
-        ValueError: the model takes pictures of its own size alone.
-    """
-    own = getattr(model.config, "image_size", size)
-    if own in (size, (size, size), [size, size]):
-        return {}
-    check(
-        "interpolate_pos_encoding" in inspect.signature(model.forward).parameters,
-        f"{type(model).__name__} takes pictures of {own} pixels, and size={size}; give that size.",
-    )
-    return {"interpolate_pos_encoding": True}
 
 
 def train(model: Any, config: ClassifyConfig, seed: int, output: Path | None = None) -> Any:
