@@ -104,6 +104,22 @@ def subfolders_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
+def check_classes(folder: Path, classes: Sequence[str]) -> None:
+    """Raise unless a folder has a subfolder for each class, and no other.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: naming the first that differ.
+    """
+    others = sorted({*subfolders_of(folder)} ^ {*classes})
+    check(
+        not others,
+        f"The subfolders of {folder} are not the classes that the model is trained to tell apart: "
+        f"{', '.join(others[:5])} {'is' if len(others) == 1 else 'are'} in one of the two alone; give a folder with a "
+        "subfolder for each class, by the same names.",
+    )
+
+
 class ImageFolder(Dataset[Sample]):
     """The pictures of a folder with one subfolder per class.
 
@@ -118,15 +134,9 @@ class ImageFolder(Dataset[Sample]):
     """
 
     def __init__(self, folder: Path, view: View, classes: Sequence[str] | None = None) -> None:
-        found = subfolders_of(folder)
-        self.folder, self.view, self.classes = folder, view, found if classes is None else list(classes)
-        others = sorted({*found} ^ {*self.classes})
-        check(
-            not others,
-            f"The subfolders of {folder} are not the classes that the model is trained to tell apart: "
-            f"{', '.join(others[:5])} {'is' if len(others) == 1 else 'are'} in one of the two alone; give a folder "
-            "with a subfolder for each class, by the same names.",
-        )
+        self.folder, self.view = folder, view
+        self.classes = subfolders_of(folder) if classes is None else list(classes)
+        check_classes(folder, self.classes)
         names = [_pictures_in(folder / name) for name in self.classes]
         # arrays: every worker would copy a list of paths, since to look at an object is to count a reference in it
         self.labels = np.repeat(np.arange(len(names)), [len(one) for one in names])
