@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from ...config import check
@@ -139,7 +140,7 @@ class ImageFolder(Dataset[Sample]):
         check_classes(folder, self.classes)
         names = [_pictures_in(folder / name) for name in self.classes]
         # arrays: every worker would copy a list of paths, since to look at an object is to count a reference in it
-        self.labels = np.repeat(np.arange(len(names)), [len(one) for one in names])
+        self.labels: NDArray[np.int64] = np.repeat(np.arange(len(names)), [len(one) for one in names])
         self.names = np.array([name for one in names for name in one], dtype=np.bytes_)
         if not len(self.names):
             raise FileNotFoundError(
