@@ -17,8 +17,10 @@ GATE_RANK = 16
 """Of the projection of the gate, in all of its authors' models."""
 _TEMPERATURE = 16.0
 """A gate forgets a sixteenth as fast as a sigmoid would."""
-_CHUNK = 16
-"""Tokens: within a chunk decays are divided by each other, and their range stays that of 16 steps."""
+_CHUNK = 8
+"""Tokens: within a chunk decays are divided by each other, so their range is that of 4 steps before and after."""
+_STRONGEST = -20.0
+"""Log of the strongest decay that is told from 0: 4 steps of it stay in float32, and it is below what that resolves."""
 _BACKENDS = ("auto", "fla", "eager")
 
 
@@ -83,10 +85,10 @@ def _in_chunks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, deca
         for x in (query, key, value, decay)
     )
     query = query * query.shape[-1] ** -0.5
-    total = decay.cumsum(dim=-2)
-    last = total[..., -1:, :]
+    total = decay.clamp(min=_STRONGEST).cumsum(dim=-2)
+    middle, last = total[..., _CHUNK // 2 - 1, None, :], total[..., -1:, :]
     seen, left = query * total.exp(), key * (last - total).exp()
-    within = (seen @ (key * (-total).exp()).mT).tril() @ values
+    within = ((query * (total - middle).exp()) @ (key * (middle - total).exp()).mT).tril() @ values
     added = left.mT @ values
     state, outputs = torch.zeros_like(added[:, :, 0]), []
     for chunk in range(added.shape[2]):

@@ -21,6 +21,8 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..patching import is_patched
+
 _PARTS = ("layers", "layernorm")
 """Of transformers' ViT, which stand here by the same names."""
 
@@ -95,12 +97,17 @@ class PooledViTForImageClassification(PreTrainedModel):
         What it predicts is another mean of other tokens, so it needs training; the weights are copies.
 
         Raises:
-            ValueError: of another class.
+            ValueError: of another class, or with a patch.
         """
         if not isinstance(model, ViTForImageClassification | DeiTForImageClassification):
             raise ValueError(
                 f"{type(model).__name__} cannot become a {cls.__name__}; allowed are ViTForImageClassification and "
                 "DeiTForImageClassification, such as DeiTForImageClassification.from_pretrained(...)."
+            )
+        if is_patched(model):
+            raise ValueError(
+                "The model has an MHLA patch, which from_vit does not take over: remove_mhla() first, and apply_mhla() "
+                "to what from_vit returns."
             )
         given = model.config.to_dict()
         settings = {name: value for name, value in given.items() if name not in ("architectures", "model_type")}

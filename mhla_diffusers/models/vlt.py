@@ -16,6 +16,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..config import check, check_names
 from ..patching.gate_and_convolution import Convolution, Gate
 from ..patching.layer import FLOAT32_PARAMETERS, MHLALayer
 from ..patching.tile_choice import TileChoice
@@ -49,6 +50,10 @@ class VLTPreTrainedModel(PreTrainedModel):
                 found = dict(getattr(module, kind)(recurse=False))
                 for name, value in getattr(fresh, kind)(recurse=False):
                     init.copy_(found[name], value)
+
+
+_ASKED = ("output_hidden_states", "output_attentions", "use_cache")
+"""What transformers lets every model be asked for; after a ``Trainer`` it hands on ``use_cache`` itself."""
 
 
 def _fresh(module: nn.Module) -> nn.Module | None:
@@ -96,7 +101,16 @@ class VLTModel(VLTPreTrainedModel):
             ``last_hidden_state`` (B, hidden size, rows, columns), the feature map of the last stage, at 1 / 32 of the
             resolution; ``pooler_output`` (B, head size); ``hidden_states``, if asked for, the pixels and
             the feature maps of all stages.
+
+        Raises:
+            ValueError: other arguments, or a wish for weights of the attention.
         """
+        check_names(kwargs, _ASKED, "argument of VLT")
+        check(
+            not kwargs.get("output_attentions", self.config.output_attentions),
+            "output_attentions=True asks for weights of softmax, which MHLA does not make; leave it out. weights() of "
+            "one of mhla_layers(model) tells what MHLA gives to every key.",
+        )
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
         if torch.compiler.is_compiling():
             for axis in (2, 3):
@@ -129,6 +143,7 @@ class VLTForImageClassification(VLTPreTrainedModel):
         self,
         pixel_values: torch.Tensor,
         labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ImageClassifierOutput:
         """Classify images of any height and width.
@@ -136,11 +151,15 @@ class VLTForImageClassification(VLTPreTrainedModel):
         Args:
             pixel_values: (B, channels, height, width).
             labels: (B,) classes, for the loss of transformers' image classifiers.
-            **kwargs: of :meth:`VLTModel.forward`, and of the loss.
+            num_items_in_batch: labels of a whole step, which the loss is divided by; None for those of this batch.
+            **kwargs: of :meth:`VLTModel.forward`.
+
+        Raises:
+            ValueError: as :meth:`VLTModel.forward`.
         """
         outputs = self.vlt(pixel_values, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss: Any = None
         if labels is not None:
-            loss = self.loss_function(labels, logits, self.config, **kwargs)
+            loss = self.loss_function(labels, logits, self.config, num_items_in_batch=num_items_in_batch)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)

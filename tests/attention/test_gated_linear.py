@@ -56,6 +56,18 @@ def test_lower_types_are_summed_in_float32() -> None:
     assert ((found.double() - expected).norm() / expected.norm()) < 2**-9
 
 
+@pytest.mark.parametrize("gate", [-100.0, -1000.0])  # decays of e^-6 and e^-63 a token
+def test_strong_gates_stay_finite_in_float32(gate: float) -> None:
+    query, key, value, _ = (x.detach() for x in problem(40, 4, 4))
+    decay = log_decay(torch.full_like(query, gate))
+    decay[:, ::3] = log_decay(torch.tensor(0.0))
+    tensors = [x.float().requires_grad_() for x in (query, key, value, decay)]
+    found, expected = gated_linear(*tensors), recurrence(query, key, value, decay)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)  # float32 sums of a few tokens
+    gradients = torch.autograd.grad(found.sum(), tensors)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 def test_backends_that_cannot_be_are_refused() -> None:
     tensors = problem(4, 2, 4)
     with pytest.raises(ValueError, match="backend='flash' is unknown; allowed: auto, fla, eager"):

@@ -1,5 +1,7 @@
 """Pictures of two digits, folders of classes, and soft labels."""
 
+import tracemalloc
+
 import pytest
 import torch
 from PIL import Image
@@ -66,6 +68,26 @@ def test_classes_of_a_folder_are_its_subfolders_in_order(tmp_path):
     torch.testing.assert_close(data[3]["pixel_values"][:, 0, 0], torch.tensor(RED) / 255)
 
 
+def test_labels_follow_the_classes_that_are_given(tmp_path):
+    folder = write_folder(tmp_path, {"b": 2, "c": 1})
+    data = ImageFolder(folder, CentreView(4), ["c", "b"])
+    assert [int(data[index]["labels"]) for index in range(len(data))] == [0, 1, 1]
+    with pytest.raises(ValueError, match="a, d are in one of the two alone"):
+        ImageFolder(write_folder(tmp_path / "other", {"b": 1, "c": 1, "d": 1}), CentreView(4), ["a", "b", "c"])
+
+
+def test_a_picture_of_a_folder_costs_few_bytes(tmp_path):
+    """ImageNet has 1,281,167 of them, in every process that reads."""
+    (tmp_path / "class").mkdir()
+    for index in range(300):
+        (tmp_path / "class" / f"n01440764_{index:05}.png").touch()
+    tracemalloc.start()
+    data = ImageFolder(tmp_path, CentreView(4))
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(data) == 300 and held / 300 < 60
+
+
 def test_the_middle_of_a_picture_is_what_is_judged():
     """Of 12 x 8 pixels the middle 8 x 8, of which the half is 4 x 4: rows 2 to 5, columns 4 to 7."""
     picture = Image.new("RGB", (12, 8))
@@ -89,11 +111,20 @@ def test_a_random_view_is_a_part_of_the_picture_that_follows_from_torch_s_seed()
     assert torch.equal(RandomView(8, PLAIN)(picture), views[0])
 
 
-def test_a_damaged_picture_and_a_folder_without_any_are_named(tmp_path):
+@pytest.mark.parametrize("crop", [0, -0.5, 1.5, float("nan")])
+def test_a_crop_that_is_no_part_of_a_picture(crop):
+    with pytest.raises(ValueError, match=f"crop={crop} must be above 0 and at most 1"):
+        CentreView(4, crop)
+
+
+def test_a_damaged_picture_and_a_folder_without_any_are_named(tmp_path, monkeypatch):
     folder = write_folder(tmp_path, {"a": 1})
     (folder / "a" / "broken.png").write_bytes(b"no picture")
     with pytest.raises(UnreadablePictureError, match="broken.png cannot be read as a picture"):
         ImageFolder(folder, CentreView(4))[1]
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # of 256, more than twice as many
+    with pytest.raises(UnreadablePictureError, match=r"0.png cannot be read as a picture: .*bomb"):
+        ImageFolder(folder, CentreView(4))[0]
     with pytest.raises(FileNotFoundError, match="has no subfolder per class with pictures"):
         ImageFolder(folder / "a", CentreView(4))
     with pytest.raises(FileNotFoundError, match="There is no folder"):

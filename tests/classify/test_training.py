@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 from torch.nn.functional import cross_entropy
-from transformers import ViTConfig, ViTForImageClassification, ViTModel
+from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification, ViTModel
 
 import mhla_diffusers as mhla
 from mhla_diffusers.training.classify.comparison import ablate, compare
 from mhla_diffusers.training.classify.config import load_classify_config
 from mhla_diffusers.training.classify.evaluation import evaluate, load_classifier
+from mhla_diffusers.training.classify.folders import CentreView
 from mhla_diffusers.training.classify.models import fresh_model
 from mhla_diffusers.training.classify.run import build, pictures_of, train, train_one
 
@@ -113,7 +115,7 @@ def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path):
         assert not torch.equal(layer.mixing, fresh) and layer.mixing.min() > 0 and layer.mixing.max() < 1
 
 
-def test_a_stopped_training_goes_on_and_ends_where_it_would_have(tmp_path):
+def test_a_stopped_training_without_chance_goes_on_and_ends_where_it_would_have(tmp_path):
     changes = {"steps": 4, "save_every": 2}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     expected = load_classifier(str(train_one(_load(tmp_path, **changes), "MHLA + CPE", whole)))
@@ -208,3 +210,30 @@ def test_what_cannot_be_judged_is_said(tmp_path):
     ViTModel(ViTConfig(**MODEL)).save_pretrained(tmp_path / "headless")
     with pytest.raises(ValueError, match="headless is a ViTModel by its configuration; give a classifier"):
         load_classifier(str(tmp_path / "headless"))
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"architectures": ["ViTTForImageClassification"]}))
+    with pytest.raises(ValueError, match="is a ViTTForImageClassification by its configuration, which neither"):
+        load_classifier(str(model))
+
+
+def _folders(tmp_path: Path, **counts: dict[str, int]) -> dict[str, str]:
+    return {name: str(write_folder(tmp_path / name, count)) for name, count in counts.items()}
+
+
+def test_folders_of_other_classes_each_are_refused(tmp_path):
+    """Labels would follow the held-out folder's own order."""
+    config = _load(tmp_path, data=_folders(tmp_path, train={"a": 1, "b": 1, "c": 1}, held_out={"b": 1, "c": 1}))
+    with pytest.raises(ValueError, match="held_out are not the classes that the model is trained .*: a is in one"):
+        build(config, MHLA, 0)
+
+
+def test_what_is_trained_on_a_folder_knows_its_classes_and_how_pictures_are_cut(tmp_path):
+    data = _folders(tmp_path, train={"a": 2, "b": 2}, held_out={"a": 1, "b": 3})
+    result = train_one(_load(tmp_path, data=data, steps=1, size=56), "softmax", tmp_path / "out")
+    assert load_classifier(str(result)).config.id2label == {0: "a", 1: "b"}
+    assert evaluate(str(result), Path(data["held_out"])).pictures == 4
+    with pytest.raises(ValueError, match="a, c are in one of the two alone"):
+        evaluate(str(result), write_folder(tmp_path / "others", {"b": 1, "c": 1}))
+    picture = Image.radial_gradient("L").convert("RGB").crop((0, 0, 128, 256))
+    found = AutoImageProcessor.from_pretrained(result)(picture, return_tensors="pt")["pixel_values"][0]
+    assert (found - CentreView(56)(picture)).abs().max() < 0.02  # one of 255 steps, divided by a deviation of 0.224

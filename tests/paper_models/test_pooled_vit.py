@@ -11,6 +11,7 @@ from transformers import (
 )
 from transformers.models.vit.modeling_vit import ViTAttention
 
+from mhla_diffusers import apply_mhla
 from mhla_diffusers.models import PooledViTConfig, PooledViTForImageClassification
 
 from ..models import seeded
@@ -54,9 +55,12 @@ def test_from_vit_has_all_weights_but_those_of_other_tokens(config, cls, others)
     assert ours.isdisjoint(one.data_ptr() for one in model.parameters()), "copies"
 
 
-def test_from_vit_refuses_what_has_no_classifier():
+def test_from_vit_refuses_what_has_no_classifier_or_is_patched():
     with pytest.raises(ValueError, match="ViTModel cannot become.*DeiTForImageClassification"):
         PooledViTForImageClassification.from_vit(ViTModel(ViTConfig(**SIZE)))
+    patched = apply_mhla(ViTForImageClassification(ViTConfig(**SIZE)), blocks=(2, 2))
+    with pytest.raises(ValueError, match=r"has an MHLA patch.*remove_mhla\(\) first"):
+        PooledViTForImageClassification.from_vit(patched)
 
 
 def test_it_is_saved_trained_and_looked_at_like_transformers_models(tmp_path):

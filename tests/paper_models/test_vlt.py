@@ -63,6 +63,18 @@ def test_feature_maps_of_any_size_are_told():
     assert logits(tiny_vlt(), pictures(9, 8)).isfinite().all(), "fewer tokens than blocks"
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"output_attentions": True}, "output_attentions=True asks for weights of softmax"),
+        ({"atention_mask": None}, "Unknown argument of VLT 'atention_mask'"),
+    ],
+)
+def test_what_vlt_does_not_know_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_vlt()(pictures(), labels=LABELS, **given)
+
+
 def test_one_block_is_blocks_that_weigh_alike_and_both_are_plain_linear_attention():
     uniform = {"mixing_init": "uniform", "mixing_learnable": False}
     one = tiny_vlt(mhla=[{"blocks": [1, 1]}, None, None, None], rope_theta=None)

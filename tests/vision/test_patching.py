@@ -81,7 +81,7 @@ def test_what_mhla_cannot_give_is_refused():
         model.train()(pictures())
     with pytest.raises(ValueError, match="pixel_values=None"):
         patched("vit")()
-    with pytest.raises(ValueError, match="too small|at least one token|64|blocks"):
+    with pytest.raises(ValueError, match="width axis of the token grid has 8 tokens, too few for 9 blocks"):
         output(patched("vit", blocks=(4, 9)), pictures())
     with pytest.raises(ValueError, match="is a vision model, which has none"):
         mhla.audit(patched("vit"), lambda: None)
@@ -114,18 +114,32 @@ def test_copies_threads_and_changes():
     assert relative_change(output(model, pictures()), output(deit(), pictures())) < ROUNDING
 
 
-def test_trains_under_peft_and_in_half_precision():
+def test_trains_under_peft():
     model = patched("vit")
     whole = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"]))
     whole(pixel_values=pictures(), labels=torch.tensor([0, 1])).loss.backward()
     assert any(parameter.grad is not None for name, parameter in whole.named_parameters() if "lora" in name)
     with pytest.raises(ValueError, match="get_base_model"):
         mhla.describe(whole)
-    half = mhla.apply_mhla(vit().bfloat16(), **PLAIN, output_gate=True)
-    found = output(half, pictures().bfloat16())
-    assert found.dtype == torch.bfloat16 and found.isfinite().all()
+
+
+def test_half_precision_runs_and_trains_like_float32():
+    """Relative: of softmax itself, in bfloat16, the logits differ by 1.4 % and the gradients by 2.3 %."""
+
+    def run(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        model = mhla.apply_mhla(vit().to(dtype), **PLAIN, output_gate=True)
+        found = model(pixel_values=pictures().to(dtype), labels=torch.tensor([0, 1]))
+        found.loss.backward()
+        assert found.logits.dtype == dtype
+        gradients = [one.grad.flatten().float() for one in model.parameters() if one.grad is not None]
+        return found.logits.detach().float(), torch.cat(gradients)
+
+    for found, expected in zip(run(torch.bfloat16), run(torch.float32), strict=True):
+        assert 0 < relative_change(found, expected) < 0.05
+    expected = output(patched("vit"), pictures())
     with torch.autocast("cpu", torch.bfloat16):
-        assert output(patched("vit"), pictures()).isfinite().all()
+        found = output(patched("vit"), pictures())
+    assert 0 < relative_change(found, expected) < 0.02
 
 
 def test_a_pipeline_of_transformers_runs_a_patched_model():

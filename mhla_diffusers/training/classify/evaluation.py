@@ -12,10 +12,13 @@ from ...patching import load_mhla
 from ...patching.record import CONFIG_NAME
 from ...reporting import show_progress
 from .digits import Sample
-from .folders import CentreView, ImageFolder
-from .run import call_settings, pixels_of
+from .folders import CentreView, ImageFolder, subfolders_of
+from .run import pixels_of
+from .saving import class_names
+from .sizes import call_settings, own_size
 
 _FIRST = 5
+_KIND = "ForImageClassification"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ def evaluate(
 ) -> Accuracy:
     """Top-1 and top-5 of a saved classifier over a folder with one subfolder per class.
 
-    The order of the subfolders' names is that of the classes, as ImageNet's synsets have it in the models of the Hub.
+    Subfolders have the names of the model's classes, as in what ``train_one`` saves. If none has one, the order of
+    their names is that of the classes, as ImageNet's synsets have it in the models of the Hub.
 
     Args:
         name: Hub id or folder of a classifier, see :func:`load_classifier`.
@@ -84,17 +88,20 @@ def evaluate(
     Raises:
         FileNotFoundError: no such folder of pictures.
         OSError: no such model.
-        ValueError: a model that is no classifier, has another number of classes, or tells no size.
+        ValueError: a model that is no classifier, has other classes or another number of them, or tells no size.
     """
     model = load_classifier(name, patch).to(device)
-    size = getattr(model.config, "image_size", None) if size is None else size
-    if not isinstance(size, int):
+    size = own_size(model) if size is None else size
+    if size is None:
         raise ValueError(f"The configuration of {name} tells no image_size; give the size that it is judged at.")
-    data = ImageFolder(folder, CentreView(size, crop, pixels_of(name)))
+    names = class_names(model)
+    # synsets share no name with the words that a model of the Hub has for them: then it is the order that counts
+    named = not {*names}.isdisjoint(subfolders_of(folder))
+    data = ImageFolder(folder, CentreView(size, crop, pixels_of(name)), names if named else None)
     check(
-        len(data.classes) == model.config.num_labels,
-        f"{folder} has {len(data.classes)} subfolders and {name} knows {model.config.num_labels} classes; give a "
-        "folder with a subfolder for each, in the order of its classes.",
+        len(data.classes) == len(names),
+        f"{folder} has {len(data.classes)} subfolders and {name} knows {len(names)} classes; give a folder with a "
+        "subfolder for each, in the order of its classes.",
     )
     return accuracy(model, data, size, batch_size, workers)
 
@@ -116,10 +123,15 @@ def load_classifier(name: str, patch: Path | None = None) -> Any:
 
     found: str = (transformers.PreTrainedConfig.get_config_dict(name)[0].get("architectures") or ["nothing"])[0]
     check(
-        "ForImageClassification" in found,
+        _KIND in found,
         f"{name} is a {found} by its configuration; give a classifier, such as a ViTForImageClassification.",
     )
-    kind: Any = getattr(models if found in models.__all__ else transformers, found)
+    kind: Any = getattr(models if found in models.__all__ else transformers, found, None)
+    check(
+        kind is not None,
+        f"{name} is a {found} by its configuration, which neither transformers {transformers.__version__} nor this "
+        f"package has; allowed beside transformers' own: {', '.join(one for one in models.__all__ if _KIND in one)}.",
+    )
     if (Path(name) / CONFIG_NAME).is_file():
         model = load_mhla(kind(kind.config_class.from_pretrained(name)), name)
     else:

@@ -1,15 +1,18 @@
 """Folders with one subfolder per class, such as ImageNet's: pictures as tensors, cut and flipped as in training."""
 
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from ...config import check
 from ...files import IMAGE_SUFFIXES
 from .digits import Sample
 
@@ -48,11 +51,20 @@ class CentreView:
         size: of the result in pixels.
         crop: part of the shorter side that is kept, 0.875 for 224 of 256 pixels.
         pixels: as the model takes them.
+
+    Raises:
+        ValueError: a part that is none.
     """
 
     size: int
     crop: float = 0.875
     pixels: Normalised = Normalised()
+
+    def __post_init__(self) -> None:
+        check(
+            0 < self.crop <= 1,
+            f"crop={self.crop} must be above 0 and at most 1, the part of a picture's shorter side that is kept.",
+        )
 
     def __call__(self, picture: Any) -> torch.Tensor:
         """(3, size, size)."""
@@ -82,35 +94,61 @@ class RandomView:
         return view.flip(-1) if chance.random() < 0.5 else view
 
 
+def subfolders_of(folder: Path) -> list[str]:
+    """Names of the classes that a folder has, in their order.
+
+    Raises:
+        FileNotFoundError: no such folder.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}; give one with a subfolder of pictures per class.")
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+
+
+def check_classes(folder: Path, classes: Sequence[str]) -> None:
+    """Raise unless a folder has a subfolder for each class, and no other.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: naming the first that differ.
+    """
+    others = sorted({*subfolders_of(folder)} ^ {*classes})
+    check(
+        not others,
+        f"The subfolders of {folder} are not the classes that the model is trained to tell apart: "
+        f"{', '.join(others[:5])} {'is' if len(others) == 1 else 'are'} in one of the two alone; give a folder with a "
+        "subfolder for each class, by the same names.",
+    )
+
+
 class ImageFolder(Dataset[Sample]):
-    """The pictures of a folder with one subfolder per class; classes are the subfolders in the order of their names.
+    """The pictures of a folder with one subfolder per class.
 
     Args:
         folder: which.
         view: makes the tensor of a picture.
+        classes: names of the subfolders in the order of their labels; None for the order of the names.
 
     Raises:
         FileNotFoundError: no such folder, or one without pictures in subfolders.
+        ValueError: the subfolders are not those of the classes.
     """
 
-    def __init__(self, folder: Path, view: View) -> None:
-        if not folder.is_dir():
-            raise FileNotFoundError(f"There is no folder {folder}; give one with a subfolder of pictures per class.")
-        self.view = view
-        self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
-        self.files = [
-            (file, label)
-            for label, name in enumerate(self.classes)
-            for file in sorted((folder / name).rglob("*"))
-            if file.suffix.lower() in IMAGE_SUFFIXES and file.name[0] != "."
-        ]
-        if not self.files:
+    def __init__(self, folder: Path, view: View, classes: Sequence[str] | None = None) -> None:
+        self.folder, self.view = folder, view
+        self.classes = subfolders_of(folder) if classes is None else list(classes)
+        check_classes(folder, self.classes)
+        names = [_pictures_in(folder / name) for name in self.classes]
+        # arrays: every worker would copy a list of paths, since to look at an object is to count a reference in it
+        self.labels: NDArray[np.int64] = np.repeat(np.arange(len(names)), [len(one) for one in names])
+        self.names = np.array([name for one in names for name in one], dtype=np.bytes_)
+        if not len(self.names):
             raise FileNotFoundError(
                 f"{folder} has no subfolder per class with pictures ({', '.join(IMAGE_SUFFIXES)}) in it."
             )
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.names)
 
     def __getitem__(self, index: int) -> Sample:
         """One sample.
@@ -120,13 +158,23 @@ class ImageFolder(Dataset[Sample]):
         """
         from PIL import Image
 
-        file, label = self.files[index]
+        label = int(self.labels[index])
+        file = self.folder / self.classes[label] / os.fsdecode(self.names[index])
         try:
             with Image.open(file) as opened:
                 picture = opened.convert("RGB")
-        except OSError as error:
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # all of them are Pillow's
             raise UnreadablePictureError(f"{file} cannot be read as a picture: {error}.") from error
         return {"pixel_values": self.view(picture), "labels": torch.tensor(label)}
+
+
+def _pictures_in(folder: Path) -> list[bytes]:
+    """Paths below a folder, in their order."""
+    return [
+        os.fsencode(file.relative_to(folder))
+        for file in sorted(folder.rglob("*"))
+        if file.suffix.lower() in IMAGE_SUFFIXES and file.name[0] != "."
+    ]
 
 
 def _resized(picture: Any, size: int, box: tuple[float, float, float, float]) -> Any:

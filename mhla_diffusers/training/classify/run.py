@@ -1,6 +1,5 @@
 """A classifier trained by transformers' ``Trainer``: its pictures, its model, and what is saved of it."""
 
-import inspect
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,21 +15,29 @@ from ..recipe import run_trainer, save_result
 from .blending import SoftLabels, soft_cross_entropy
 from .config import DIGITS, ClassifyConfig
 from .digits import SUMS, Sample, SumsOfDigits
-from .folders import CentreView, ImageFolder, Normalised, RandomView
+from .folders import CentreView, ImageFolder, Normalised, RandomView, check_classes, subfolders_of
 from .models import FRESH, Variant, as_variant, fresh_model
+from .saving import name_classes, processor_of
+from .sizes import call_settings
 
 _PIXELS = "preprocessor_config.json"
 """As transformers names it: mean and standard deviation of the pixels that a model was trained on."""
 _STARTED = "classify.json"
 
 
-def classes_of(config: ClassifyConfig) -> int:
-    """Classes of the pictures that are trained on.
+def classes_of(config: ClassifyConfig) -> list[str]:
+    """Names of the classes in the order of their labels, of digits the sums, of folders those that are trained on.
 
     Raises:
         FileNotFoundError: there is no such folder.
+        ValueError: the folders have other classes each.
     """
-    return SUMS if config.data == DIGITS else len(_folder(config, "train").classes)
+    if isinstance(config.data, str):
+        return [str(value) for value in range(SUMS)]
+    train, held_out = (Path(config.data[which]) for which in ("train", "held_out"))
+    classes = subfolders_of(train)
+    check_classes(held_out, classes)
+    return classes
 
 
 def pictures_of(config: ClassifyConfig, seed: int, held_out: bool = False) -> Dataset[Sample]:
@@ -38,7 +45,7 @@ def pictures_of(config: ClassifyConfig, seed: int, held_out: bool = False) -> Da
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: pictures that are too small for two digits.
+        ValueError: pictures that are too small for two digits, or folders that have other classes each.
     """
     if config.data != DIGITS:
         return _folder(config, "held_out" if held_out else "train")
@@ -51,7 +58,7 @@ def _folder(config: ClassifyConfig, which: str) -> ImageFolder:
     pixels = Normalised() if config.model in FRESH else pixels_of(config.model)
     view = RandomView(config.size, pixels) if which == "train" else CentreView(config.size, pixels=pixels)
     folders: Any = config.data
-    return ImageFolder(Path(folders[which]), view)
+    return ImageFolder(Path(folders[which]), view, classes_of(config))
 
 
 def pixels_of(name: str) -> Normalised:
@@ -77,29 +84,13 @@ def build(config: ClassifyConfig, variant: Variant, seed: int) -> Any:
     """
     torch.manual_seed(seed)
     if config.model in FRESH:
-        return fresh_model(config.model, config.settings, variant, classes_of(config), config.size)
+        return fresh_model(config.model, config.settings, variant, len(classes_of(config)), config.size)
     from transformers import AutoModelForImageClassification
 
     model = AutoModelForImageClassification.from_pretrained(
-        config.model, num_labels=classes_of(config), ignore_mismatched_sizes=True
+        config.model, num_labels=len(classes_of(config)), ignore_mismatched_sizes=True
     )
     return as_variant(model, variant)
-
-
-def call_settings(model: Any, size: int) -> dict[str, Any]:
-    """What a forward needs beside pictures of a size: whether positions are interpolated, where the model asks.
-
-    Raises:
-        ValueError: the model takes pictures of its own size alone.
-    """
-    own = getattr(model.config, "image_size", size)
-    if own in (size, (size, size), [size, size]):
-        return {}
-    check(
-        "interpolate_pos_encoding" in inspect.signature(model.forward).parameters,
-        f"{type(model).__name__} takes pictures of {own} pixels, and size={size}; give that size.",
-    )
-    return {"interpolate_pos_encoding": True}
 
 
 def train(model: Any, config: ClassifyConfig, seed: int, output: Path | None = None) -> Any:
@@ -114,7 +105,7 @@ def train(model: Any, config: ClassifyConfig, seed: int, output: Path | None = N
     Returns:
         The model.
     """
-    labels = SoftLabels(classes_of(config), config.smoothing, config.mixup, config.cutmix)
+    labels = SoftLabels(len(classes_of(config)), config.smoothing, config.mixup, config.cutmix)
     settings = call_settings(model, config.size)
     return run_trainer(
         model,
@@ -160,6 +151,7 @@ def train_one(config: ClassifyConfig, name: str, output: Path) -> Path:
     seed = config.seeds[0]
     model = train(build(config, variants[name], seed), config, seed, output)
     pixels = Normalised() if config.model in FRESH else pixels_of(config.model)
-    size = {"height": config.size, "width": config.size}
-    write_json({"image_mean": pixels.mean, "image_std": pixels.std, "size": size}, output / "result" / _PIXELS)
+    view = CentreView(config.size, crop=1.0 if config.data == DIGITS else CentreView.crop, pixels=pixels)
+    write_json(processor_of(view), output / "result" / _PIXELS)
+    name_classes(model, classes_of(config))
     return save_result(model, output / "result")
