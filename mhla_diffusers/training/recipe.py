@@ -21,7 +21,7 @@ class Recipe:
     """How a model is trained.
 
     Raises:
-        ValueError: an unknown precision.
+        ValueError: an unknown precision, no seed, or numbers that are not allowed.
     """
 
     steps: int
@@ -39,14 +39,44 @@ class Recipe:
     clip: float = 1.0
     """Norm that gradients are clipped to; 0 for none."""
     warmup: int = 0
-    """Steps in which the learning rate grows, at most a tenth of all."""
+    """Steps in which the learning rate grows, at most a tenth of all; a shorter adaptation takes a tenth of its own."""
     seeds: tuple[int, ...] = (0,)
     precision: str = "no"
     """"no", "bf16" or "fp16"."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", tuple(self.seeds))
+        check(bool(self.seeds), "seeds is empty; give at least one, such as [0].")
         check_choice("precision", self.precision, ("no", "bf16", "fp16"))
+        check_counts(self, 1, "steps", "batch_size", "accumulate")
+        check_counts(self, 0, "warmup")
+        most = self.steps // 10
+        check(self.warmup <= most, f"warmup={self.warmup} is more than a tenth of steps={self.steps}; allowed: {most}.")
+        for name in ("learning_rate", "mixing_learning_rate"):
+            self._check_number(name, positive=True)
+        for name in ("weight_decay", "clip"):
+            self._check_number(name, positive=False)
+
+    def _check_number(self, name: str, positive: bool) -> None:
+        value = getattr(self, name)
+        if value is None and name == "mixing_learning_rate":
+            return
+        allowed = "a positive number such as 1.0e-3" if positive else "a number of at least 0"  # 1e-3 is text in YAML
+        number = isinstance(value, int | float) and value >= 0 and (value > 0 or not positive)
+        also = "; leave it out for learning_rate" if name == "mixing_learning_rate" else ""
+        check(number, f"{name}={value!r} must be {allowed}{also}.")
+
+
+def check_counts(settings: object, least: int, *names: str) -> None:
+    """Raise unless settings are whole numbers that are large enough.
+
+    Raises:
+        ValueError: naming one that is not.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        check(whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}.")
 
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
@@ -73,10 +103,11 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     mixing = [parameter for name, parameter in trained if is_mixing(name)]
     others = [(name.endswith("weight") and one.ndim > 1, one) for name, one in trained if not is_mixing(name)]
+    rate = recipe.learning_rate if recipe.mixing_learning_rate is None else recipe.mixing_learning_rate
     groups: list[dict[str, Any]] = [
         {"params": [one for decays, one in others if decays], "weight_decay": recipe.weight_decay},
         {"params": [one for decays, one in others if not decays], "weight_decay": 0.0},
-        {"params": mixing, "weight_decay": 0.0, "lr": recipe.mixing_learning_rate or recipe.learning_rate},
+        {"params": mixing, "weight_decay": 0.0, "lr": rate},
     ]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.learning_rate)
     if mhla_layers(model):

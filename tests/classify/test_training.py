@@ -35,7 +35,6 @@ def _config(folder: Path, **changes) -> Path:
         "steps": 2,
         "batch_size": 4,
         "learning_rate": 1e-2,
-        "warmup": 1,
         "held_out": 8,
         "analysed": 2,
         "variants": {"softmax": "softmax", "MHLA + CPE": {**MHLA, "convolution": 3}},
@@ -89,6 +88,14 @@ def test_shipped_configurations_are_valid(file):
         ({"mixup": -1}, "mixup=-1 must be 0 for none"),
         ({"model": "google/vit-base-patch16-224"}, "settings are those of a model with random weights"),
         ({"precision": "bf17"}, "precision='bf17' is unknown"),
+        ({"seeds": []}, "seeds is empty; give at least one"),
+        ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
+        ({"held_out": 0}, "held_out=0 must be a whole number of at least 1"),
+        ({"analysed": 0}, "analysed=0 must be a whole number of at least 1"),
+        ({"steps": 30, "warmup": 4}, "warmup=4 is more than a tenth of steps=30; allowed: 3"),
+        ({"learning_rate": "1e-3"}, "learning_rate='1e-3' must be a positive number such as 1.0e-3"),
+        ({"mixing_learning_rate": 0.0}, "mixing_learning_rate=0.0 must be a positive number.*leave it out for learning"),
+        ({"clip": -1}, "clip=-1 must be a number of at least 0"),
     ],
 )
 def test_a_configuration_that_is_not_allowed(tmp_path, changes, message):
@@ -103,7 +110,7 @@ def test_settings_that_a_model_does_not_have(tmp_path):
 
 
 def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path):
-    config = _load(tmp_path, steps=30, batch_size=8, mixing_learning_rate=0.5, smoothing=0.1, mixup=0.2, cutmix=0.2)
+    config = _load(tmp_path, steps=30, warmup=1, batch_size=8, mixing_learning_rate=0.5, smoothing=0.1, mixup=0.2, cutmix=0.2)
     model = build(config, MHLA, 0)
     start = [layer.mixing.clone() for layer in mhla.mhla_layers(model).values()]
     before = _loss(model, config)

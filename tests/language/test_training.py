@@ -38,7 +38,6 @@ def _config(folder: Path, **changes) -> Path:
         "steps": 3,
         "batch_size": 2,
         "learning_rate": 1e-2,
-        "warmup": 1,
         "adapt_steps": 2,
         "variants": {"softmax": "softmax", "gated": "gated linear", "MHLA": MHLA},
         "adapt": {"own": {**MHLA, "exact": "own"}},
@@ -95,6 +94,7 @@ def test_the_paper_s_size():
         ({"text": {"name": "a/b"}}, "lacks tokenizer"),
         ({"variants": {"MHLA": MHLA}}, "adapt changes the model that was trained with softmax.*leave adapt out"),
         ({"learning_rat": 1}, "did you mean 'learning_rate'"),
+        ({"adapt_steps": 0}, "adapt_steps=0 must be a whole number of at least 1"),
     ],
 )
 def test_a_configuration_that_is_not_allowed(tmp_path, changes, message):
@@ -103,7 +103,7 @@ def test_a_configuration_that_is_not_allowed(tmp_path, changes, message):
 
 
 def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path):
-    config = load_language_config(_config(tmp_path, steps=12, learning_rate=0.02, mixing_learning_rate=0.5))
+    config = load_language_config(_config(tmp_path, steps=12, warmup=1, learning_rate=0.02, mixing_learning_rate=0.5))
     model = build(config, {**MHLA, "exact": "own"}, 0)
     rows = python_topics(32, True).rows[:8]
     before = losses_by_place(model, rows).mean()

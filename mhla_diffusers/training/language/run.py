@@ -10,7 +10,7 @@ from torch import nn
 
 from ...config import MHLAConfig, check, check_names
 from ...patching import apply_mhla
-from ..recipe import Recipe, load_recipe, run_trainer
+from ..recipe import Recipe, check_counts, load_recipe, run_trainer
 from .gated_linear import give_gated_linear
 from .texts import PYTHON_TOPICS, Rows, StreamedRows, hub_texts, python_topics
 
@@ -24,7 +24,7 @@ class LanguageConfig(Recipe):
     """What is trained, on what, and how.
 
     Raises:
-        ValueError: an unknown kind of attention, text or precision, or nothing to adapt.
+        ValueError: an unknown kind of attention, text or precision, nothing to adapt, or numbers that are not allowed.
     """
 
     model: dict[str, Any]
@@ -41,6 +41,8 @@ class LanguageConfig(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_counts(self, 2, "length")
+        check_counts(self, 1 if self.adapt else 0, "adapt_steps")
         self._check_text()
         for name, variant in (*self.variants.items(), *self.adapt.items()):
             if isinstance(variant, str):
