@@ -176,17 +176,30 @@ def test_shipped_results_are_of_the_shipped_configuration(tmp_path):
         assert (tmp_path / f"{name}.md").read_text() == (ROOT / "assets" / "language" / f"{name}.md").read_text()
 
 
-def test_one_variant_is_trained_saved_and_loaded(tmp_path, run):
-    run("language.py", "train", "--config", _config(tmp_path), "--output", tmp_path, "--variant", "MHLA")
-    result = tmp_path / "result"
+def test_one_variant_is_trained_saved_and_loaded(tmp_path, run, capsys):
+    """Again it goes on from its last checkpoint; of other settings it is not."""
+    given = ("--output", tmp_path, "--variant")
+    run("language.py", "train", "--config", _config(tmp_path), *given, "MHLA")
+    result, checkpoint = tmp_path / "result", tmp_path / "checkpoint-3" / "model.safetensors"
     model = mhla.load_mhla(LlamaForCausalLM(LlamaConfig.from_pretrained(result)), result)
     assert len(mhla.mhla_layers(model)) == 2
+    written, files = checkpoint.stat().st_mtime_ns, {path.name for path in result.iterdir()}
+    (result / "model.safetensors").touch()
+    assert run("language.py", "train", "--config", _config(tmp_path), *given, "MHLA") == f"{result}\n"
+    assert checkpoint.stat().st_mtime_ns == written and {path.name for path in result.iterdir()} == files
+    again = mhla.load_mhla(LlamaForCausalLM(LlamaConfig.from_pretrained(result)), result)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    for changes, variant, name in ({}, "gated", "variant"), ({"steps": 4}, "MHLA", "steps"):
+        with pytest.raises(SystemExit):
+            run("language.py", "train", "--config", _config(tmp_path, **changes), *given, variant)
+        assert f"is of another configuration, which differs in {name};" in capsys.readouterr().err
 
 
 def test_a_variant_that_is_unknown(tmp_path, run, capsys):
     with pytest.raises(SystemExit):
         run("language.py", "train", "--config", _config(tmp_path), "--output", tmp_path, "--variant", "no")
-    assert "--variant no is unknown; allowed: softmax, gated, MHLA" in capsys.readouterr().err
+    assert "variant 'no' is unknown; allowed: softmax, gated, MHLA" in capsys.readouterr().err
 
 
 def test_decoding_is_timed_beside_keys_and_values(tmp_path, run):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import MHLAConfig, check, check_names
+from ..comparing import check_file_names
 from ..recipe import Recipe, check_counts, load_recipe
 from .models import FRESH, SOFTMAX, Variant
 
@@ -70,6 +71,8 @@ class ClassifyConfig(Recipe):
         check(bool(self.variants), "variants is empty; give at least one, such as 'softmax: softmax'.")
         for name, variant in self.all_variants().items():
             self._check_variant(name, variant)
+        check_file_names(self.all_variants())
+        check_file_names(self.ablations, taken=("comparison",))
         for table, rows in self.ablations.items():
             for row, variant in rows.items():
                 check(
