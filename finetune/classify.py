@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mhla_diffusers.analysis.classifiers import draw_classifiers, look_at_classifier
 from mhla_diffusers.devices import choose_device
+from mhla_diffusers.reporting import require_matplotlib
 from mhla_diffusers.training.classify.comparison import ablate, compare
 from mhla_diffusers.training.classify.config import load_classify_config
 from mhla_diffusers.training.classify.evaluation import evaluate
@@ -42,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         sys.stdout.write(done(arguments))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         parser.exit(1, f"{error}\n")
 
 
@@ -63,6 +64,8 @@ def done(given: argparse.Namespace) -> str:
     config = load_classify_config(given.config)
     if given.command == "train":
         return f"{train_one(config, given.variant, given.output)}\n"
+    if given.command == "compare":
+        require_matplotlib()  # which draws the result, after all the training
     compared = (compare if given.command == "compare" else ablate)(config, given.output, look_at_classifier)
     if given.command == "compare":
         draw_classifiers(compared.results, given.output)

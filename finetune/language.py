@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from mhla_diffusers.training.language.comparison import compare
-from mhla_diffusers.training.language.run import LanguageConfig, build, load_language_config, train
-from mhla_diffusers.training.recipe import save_result
+from mhla_diffusers.training.language.run import load_language_config, train_one
 
 
 def main() -> None:
@@ -26,22 +25,9 @@ def main() -> None:
         if arguments.command == "compare":
             sys.stdout.write(compare(config, arguments.output))
         else:
-            train_one(config, arguments.variant, arguments.output)
-    except (ValueError, FileNotFoundError) as error:
+            sys.stdout.write(f"{train_one(config, arguments.variant, arguments.output)}\n")
+    except (ValueError, OSError, ImportError) as error:
         parser.exit(1, f"{error}\n")
-
-
-def train_one(config: LanguageConfig, variant: str | None, output: Path) -> None:
-    """Train one variant and save it: the patch with all weights, or the model as transformers saves it.
-
-    Raises:
-        ValueError: no such variant.
-    """
-    if variant not in config.variants:
-        raise ValueError(f"--variant {variant} is unknown; allowed: {', '.join(config.variants)}.")
-    seed = config.seeds[0]
-    model = train(build(config, config.variants[variant], seed), config, seed, config.steps, output)
-    save_result(model, output / "result")
 
 
 if __name__ == "__main__":

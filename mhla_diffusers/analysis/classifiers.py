@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,12 +19,15 @@ _DIGITS = 6
 """That are kept of the weights of a map."""
 
 
-def look_at_classifier(model: nn.Module, pictures: torch.Tensor) -> dict[str, Any]:
+def look_at_classifier(
+    model: nn.Module, pictures: torch.Tensor, settings: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Rank and entropy of its attention matrices, averaged over layers, heads and pictures (paper, Fig. 3b).
 
     Args:
         model: in eval mode, patched or not.
-        pictures: (B, 3, H, W), for which the model interpolates nothing.
+        pictures: (B, 3, H, W).
+        settings: what its forward needs beside them, such as ``interpolate_pos_encoding`` at another size.
 
     Returns:
         As JSON has it: ``rank``, ``entropy`` in nats, the token ``grid``, and ``map``, what the token in the middle of
@@ -33,7 +37,7 @@ def look_at_classifier(model: nn.Module, pictures: torch.Tensor) -> dict[str, An
     family = find_family(model)
     if family is None:
         return {}
-    call = TransformerCall((pictures,), {})
+    call = TransformerCall((pictures,), settings)
     grid = call.grid(model)
     names = list(family.self_attentions(model))
     rows: dict[str, torch.Tensor] = {}

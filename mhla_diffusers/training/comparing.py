@@ -2,8 +2,10 @@
 
 import json
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import torch
 
 from ..config import check
 from ..files import read_json, write_json
-from ..reporting import show_progress
+from .output import check_same, check_started, start
 from .recipe import Recipe
+from .splitting import launched_processes
 
 Result = dict[str, Any]
 
@@ -25,12 +28,17 @@ class Part:
     Args:
         file: of its result, JSON.
         settings: what the result depends on, as JSON has it.
-        run: makes the result.
+        run: makes the result, with a folder for checkpoints, which is deleted when the result is written.
     """
 
     file: Path
     settings: Mapping[str, Any]
-    run: Callable[[], Result]
+    run: Callable[[Path], Result]
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder beside the file."""
+        return self.file.with_suffix("")
 
     def kept(self) -> Result | None:
         """The result of an earlier run; None if there is none.
@@ -48,35 +56,25 @@ class Part:
 def results_of(parts: Sequence[Part]) -> list[Result]:
     """The result of every part; those that are finished are kept, the others run one after the other.
 
+    One that was stopped goes on from its last checkpoint. What is done is told on stderr.
+
     Raises:
-        ValueError: a file is of another configuration; nothing was run then.
+        ValueError: a file or checkpoints are of another configuration; nothing was run then.
     """
     for part in parts:
-        part.kept()
+        if part.kept() is None:
+            check_started(part.checkpoints, part.settings)
     results = []
-    for done, part in enumerate(parts):
-        show_progress(done, len(parts))
+    for number, part in enumerate(parts, start=1):
         result = part.kept()
         if result is None:
-            result = part.run() | {"config": dict(part.settings)}
+            sys.stderr.write(f"{number} of {len(parts)}: {part.file.stem}\n")
+            start(part.checkpoints, part.settings)
+            result = part.run(part.checkpoints) | {"config": dict(part.settings)}
             write_json(result, part.file)
+        shutil.rmtree(part.checkpoints, ignore_errors=True)
         results.append(result)
-    show_progress(len(parts), len(parts))
     return results
-
-
-def check_same(found: Mapping[str, Any], settings: Mapping[str, Any], file: Path) -> None:
-    """Raise unless a result has the settings that are asked for.
-
-    Raises:
-        ValueError: naming those that differ.
-    """
-    others = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
-    check(
-        not others,
-        f"{file} is of another configuration, which differs in {', '.join(others)}; give another output folder, or "
-        "delete that file to train it again.",
-    )
 
 
 def settings_of(recipe: Recipe, leave_out: Sequence[str] = ("seeds",)) -> dict[str, Any]:
@@ -85,10 +83,34 @@ def settings_of(recipe: Recipe, leave_out: Sequence[str] = ("seeds",)) -> dict[s
     return {name: value for name, value in settings.items() if name not in leave_out}
 
 
-def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """What something gives, and the CPU seconds that it took."""
-    begin = time.process_time()
-    return run(), time.process_time() - begin
+def settings_of_one(recipe: Recipe, variant: Any, leave_out: Sequence[str]) -> dict[str, Any]:
+    """What one variant trained with the first seed depends on: the rows of a step, not how they are split."""
+    rows = recipe.batch_size * recipe.accumulate * launched_processes()
+    settings = settings_of(recipe, ("seeds", "variants", "batch_size", "accumulate", *leave_out))
+    return settings | {"variant": variant, "seed": recipe.seeds[0], "rows_of_a_step": rows}
+
+
+def file_name_of(name: str) -> str:
+    """Small letters, digits and hyphens, and "plus" for a plus."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("+", "plus")).strip("-")
+
+
+def check_file_names(names: Iterable[str], taken: Iterable[str] = ()) -> None:
+    """Raise unless results by these names would be files of their own.
+
+    Args:
+        names: of variants, or of tables.
+        taken: names of other files in their folder.
+
+    Raises:
+        ValueError: naming those that would share one.
+    """
+    owners = {file: f"the file {file!r}" for file in taken}
+    for name in names:
+        file = file_name_of(name)
+        check(bool(file), f"{name!r} has no letter or digit to name a file by; give it a name that has.")
+        check(file not in owners, f"{name!r} and {owners.get(file)} would both be written as {file!r}; rename one.")
+        owners[file] = repr(name)
 
 
 def parameters_of(model: torch.nn.Module) -> int:

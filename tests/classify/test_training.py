@@ -11,15 +11,16 @@ import torch
 import yaml
 from PIL import Image
 from torch.nn.functional import cross_entropy
-from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification, ViTModel
+from transformers import AutoImageProcessor, TrainingArguments, ViTConfig, ViTForImageClassification, ViTModel
 
 import mhla_diffusers as mhla
+from mhla_diffusers.analysis.classifiers import look_at_classifier
 from mhla_diffusers.training.classify.comparison import ablate, compare
 from mhla_diffusers.training.classify.config import load_classify_config
 from mhla_diffusers.training.classify.evaluation import evaluate, load_classifier
-from mhla_diffusers.training.classify.folders import CentreView
+from mhla_diffusers.training.classify.folders import CentreView, Normalised
 from mhla_diffusers.training.classify.models import fresh_model
-from mhla_diffusers.training.classify.run import build, pictures_of, train, train_one
+from mhla_diffusers.training.classify.run import build, pictures_of, pixels_of, train, train_one
 
 from .folders import write_folder
 
@@ -37,7 +38,6 @@ def _config(folder: Path, **changes) -> Path:
         "steps": 2,
         "batch_size": 4,
         "learning_rate": 1e-2,
-        "warmup": 1,
         "held_out": 8,
         "analysed": 2,
         "variants": {"softmax": "softmax", "MHLA + CPE": {**MHLA, "convolution": 3}},
@@ -91,6 +91,22 @@ def test_shipped_configurations_are_valid(file):
         ({"mixup": -1}, "mixup=-1 must be 0 for none"),
         ({"model": "google/vit-base-patch16-224"}, "settings are those of a model with random weights"),
         ({"precision": "bf17"}, "precision='bf17' is unknown"),
+        ({"seeds": []}, "seeds is empty; give at least one"),
+        ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
+        ({"held_out": 0}, "held_out=0 must be a whole number of at least 1"),
+        ({"analysed": 0}, "analysed=0 must be a whole number of at least 1"),
+        ({"steps": 30, "warmup": 4}, "warmup=4 is more than a tenth of steps=30; allowed: 3"),
+        ({"learning_rate": "1e-3"}, "learning_rate='1e-3' must be a positive number such as 1.0e-3"),
+        (
+            {"mixing_learning_rate": 0.0},
+            "mixing_learning_rate=0.0 must be a positive number.*leave it out for learning",
+        ),
+        (
+            {"variants": {"A+B": "softmax", "aplusb": "softmax"}, "ablations": {}},
+            "'aplusb' and 'A.B' would both be written",
+        ),
+        ({"ablations": {"Comparison": {"a": MHLA}}}, "'Comparison' and the file 'comparison' would both be written"),
+        ({"clip": -1}, "clip=-1 must be a number of at least 0"),
     ],
 )
 def test_a_configuration_that_is_not_allowed(tmp_path, changes, message):
@@ -105,7 +121,9 @@ def test_settings_that_a_model_does_not_have(tmp_path):
 
 
 def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path):
-    config = _load(tmp_path, steps=30, batch_size=8, mixing_learning_rate=0.5, smoothing=0.1, mixup=0.2, cutmix=0.2)
+    config = _load(
+        tmp_path, steps=30, warmup=1, batch_size=8, mixing_learning_rate=0.5, smoothing=0.1, mixup=0.2, cutmix=0.2
+    )
     model = build(config, MHLA, 0)
     start = [layer.mixing.clone() for layer in mhla.mhla_layers(model).values()]
     before = _loss(model, config)
@@ -116,21 +134,109 @@ def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path):
 
 
 def test_a_stopped_training_without_chance_goes_on_and_ends_where_it_would_have(tmp_path):
-    changes = {"steps": 4, "save_every": 2}
+    """Of what was begun with the same settings, and from a whole checkpoint; the result has nothing of another one."""
+    changes = {"steps": 4, "save_every": 1}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     expected = load_classifier(str(train_one(_load(tmp_path, **changes), "MHLA + CPE", whole)))
-    stopped.mkdir()
-    shutil.copytree(whole / "checkpoint-2", stopped / "checkpoint-2")
-    shutil.copy(whole / "classify.json", stopped)
-    with pytest.raises(ValueError, match="classify.json is of another configuration, which differs in learning_rate"):
-        train_one(_load(tmp_path, learning_rate=0.1, **changes), "MHLA + CPE", stopped)
-    checkpoint = stopped / "checkpoint-2" / "model.safetensors"
+    assert {path.name for path in whole.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+    (stopped / "result").mkdir(parents=True)
+    (stopped / "result" / "model.safetensors").touch()
+    shutil.copytree(whole / "checkpoint-3", stopped / "checkpoint-3")
+    (stopped / "checkpoint-4").mkdir()  # being written when it stopped
+    with pytest.raises(ValueError, match=r"stopped has checkpoints and no training.json"):
+        train_one(_load(tmp_path, **changes), "MHLA + CPE", stopped)
+    shutil.copy(whole / "training.json", stopped)
+    for other, name in ({"learning_rate": 0.1}, "learning_rate"), ({"batch_size": 8}, "rows_of_a_step"):
+        with pytest.raises(ValueError, match=f"stopped is of another configuration, which differs in {name};"):
+            train_one(_load(tmp_path, **changes | other), "MHLA + CPE", stopped)
+    checkpoint = stopped / "checkpoint-3" / "model.safetensors"
     written = checkpoint.stat().st_mtime_ns
-    found = load_classifier(str(train_one(_load(tmp_path, **changes), "MHLA + CPE", stopped)))
+    result = train_one(_load(tmp_path, **changes, accumulate=1, seeds=[0, 1]), "MHLA + CPE", stopped)
     assert checkpoint.stat().st_mtime_ns == written  # which would be written again, were the training begun anew
+    assert {path.name for path in result.iterdir()} == {path.name for path in (whole / "result").iterdir()}
+    found = load_classifier(str(result))
     assert len(mhla.mhla_layers(found)) == 1
     for name, tensor in expected.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
+    assert pixels_of(str(result)) == Normalised((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # digits lie in [-1, 1]
+
+
+def test_a_comparison_that_was_stopped_goes_on_within_a_training(tmp_path, capsys):
+    config, output = _load(tmp_path, save_every=1, variants={"softmax": "softmax"}, ablations={}), tmp_path / "out"
+    folder = output / "softmax-seed-0"
+    seen = []
+
+    def stop(model, pictures, settings):
+        if len(pictures) > 1:  # after the training
+            raise KeyboardInterrupt
+        return {}
+
+    def look(model, pictures, settings):
+        if len(pictures) > 1:
+            seen.append((folder / "checkpoint-1" / "trainer_state.json").stat().st_mtime_ns)
+        return {}
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(config, output, stop)
+    state = folder / "checkpoint-1" / "trainer_state.json"
+    written, before = state.stat().st_mtime_ns, json.loads(state.read_text())["stateful_callbacks"]["Watch"]
+    shutil.rmtree(folder / "checkpoint-2")
+    with pytest.raises(ValueError, match="softmax-seed-0 is of another configuration, which differs in learning_rate;"):
+        compare(_load(tmp_path, learning_rate=0.1, ablations={}), output, look)
+    compare(config, output, look)
+    assert seen == [written] and not folder.exists()
+    found = json.loads((output / "softmax-seed-0.json").read_text())
+    assert found["seconds"] > before["attributes"]["seconds"] > 0
+    assert "1 of 1: softmax-seed-0" in capsys.readouterr().err
+
+
+def test_steps_and_loss_are_told(tmp_path, capsys):
+    config = _load(tmp_path, steps=100, batch_size=1)
+    train(build(config, "softmax", 0), config, 0)
+    told = capsys.readouterr()
+    assert "100 of 100 steps, loss " in told.err and not told.out
+
+
+def test_every_process_has_pictures_of_its_own(tmp_path, monkeypatch):
+    config = _load(tmp_path)
+    assert len(pictures_of(config, 0)) == 8
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert len(pictures_of(config, 0)) == 24
+
+
+def test_several_gpus_of_one_process_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda arguments: 2))
+    config = _load(tmp_path)
+    with pytest.raises(ValueError, match="One process sees 2 GPUs.*accelerate launch"):
+        train(build(config, "softmax", 0), config, 0)
+
+
+def test_a_model_to_begin_from_is_trained_in_float32_and_lacks_its_classifier_alone(tmp_path):
+    folder = _constant(tmp_path / "model", 3, size=32)
+    ViTForImageClassification.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    config = _load(tmp_path, model=str(folder), settings={})
+    model = build(config, "softmax", 0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.classifier.out_features == 19
+    wider = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 32}
+    (folder / "config.json").write_text(json.dumps(wider))
+    with pytest.raises(ValueError, match="model lacks vit.*mlp.*, or in this shape; give a model"):
+        build(config, "softmax", 0)
+
+
+def test_a_model_to_begin_from_is_compared_at_another_size(tmp_path):
+    """Its attention is looked at with interpolated positions, as it is trained; what cannot be is said before that."""
+    changes = {"model": str(_constant(tmp_path / "model", 19, size=32)), "settings": {}, "ablations": {}}
+    config = _load(tmp_path, **changes, steps=1, variants={"MHLA": MHLA})
+    found = compare(config, tmp_path / "out", look_at_classifier).results["MHLA"][0]
+    assert found["grid"] == [8, 8] and found["rank"] >= 1
+
+    def refuse(model, pictures, settings):
+        raise ValueError("no matrices")
+
+    with pytest.raises(ValueError, match="no matrices"):
+        compare(config, tmp_path / "other", refuse)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.fixture
@@ -163,10 +269,17 @@ def test_kinds_of_attention_are_compared_and_what_is_finished_is_kept(tmp_path, 
 
     another = _load(tmp_path, steps=3, seeds=[2, 1])
     with pytest.raises(ValueError, match="softmax-seed-1.json is of another configuration, which differs in steps"):
-        compare(another, output, lambda model, pictures: {})
+        compare(another, output, lambda *given: {})
     assert not (output / "softmax-seed-2.json").exists()
     with pytest.raises(ValueError, match="has no ablations"):
-        ablate(_load(tmp_path, ablations={}), output, lambda model, pictures: {})
+        ablate(_load(tmp_path, ablations={}), output, lambda *given: {})
+
+
+def test_a_comparison_whose_figures_cannot_be_drawn_does_not_begin(tmp_path, run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        run("compare", "--config", _config(tmp_path), "--output", tmp_path / "out")
+    assert "Plots need matplotlib" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def _constant(folder: Path, classes: int, size: int = 16) -> Path:

@@ -38,7 +38,6 @@ def _config(folder: Path, **changes) -> Path:
         "steps": 3,
         "batch_size": 2,
         "learning_rate": 1e-2,
-        "warmup": 1,
         "adapt_steps": 2,
         "variants": {"softmax": "softmax", "gated": "gated linear", "MHLA": MHLA},
         "adapt": {"own": {**MHLA, "exact": "own"}},
@@ -95,6 +94,7 @@ def test_the_paper_s_size():
         ({"text": {"name": "a/b"}}, "lacks tokenizer"),
         ({"variants": {"MHLA": MHLA}}, "adapt changes the model that was trained with softmax.*leave adapt out"),
         ({"learning_rat": 1}, "did you mean 'learning_rate'"),
+        ({"adapt_steps": 0}, "adapt_steps=0 must be a whole number of at least 1"),
     ],
 )
 def test_a_configuration_that_is_not_allowed(tmp_path, changes, message):
@@ -103,7 +103,7 @@ def test_a_configuration_that_is_not_allowed(tmp_path, changes, message):
 
 
 def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path):
-    config = load_language_config(_config(tmp_path, steps=12, learning_rate=0.02, mixing_learning_rate=0.5))
+    config = load_language_config(_config(tmp_path, steps=12, warmup=1, learning_rate=0.02, mixing_learning_rate=0.5))
     model = build(config, {**MHLA, "exact": "own"}, 0)
     rows = python_topics(32, True).rows[:8]
     before = losses_by_place(model, rows).mean()
@@ -176,17 +176,30 @@ def test_shipped_results_are_of_the_shipped_configuration(tmp_path):
         assert (tmp_path / f"{name}.md").read_text() == (ROOT / "assets" / "language" / f"{name}.md").read_text()
 
 
-def test_one_variant_is_trained_saved_and_loaded(tmp_path, run):
-    run("language.py", "train", "--config", _config(tmp_path), "--output", tmp_path, "--variant", "MHLA")
-    result = tmp_path / "result"
+def test_one_variant_is_trained_saved_and_loaded(tmp_path, run, capsys):
+    """Again it goes on from its last checkpoint; of other settings it is not."""
+    given = ("--output", tmp_path, "--variant")
+    run("language.py", "train", "--config", _config(tmp_path), *given, "MHLA")
+    result, checkpoint = tmp_path / "result", tmp_path / "checkpoint-3" / "model.safetensors"
     model = mhla.load_mhla(LlamaForCausalLM(LlamaConfig.from_pretrained(result)), result)
     assert len(mhla.mhla_layers(model)) == 2
+    written, files = checkpoint.stat().st_mtime_ns, {path.name for path in result.iterdir()}
+    (result / "model.safetensors").touch()
+    assert run("language.py", "train", "--config", _config(tmp_path), *given, "MHLA") == f"{result}\n"
+    assert checkpoint.stat().st_mtime_ns == written and {path.name for path in result.iterdir()} == files
+    again = mhla.load_mhla(LlamaForCausalLM(LlamaConfig.from_pretrained(result)), result)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    for changes, variant, name in ({}, "gated", "variant"), ({"steps": 4}, "MHLA", "steps"):
+        with pytest.raises(SystemExit):
+            run("language.py", "train", "--config", _config(tmp_path, **changes), *given, variant)
+        assert f"is of another configuration, which differs in {name};" in capsys.readouterr().err
 
 
 def test_a_variant_that_is_unknown(tmp_path, run, capsys):
     with pytest.raises(SystemExit):
         run("language.py", "train", "--config", _config(tmp_path), "--output", tmp_path, "--variant", "no")
-    assert "--variant no is unknown; allowed: softmax, gated, MHLA" in capsys.readouterr().err
+    assert "variant 'no' is unknown; allowed: softmax, gated, MHLA" in capsys.readouterr().err
 
 
 def test_decoding_is_timed_beside_keys_and_values(tmp_path, run):

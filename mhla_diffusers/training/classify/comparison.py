@@ -1,6 +1,5 @@
 """Kinds of attention side by side: accuracy at equal steps, rank and entropy of attention, and the ablations."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +9,16 @@ from typing import Any
 import torch
 
 from ...reporting import mean_and_spread, write_table
-from ..comparing import Part, Result, parameters_of, results_of, settings_of, timed
+from ..comparing import Part, Result, file_name_of, parameters_of, results_of, settings_of
 from .config import ClassifyConfig
 from .evaluation import accuracy
 from .run import build, pictures_of, train
+from .sizes import call_settings
 
-Look = Callable[[Any, torch.Tensor], Mapping[str, Any]]
-"""A trained model and pictures, (B, 3, H, W) → what is found of its attention, as JSON has it: "rank", "entropy"."""
+Look = Callable[[Any, torch.Tensor, Mapping[str, Any]], Mapping[str, Any]]
+"""A model, pictures, (B, 3, H, W), and what else its forward needs → what is found of its attention, as JSON has it:
+"rank", "entropy".
+"""
 
 _NOT_OF_ONE = ("seeds", "variants", "ablations", "workers", "save_every")
 """Settings that the result of one variant and seed does not depend on."""
@@ -62,30 +64,30 @@ def ablate(config: ClassifyConfig, output: Path, look: Look) -> Compared:
         raise ValueError("The configuration has no ablations: tables of rows with settings of a patch each.")
     names = list(dict.fromkeys(name for rows in tables.values() for name in rows.values()))
     results = _results(config, names, output, look)
-    texts = [_table(table, rows, results, output, _file_name(table)) for table, rows in tables.items()]
+    texts = [_table(table, rows, results, output, file_name_of(table)) for table, rows in tables.items()]
     return Compared("\n".join(texts), results)
 
 
 def _results(config: ClassifyConfig, names: list[str], output: Path, look: Look) -> dict[str, list[Result]]:
     variants = config.all_variants()
-    parts = {}
+    first, parts = _pictures(config, 1), {}
     for name in names:
-        build(config, variants[name], 0)  # which says before all the training what is not allowed
+        _look(
+            look, build(config, variants[name], 0).eval(), config, first
+        )  # says what is not allowed, before all training
         settings = settings_of(config, _NOT_OF_ONE) | {"variant": variants[name]}
         for seed in config.seeds:
-            file = output / f"{_file_name(name)}-seed-{seed}.json"
+            file = output / f"{file_name_of(name)}-seed-{seed}.json"
             parts[name, seed] = Part(file, settings, partial(_judged, config, name, seed, look))
     found = dict(zip(parts, results_of(list(parts.values())), strict=True))
     return {name: [found[name, seed] for seed in config.seeds] for name in names}
 
 
-def _judged(config: ClassifyConfig, name: str, seed: int, look: Look) -> Result:
+def _judged(config: ClassifyConfig, name: str, seed: int, look: Look, checkpoints: Path) -> Result:
     """One variant, trained with one seed."""
     model = build(config, config.all_variants()[name], seed)
-    model, seconds = timed(partial(train, model, config, seed))
-    data: Any = pictures_of(config, seed, held_out=True)
-    found = accuracy(model, data, config.size, workers=config.workers)
-    pictures = torch.stack([data[index]["pixel_values"] for index in range(min(config.analysed, len(data)))])
+    seconds = train(model, config, seed, checkpoints)
+    found = accuracy(model, pictures_of(config, seed, held_out=True), config.size, workers=config.workers)
     return {
         "name": name,
         "seed": seed,
@@ -93,8 +95,18 @@ def _judged(config: ClassifyConfig, name: str, seed: int, look: Look) -> Result:
         "top-5": found.top5,
         "parameters": parameters_of(model),
         "seconds": seconds,
-        **look(model, pictures.to(model.device)),
+        **_look(look, model, config, _pictures(config, config.analysed)),
     }
+
+
+def _pictures(config: ClassifyConfig, most: int) -> torch.Tensor:
+    """The first held-out ones, (B, 3, H, W)."""
+    data: Any = pictures_of(config, 0, held_out=True)
+    return torch.stack([data[index]["pixel_values"] for index in range(min(most, len(data)))])
+
+
+def _look(look: Look, model: Any, config: ClassifyConfig, pictures: torch.Tensor) -> Mapping[str, Any]:
+    return look(model, pictures.to(model.device), call_settings(model, config.size))
 
 
 def _table(first: str, rows: Mapping[str, str], results: Mapping[str, list[Result]], output: Path, file: str) -> str:
@@ -114,8 +126,3 @@ def _table(first: str, rows: Mapping[str, str], results: Mapping[str, list[Resul
         for row, name in rows.items()
     ]
     return write_table(header, cells, output, file)
-
-
-def _file_name(name: str) -> str:
-    """Small letters, digits and hyphens, and "plus" for a plus."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("+", "plus")).strip("-")

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ...config import MHLAConfig, check, check_names
-from ..recipe import Recipe, load_recipe
+from ..comparing import check_file_names
+from ..recipe import Recipe, check_counts, load_recipe
 from .models import FRESH, SOFTMAX, Variant
 
 DIGITS = "digits"
@@ -50,6 +51,8 @@ class ClassifyConfig(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_counts(self, 1, "size", "held_out", "analysed", "save_every")
+        check_counts(self, 0, "workers")
         check(0 <= self.smoothing < 1, f"smoothing={self.smoothing} must be from 0 to 1, such as 0.1.")
         for name in ("mixup", "cutmix"):
             value = getattr(self, name)
@@ -68,6 +71,8 @@ class ClassifyConfig(Recipe):
         check(bool(self.variants), "variants is empty; give at least one, such as 'softmax: softmax'.")
         for name, variant in self.all_variants().items():
             self._check_variant(name, variant)
+        check_file_names(self.all_variants())
+        check_file_names(self.ablations, taken=("comparison",))
         for table, rows in self.ablations.items():
             for row, variant in rows.items():
                 check(

@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import Dataset
 
 from ...config import check
-from ...files import read_json, write_json
-from ..comparing import check_same, settings_of
-from ..recipe import run_trainer, save_result
+from ..comparing import settings_of_one
+from ..output import train_into
+from ..recipe import Job, run_trainer
+from ..splitting import launched_processes
 from .blending import SoftLabels, soft_cross_entropy
 from .config import DIGITS, ClassifyConfig
 from .digits import SUMS, Sample, SumsOfDigits
@@ -22,7 +23,6 @@ from .sizes import call_settings
 
 _PIXELS = "preprocessor_config.json"
 """As transformers names it: mean and standard deviation of the pixels that a model was trained on."""
-_STARTED = "classify.json"
 
 
 def classes_of(config: ClassifyConfig) -> list[str]:
@@ -51,14 +51,22 @@ def pictures_of(config: ClassifyConfig, seed: int, held_out: bool = False) -> Da
         return _folder(config, "held_out" if held_out else "train")
     if held_out:
         return SumsOfDigits("held-out", config.held_out, config.size, seed=0)
-    return SumsOfDigits("train", config.steps * config.accumulate * config.batch_size, config.size, seed)
+    of_a_step = config.accumulate * config.batch_size * launched_processes()
+    return SumsOfDigits("train", config.steps * of_a_step, config.size, seed)
 
 
 def _folder(config: ClassifyConfig, which: str) -> ImageFolder:
-    pixels = Normalised() if config.model in FRESH else pixels_of(config.model)
+    pixels = normalisation_of(config)
     view = RandomView(config.size, pixels) if which == "train" else CentreView(config.size, pixels=pixels)
     folders: Any = config.data
     return ImageFolder(Path(folders[which]), view, classes_of(config))
+
+
+def normalisation_of(config: ClassifyConfig) -> Normalised:
+    """Of the pixels that are trained on, digits in [-1, 1] for any model; raises what :func:`pixels_of` raises."""
+    if config.data == DIGITS:
+        return Normalised((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    return Normalised() if config.model in FRESH else pixels_of(config.model)
 
 
 def pixels_of(name: str) -> Normalised:
@@ -77,23 +85,36 @@ def pixels_of(name: str) -> Normalised:
 
 
 def build(config: ClassifyConfig, variant: Variant, seed: int) -> Any:
-    """A fresh model of a variant; all variants of a seed begin with the same weights, as far as they have them.
+    """A model of a variant, float32; all variants of a seed begin with the same weights, as far as they have them.
 
     Raises:
-        ValueError: settings that the model's configuration does not have.
+        OSError: there is no such model.
+        ValueError: settings that the model's configuration does not have, or a model to begin from that lacks more
+            than a classifier of so many classes.
     """
     torch.manual_seed(seed)
     if config.model in FRESH:
         return fresh_model(config.model, config.settings, variant, len(classes_of(config)), config.size)
     from transformers import AutoModelForImageClassification
 
-    model = AutoModelForImageClassification.from_pretrained(
-        config.model, num_labels=len(classes_of(config)), ignore_mismatched_sizes=True
+    model, found = AutoModelForImageClassification.from_pretrained(
+        config.model,
+        num_labels=len(classes_of(config)),
+        ignore_mismatched_sizes=True,
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    fresh = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    others = sorted(name for name in fresh if "classifier" not in name)
+    check(
+        not others,
+        f"{config.model} lacks {', '.join(others[:3])}{' and more' if others[3:] else ''}, or in this shape; give a "
+        "model that lacks nothing but the classifier, for what it lacks begins at random.",
     )
     return as_variant(model, variant)
 
 
-def train(model: Any, config: ClassifyConfig, seed: int, output: Path | None = None) -> Any:
+def train(model: Any, config: ClassifyConfig, seed: int, output: Path | None = None) -> float:
     """Train a model in place.
 
     Args:
@@ -103,23 +124,22 @@ def train(model: Any, config: ClassifyConfig, seed: int, output: Path | None = N
         output: folder of transformers' checkpoints, from the last of which it goes on; None for none.
 
     Returns:
-        The model.
+        CPU seconds, see :func:`run_trainer`.
+
+    Raises:
+        ValueError: the model takes pictures of its own size alone, or several GPUs and no launcher.
     """
     labels = SoftLabels(len(classes_of(config)), config.smoothing, config.mixup, config.cutmix)
-    settings = call_settings(model, config.size)
-    return run_trainer(
-        model,
-        config,
-        pictures_of(config, seed),
+    job = Job(
+        data=pictures_of(config, seed),
         seed=seed,
         steps=config.steps,
-        output=output,
-        collate=partial(_batch, labels, settings),
+        collate=partial(_batch, labels, call_settings(model, config.size)),
         loss=soft_cross_entropy,
-        dataloader_num_workers=config.workers,
-        save_steps=config.save_every,
-        remove_unused_columns=False,
+        workers=config.workers,
+        save_every=config.save_every,
     )
+    return run_trainer(model, config, job, output)
 
 
 def _batch(labels: SoftLabels, settings: Mapping[str, Any], samples: list[Sample]) -> dict[str, Any]:
@@ -142,16 +162,15 @@ def train_one(config: ClassifyConfig, name: str, output: Path) -> Path:
     """
     variants = config.all_variants()
     check(name in variants, f"variant {name!r} is unknown; allowed: {', '.join(variants)}.")
-    left_out = ("variants", "ablations", "workers", "save_every", "batch_size", "accumulate")
-    settings = settings_of(config, left_out) | {"variant": variants[name]}
-    started = output / _STARTED
-    if started.is_file():
-        check_same(read_json(started), settings, started)
-    write_json(settings, started)
     seed = config.seeds[0]
-    model = train(build(config, variants[name], seed), config, seed, output)
-    pixels = Normalised() if config.model in FRESH else pixels_of(config.model)
-    view = CentreView(config.size, crop=1.0 if config.data == DIGITS else CentreView.crop, pixels=pixels)
-    write_json(processor_of(view), output / "result" / _PIXELS)
-    name_classes(model, classes_of(config))
-    return save_result(model, output / "result")
+
+    def trained(folder: Path) -> Any:
+        model = build(config, variants[name], seed)
+        train(model, config, seed, folder)
+        name_classes(model, classes_of(config))
+        return model
+
+    settings = settings_of_one(config, variants[name], ("ablations", "held_out", "analysed", "workers", "save_every"))
+    crop = 1.0 if config.data == DIGITS else CentreView.crop
+    processor = processor_of(CentreView(config.size, crop=crop, pixels=normalisation_of(config)))
+    return train_into(output, settings, trained, {_PIXELS: processor})

@@ -12,7 +12,7 @@ import torch
 
 from ...patching import change_mhla, is_patched, mhla_layers
 from ...reporting import mean_and_spread, write_table
-from ..comparing import Part, Result, parameters_of, results_of, settings_of, timed
+from ..comparing import Part, Result, file_name_of, parameters_of, results_of, settings_of
 from .run import SOFTMAX, LanguageConfig, Variant, as_variant, build, losses_by_place, rows_of, train
 
 _FARTHEST = 4
@@ -38,21 +38,26 @@ def compare(config: LanguageConfig, output: Path) -> str:
     return _tables(config, results_of(parts), output)
 
 
-def _of_seed(config: LanguageConfig, seed: int) -> dict[str, Any]:
+def _of_seed(config: LanguageConfig, seed: int, checkpoints: Path) -> dict[str, Any]:
     scratch: dict[str, Result] = {}
     adapted: dict[str, Result] = {}
     for name, variant in config.variants.items():
-        model, seconds = timed(partial(train, build(config, variant, seed), config, seed, config.steps))
+        model = build(config, variant, seed)
+        seconds = train(model, config, seed, config.steps, checkpoints / "scratch" / file_name_of(name))
         scratch[name] = judged(model, config) | {"seconds": seconds}
         if variant == SOFTMAX:
-            adapted = {other: _adapted(model, one, config, seed) for other, one in config.adapt.items()}
+            folder = checkpoints / "adapted"
+            adapted = {
+                other: _adapted(model, one, config, seed, folder / file_name_of(other))
+                for other, one in config.adapt.items()
+            }
     return {"seed": seed, "scratch": scratch, "adapted": adapted}
 
 
-def _adapted(trained: Any, variant: Variant, config: LanguageConfig, seed: int) -> Result:
+def _adapted(trained: Any, variant: Variant, config: LanguageConfig, seed: int, checkpoints: Path) -> Result:
     model = as_variant(copy.deepcopy(trained), variant)
     before = math.exp(float(losses_by_place(model, _held_out(config, config.length)).mean()))
-    model, seconds = timed(partial(train, model, config, seed + 1, config.adapt_steps))
+    seconds = train(model, config, seed + 1, config.adapt_steps, checkpoints)
     return judged(model, config) | {"seconds": seconds, "before": before}
 
 

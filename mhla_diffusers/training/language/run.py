@@ -10,7 +10,9 @@ from torch import nn
 
 from ...config import MHLAConfig, check, check_names
 from ...patching import apply_mhla
-from ..recipe import Recipe, load_recipe, run_trainer
+from ..comparing import check_file_names, settings_of_one
+from ..output import train_into
+from ..recipe import Job, Recipe, check_counts, load_recipe, run_trainer
 from .gated_linear import give_gated_linear
 from .texts import PYTHON_TOPICS, Rows, StreamedRows, hub_texts, python_topics
 
@@ -24,7 +26,7 @@ class LanguageConfig(Recipe):
     """What is trained, on what, and how.
 
     Raises:
-        ValueError: an unknown kind of attention, text or precision, or nothing to adapt.
+        ValueError: an unknown kind of attention, text or precision, nothing to adapt, or numbers that are not allowed.
     """
 
     model: dict[str, Any]
@@ -41,7 +43,11 @@ class LanguageConfig(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_counts(self, 2, "length")
+        check_counts(self, 1 if self.adapt else 0, "adapt_steps")
         self._check_text()
+        for names in (self.variants, self.adapt):
+            check_file_names(names)
         for name, variant in (*self.variants.items(), *self.adapt.items()):
             if isinstance(variant, str):
                 check(
@@ -102,7 +108,7 @@ def rows_of(config: LanguageConfig, held_out: bool = False) -> Rows | StreamedRo
     return python_topics(config.length, held_out)
 
 
-def train(model: Any, config: LanguageConfig, seed: int, steps: int, output: Path | None = None) -> Any:
+def train(model: Any, config: LanguageConfig, seed: int, steps: int, output: Path | None = None) -> float:
     """Train a model in place.
 
     Args:
@@ -113,13 +119,44 @@ def train(model: Any, config: LanguageConfig, seed: int, steps: int, output: Pat
         output: folder of transformers' checkpoints, from the last of which it goes on; None for none.
 
     Returns:
-        The model.
+        CPU seconds, see :func:`run_trainer`.
+
+    Raises:
+        ValueError: several GPUs and no launcher.
     """
+    job = Job(data=rows_of(config), seed=seed, steps=steps)
     use_cache, model.config.use_cache = model.config.use_cache, False  # as Trainer has it too, for good
     try:
-        return run_trainer(model, config, rows_of(config), seed=seed, steps=steps, output=output)
+        return run_trainer(model, config, job, output)
     finally:
         model.config.use_cache = use_cache  # else it would be saved, and the model generate without a cache
+
+
+def train_one(config: LanguageConfig, name: str | None, output: Path) -> Path:
+    """Train one variant, from the last checkpoint in the folder if there is one, and save it.
+
+    Args:
+        config: of the training; its first seed is taken.
+        name: of the variant.
+        output: folder of the checkpoints, and of ``result``: the patch with all weights, or the model as transformers
+            saves it.
+
+    Returns:
+        The folder of the result.
+
+    Raises:
+        ValueError: no such variant, or the folder is of another configuration.
+    """
+    if name not in config.variants:
+        raise ValueError(f"variant {name!r} is unknown; allowed: {', '.join(config.variants)}.")
+    variant, seed = config.variants[name], config.seeds[0]
+
+    def trained(folder: Path) -> Any:
+        model = build(config, variant, seed)
+        train(model, config, seed, config.steps, folder)
+        return model
+
+    return train_into(output, settings_of_one(config, variant, ("adapt", "adapt_steps")), trained)
 
 
 @torch.no_grad()
