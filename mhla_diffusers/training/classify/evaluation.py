@@ -13,7 +13,7 @@ from ...patching.record import CONFIG_NAME
 from ...reporting import show_progress
 from .digits import Sample
 from .folders import CentreView, ImageFolder, subfolders_of
-from .run import pixels_of
+from .run import cut_size, pixels_of
 from .saving import class_names
 from .sizes import call_settings, own_size
 
@@ -79,7 +79,8 @@ def evaluate(
         name: Hub id or folder of a classifier, see :func:`load_classifier`.
         folder: of the pictures.
         patch: folder of a patch; None for none.
-        size: height and width in pixels that pictures are resized to; None for the model's own.
+        size: height and width in pixels that pictures are resized to; None for the one that pictures are cut to for the
+            model (``crop_size``), or that its configuration tells.
         crop: part of a picture's shorter side that is kept.
         batch_size: pictures of a forward.
         workers: processes that read pictures.
@@ -91,9 +92,10 @@ def evaluate(
         ValueError: a model that is no classifier, has other classes or another number of them, or tells no size.
     """
     model = load_classifier(name, patch).to(device)
-    size = own_size(model) if size is None else size
+    # what it was trained on last, which its configuration need not tell
+    size = size or cut_size(name) or own_size(model)
     if size is None:
-        raise ValueError(f"The configuration of {name} tells no image_size; give the size that it is judged at.")
+        raise ValueError(f"Neither {name} nor its image processor tells a size; give the one that it is judged at.")
     names = class_names(model)
     # synsets share no name with the words that a model of the Hub has for them: then it is the order that counts
     named = not {*names}.isdisjoint(subfolders_of(folder))

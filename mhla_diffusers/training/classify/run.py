@@ -76,12 +76,28 @@ def pixels_of(name: str) -> Normalised:
         OSError: it tells none.
         ValueError: it tells no mean and standard deviation.
     """
-    from transformers.image_processing_base import ImageProcessingMixin
-
-    found = ImageProcessingMixin.get_image_processor_dict(name)[0]
+    found = _cutting(name)
     missing = [key for key in ("image_mean", "image_std") if key not in found]
     check(not missing, f"{_PIXELS} of {name} lacks {', '.join(missing)}; add the values that it was trained with.")
     return Normalised(tuple(found["image_mean"]), tuple(found["image_std"]))
+
+
+def cut_size(name: str) -> int | None:
+    """Height and width in pixels that pictures are cut to for a model of the Hub, or of a folder; None if untold.
+
+    Raises:
+        OSError: nothing tells how pictures are cut.
+    """
+    sides: Any = _cutting(name).get("crop_size")
+    is_square = isinstance(sides, Mapping) and sides.get("height") == sides.get("width")
+    return sides["height"] if is_square else None
+
+
+def _cutting(name: str) -> dict[str, Any]:
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    found: dict[str, Any] = ImageProcessingMixin.get_image_processor_dict(name)[0]
+    return found
 
 
 def build(config: ClassifyConfig, variant: Variant, seed: int) -> Any:
