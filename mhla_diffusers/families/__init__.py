@@ -121,7 +121,7 @@ def supported_instead(name: str) -> str:
         name: of the class.
     """
     owners = {transformer: family for family in families() for transformer in family.transformers}
-    near = get_close_matches(name, owners, n=1)
+    near = get_close_matches(name, owners, n=1, cutoff=0.65)  # "UNet2DModel" is like "DeiTModel" by 0.6
     nearest = f"the nearest family is {owners[near[0]].name!r} ({near[0]}). Supported" if near else "supported"
     return (
         f"{nearest} are {', '.join(owners)}. "

@@ -86,7 +86,9 @@ def test_a_token_sees_those_before_it_in_its_direction():
     for direction, expected in seen.items():
         tokens = torch.randn(1, 9, 24, dtype=torch.float64, requires_grad=True)
         model.transformer_blocks[direction].attn1(tokens)[0, 3].sum().backward()
-        assert set(tokens.grad[0].abs().sum(-1).nonzero().flatten().tolist()) == expected
+        felt = tokens.grad[0].abs().sum(-1)
+        # decays are measured from the middle of a chunk: what is not seen cancels, up to the rounding of float64
+        assert set((felt > 1e-12 * felt.max()).nonzero().flatten().tolist()) == expected
 
 
 def test_parameters():
