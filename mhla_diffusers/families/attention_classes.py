@@ -4,12 +4,8 @@ A class is changed on instances alone, those of a patched model, and changed bac
 """
 
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from types import MethodType
 from typing import Any
-
-_NEEDED = (5, 23)
-"""Of transformers, whose attentions, masks and caches were others before; the version that is tested."""
 
 
 class OwnAttention:
@@ -60,21 +56,6 @@ def give_classes(attentions: Iterable[Any], classes: Mapping[type, type]) -> Non
 def take_classes(attentions: Iterable[Any], classes: Mapping[type, type]) -> None:
     """The inverse of :func:`give_classes`."""
     give_classes(attentions, {kind: base for base, kind in classes.items()})
-
-
-def why_too_old(kind: str) -> str | None:
-    """Why the transformers that is installed is too old for a patch of a model; None if it is not.
-
-    Args:
-        kind: class of the model.
-    """
-    major, minor, *_ = version("transformers").split(".")
-    if (int(major), int(minor)) >= _NEEDED:
-        return None
-    return (
-        f"A patch of {kind} needs the attentions, masks and caches of transformers {'.'.join(map(str, _NEEDED))} or "
-        f"newer, and {major}.{minor} is installed: pip install --upgrade transformers."
-    )
 
 
 def refuse_weights(dropout: float, asked: bool) -> None:

@@ -7,35 +7,22 @@ it, and heads of grouped queries share keys and values, which MHLA repeats.
 
 from typing import Any
 
-from torch import nn
-
 from ..config import MHLAConfig
-from .attention_classes import OwnAttention, why_too_old
-from .base import Family
-from .forms import AttentionForm
+from .of_transformers import TransformersFamily, TransformersForm
 
 
-class LlamaForm(AttentionForm):
+class LlamaForm(TransformersForm):
     """Llama's projections; the attention itself is run through transformers' attention interface."""
 
     def heads(self, attn: Any) -> tuple[int, int]:
         """Heads of the queries and head dim."""
         return int(attn.config.num_attention_heads), int(attn.head_dim)
 
-    def query_projection(self, attn: Any) -> Any:
-        """Llama's."""
-        return attn.q_proj
 
-    def projections(self, attn: Any) -> list[nn.Module]:
-        """All linear layers that the attention runs."""
-        return [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj]
-
-
-class LlamaFamily(Family):
+class LlamaFamily(TransformersFamily):
     """Causal language models whose tokens are one axis."""
 
     name = "llama"
-    library = "transformers"
     transformers = ("LlamaForCausalLM", "LlamaModel")
     axes = 1
     kind = "language"
@@ -58,11 +45,8 @@ class LlamaFamily(Family):
         ids = arguments.get("input_ids")
         return (int((ids if ids is not None else arguments["inputs_embeds"]).shape[1]),)
 
-    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+    def why_not_fitting(self, kind: str, config: MHLAConfig) -> str | None:
         """A patch sees the past alone and asks for nothing that a language model has no place for."""
-        kind = type(transformer).__name__
-        if (why := why_too_old(kind)) is not None:
-            return why
         if config.causal is None:
             return (
                 f"{kind} predicts the next token, and a patch with causal=None would let every token see it. Set "
@@ -79,16 +63,7 @@ class LlamaFamily(Family):
                 f"rope={config.rope!r} would need the tables of RoPE, but {kind} turns queries and keys before its "
                 "attention gets them; set rope='before'."
             )
-        if config.softmax_steps:
-            return (
-                f"softmax_steps={config.softmax_steps!r} counts denoising steps, which {kind} does not have; leave it "
-                "at 0."
-            )
         return None
-
-    def self_attention_processor(self) -> Any:
-        """What stands for the attention implementation that the model's configuration names."""
-        return OwnAttention()
 
     def prepare(self, transformer: Any) -> None:
         """Lead its attentions through the interface, see :mod:`mhla_diffusers.families.with_interface`."""

@@ -12,33 +12,21 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
-from .attention_classes import OwnAttention, give_classes, take_classes, why_too_old
-from .base import Family
-from .forms import AttentionArguments, AttentionForm, AttentionInput, key_padding_mask
+from .attention_classes import give_classes, take_classes
+from .forms import AttentionArguments, AttentionInput, key_padding_mask
+from .of_transformers import TransformersFamily, TransformersForm
 from .projecting import Projected, finite, lowered
 from .sizes import Clip
 from .structure import Sample
 
 
-class VisionForm(AttentionForm):
+class VisionForm(TransformersForm):
     """Self-attention over the patches alone."""
 
     def heads(self, attn: Any) -> tuple[int, int]:
         """Heads of an attention and head dim."""
         count = attn.num_attention_heads if hasattr(attn, "num_attention_heads") else attn.num_heads
         return int(count), int(attn.head_dim)
-
-    def query_projection(self, attn: Any) -> Any:
-        """Of all these models."""
-        return attn.q_proj
-
-    def output_projection(self, attn: Any) -> Any:
-        """``o_proj``, or SigLIP's ``out_proj``."""
-        return attn.o_proj if hasattr(attn, "o_proj") else attn.out_proj
-
-    def projections(self, attn: Any) -> list[nn.Module]:
-        """All linear layers that the attention runs."""
-        return [attn.q_proj, attn.k_proj, attn.v_proj, self.output_projection(attn)]
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionArguments:
         """Tokens and mask, of which the mask may come by place."""
@@ -102,12 +90,11 @@ def _key_mask(mask: Any, batch: int, tokens: int) -> torch.Tensor:
     return key_padding_mask(mask, batch, tokens)
 
 
-class VisionFamily(Family):
+class VisionFamily(TransformersFamily):
     """Vision models of transformers, whose tokens are the patches of one picture."""
 
     axes = 2
     kind = "vision"
-    library = "transformers"
     forward_names = ("pixel_values",)
     # the paper's 16 blocks; tiles as of an image that is generated
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
@@ -172,23 +159,11 @@ class VisionFamily(Family):
         """There is no autoencoder."""
         return 1
 
-    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
-        """A picture has no order and no denoising steps."""
-        kind = type(transformer).__name__
-        if (why := why_too_old(kind)) is not None:
-            return why
+    def why_not_fitting(self, kind: str, config: MHLAConfig) -> str | None:
+        """A picture has no order."""
         if config.causal is not None:
             return f"causal={config.causal!r} orders tokens, and the patches of {kind} have no order; leave it at None."
-        if config.softmax_steps:
-            return (
-                f"softmax_steps={config.softmax_steps!r} counts denoising steps, which {kind} does not have; leave it "
-                "at 0."
-            )
         return None
-
-    def self_attention_processor(self) -> Any:
-        """What stands for the attention implementation that the model's configuration names."""
-        return OwnAttention()
 
     def prepare(self, transformer: Any) -> None:
         """Give its attentions a place for a processor."""
