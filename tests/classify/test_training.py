@@ -20,7 +20,8 @@ from mhla_diffusers.training.classify.config import load_classify_config
 from mhla_diffusers.training.classify.evaluation import evaluate, load_classifier
 from mhla_diffusers.training.classify.folders import CentreView, Normalised
 from mhla_diffusers.training.classify.models import fresh_model
-from mhla_diffusers.training.classify.run import build, cut_size, pictures_of, pixels_of, train, train_one
+from mhla_diffusers.training.classify.run import build, pictures_of, train, train_one
+from mhla_diffusers.training.classify.saving import cutting_of
 
 from .folders import write_folder
 
@@ -158,7 +159,7 @@ def test_a_stopped_training_without_chance_goes_on_and_ends_where_it_would_have(
     assert len(mhla.mhla_layers(found)) == 1
     for name, tensor in expected.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
-    assert pixels_of(str(result)) == Normalised((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # digits lie in [-1, 1]
+    assert cutting_of(str(result)).pixels == Normalised((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # digits lie in [-1, 1]
 
 
 def test_a_comparison_that_was_stopped_goes_on_within_a_training(tmp_path, capsys):
@@ -345,7 +346,7 @@ def test_what_is_trained_on_a_folder_knows_its_classes_and_how_pictures_are_cut(
     result = train_one(_load(tmp_path, data=data, steps=1, size=56), "softmax", tmp_path / "out")
     assert load_classifier(str(result)).config.id2label == {0: "a", 1: "b"}
     assert evaluate(str(result), Path(data["held_out"])).pictures == 4
-    assert cut_size(str(result)) == 56
+    assert cutting_of(str(result)).size == 56
     with pytest.raises(ValueError, match="a, c are in one of the two alone"):
         evaluate(str(result), write_folder(tmp_path / "others", {"b": 1, "c": 1}))
     picture = Image.radial_gradient("L").convert("RGB").crop((0, 0, 128, 256))

@@ -13,8 +13,7 @@ from ...patching.record import CONFIG_NAME
 from ...reporting import show_progress
 from .digits import Sample
 from .folders import CentreView, ImageFolder, subfolders_of
-from .run import cut_size, pixels_of
-from .saving import class_names
+from .saving import class_names, cutting_of
 from .sizes import call_settings, own_size
 
 _FIRST = 5
@@ -92,14 +91,15 @@ def evaluate(
         ValueError: a model that is no classifier, has other classes or another number of them, or tells no size.
     """
     model = load_classifier(name, patch).to(device)
+    cutting = cutting_of(name)
     # what it was trained on last, which its configuration need not tell
-    size = size or cut_size(name) or own_size(model)
+    size = size or cutting.size or own_size(model)
     if size is None:
         raise ValueError(f"Neither {name} nor its image processor tells a size; give the one that it is judged at.")
     names = class_names(model)
     # synsets share no name with the words that a model of the Hub has for them: then it is the order that counts
     named = not {*names}.isdisjoint(subfolders_of(folder))
-    data = ImageFolder(folder, CentreView(size, crop, pixels_of(name)), names if named else None)
+    data = ImageFolder(folder, CentreView(size, crop, cutting.pixels), names if named else None)
     check(
         len(data.classes) == len(names),
         f"{folder} has {len(data.classes)} subfolders and {name} knows {len(names)} classes; give a folder with a "

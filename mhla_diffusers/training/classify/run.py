@@ -18,11 +18,8 @@ from .config import DIGITS, ClassifyConfig
 from .digits import SUMS, Sample, SumsOfDigits
 from .folders import CentreView, ImageFolder, Normalised, RandomView, check_classes, subfolders_of
 from .models import FRESH, Variant, as_variant, fresh_model
-from .saving import name_classes, processor_of
+from .saving import PROCESSOR, cutting_of, name_classes, processor_of
 from .sizes import call_settings
-
-_PIXELS = "preprocessor_config.json"
-"""As transformers names it: mean and standard deviation of the pixels that a model was trained on."""
 
 
 def classes_of(config: ClassifyConfig) -> list[str]:
@@ -63,41 +60,10 @@ def _folder(config: ClassifyConfig, which: str) -> ImageFolder:
 
 
 def normalisation_of(config: ClassifyConfig) -> Normalised:
-    """Of the pixels that are trained on, digits in [-1, 1] for any model; raises what :func:`pixels_of` raises."""
+    """Of the pixels that are trained on, digits in [-1, 1] for any model; raises what :func:`cutting_of` raises."""
     if config.data == DIGITS:
         return Normalised((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    return Normalised() if config.model in FRESH else pixels_of(config.model)
-
-
-def pixels_of(name: str) -> Normalised:
-    """The normalisation of pixels that goes with a model of the Hub, or of a folder.
-
-    Raises:
-        OSError: it tells none.
-        ValueError: it tells no mean and standard deviation.
-    """
-    found = _cutting(name)
-    missing = [key for key in ("image_mean", "image_std") if key not in found]
-    check(not missing, f"{_PIXELS} of {name} lacks {', '.join(missing)}; add the values that it was trained with.")
-    return Normalised(tuple(found["image_mean"]), tuple(found["image_std"]))
-
-
-def cut_size(name: str) -> int | None:
-    """Height and width in pixels that pictures are cut to for a model of the Hub, or of a folder; None if untold.
-
-    Raises:
-        OSError: nothing tells how pictures are cut.
-    """
-    sides: Any = _cutting(name).get("crop_size")
-    is_square = isinstance(sides, Mapping) and sides.get("height") == sides.get("width")
-    return sides["height"] if is_square else None
-
-
-def _cutting(name: str) -> dict[str, Any]:
-    from transformers.image_processing_base import ImageProcessingMixin
-
-    found: dict[str, Any] = ImageProcessingMixin.get_image_processor_dict(name)[0]
-    return found
+    return Normalised() if config.model in FRESH else cutting_of(config.model).pixels
 
 
 def build(config: ClassifyConfig, variant: Variant, seed: int) -> Any:
@@ -189,4 +155,4 @@ def train_one(config: ClassifyConfig, name: str, output: Path) -> Path:
     settings = settings_of_one(config, variants[name], ("ablations", "held_out", "analysed", "workers", "save_every"))
     crop = 1.0 if config.data == DIGITS else CentreView.crop
     processor = processor_of(CentreView(config.size, crop=crop, pixels=normalisation_of(config)))
-    return train_into(output, settings, trained, {_PIXELS: processor})
+    return train_into(output, settings, trained, {PROCESSOR: processor})
