@@ -6,7 +6,10 @@ A state of D_k x D_v forgets by a gate of every key channel, which the input tel
 """
 
 import inspect
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid, pad
@@ -54,13 +57,23 @@ def gated_linear(
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(_BACKENDS)}.")
     if backend == "fla" and not query.is_cuda:
         raise ValueError(f"backend='fla' needs tensors on a GPU; got {query.device}. 'eager' runs on any device.")
-    if backend == "fla" or (backend == "auto" and query.is_cuda and find_spec("fla") is not None):
-        return _by_kernels(query, key, value, decay)
+    if backend == "fla" or (backend == "auto" and query.is_cuda and _has_kernels()):
+        # under autocast a projection may have another type than what a norm or a gate gives
+        query, key, decay = (x.to(value.dtype) for x in (query, key, decay))
+        output: torch.Tensor = _kernel()(query, key, value, decay)[0]
+        return output
     with without_autocast(query.device):
         return _in_chunks(query, key, value, decay)
 
 
-def _by_kernels(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+@cache
+def _has_kernels() -> bool:
+    return find_spec("fla") is not None
+
+
+@cache
+def _kernel() -> Callable[..., tuple[Any, ...]]:
+    """``chunk_gla`` of flash-linear-attention, looked for once and not at every call; raises what its caller raises."""
     try:
         from fla.ops.gla import chunk_gla  # type: ignore[import-not-found]
     except ImportError as error:
@@ -72,9 +85,8 @@ def _by_kernels(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dec
             "This flash-linear-attention is so old that it takes heads before tokens: pip install --upgrade "
             "'mhla_diffusers[gla]'; backend='eager' runs without it."
         )
-    # under autocast a projection may have another type than what a norm or a gate gives
-    output: torch.Tensor = chunk_gla(query.to(value.dtype), key.to(value.dtype), value, decay.to(value.dtype))[0]
-    return output
+    found: Callable[..., tuple[Any, ...]] = chunk_gla
+    return found
 
 
 def _in_chunks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ def problem(length: int, key_dim: int, value_dim: int) -> Problem:
     generator = torch.Generator().manual_seed(length)
     dims = (key_dim, key_dim, value_dim, key_dim)
     drawn = [torch.randn(2, length, 3, dim, generator=generator, dtype=torch.float64) for dim in dims]
-    return tuple(x.requires_grad_() for x in drawn)  # type: ignore[return-value]
+    return tuple(x.requires_grad_() for x in drawn)
 
 
 def recurrence(query: Any, key: Any, value: Any, decay: Any) -> torch.Tensor:
