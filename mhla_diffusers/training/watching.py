@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 
-class Watch(TrainerCallback, ExportableState):  # type: ignore[misc]
+class Watch(TrainerCallback, ExportableState):
     """Tells steps and loss on stderr, and counts CPU seconds; checkpoints hold those up to them."""
 
     def __init__(self) -> None:

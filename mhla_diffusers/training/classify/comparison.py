@@ -72,9 +72,8 @@ def _results(config: ClassifyConfig, names: list[str], output: Path, look: Look)
     variants = config.all_variants()
     first, parts = _pictures(config, 1), {}
     for name in names:
-        _look(
-            look, build(config, variants[name], 0).eval(), config, first
-        )  # says what is not allowed, before all training
+        # says what is not allowed, before all training
+        _look(look, build(config, variants[name], 0).eval(), config, first)
         settings = settings_of(config, _NOT_OF_ONE) | {"variant": variants[name]}
         for seed in config.seeds:
             file = output / f"{file_name_of(name)}-seed-{seed}.json"
