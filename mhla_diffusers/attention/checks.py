@@ -113,9 +113,15 @@ def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | 
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
     if any(outside) and not call.normalize:
         raise ValueError("Tokens outside the grid share one denominator with those of it, which needs normalize=True.")
-    if call.far_field_weight is not None and not call.normalize:
+    far = call.far_field_weight
+    if far is not None and _is_free_to_read(far) and not bool((far >= 0).all()):
+        raise ValueError(
+            f"far_field_weight={far.tolist()} holds what is not a positive number; a weight of the far field is a "
+            "factor of weights that are all positive, such as the exponential of what is trained."
+        )
+    if far is not None and not call.normalize:
         raise ValueError("Softmax weights share one denominator with the far field, which needs normalize=True.")
-    has_far_field = call.far_field_weight is not None or any(outside) and call.exact is None and call.by_content is None
+    has_far_field = far is not None or any(outside) and call.exact is None and call.by_content is None
     if has_far_field and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
     if call.causal == "token" and call.normalize and call.feature_map == "relu" and not call.eps > 0:
@@ -148,10 +154,13 @@ def _check_exact(call: Call, has_outside: bool, heads: int) -> None:
         raise ValueError(f"exact is on {call.exact.keys.device}, but query is on {call.query.device}.")
     if call.far_field_weight is not None or call.mean_bias is not None or has_outside:
         return
-    # looked at where it costs nothing: a device would have to be waited for, and a compiled graph would break
-    looking = call.exact.offsets.device.type == "cpu" and not torch.compiler.is_compiling()
-    if looking and not bool(call.exact.offsets.diff().all()):
+    if _is_free_to_read(call.exact.offsets) and not bool(call.exact.offsets.diff().all()):
         raise ValueError(
             "Some query tiles have no exact tile, so they would attend to nothing; give far_field_weight, mean_bias, "
             "or every query tile at least one key tile."
         )
+
+
+def _is_free_to_read(x: torch.Tensor) -> bool:
+    """Whether reading values costs nothing: a device would have to be waited for, and a compiled graph would break."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -18,6 +18,7 @@ from .feature_maps import get_feature_map
 from .merge import LinearAttention, merged_attention
 from .outside import Outside, check_outside
 from .own_block import own_block_attention
+from .parallel.collectives import summed
 from .parallel.place import Parallel
 from .parallel.softmax import of_everyone
 from .parallel.ulysses import attend_by_heads
@@ -118,10 +119,12 @@ def mhla_attention(
         rope: "after": rotate φ(q) and φ(k), normaliser unrotated; "before": rotate q and k, then apply φ.
         normalize: divide by the normaliser. Without it the output grows with N and ``output_norm`` should fix it.
         eps: floor that the relu and elu+1 feature maps add.
-        key_mask: (B, N), bool (True takes part) or a weight in [0, 1] on φ(k).
+        key_mask: (B, N), bool (True takes part) or a weight in [0, 1] on φ(k). A sample of which no key takes part gets
+            0, as from PyTorch's attention.
         output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
         output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
-        far_field_weight: λ, (H,), positive: beside ``exact`` or tokens outside the grid, the weights of MHLA over all
+        far_field_weight: λ, (H,), positive, of which those on a CPU are looked at, since a GPU would have to be waited
+            for: beside ``exact`` or tokens outside the grid, the weights of MHLA over all
             blocks are multiplied with it; see :mod:`mhla_diffusers.attention.merge`. None for the exact tiles alone.
         exact: tiles of keys that every head of every query tile attends to with softmax attention, under one
             denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. :class:`ContentTiles` to choose
@@ -193,7 +196,9 @@ def mhla_attention(
         return torch.empty_like(query)
     backend = chosen_backend(backend, query, feature_map)
     if causal is not None:
-        return CAUSAL_BACKENDS[backend](call if rotary is None else with_rotary(call, rotary, None))
+        return _attend_where_keys_are(
+            call if rotary is None else with_rotary(call, rotary, None), CAUSAL_BACKENDS[backend]
+        )
     attend = partial(_attend, _BACKENDS[backend], parallel)
     if parallel is not None and parallel.ulysses.size > 1:
         return attend_by_heads(call, rotary, axes, outside, parallel, attend)
@@ -207,6 +212,19 @@ def chosen_backend(backend: str, query: torch.Tensor, feature_map: str) -> str:
     return "triton" if query.device.type == "cuda" and why_not(query, feature_map) is None else "eager"
 
 
+def _attend_where_keys_are(call: Call, attend: Callable[[Call], torch.Tensor]) -> torch.Tensor:
+    """Attend, and give 0 to samples whose mask leaves no key, as PyTorch's attention does.
+
+    They attend to all keys meanwhile: a quotient of zeros would be NaN, and its gradients stay NaN when it is replaced.
+    """
+    if call.key_mask is None:
+        return attend(call)
+    keys = summed((call.key_mask != 0).any(dim=1).float(), call.group)
+    has_none = (keys == 0)[:, None]
+    output = attend(replace(call, key_mask=call.key_mask.masked_fill(has_none, 1)))
+    return output.masked_fill(has_none[..., None, None], 0)
+
+
 def _attend(
     run: Callable[[Call], torch.Tensor],
     parallel: Parallel | None,
@@ -215,7 +233,19 @@ def _attend(
     axes: Shape | None,
     outside: Outside,
 ) -> torch.Tensor:
-    """With the tokens of a whole sequence, or a share of them, that stand outside the grid put aside."""
+    """With a whole sequence, or a share of its tokens."""
+    return _attend_where_keys_are(call, partial(_attend_to_keys, run, parallel, rotary, axes, outside))
+
+
+def _attend_to_keys(
+    run: Callable[[Call], torch.Tensor],
+    parallel: Parallel | None,
+    rotary: Rotary | None,
+    axes: Shape | None,
+    outside: Outside,
+    call: Call,
+) -> torch.Tensor:
+    """With the tokens that stand outside the grid put aside."""
     if any(outside):
         call, rotary = split_call(call, rotary, outside)
         if parallel is not None and call.group is not None and call.outside is not None:

@@ -27,7 +27,7 @@ def reference_weights(call: Call) -> torch.Tensor:
     """The effective attention matrix (paper, Eq. 5): float64 (B, H, N, N), row = query token.
 
     It belongs to the attention before output norm and gate; the value is not read. With tokens outside the grid N
-    counts them too, and rows and columns are those of the sequence.
+    counts them too, and rows and columns are those of the sequence. A sample of which the mask leaves no key has zeros.
     """
     phi = get_feature_map(call.feature_map)
     query, key = call.query.to(torch.float64, copy=True), call.key.to(torch.float64, copy=True)
@@ -57,9 +57,19 @@ def reference_weights(call: Call) -> torch.Tensor:
         weights, normaliser = _beside_softmax(call, weights, normaliser, near_query, near_key)
     if call.causal is not None:
         weights, normaliser = _causal(call, weights, normaliser, near_query, near_key, mask)
+    has_none = _have_no_key(call)[:, None, None, None]
     if call.normalize:
-        weights = weights / normaliser.sum(dim=-1, keepdim=True)
-    return weights
+        weights = weights / normaliser.sum(dim=-1, keepdim=True).masked_fill(has_none, 1)
+    return weights.masked_fill(has_none, 0)
+
+
+def _have_no_key(call: Call) -> torch.Tensor:
+    """Of which samples the masks leave nothing to attend to: bool (B,)."""
+    masks = [call.key_mask, call.outside.key_mask if call.outside is not None else None]
+    taking_part = [mask != 0 for mask in masks if mask is not None]
+    if not taking_part:
+        return torch.zeros(len(call.query), dtype=torch.bool, device=call.query.device)
+    return ~torch.cat(taking_part, dim=1).any(dim=1)
 
 
 def _causal(

@@ -129,9 +129,18 @@ class LTXFamily(Family):
         return self.self_attention_processor()
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """Where pictures that condition the video stand before it: all tokens would be split as if of one kind."""
+        """Pictures that condition the video would be split with it, and diffusers hides no text across processes."""
         extra = arguments["hidden_states"].shape[1] - math.prod(grid)
-        return f"the {extra} tokens of pictures before the grid would be split with it" if extra else None
+        if extra:
+            return f"the {extra} tokens of pictures before the grid would be split with it"
+        mask = arguments.get("encoder_attention_mask")
+        if mask is not None and kept_with(mask, _hides_text):
+            return (
+                "encoder_attention_mask leaves tokens of the text out, which diffusers' cross-attention over several "
+                "processes does not follow; run LTX-Video in one process, or with text of max_sequence_length tokens, "
+                "of which the mask leaves out none"
+            )
+        return None
 
     def recognises_self_attention(self, attn: Any) -> bool:
         """``LTXAttention``."""
@@ -206,6 +215,11 @@ class LTXFamily(Family):
             return latents
         grid = self.grid_of_clip(pipe, pipe.transformer, clip)
         return unpack(latents[None], grid, _patch(pipe.transformer))[0]
+
+
+def _hides_text(mask: torch.Tensor) -> bool:
+    """Whether a mask of the text, (B, n) with 1 for what takes part or (B, 1, n) to add to logits, hides any of it."""
+    return bool((mask == 0).any() if mask.ndim == 2 else (mask != 0).any())
 
 
 def _patch(transformer: Any) -> tuple[int, int, int]:

@@ -1,7 +1,8 @@
 """Which denoising step a forward of a transformer belongs to, and in which of them its patch rests.
 
-A pipeline that tells the step to diffusers' ``cache_context``, as Wan's do, is believed. Of any other the step is the
-place of its timestep among those of the scheduler.
+A step is one of the ``num_inference_steps`` of a pipeline's call, and all forwards that the scheduler's solver makes in
+it belong to it: those of second order, such as Heun's, make two. The forward is found by diffusers' ``cache_context``,
+where a pipeline tells it as Wan's does, and of any other by its timestep among those of the scheduler.
 """
 
 import logging
@@ -156,8 +157,7 @@ class StepHooks:
             return None
         given = torch.as_tensor(timestep)
         of_scheduler = self.family.scheduler_timestep(transformer, given.float().max())
-        # a solver of second order comes to a timestep twice
-        places, place_of = timesteps.to(of_scheduler.device).float().unique_consecutive(return_inverse=True)
+        places = timesteps.to(of_scheduler.device).float()
         as_told, same = places, _SAME
         if given.is_floating_point():  # some pipelines round to the type of the latents before they scale
             as_told, same = places.to(given.dtype).float(), max(_SAME, torch.finfo(given.dtype).eps)
@@ -165,23 +165,50 @@ class StepHooks:
         nearest = differences <= same * max(1.0, float(of_scheduler))
         if not bool(nearest.any()):
             return None
-        index = int(differences.argmin())
-        # a low type rounds several steps to one timestep; which of them it is the scheduler knows, if it counts
+        forward = int(differences.argmin())
+        # some timesteps are the same, or a low type rounds them so: which of them it is a scheduler that counts knows
         counted = _counted(scheduler)
-        if counted is not None and counted < len(place_of) and bool(nearest[place_of[counted]]):
-            index = int(place_of[counted])
+        if counted is not None and counted < len(places) and bool(nearest[counted]):
+            forward = counted
+        index = _step_of(scheduler, forward)
         # a call with a strength leaves the first timesteps out; every call makes the scheduler new ones
         if timesteps is not self._loop[0] or index < self._loop[1]:
             self._loop = (timesteps, index)
-        return Step(index - self._loop[1], len(places) - self._loop[1])
+        return Step(index - self._loop[1], _count_steps(scheduler) - self._loop[1])
+
+    def told_step(self, index: int, count: int) -> Step:
+        """The step that a pipeline tells, which may have numbered the scheduler's timesteps and not the steps."""
+        scheduler = getattr(self._pipe() if self._pipe is not None else None, "scheduler", None)
+        timesteps = getattr(scheduler, "timesteps", None)
+        if timesteps is None or len(timesteps) != count:
+            return Step(index, count)
+        return Step(_step_of(scheduler, index), _count_steps(scheduler))
 
 
 def _counted(scheduler: Any) -> int | None:
-    """Steps that a scheduler has done or left out since its timesteps were made; None if it counts none."""
+    """Forwards that a scheduler has done or left out since its timesteps were made; None if it counts none."""
     if not hasattr(scheduler, "step_index"):
-        return None
+        return getattr(scheduler, "counter", None)  # of PNDM
     done = scheduler.step_index
     return int(done if done is not None else getattr(scheduler, "begin_index", None) or 0)
+
+
+def _step_of(scheduler: Any, forward: int) -> int:
+    """The step of ``num_inference_steps`` that a forward belongs to, by its place among the scheduler's timesteps."""
+    runge_kutta = getattr(scheduler, "prk_timesteps", None)
+    if runge_kutta is None:
+        return forward // int(getattr(scheduler, "order", 1))
+    # PNDM begins with steps of four forwards each, or with one of two
+    if not len(runge_kutta):
+        return max(0, forward - 1)
+    return forward // 4 if forward < len(runge_kutta) else forward - len(runge_kutta) * 3 // 4
+
+
+def _count_steps(scheduler: Any) -> int:
+    timesteps = len(scheduler.timesteps)
+    if getattr(scheduler, "num_inference_steps", None) == timesteps - 1 and not hasattr(scheduler, "prk_timesteps"):
+        timesteps -= 1  # of SANA-Sprint's scheduler the last one is where the steps end
+    return _step_of(scheduler, timesteps - 1) + 1
 
 
 class _Listening:
@@ -200,7 +227,7 @@ class _Listening:
         index, count = fields.get("step_index"), fields.get("num_inference_steps")
         loop = _THREAD.loop
         before = loop.step, loop.rests
-        loop.step = Step(int(index), int(count)) if index is not None and count is not None else None
+        loop.step = self._hooks.told_step(int(index), int(count)) if index is not None and count is not None else None
         loop.rests = loop.step is not None and loop.step.is_among_first(self._hooks.softmax_steps)
         transformer: Any = self._transformer
         try:

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from mhla_diffusers.attention import Call, initial_mixing, mhla_attention, reference_attention
+from mhla_diffusers.attention import (
+    Call,
+    ContentTiles,
+    ExactTiles,
+    initial_mixing,
+    mhla_attention,
+    reference_attention,
+)
 from mhla_diffusers.attention.outside import OutsideTokens
 from mhla_diffusers.attention.rotary import apply_rotary, rotary_table
 
@@ -176,3 +183,45 @@ def errors_of(problem: Problem, dtype: torch.dtype, attend: Callable[..., torch.
     expected = rounded.run(reference, torch.float64)
     found = rounded.run(attend, dtype)
     return {name: relative_error(found[name], expected[name]) for name in expected}
+
+
+MASKED = {
+    "linear": {"norm": True, "gate": True, "rotary": True},
+    "not normalised": {"normalize": False},
+    "exact tiles": {"tiles": "eye"},
+    "exact tiles and far field": {"tiles": "eye", "far_field": True},
+    "by content": {"tiles": "content", "far_field": True},
+    "outside": {"outside": (2, 3)},
+    "causal by token": {"causal": "token", "far_field": True},
+    "causal by token, linear": {"causal": "token"},
+    "causal by block": {"causal": "block", "far_field": True},
+}
+"""Kinds of calls for :func:`masked_problem`."""
+
+
+def masked_problem(kind: str) -> Problem:
+    """A problem of three samples, of the first of which no key takes part."""
+    settings = dict(MASKED[kind])
+    tiles = {
+        "eye": ExactTiles.from_mask((4,), torch.eye(4, dtype=torch.bool).expand(2, -1, -1)),
+        "content": ContentTiles((4,), 0.5),
+        None: None,
+    }[settings.pop("tiles", None)]
+    problem = make_problem((12,), (4,), batch=3, mask=True, **settings)
+    problem.options["key_mask"][0] = False
+    if tiles is not None:
+        problem.options["exact"] = tiles
+    return problem
+
+
+def check_empty_sample(problem: Problem, attend: Callable[..., torch.Tensor]) -> None:
+    """The first sample gets 0 and gives no gradient, and the others are as without it."""
+    found = problem.run(attend)
+    assert all(x.isfinite().all() for x in found.values())
+    for name in ("output", "query", "key", "value"):
+        assert not found[name][0].any(), name
+    of_samples = ("query", "key", "value", "output_gate")
+    tensors = {name: x[1:] if name in of_samples else x for name, x in problem.tensors.items()}
+    options = problem.options | {"key_mask": problem.options["key_mask"][1:]}
+    others = Problem(tensors, problem.grid, problem.blocks, options).run(attend)
+    torch.testing.assert_close(found["output"][1:], others["output"])

@@ -15,7 +15,15 @@ from mhla_diffusers.attention import (
 )
 from mhla_diffusers.attention import feature_maps as feature_maps_module
 
-from .problems import GRIDS, make_problem
+from .problems import (
+    GRIDS,
+    MASKED,
+    check_empty_sample,
+    errors_against_reference,
+    make_problem,
+    masked_problem,
+    reference,
+)
 
 
 @pytest.mark.parametrize(("grid", "blocks"), GRIDS)
@@ -123,6 +131,17 @@ def test_empty_tensors_give_empty_tensors(shape):
     assert mhla_attention(x, x, x, torch.rand(3, 3), (12,), (3,)).shape == shape
 
 
+@pytest.mark.parametrize("kind", MASKED)
+def test_a_sample_without_a_key_gets_nothing(kind):
+    """As from PyTorch's attention, forward and backward; the other samples do not notice."""
+    problem = masked_problem(kind)
+    check_empty_sample(problem, mhla_attention)
+    if kind != "by content":  # of which the reference is told the tiles
+        check_empty_sample(problem, reference)
+        for name, error in errors_against_reference(problem, torch.float64, "eager").items():
+            assert error < 1e-12, f"{name}: {error:.2e}"
+
+
 def refused(words, **changes):
     query = torch.randn(2, 12, 2, 8)
     arguments = {
@@ -154,6 +173,9 @@ def test_bad_input_is_named():
     five = torch.randn(2, 12, 2, 5)
     refused("head dim is 5; it must be even", query=five, key=five, value=five, rotary=(torch.randn(1, 12, 1, 5),) * 2)
     refused(r"key_mask must have shape \(2, 12\), got \(12,\)", key_mask=torch.ones(12, dtype=torch.bool))
+    tiles = ExactTiles.from_mask((2, 2), torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
+    for far in ([1.0, -0.5], [1.0, float("nan")]):
+        refused(r"far_field_weight=\[1.0, (-0.5|nan)\] holds what", exact=tiles, far_field_weight=torch.tensor(far))
     refused(r"output_norm must have shape \(8,\), got \(16,\)", output_norm=torch.ones(16))
     refused(r"output_gate must have shape \(2, 12, 2, 8\), got \(2, 12, 16\)", output_gate=torch.ones(2, 12, 16))
 

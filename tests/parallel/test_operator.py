@@ -80,8 +80,10 @@ def errors(
         leaves["far_field_weight"] = draw(HEADS).exp()
     if settings.pop("means", False):
         leaves["mean_bias"] = draw(HEADS)
-    if settings.pop("mask", False):
+    if masked := settings.pop("mask", False):
         settings["key_mask"] = torch.rand(batch, tokens, generator=make) > 0.3
+    if masked == "a sample whole":
+        settings["key_mask"][0] = False
     if axes := settings.pop("axes", None):
         before, after = outside
         turned = (axial_rotary(grid, axes)[i] for i in range(2))
@@ -133,6 +135,7 @@ CASES = {
     "rope before": ALL | {"rope": "before"},
     "angles of any kind": ALL | {"tell_axes": False},
     "unnormalized": {"normalize": False, "axes": (4, 4, 4)},
+    "a sample without a key": {"mask": "a sample whole"},
 }
 
 

@@ -14,6 +14,7 @@ from .transformers import (
     errors_without_patch,
     message_of,
     message_of_what_is_set,
+    of_masked_text,
 )
 
 either = pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ring", "heads"])
@@ -84,3 +85,9 @@ def test_a_processor_of_two_transformers(two: Processes) -> None:
 def test_what_does_not_know_its_tokens_is_refused(two: Processes, what: str, words: str) -> None:
     for message in two.run(message_of_what_is_set, (2, 1), what):
         assert words in message
+
+
+def test_a_mask_that_hides_text_is_refused(two: Processes) -> None:
+    for error, message in two.run(of_masked_text, (2, 1)):
+        assert error < ROUNDING
+        assert "encoder_attention_mask leaves tokens of the text out" in message

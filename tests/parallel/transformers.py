@@ -31,7 +31,7 @@ def case(name: str, ragged: bool = False) -> tuple[nn.Module, dict[str, Any]]:
         of_text = {n for n in arguments if n.startswith("encoder_hidden_states")}
         arguments |= {n: torch.cat([arguments[n], arguments[n][:, :2]], dim=1) for n in of_text}
         arguments |= {"txt_ids": torch.zeros(8, 3)} if "txt_ids" in arguments else {}
-    # diffusers splits LTX's mask of the text, but not what it makes of it
+    # diffusers' cross-attention over several processes does not follow LTX's mask of the text
     return found.transformer(), arguments | ({"encoder_attention_mask": None} if name == "ltx" else {})
 
 
@@ -210,6 +210,22 @@ def message_of(degrees: tuple[int, int], name: str = "wan", different: str = "",
         output_of(model, arguments)
     except ValueError as error:
         return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def of_masked_text(degrees: tuple[int, int]) -> tuple[float, str]:
+    """Of LTX with a mask of the text: error of one that hides nothing, and what a call says where it hides some."""
+    model, arguments = case("ltx")
+    mask = torch.ones(arguments["encoder_hidden_states"].shape[:2], dtype=torch.int64)
+    expected = output_of(patched(model, "ltx"), arguments)
+    spread(model, *degrees)
+    with diffusers_on_cpu():
+        error = relative(output_of(model, {**arguments, "encoder_attention_mask": mask}), expected)
+    mask[0, 0] = 0  # in place: what was read of it before no longer holds
+    try:
+        output_of(model, {**arguments, "encoder_attention_mask": mask})
+    except ValueError as refusal:
+        return error, str(refusal)
     raise AssertionError("nothing was refused")
 
 

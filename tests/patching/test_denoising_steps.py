@@ -8,11 +8,24 @@ from collections import Counter
 import pytest
 import torch
 from diffusers import (
+    CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
+    DDIMScheduler,
+    DDPMScheduler,
+    DEISMultistepScheduler,
     DPMSolverMultistepScheduler,
+    DPMSolverSinglestepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
     HeunDiscreteScheduler,
+    KDPM2AncestralDiscreteScheduler,
+    KDPM2DiscreteScheduler,
+    LMSDiscreteScheduler,
     PNDMScheduler,
     SanaPAGPipeline,
+    UniPCMultistepScheduler,
     WanVideoToVideoPipeline,
 )
 from hypothesis import given
@@ -149,14 +162,91 @@ def test_another_scheduler_after_patching():
     assert steps_with_mhla(pipe, run_of("dit", pipe))[:2] == [0, 0]
 
 
-@pytest.mark.parametrize("scheduler", [HeunDiscreteScheduler, PNDMScheduler])
-def test_a_solver_that_comes_to_a_timestep_twice(scheduler):
-    """Both forwards belong to one step."""
+def forwards_at_rest(pipe, run):
+    """Of every forward of a transformer, in order, whether the patch rested."""
+    ran = []
+    layer = next(iter(mhla.mhla_layers(pipe).values()))
+    handles = [
+        pipe.transformer.register_forward_pre_hook(lambda *_: ran.append(True)),
+        layer.register_forward_pre_hook(lambda *_: ran.__setitem__(-1, False)),
+    ]
+    run()
+    for handle in handles:
+        handle.remove()
+    return ran
+
+
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+ONE_FORWARD = ([True] * 2 + [False] * 2, {})
+TWO_FORWARDS = ([True] * 4 + [False] * 3, {})
+SCHEDULERS = {
+    "dit": {
+        DDIMScheduler: ONE_FORWARD,
+        DDPMScheduler: ONE_FORWARD,
+        DEISMultistepScheduler: ONE_FORWARD,
+        DPMSolverMultistepScheduler: ONE_FORWARD,
+        DPMSolverSinglestepScheduler: ONE_FORWARD,
+        EulerAncestralDiscreteScheduler: ONE_FORWARD,
+        EulerDiscreteScheduler: ONE_FORWARD,
+        HeunDiscreteScheduler: TWO_FORWARDS,
+        KDPM2AncestralDiscreteScheduler: TWO_FORWARDS,
+        KDPM2DiscreteScheduler: TWO_FORWARDS,
+        LMSDiscreteScheduler: ONE_FORWARD,
+        # Runge and Kutta's method in the first three steps, or one step that is corrected
+        PNDMScheduler: ([True] * 8 + [False] * 5, {"skip_prk_steps": False}),
+        UniPCMultistepScheduler: ONE_FORWARD,
+    },
+    "sana": {
+        DPMSolverMultistepScheduler: (ONE_FORWARD[0], FLOW),
+        FlowMatchEulerDiscreteScheduler: ONE_FORWARD,
+        FlowMatchHeunDiscreteScheduler: TWO_FORWARDS,
+        UniPCMultistepScheduler: (ONE_FORWARD[0], FLOW),
+    },
+    "wan": {
+        DPMSolverMultistepScheduler: (ONE_FORWARD[0], FLOW),
+        FlowMatchEulerDiscreteScheduler: ONE_FORWARD,
+        FlowMatchHeunDiscreteScheduler: TWO_FORWARDS,
+        UniPCMultistepScheduler: (ONE_FORWARD[0], FLOW),
+    },
+    "flux": {FlowMatchEulerDiscreteScheduler: ONE_FORWARD},
+    "pixart": {DPMSolverMultistepScheduler: ONE_FORWARD, HeunDiscreteScheduler: TWO_FORWARDS},
+    "cogvideox": {CogVideoXDDIMScheduler: ONE_FORWARD, CogVideoXDPMScheduler: ONE_FORWARD},
+}
+
+
+def pipeline_of(name):
+    """Without classifier-free guidance in a forward of its own, with its call."""
+    if name == "wan":
+        pipe = wan_pipeline()
+        return pipe, (3, 2, 1), short("wan") | {"guidance_scale": 1.0}
+    if name in PIPELINES:
+        return PIPELINES[name].build(), PIPELINES[name].blocks, short(name)
+    case = case_of(name)
+    return case.pipeline(), case.blocks, {**case.call, "num_inference_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler"), [(name, one) for name, schedulers in SCHEDULERS.items() for one in schedulers]
+)
+def test_a_step_is_one_of_num_inference_steps(name, scheduler):
+    """Two of four rest, whatever number of forwards the scheduler's solver makes in a step."""
+    expected, settings = SCHEDULERS[name][scheduler]
+    pipe, blocks, call = pipeline_of(name)
+    own = {} if "Flow" in scheduler.__name__ else pipe.scheduler.config
+    pipe.scheduler = scheduler.from_config(own, **settings)
+    for steps in (2, 0.5):
+        mhla.apply_mhla(pipe, blocks=blocks, exact="none", exact_tiles=None, softmax_steps=steps)
+        for _ in range(2):  # another call begins anew
+            assert forwards_at_rest(pipe, lambda: pipe(**call, generator=torch.Generator().manual_seed(3))) == expected
+        mhla.remove_mhla(pipe)
+
+
+def test_pndm_without_runge_and_kutta():
+    """Its first step, which it corrects, has two forwards."""
     pipe = PIPELINES["dit"].build()
-    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=2)
-    pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
-    counts = steps_with_mhla(pipe, run_of("dit", pipe))
-    assert counts[:2] == [0, 0] and all(counts[2:]) and len(counts) > 2
+    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=1)
+    pipe.scheduler = PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
+    assert forwards_at_rest(pipe, run_of("dit", pipe)) == [True] * 2 + [False] * 3
 
 
 @pytest.mark.parametrize(("strength", "steps"), [(1.0, 4), (0.5, 2)])

@@ -15,7 +15,17 @@ from mhla_diffusers.attention import mhla_attention
 from mhla_diffusers.attention.triton import launches, mixing_kernels
 from mhla_diffusers.families.wan import WanFamily
 
-from ..problems import GRIDS, Problem, errors_against_reference, errors_of, make_problem, reference, relative_error
+from ..problems import (
+    GRIDS,
+    Problem,
+    check_empty_sample,
+    errors_against_reference,
+    errors_of,
+    make_problem,
+    masked_problem,
+    reference,
+    relative_error,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -79,6 +89,11 @@ def test_rope_of_axes(grid, axes, rope):
 def test_rope_of_axes_as_in_wan(head_dim, dtype):
     axes = WanFamily().rotary_axes(head_dim)
     check(make_problem((3, 4, 5), (1, 2, 1), batch=1, heads=1, head_dim=head_dim, rotary_axes=axes), dtype)
+
+
+@pytest.mark.parametrize("kind", ["linear", "exact tiles and far field", "outside", "causal by token"])
+def test_a_sample_without_a_key_gets_nothing(kind):
+    check_empty_sample(on_device(masked_problem(kind)), TRITON)
 
 
 def test_identity_feature_map_needs_no_normaliser():
