@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from .eager import without_autocast
 from .tiles import mask_of_lists
 
 _LOGITS = 2**22
@@ -258,7 +259,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _differentiate(ctx: Any, output_gradient: torch.Tensor, sum_gradient: torch.Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    of_query, of_key, of_value, *of_means = tile_attention_backward(output_gradient, sum_gradient, *saved)
+    with without_autocast(output_gradient.device):  # who calls backward() under autocast has it here too
+        of_query, of_key, of_value, *of_means = tile_attention_backward(output_gradient, sum_gradient, *saved)
     return of_query, of_key, of_value, None, *(of_means if saved[6] is not None else (None,) * 3), None, None, None
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..attention.eager import eager_attention
+from ..attention.eager import eager_attention, without_autocast
 from ..attention.merge import far_field
 from ..attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from ..attention.tile_scores import spend
@@ -148,9 +148,11 @@ def measure_tiles(
 
 def _measuring(measured: TileMeasurement) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
     def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = tiled_input(attn, attended(attn, args, kwargs))
-        samples = given.samples(QUERIES, measured.calls)
-        errors, masses, squares = pair_errors(given, samples, head_projections(attn), attn.mhla.config.tile_means)
+        found = attended(attn, args, kwargs)
+        with without_autocast(found.query.device):  # errors are measured in float32, whatever the model runs in
+            given = tiled_input(attn, found)
+            samples = given.samples(QUERIES, measured.calls)
+            errors, masses, squares = pair_errors(given, samples, head_projections(attn), attn.mhla.config.tile_means)
         measured.errors = measured.errors.to(errors.device) + errors
         measured.masses = measured.masses.to(errors.device) + masses
         measured.squares = measured.squares.to(errors.device) + squares
@@ -229,8 +231,9 @@ def fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: li
     def watch(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # other queries in every call: what fits some places within the tiles need not fit the others
-            found = _try_candidates(attn, attended(attn, args, kwargs), len(errors[name]))
-            errors[name].append(found)
+            given = attended(attn, args, kwargs)
+            with without_autocast(given.query.device):
+                errors[name].append(_try_candidates(attn, given, len(errors[name])))
 
         return note
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attention.eager import without_autocast
 from ..families import DiffusionProcess, NoisedBatch, get_family, predict
 from ..patching import token_grid
 from ..patching.parallel import parallel_of
@@ -54,15 +55,18 @@ class Objectives:
             The losses in the order of ``LOSSES``, without gradient: float32 (4,).
         """
         weights = self.weights
+
+        def of_transfer(loss: torch.Tensor) -> None:
+            with without_autocast(loss.device):  # gradients in the types of the forward, as without transfer
+                backward(weights.transfer * loss)
+
         parts = torch.zeros(len(LOSSES), device=batch.latents.device)
         target = None
         if self.teacher is not None and weights.need_teacher:
             with self.autocast():
                 if weights.transfer:
                     transfer = transfer_attention_in_parts if self.in_parts else transfer_attention
-                    parts[3], target = transfer(
-                        self.transformer, self.teacher, batch, lambda loss: backward(weights.transfer * loss)
-                    )
+                    parts[3], target = transfer(self.transformer, self.teacher, batch, of_transfer)
                 else:
                     target = teacher_prediction(self.transformer, self.teacher, batch)
         if weights.need_prediction:

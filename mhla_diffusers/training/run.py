@@ -129,10 +129,7 @@ class Run:
             config=config.to_dict(),
         )
         if start.checkpoint is None:
-            device, samples = next(transformer.parameters()).device, self.batches.training_samples
-            calibrate_fresh_tiles(
-                transformer, data, self.process, config.seed, device, samples, only_lists=self.sharded
-            )
+            calibrate_fresh_tiles(transformer, data, self.process, config, only_lists=self.sharded)
         self._validation = ValidationLoss(data, self.process, config)
         self._validation_loss: float | None = None
         self._sampler = sampler

@@ -140,6 +140,16 @@ def test_weights_sum_to_one_and_large_logits_stay_finite():
         torch.testing.assert_close(found, torch.ones_like(found), rtol=1e-5, atol=1e-5)
 
 
+def test_autocast_lowers_neither_the_sums_nor_the_gradients():
+    """Attention transfer calls backward() in the middle of a forward, where autocast is on."""
+    problem = make((5, 6), (2, 3), far=False)
+    plain = problem.run(mhla_attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = problem.run(mhla_attention)
+    for name, expected in plain.items():
+        assert torch.equal(cast[name], expected), name
+
+
 @pytest.mark.parametrize(("means", "samples"), [(False, 1), (True, 1), (True, 2)])
 def test_flops_are_counted_from_the_lists(means, samples):
     """Two samples, three heads, four tiles of five tokens, head dim 8; 17 of 48 pairs of tiles, or of 96."""

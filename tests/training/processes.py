@@ -10,6 +10,7 @@ from pathlib import Path
 from torch.distributed.tensor import DTensor
 
 from mhla_diffusers import apply_mhla
+from mhla_diffusers.devices import FLOAT_TYPES
 from mhla_diffusers.training import TrainingConfig, train
 
 from ..forking import CONTEXT
@@ -84,7 +85,7 @@ def _train(settings: dict[str, object], resume: str | None, environment: dict[st
     os.environ.update(environment)
     config = TrainingConfig.from_dict(settings)
     make, data = _FAMILIES[family]
-    transformer = make()
+    transformer = make().to(FLOAT_TYPES["bfloat16" if config.precision == "bf16" else "float32"])
     if config.patch is not None:
         apply_mhla(transformer, config.patch)
     with diffusers_on_cpu():
