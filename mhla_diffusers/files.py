@@ -148,6 +148,22 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def check_hash(file: Path, expected: str, noted_in: str) -> None:
+    """Raise unless a file has the content that it had when its hash was noted.
+
+    Args:
+        file: which.
+        expected: of :func:`file_hash`.
+        noted_in: name of the file that holds the hash.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: its content is another one.
+    """
+    if file_hash(file) != expected:
+        raise ValueError(f"{file} is damaged or was changed: its SHA-256 is not the one in {noted_in}.")
+
+
 def read_text(file: Path) -> str:
     """Read a text file, with or without a byte order mark.
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..config import MHLAConfig, check, check_choice, check_names
-from ..files import file_hash, read_json
+from ..files import check_hash, read_json
 
 Weights = Literal["mhla", "changed", "all"]
 """What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
@@ -169,8 +169,7 @@ def check_file(folder: Path, record: PatchRecord) -> Path:
         raise ValueError(f"{CONFIG_NAME} names {record.file!r}, which is no safetensors file in {folder}.")
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
-    if file_hash(path) != record.sha256:
-        raise ValueError(f"{path} is damaged or was changed: its SHA-256 is not the one in {CONFIG_NAME}.")
+    check_hash(path, record.sha256, CONFIG_NAME)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -4,7 +4,8 @@
 
     output/
       metrics.jsonl                     one line per update and per validation
-      checkpoints/step-00000500/        state.json, weights.safetensors, optimizer.safetensors, ema.safetensors
+      checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, and state.json,
+                                        which holds the SHA-256 of each of them
       result/                           what load_mhla (or from_pretrained) loads after the last stage
 """
 
@@ -20,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..files import read_json, write_json, write_tensors, write_text, write_whole_folder
+from ..files import check_hash, file_hash, read_json, write_json, write_tensors, write_text, write_whole_folder
 from ..generation.pipelines import LORA_FILE
 from ..patching import save_mhla
 from ..patching.record import Weights
@@ -30,6 +31,7 @@ from .trainable import is_adapter
 Tensors = dict[str, torch.Tensor]
 
 _STATE = "state.json"
+_HASHES = "files"
 _FREE_TO_CHANGE = {
     "output",
     "batch_size",
@@ -114,8 +116,8 @@ class RunFolder:
             resume: "latest", the path of a checkpoint, or None to begin anew.
 
         Raises:
-            ValueError: to begin anew where there are checkpoints.
-            FileNotFoundError: no checkpoint to resume from.
+            ValueError: to begin anew where there are checkpoints, or the checkpoint's state is damaged.
+            FileNotFoundError: no checkpoint to resume from, or one that lacks files.
         """
         checkpoints = self.checkpoints()
         if resume is None:
@@ -129,6 +131,10 @@ class RunFolder:
         if chosen is None or not (chosen / _STATE).is_file():
             where = chosen or self.path / "checkpoints"
             raise FileNotFoundError(f"There is no checkpoint to resume from in {where}.")
+        _, hashes = _read_state(chosen)
+        missing = [name for name in hashes if not (chosen / name).is_file()]
+        if missing:
+            raise FileNotFoundError(f"Checkpoint {chosen} lacks {', '.join(missing)}. {_way_out(chosen)}")
         return chosen
 
     def save(self, state: RunState, tensors: Mapping[str, Tensors], keep: int) -> Path:
@@ -140,9 +146,12 @@ class RunFolder:
         folder = self.path / "checkpoints" / f"step-{state.step:08d}"
 
         def write(aside: Path) -> None:
+            hashes = {}
             for name, part in tensors.items():
-                write_tensors(part, aside / f"{name}.safetensors")
-            write_json(asdict(state), aside / _STATE)
+                file = aside / f"{name}.safetensors"
+                write_tensors(part, file)
+                hashes[file.name] = file_hash(file)
+            write_json({**asdict(state), _HASHES: hashes}, aside / _STATE)
 
         _write_whole(folder, write)
         for old in self.checkpoints()[:-keep]:
@@ -234,17 +243,43 @@ class RunFolder:
 
 
 def load_checkpoint(folder: Path) -> tuple[RunState, dict[str, Tensors]]:
-    """State and tensors of a checkpoint.
+    """State and tensors of a checkpoint, whose files are compared with their hashes.
 
     Raises:
-        ValueError: if a file is damaged.
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged.
+    """
+    state, hashes = _read_state(folder)
+    try:
+        for name, expected in hashes.items():
+            if expected is not None:
+                check_hash(folder / name, expected, _STATE)
+        tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error
+    return state, tensors
+
+
+def _read_state(folder: Path) -> tuple[RunState, dict[str, str | None]]:
+    """State of a checkpoint, and the SHA-256 of each of its files; None in checkpoints of earlier versions.
+
+    Raises:
+        ValueError: the state is damaged.
     """
     try:
-        state = RunState(**read_json(folder / _STATE))
-        tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
-    except (ValueError, TypeError, SafetensorError) as error:
-        raise ValueError(f"Checkpoint {folder} is damaged ({error}); resume from an earlier one.") from error
-    return state, tensors
+        content = read_json(folder / _STATE)
+        hashes = content.pop(_HASHES, {"optimizer.safetensors": None, "weights.safetensors": None})
+        return RunState(**content), dict(hashes)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error
+
+
+def _way_out(checkpoint: Path) -> str:
+    """What to do where a checkpoint cannot be resumed from."""
+    earlier = [path for path in sorted(checkpoint.parent.glob("step-*")) if path.name < checkpoint.name]
+    if earlier:
+        return f"Resume from an earlier one: --resume {earlier[-1]}"
+    return "There is no earlier one beside it to resume from; start again in another output folder."
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -1,3 +1,5 @@
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +218,47 @@ def test_what_is_refused_before_training(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    config = _trained(tmp_path)
-    (tmp_path / "checkpoints" / "step-00000002" / "weights.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"step-00000002 is damaged .* resume from an earlier one"):
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "words"),
+    [
+        (Path.unlink, FileNotFoundError, "lacks {name}"),
+        (_flip, ValueError, "is damaged: .*{name} is damaged or was changed"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), ValueError, "is damaged: .*{name}"),
+    ],
+)
+@pytest.mark.parametrize("name", ["weights", "optimizer", "ema"])
+def test_checkpoint_that_lacks_a_file_or_is_damaged_names_the_file_and_an_earlier_one(
+    name: str, harm: Callable[[Path], object], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    config = one_stage(tmp_path, steps=4, checkpoint_every=1, ema_decay=0.9)
+    train(tiny_wan(), wan_data(), config)
+    first, last = (tmp_path / "checkpoints" / f"step-{step:08d}" for step in (3, 4))
+    harm(last / f"{name}.safetensors")
+    words = words.format(name=f"{name}.safetensors")
+    with pytest.raises(error, match=rf"Checkpoint {last} {words}.*--resume {first}$"):
+        train(tiny_wan(), wan_data(), config, resume="latest")
+    harm(first / f"{name}.safetensors")
+    with pytest.raises(error, match=rf"Checkpoint {first} .*no earlier one.*another output folder"):
+        train(tiny_wan(), wan_data(), config, resume=str(first))
+
+
+def test_checkpoints_of_earlier_versions_have_no_hashes_and_resume(tmp_path: Path) -> None:
+    config = one_stage(tmp_path)
+    train(tiny_wan(), wan_data(), config)
+    checkpoint = tmp_path / "checkpoints" / "step-00000004"
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["files"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    assert train(tiny_wan(), wan_data(), config, resume="latest").finished
+    (checkpoint / "optimizer.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks optimizer.safetensors"):
+        train(tiny_wan(), wan_data(), config, resume="latest")
+    (checkpoint / "state.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"Checkpoint {checkpoint} is damaged: .*state.json"):
         train(tiny_wan(), wan_data(), config, resume="latest")

@@ -3,7 +3,7 @@
 ::
 
     folder/
-      index.json                  who made it, and one entry per sample
+      index.json                  who made it, one entry per sample, and the SHA-256 of every file
       empty.safetensors           conditioning of the empty prompt
       shard-00000.safetensors     tensors "<sample>/latents", "<sample>/encoder_hidden_states", …
 """
@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from ...families import Clip, Sample
-from ...files import read_json, write_json, write_tensors
+from ...files import check_hash, file_hash, read_json, write_json, write_tensors
 
 INDEX_NAME = "index.json"
 FORMAT_VERSION = 1
@@ -58,17 +57,22 @@ class CacheIndex:
     samples: list[CachedSample] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     """Files that were passed over, and why."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """File of the cache → SHA-256 of its content; caches of earlier versions have none."""
 
 
 class LatentCache:
-    """The samples of a cache; nothing is read before it is asked for.
+    """The samples of a cache; nothing but the empty prompt is read before it is asked for.
+
+    Before a file is first read, its content is compared with its hash. Copies in the processes that read data ahead
+    know of each other's comparisons.
 
     Args:
         folder: made by ``mhla encode`` or ``mhla synthesize``.
 
     Raises:
-        FileNotFoundError: no cache there, or shards are missing.
-        ValueError: a damaged index or no samples.
+        FileNotFoundError: no cache there, or files are missing.
+        ValueError: a damaged index or empty prompt, or no samples.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -76,25 +80,49 @@ class LatentCache:
         self.index = read_index(self.folder)
         if not self.index.samples:
             raise ValueError(f"The cache {self.folder} holds no samples.")
-        missing = [name for name in sorted({s.shard for s in self.index.samples}) if not (self.folder / name).is_file()]
+        self._files = sorted({sample.shard for sample in self.index.samples} | set(self.index.hashes))
+        self._is_checked = torch.zeros(len(self._files), dtype=torch.bool).share_memory_()
+        missing = [name for name in self._files if not (self.folder / name).is_file()]
         if missing:
-            raise FileNotFoundError(f"The cache {self.folder} lacks {', '.join(missing[:5])}; encode it again.")
+            raise FileNotFoundError(f"The cache {self.folder} lacks {', '.join(missing[:5])}. {self._way_out}")
         self.shapes = [sample.shape for sample in self.index.samples]
-        empty = self.folder / _EMPTY_NAME
-        self.empty: Sample | None = load_file(empty) if empty.is_file() else None
+        self.empty: Sample | None = self._read(_EMPTY_NAME) if (self.folder / _EMPTY_NAME).is_file() else None
 
     def __len__(self) -> int:
         return len(self.index.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        entry = self.index.samples[index]
+        """One sample.
+
+        Raises:
+            ValueError: its shard is damaged.
+        """
+        return self._read(self.index.samples[index].shard, f"{index}/")
+
+    def _read(self, name: str, prefix: str = "") -> Sample:
+        """The tensors of a file whose names begin with a prefix, by the rest of their names."""
+        file = self.folder / name
         try:
-            with safe_open(self.folder / entry.shard, framework="pt") as shard:
-                prefix = f"{index}/"
-                names = [key for key in shard.keys() if key.startswith(prefix)]  # noqa: SIM118 - no mapping
-                return {name.removeprefix(prefix): shard.get_tensor(name) for name in names}
+            self._check(name)
+            with safe_open(file, framework="pt") as tensors:
+                keys = [key for key in tensors.keys() if key.startswith(prefix)]  # noqa: SIM118 - no mapping
+                return {key.removeprefix(prefix): tensors.get_tensor(key) for key in keys}
         except SafetensorError as error:
-            raise ValueError(f"{self.folder / entry.shard} is damaged ({error}); encode it again.") from error
+            raise ValueError(f"{file} is damaged: {error}. {self._way_out}") from error
+        except ValueError as error:
+            raise ValueError(f"{error} {self._way_out}") from error
+
+    def _check(self, name: str) -> None:
+        if name not in self.index.hashes:
+            return
+        place = self._files.index(name)
+        if not self._is_checked[place]:
+            check_hash(self.folder / name, self.index.hashes[name], INDEX_NAME)
+            self._is_checked[place] = True
+
+    @property
+    def _way_out(self) -> str:
+        return f"Delete {self.folder} and make it again with mhla encode or mhla synthesize."
 
     def check_made_for(self, model: str, header: CacheHeader) -> None:
         """Raise unless the cache was made with a model's autoencoder and text encoder.
@@ -162,8 +190,11 @@ class CacheWriter:
         return {sample.source for sample in self.index.samples} | set(self.index.skipped)
 
     def set_empty(self, sample: Sample) -> None:
-        """Store the conditioning of the empty prompt."""
-        write_tensors({name: tensor.contiguous() for name, tensor in sample.items()}, self.folder / _EMPTY_NAME)
+        """Store the conditioning of the empty prompt; what is there from an earlier call stays as the index has it."""
+        file = self.folder / _EMPTY_NAME
+        if not file.is_file() or file_hash(file) != self.index.hashes.get(_EMPTY_NAME):
+            write_tensors({name: tensor.contiguous() for name, tensor in sample.items()}, file)
+            self.index.hashes[_EMPTY_NAME] = file_hash(file)
 
     def add(self, source: str, caption: str, sample: Sample) -> None:
         """Add one sample."""
@@ -181,7 +212,9 @@ class CacheWriter:
     def flush(self) -> None:
         """Write what was added since the last shard, then the index."""
         if self._entries:
-            write_tensors(self._tensors, self.folder / self._shard_name())
+            name = self._shard_name()
+            write_tensors(self._tensors, self.folder / name)
+            self.index.hashes[name] = file_hash(self.folder / name)
             self.index.samples += self._entries
             self._tensors, self._entries = {}, []
         write_json({"format_version": FORMAT_VERSION, **asdict(self.index)}, self.folder / INDEX_NAME)
@@ -205,7 +238,8 @@ def read_index(folder: Path) -> CacheIndex:
         if content["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format version {content['format_version']!r} is unknown; known: {FORMAT_VERSION}")
         samples = [CachedSample(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["samples"]]
-        return CacheIndex(CacheHeader(**content["header"]), samples, dict(content["skipped"]))
+        skipped, hashes = dict(content["skipped"]), dict(content.get("hashes", {}))
+        return CacheIndex(CacheHeader(**content["header"]), samples, skipped, hashes)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no valid index: {error}.") from error
 

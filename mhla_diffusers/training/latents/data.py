@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
@@ -117,17 +117,24 @@ class NoisedBatches:
         self._order = BatchOrder(data.shapes[: self.training_samples], size, config.seed)
 
     def from_step(self, step: int) -> Iterator[NoisedBatch]:
-        """The batch of every forward, beginning with the first one of a step, without end."""
+        """The batch of every forward, beginning with the first one of a step, without end.
+
+        Raises:
+            OSError: data that cannot be read.
+            ValueError: data that is damaged, or samples that do not fit into one batch.
+        """
         config = self._config
         sampler = ForwardBatches(self._order, step, config.batch_size, self._rank, self._processes)
-        loader: DataLoader[Sample] = DataLoader(
-            self._data,  # type: ignore[arg-type]
+        loader = DataLoader(
+            _Reading(self._data),
             batch_sampler=sampler,
-            collate_fn=stack_samples,
+            collate_fn=_stacked,
             num_workers=config.workers,
             worker_init_fn=_leave_interrupts_alone,
         )
         for forward, batch in enumerate(loader, start=step * config.gradient_accumulation):
+            if isinstance(batch, Exception):
+                raise batch
             this_step, accumulated = divmod(forward, config.gradient_accumulation)
             first = (accumulated * self._processes + self._rank) * config.batch_size
             yield self._noise(batch, this_step, first)
@@ -225,6 +232,35 @@ class ForwardBatches:
             for start in range(self.process * self.size, len(batch), self.size * self.processes):
                 yield batch[start : start + self.size]
             step += 1
+
+
+class _Reading(Dataset[Sample | Exception]):
+    """Samples, or why there is none: what a worker raises would reach the run as a traceback in text.
+
+    Args:
+        data: which.
+    """
+
+    def __init__(self, data: TrainingData) -> None:
+        self._data = data
+
+    def __getitem__(self, index: int) -> Sample | Exception:
+        try:
+            return self._data[index]
+        except (ValueError, OSError) as error:
+            return error
+
+
+def _stacked(samples: Sequence[Sample | Exception]) -> dict[str, torch.Tensor] | Exception:
+    read = []
+    for sample in samples:
+        if isinstance(sample, Exception):
+            return sample
+        read.append(sample)
+    try:
+        return stack_samples(read)
+    except ValueError as error:
+        return error
 
 
 def stack_samples(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:

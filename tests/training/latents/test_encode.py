@@ -6,17 +6,19 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanImageToVideoPipeline
+from torch.utils.data import DataLoader
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.families import Clip, get_family
 from mhla_diffusers.training import train
 from mhla_diffusers.training.latents.cache import CacheHeader, CacheWriter, LatentCache
+from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
 
 from ...families.tiny.components import wan_image_components
 from ...models import wan_i2v
 from ...pipelines import quiet
-from ..models import one_stage
+from ..models import one_stage, tiny_wan, wan_data
 from ..pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
 
 WAN_CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
@@ -194,11 +196,8 @@ def test_killed_writer_leaves_a_good_cache_and_damage_is_named(tmp_path: Path) -
     again.flush()
     cache = LatentCache(tmp_path)
     assert [float(cache[index]["latents"][0, 0, 0]) for index in range(4)] == [0, 1, 2, 3]
-    (tmp_path / "shard-00001.safetensors").write_bytes(b"x" * 100)
-    with pytest.raises(ValueError, match=r"shard-00001.safetensors is damaged"):
-        cache[1]
     (tmp_path / "shard-00001.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lacks shard-00001.safetensors; encode it again"):
+    with pytest.raises(FileNotFoundError, match=r"lacks shard-00001.safetensors. Delete .* mhla encode"):
         LatentCache(tmp_path)
     content = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**content, "format_version": 9}))
@@ -207,3 +206,75 @@ def test_killed_writer_leaves_a_good_cache_and_damage_is_named(tmp_path: Path) -
     (tmp_path / "index.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"holds no latents: index.json is missing"):
         LatentCache(tmp_path)
+
+
+def _flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _without_hashes(folder: Path) -> None:
+    """As an earlier version made it."""
+    content = json.loads((folder / "index.json").read_text())
+    del content["hashes"]
+    (folder / "index.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", ["shard-00000.safetensors", "empty.safetensors"])
+@pytest.mark.parametrize("harm", [_flipped, _cut_off])
+@pytest.mark.parametrize("has_hashes", [True, False])
+def test_damage_of_a_cache_is_named(
+    has_hashes: bool, harm: Callable[[Path], None], name: str, workers: int, tmp_path: Path
+) -> None:
+    """Also where another process reads."""
+    writer = CacheWriter(tmp_path, CacheHeader("wan", "vae", "text", {}))
+    data = wan_data(2)
+    assert data.empty is not None
+    writer.set_empty(data.empty)
+    for number in range(len(data)):
+        writer.add(str(number), "caption", data[number])
+    writer.flush()
+    if not has_hashes:
+        _without_hashes(tmp_path)
+
+    def batch() -> object:
+        config, process = one_stage(tmp_path, workers=workers), get_family(tiny_wan()).process(tiny_wan(), 3.0)
+        return next(NoisedBatches(LatentCache(tmp_path), process, config, torch.device("cpu")).from_step(0))
+
+    batch()
+    harm(tmp_path / name)
+    if harm is _flipped and not has_hashes:
+        batch()  # nothing tells
+        return
+    with pytest.raises(ValueError, match=rf"^{tmp_path / name} is damaged.*Delete {tmp_path} and .* mhla encode"):
+        batch()
+
+
+def test_a_shard_is_hashed_once_however_many_processes_read_it(tmp_path: Path) -> None:
+    writer = CacheWriter(tmp_path, CacheHeader("wan", "vae", "text", {}))
+    for number in range(3):
+        writer.add(str(number), "caption", wan_data(3)[number])
+    writer.flush()
+    cache = LatentCache(tmp_path)
+    list(DataLoader(cache, batch_size=None, num_workers=1))  # type: ignore[arg-type]
+    _flipped(tmp_path / "shard-00000.safetensors")
+    cache[0]  # was compared in the worker
+
+
+def test_an_empty_prompt_that_was_damaged_is_written_anew(tmp_path: Path) -> None:
+    empty = wan_data(1).empty
+    assert empty is not None
+    for harm in (None, _flipped):
+        if harm is not None:
+            harm(tmp_path / "empty.safetensors")
+        writer = CacheWriter(tmp_path, CacheHeader("wan", "vae", "text", {}))
+        writer.set_empty(empty)
+        writer.add(str(harm), "caption", wan_data(1)[0])
+        writer.flush()
+    assert LatentCache(tmp_path).empty is not None
