@@ -40,6 +40,24 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def launched_processes() -> int:
+    """How many processes a launcher has started, this one among them; 1 without a launcher."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_on_cpus() -> bool:
+    """Whether accelerate must be told that a launcher's processes run on CPUs; untold, each would run by itself.
+
+    ``ACCELERATE_USE_CPU`` says so, and for processes that torchrun started, that there is nothing else to run on.
+    """
+    from accelerate.utils import parse_flag_from_env
+
+    several = "LOCAL_RANK" in os.environ and launched_processes() > 1
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.accelerator.is_available())
+
+
 def free_threads() -> int:
     """How many threads the CPU has to spare: the processors that this process may use, less what others use now.
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ..config import check
+from ..devices import launched_processes
 from ..files import read_json, write_json
 from .output import check_same, check_started, start
 from .recipe import Recipe
-from .splitting import launched_processes
 
 Result = dict[str, Any]
 

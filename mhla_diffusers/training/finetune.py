@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..config import load_patch
+from ..devices import launched_on_cpus
 from ..families import Clip, Family, Sample
 from ..files import read_json
 from ..generation import family_of, load_pipeline, pipeline_file
@@ -212,7 +213,5 @@ class ResolvedRun:
 def _processes() -> Any:
     """The state that accelerate has of this process among the others; the training's accelerator takes it over."""
     from accelerate import PartialState
-    from accelerate.utils import parse_flag_from_env
 
-    # an Accelerator looks at this by itself
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    return PartialState(cpu=launched_on_cpus())

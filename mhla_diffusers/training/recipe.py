@@ -11,6 +11,7 @@ import yaml
 from torch import nn
 
 from ..config import check, check_choice, check_names
+from ..devices import launched_on_cpus
 from ..files import read_text
 from ..patching import mhla_layers, register_mixing_clip
 from .trainable import is_mixing
@@ -182,6 +183,7 @@ def _arguments(recipe: Recipe, job: Job, folder: Path, saves: bool) -> Any:
 
     found = TrainingArguments(
         output_dir=str(folder),
+        use_cpu=launched_on_cpus(),
         max_steps=job.steps,
         per_device_train_batch_size=recipe.batch_size,
         gradient_accumulation_steps=recipe.accumulate,

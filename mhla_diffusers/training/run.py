@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..attention.blocks import check_layout
+from ..devices import launched_on_cpus, launched_processes
 from ..families import get_family
 from ..patching import mhla_layers
 from .calibration import calibrate_fresh_tiles
@@ -21,7 +22,7 @@ from .latents.times import frames_together
 from .objectives import Objectives
 from .run_folder import CheckpointError, RunFolder, RunState, Tensors, load_checkpoint
 from .sharding import gathered, meta_copy, own_part, placed_like, shard, sharding_is_asked_for
-from .splitting import Groups, check_splits, launched_processes, split
+from .splitting import Groups, check_splits, split
 from .stage import StageTraining, Update, optimizer_class
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, make_trainable
@@ -97,7 +98,8 @@ class Run:
         sampler: called at every validation with the transformer and a folder to generate into.
 
     Raises:
-        ValueError: no samples to train on, a tracker that is not installed, or a checkpoint of another run.
+        ValueError: no samples to train on, a tracker that is not installed, processes that do not find each other, or a
+            checkpoint that is damaged or of another run.
     """
 
     def __init__(
@@ -337,10 +339,10 @@ class Run:
 
 
 def _make_accelerator(config: TrainingConfig) -> Any:
-    """An ``Accelerator`` for the settings; where it runs is up to ``accelerate launch``.
+    """An ``Accelerator`` for the settings; where it runs is up to the launcher.
 
     Raises:
-        ValueError: if the tracker is not installed.
+        ValueError: if the tracker is not installed, or accelerate does not join the processes that were launched.
     """
     from accelerate import Accelerator
     from accelerate.utils import AutocastKwargs, is_tensorboard_available, is_wandb_available
@@ -351,7 +353,8 @@ def _make_accelerator(config: TrainingConfig) -> Any:
             f"tracker={config.tracker} is not installed: pip install {config.tracker}, or set tracker: null. "
             "metrics.jsonl holds the same numbers."
         )
-    return Accelerator(
+    accelerator = Accelerator(
+        cpu=launched_on_cpus(),
         gradient_accumulation_steps=config.gradient_accumulation,
         mixed_precision=config.precision,
         log_with=config.tracker,
@@ -359,3 +362,10 @@ def _make_accelerator(config: TrainingConfig) -> Any:
         # a cache would hold a bfloat16 copy of all trained weights through the forward, where each is used once
         kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
     )
+    if accelerator.num_processes != launched_processes():
+        raise ValueError(
+            f"WORLD_SIZE says that {launched_processes()} processes were launched, but accelerate has joined "
+            f"{accelerator.num_processes}, and each would train by itself into {config.output}. Start them with "
+            "accelerate launch finetune/adapt.py …, or unset WORLD_SIZE to train with one process."
+        )
+    return accelerator

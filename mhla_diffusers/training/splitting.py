@@ -4,7 +4,6 @@ diffusers' own hooks split the tokens before the first block and gather them aft
 """
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -51,13 +50,6 @@ class Groups:
                 "or choose other degrees."
             )
         return cls(process // size, processes // size, size)
-
-
-def launched_processes() -> int:
-    """How many processes a launcher has started, this one among them; 1 without a launcher."""
-    if torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:

@@ -127,13 +127,21 @@ def test_order_of_samples_covers_every_epoch_and_keeps_shapes_apart() -> None:
     assert [order[step + order.batches_per_epoch] for step in range(len(epoch))] != epoch
 
 
-@pytest.mark.parametrize("settings", [{}, {"trainable": "mhla", "objectives": {"transfer": 1.0}, "patch": PATCH}])
-def test_two_processes_are_one_with_twice_the_batch(settings: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "told_of_cpus"),
+    [
+        # as torchrun starts them
+        pytest.param({}, "false", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="would take the GPUs")),
+        ({"trainable": "mhla", "objectives": {"transfer": 1.0}, "patch": PATCH}, "true"),
+    ],
+)
+def test_two_processes_are_one_with_twice_the_batch(
+    settings: dict[str, Any], told_of_cpus: str, tmp_path: Path
+) -> None:
     common = {"steps": 6, "prompt_dropout": 0.3, "gradient_accumulation": 2, "learning_rate": 1e-3, **settings}
     validation = ValidationConfig(samples=3, every=3)
-    two = start_distributed_training(
-        one_stage(tmp_path / "two", batch_size=1, validation=validation, **common), processes=2
-    )
+    config = one_stage(tmp_path / "two", batch_size=1, validation=validation, **common)
+    two = start_distributed_training(config, processes=2, ACCELERATE_USE_CPU=told_of_cpus)
     transformer = apply_mhla(tiny_wan(), PATCH) if "patch" in settings else tiny_wan()
     train(transformer, wan_data(), one_stage(tmp_path / "one", batch_size=2, validation=validation, **common))
     finish(two, timeout=120)
@@ -141,6 +149,13 @@ def test_two_processes_are_one_with_twice_the_batch(settings: dict[str, Any], tm
     assert len(records[0]) == len(records[1]) == 9
     for one, other in zip(*records, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_processes_that_accelerate_does_not_join_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes were launched, but accelerate has joined 1.*unset WORLD_SIZE"):
+        train(tiny_wan(), wan_data(), one_stage(tmp_path))
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import Dataset
 
 from ...config import check
+from ...devices import launched_processes
 from ..comparing import settings_of_one
 from ..output import train_into
 from ..recipe import Job, run_trainer
-from ..splitting import launched_processes
 from .blending import SoftLabels, soft_cross_entropy
 from .config import DIGITS, ClassifyConfig
 from .digits import SUMS, Sample, SumsOfDigits
