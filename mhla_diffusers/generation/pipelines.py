@@ -267,9 +267,15 @@ def family_of(model: str, component: str = "transformer") -> Family:
 
     Raises:
         FileNotFoundError: no such pipeline.
-        ValueError: a transformer that is not supported.
+        ValueError: no such component, or a transformer that is not supported.
     """
     name = component_identity(model, component).split(" ")[0]
+    if name == "none":
+        supported = {cls for family in families() for cls in family.transformers}
+        entries = read_json(pipeline_file(model, "model_index.json")).items()
+        parts = [part for part, entry in entries if isinstance(entry, list) and entry[1] in supported]
+        known = f"its transformers are: {', '.join(parts)}" if parts else "and no other transformer that is supported"
+        raise ValueError(f"{model} has no component {component!r}; {known}.")
     for family in families():
         if name in family.transformers:
             return family

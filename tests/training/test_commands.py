@@ -283,6 +283,7 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path: Path, model: str
     refused("is no diffusers pipeline", f"model={tmp_path}", error=FileNotFoundError)
     refused("patch='sana-0.6b' is for the 'sana' family .* belongs to 'wan'", "patch=sana-0.6b")
     refused("The vae of .* is 'AutoencoderKLWan', which is not supported", "component=vae")
+    refused("has no component 'transformer_2'; its transformers are: transformer", "component=transformer_2")
     with pytest.raises(ValueError, match="too few for 9 blocks"):
         dry_run(
             TrainingConfig.from_yaml(

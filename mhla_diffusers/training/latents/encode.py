@@ -13,7 +13,7 @@ from ...families import Clip, Family, Sample, get_family
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
 from .cache import CacheHeader, CacheIndex, CacheWriter
-from .media import Media, UnreadableMediaError, read_clip
+from .media import Media, TarMember, UnreadableMediaError, read_clip
 from .sources import find_media
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ def encode_folder(
 ) -> CacheIndex:
     """Turn videos or images with captions into a cache; go on where an earlier call stopped.
 
-    Unreadable files, and samples of tar shards without a caption, are skipped, and listed in the log and in the index.
+    Unreadable files, and samples of tar shards without a caption that the model takes, are skipped, and listed in the
+    log and in the index.
 
     Args:
         pipe: the pipeline whose autoencoder and text encoder are used.
@@ -37,13 +38,13 @@ def encode_folder(
 
     Raises:
         FileNotFoundError: nothing to encode.
-        ValueError: missing captions, sizes that the model cannot take, a cache that was made otherwise, or not one
-            readable file.
+        ValueError: captions beside files that are missing or no class of a DiT, sizes that the model cannot take, a
+            cache that was made otherwise, or not one readable file.
     """
     family = get_family(pipe.transformer)
     clip = clip or family.default_clip
     _check_clip(family, pipe, clip)
-    media = find_media(source)
+    media = _with_checked_captions(family, pipe, find_media(source))
     settings = {"frames": clip.frames, "fps": clip.fps, "sizes": [list(size) for size in clip.sizes]}
     writer = CacheWriter(output, replace(model_header(model, family), settings=settings))
     writer.set_empty(_on_cpu(family.encode_prompt(pipe, "")))
@@ -156,6 +157,34 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
         raise ValueError(f"frames={clip.frames} is for video models; this one makes images, so frames must be 1.")
 
 
+def _with_checked_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
+    """The same, samples of shards with their problem where the model cannot be asked for their caption.
+
+    Raises:
+        ValueError: it cannot be asked for that of a file, which is named.
+    """
+    checked: list[Media] = []
+    wrong: dict[str, str] = {}
+    for item in media:
+        problem = item.problem or _problem_of_caption(family, pipe, item.caption)
+        if problem is not None and item.problem is None and not isinstance(item.file, TarMember):
+            wrong[item.name] = problem
+        checked.append(replace(item, problem=problem))
+    if wrong:
+        name, problem = next(iter(wrong.items()))
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ValueError(f"The captions of {name}{more} cannot be used: {problem}")
+    return checked
+
+
+def _problem_of_caption(family: Family, pipe: Any, caption: str) -> str | None:
+    try:
+        family.check_prompt(pipe, caption)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def _for_autoencoder(pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
     """uint8 (3, F, H, W) as the autoencoder takes them: (1, 3, F, H, W) in [-1, 1], on its device and in its type."""
     return (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
@@ -204,5 +233,5 @@ def _on_cpu(sample: Sample) -> dict[str, torch.Tensor]:
 
 def _report(index: CacheIndex) -> None:
     for name, reason in index.skipped.items():
-        logger.warning("Skipped %s: %s.", name, reason)
+        logger.warning("Skipped %s: %s.", name, reason.rstrip("."))
     logger.info("%d samples encoded, %d files skipped.", len(index.samples), len(index.skipped))

@@ -1,4 +1,5 @@
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,31 @@ def test_classes_that_a_dit_does_not_know_are_refused_before_anything_is_generat
     with pytest.raises(ValueError, match=r"Size \(16, 32\) is no square"):
         synthesize(pipe, "unused", ["dog"], tmp_path / "cache", Clip(1, 1.0, ((16, 32),)))
     assert not (tmp_path / "cache").exists()
+
+
+def test_captions_that_are_no_class_are_refused_before_anything_is_encoded(tmp_path: Path) -> None:
+    pipe = dit_pipeline()
+    (tmp_path / "images").mkdir()
+    for name, caption in (("a", "dog"), ("b", "horse"), ("c", "cow")):
+        write_image(tmp_path / "images" / f"{name}.png")
+        (tmp_path / "images" / f"{name}.txt").write_text(caption)
+    with pytest.raises(ValueError, match=r"captions of b.png and 1 more .*: 'horse' is no class of this DiT.*cat, dog"):
+        encode_folder(pipe, "unused", tmp_path / "images", tmp_path / "cache", IMAGE_CLIP)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_samples_of_shards_whose_caption_is_no_class_are_skipped(tmp_path: Path) -> None:
+    pipe = dit_pipeline()
+    pipe.save_pretrained(tmp_path / "dit")
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        for name, caption in (("a", "dog"), ("b", "horse")):
+            write_image(tmp_path / f"{name}.png")
+            (tmp_path / f"{name}.txt").write_text(caption)
+            for suffix in ("png", "txt"):
+                archive.add(tmp_path / f"{name}.{suffix}", f"{name}.{suffix}")
+    index = encode_folder(pipe, str(tmp_path / "dit"), tmp_path / "0.tar", tmp_path / "cache", IMAGE_CLIP)
+    assert [sample.source for sample in index.samples] == ["0.tar/a.png"]
+    assert index.skipped["0.tar/b.png"].startswith("'horse' is no class")
 
 
 def test_killed_writer_leaves_a_good_cache_and_damage_is_named(tmp_path: Path) -> None:
