@@ -30,8 +30,18 @@ def written_aside(file: Path) -> Iterator[Path]:
     try:
         yield aside
         aside.replace(file)
+    except OSError as error:
+        # a full disk is told without the file, or with the name of what is written aside
+        if error.errno is None or error.filename not in (None, str(aside)):
+            raise
+        raise cannot_write(file, error.strerror) from error
     finally:
         aside.unlink(missing_ok=True)
+
+
+def cannot_write(file: Path, reason: object) -> OSError:
+    """The error of a file that cannot be written, such as on a full disk."""
+    return OSError(f"Cannot write {file}: {reason}. Free some space, or choose another folder.")
 
 
 def write_text(text: str, file: Path) -> None:
@@ -64,12 +74,16 @@ def write_tensors(tensors: Mapping[str, "torch.Tensor"], file: Path, metadata: M
     Raises:
         OSError: the file cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     with written_aside(file) as aside:
         aside.touch()
         rights = aside.stat().st_mode
-        save_file(dict(tensors), aside, metadata=None if metadata is None else dict(metadata))
+        try:
+            save_file(dict(tensors), aside, metadata=None if metadata is None else dict(metadata))
+        except SafetensorError as error:  # a full disk, for example
+            raise cannot_write(file, error) from error
         aside.chmod(rights)  # safetensors writes a temporary file of its own, which only its owner may read
 
 

@@ -182,12 +182,18 @@ def picture_features(images: torch.Tensor) -> ImageFeatures:
     """What the classifier sees of pictures with one digit: an extractor for ``mhla eval fid``.
 
     Args:
-        images: uint8 (B, 3, 64, 64), as the tiny DiT pipeline makes them.
+        images: uint8 (B, 3, H, W), or videos (B, F, 3, H, W), whose features are the means over their frames. Sizes
+            other than the 64x64 of the tiny pipelines are brought to that.
     """
     classifier = load_classifier()
-    crops = crop(images.float().mean(dim=1) / 255, _WHOLE, TINY["dit"].digit_size)
+    grey = images.float().mean(dim=-3).flatten(0, -3) / 255
+    if grey.shape[1:] != (PICTURE_SIZE, PICTURE_SIZE):
+        grey = nn.functional.interpolate(grey[:, None], (PICTURE_SIZE,) * 2, mode="bilinear", antialias=True)[:, 0]
+    crops = crop(grey, _WHOLE, TINY["dit"].digit_size)
     with torch.no_grad():
-        return ImageFeatures(classifier.describe(crops), probabilities=classifier(crops).softmax(dim=1))
+        features = classifier.describe(crops), classifier(crops).softmax(dim=1)
+    pooled, probabilities = (x.view(len(images), -1, x.shape[1]).mean(dim=1) for x in features)
+    return ImageFeatures(pooled, probabilities=probabilities)
 
 
 def digit_shown(images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
@@ -201,11 +207,16 @@ def digit_shown(images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.T
         (B,) part of the digits, over all frames.
 
     Raises:
-        ValueError: a caption without a digit word.
+        ValueError: a caption without a digit word, or pictures of another size, whose digits it would not find.
     """
     classifier = load_classifier()
     parts = []
     for image, text in zip(images, texts, strict=True):
+        if image.shape[-2:] != (PICTURE_SIZE, PICTURE_SIZE):
+            raise ValueError(
+                f"The picture of {text!r} has {image.shape[-2]}x{image.shape[-1]} pixels; digits are told apart in "
+                f"pictures of {PICTURE_SIZE}x{PICTURE_SIZE}, as the tiny pipelines make them."
+            )
         tiny, scene = next((tiny, scene) for tiny in TINY.values() if (scene := tiny.scene(text)) is not None)
         picture = image.float().mean(dim=-3).view(-1, PICTURE_SIZE, PICTURE_SIZE) / 255
         parts.append(digit_accuracy([picture], [scene], tiny, classifier))

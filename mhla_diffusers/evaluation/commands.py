@@ -41,6 +41,7 @@ def fid(
 
     chosen = load_extractor(extractor, weights, device)
     with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", FewSamplesWarning)
         scores = measure_images(
             samples, reference, chosen, name=extractor, batch_size=batch_size, progress=show_progress
         )
@@ -100,7 +101,9 @@ def clip(
 ) -> None:
     """CLIP score as SANA reports it: 100 times the cosine of image and prompt, averaged."""
     from .clip import ClipScorer, score_samples
+    from .sets import require_samples
 
+    require_samples(samples)  # before a model is asked of the Hub
     scores = score_samples(samples, ClipScorer(model, device), batch_size, show_progress)
     mean = sum(scores.values()) / len(scores)
     _report({"model": model, "samples": len(scores), "clip_score": mean}, output)
@@ -126,16 +129,19 @@ def compare_variants(
     score: Annotated[
         list[str] | None, typer.Option(help="NAME=package.module:callable of images and texts; several times.")
     ] = None,
+    similarity: Annotated[bool, typer.Option(help="PSNR, SSIM and LPIPS to the first set's samples.")] = True,
     shown: Annotated[int, typer.Option(help="Samples side by side.")] = 6,
     device: _DEVICE = "cpu",
 ) -> None:
     """One table and report over several variants: scores, paired differences, the same samples side by side."""
     from .clip import ClipScorer
-    from .compare import compare_sets
+    from .compare import SampleScore, compare_sets, read_variants
     from .extractors import load_callable, load_extractor
     from .report import score_table, write_report
+    from .similarity import load_similarities
 
-    scores = {}
+    read_variants(sets)  # before a model is asked of the Hub
+    scores: dict[str, SampleScore] = {}
     for text in score or ():
         name, separator, place = text.partition("=")
         if not separator:
@@ -143,13 +149,17 @@ def compare_variants(
         scores[name] = load_callable(place)
     if clip_model is not None:
         scores["clip_score"] = ClipScorer(clip_model, device)
+    similarities, missing = load_similarities(device) if similarity else ({}, None)
     comparison = compare_sets(
         sets,
         reference=reference,
         extractor=load_extractor(extractor, weights, device) if reference is not None else None,
         extractor_name=extractor,
         sample_scores=scores,
+        similarities=similarities,
         progress=show_progress,
     )
     typer.echo(text_table(*score_table(comparison)))
+    for remark in filter(None, [missing, *comparison.remarks]):
+        typer.echo(remark)
     typer.echo(f"Wrote {write_report(comparison, output, shown)}")

@@ -52,13 +52,14 @@ def describe_images(
         progress: see :data:`Progress`.
 
     Raises:
-        ValueError: damaged images, or fewer than two.
+        ValueError: damaged images, or fewer than two; or an extractor that gives something else than features.
     """
     pooled, spatial, score = FeatureStatistics(), FeatureStatistics(), InceptionScore()
     kept: torch.Tensor | None = None
     for batch in images.batches(batch_size):
         features = extractor(batch)
         features = features if isinstance(features, ImageFeatures) else ImageFeatures(features)
+        check_one_each("The extractor", features.pooled, len(batch))
         start = pooled.count
         pooled.update(features.pooled)
         if kept is None:
@@ -77,6 +78,17 @@ def describe_images(
         inception_score=score.compute() if score.count else None,
         features=kept,
     )
+
+
+def check_one_each(name: str, values: object, count: int) -> None:
+    """Raise unless a callable gave one value, or one row of them, for each of the samples that it was given.
+
+    Raises:
+        ValueError: naming what it gave.
+    """
+    if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != count:
+        shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise ValueError(f"{name} must give a tensor of {count} rows for {count} samples, got {shape}.")
 
 
 def _room(count: int, channels: int, store: Path | None) -> torch.Tensor:
@@ -167,8 +179,6 @@ def save_statistics(description: Description, file: Path, name: str, fingerprint
     Raises:
         OSError: the file cannot be written.
     """
-    from safetensors import SafetensorError
-
     tensors = {"mean": description.pooled.mean, "covariance": description.pooled.covariance}
     if description.spatial is not None:
         tensors |= {"spatial_mean": description.spatial.mean, "spatial_covariance": description.spatial.covariance}
@@ -177,7 +187,7 @@ def save_statistics(description: Description, file: Path, name: str, fingerprint
     metadata = {"extractor": name, "count": str(description.count), "fingerprint": fingerprint}
     try:
         write_tensors(tensors, file, metadata)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise OSError(
             f"The statistics of the reference cannot be kept at {file}: {error}. Link the reference into a folder that "
             "can be written, and name the link."

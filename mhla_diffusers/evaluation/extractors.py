@@ -1,6 +1,7 @@
 """What turns images into features: Inception as clean-fid or as the ADM suite uses it, or any callable."""
 
 import importlib
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,12 +146,11 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
         raise ValueError(f"extractor={choice!r} is unknown; allowed: adm, clean, or package.module:callable.")
     if weights is not None:
         raise ValueError(f"Weights ({weights}) are for Inception; the callable {choice} brings its own.")
-    chosen: FeatureExtractor = load_callable(choice)
-    return chosen
+    return load_callable(choice)
 
 
-def load_callable(place: str) -> Any:
-    """A callable given as ``package.module:name``.
+def load_callable(place: str) -> Callable[..., Any]:
+    """A callable given as ``package.module:name``; whatever it raises becomes a ValueError that names it.
 
     Raises:
         ValueError: a text of another form, or no such callable.
@@ -162,4 +162,14 @@ def load_callable(place: str) -> Any:
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
         raise ValueError(f"{module} has no callable named {name!r}.")
-    return found
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return found(*arguments)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise ValueError(
+                f"{place} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})."
+            ) from error
+
+    return call

@@ -66,7 +66,7 @@ def measure_images(
         OSError: statistics cannot be kept beside the reference.
 
     Warns:
-        FewSamplesWarning: with the number.
+        FewSamplesWarning: with how many there are, of samples or reference, and how many each score needs.
     """
     images = open_images(samples)
     with TemporaryDirectory(prefix="mhla-features-") as folder:
@@ -75,7 +75,10 @@ def measure_images(
             Path(reference), extractor, name, batch_size=batch_size, store=stores[0], progress=progress
         )
         found = describe_images(images, extractor, batch_size, stores[1], progress)
-        _warn_of_few(images.path, found)
+        for path, description in ((images.path, found), (Path(reference), expected)):
+            remark = too_few(path, description)
+            if remark is not None:
+                warnings.warn(remark, FewSamplesWarning, stacklevel=2)
         return score_description(found, expected)
 
 
@@ -92,12 +95,13 @@ def score_description(found: Description, expected: Description) -> ImageScores:
     return ImageScores(found.count, expected.count, fid, sfid, found.inception_score, precision, recall, kid)
 
 
-def _warn_of_few(path: Path, found: Description) -> None:
-    channels = len(found.pooled.mean)
-    if found.count is not None and found.count < _STABLE * channels:
-        warnings.warn(
-            f"{path} holds {found.count} images. With {channels} channels a Fréchet distance is stable from about "
-            f"{_STABLE * channels} on; compare it only with distances of as many images, or look at KID.",
-            FewSamplesWarning,
-            stacklevel=3,
-        )
+def too_few(path: Path, found: Description) -> str | None:
+    """What to say of a set that is too small for a stable Fréchet distance; None of one that is large enough."""
+    stable = _STABLE * len(found.pooled.mean)
+    if found.count is None or found.count >= stable:
+        return None
+    return (
+        f"{path} holds {found.count} images. A Fréchet distance of {len(found.pooled.mean)} channels is stable from "
+        f"about {stable} on; ADM's suite takes 10000 images for precision and recall, and 5000 for the Inception "
+        "score. Compare these scores only with those of as many images, or look at KID, which is unbiased."
+    )

@@ -14,6 +14,7 @@ from ..reporting import html_media, html_page, html_table, html_table_of
 from .compare import Comparison, Row
 
 _TITLE = "Attention variants compared"
+_INTERVALS = "Over the same samples, with 95 % bootstrap intervals of the samples."
 _HEADINGS = {
     "fid": "FID ↓",
     "sfid": "sFID ↓",
@@ -27,6 +28,9 @@ _HEADINGS = {
     "semantic": "Semantic ↑",
     "total": "Total ↑",
     "held_out_loss": "held-out loss ↓",
+    "psnr": "PSNR (dB) ↑",
+    "ssim": "SSIM ↑",
+    "lpips": "LPIPS ↓",
 }
 """Scores of which it is known where better values lie; others stand under their own name."""
 
@@ -80,6 +84,23 @@ def difference_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
     return header, rows
 
 
+def similarity_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the similarities to the first variant; no rows where none was measured."""
+    header = ["variant", "measure", f"similarity to {comparison.rows[0].variant.name}", "95 % interval"]
+    rows = [
+        [row.variant.name, _HEADINGS.get(name, name), f"{found.value:.4g}", f"{found.low:.4g} to {found.high:.4g}"]
+        for row in comparison.rows[1:]
+        for name, found in row.similarities.items()
+    ]
+    return header, rows
+
+
+def _sections(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of the tables with intervals, those that have rows."""
+    tables = {"Paired differences": difference_table(comparison), "Similarity": similarity_table(comparison)}
+    return [(title, header, rows) for title, (header, rows) in tables.items() if rows]
+
+
 def _facts(comparison: Comparison) -> str:
     choices, samples = comparison.rows[0].variant.choices, comparison.rows[0].variant.samples
     facts = {
@@ -97,15 +118,12 @@ def _facts(comparison: Comparison) -> str:
 
 
 def _html(comparison: Comparison, shown: int) -> str:
-    header, rows = difference_table(comparison)
-    differences = (
-        "<h2>Paired differences</h2><p>Over the same samples, with 95 % bootstrap intervals of the samples.</p>"
-        + html_table(header, rows)
-        if rows
-        else ""
+    intervals = "".join(
+        f"<h2>{title}</h2><p>{_INTERVALS}</p>{html_table(header, rows)}"
+        for title, header, rows in _sections(comparison)
     )
     remarks = "".join(f"<p>{escape(remark)}</p>" for remark in comparison.remarks)
-    body = f"{html_table(*score_table(comparison))}<p>{escape(_facts(comparison))}</p>{differences}{remarks}"
+    body = f"{html_table(*score_table(comparison))}<p>{escape(_facts(comparison))}</p>{intervals}{remarks}"
     return html_page(_TITLE, f"{body}<h2>The same noise and text</h2>{_side_by_side(comparison.rows, shown)}")
 
 
@@ -120,9 +138,8 @@ def _side_by_side(rows: Sequence[Row], shown: int) -> str:
 
 def _markdown(comparison: Comparison) -> str:
     parts = [f"# {_TITLE}", _markdown_table(*score_table(comparison)), _facts(comparison)]
-    header, rows = difference_table(comparison)
-    if rows:
-        parts += ["## Paired differences", _markdown_table(header, rows)]
+    for title, header, rows in _sections(comparison):
+        parts += [f"## {title}", _markdown_table(header, rows)]
     return "\n\n".join([*parts, *comparison.remarks]) + "\n"
 
 
@@ -138,6 +155,7 @@ def _as_json(comparison: Comparison) -> dict[str, object]:
                 "choices": row.variant.choices,
                 "scores": row.scores,
                 "differences": {name: asdict(interval) for name, interval in row.differences.items()},
+                "similarities": {name: asdict(interval) for name, interval in row.similarities.items()},
             }
             for row in comparison.rows
         },

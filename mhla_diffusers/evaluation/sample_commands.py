@@ -38,15 +38,17 @@ def classes(
     output: _FOLDER,
     count: Annotated[int, typer.Option(help="How many images; 50000 for ImageNet.")],
     options: SetOptions,
-    labels: Annotated[int, typer.Option(help="Number of classes.")] = 1000,
+    labels: Annotated[int | None, typer.Option(help="Number of classes; all of the model if left out.")] = None,
     label_order: Annotated[str, typer.Option(help="balanced or random.")] = "balanced",
     npz: _NPZ = None,
 ) -> None:
     """Images of classes, as FID on ImageNet needs them."""
-    from ..generation.pipelines import family_named
+    from ..generation.pipelines import class_count, family_named
 
     if not family_named(options.family).prompts_are_classes:
         raise ValueError(f"{options.family} is asked for text, not for classes; use mhla eval samples prompts.")
+    if labels is None:
+        labels = class_count(options.model, options.family)
     if _generate(options, output, class_samples(count, labels, label_order, options.seed)):
         _pack(output, npz)
 

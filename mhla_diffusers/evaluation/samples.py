@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..files import check_writable
 from ..generation import PipelineChoice, generator_for
-from ..generation.record import RECORD_NAME, first_sample, import_imageio, record_choices, write_sample
+from ..generation.record import RECORD_NAME, first_sample, import_imageio, is_whole, record_choices, write_sample
 from .sets import Sample, read_sample_list, write_sample_list
 
 
@@ -40,7 +40,7 @@ class SampleConfig(PipelineChoice):
 
 
 def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1) -> Iterator[int]:
-    """Generate what this process has to and is not there yet.
+    """Generate what this process has to and is not there yet, or is there in part.
 
     Args:
         config: what to generate.
@@ -58,7 +58,7 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
     if config.of_family.makes_videos:
         import_imageio()
     own = config.samples[process::processes]
-    missing = [sample for sample in own if not (config.output / sample.file).is_file()]
+    missing = [sample for sample in own if not is_whole(config.output / sample.file)]
     done = len(own) - len(missing)
     yield done
     if not missing:

@@ -164,6 +164,15 @@ class Family(Structure):
 
     # Calling the pipeline
 
+    def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """How many classes a pipeline was trained on, told without loading it; 0 where prompts are text.
+
+        Args:
+            index: what its ``model_index.json`` holds.
+            config: what the ``config.json`` of its transformer holds.
+        """
+        return 0
+
     def check_prompt(self, pipe: Any, prompt: str) -> None:
         """Raise unless the pipeline can be asked for a prompt.
 

@@ -93,6 +93,10 @@ class DiTFamily(Family):
         """``class_labels`` ()."""
         return {"class_labels": torch.empty((), dtype=torch.int64, device="meta")}
 
+    def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """Those with names; all that the transformer has room for if none has a name."""
+        return len(index.get("id2label") or {}) or int(config["num_embeds_ada_norm"])
+
     def check_prompt(self, pipe: Any, prompt: str) -> None:
         """Raise unless the pipeline has the class.
 

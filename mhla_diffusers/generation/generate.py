@@ -11,7 +11,7 @@ import torch
 
 from ..files import folder_for_results
 from .pipelines import PipelineChoice
-from .record import check_choices, import_imageio, record_choices, write_sample
+from .record import check_choices, import_imageio, is_whole, record_choices, write_sample
 
 MAX_SEED = 2**63 - 1
 """Of torch's generators, which take a few more, but map negative ones to others."""
@@ -67,13 +67,13 @@ def plan_tasks(config: GenerationConfig) -> list[Task]:
 
 
 def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
-    """Generate what is not there yet.
+    """Generate what is not there yet, or is there in part.
 
     Yields:
         Each task and whether it was generated (True) or its file was there already (False).
 
     Raises:
-        OSError: the output folder cannot be written; said before anything is loaded.
+        OSError: the output folder cannot be written, said before anything is loaded; or a file, as on a full disk.
         ValueError: a setting that the pipeline does not take, unknown class label, a model of another family, a patch
             that is unknown or does not fit, or a folder of files that were made with other choices.
     """
@@ -85,7 +85,7 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
             import_imageio()
         pipe: Any = None
         for task in plan_tasks(config):
-            if task.file.exists():
+            if is_whole(task.file):
                 yield task, False
                 continue
             if pipe is None:

@@ -250,6 +250,23 @@ def component_identity(model: str, component: str) -> str:
     return f"{name} (configuration {digest[:12]})"
 
 
+def class_count(model: str | None, family: str) -> int:
+    """How many classes a pipeline of a class-conditional family was trained on, read without its weights.
+
+    Args:
+        model: Hub id or folder of the pipeline; None for the tiny one.
+        family: name of the family.
+
+    Raises:
+        FileNotFoundError: no such pipeline.
+        ValueError: the family is unknown.
+    """
+    place = str(pipeline_folder(family)) if model is None else model
+    files = ("model_index.json", "transformer/config.json")
+    index, config = (read_json(pipeline_file(place, name)) for name in files)
+    return family_named(family).class_count(index, config)
+
+
 def family_named(name: str) -> Family:
     """The registered family of diffusion models of a name.
 

@@ -1,9 +1,11 @@
 """A folder of generated files: writing them, and the record of how they were made."""
 
+import errno
 import hashlib
+import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -12,6 +14,8 @@ from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, read_json, write_
 
 RECORD_NAME = "generation.json"
 """File beside what was generated that says how."""
+
+_END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 
 def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
@@ -70,6 +74,37 @@ def first_sample(folder: Path) -> Path | None:
     return next((file for file in samples if not file.name.startswith(".")), None)
 
 
+def is_whole(file: Path) -> bool:
+    """Whether a file is there and holds all of an MP4 or PNG; of other formats, whether it is there."""
+    if not file.is_file():
+        return False
+    length = file.stat().st_size
+    with file.open("rb") as stream:
+        if file.suffix == ".mp4":
+            return _is_whole_video(stream, length)
+        if file.suffix == ".png":
+            stream.seek(max(0, length - len(_END_OF_PNG)))
+            return stream.read() == _END_OF_PNG
+    return True
+
+
+def _is_whole_video(stream: BinaryIO, length: int) -> bool:
+    """Whether the boxes of an MP4 fill the file, and the index of its frames, which is written last, is among them."""
+    kinds, place = set(), 0
+    while place + 8 <= length:
+        stream.seek(place)
+        size, kind = struct.unpack(">I4s", stream.read(8))
+        if size == 1:  # the next eight bytes tell it
+            size = int.from_bytes(stream.read(8), "big")
+        elif size == 0:  # the rest of the file
+            size = length - place
+        if size < 8:
+            return False
+        kinds.add(kind)
+        place += size
+    return place == length and {b"mdat", b"moov"} <= kinds
+
+
 def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:
     """Write what a pipeline generated, whole or not at all.
 
@@ -98,11 +133,18 @@ def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
         frames_per_second: how fast it plays.
 
     Raises:
+        OSError: ffmpeg failed, as on a full disk.
         ImportError: imageio is missing.
     """
     imageio = import_imageio()
     pixels = [(255 * torch.as_tensor(frame).clamp(0, 1)).round().to(torch.uint8).numpy() for frame in frames]
-    imageio.mimwrite(file, pixels, format="FFMPEG", fps=frames_per_second, macro_block_size=2, quality=9)
+    failed = OSError(errno.EIO, "ffmpeg failed before the video was whole, as on a full disk", str(file))
+    try:
+        imageio.mimwrite(file, pixels, format="FFMPEG", fps=frames_per_second, macro_block_size=2, quality=9)
+    except OSError as error:
+        raise failed from error
+    if not is_whole(file):  # imageio does not look at how ffmpeg ended
+        raise failed
 
 
 def import_imageio() -> Any:

@@ -53,12 +53,13 @@ def stream_latents(
         pixels of all.
 
     Raises:
-        ValueError: a pipeline that takes pictures or has two transformers, a patch that leaves no state behind, a size
-            that is cut into no tokens, or fewer than one frame block or step.
+        TypeError: a prompt that is no text, or a size or count that is no whole number.
+        ValueError: no prompt, a pipeline that takes pictures or has two transformers, a patch that leaves no state
+            behind, a size that is cut into no tokens, or fewer than one frame block or step.
     """
     transformer, family = pipe.transformer, get_family(pipe.transformer)
+    prompts = _prompts(prompt)
     _check(pipe, family, height, width, steps, frame_blocks)
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     texts = [prompts, [negative_prompt] * len(prompts)][: 2 if guidance != 1 else 1]
     streams = [VideoStream(transformer) for _ in texts]
     if frame_blocks is not None:
@@ -106,15 +107,40 @@ def decode_latents(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
 
     Returns:
         (B, frames, H, W, 3) in [0, 1], float32 on the CPU.
+
+    Raises:
+        TypeError: latents that are no floating point tensor.
+        ValueError: latents of another shape.
     """
+    if not (isinstance(latents, torch.Tensor) and latents.is_floating_point()):
+        given = latents.dtype if isinstance(latents, torch.Tensor) else type(latents).__name__
+        raise TypeError(f"latents must be a floating point tensor, got {given}.")
+    channels = pipe.transformer.config.out_channels
+    if latents.ndim != 5 or latents.shape[1] != channels or not latents.numel():
+        raise ValueError(
+            f"latents must be of the shape (B, {channels}, F, H, W), as stream_latents gives them side by side along "
+            f"dim=2, got {tuple(latents.shape)}."
+        )
     scaled = of_own_scale(pipe.vae, latents.float())
     pixels = pipe.vae.decode(scaled.to(pipe.vae.device, pipe.vae.dtype), return_dict=False)[0]
     return torch.as_tensor(pipe.video_processor.postprocess_video(pixels, output_type="np"))
 
 
+def _prompts(prompt: str | Sequence[str]) -> list[str]:
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, Sequence) or not all(isinstance(text, str) for text in prompts):
+        raise TypeError(f"prompt={prompt!r} must be a text, or a list of texts for a batch.")
+    if not prompts:
+        raise ValueError("There are no prompts; give a text, or a list of texts for a batch.")
+    return list(prompts)
+
+
 def _check(pipe: Any, family: Family, height: int, width: int, steps: int, frame_blocks: int | None) -> None:
-    for name, value in (("steps", steps), ("frame_blocks", frame_blocks)):
-        if value is not None and value < 1:
+    wholes = {"height": height, "width": width, "steps": steps}
+    for name, value in (wholes if frame_blocks is None else {**wholes, "frame_blocks": frame_blocks}).items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be a whole number.")
+        if value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
     if getattr(pipe, "transformer_2", None) is not None:
         raise ValueError(
@@ -128,8 +154,8 @@ def _check(pipe: Any, family: Family, height: int, width: int, steps: int, frame
             "the others are of a picture, which frame blocks after the first do not have. Use a text-to-video pipeline."
         )
     side = family.spatial_stride(pipe) * family.spatial_patch(pipe.transformer)
-    if height % side or width % side or height < 1 or width < 1:
-        raise ValueError(f"height={height} and width={width} must be positive multiples of {side}.")
+    if height % side or width % side:
+        raise ValueError(f"height={height} and width={width} must be multiples of {side}.")
 
 
 def _check_end(transformer: Any, family: Family, frame_blocks: int) -> None:

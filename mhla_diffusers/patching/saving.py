@@ -68,6 +68,7 @@ def save_mhla(
     Raises:
         ValueError: not patched, unknown ``weights``, LoRA adapters, offloaded or quantised weights in the way, no base
             known, NaN or infinite values, an unsupported ``dtype``, or a value that ``dtype`` cannot hold.
+        OSError: the folder cannot be written, as on a full disk; the patch that was in it stays.
     """
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(get_args(Weights))}.")
@@ -238,7 +239,7 @@ def _base_transformer(name: str, transformer: nn.Module, base: Any, base_model: 
 
 def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], record: PatchRecord) -> tuple[str, str]:
     """Write the safetensors file; return its name and hash."""
-    aside = folder / f".mhla-{os.getpid()}.tmp"
+    aside = folder / f".mhla-{os.getpid()}.safetensors"  # errors name it
     try:
         # one entry alone: safetensors writes several in any order, and the name is that of the content
         write_tensors(tensors, aside, {"mhla": json.dumps(record.settings(), sort_keys=True)})

@@ -85,6 +85,24 @@ def test_text_without_digits_is_refused():
         digit_shown([torch.zeros(3, 64, 64, dtype=torch.uint8)], ["a cat"])
 
 
+def test_pictures_of_another_size_have_no_digits_that_could_be_found():
+    with pytest.raises(ValueError, match="picture of '7' has 128x64 pixels.*64x64"):
+        digit_shown([torch.zeros(3, 128, 64, dtype=torch.uint8)], ["7"])
+
+
+def test_features_are_of_any_size_and_of_videos():
+    scenes = [Scene((label,)) for label in range(10)]
+    images = torch.stack([as_image(x) for x in real_scenes(scenes, TINY["dit"], load_digits("held-out"), seed=0)])
+    expected = picture_features(images)
+    larger = picture_features(images.repeat_interleave(2, dim=-1).repeat_interleave(2, dim=-2))
+    assert torch.equal(larger.probabilities.argmax(dim=1), expected.probabilities.argmax(dim=1))
+    # the first video shows one digit, the second one all of them
+    videos = picture_features(torch.stack([images[:1].expand(10, -1, -1, -1), images]))
+    assert videos.pooled.shape == (2, 64)
+    torch.testing.assert_close(videos.pooled, torch.stack([expected.pooled[0], expected.pooled.mean(dim=0)]))
+    torch.testing.assert_close(videos.probabilities[1], expected.probabilities.mean(dim=0))
+
+
 def test_features_come_with_probabilities():
     scenes = [Scene((label,)) for label in range(10)]
     pictures = real_scenes(scenes, TINY["dit"], load_digits("held-out"), seed=0)

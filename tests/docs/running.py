@@ -78,7 +78,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^accelerate launch finetune/adapt.py .*", r"\g<0> stages.0.steps=1 output=outputs/launched"),
     # evaluation
     (r'^accelerate launch "\$\(command -v mhla\)"', "mhla"),
-    (r"^(mhla eval samples classes .*)--count 50000", r"\1--count 4 --labels 10 --set num_inference_steps=1"),
+    (r"^(mhla eval samples classes .*)--count 50000", r"\1--count 4 --set num_inference_steps=1"),
     (r"^mhla eval samples (prompts|geneval) sana/.*", rf"\g<0> {SANA_SET}"),
     (r"^mhla eval samples prompts outputs/.*", r"\g<0> --set num_inference_steps=1"),
     (r"^mhla eval samples vbench .*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),

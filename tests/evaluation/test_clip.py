@@ -74,6 +74,14 @@ def test_scores_are_cosines_of_image_and_prompt(clip_folder, tmp_path):
     assert json.loads((tmp_path / "clip.json").read_text())["clip_score"] == pytest.approx(mean, abs=1e-3)
 
 
+def test_sets_are_looked_at_before_a_model_is_looked_for(tmp_path):
+    """One that is not here would be asked of the Hub."""
+    for command in (("clip", tmp_path, "--model"), ("compare", tmp_path, tmp_path, "--clip-model")):
+        ended = mhla("eval", *command, tmp_path / "no-model")
+        assert isinstance(ended.exception, FileNotFoundError)
+        assert "has no samples.json" in str(ended.exception)
+
+
 def test_long_prompts_are_cut(clip_folder):
     scorer = ClipScorer(str(clip_folder))
     image = torch.zeros(3, 16, 16, dtype=torch.uint8)

@@ -92,6 +92,10 @@ def test_missing_interval_of_many_channels_is_said(folders, tmp_path):
         assert "channels has no interval" in text
 
 
+def test_few_samples_are_remarked_upon(folders):
+    assert [text for text in compared(folders).remarks if "softmax holds 30 images" in text and "about 60" in text]
+
+
 def test_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
     covered = 0
     for seed in range(100):
@@ -162,8 +166,8 @@ def test_sets_that_are_not_paired_are_refused(folders, tmp_path):
 
 def test_nothing_to_compare_by_is_said(tmp_path):
     sets = [write_set(tmp_path / name, 128) for name in ("a", "b")]
-    shown = mhla("eval", "compare", *sets, "--output", tmp_path / "report")
-    for way in ("--reference", "--clip-model", "--score", "scores.json"):
+    shown = mhla("eval", "compare", *sets, "--output", tmp_path / "report", "--no-similarity")
+    for way in ("--reference", "--clip-model", "--score", "--similarity", "scores.json"):
         assert way in str(shown.exception)
     assert not (tmp_path / "report").exists()
     (sets[1] / "scores.json").write_text('{"held_out_loss": 0.5}')

@@ -1,12 +1,16 @@
 """Features of images: Inception's weights, and callables of one's own."""
 
+import re
+
 import pytest
 import torch
 
 from mhla_diffusers.evaluation.extractors import CleanInception, load_extractor
 from mhla_diffusers.evaluation.fid import measure_images
+from mhla_diffusers.generation.record import write_video
 
-from .pictures import blocks, write_pictures
+from .pictures import blocks, mhla, write_pictures
+from .test_compare import write_set
 
 
 @pytest.mark.parametrize(("choice", "file"), [("adm", "6726825d.pth"), ("clean", "inception-2015-12-05.pt")])
@@ -23,6 +27,53 @@ def test_unknown_extractors_are_refused(tmp_path):
         load_extractor("tests.evaluation.pictures:none")
     with pytest.raises(ValueError, match="brings its own"):
         load_extractor("tests.evaluation.pictures:blocks", tmp_path)
+
+
+def broken(*arguments):
+    raise KeyError("no such colour")
+
+
+def one_number(*arguments):
+    return 3
+
+
+def one_row(*arguments):
+    return torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "broken",
+            "tests.evaluation.test_extractors:broken raised KeyError: 'no such colour' .*test_extractors.py, line",
+        ),
+        ("one_number", "must give a tensor of .* rows for .* samples, got int"),
+        ("one_row", r"must give a tensor of .* rows for .* samples, got \(1,\)"),
+    ],
+)
+def test_callables_of_a_user_that_fail_are_named(tmp_path, name, message):
+    plug = f"tests.evaluation.test_extractors:{name}"
+    sets = [write_set(tmp_path / name, 128) for name in ("a", "b")]
+    for command in (("fid", *sets, "--extractor", plug), ("compare", *sets, "--score", f"own={plug}")):
+        ended = mhla("eval", *command)
+        assert isinstance(ended.exception, ValueError), ended.exception
+        assert re.search(message, str(ended.exception))
+
+
+def test_extractor_of_digits_takes_mixed_sizes_and_folders_of_videos(tmp_path):
+    pytest.importorskip("imageio_ffmpeg")
+    pytest.importorskip("av")
+    mixed = write_pictures(tmp_path / "mixed", 4, size=64)
+    (tmp_path / "videos").mkdir()
+    write_pictures(mixed / "more", 2, size=48)
+    for number in range(3):
+        noise = torch.rand(5, 32, 32, 3, generator=torch.Generator().manual_seed(number))
+        write_video(noise, tmp_path / "videos" / f"{number}.mp4", 6)
+    for folder, count in ((mixed, 6), (tmp_path / "videos", 3)):
+        shown = mhla("eval", "fid", folder, mixed, "--extractor", "mhla_diffusers.demo.judging:picture_features")
+        assert shown.exit_code == 0, shown.exception
+        assert f"samples: {count}" in shown.output
 
 
 class Backbone(torch.nn.Module):

@@ -95,6 +95,8 @@ def test_published_statistics_are_read(folders, tmp_path):
 def test_few_samples_are_warned_of_with_their_number(folders):
     with pytest.warns(FewSamplesWarning, match="holds 20 images.*about 60 on"):
         measure(write_pictures(folders[0].with_name("few"), 20), folders[1])
+    with pytest.warns(FewSamplesWarning, match="few-real holds 4 images.*about 60 on.*10000.*5000"):
+        measure(folders[0], write_pictures(folders[0].with_name("few-real"), 4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         measure(*folders)
@@ -147,7 +149,9 @@ def test_command_reports_and_writes(folders, tmp_path):
     written = json.loads((tmp_path / "fid.json").read_text())
     assert f"fid: {written['fid']:.4f}" in ended.output
     assert written["samples"] == 80
-    few = mhla("eval", "fid", write_pictures(tmp_path / "few", 20), folders[1], "--extractor", extractor)
+    with warnings.catch_warnings():  # also where PYTHONWARNINGS leaves none
+        warnings.simplefilter("ignore")
+        few = mhla("eval", "fid", write_pictures(tmp_path / "few", 20), folders[1], "--extractor", extractor)
     assert "Warning: " in few.stderr
     assert "holds 20 images" in few.stderr
     missing = mhla("eval", "fid", *map(str, folders))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mhla_diffusers.evaluation.images import open_images
+from mhla_diffusers.families.dit import DiTFamily
 
 from .pictures import mhla
 from .test_samples import config, differences, make
@@ -33,7 +34,7 @@ def test_each_kind_of_set_takes_its_own_options_and_those_of_all():
 
 
 def test_classes_go_into_adm_s_npz_and_the_command_goes_on(tmp_path):
-    asked = (tmp_path / "out", "--family", "dit", "--labels", "10", *FAST, "--batch-size", "4")
+    asked = (tmp_path / "out", "--family", "dit", *FAST, "--batch-size", "4")
     made = samples("classes", *asked, "--count", "2")
     assert made.exit_code == 0, made.output
     kept = (tmp_path / "out" / "000000.png").stat().st_mtime_ns
@@ -42,6 +43,15 @@ def test_classes_go_into_adm_s_npz_and_the_command_goes_on(tmp_path):
     assert (tmp_path / "out" / "000000.png").stat().st_mtime_ns == kept
     assert len(open_images(tmp_path / "out.npz")) == 3
     assert "seed=0, now 1" in str(samples("classes", *asked, "--count", "3", "--seed", "1").exception)
+
+
+def test_classes_are_those_that_the_model_was_trained_on(tmp_path):
+    """The tiny DiT has room for a thousand, and names for ten."""
+    made = samples("classes", tmp_path / "out", "--family", "dit", "--count", "12", *FAST, "--batch-size", "12")
+    assert made.exit_code == 0, made.exception
+    listed = json.loads((tmp_path / "out" / "samples.json").read_text())
+    assert [entry["text"] for entry in listed] == [*map(str, range(10)), "0", "1"]
+    assert DiTFamily().class_count({}, {"num_embeds_ada_norm": 1000}) == 1000
 
 
 def test_classes_that_the_model_does_not_have_are_refused(tmp_path):

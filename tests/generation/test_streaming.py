@@ -134,6 +134,40 @@ def test_what_cannot_be_streamed_is_refused_with_the_way_out() -> None:
     begin(_pipe(beyond="error"), 2)
 
 
+@pytest.mark.parametrize(
+    ("error", "message", "prompt", "call"),
+    [
+        (TypeError, "prompt=None must be a text, or a list", None, {}),
+        (TypeError, r"prompt=\['a', 3\] must be a text", ["a", 3], {}),
+        (ValueError, "no prompts", [], {}),
+        (TypeError, "frame_blocks=2.5 must be a whole number", "a cat", {"frame_blocks": 2.5}),
+        (TypeError, "height='32' must be a whole number", "a cat", {"height": "32"}),
+        (TypeError, "steps=None must be a whole number", "a cat", {"steps": None}),
+        (ValueError, "width=0 must be at least 1", "a cat", {"width": 0}),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(
+    error: type[Exception], message: str, prompt: Any, call: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=message):
+        stream_latents(_pipe(), prompt, **{"frame_blocks": 2, **_CALL, **call})
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "latents"),
+    [
+        (ValueError, r"\(B, 16, F, H, W\).*dim=2, got \(2, 2\)", torch.zeros(2, 2)),
+        (ValueError, r"got \(1, 4, 2, 4, 4\)", torch.zeros(1, 4, 2, 4, 4)),
+        (ValueError, r"got \(1, 16, 0, 4, 4\)", torch.zeros(1, 16, 0, 4, 4)),
+        (TypeError, "floating point tensor, got list", [torch.zeros(1, 16, 2, 4, 4)]),
+        (TypeError, "floating point tensor, got torch.int64", torch.zeros(1, 16, 2, 4, 4, dtype=torch.int64)),
+    ],
+)
+def test_latents_that_are_none_are_refused(error: type[Exception], message: str, latents: Any) -> None:
+    with pytest.raises(error, match=message):
+        decode_latents(wan_pipeline(), latents)
+
+
 def test_gradients_are_off_within_and_as_they_were_outside() -> None:
     pipe = _pipe()
     for latents in stream_latents(pipe, "a cat", 2, **_CALL):

@@ -1,0 +1,96 @@
+"""How alike two samples are that began as the same noise, one of them of a patched model: PSNR, SSIM and LPIPS."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import conv2d
+
+from ..devices import choose_device
+
+_LARGEST_PSNR = 100.0
+_WINDOW, _DEVIATION = 11, 1.5
+_ALEXNET = "alexnet-owt-7be5be79.pth"
+_ALEXNET_SOURCE = f"https://download.pytorch.org/models/{_ALEXNET}"
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """A measure of two frames that should look the same."""
+
+    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Takes frames and those to compare them with, both uint8 (F, 3, H, W), gives a value for each: (F,)."""
+    smallest: int = 1
+    """Height and width in pixels from which on it is defined."""
+
+
+def psnr(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Peak signal-to-noise ratio in dB, over the three channels: float64 (F,), at most 100, as of equal frames.
+
+    Args:
+        frames: uint8 (F, 3, H, W).
+        reference: like ``frames``.
+    """
+    error = (frames.short() - reference.short()).double().square().mean(dim=(1, 2, 3))
+    return (10 * (255**2 / error).log10()).clamp(max=_LARGEST_PSNR)
+
+
+def ssim(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Structural similarity (Wang et al., 2004), averaged over the three channels: float32 (F,), at most 1.
+
+    A Gaussian window of 11x11 pixels with a deviation of 1.5, where it fits into the frame; K1 = 0.01, K2 = 0.03.
+
+    Args:
+        frames: uint8 (F, 3, H, W), of 11 pixels or more in height and width.
+        reference: like ``frames``.
+    """
+    places = torch.arange(_WINDOW, device=frames.device) - _WINDOW // 2
+    window = (-places.square() / (2 * _DEVIATION**2)).exp()
+    window = (window / window.sum()).view(1, 1, 1, -1)
+
+    def local_mean(channels: torch.Tensor) -> torch.Tensor:
+        return conv2d(conv2d(channels, window), window.mT)
+
+    first, second = (x.flatten(0, 1)[:, None].float() / 255 for x in (frames, reference))
+    means = local_mean(first), local_mean(second)
+    variances = local_mean(first.square()) - means[0].square(), local_mean(second.square()) - means[1].square()
+    covariance = local_mean(first * second) - means[0] * means[1]
+    luminance = (2 * means[0] * means[1] + 0.01**2) / (means[0].square() + means[1].square() + 0.01**2)
+    structure = (2 * covariance + 0.03**2) / (variances[0] + variances[1] + 0.03**2)
+    return (luminance * structure).view(len(frames), -1).mean(dim=1)
+
+
+def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], str | None]:
+    """PSNR, SSIM and, where the ``lpips`` package and its weights are there, LPIPS with AlexNet. Nothing is downloaded.
+
+    Args:
+        device: where they run; "auto" for a GPU if there is one.
+
+    Returns:
+        Name → measure, and why LPIPS is not among them, if it is not.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    place = choose_device(device)
+
+    def on_device(of: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
+        return lambda frames, reference: of(frames.to(place), reference.to(place)).cpu()
+
+    found = {"psnr": Similarity(on_device(psnr)), "ssim": Similarity(on_device(ssim), _WINDOW)}
+    weights = Path(torch.hub.get_dir(), "checkpoints", _ALEXNET)
+    try:
+        import lpips
+    except (ImportError, RuntimeError) as error:  # the latter of a torchvision that does not fit torch
+        return found, f"LPIPS is left out: lpips cannot be imported ({error}): pip install mhla_diffusers[eval]"
+    if not weights.is_file():
+        return found, f"LPIPS is left out: there is no {weights}. Download it from {_ALEXNET_SOURCE}."
+    model = lpips.LPIPS(net="alex", verbose=False).to(place)
+
+    def distance(frames: torch.Tensor, reference: torch.Tensor) -> Any:
+        return model(frames / 127.5 - 1, reference / 127.5 - 1).flatten()
+
+    # below 31 pixels AlexNet's pooling leaves nothing
+    return {**found, "lpips": Similarity(on_device(distance), 31)}, None

@@ -1,0 +1,122 @@
+"""A full disk, by a limit on the size of files: errors name the file, and what is half made does not count."""
+
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from mhla_diffusers import load_mhla, save_mhla
+from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
+from mhla_diffusers.evaluation.sets import Sample
+from mhla_diffusers.files import write_json, write_tensors, write_text, written_aside
+from mhla_diffusers.generation.generate import GenerationConfig, generate
+from mhla_diffusers.generation.record import is_whole, write_video
+from mhla_diffusers.tiny import pipeline_folder
+
+from . import models
+from .evaluation.pictures import mhla
+
+FAST = {"num_inference_steps": 1}
+
+
+@contextmanager
+def full_disk(free=1000):
+    """Within the context no file grows beyond some bytes; Python ignores the signal that comes with it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("x.txt", lambda file: write_text("x" * 5000, file)),
+        ("x.json", lambda file: write_json(["x"] * 5000, file)),
+        ("x.safetensors", lambda file: write_tensors({"x": torch.zeros(5000)}, file)),
+    ],
+)
+def test_files_are_named_and_the_one_before_stays(tmp_path, name, write):
+    file = tmp_path / name
+    file.write_text("before")
+    with full_disk(), pytest.raises(OSError, match=f"Cannot write {file}: .*too large.*choose another folder"):
+        write(file)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
+def test_errors_of_other_files_are_left_as_they_are(tmp_path):
+    with pytest.raises(FileNotFoundError, match="No such file.*nowhere"), written_aside(tmp_path / "x"):
+        (tmp_path / "nowhere").read_text()
+
+
+def test_patch_that_was_saved_before_stays(tmp_path):
+    model = models.patched("wan")
+    save_mhla(model, tmp_path, weights="all")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with torch.no_grad():
+        model.blocks[0].attn1.to_q.weight.mul_(2)
+    with full_disk(), pytest.raises(OSError, match=f"Cannot write {tmp_path}.*too large"):
+        save_mhla(model, tmp_path, weights="all")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    load_mhla(models.wan(), tmp_path)
+
+
+def test_synthesized_latents(tmp_path):
+    (tmp_path / "prompts.txt").write_text("seven\n")
+    asked = ("--model", pipeline_folder("dit"), "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents")
+    asked += ("--size", "64x64", "--steps", "1", "--precision", "no", "--device", "cpu")
+    with full_disk():
+        ended = mhla("synthesize", *asked)
+    assert isinstance(ended.exception, OSError)
+    assert "Cannot write" in str(ended.exception) and "shard-00000.safetensors" in str(ended.exception)
+
+
+@pytest.mark.parametrize(("family", "suffix"), [("dit", ".png"), ("wan", ".mp4")])
+def test_what_is_generated_in_part_is_no_sample(tmp_path, family, suffix):
+    settings = FAST if family == "dit" else {**FAST, "num_frames": 2}
+    config = GenerationConfig(family, ("seven",), tmp_path / "out", settings=settings)
+    with full_disk(), pytest.raises(OSError, match=rf"Cannot write .*out/0000-0-seven\{suffix}: .*another folder"):
+        list(generate(config))
+    assert not list(tmp_path.glob(f"out/*{suffix}"))
+    assert [made for _, made in generate(config)] == [True]
+
+
+@pytest.mark.parametrize(("family", "suffix"), [("dit", ".png"), ("wan", ".mp4")])
+def test_what_was_cut_off_is_made_again(tmp_path, family, suffix):
+    settings = FAST if family == "dit" else {**FAST, "num_frames": 2}
+    config = GenerationConfig(family, ("seven",), tmp_path / "out", settings=settings)
+    ((task, _),) = generate(config)
+    whole = task.file.read_bytes()
+    task.file.write_bytes(whole[: len(whole) // 2])
+    assert [made for _, made in generate(config)] == [True]
+    assert task.file.read_bytes() == whole
+    assert [made for _, made in generate(config)] == [False]
+    samples = SampleConfig(family, samples=[Sample(f"a{suffix}", "seven")], output=tmp_path / "set", settings=settings)
+    prepare_folder(samples)
+    (tmp_path / "set" / f"a{suffix}").write_bytes(whole[:-1])
+    assert list(generate_samples(samples)) == [0, 1]
+    assert list(generate_samples(samples)) == [1]
+
+
+def test_no_beginning_of_a_video_is_whole(tmp_path):
+    pytest.importorskip("imageio_ffmpeg")
+    write_video(torch.rand(4, 32, 32, 3), tmp_path / "whole.mp4", 6)
+    assert is_whole(tmp_path / "whole.mp4")
+    content, cut = (tmp_path / "whole.mp4").read_bytes(), tmp_path / "cut.mp4"
+    for length in range(0, len(content), 7):
+        cut.write_bytes(content[:length])
+        assert not is_whole(cut), length
+    cut.write_bytes(content + b"\0")
+    assert not is_whole(cut)
+    assert not is_whole(tmp_path / "nowhere.mp4")
+    (tmp_path / "any.jpg").write_bytes(b"")
+    assert is_whole(tmp_path / "any.jpg")
+
+
+def test_ffmpeg_that_fails_is_said_with_the_file(tmp_path):
+    pytest.importorskip("imageio_ffmpeg")
+    with full_disk(), pytest.raises(OSError, match=f"ffmpeg failed before the video was whole.*{tmp_path}/x.mp4"):
+        write_video(torch.rand(200, 64, 64, 3), tmp_path / "x.mp4", 6)
