@@ -1,6 +1,7 @@
 """A full disk, by a limit on the size of files: errors name the file, and what is half made does not count."""
 
 import resource
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -23,12 +24,15 @@ FAST = {"num_inference_steps": 1}
 @contextmanager
 def full_disk(free=1000):
     """Within the context no file grows beyond some bytes; Python ignores the signal that comes with it."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (free, before[1]))
+    limits, caching = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    # Python would keep the beginning of a module that is first imported here, and fail at every later import
+    sys.dont_write_bytecode = True
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        sys.dont_write_bytecode = caching
 
 
 @pytest.mark.parametrize(
