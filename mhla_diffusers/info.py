@@ -13,6 +13,7 @@ from safetensors import safe_open
 from .attention import backend_names, feature_map_names
 from .attention.blocks import smallest_and_largest
 from .attention.tile_scores import list_length
+from .benchmark.cards import known_cards, what_was_measured
 from .config import (
     MHLAConfig,
     Patch,
@@ -65,6 +66,9 @@ def print_info() -> None:
         adapted.append((name, record.base_model, next(iter(record.transformers.values())).family))
     typer.echo()
     _print_table("Adapted patches, for load_mhla", ["name", "for", "family"], adapted)
+    typer.echo()
+    cards = [(name, *what_was_measured(folder)) for name, folder in known_cards().items()]
+    _print_table("Cards whose times are known, for --model … --device h100", ["name", "on", "models"], cards)
 
 
 def _axes(count: int) -> str:

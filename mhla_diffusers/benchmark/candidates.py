@@ -22,6 +22,8 @@ from .timing import Outcome, Variant
 PLAIN = "plain linear"
 HYBRID = "MHLA hybrid 2/3"
 EXACT = "MHLA, exact tiles"
+CONTENT = "MHLA, exact tiles by content"
+"""Chosen at every call, where ``EXACT`` is given its lists; timed by itself on some cards only."""
 COMPILED = " + torch.compile"
 """Ends the name of a candidate whose repeated blocks are compiled."""
 LINEAR_KINDS = (PLAIN, "MHLA", HYBRID)

@@ -36,8 +36,8 @@ class Conditions:
     """Package → version; absent packages are left out."""
     commit: str | None
     """Of the checkout that the package runs from, "+changes" if files differ; None for an installed package."""
-    threads: int
-    """That torch uses on the CPU."""
+    threads: int | None
+    """That torch uses on the CPU; None where nobody noted it."""
     date: str
     """UTC."""
     command: str

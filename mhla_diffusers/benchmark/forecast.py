@@ -12,9 +12,9 @@ from ..families import Model
 from ..patching import apply_mhla, mhla_layers
 from ..patching.denoising_steps import Step
 from ..patching.plan import choose_layers
-from .candidates import EXACT, PLAIN
+from .candidates import CONTENT, EXACT, PLAIN
 from .models import Size, build_transformer, make_forward_inputs
-from .parts import ATTENTION, PARTS, count_parts
+from .parts import PARTS, count_parts
 from .shapes import Cost
 from .speeds import Speeds
 
@@ -62,7 +62,7 @@ class Question:
     def kind(self) -> str:
         """Of the patch, as ``mhla bench`` names it."""
         if self.config.exact != "none":
-            return EXACT
+            return CONTENT if self.config.exact == "content" else EXACT
         return PLAIN if math.prod(self.config.blocks) == 1 else "MHLA"
 
     @property
@@ -197,7 +197,7 @@ def forward_seconds(counts: Counts, speeds: Speeds) -> tuple[dict[str, float], d
 
 
 def _break_even(question: Question, dtype: torch.dtype, speeds: Speeds) -> Question | None:
-    """By halving: as soon as the patched attention is the faster one, it is so at every larger size."""
+    """By halving: as soon as the patched forward is the faster one, it is so at every larger size."""
     model = question.model
     step, (*frames, height, width) = model.stride * model.patch, question.grid
 
@@ -207,7 +207,7 @@ def _break_even(question: Question, dtype: torch.dtype, speeds: Speeds) -> Quest
 
     def gains(rows: int) -> bool:
         one, other = forward_seconds(count_forwards(at(rows), dtype, 1), speeds)
-        return other[ATTENTION] < one[ATTENTION]
+        return sum(other.values()) < sum(one.values())
 
     def fits(rows: int) -> bool:
         grid, config = at(rows).grid, question.config

@@ -1,14 +1,15 @@
 """``mhla info --model``: the options of a forecast, checked, and the forecast as text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config import AUTOMATIC, MHLAConfig, is_automatic
+from ..config import AUTOMATIC, DEFAULT_SHARE, MHLAConfig, is_automatic
 from ..devices import FLOAT_TYPES
 from ..families import Model
 from ..generation.names import parse_steps
 from ..patching.costs import attention_sizes
 from ..reporting import scaled, text_table, times
+from .cards import find_card, held_against
 from .forecast import Forecast, Question, make_forecast
 from .models import choose_sizes, family_of_model, find_models
 from .parts import ATTENTION, PARTS
@@ -39,7 +40,7 @@ class Options:
     softmax_steps: str | None = None
     """As :func:`mhla_diffusers.generation.names.parse_steps` takes it, in place of the patch's."""
     device: Path | None = None
-    """Results of ``mhla bench``."""
+    """A file of ``mhla bench``, or a card that is known, such as h100."""
     matmul_rate: float | None = None
     """FLOP/s."""
     copy_rate: float | None = None
@@ -126,13 +127,15 @@ def _speeds(question: Question, options: Options) -> tuple[Speeds | None, str]:
         return stated_speeds(options.matmul_rate, options.copy_rate), _COUNTED_IN
     if options.device is None:
         return None, _COUNTED_IN
-    if not options.device.is_file():
-        raise FileNotFoundError(
-            f"--device {options.device} is no file; give the JSON that mhla bench transformer has written, such as "
-            "outputs/benchmark/DEVICE/transformer.json."
-        )
-    run = read_run(options.device)
-    return measured_speeds(run, question.model, question.tokens, question.kind), run.rates.matmul_dtype
+    is_card = not options.device.is_file()
+    folder = find_card(options.device) if is_card else options.device
+    runs = (
+        [read_run(folder / f"{command}.json") for command in ("transformer", "op")] if is_card else [read_run(folder)]
+    )
+    speeds = measured_speeds(runs, question.model, question.tokens, question.kind)
+    if is_card:
+        speeds = replace(speeds, source=f"{speeds.source}\n{held_against(folder)}")
+    return speeds, runs[0].rates.matmul_dtype
 
 
 def _heading(question: Question) -> list[str]:
@@ -192,8 +195,10 @@ def _findings(forecast: Forecast, speeds: Speeds) -> list[str]:
         lines.append("Other sizes meet other caches and clocks.")
         if not any(speeds.fixed_patched.values()):
             lines.append("What a forward takes whatever its size is not told apart: results of two sizes would tell.")
-        if question.config.exact == "content":
-            lines.append("Choosing tiles by content is counted, and taken for as fast as the lists that were timed.")
+        if question.config.exact in ("calibrated", "content") and question.config.share != DEFAULT_SHARE:
+            lines.append(
+                f"Exact tiles were timed at {DEFAULT_SHARE:.0%} of all pairs; of other shares the time is scaled."
+            )
     return lines
 
 

@@ -26,8 +26,10 @@ from .timing import Timing, summarise, synchronize
 
 ATTENTION = "self-attention"
 """Without its projections."""
-_PROJECTIONS, _REST = "projections", "rest"
-PARTS = (ATTENTION, _PROJECTIONS, "cross-attention", "feed-forward", _REST)
+REST = "rest"
+"""Norms, modulation, residuals: what is left."""
+_PROJECTIONS = "projections"
+PARTS = (ATTENTION, _PROJECTIONS, "cross-attention", "feed-forward", REST)
 _REPETITIONS = 3
 
 _Mark = Any
@@ -105,7 +107,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
             transformer(**inputs)
         flops = _told_apart(flops, int(counter.get_total_flops()))
     flops[ATTENTION] -= sum(filled_up)
-    moved[_REST] = traffic.bytes
+    moved[REST] = traffic.bytes
     return {part: Cost(flops[part], moved[part]) for part in PARTS}
 
 
@@ -162,9 +164,9 @@ def _time_once(transformer: Any, run: Callable[[], object], device: torch.device
 
 def _told_apart(totals: Mapping[str, _Number], whole: _Number) -> dict[str, _Number]:
     """Parts that add up to the whole: projections lie inside of self-attention; the rest is what is left."""
-    inside = sum(totals[part] for part in PARTS if part not in (_PROJECTIONS, _REST))
+    inside = sum(totals[part] for part in PARTS if part not in (_PROJECTIONS, REST))
     attention = totals[ATTENTION] - totals[_PROJECTIONS]
-    return {**totals, ATTENTION: attention, _REST: whole - inside}
+    return {**totals, ATTENTION: attention, REST: whole - inside}
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def _conditions(run: Run) -> str:
         "Python": conditions.python,
         "versions": ", ".join(f"{name} {version}" for name, version in conditions.versions.items()),
         "commit": conditions.commit,
-        "CPU threads": str(conditions.threads),
+        "CPU threads": None if conditions.threads is None else str(conditions.threads),
         "date (UTC)": conditions.date,
         "command": conditions.command,
         "matrix products": f"{rates.matmul / 1e12:.3g} TFLOP/s in {rates.matmul_dtype}, measured",

@@ -1,13 +1,15 @@
 """How fast the parts of a forward are: as ``mhla bench`` measured them, or at most, at rates that are stated."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from ..families import Model
+from .candidates import CONTENT, EXACT
 from .conditions import Rates
-from .parts import ATTENTION, PARTS
+from .models import models
+from .parts import ATTENTION, PARTS, REST
 from .results import Row, Run
 from .shapes import Cost
 
@@ -15,8 +17,8 @@ Reached = Mapping[str, float]
 """Part → how fast it is, as a fraction of what the device's rates allow; a part that is not there reaches them."""
 _NEAR = 4
 """Times as many tokens, or as few, up to which nobody is told to measure nearer."""
-_BACKENDS = ("eager", "triton")
-"""What attentions by themselves are named after that a patched model runs without being compiled."""
+_COMMANDS = ("transformer", "op")
+"""Whose results tell speeds: of whole forwards with their parts, and of self-attention alone."""
 
 
 @dataclass(frozen=True)
@@ -80,72 +82,113 @@ def stated_speeds(matmul: float, copy: float) -> Speeds:
     return Speeds(Rates(matmul, "stated", copy), {}, {}, source)
 
 
-def measured_speeds(run: Run, model: Model, tokens: int, kind: str) -> Speeds:
-    """Speeds at the measured size that is nearest in tokens; at one of the same model, where there is one.
+def measured_speeds(runs: Sequence[Run], model: Model, tokens: int, kind: str) -> Speeds:
+    """Speeds of a model on a device, from measurements of that model or of its class with heads of the same length.
 
-    Where results hold another size of that model, the two tell what a part takes whatever the size. Self-attention is
-    as fast as that of the variant, all other parts as those of both variants together.
+    Every part is as fast as at the measured size that is nearest in tokens; a second size tells what it takes whatever
+    the size. Self-attention has a speed of its own with and without the patch, all other parts share theirs. Where
+    self-attention was measured alone as well, that tells its speed; what whole forwards take beyond it goes to the
+    rest, with which it grows: norms and RoPE.
 
     Args:
-        run: of ``mhla bench transformer``, or of ``mhla bench op``, which holds self-attention alone.
+        runs: of one device, by ``mhla bench transformer`` or ``mhla bench op``, which holds self-attention alone.
         model: that is asked about.
         tokens: N that is asked about.
-        kind: of the patch, one of :data:`mhla_diffusers.benchmark.candidates.PATCHES`.
+        kind: of the patch, one of :data:`mhla_diffusers.benchmark.candidates.PATCHES`, or tiles chosen by content.
 
     Raises:
         ValueError: another command's results, or results without what is needed.
     """
-    if run.command not in _PAIRS:
+    wrong = [run.command for run in runs if run.command not in _COMMANDS]
+    if wrong:
         raise ValueError(
-            f"A forecast needs results of {' or '.join(f'mhla bench {name}' for name in _PAIRS)}; "
-            f"these are of mhla bench {run.command}."
+            f"A forecast needs results of {' or '.join(f'mhla bench {name}' for name in _COMMANDS)}; "
+            f"these are of mhla bench {wrong[0]}."
         )
-    cases = {case: list(rows) for case, rows in groupby(run.rows, key=lambda row: row.case)}
-    pairs = {case: pair for case, rows in cases.items() if (pair := _PAIRS[run.command](rows, kind)) is not None}
-    if not pairs:
-        there = ", ".join(dict.fromkeys(row.variant for row in run.rows if row.median is not None))
-        raise ValueError(
-            f"These results hold no case with FLOPs of the parts of both {kind!r} and of what it replaces; measured "
-            f"are {there or 'none'}. Measure anew: mhla bench transformer --model {model.name}."
+    whole, alone = (
+        _nearest([case for run in runs if run.command == name for case in _cases(run, kind)], model, tokens)
+        for name in _COMMANDS
+    )
+    if not whole and not alone:
+        raise ValueError(_what_is_missing(runs, model, kind))
+    rates, around = runs[0].rates, _around(whole, alone)
+    attention = alone if around is not None or not whole else whole
+    layers = {ATTENTION: attention[0].layers}
+    common: dict[str, _Pace] = {}
+    if whole:
+        common = _paces([case.common for case in whole], rates)
+        layers |= dict.fromkeys(common, 2 * whole[0].layers)  # of two forwards
+    sides = []
+    for side in (0, 1):
+        paces = common | _paces([{ATTENTION: case.sides[side][ATTENTION]} for case in attention], rates)
+        if around is not None:
+            rest = whole[0].common[REST]
+            paces[REST] = _pace(replace(rest, seconds=rest.seconds + 2 * whole[0].layers * around[side]), None, rates)
+        sides.append(paces)
+    unpatched, patched = ({part: pace.reached for part, pace in paces.items()} for paces in sides)
+    fixed = [{part: pace.fixed / layers[part] for part, pace in paces.items()} for paces in sides]
+    return Speeds(rates, unpatched, patched, _source(whole, alone, attention, runs[0], tokens, kind), *fixed)
+
+
+def _what_is_missing(runs: Sequence[Run], model: Model, kind: str) -> str:
+    rows = [row for run in runs for row in run.rows if row.median is not None]
+    related = dict.fromkeys(row.variant for row in rows if _is_related(_model_of(row), model))
+    others = dict.fromkeys(other.name if (other := _model_of(row)) else row.case for row in rows)
+    there = ", ".join(related) or f"other models: {', '.join(others) or 'none'}"
+    return (
+        f"These results hold no case with FLOPs of the parts of both {kind!r} and of what it replaces "
+        f"for {model.name}, "
+        f"or for another {model.transformer} with heads of {model.head_dim}; measured are {there}. "
+        f"Measure anew: mhla bench transformer --model {model.name}."
+    )
+
+
+def _model_of(row: Row) -> Model | None:
+    """Of a whole model by its name; an attention by itself is named after a model and a size."""
+    return models().get(row.model or row.case.rpartition("-")[0])
+
+
+def _is_related(one: Model | None, other: Model) -> bool:
+    """Whether all that differs is how many layers and heads there are."""
+    return one is not None and (one.transformer, one.head_dim) == (other.transformer, other.head_dim)
+
+
+def _around(whole: "Sequence[_Case]", alone: "Sequence[_Case]") -> tuple[float, float] | None:
+    """Seconds that a layer's self-attention takes in a whole forward beyond what it takes alone, unpatched and patched.
+
+    None where the two were not measured at the same size.
+    """
+    for case in alone if whole else ():
+        names = (whole[0].baseline, whole[0].patch)
+        if case.tokens == whole[0].tokens and case.model == whole[0].model and set(names) <= case.times.keys():
+            one, other = (
+                whole[0].times[name][ATTENTION].seconds / whole[0].layers - case.times[name][ATTENTION].seconds
+                for name in names
+            )
+            return max(0.0, one), max(0.0, other)
+    return None
+
+
+def _source(
+    whole: "Sequence[_Case]", alone: "Sequence[_Case]", attention: "Sequence[_Case]", run: Run, tokens: int, kind: str
+) -> str:
+    cases, conditions = whole or alone, run.conditions
+    near = cases[0].tokens
+    text = f"as measured at {_names(cases)}, {near:,} tokens{_compared(near, tokens)}, on {conditions.device}"
+    if not whole:
+        text += " of self-attention alone; all else is at the rates of the same file, a bound"
+    elif attention is alone:
+        text += (
+            f" ({conditions.date});\nself-attention ({alone[0].baseline} and {alone[0].patch}) as alone at "
+            f"{_names(alone)}, the norms and RoPE around it in the rest"
         )
-
-    def distance(case: str) -> tuple[bool, float]:
-        measured = next(row.tokens for row in cases[case] if row.tokens)
-        return not case.startswith((f"{model.name} ", f"{model.name}-")), abs(math.log(tokens / measured))
-
-    case, *others = sorted(pairs, key=distance)
-    near, layers = next(row.tokens for row in cases[case] if row.tokens), _layers(cases[case])
-    alike = [one for one in others if distance(one)[0] == distance(case)[0] and _layers(cases[one]) == layers]
-    other = next(iter(alike), None)
-    unpatched, patched = (
-        _paces(*(pairs[one][index] for one in (case, other) if one is not None), rates=run.rates) for index in (0, 1)
-    )
-    both = [_together(*pairs[one]) for one in (case, other) if one is not None]
-    common = {part: pace for part, pace in _paces(*both, rates=run.rates).items() if part != ATTENTION}
-    alone = "" if common else " of self-attention alone; all else is at the rates of the same file, a bound"
-    beside = f" and {other}" if other is not None else ""
-    source = (
-        f"as measured at {case}{beside}, {near:,} tokens{_compared(near, tokens)}, on {run.conditions.device}{alone}."
-    )
-    # what is common is of two forwards
-    fixed = {part: pace.fixed / (2 * layers) for part, pace in common.items()}
-    return Speeds(
-        run.rates,
-        {part: pace.reached for part, pace in common.items()} | {ATTENTION: unpatched[ATTENTION].reached},
-        {part: pace.reached for part, pace in common.items()} | {ATTENTION: patched[ATTENTION].reached},
-        source,
-        fixed | {ATTENTION: unpatched[ATTENTION].fixed / layers},
-        fixed | {ATTENTION: patched[ATTENTION].fixed / layers},
-    )
+    if kind == CONTENT and attention[0].patch == EXACT:
+        text += ".\nChoosing tiles by content is counted, and taken for as fast as the lists that were timed"
+    return text + "."
 
 
-def _layers(rows: list[Row]) -> int:
-    """That were timed; an attention by itself counts as one."""
-    return max((row.layers or 1 for row in rows), default=1)
-
-
-def _together(unpatched: "Mapping[str, _Time]", patched: "Mapping[str, _Time]") -> "dict[str, _Time]":
-    return {part: unpatched[part] + patched[part] for part in PARTS if part in unpatched and part in patched}
+def _names(cases: "Sequence[_Case]") -> str:
+    return " and ".join(case.name for case in cases)
 
 
 def _compared(measured: int, asked: int) -> str:
@@ -175,8 +218,75 @@ class _Pace:
     fixed: float
 
 
-def _paces(near: Mapping[str, _Time], other: Mapping[str, _Time] | None = None, *, rates: Rates) -> dict[str, _Pace]:
-    return {part: _pace(time, None if other is None else other.get(part), rates) for part, time in near.items()}
+@dataclass(frozen=True)
+class _Case:
+    """A model at a size, measured without and with the patch."""
+
+    name: str
+    model: Model
+    tokens: int
+    layers: int
+    """That were timed; an attention by itself counts as one."""
+    times: dict[str, dict[str, _Time]]
+    """Variant → part → time."""
+    baseline: str
+    """The fastest variant to be faster than."""
+    patch: str
+    """The variant that stands for the patch."""
+
+    @property
+    def sides(self) -> tuple[dict[str, _Time], dict[str, _Time]]:
+        """Parts without and with the patch."""
+        return self.times[self.baseline], self.times[self.patch]
+
+    @property
+    def common(self) -> dict[str, _Time]:
+        """Parts but self-attention, of both forwards together."""
+        one, other = self.sides
+        return {part: one[part] + other[part] for part in PARTS if part != ATTENTION and part in one and part in other}
+
+
+def _cases(run: Run, kind: str) -> Iterator[_Case]:
+    """Those that hold both the patch and what it replaces."""
+    for name, group in groupby(run.rows, key=lambda row: row.case):
+        rows = list(group)
+        model = _model_of(rows[0])
+        times: dict[str, dict[str, _Time]] = {}
+        fastest: dict[str, float] = {}
+        own: list[str] = []
+        for row in rows:
+            parts = _parts(row, rows) if run.command == "transformer" else _alone(row)
+            variant = _variant(row)
+            seconds = sum(time.seconds for time in parts.values())
+            if ATTENTION not in parts or seconds > fastest.get(variant, math.inf):
+                continue
+            times[variant], fastest[variant] = parts, seconds
+            if row.baseline:
+                own.append(variant)
+        patch = EXACT if kind == CONTENT and CONTENT not in times else kind
+        if model is not None and own and patch in times:
+            tokens = next(row.tokens for row in rows if row.tokens)
+            layers = max((row.layers or 1 for row in rows), default=1)
+            yield _Case(name, model, tokens, layers, times, min(own, key=fastest.__getitem__), patch)
+
+
+def _variant(row: Row) -> str:
+    """Name without the backend of a patch, and of softmax the same name in whole forwards and alone."""
+    return row.variant.removesuffix(" eager").removesuffix(" triton").replace("_native_", "")
+
+
+def _nearest(cases: Sequence[_Case], model: Model, tokens: int) -> list[_Case]:
+    """The nearest in tokens and another of the same model and layers, of this model rather than of a relative."""
+    related = [case for case in cases if _is_related(case.model, model)]
+    ordered = sorted(related, key=lambda case: (case.model != model, abs(math.log(tokens / case.tokens))))
+    first = ordered[:1]
+    alike = [case for case in ordered[1:] if (case.model, case.layers) == (first[0].model, first[0].layers)]
+    return first + alike[:1]
+
+
+def _paces(cases: Sequence[Mapping[str, _Time]], rates: Rates) -> dict[str, _Pace]:
+    near, *others = cases
+    return {part: _pace(time, others[0].get(part) if others else None, rates) for part, time in near.items()}
 
 
 def _pace(near: _Time, other: _Time | None, rates: Rates) -> _Pace:
@@ -190,51 +300,24 @@ def _pace(near: _Time, other: _Time | None, rates: Rates) -> _Pace:
     return _Pace(least / near.seconds, 0.0)
 
 
-_Pair = tuple[dict[str, _Time], dict[str, _Time]]
-"""Times of the parts of the fastest baseline, and of a patch."""
-
-
-def _pair_of_transformer(rows: list[Row], kind: str) -> _Pair | None:
-    """None where a case lacks one of the two, or was measured before parts were counted."""
-    wholes = {row.variant: row for row in rows if row.part is None}
-    parts = {name: _parts(row, rows) for name, row in wholes.items()}
-    own = [row for row in wholes.values() if row.baseline and ATTENTION in parts[row.variant]]
-    if not own or ATTENTION not in parts.get(kind, {}):
-        return None
-    return parts[min(own, key=lambda row: row.median or math.inf).variant], parts[kind]
-
-
 def _parts(whole: Row, rows: list[Row]) -> dict[str, _Time]:
     """Times of a variant's parts, which share out the time of the whole forward; without parts that do nothing."""
     found = [row for row in rows if row.variant == whole.variant and row.part is not None and row.median is not None]
     measured = sum(row.median or 0.0 for row in found)
-    if whole.median is None or not measured:
+    if whole.part is not None or whole.median is None or not measured:
         return {}
     share = whole.median / measured
     times = {row.part: _time(row, share) for row in found if row.part is not None}
     return {part: time for part, time in times.items() if time is not None}
 
 
-def _pair_of_operation(rows: list[Row], kind: str) -> _Pair | None:
-    """The fastest softmax, and the fastest backend of the patch."""
-    forward = [row for row in rows if row.stage == "forward" and row.median is not None]
-    own = [row for row in forward if row.baseline]
-    patched = [row for row in forward if row.variant in [f"{kind} {backend}" for backend in _BACKENDS]]
-    fastest = [min(some, key=lambda row: row.median or math.inf, default=None) for some in (own, patched)]
-    times = [None if row is None else _time(row) for row in fastest]
-    if times[0] is None or times[1] is None:
-        return None
-    return {ATTENTION: times[0]}, {ATTENTION: times[1]}
+def _alone(row: Row) -> dict[str, _Time]:
+    """Of an attention by itself, forward."""
+    time = _time(row) if row.stage == "forward" else None
+    return {} if time is None else {ATTENTION: time}
 
 
 def _time(row: Row, share: float = 1.0) -> _Time | None:
     """None of what was not counted, or does nothing."""
     cost = Cost(row.flops or 0, row.bytes or 0)
     return _Time(cost, share * row.median) if row.median and row.median > 0 and cost != Cost(0, 0) else None
-
-
-_PAIRS: dict[str, Callable[[list[Row], str], _Pair | None]] = {
-    "transformer": _pair_of_transformer,
-    "op": _pair_of_operation,
-}
-"""Command → how its rows are read."""

@@ -2,6 +2,7 @@
 
 mhla bench transformer --model dit-s-2 --size 256 --size 512 --output outputs/held
 python -m tests.benchmark.compare_forecast outputs/held/*/transformer.json
+python -m tests.benchmark.compare_forecast h100     # a card that ships, from its parts; into its held.csv
 """
 
 import math
@@ -11,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from mhla_diffusers.benchmark.candidates import HYBRID, PATCHES, PLAIN, patch_settings
+from mhla_diffusers.benchmark.candidates import COMPILED, EXACT, HYBRID, PATCHES, PLAIN, patch_settings
+from mhla_diffusers.benchmark.cards import find_card
 from mhla_diffusers.benchmark.forecast import Counts, Question, count_forwards, forward_seconds
 from mhla_diffusers.benchmark.models import Size, family_of_model, models
 from mhla_diffusers.benchmark.results import Row, Run, read_run
@@ -19,7 +21,7 @@ from mhla_diffusers.benchmark.shapes import exact_tiles
 from mhla_diffusers.benchmark.speeds import measured_speeds
 from mhla_diffusers.devices import FLOAT_TYPES
 from mhla_diffusers.families import Model
-from mhla_diffusers.reporting import text_table
+from mhla_diffusers.reporting import text_table, write_table
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,36 @@ def _of_pair(known: Run, name: str, rows: list[Row]) -> Iterator[Held]:
     both = whole.keys() & {row.variant for row in known.rows if row.part is not None}
     for kind in (kind for kind in PATCHES if kind in both and kind != HYBRID):
         question = asked(model, size, kind)
-        speeds = measured_speeds(known, model, question.tokens, kind)
+        speeds = measured_speeds([known], model, question.tokens, kind)
         counts = counted(model.name, size, kind, own.dtype, own.layers)
         for row, seconds in zip((own, whole[kind]), forward_seconds(counts, speeds), strict=True):
             attention = kind if row is not own else f"{row.variant}, beside {kind}"
             yield Held(name, rows[0].case, attention, sum(seconds.values()), float(row.median or 0))
+
+
+def compare_card(folder: Path) -> list[Held]:
+    """Of every size of a card of which whole forwards were timed and no parts, softmax by cuDNN beside each patch."""
+    whole, alone = (read_run(folder / f"{command}.json") for command in ("transformer", "op"))
+    # with which no whole forward was timed
+    alone = replace(alone, rows=[row for row in alone.rows if row.variant != "softmax FlashAttention-3"])
+    with_parts = {row.case for row in whole.rows if row.part is not None}
+    return [held for row in whole.rows if row.case not in with_parts for held in _of_row(row, [whole, alone])]
+
+
+def _of_row(row: Row, runs: list[Run]) -> Iterator[Held]:
+    if row.variant.endswith(COMPILED) or row.variant not in ("softmax _native_cudnn", "MHLA", HYBRID, EXACT):
+        return
+    kind = row.variant if row.variant == EXACT else "MHLA"
+    model = models()[str(row.model)]
+    size = Size(int(row.height or 0), int(row.width or 0), row.frames)
+    try:
+        speeds = measured_speeds(runs, model, int(row.tokens or 0), kind)
+    except ValueError:  # a model of which no parts were timed, nor of a relative
+        return
+    one, other = forward_seconds(counted(model.name, size, kind, row.dtype, None), speeds)
+    unpatched, patched = sum(one.values()), sum(other.values())
+    forecast = {"softmax _native_cudnn": unpatched, HYBRID: (2 * patched + unpatched) / 3}.get(row.variant, patched)
+    yield Held("parts", row.case, row.variant, forecast, float(row.median or 0))
 
 
 @cache
@@ -80,8 +107,20 @@ def asked(model: Model, size: Size, kind: str) -> Question:
     return replace(plain, config=own.replace(exact_tiles=None, exact_share=None).replace(**settings))
 
 
+HEADER = ("size", "attention", "forecast, ms", "measured, ms", "ratio")
+
+
+def cells(one: Held) -> tuple[str, ...]:
+    """Of a row of ``held.csv``."""
+    return one.asked, one.attention, f"{1000 * one.forecast:.0f}", f"{1000 * one.measured:.0f}", f"{one.ratio:.2f}"
+
+
 def main(files: list[str]) -> None:
     """Print a table of all files, and the ratio that is farthest from 1."""
+    if not Path(files[0]).is_file():
+        card = find_card(Path(files[0]))
+        sys.stdout.write(write_table(HEADER, [cells(one) for one in compare_card(card)], card, "held") + "\n")
+        return
     held = list(dict.fromkeys(one for file in files for one in compare(read_run(Path(file)))))
     rows = [
         (one.asked, one.known, one.attention, f"{one.forecast:.3g}", f"{one.measured:.3g}", f"{one.ratio:.2f}")

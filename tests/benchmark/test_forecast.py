@@ -79,15 +79,20 @@ def test_forecasts_of_results_with_the_same_speeds_are_exact():
 def test_speeds_are_those_of_the_nearest_size_of_the_model():
     run = made_up(Size(64, 96, 9), Size(256, 384, 9))
     assert "tiny-wan 256x384x9 and tiny-wan 64x96x9, 1,152 tokens" in (
-        measured_speeds(run, models()["tiny-wan"], 900, EXACT).source
+        measured_speeds([run], models()["tiny-wan"], 900, EXACT).source
     )
-    assert "tiny-wan 64x96x9 and tiny-wan 256x384x9, 72" in measured_speeds(run, models()["tiny-wan"], 80, EXACT).source
+    assert (
+        "tiny-wan 64x96x9 and tiny-wan 256x384x9, 72" in measured_speeds([run], models()["tiny-wan"], 80, EXACT).source
+    )
     assert "1,152 tokens, 6.56 times fewer than asked for (far: measure nearer)" in (
-        measured_speeds(run, models()["tiny-wan"], 7560, EXACT).source
+        measured_speeds([run], models()["tiny-wan"], 7560, EXACT).source
     )
-    others = [replace(row, case=row.case.replace("tiny-wan", "tiny-dit")) for row in made_up(Size(128, 192, 9)).rows]
+    others = [
+        replace(row, case=row.case.replace("tiny-wan", "tiny-dit"), model="tiny-dit")
+        for row in made_up(Size(128, 192, 9)).rows
+    ]
     both = replace(run, rows=run.rows + others)
-    assert "tiny-dit" in measured_speeds(both, models()["tiny-dit"], 900, EXACT).source
+    assert "tiny-dit" in measured_speeds([both], models()["tiny-dit"], 900, EXACT).source
 
 
 def test_two_sizes_tell_what_a_forward_takes_whatever_its_size():
@@ -103,13 +108,13 @@ def test_two_sizes_tell_what_a_forward_takes_whatever_its_size():
     held = [one for one in compare(replace(run, rows=slow)) if one.asked == asked_about]
     assert [one.ratio for one in held] == pytest.approx([1] * len(held), rel=1e-3)
     known = [row for row in slow if row.case != asked_about]
-    speeds = measured_speeds(replace(run, rows=known), models()["tiny-wan"], 144, EXACT)
+    speeds = measured_speeds([replace(run, rows=known)], models()["tiny-wan"], 144, EXACT)
     assert speeds.fixed_patched[ATTENTION] == pytest.approx(0.001, rel=1e-2)
     assert speeds.fixed_unpatched["rest"] == pytest.approx(0.002, rel=1e-2)
     assert "as measured at tiny-wan 64x96x9 and tiny-wan 256x192x17, 72 tokens" in speeds.source
     one_size = [row for row in slow if row.case == f"tiny-wan {sizes[0]}"]
     assert not any(
-        measured_speeds(replace(run, rows=one_size), models()["tiny-wan"], 144, EXACT).fixed_patched.values()
+        measured_speeds([replace(run, rows=one_size)], models()["tiny-wan"], 144, EXACT).fixed_patched.values()
     )
 
 
@@ -118,7 +123,7 @@ def test_parts_share_out_the_time_of_the_whole_forward():
     run = made_up(Size(64, 96, 9))
     slow = [replace(row, median=3 * row.median) if row.part is None else row for row in run.rows]
     before, after = (
-        measured_speeds(one, models()["tiny-wan"], 72, "MHLA").patched for one in (run, replace(run, rows=slow))
+        measured_speeds([one], models()["tiny-wan"], 72, "MHLA").patched for one in (run, replace(run, rows=slow))
     )
     assert {part: 3 * reached for part, reached in after.items()} == pytest.approx(before)
 
@@ -227,7 +232,8 @@ def test_measured_speeds_give_times(tmp_path):
 
 def test_results_of_attentions_alone_bound_the_rest(tmp_path):
     run = measure(tmp_path, "op", "--shape", "tiny", "--stage", "forward")
-    speeds = measured_speeds(run, models()["tiny-wan"], 144, EXACT)
+    run = replace(run, rows=[replace(row, case="tiny-wan-small") for row in run.rows])  # which is named after a model
+    speeds = measured_speeds([run], models()["tiny-wan"], 144, EXACT)
     assert set(speeds.unpatched) == set(speeds.patched) == {ATTENTION}
     assert "of self-attention alone; all else is at the rates of the same file, a bound" in speeds.source
 
@@ -237,13 +243,26 @@ def test_results_without_what_is_needed_are_refused():
     with pytest.raises(
         ValueError, match="results of mhla bench transformer or mhla bench op; these are of .* pipeline"
     ):
-        measured_speeds(replace(run, command="pipeline"), model, 72, EXACT)
+        measured_speeds([replace(run, command="pipeline")], model, 72, EXACT)
     uncounted = [replace(row, flops=None, bytes=None) for row in run.rows]
     with pytest.raises(ValueError, match="no case with FLOPs .*Measure anew: mhla bench transformer --model tiny-wan"):
-        measured_speeds(replace(run, rows=uncounted), model, 72, EXACT)
+        measured_speeds([replace(run, rows=uncounted)], model, 72, EXACT)
     patched = [row for row in run.rows if row.variant != "MHLA"]
-    with pytest.raises(ValueError, match="of both 'MHLA' and of what it replaces; measured are softmax native, plain"):
-        measured_speeds(replace(run, rows=patched), model, 72, "MHLA")
+    with pytest.raises(
+        ValueError, match="of both 'MHLA' and of what it replaces.*; measured are softmax native, plain"
+    ):
+        measured_speeds([replace(run, rows=patched)], model, 72, "MHLA")
+
+
+def test_measurements_of_another_model_tell_nothing():
+    """Relatives that differ in layers and heads alone do, and are named."""
+    run = made_up(Size(64, 96, 9))
+    for name in ("wan2.1-1.3b", "tiny-dit"):
+        message = f"for {name}, or for another .*measured are other models: tiny-wan. .* --model {name}"
+        with pytest.raises(ValueError, match=message):
+            measured_speeds([run], models()[name], 72, EXACT)
+    relative = replace(models()["tiny-wan"], name="tiny-wan-wide", heads=4, layers=7)
+    assert "as measured at tiny-wan 64x96x9" in measured_speeds([run], relative, 72, EXACT).source
 
 
 REFUSED = {
@@ -253,6 +272,11 @@ REFUSED = {
     "both": (
         ["--model", "tiny-wan", "--copy-rate", "1", "--matmul-rate", "1", "--device", "a.json"],
         "give one of both",
+    ),
+    "an unknown card": (["--model", "tiny-wan", "--device", "a100"], "whose times ship.*: nvidia-h100-80gb-hbm3"),
+    "a model that the card was not measured with": (
+        ["--model", "flux-dev", "--device", "h100"],
+        "no case with .* for flux-dev, or for another FluxTransformer2DModel.*mhla bench transformer --model flux-dev",
     ),
     "no file": (["--model", "tiny-wan", "--device", "cuda"], "--device cuda is no file; give the JSON"),
     "frames of an image": (["--model", "tiny-dit", "--frames", "9"], "tiny-dit makes images; leave it out"),
