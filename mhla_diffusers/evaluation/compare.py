@@ -178,6 +178,7 @@ def compare_sets(
     remarks: list[str] = []
     if reference is not None and extractor is not None:
         expected = describe_reference(reference, extractor, extractor_name, batch_size=_BATCH, progress=progress)
+        remarks += filter(None, [too_few(f"The reference {reference.name}", expected)])
         remarks += _add_distances(rows, expected, extractor, progress)
     for name, score in (sample_scores or {}).items():
         _add_sample_scores(rows, name, score)
@@ -214,7 +215,8 @@ def _add_distances(
             found = describe_images(images, extractor, _BATCH, store, progress)
             measured = score_description(found, expected).measured()
             row.scores |= {name: value for name, value in measured.items() if name not in ("samples", "reference")}
-            remarks += filter(None, [too_few(row.variant.folder, found)])
+            if not number:  # the others hold the same samples
+                remarks += filter(None, [too_few("Every set", found)])
             assert found.features is not None
             features.append(found.features)
         channels = features[0].shape[1]

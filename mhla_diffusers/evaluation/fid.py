@@ -95,13 +95,13 @@ def score_description(found: Description, expected: Description) -> ImageScores:
     return ImageScores(found.count, expected.count, fid, sfid, found.inception_score, precision, recall, kid)
 
 
-def too_few(path: Path, found: Description) -> str | None:
+def too_few(name: object, found: Description) -> str | None:
     """What to say of a set that is too small for a stable Fréchet distance; None of one that is large enough."""
     stable = _STABLE * len(found.pooled.mean)
     if found.count is None or found.count >= stable:
         return None
     return (
-        f"{path} holds {found.count} images. A Fréchet distance of {len(found.pooled.mean)} channels is stable from "
+        f"{name} holds {found.count} images. A Fréchet distance of {len(found.pooled.mean)} channels is stable from "
         f"about {stable} on; ADM's suite takes 10000 images for precision and recall, and 5000 for the Inception "
         "score. Compare these scores only with those of as many images, or look at KID, which is unbiased."
     )
