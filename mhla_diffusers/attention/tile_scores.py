@@ -7,8 +7,11 @@ over all layers, which can be compared.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from .blocks import Shape
 from .call import Call
@@ -143,7 +146,34 @@ def tiles_by_content(
         first: place on the grid of the first token.
         group: of the processes that hold the grid's tokens between them; their sums, and so their lists, are the same.
     """
-    tokens, exists = (x.to(query.device) for x in tokens_of_tiles(grid, counts))
+    keys = choose_tiles(query, key, table, grid, counts, share, first, group)
+    lists = query.shape[0] * query.shape[2] * math.prod(counts)
+    offsets = torch.arange(lists + 1, device=keys.device) * list_length(share, math.prod(counts))
+    return ExactTiles(counts, query.shape[2], offsets, keys)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::choose_tiles",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor? table, SymInt[] grid, SymInt[] counts, float share, SymInt first,"
+    " str? group) -> Tensor",
+)
+def choose_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    table: torch.Tensor | None,
+    grid: Sequence[int],
+    counts: Sequence[int],
+    share: float,
+    first: int,
+    group: str | None,
+) -> torch.Tensor:
+    """The key tiles of :func:`tiles_by_content`, int64 (B H T list length,), ascending within a list.
+
+    An operator, so that torch.compile takes it as a whole: it would compile how the tables come about, for the CPU.
+    """
+    grid, counts = tuple(grid), tuple(counts)
+    tokens, exists = _tiles_on(grid, counts, query.device)
     lengths, own = exists.sum(dim=-1, keepdim=True), None
     if group is not None:
         own = OwnTiles.of(grid, counts, (first, query.shape[1]), query.device)
@@ -166,8 +196,34 @@ def tiles_by_content(
     mean_query = mean_query * query.shape[-1] ** -0.5
     spread = (mean_query.square() @ variance.mT).clamp_min(torch.finfo(dtype).tiny)
     scores = mean_query @ mean_key.mT + spread.log() / 2
-    batch, heads, tiles, _ = scores.shape
-    length = list_length(share, tiles)
-    keys = scores.topk(length, dim=-1).indices.sort(dim=-1).values.flatten()
-    offsets = torch.arange(batch * heads * tiles + 1, device=keys.device) * length
-    return ExactTiles(counts, heads, offsets, keys)
+    return scores.topk(list_length(share, math.prod(counts)), dim=-1).indices.sort(dim=-1).values.flatten()
+
+
+@lru_cache(maxsize=64)
+def _tiles_on(grid: Shape, counts: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`tokens_of_tiles` on a device, kept: copying them there at every call would wait for it."""
+    tokens, exists = tokens_of_tiles(grid, counts)
+    return tokens.to(device), exists.to(device)
+
+
+@choose_tiles.register_fake
+def _choice_shape(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    table: torch.Tensor | None,
+    grid: Sequence[int],
+    counts: Sequence[int],
+    share: float,
+    *_: Any,
+) -> torch.Tensor:
+    tiles = math.prod(counts)
+    size = query.shape[0] * query.shape[2] * tiles * list_length(share, tiles)
+    return query.new_empty(size, dtype=torch.int64)
+
+
+@register_flop_formula(torch.ops.mhla_diffusers.choose_tiles)
+def _flops(
+    query: torch.Size, key: torch.Size, table: torch.Size | None, grid: Any, counts: Shape, *_: Any, **__: Any
+) -> int:
+    """Of the two products of means, for PyTorch's counter."""
+    return 4 * query[0] * query[2] * math.prod(counts) ** 2 * query[3]

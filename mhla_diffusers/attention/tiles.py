@@ -161,7 +161,8 @@ def row_of_pair(offsets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def mask_of_lists(offsets: torch.Tensor, keys: torch.Tensor, tiles: int) -> torch.Tensor:
     """Bool (lists, T): which key tiles are in a list, for ``offsets`` and ``keys`` of :class:`ExactTiles`."""
     mask = torch.zeros(len(offsets) - 1, tiles, dtype=torch.bool, device=keys.device)
-    mask[row_of_pair(offsets, keys), keys] = True
+    # a plain True would be copied to the device, which no CUDA graph records
+    mask[row_of_pair(offsets, keys), keys] = mask.new_ones(())
     return mask
 
 

@@ -1,111 +1,182 @@
 """What a CUDA graph must not meet, as far as a machine without a GPU can tell: waiting for it, or memory of the CPU.
 
-The operators run on the meta device with nothing launched. Reading a value there is an error; a tensor that PyTorch
-makes on the CPU would have to be copied over, which no graph can record.
+Whole calls run on the meta device, what operators do included, with no kernel launched. Reading a value there is an
+error. What PyTorch makes on the CPU would have to be copied over, which no graph can record and eager layers wait for;
+some of it is copied by code of which modes see nothing, so functions that do it on a GPU are refused by name.
 """
 
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+from torch._library.custom_ops import OPDEFS
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mhla_diffusers.attention import Call, ExactTiles
-from mhla_diffusers.attention.tiles import lists_with_outside
+from mhla_diffusers.attention import ContentTiles, ExactTiles, mhla_attention
 from mhla_diffusers.attention.triton import (
-    exact_backward,
-    exact_forward,
+    backend,
     exact_tile,
     launches,
     mixing_kernels,
-    operators,
+    own_block_forward,
+    rotation,
 )
-from mhla_diffusers.attention.triton.exact_key_gradients import OutputSide
-from mhla_diffusers.attention.triton.exact_lists import ExactCall
 
-GRID, COUNTS = (3, 4, 6), (1, 2, 3)
+from ..problems import make_problem
+from ..test_exact import make
+from ..test_outside import make as make_beside_text
+from .test_kernels import EVERYTHING
+
+MADE_FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor)
+
+
+class CopiedFromPython(TorchFunctionMode):
+    """Raises where numbers of Python become a tensor on the CPU, which is copied to the device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in MADE_FROM_PYTHON:
+            raise AssertionError(f"{func} copies from the CPU")
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(x, list) for x in index):
+                raise AssertionError("a list as an index is copied from the CPU")
+            if any(isinstance(x, torch.Tensor) for x in index) and not isinstance(args[-1], torch.Tensor | tuple):
+                raise AssertionError(f"to set {args[-1]} at indices copies it from the CPU")
+        return func(*args, **kwargs or {})
 
 
 class OnlyOn(TorchDispatchMode):
-    """Raises where an operation makes or reads a tensor of another device."""
+    """Does what the package's operators do, and raises where an operation waits for the device or copies to it."""
 
-    def __init__(self, device):
+    def __init__(self, device, raises):
         super().__init__()
         self.device = device
+        self.raises = raises
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        if func.namespace == "mhla_diffusers":
+            with watched(self.device) if self.raises else self:
+                return OPDEFS[func._schema.name]._init_fn(*args, **kwargs or {})
+        if self.raises and func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            if any(x is not None and x.dtype == torch.bool for x in args[1]):
+                raise AssertionError(f"{func} with a mask waits for the device to count it")
+        result = func(*args, **kwargs or {})
         for x in tree_leaves((args, kwargs, result)):
-            if isinstance(x, torch.Tensor) and x.device.type != self.device:
+            if self.raises and isinstance(x, torch.Tensor) and x.device.type != self.device:
                 raise AssertionError(f"{func} has to do with a tensor on {x.device}")
         return result
 
 
+@contextmanager
+def watched(device: str) -> Iterator[None]:
+    with CopiedFromPython(), OnlyOn(device, raises=True):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def nothing_launched(monkeypatch):
-    for module in (launches, exact_tile, mixing_kernels):
+    monkeypatch.setattr(backend, "why_not", lambda *_: None)
+    for module in (launches, exact_tile, mixing_kernels, own_block_forward, rotation):
         monkeypatch.setattr(module, "architecture_of", lambda _: "sm_90")
     with launches.launched_by(lambda launch: None):
         yield
 
 
-def twice(run):
-    """Caches, which the calls before a capture fill, are full at the second call."""
-    run()
-    with OnlyOn("meta"):
-        run()
+def set_at_indices(x, index):
+    x[index] = 1.0
 
 
-def draw(*size):
-    return torch.empty(size, device="meta", dtype=torch.bfloat16)
+def set_at_mask(x, index):
+    x[x > 0] = x.new_ones(())
 
 
-def test_the_mode_sees_a_tensor_of_the_cpu():
-    with pytest.raises(AssertionError, match="cpu"), OnlyOn("meta"):
-        torch.arange(3).to("meta")
+WAITING = {
+    "item": lambda x, index: x.sum().item(),
+    "int": lambda x, index: int(index[0]),
+    "bool": lambda x, index: bool((x > 0).all()),
+    "tolist": lambda x, index: index.tolist(),
+    "cpu": lambda x, index: x.cpu(),
+    "to the CPU": lambda x, index: x.to("cpu"),
+    "from the CPU": lambda x, index: torch.arange(3).to(x.device),
+    "nonzero": lambda x, index: x.nonzero(),
+    "unique": lambda x, index: index.unique(),
+    "masked_select": lambda x, index: x.masked_select(x > 0),
+    "mask as an index": lambda x, index: x[x > 0],
+    "set at a mask": set_at_mask,
+    "set at indices": set_at_indices,
+    "repeat_interleave": lambda x, index: index.repeat_interleave(index),
+    "tensor of a list": lambda x, index: torch.tensor([1, 2], device=x.device),
+    "a list as an index": lambda x, index: x[[0, 1]],
+    "an index on the CPU": lambda x, index: x.index_select(0, torch.arange(2)),
+}
 
 
-@pytest.mark.parametrize("blocks", [COUNTS, (2, 3, 4)], ids=str)
-def test_mhla(blocks):
-    row, size = (2, 72, 2, 8), math.prod(blocks)
-    call = Call(
-        draw(*row),
-        draw(*row),
-        draw(*row),
-        torch.empty(2, size, size, device="meta"),
-        GRID,
-        blocks,
-        rotary=torch.empty(1, 13, 1, 8, device="meta"),
-        rotary_axes=(4, 2, 2),
-        key_mask=torch.empty(2, 72, device="meta"),
-        output_norm=draw(8),
-        output_gate=draw(*row),
-    )
-
-    def run():
-        summary = operators.summarise(call)
-        output, normaliser = operators.read_summary(call, summary, True)
-        of_summary, *_ = operators.read_summary_backward(call, summary, torch.empty_like(output), normaliser)
-        operators.summarise_backward(call, of_summary)
-
-    twice(run)
+@pytest.mark.parametrize("wait", WAITING.values(), ids=WAITING)
+def test_what_waits_is_seen(wait):
+    x, index = torch.zeros(3, 3, device="meta"), torch.arange(3, device="meta")
+    with pytest.raises((AssertionError, RuntimeError)), watched("meta"):
+        wait(x, index)
 
 
-@pytest.mark.parametrize("outside", [0, 14])
-@pytest.mark.parametrize("means", [False, True])
-def test_exact_tiles(means, outside):
-    mask = torch.eye(6, dtype=torch.bool).expand(2, -1, -1)
-    tiles = ExactTiles.from_mask(COUNTS, mask)
-    row = (2, 72 + outside, 2, 8)
-    tiles = ExactTiles(COUNTS, 2, tiles.offsets.to("meta"), tiles.keys.to("meta"))
-    given = (*(draw(*row) for _ in range(3)), torch.empty(2, device="meta") if means else None)
-    mask = torch.empty(2, 72 + outside, device="meta")
+GRID, COUNTS, BLOCKS = (3, 4, 6), (1, 2, 3), (2, 2, 2)
+AXES = {"rotary_axes": (4, 2, 2)}
+BY_CONTENT = ContentTiles(COUNTS, 0.3)
+PROBLEMS = {
+    "MHLA": make_problem(GRID, BLOCKS, **EVERYTHING),
+    "MHLA, RoPE of axes": make_problem(GRID, COUNTS, **AXES),
+    "MHLA, RoPE before, not normalised": make_problem(GRID, BLOCKS, rotary=True, rope="before", normalize=False),
+    "causal by token": make_problem((17,), (5,), causal="token", rotary=True, mask=True, feature_map="elu+1"),
+    "causal by token, softmax": make_problem((17,), (5,), causal="token", rotary=True, far_field=True),
+    "causal by block": make_problem(GRID, BLOCKS, causal="block", mask=True),
+    "causal by block, softmax": make_problem(GRID, BLOCKS, causal="block", rotary=True, far_field=True),
+    "exact tiles alone": make(GRID, COUNTS, means=False, far=False),
+    "exact tiles": make(GRID, COUNTS, **EVERYTHING),
+    "exact tiles, RoPE of axes": make(GRID, COUNTS, **AXES),
+    "by content alone": make(GRID, COUNTS, means=False, far=False),
+    "by content": make(GRID, COUNTS, **EVERYTHING),
+    "by content, RoPE of axes": make(GRID, COUNTS, **AXES),
+    "text": make_beside_text(GRID, COUNTS, (2, 30), "alone", **EVERYTHING),
+    "text, exact tiles": make_beside_text(GRID, COUNTS, (0, 30), **EVERYTHING),
+    "text, by content": make_beside_text(GRID, COUNTS, (2, 3), **EVERYTHING),
+}
+TILED = [name for name in PROBLEMS if name.startswith(("exact", "by content", "text", "causal by block, softmax"))]
+LISTS_ARE_READ = pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="the eager backend groups lists by their lengths, which it reads"
+)
 
-    def run():
-        lists = lists_with_outside(tiles, 2) if outside else (tiles.offsets, tiles.keys)
-        call = ExactCall(*given, mask, *lists, GRID, COUNTS, outside)
-        output, log_sum = exact_forward.forward(call)
-        exact_backward.backward(call, OutputSide(output, log_sum, output, log_sum))
 
-    twice(run)
+def on_meta(x):
+    if isinstance(x, ExactTiles):
+        return ExactTiles(x.counts, x.heads, x.offsets.to("meta"), x.keys.to("meta"))
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), x)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_nothing_waits_for_the_device(name):
+    nothing_waits(name, "triton")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[LISTS_ARE_READ] * (x in TILED)) for x in PROBLEMS])
+def test_nothing_waits_for_the_device_of_the_eager_backend(name):
+    nothing_waits(name, "eager")
+
+
+def nothing_waits(name, backend):
+    """Forward and backward. The first call fills caches, as those before a capture do."""
+    problem = PROBLEMS[name]
+    tensors = {key: x.to("meta").requires_grad_() for key, x in problem.tensors.items()}
+    options = {key: on_meta(x) for key, x in problem.options.items()}
+    if name.removeprefix("text, ").startswith("by content"):
+        options["exact"] = BY_CONTENT
+
+    def attend():
+        output = mhla_attention(**tensors, grid=problem.grid, blocks=problem.blocks, **options, backend=backend)
+        torch.autograd.backward((output,), (torch.empty_like(output),))
+
+    with OnlyOn("meta", raises=False):
+        attend()
+    with watched("meta"):
+        attend()
