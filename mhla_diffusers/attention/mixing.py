@@ -128,14 +128,14 @@ def resize_mixing(mixing: torch.Tensor, blocks: Sequence[int], new_blocks: Seque
         )
     weights = torch.ones(1, 1, dtype=torch.float64, device=mixing.device)
     for old, new in zip(blocks, new_blocks, strict=True):
-        weights = torch.kron(weights, _axis_interpolation(old, new).to(mixing.device))
+        weights = torch.kron(weights, _axis_interpolation(old, new, mixing.device))
     return (weights @ mixing.double() @ weights.mT).to(mixing.dtype)
 
 
-def _axis_interpolation(old: int, new: int) -> torch.Tensor:
+def _axis_interpolation(old: int, new: int, device: torch.device) -> torch.Tensor:
     """Rows of linear interpolation weights from ``old`` to ``new`` block centres of one axis: (new, old)."""
-    position = ((torch.arange(new, dtype=torch.float64) + 0.5) * old / new - 0.5).clamp(0, old - 1)
+    position = ((torch.arange(new, dtype=torch.float64, device=device) + 0.5) * old / new - 0.5).clamp(0, old - 1)
     lower = position.floor().long().clamp_max(max(old - 2, 0))
     fraction = (position - lower)[:, None]
-    eye = torch.eye(old, dtype=torch.float64)
+    eye = torch.eye(old, dtype=torch.float64, device=device)
     return (1 - fraction) * eye[lower] + fraction * eye[(lower + 1).clamp_max(old - 1)]

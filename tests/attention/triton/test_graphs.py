@@ -5,6 +5,7 @@ error. What PyTorch makes on the CPU would have to be copied over, which no grap
 some of it is copied by code of which modes see nothing, so functions that do it on a GPU are refused by name.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from mhla_diffusers import MHLAConfig
 from mhla_diffusers.attention import ContentTiles, ExactTiles, mhla_attention
 from mhla_diffusers.attention.triton import (
     backend,
@@ -24,6 +26,7 @@ from mhla_diffusers.attention.triton import (
     own_block_forward,
     rotation,
 )
+from mhla_diffusers.patching.layer import MHLALayer
 
 from ..problems import make_problem
 from ..test_exact import make
@@ -164,8 +167,58 @@ def test_nothing_waits_for_the_device_of_the_eager_backend(name):
     nothing_waits(name, "eager")
 
 
+@pytest.mark.parametrize("exact", ["none", "own", "content"])
+def test_nothing_in_a_layer_waits(exact):
+    """Without "own", at a grid of fewer rows than blocks, for which the mixing matrix is carried over."""
+    rule = {"exact_tiles": COUNTS, "exact_share": 0.3} if exact == "content" else {}
+    config = MHLAConfig(
+        blocks=(2, 4, 2), exact=exact, output_gate=True, convolution=3, clamp_blocks=exact != "own", **rule
+    )
+    with torch.device("meta"):
+        layer = MHLALayer(config, 2, 8, 16)
+        grid = (3, 4, 6) if exact == "own" else (3, 3, 6)
+        query, hidden_states = torch.empty(1, math.prod(grid), 2, 8), torch.empty(1, math.prod(grid), 16)
+    twice(lambda: layer(query, query, query, hidden_states, grid, backend="triton"))
+
+
+def captured(exact):
+    """The nodes of torch.compile's graph of a call of Wan's size at 480p."""
+    graphs = []
+
+    def collect(graph, _):
+        graphs.append(graph)
+        return graph
+
+    row, heads = torch.empty(1, 31500, 12, 128, device="meta", dtype=torch.bfloat16), torch.empty(12, device="meta")
+    arguments = row, row, row, torch.empty(105, 105, device="meta"), (21, 30, 50), (7, 3, 5)
+    compiled = torch.compile(mhla_attention, fullgraph=True, backend=collect)
+    with torch.no_grad():
+        compiled(*arguments, exact=exact, far_field_weight=heads, mean_bias=heads, backend="triton")
+    torch.compiler.reset()
+    (graph,) = graphs
+    return [node for node in graph.graph.nodes if node.op.startswith("call")]
+
+
+def test_a_compiler_meets_no_tables_of_tiles_by_content():
+    """It would compile their making for the CPU, which takes longer than all the rest."""
+    counts, lists = (7, 6, 10), 12 * 420
+    offsets, keys = (torch.empty(n, dtype=torch.int64, device="meta") for n in (lists + 1, 21 * lists))
+    given, by_content = captured(ExactTiles(counts, 12, offsets, keys)), captured(ContentTiles(counts, 0.05))
+    values = [x for node in by_content for x in tree_leaves(node.meta["example_value"])]
+    assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"meta"}
+    assert len(by_content) <= len(given) + 6  # the choice, and offsets of equal lists
+
+
+def twice(run):
+    """The first call fills caches, as those before a capture do."""
+    with OnlyOn("meta", raises=False):
+        run()
+    with watched("meta"):
+        run()
+
+
 def nothing_waits(name, backend):
-    """Forward and backward. The first call fills caches, as those before a capture do."""
+    """Forward and backward."""
     problem = PROBLEMS[name]
     tensors = {key: x.to("meta").requires_grad_() for key, x in problem.tensors.items()}
     options = {key: on_meta(x) for key, x in problem.options.items()}
@@ -176,7 +229,4 @@ def nothing_waits(name, backend):
         output = mhla_attention(**tensors, grid=problem.grid, blocks=problem.blocks, **options, backend=backend)
         torch.autograd.backward((output,), (torch.empty_like(output),))
 
-    with OnlyOn("meta", raises=False):
-        attend()
-    with watched("meta"):
-        attend()
+    twice(attend)
