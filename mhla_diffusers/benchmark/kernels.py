@@ -272,7 +272,7 @@ def _flops(launch: Launch) -> int:
             shared = batch if len(lists.offsets) - 1 == heads * len(lists.tokens) else 1
             pairs += shared * len(lists.tiles) * lists.tokens.shape[1] ** 2
         if means is not None and launch.name != "exact_key_value_gradient":
-            pairs += batch * heads * tokens * means.key.pointer.shape[1]
+            pairs += batch * heads * tokens * means.key.shape[1]
     products = _PRODUCTS[launch.name] + (launch.name == "summary_gradient" and given["output_norm"] is not None)
     return 2 * products * pairs * head_dim
 

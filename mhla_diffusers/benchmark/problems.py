@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..attention import Call, initial_mixing, mhla_attention, reference_attention
+from ..attention import Call, ContentTiles, initial_mixing, mhla_attention, reference_attention
 from ..attention.rotary import rotary_table, table_of_tokens
 from .lists import draw_tiles
 from .shapes import Shape
@@ -51,8 +51,9 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
         shape: the attention; with tile counts where the kind has exact tiles.
         device: where.
         dtype: of query, key, value, gate and the output's gradient.
-        kind: one of plain, exact tiles, everything, exact tiles and everything, causal, causal softmax. Everything:
-            RoPE for images too, key mask, output norm and output gate. Causal: :func:`_causal_problem`.
+        kind: one of plain, exact tiles, exact tiles by content (for which there is no reference), everything, exact
+            tiles and everything, causal, causal softmax. Everything: RoPE for images too, key mask, output norm and
+            output gate. Causal: :func:`_causal_problem`.
     """
     torch.manual_seed(0)
     if kind in ("causal", "causal softmax"):
@@ -69,7 +70,8 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
         settings["key_mask"] = torch.rand(1, shape.tokens, device=device) > 0.3
     if "exact" in kind:
         tensors |= beside_exact_tiles(shape.heads, device)
-        settings["exact"] = draw_tiles(shape, device)
+        lists = draw_tiles(shape, device)
+        settings["exact"] = ContentTiles(lists.counts, shape.share) if "by content" in kind else lists
     return Problem(tensors, settings, torch.randn_like(tensors["query"]))
 
 

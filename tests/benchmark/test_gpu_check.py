@@ -43,6 +43,13 @@ def test_steps_are_chosen_by_name():
         choose_steps(["device,speed"])
 
 
+def test_the_tests_that_it_runs_carry_the_marker():
+    """So does every file whose tests run on the device that is there."""
+    texts = {path.name: path.read_text() for path in (tests._ROOT / tests._FOLDER).glob("test_*.py")}
+    marked = {name for name, text in texts.items() if "pytestmark = pytest.mark.gpu" in text}
+    assert marked == set(tests._FILES) == {name for name, text in texts.items() if "DEVICE" in text}
+
+
 @pytest.mark.parametrize(
     ("step", "skipped"),
     [
@@ -55,7 +62,7 @@ def test_steps_are_chosen_by_name():
         pytest.param("models", set(), marks=pytest.mark.slow),
         pytest.param(
             "integration",
-            {f"CUDA graph, {kind}" for kind in ("plain", "exact tiles", "causal")},
+            {f"CUDA graph, {kind}" for kind in ("plain", "exact tiles", "exact tiles by content", "causal")},
             marks=pytest.mark.slow,
         ),
     ],

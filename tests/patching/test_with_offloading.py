@@ -86,6 +86,7 @@ def test_to_moves_every_weight(name):
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", MODELS)
 def test_on_cuda(name):

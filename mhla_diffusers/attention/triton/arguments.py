@@ -131,10 +131,13 @@ class Lists(NamedTuple):
 class Means(NamedTuple):
     """Tiles as single keys, their means, for the queries that do not meet them exactly."""
 
-    key: Rows
+    key: Any
     """(B, T, H, D)."""
-    value: Rows
-    """(B, T, H, D)."""
+    value: Any
+    """Of the same strides, which stand here and in no :class:`Rows`: Triton 3.6 knows no 1 in a tuple of a tuple."""
+    batch_stride: int
+    token_stride: int
+    head_stride: int
     counts: Any
     """float32 (B, H, T): the sum of the key mask over each tile."""
     bias: Any

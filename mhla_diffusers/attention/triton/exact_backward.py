@@ -23,6 +23,7 @@ from .exact_tile import (
     list_of,
     listed_tokens,
     load_log_sums,
+    load_mean,
     means_at,
     one_per_token,
     pair_plan_of,
@@ -107,8 +108,8 @@ def exact_query_gradient_kernel(
     if means is not None:
         for first in range(0, tiles_in_grid(layout), OTHERS):
             others = means_at(batch, head, first, layout, OTHERS)
-            keys = load_operand(means.key, others, channels, HEAD_DIM)
-            values = load_operand(means.value, others, channels, HEAD_DIM)
+            keys = load_mean(means.key, means, others, channels, HEAD_DIM)
+            values = load_mean(means.value, means, others, channels, HEAD_DIM)
             bias = unlisted_bias(means, others, row, layout)
             gradient = _query_step(
                 queries, of_output, keys, values, bias, scale, log_sum, product_sum, gradient, number, PRECISION

@@ -20,6 +20,7 @@ from .exact_tile import (
     key_bias,
     list_of,
     listed_tokens,
+    load_mean,
     means_at,
     one_per_token,
     pair_plan_of,
@@ -93,8 +94,8 @@ def exact_kernel(
     if means is not None:
         for first in range(0, tiles_in_grid(layout), OTHERS):
             others = means_at(batch, head, first, layout, OTHERS)
-            keys = load_operand(means.key, others, channels, HEAD_DIM)
-            values = load_operand(means.value, others, channels, HEAD_DIM)
+            keys = load_mean(means.key, means, others, channels, HEAD_DIM)
+            values = load_mean(means.value, means, others, channels, HEAD_DIM)
             bias = unlisted_bias(means, others, row, layout)
             total, maximum, values_sum = _attend(
                 queries, keys, values, bias, scale, total, maximum, values_sum, number, PRECISION
@@ -165,7 +166,7 @@ def means_launch(call: ExactCall, lists: Lists, architecture: str | None = None)
         "counts": counts,
     }
     launch = pair_plan_of(means_kernel, call, architecture).launch(call, arguments, 1, tiles)
-    return launch, Means(rows(key_means), rows(value_means), counts, call.mean_bias, bitmap(call))
+    return launch, Means(key_means, value_means, *rows(key_means)[1:], counts, call.mean_bias, bitmap(call))
 
 
 def exact_launch(

@@ -21,6 +21,7 @@ from .exact_tile import (
     list_of,
     listed_tokens,
     load_log_sums,
+    load_mean,
     mean_bias,
     means_at,
     pair_plan_of,
@@ -77,8 +78,8 @@ def mean_gradient_kernel(
     batch = (rest // layout.heads).to(tl.int64)
     channels = tl.arange(0, BLOCK_D)
     own = means_at(batch, head, group * OWN, layout, OWN)
-    keys = load_operand(means.key, own, channels, HEAD_DIM)
-    values = load_operand(means.value, own, channels, HEAD_DIM)
+    keys = load_mean(means.key, means, own, channels, HEAD_DIM)
+    values = load_mean(means.value, means, own, channels, HEAD_DIM)
     bias = mean_bias(means, own, layout)
     of_keys = tl.zeros((OWN, BLOCK_D), tl.float32)
     of_values = tl.zeros((OWN, BLOCK_D), tl.float32)

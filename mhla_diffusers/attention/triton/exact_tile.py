@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Lists, Means, Tile, allocate, layout, rows
+from .arguments import Lists, Means, Rows, Tile, allocate, layout, rows
 from .exact_lists import ExactCall
 from .forward_kernels import token_weight
 from .launches import Launch
-from .tile import numbers_of, plain
+from .tile import load_operand, numbers_of, plain
 from .tilings import AnyTiling, PairTiling, Place, wished
 from .tuning import architecture_of, name_of, pair_tiling, power_of_two, precision_of, processors_of
 
@@ -92,6 +92,13 @@ def means_at(batch, head, first, layout, BLOCK: tl.constexpr):
     """BLOCK means from tile ``first`` on, as a tile of tokens."""
     tile = first + tl.arange(0, BLOCK)
     return Tile(batch, head, tile.to(tl.int64), tile < tiles_in_grid(layout))
+
+
+@triton.jit
+def load_mean(pointer, means, tile, channels, HEAD_DIM: tl.constexpr):
+    """:func:`load_operand` of the keys or values of means."""
+    rows = Rows(pointer, means.batch_stride, means.token_stride, means.head_stride)
+    return load_operand(rows, tile, channels, HEAD_DIM)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ def check_integration(notebook: Notebook, device: torch.device) -> None:
     """Tiny configurations of the real transformers, and the attention by itself."""
     for name in _MODELS:
         notebook.attempt(f"autocast training step of {name}", partial(_training_step, name, device))
-    for kind in ("plain", "exact tiles", "causal"):
+    for kind in ("plain", "exact tiles", "exact tiles by content", "causal"):
         notebook.attempt(f"torch.compile, fullgraph, {kind}", partial(_compile_attention, kind, device))
         notebook.attempt(f"CUDA graph, {kind}", partial(_replay_graph, kind, device))
     notebook.attempt("compile_repeated_blocks", partial(_compile_blocks, device))

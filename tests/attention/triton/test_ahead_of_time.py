@@ -80,6 +80,24 @@ def test_kernels_fit_with_the_oldest_triton(tmp_path):
     check(reports_of("sm_90", SHAPES[:1], tmp_path, OLDEST_TRITON, everything=False), stack_bytes=8)
 
 
+ONE_CHANNEL = """
+import torch
+from mhla_diffusers.benchmark.kernels import exact_call_of, exact_launches_of, report_kernel
+from mhla_diffusers.benchmark.shapes import Shape
+
+shape = Shape("one channel", (9,), (2,), 2, 1, tiles=(3,))
+for launch in exact_launches_of(exact_call_of(shape, shape.tiles, torch.float32, 1, everything=False), None, "sm_90"):
+    report_kernel(launch, "sm_90")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDEST_TRITON.is_dir(), reason="make puts the oldest Triton beside the installed one")
+def test_exact_tiles_of_one_channel_compile_with_the_oldest_triton(tmp_path):
+    """A stride is 1 then, which that version does not find in a tuple of a tuple."""
+    run_without_interpreter(["-c", ONE_CHANNEL], tmp_path, OLDEST_TRITON)
+
+
 def test_another_resolution_compiles_nothing(tmp_path):
     """Only where tiles are cut differently is there another variant."""
     counts = json.loads(run_without_interpreter(["-m", "tests.attention.triton.count_variants"], tmp_path))

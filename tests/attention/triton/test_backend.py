@@ -20,6 +20,8 @@ from ..problems import call_of, make_problem
 from ..shares import shares_of
 from .test_kernels import DEVICE, EVERYTHING, on_device
 
+pytestmark = pytest.mark.gpu
+
 LAYOUT = {"mixing": torch.rand(4, 4, device=DEVICE), "grid": (4, 6), "blocks": (2, 2)}
 
 

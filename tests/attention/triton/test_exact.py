@@ -29,6 +29,8 @@ from .test_kernels import (
     fused_projection,
 )
 
+pytestmark = pytest.mark.gpu
+
 
 def on_device(problem):
     def move(x):
@@ -265,8 +267,9 @@ def test_opcheck(everything):
 
 @pytest.mark.parametrize("axes", [None, (0, 4, 4)])
 def test_opcheck_of_rope(axes):
-    x = torch.randn(2, 12, 1, 8, requires_grad=True)
-    torch.library.opcheck(exact.rotate, (x, torch.randn(1, 8 if axes else 12, 1, 8), (3, 4), axes, False))
+    x = torch.randn(2, 12, 1, 8, device=DEVICE, requires_grad=True)
+    table = torch.randn(1, 8 if axes else 12, 1, 8, device=DEVICE)
+    torch.library.opcheck(exact.rotate, (x, table, (3, 4), axes, False))
 
 
 def test_gradients_of_gradients_are_refused():

@@ -63,12 +63,14 @@ class OnlyOn(TorchDispatchMode):
         if func.namespace == "mhla_diffusers":
             with watched(self.device) if self.raises else self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs or {})
-        if self.raises and func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
-            if any(x is not None and x.dtype == torch.bool for x in args[1]):
-                raise AssertionError(f"{func} with a mask waits for the device to count it")
+        if not self.raises:
+            return func(*args, **kwargs or {})
+        indices = args[1] if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default) else ()
+        if any(x is not None and x.dtype == torch.bool for x in indices):
+            raise AssertionError(f"{func} with a mask waits for the device to count it")
         result = func(*args, **kwargs or {})
         for x in tree_leaves((args, kwargs, result)):
-            if self.raises and isinstance(x, torch.Tensor) and x.device.type != self.device:
+            if isinstance(x, torch.Tensor) and x.device.type != self.device:
                 raise AssertionError(f"{func} has to do with a tensor on {x.device}")
         return result
 

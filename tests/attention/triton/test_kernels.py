@@ -27,6 +27,7 @@ from ..problems import (
     relative_error,
 )
 
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # The bound of the issue: IEEE float32 sums of positive terms stay far below it, tf32 (3e-4) far above.

@@ -9,6 +9,8 @@ from mhla_diffusers.attention.triton import operators
 from ..problems import call_of, relative_error
 from .test_kernels import DEVICE
 
+pytestmark = pytest.mark.gpu
+
 # IEEE sums of a few hundred terms; three products of bfloat16 halves keep 16 bits of each factor.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-16, torch.float16: 2**-16}
 

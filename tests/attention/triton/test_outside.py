@@ -16,6 +16,8 @@ from ..test_outside import make
 from .test_exact import check, on_device, per_sample
 from .test_kernels import DEVICE, EVERYTHING, HALF_TO_EAGER
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("parts", ["alone", "exact", "means", "far", "means and far"])
 def test_parts(parts):
