@@ -187,7 +187,15 @@ def _print_costs(patch: Patch) -> None:
     """FLOPs of a layer at every grid that a model of the family is measured at, and that the patch fits."""
     config = patch.config
     has_exact = config.exact != "none"
-    header = ["at", "grid", *(["tiles"] if has_exact else []), "softmax", "MHLA", *(["exact"] if has_exact else [])]
+    header = [
+        "at",
+        "pixels",
+        "grid",
+        *(["tiles"] if has_exact else []),
+        "softmax",
+        "MHLA",
+        *(["exact"] if has_exact else []),
+    ]
     counts = [config.blocks, config.tiles] if has_exact else [config.blocks]
     rows = []
     family = next(family for family in families() if family.name == patch.family)
@@ -205,7 +213,8 @@ def _print_costs(patch: Patch) -> None:
                 flops = [sizes.softmax_flops, sizes.linear_flops, *([sizes.flops] if has_exact else [])]
                 tiles = [f"{math.prod(config.tiles)} of {from_to(smallest_and_largest(grid, config.tiles))}"]
                 cells = [*(tiles if has_exact else []), *map(_giga, flops)]
-                rows.append((f"{model.name}-{label}", times(grid), *cells))
+                pixels = times([count * model.stride * model.patch for count in grid[-2:]])
+                rows.append((f"{model.name}-{label}", pixels, times(grid), *cells))
     if rows:
         typer.echo()
         _print_table("GFLOP of a self-attention's forward", header, rows, right=True)

@@ -1,7 +1,7 @@
 """Where a patch can pay: FLOPs of a forward by resolution, the share of attention in them, and what is left of it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -59,10 +59,9 @@ def ceilings(models: Iterable[Model]) -> list[Ceiling]:
 
 
 def _questions(model: Model) -> Iterable[Question]:
-    family = family_of_model(model)
-    for size in choose_sizes(model, None, None, "cuda"):
-        question = Question(model, size, family.default_config.replace(blocks=model.blocks))
-        yield replace(question, config=question.config.replace(exact_tiles=family.exact_tiles(question.grid)))
+    """Every size with the patch that ``apply_mhla(pipe)`` makes, as ``mhla info --model`` forecasts it."""
+    config = family_of_model(model).default_config.replace(blocks=model.blocks)
+    return [Question(model, size, config) for size in choose_sizes(model, None, None, "cuda")]
 
 
 def _ceiling(question: Question) -> Ceiling:

@@ -1,6 +1,7 @@
 """``mhla bench ceilings``: what is counted is what a forward of the model would count."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from mhla_diffusers.benchmark.ceilings import ceilings
+from mhla_diffusers.benchmark.forecast_text import Options, forecast_text
 from mhla_diffusers.benchmark.models import (
     build_transformer,
     family_of_model,
@@ -17,6 +19,7 @@ from mhla_diffusers.benchmark.models import (
     models,
 )
 from mhla_diffusers.cli import app
+from mhla_diffusers.reporting import scaled
 
 
 @pytest.mark.parametrize("name", ["tiny-dit", "tiny-flux"])
@@ -31,6 +34,21 @@ def test_a_forward_is_counted(name):
     assert found.flops == counter.get_total_flops()
     assert found.attention_flops < found.flops
     assert found.ceiling == pytest.approx(found.flops / found.patched_flops)
+
+
+def test_forecasts_count_the_same_patch():
+    """Of the size at which they disagreed: the patch that ``apply_mhla(pipe)`` makes."""
+    model = models()["wan2.1-1.3b"]
+    (shown,) = [
+        line
+        for line in forecast_text(model.name, None, Options(steps=1, passes=1)).splitlines()
+        if line[:9] == "denoising"
+    ]
+    (found,) = ceilings([replace(model, sizes=model.sizes[:1])])
+    assert shown.split()[1:5] == [
+        *scaled(found.flops, 1000, "").split(),
+        *scaled(found.patched_flops, 1000, "").split(),
+    ]
 
 
 def test_it_pays_at_large_sizes_and_not_at_small_ones():

@@ -116,6 +116,9 @@ def test_command(tmp_path):
     assert len(rows) == 4 and len({row["MHLA, ring, MB"] for row in rows if row["pass"] == "forward"}) == 1
     assert (tmp_path / "sent.png").stat().st_size > 10_000
     assert "| tiny-wan | 2 | softmax, ring |" in (tmp_path / "crossings.md").read_text()
+    # it takes minutes for the real models, so it says where it is
+    assert "counting 2 of 2: tiny-wan at 64x96x17, 2 processes" in result.stderr
+    assert "looking for where tiny-wan sends less, 2 processes" in result.stderr and "counting" not in result.stdout
 
 
 @pytest.mark.slow

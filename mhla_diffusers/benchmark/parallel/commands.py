@@ -33,7 +33,7 @@ def bench_parallel(
 ) -> None:
     """Counted: bytes that one process sends for one self-attention, MHLA beside diffusers' softmax. Timed: on gloo."""
     from ..models import choose_sizes
-    from .counting import counted, crossings, shape_of
+    from .counting import count, crossings, shape_of
     from .figure import draw_sent
     from .gloo import time_processes, why_no_processes
     from .tables import write_crossings, write_sent, write_timed
@@ -43,24 +43,30 @@ def bench_parallel(
     if min(many) < 2:
         raise ValueError(f"--processes {min(many)} share nothing out; give 2 or more.")
     cases = {one.name: choose_sizes(one, [size], frames or _FRAMES, "cpu") for one in models}
-    found = [count for one in models for count in counted([one], cases[one.name], many)]
+    asked = [(one, number, chosen) for one in models for number in many for chosen in cases[one.name]]
+    found = []
+    for done, (one, number, chosen) in enumerate(asked, 1):
+        typer.echo(f"counting {done} of {len(asked)}: {one.name} at {chosen}, {number} processes", err=True)
+        found.append(count(one, shape_of(one, chosen), number))
     typer.echo(write_sent(found, output))
     draw_sent(found, output / "sent.png")
-    videos = [one for one in models if one.is_video]
-    typer.echo(
-        write_crossings([c for one in videos for p in many for c in crossings(one, cases[one.name][0], p)], output)
-    )
+    crossed = []
+    for one in models:
+        for number in many if one.is_video else ():
+            typer.echo(f"looking for where {one.name} sends less, {number} processes", err=True)
+            crossed += crossings(one, cases[one.name][0], number)
+    typer.echo(write_crossings(crossed, output))
     if not time:
         return
-    refused = {count: why for count in many if (why := why_no_processes(count))}
-    for count, why in refused.items():
-        typer.echo(f"{count} processes are not timed: {why}.")
+    refused = {number: why for number in many if (why := why_no_processes(number))}
+    for number, why in refused.items():
+        typer.echo(f"{number} processes are not timed: {why}.")
     shapes = [
         (one.name, shape_of(one, chosen))
         for one in models[:1]
         for chosen in choose_sizes(one, [timed_size], timed_frames or _TIMED_FRAMES, "cpu")
     ]
-    timed = [time_processes(name, shape, count) for count in many if count not in refused for name, shape in shapes]
+    timed = [time_processes(name, shape, number) for number in many if number not in refused for name, shape in shapes]
     typer.echo(write_timed(timed, output))
 
 

@@ -2,7 +2,6 @@
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -144,11 +143,6 @@ def is_looked_at(variant: Variant, shape: Shape, processes: int) -> bool:
     if by_heads and shape.heads % processes:
         return False
     return attention in (SOFTMAX, MHLA) or (shape.tiles is not None and shape.tokens <= _MOST_LISTED)
-
-
-def counted(models: Iterable[Model], sizes: Sequence[Size], processes: Sequence[int]) -> list[Counts]:
-    """Every model with every number of processes at every size."""
-    return [count(model, shape_of(model, size), many) for model in models for many in processes for size in sizes]
 
 
 @dataclass(frozen=True)
