@@ -47,7 +47,7 @@ def check_blocks(blocks: Sequence[int], name: str = "blocks") -> Shape:
         ValueError: if there are not 1 to 3 counts, or one of them is no positive integer; with ``name``.
     """
     if not isinstance(blocks, Sequence) or isinstance(blocks, str):
-        raise ValueError(f"{name}={blocks!r} must be a list of counts, one per axis, for example (7, 3, 5).")
+        raise ValueError(f"{name}={blocks!r} must be a list of counts, one per axis, for example (4, 4) or (7, 3, 5).")
     counts = tuple(map(_as_integer, blocks))
     if len(counts) not in _AXIS_NAMES:
         raise ValueError(

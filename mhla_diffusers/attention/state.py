@@ -185,10 +185,10 @@ class MHLAState:
         """Bytes that the state takes."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
-    def reorder(self, samples: torch.Tensor) -> None:
+    def reorder(self, samples: torch.Tensor | Sequence[int]) -> None:
         """Make the state that of other samples of the batch, as beam search does; ``samples`` are their numbers."""
         for name, tensor in self._tensors().items():
-            setattr(self, name, tensor.index_select(0, samples.to(tensor.device)))
+            setattr(self, name, tensor.index_select(0, torch.as_tensor(samples, device=tensor.device)))
 
     def reset(self) -> None:
         """Begin another sequence."""

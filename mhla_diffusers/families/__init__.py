@@ -1,5 +1,6 @@
 """The model families that can be patched, one file each."""
 
+import re
 from difflib import get_close_matches
 from typing import Any
 
@@ -68,6 +69,11 @@ _FAMILIES: dict[str, Family] = {
     )
 }
 
+_NEEDED = ("name", "transformers", "axes", "block_lists", "default_config")
+"""What every family tells."""
+_KIND_OF_CLASS = re.compile("Transformer|Model|PreTrained|For[A-Z]|Backbone|Loaders|Mixin")
+"""Where the name of a class goes on with what kind of class it is."""
+
 
 def register_family(family: Family) -> None:
     """Make a family known to ``apply_mhla``.
@@ -75,8 +81,10 @@ def register_family(family: Family) -> None:
     A class that was defined again, as by a notebook cell that is run again, takes the place of its former self.
 
     Raises:
-        ValueError: if its name is taken by another class.
+        ValueError: no instance of a family, one that lacks what patching needs, or a name that is taken by another
+            class.
     """
+    _check_family(family)
     known = _FAMILIES.get(family.name)
     if known is not None and _class_path(known) != _class_path(family):
         raise ValueError(
@@ -84,6 +92,27 @@ def register_family(family: Family) -> None:
             f"{_class_path(family)}."
         )
     _FAMILIES[family.name] = family
+
+
+def _check_family(family: Any) -> None:
+    if isinstance(family, type):
+        raise ValueError(f"{family.__name__} is a class; register an instance of it, {family.__name__}().")
+    if not isinstance(family, Family):
+        raise ValueError(
+            f"family={family!r} must be an instance of a subclass of mhla_diffusers.Family, as docs/add-a-model.md "
+            "shows one."
+        )
+    missing = [name for name in _NEEDED if not hasattr(family, name)]
+    if missing:
+        raise ValueError(
+            f"{type(family).__name__} lacks {', '.join(missing)}; docs/add-a-model.md tells what they are."
+        )
+    for name in ("transformers", "block_lists"):
+        value = getattr(family, name)
+        if not isinstance(value, tuple | list) or not all(isinstance(one, str) for one in value):
+            raise ValueError(
+                f"{type(family).__name__}.{name}={value!r} must be a tuple of names, such as ({value!r},)."
+            )
 
 
 def _class_path(family: Family) -> str:
@@ -96,37 +125,69 @@ def families() -> list[Family]:
 
 
 def find_family(transformer: Any) -> Family | None:
-    """The family that a transformer belongs to by the name of its class or of a base class, or None."""
-    names = {cls.__name__ for cls in type(transformer).__mro__}
+    """The family that a transformer belongs to by the name of its class or of a base class, or None.
+
+    Args:
+        transformer: a model, its class, the name of its class, or the name of the family.
+    """
+    if isinstance(transformer, str) and transformer in _FAMILIES:
+        return _FAMILIES[transformer]
+    names = {transformer} if isinstance(transformer, str) else {cls.__name__ for cls in _class_of(transformer).__mro__}
     return next((family for family in families() if names.intersection(family.transformers)), None)
 
 
 def get_family(transformer: Any) -> Family:
-    """The family that a transformer belongs to.
+    """The family that a transformer belongs to, found as by :func:`find_family`.
 
     Raises:
         ValueError: if there is none.
     """
     family = find_family(transformer)
+    if family is None and hasattr(transformer, "components"):
+        raise ValueError(f"{type(transformer).__name__} is a pipeline; give its transformer, such as pipe.transformer.")
     if family is None:
-        name = type(transformer).__name__
-        raise ValueError(f"{name} is not supported; {supported_instead(name)}")
+        kind = transformer if isinstance(transformer, str) else _class_of(transformer)
+        name = repr(kind) if isinstance(kind, str) else kind.__name__
+        raise ValueError(f"{name} is not supported; {supported_instead(kind)}")
     return family
 
 
-def supported_instead(name: str) -> str:
-    """What an error says of a class that no family has: the family of the most like name, all classes, and a way out.
+def _class_of(model: Any) -> type:
+    return model if isinstance(model, type) else type(model)
+
+
+def supported_instead(kind: str | type) -> str:
+    """What an error says of a class that no family has: the nearest family, and where to read of all and of adding one.
 
     Args:
-        name: of the class.
+        kind: the class, or its name.
     """
-    owners = {transformer: family for family in families() for transformer in family.transformers}
-    near = get_close_matches(name, owners, n=1, cutoff=0.65)  # "UNet2DModel" is like "DeiTModel" by 0.6
-    nearest = f"the nearest family is {owners[near[0]].name!r} ({near[0]}). Supported" if near else "supported"
+    near = _nearest(kind)
+    nearest = "" if near is None else f"the nearest family is {near[0].name!r} ({near[1]}). "
     return (
-        f"{nearest} are {', '.join(owners)}. "
-        'The page "Add a model" of the documentation shows how to add one with register_family().'
+        f'{nearest}{"T" if nearest else "t"}he page "Models" of the documentation (docs/models.md) lists what is '
+        'supported, and "Add a model" shows how to add a family with register_family().'
     )
+
+
+def _nearest(kind: str | type) -> tuple[Family, str] | None:
+    """Family and class that another class is most like: by what its bases are named after, else by its own name."""
+    import diffusers
+
+    found = getattr(diffusers, kind, None) if isinstance(kind, str) else kind
+    name = kind if isinstance(kind, str) else kind.__name__
+    owners = {transformer: family for family in families() for transformer in family.transformers}
+    stems = {_stem(transformer): transformer for transformer in reversed(owners)}
+    bases = [_stem(cls.__name__) for cls in getattr(found, "__mro__", ())[1:]]
+    near = [stem for stem in bases if stem in stems]
+    near += sorted((stem for stem in stems if _stem(name).startswith(stem)), key=len, reverse=True)
+    near += [*get_close_matches(_stem(name), stems, n=1)]
+    return (owners[stems[near[0]]], stems[near[0]]) if near else None
+
+
+def _stem(name: str) -> str:
+    """What a class is named after: "Flux" of FluxTransformer2DModel and of FluxTransformer2DLoadersMixin."""
+    return _KIND_OF_CLASS.split(name)[0]
 
 
 def classes_that_are_split() -> list[str]:

@@ -17,7 +17,7 @@ from ..patching.exact_calibration import QUERIES, head_projections, spread_calls
 from ..patching.finding import find_transformers, hook_of, require_diffusion, require_layers
 from ..patching.layer import layer_of
 from ..patching.processor import attended, form_of
-from ..patching.sensitivity import measure_change, measure_sensitivity, patched_pairs, record_calls
+from ..patching.sensitivity import check_run, measure_change, measure_sensitivity, patched_pairs, record_calls
 from ..patching.token_grid import attend_as_before, attends_as_before
 from .audit_result import Audit, Fit, LayerAudit, TileAudit
 
@@ -44,8 +44,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         ValueError: if the model is a language model or not patched, its patch is switched off, or ``run`` did not reach
             every layer or ran at several sizes that cut tiles differently.
     """
-    if not callable(run):
-        raise ValueError(f'run={run!r} must be a function that runs the model, such as lambda: pipe("a cat").')
+    check_run(run)
     require_diffusion(model, "audit()")
     require_layers(model)
     pairs = {name: found for name, part in find_transformers(model).items() if (found := patched_pairs(part))}
@@ -76,7 +75,9 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         for component, part in transformers.items()
     }
     layers = tuple(
-        LayerAudit(component, name, names[component, name], *watch.sums(), moves[component][name], watch.tiles())
+        LayerAudit(
+            component, name, names[component, name], *watch.sums(), clock.rests, moves[component][name], watch.tiles()
+        )
         for (component, name), watch in watches.items()
     )
     changes = [measure_change(part, calls[component]) for component, part in transformers.items()]

@@ -56,10 +56,47 @@ class LayerAudit:
     rests, where it is the error that it would have."""
     squares: torch.Tensor
     """Square of what it hands on without the patch, float64 (S, H)."""
+    rests: tuple[bool, ...]
+    """Of every step, whether the patch rested in it."""
     moves: float
     """Relative squared change of the transformer's output where this layer alone is patched."""
     tiles: TileAudit | None
     """None without exact tiles, or where the own attention is linear."""
+
+    @property
+    def acting(self) -> torch.Tensor:
+        """:attr:`errors` of the steps in which the patch did not rest, 0 in the others: (S, H)."""
+        return self.errors * ~torch.tensor(self.rests)[:, None]
+
+    @property
+    def error(self) -> float:
+        """Relative error over the run, ‖patched − before‖ / ‖before‖."""
+        return float(_relative(self.acting.sum(), self.squares.sum()))
+
+    @property
+    def errors_of_heads(self) -> torch.Tensor:
+        """The same of every head: (H,)."""
+        return _relative(self.acting.sum(dim=0), self.squares.sum(dim=0))
+
+    @property
+    def worst_head(self) -> int:
+        """Number of the head with the largest error."""
+        return int(self.errors_of_heads.argmax())
+
+    @property
+    def exact_share(self) -> float | None:
+        """Part of its pairs of tiles that is exact; None without exact tiles."""
+        return None if self.tiles is None else self.tiles.share
+
+    @property
+    def mass_kept(self) -> float | None:
+        """Part of softmax attention's weight that these pairs hold; None without exact tiles."""
+        return None if self.tiles is None else self.tiles.mass
+
+    @property
+    def change(self) -> float:
+        """Relative change of the transformer's output where this layer alone is patched, √ :attr:`moves`."""
+        return math.sqrt(self.moves)
 
     @property
     def gain(self) -> float:
@@ -134,25 +171,22 @@ class Audit:
 
     def errors_of_layer(self, layer: LayerAudit) -> torch.Tensor:
         """Relative error of every head over the run, ‖patched − before‖ / ‖before‖: (H,)."""
-        return _relative(self._acting(layer).sum(dim=0), layer.squares.sum(dim=0))
+        return layer.errors_of_heads
 
     def error_of_layer(self, layer: LayerAudit) -> float:
         """The same of all heads together."""
-        return float(_relative(self._acting(layer).sum(), layer.squares.sum()))
+        return layer.error
 
     @property
     def errors_of_steps(self) -> torch.Tensor:
         """Relative error of every layer and step: (layers, S); NaN where a layer does not run."""
-        found = [_relative(self._acting(layer).sum(dim=1), layer.squares.sum(dim=1)) for layer in self.layers]
+        found = [_relative(layer.acting.sum(dim=1), layer.squares.sum(dim=1)) for layer in self.layers]
         return torch.stack(found)
 
     @property
     def errors_of_heads(self) -> torch.Tensor:
         """Relative error of every layer and head: (layers, H)."""
         return torch.stack([self.errors_of_layer(layer) for layer in self.layers])
-
-    def _acting(self, layer: LayerAudit) -> torch.Tensor:
-        return layer.errors * ~torch.tensor(self.rests)[:, None]
 
     def __str__(self) -> str:
         lines = [self._table_of_layers(), "", self._table_of_steps(), ""]
@@ -167,15 +201,14 @@ class Audit:
         header = ["layer", "error", "worst head", *(("exact", "mass kept") if has_tiles else ()), "moves"]
         rows = []
         for layer in self.layers:
-            heads, tiles = self.errors_of_layer(layer), layer.tiles
-            worst = int(heads.argmax())
+            worst, tiles = layer.worst_head, layer.tiles
             kept = ("-", "-") if tiles is None else (f"{tiles.share:.1%}", f"{tiles.mass:.1%}")
-            row = [layer.name, f"{self.error_of_layer(layer):.1%}", f"{worst}: {heads[worst]:.1%}"]
-            rows.append([*row, *(kept if has_tiles else ()), f"{math.sqrt(layer.moves):.1%}"])
+            row = [layer.name, f"{layer.error:.1%}", f"{worst}: {layer.errors_of_heads[worst]:.1%}"]
+            rows.append([*row, *(kept if has_tiles else ()), f"{layer.change:.1%}"])
         return text_table(header, rows, right=True)
 
     def _table_of_steps(self) -> str:
-        errors = torch.stack([self._acting(layer).sum(dim=1) for layer in self.layers]).sum(dim=0)
+        errors = torch.stack([layer.acting.sum(dim=1) for layer in self.layers]).sum(dim=0)
         squares = torch.stack([layer.squares.sum(dim=1) for layer in self.layers]).sum(dim=0)
         width = math.ceil(len(errors) / _MOST_ROWS)
         rows = []
@@ -193,10 +226,10 @@ class Audit:
             "layers": [
                 {
                     "name": layer.name,
-                    "error": self.error_of_layer(layer),
-                    "errors_of_heads": _numbers(self.errors_of_layer(layer)),
+                    "error": layer.error,
+                    "errors_of_heads": _numbers(layer.errors_of_heads),
                     "errors_of_steps": _numbers(by_steps[index]),
-                    "moves": math.sqrt(layer.moves),
+                    "moves": layer.change,
                     "exact": None
                     if layer.tiles is None
                     else {"kind": layer.tiles.kind, "share": layer.tiles.share, "mass_kept": layer.tiles.mass},

@@ -1,6 +1,7 @@
 """The cache of a patched language model: of every MHLA layer its state instead of keys and values."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -207,7 +208,7 @@ class StateLayer(CacheLayerMixin):
         """Begin other texts."""
         self.state, self._layer, self.batch, self.is_awaited = None, None, None, False
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor | Sequence[int]) -> None:
         """Go on with these texts of the batch, as beam search does."""
         if self.state is not None:
             self.state.reorder(beam_idx)

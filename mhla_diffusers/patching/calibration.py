@@ -13,6 +13,7 @@ from .finding import find_transformers, refuse_language
 from .layer import MHLALayer
 from .processor import form_of
 from .removal import mhla_disabled
+from .sensitivity import check_run
 from .token_grid import grid_of_call
 
 
@@ -78,6 +79,7 @@ def watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[Removab
 def run_unpatched(model: Any, run: Callable[[], object], handles: Sequence[RemovableHandle]) -> None:
     """Run with the patch switched off, and take the hooks away whatever happens."""
     try:
+        check_run(run)
         with mhla_disabled(model):
             run()
     finally:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..attention.blocks import check_layout, smallest_and_largest
+from ..attention.blocks import check_blocks, check_layout, smallest_and_largest
 from ..config import MHLAConfig
 from ..families import Family, get_family
 from ..reporting import from_to, text_table, times
@@ -140,7 +140,12 @@ def describe(
             model does not take.
     """
     transformers = find_transformers(model)
-    grids: dict[str, tuple[int, ...] | None] = dict.fromkeys(transformers, None if grid is None else tuple(grid))
+    grids = dict.fromkeys(transformers, None if grid is None else check_blocks(grid, "grid"))
+    for component, given in grids.items():
+        axes = get_family(transformers[component]).axes
+        if given is not None and len(given) != axes:
+            kind = type(transformers[component]).__name__
+            raise ValueError(f"grid={given} has {len(given)} axes, but the token grid of {kind} has {axes}.")
     if (height, width, num_frames) != (None, None, None):
         if grid is not None:
             raise ValueError(f"Give either grid={tuple(grid)} or a size in pixels, not both.")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config import MHLAConfig
-from ..families import families, find_family, get_family, unwrapped
+from ..families import find_family, get_family, unwrapped
 from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor
 
@@ -31,7 +31,7 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
         components = ", ".join(getattr(model, "components", {})) or "none"
         raise ValueError(
             f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). Pass a pipeline "
-            f"or a transformer of one of the families {', '.join(family.name for family in families())}."
+            'or a model that the page "Models" of the documentation (docs/models.md) lists.'
         )
     return found
 

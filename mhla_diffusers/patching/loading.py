@@ -55,7 +55,7 @@ def load_mhla(
         exact_tiles: other tile counts; the scores of calibrated tiles are interpolated, and tiles chosen anew.
         exact_share: another part of all pairs of tiles to be exact; calibrated tiles are chosen anew.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
-        revision: of a Hub repository.
+        revision: of a Hub repository; with it a folder here of the owner's name does not count.
         token: for a private Hub repository.
         keep_replaced: whether to keep the weights of the model that the patch changes, in the CPU's memory. Without
             them :func:`remove_mhla` refuses, since it could not bring them back.
@@ -142,6 +142,11 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
         raise FileNotFoundError(
             f"There is no folder {patch}, and it is no Hub id (owner/name).{hint} load_mhla takes the folder that "
             "save_mhla wrote."
+        )
+    if path.parent.is_dir() and revision is None:
+        raise FileNotFoundError(
+            f"The folder {path.parent} that is here has no {path.name}. If the Hub's {patch} is meant, say so with "
+            "revision='main'."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -153,13 +153,14 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
         count: number of self-attentions of the model.
 
     Raises:
-        ValueError: unknown choice, an index out of range, or a choice that is made by measuring.
+        ValueError: unknown choice, an index out of range or given twice, or a choice that is made by measuring.
     """
     parsed = parse_layers(choice)
     if is_automatic(choice):
         raise ValueError(
-            f"layers={choice!r} is chosen by measuring the model: call apply_mhla(pipe, layers={choice!r}, "
-            'calibration=lambda: pipe("a cat", num_inference_steps=4)), or give the list of layers that it chose.'
+            f"layers={choice!r} is chosen by measuring the model: call apply_mhla(model, layers={choice!r}, "
+            "calibration=run), with run() a function that runs the model on typical inputs, or give the list of layers "
+            "that it chose."
         )
     if isinstance(parsed, Fraction):
         kept = 1 - parsed
@@ -167,4 +168,8 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
     for index in parsed:
         if not -count <= index < count:
             raise ValueError(f"Layer {index} is out of range: the model has {count} layers, {-count} to {count - 1}.")
-    return sorted({index % count for index in parsed})
+    chosen = sorted(index % count for index in parsed)
+    twice = sorted({index for index in chosen if chosen.count(index) > 1})
+    if twice:
+        raise ValueError(f"layers={parsed} names layer {', '.join(map(str, twice))} more than once; name each once.")
+    return chosen

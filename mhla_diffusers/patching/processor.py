@@ -66,6 +66,11 @@ class MHLAProcessor:
                 f"Give either config or single settings, not both (got config and {', '.join(settings)}); "
                 "config.replace(...) changes a configuration."
             )
+        if config is not None and not isinstance(config, MHLAConfig):
+            raise ValueError(
+                f"config={config!r} must be a MHLAConfig; single settings are keywords, such as "
+                "MHLAProcessor(blocks=(7, 3, 5))."
+            )
         check_backend(backend)
         is_blank = config is None and not settings and grid is None and backend == "auto"
         self._config = config if config is not None or is_blank else MHLAConfig.from_dict(settings)

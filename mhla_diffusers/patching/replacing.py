@@ -15,7 +15,7 @@ from .mixing_calibration import calibrate_mixing
 from .plan import automatic_count, carry_out, make_plan
 from .processor import MHLAProcessor
 from .removal import remove_mhla
-from .sensitivity import measure_sensitivity, patched_pairs, record_calls, repeat_calls
+from .sensitivity import check_run, measure_sensitivity, patched_pairs, record_calls, repeat_calls
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
@@ -57,9 +57,10 @@ def apply_mhla(
     if not isinstance(patch, MHLAConfig | str | Path | None):
         raise ValueError(
             f"patch={patch!r} must be a MHLAConfig, the name of a ready patch or the path of a patch YAML; "
-            "single settings are keywords, for example blocks=(7, 3, 5)."
+            "single settings are keywords, for example blocks=(4, 4)."
         )
     if calibration is not None:
+        check_run(calibration, "calibration")
         refuse_language(model, "calibration")
     chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
     configs = {

@@ -66,12 +66,18 @@ def save_mhla(
         The folder.
 
     Raises:
-        ValueError: not patched, unknown ``weights``, LoRA adapters, offloaded or quantised weights in the way, no base
-            known, NaN or infinite values, an unsupported ``dtype``, or a value that ``dtype`` cannot hold.
+        ValueError: not patched, unknown ``weights``, a base that nothing is compared with, LoRA adapters, offloaded or
+            quantised weights in the way, no base known, NaN or infinite values, an unsupported ``dtype``, or a value
+            that ``dtype`` cannot hold.
         OSError: the folder cannot be written, as on a full disk; the patch that was in it stays.
     """
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(get_args(Weights))}.")
+    if base is not None and weights != "changed":
+        raise ValueError(
+            f"base is what weights='changed' compares with, and weights={weights!r} compares nothing; give "
+            "weights='changed' as well, or leave base out."
+        )
     if dtype is not None and dtype not in _FLOAT_TYPES:
         raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(map(str, _FLOAT_TYPES))}.")
     require_layers(model)

@@ -73,12 +73,26 @@ class TransformerCall:
         return prediction if isinstance(prediction, torch.Tensor) else torch.stack(list(prediction))
 
 
+def check_run(run: Any, name: str = "run") -> None:
+    """Raise unless ``run`` is a function, which is to run a model.
+
+    Raises:
+        ValueError: calling the argument ``name``.
+    """
+    if not callable(run):
+        raise ValueError(
+            f"{name}={run!r} must be a function without arguments that runs the model on typical inputs, such as "
+            'lambda: pipe("a cat", num_inference_steps=4) for a pipeline, or lambda: model(pictures).'
+        )
+
+
 def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[TransformerCall]]:
     """Run something and keep the inputs of every forward of the transformers.
 
     Raises:
-        ValueError: ``run`` did not reach a transformer.
+        ValueError: ``run`` is no function, or did not reach a transformer.
     """
+    check_run(run)
     calls: dict[str, list[TransformerCall]] = {name: [] for name in transformers}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
@@ -97,7 +111,9 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
             handle.remove()
     missed = [name for name in transformers if not calls[name]]
     if missed:
-        raise ValueError(f"run() did not run {', '.join(missed)}; it must call the pipeline or transformer.")
+        raise ValueError(
+            f"run() did not run {', '.join(missed)}; it must call the pipeline or the model that was given."
+        )
     return calls
 
 

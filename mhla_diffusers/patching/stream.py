@@ -5,6 +5,7 @@ size depends on the blocks of the patch and not on the length of the video.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from ..attention import MHLAState
 from ..attention.rotary import Rotary
 from ..families import get_family, unwrapped
+from .finding import find_transformers
 from .layer import MHLALayer, layer_of
 from .parallel import parallel_of
 from .token_grid import Grid, in_stream
@@ -35,14 +37,15 @@ class VideoStream:
     streams of its own. Weights must not change while a stream is used.
 
     Args:
-        transformer: patched with ``causal="block"`` in all layers.
+        model: transformer that is patched with ``causal="block"`` in all layers, or a pipeline with one transformer.
 
     Raises:
-        ValueError: a patch that is not so, one with ``softmax_steps``, tokens that are split between processes, or a
-            model whose family does not tell RoPE of later frames.
+        ValueError: no such model, a pipeline with two transformers, a patch that is not so, one with ``softmax_steps``,
+            tokens that are split between processes, or a model whose family does not tell RoPE of later frames.
     """
 
-    def __init__(self, transformer: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
+        transformer = _transformer_of(model)
         inside: Any = unwrapped(transformer)
         self._transformer, self._inside, self._family = transformer, inside, get_family(inside)
         if type(inside).__name__ not in self._family.streamed:
@@ -79,7 +82,7 @@ class VideoStream:
         """Begin another video; what was kept is freed."""
         self._states, self._grid = {}, None
 
-    def reorder(self, samples: torch.Tensor) -> None:
+    def reorder(self, samples: torch.Tensor | Sequence[int]) -> None:
         """Go on with other samples of the batch; ``samples`` are their numbers, which may come several times."""
         for state in self._states.values():
             state.reorder(samples)
@@ -171,6 +174,20 @@ class _Step:
             moved = stream._family.rotary_from(stream._inside, rotary, grid, self._first)
             self._rotary = rotary, moved
         return self._rotary[1]
+
+
+def _transformer_of(model: Any) -> nn.Module:
+    """The model itself, or the transformer of a pipeline, as it is called there."""
+    if isinstance(model, nn.Module):
+        return model
+    names = list(find_transformers(model))
+    if len(names) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has several transformers, each of which would need a stream of its own: "
+            f"VideoStream(pipe.{names[0]}) for one of {', '.join(names)}."
+        )
+    transformer: nn.Module = model.components[names[0]]
+    return transformer
 
 
 def _causal_layer(name: str, layer: MHLALayer | None) -> MHLALayer | None:

@@ -193,7 +193,12 @@ class TokenGridHooks:
         """Read the grid off the arguments of the trunk."""
         arguments = self.family.named_arguments(args, kwargs)
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
-        latents = arguments[self.family.forward_names[0]]
+        name = self.family.forward_names[0]
+        latents = arguments.get(name)
+        if latents is None:
+            raise ValueError(
+                f"{type(transformer).__name__} was called without {name}, of which it reads the token grid."
+            )
         for tensor in [latents] if isinstance(latents, torch.Tensor) else latents:
             for axis in range(1, tensor.ndim) if isinstance(tensor, torch.Tensor) else ():
                 torch._dynamo.mark_static(tensor, axis)

@@ -21,7 +21,12 @@ class DamagedAssetError(OSError):
 
 
 def pipeline_folder(family: str) -> Path:
-    """Where the pipeline of a family lies."""
+    """Where the pipeline of a family lies.
+
+    Raises:
+        ValueError: the family has none; with the allowed names.
+    """
+    tiny_pipeline(family)
     return ASSET_FOLDER / f"tiny-{family}"
 
 

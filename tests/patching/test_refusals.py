@@ -167,10 +167,8 @@ def test_models_that_are_not_supported_are_refused():
     pipe = DDPMPipeline(unet(), DDPMScheduler())
     with pytest.raises(ValueError, match="DDPMPipeline has no transformer.*components: unet, scheduler"):
         mhla.apply_mhla(pipe)
-    with pytest.raises(ValueError, match="UNet2DModel is not supported.*WanTransformer3DModel.*Add a model") as error:
+    with pytest.raises(ValueError, match=r"UNet2DModel is not supported; the page.*docs/models.md.*Add a model"):
         mhla.apply_mhla(pipe.unet)
-    for name in ("DiTTransformer2DModel", "SanaTransformer2DModel", "WanVACETransformer3DModel"):
-        assert name in str(error.value)
     with pytest.raises(ValueError, match="NoneType"):
         mhla.apply_mhla(None)
     assert not mhla.is_patched(pipe)
@@ -199,7 +197,7 @@ def test_a_transformer_that_is_not_supported_names_the_nearest_family(name, near
 
 
 def test_what_is_like_no_transformer_has_no_nearest_family():
-    with pytest.raises(ValueError, match="^UNet2DModel is not supported; supported are ") as error:
+    with pytest.raises(ValueError, match="^UNet2DModel is not supported; the page") as error:
         mhla.apply_mhla(unet())
     assert "nearest" not in str(error.value)
 
