@@ -241,6 +241,10 @@ def test_figures_as_json():
     assert first["error"] == found.error_of_layer(found.layers[0])
     assert len(first["errors_of_heads"]) == 2 and first["exact"]["mass_kept"] > 0.1
     assert written["fit"]["is_stale"] is False
+    for layer, row in zip(found.layers, str(found).splitlines()[1:], strict=False):
+        worst = f"{layer.worst_head}: {layer.errors_of_heads[layer.worst_head]:.1%}"
+        cells = [layer.name, f"{layer.error:.1%}", worst, f"{layer.exact_share:.1%}", f"{layer.mass_kept:.1%}"]
+        assert row.split() == " ".join([*cells, f"{layer.change:.1%}"]).split()
     pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
     of_two = mhla.audit(pipe, lambda: generate("wan22", pipe)).to_dict()
     assert None in of_two["layers"][0]["errors_of_steps"]
