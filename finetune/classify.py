@@ -4,6 +4,7 @@ python finetune/classify.py compare --config finetune/configs/classify-digits.ya
 python finetune/classify.py ablate --config finetune/configs/classify-digits.yaml --output outputs/digits
 python finetune/classify.py train --config finetune/configs/classify-digits.yaml --variant MHLA --output outputs/one
 python finetune/classify.py evaluate --model facebook/deit-tiny-patch16-224 --pictures imagenet/val
+Settings of a configuration are overridden by key=value, for example: steps=100 batch_size=32
 """
 
 import argparse
@@ -40,14 +41,18 @@ def main() -> None:
     command.add_argument("--batch-size", type=int, default=64)
     command.add_argument("--workers", type=int, default=0, help="processes that read pictures")
     command.add_argument("--device", default="auto")
-    arguments = parser.parse_args()
+    # not an argument of the commands: argparse finds none that stand behind their options
+    arguments, overrides = parser.parse_known_args()
+    unknown = [word for word in overrides if arguments.command == "evaluate" or word[0] == "-" or "=" not in word]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        sys.stdout.write(done(arguments))
+        sys.stdout.write(done(arguments, overrides))
     except (ValueError, OSError, ImportError) as error:
         parser.exit(1, f"{error}\n")
 
 
-def done(given: argparse.Namespace) -> str:
+def done(given: argparse.Namespace, overrides: list[str]) -> str:
     """Do what was asked for; what there is to print."""
     if given.command == "evaluate":
         found = evaluate(
@@ -61,7 +66,7 @@ def done(given: argparse.Namespace) -> str:
             device=choose_device(given.device),
         )
         return json.dumps(asdict(found)) + "\n"
-    config = load_classify_config(given.config)
+    config = load_classify_config(given.config, overrides)
     if given.command == "train":
         return f"{train_one(config, given.variant, given.output)}\n"
     if given.command == "compare":

@@ -2,6 +2,7 @@
 
 python finetune/language.py compare --config finetune/configs/language-tiny.yaml --output outputs/language
 python finetune/language.py train --config finetune/configs/language-tiny.yaml --variant MHLA --output outputs/one
+Settings of a configuration are overridden by key=value, for example: steps=100 batch_size=32
 """
 
 import argparse
@@ -19,9 +20,10 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--variant", help="which one is trained")
-    arguments = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_intermixed_args()
     try:
-        config = load_language_config(arguments.config)
+        config = load_language_config(arguments.config, arguments.overrides)
         if arguments.command == "compare":
             sys.stdout.write(compare(config, arguments.output))
         else:

@@ -1,7 +1,7 @@
 """Devices and floating-point types by the names that users write."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import psutil
@@ -9,6 +9,36 @@ import torch
 
 FLOAT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of weights by name."""
+_OTHER_SPELLINGS = {"float32": ("fp32", "no"), "bfloat16": ("bf16",), "float16": ("fp16",)}
+_PRECISIONS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def dtype_name(name: object, setting: str = "dtype", allowed: Sequence[str] = tuple(FLOAT_TYPES)) -> str:
+    """The key of ``FLOAT_TYPES`` that a user means, who may write ``bfloat16`` or ``bf16``, ``float32`` or ``no``.
+
+    Args:
+        name: as it was given; False is what YAML reads ``no`` as.
+        setting: what the name was given for, such as "precision".
+        allowed: keys of ``FLOAT_TYPES``.
+
+    Raises:
+        ValueError: any other name.
+    """
+    given = "no" if name is False else name
+    for key in allowed:
+        if given in (key, *_OTHER_SPELLINGS[key]):
+            return key
+    known = ", ".join(f"{key} (or {', '.join(_OTHER_SPELLINGS[key])})" for key in allowed)
+    raise ValueError(f"{setting}={name!r} is unknown; allowed: {known}.")
+
+
+def precision_name(name: object, allowed: Sequence[str] = tuple(FLOAT_TYPES)) -> str:
+    """The same as accelerate has it: "no", "bf16" or "fp16".
+
+    Raises:
+        ValueError: what :func:`dtype_name` raises.
+    """
+    return _PRECISIONS[dtype_name(name, "precision", allowed)]
 
 
 def available_devices() -> list[str]:

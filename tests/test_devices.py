@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mhla_diffusers.devices import available_devices, choose_device, launched_on_cpus
+from mhla_diffusers.devices import available_devices, choose_device, dtype_name, launched_on_cpus, precision_name
 
 
 def test_devices_that_are_here():
@@ -36,3 +36,24 @@ def test_processes_of_torchrun_run_on_cpus_where_there_is_nothing_else(environme
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launched_on_cpus() is expected
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype", "precision"),
+    [
+        (("float32", "fp32", "no", False), "float32", "no"),
+        (("bfloat16", "bf16"), "bfloat16", "bf16"),
+        (("float16", "fp16"), "float16", "fp16"),
+    ],
+)
+def test_a_type_has_several_spellings_and_one_meaning(names, dtype, precision):
+    assert {dtype_name(name) for name in names} == {dtype}
+    assert {precision_name(name) for name in names} == {precision}
+
+
+@pytest.mark.parametrize("name", ["half", "", None, True, 16, ["bf16"], torch.bfloat16])
+def test_a_type_that_is_unknown_is_refused_with_the_spellings_that_there_are(name):
+    with pytest.raises(
+        ValueError, match=r"dtype=.* is unknown; allowed: .*bfloat16 \(or bf16\), float16 \(or fp16\)\."
+    ):
+        dtype_name(name)

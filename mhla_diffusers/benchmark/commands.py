@@ -332,13 +332,10 @@ def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]"
     Raises:
         ValueError: unknown.
     """
-    from ..devices import FLOAT_TYPES, choose_device
+    from ..devices import FLOAT_TYPES, choose_device, dtype_name
 
     place = choose_device(device)
-    name = dtype or ("float32" if place.type == "cpu" else "bfloat16")
-    if name not in FLOAT_TYPES:
-        raise ValueError(f"Unknown dtype {name!r}; allowed: {', '.join(FLOAT_TYPES)}.")
-    return place, FLOAT_TYPES[name]
+    return place, FLOAT_TYPES[dtype_name(dtype or ("float32" if place.type == "cpu" else "bfloat16"))]
 
 
 def _whether_to_compile(wish: bool | None, device: "torch.device") -> bool:

@@ -128,7 +128,7 @@ class LoadOptions:
     patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch, as it is before training.")] = None
     weights: Annotated[str | None, typer.Option(help="What mhla finetune left, or folder or Hub id of a patch.")] = None
     device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu"
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32"
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 (or bf16) or float16.")] = "float32"
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Argument of the pipeline's call; several times."),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..config import load_patch
-from ..devices import FLOAT_TYPES, choose_device
+from ..devices import FLOAT_TYPES, choose_device, dtype_name
 from ..families import Family, families, get_family, supported_instead
 from ..files import read_json
 from ..patching import CONFIG_NAME, apply_mhla, find_transformers, load_mhla
@@ -51,7 +51,7 @@ class PipelineChoice:
     device: str = "cpu"
     """For example cuda:1, or "auto" for a GPU if there is one."""
     dtype: str = "float32"
-    """Of the weights, for example bfloat16."""
+    """Of the weights, for example bfloat16, or bf16, which is kept as the former."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's call, for example height, width, num_frames, num_inference_steps."""
 
@@ -67,8 +67,7 @@ class PipelineChoice:
                 f"Give either patch ({self.patch}) or weights ({self.weights}); trained weights bring their own patch."
             )
         choose_device(self.device)
-        if self.dtype not in FLOAT_TYPES:
-            raise ValueError(f"dtype={self.dtype!r} is unknown; allowed: {', '.join(FLOAT_TYPES)}.")
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.frames_per_second is not None and self.frames_per_second < 1:
             raise ValueError(f"frames_per_second={self.frames_per_second} must be positive.")
 

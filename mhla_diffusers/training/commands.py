@@ -14,7 +14,7 @@ _Output = Annotated[Path, typer.Option(help="Folder for the latents.")]
 _Frames = Annotated[int | None, typer.Option(help="Per video; 81 for Wan if left out.")]
 _Sizes = Annotated[list[str] | None, typer.Option("--size", help="HEIGHTxWIDTH; several times for aspect buckets.")]
 _Device = Annotated[str, typer.Option(help='"auto" for a GPU if there is one.')]
-_Precision = Annotated[str, typer.Option(help="bf16, or no for float32.")]
+_Precision = Annotated[str, typer.Option("--precision", "--dtype", help="bf16 (or bfloat16), or no for float32.")]
 
 
 def finetune_command(
@@ -129,11 +129,8 @@ def _clip(model: str, frames: int | None, fps: float | None, sizes: Sequence[str
 
 
 def _pipeline(model: str, device: str, precision: str) -> Any:
-    import torch
-
-    from ..config import check_choice
+    from ..devices import FLOAT_TYPES, dtype_name
     from ..generation import family_of, load_pipeline
 
-    types = {"bf16": torch.bfloat16, "no": torch.float32}
-    check_choice("precision", precision, tuple(types))
-    return load_pipeline(model, family_of(model).name, device, types[precision])
+    dtype = FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
+    return load_pipeline(model, family_of(model).name, device, dtype)

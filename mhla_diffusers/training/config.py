@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..config import MHLAConfig, check, check_choice
+from ..devices import precision_name
 from ..families import Clip
-from .settings import as_plain, from_mapping, read_yaml
+from .settings import as_plain, from_mapping, read_settings
 
 Trainable = Literal["mhla", "attention", "all", "lora"]
 """What a stage trains: the MHLA layers' own parameters; the whole of the patched self-attentions; the whole
@@ -151,7 +152,7 @@ class TrainingConfig:
     gradient_accumulation: int = 1
     """Forwards per update."""
     precision: Literal["no", "bf16"] = "no"
-    """bf16 keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
+    """bf16, or bfloat16, keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
     optimizer: OptimizerName = "adamw"
     """adamw8bit holds AdamW's moments in 8 bits and needs bitsandbytes."""
     weight_decay: float = 0.0
@@ -190,7 +191,7 @@ class TrainingConfig:
         for name in ("weight_decay", "workers", "seed"):
             check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be zero or positive.")
         check_choice("optimizer", self.optimizer, get_args(OptimizerName))
-        check_choice("precision", self.precision, ("no", "bf16"))
+        object.__setattr__(self, "precision", precision_name(self.precision, ("float32", "bfloat16")))
         check_choice("tracker", self.tracker, ("tensorboard", "wandb", None))
         check(0 <= self.prompt_dropout < 1, f"prompt_dropout={self.prompt_dropout} must be in [0, 1).")
         decay = self.ema_decay
@@ -263,10 +264,6 @@ class TrainingConfig:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: what :meth:`from_dict` raises, or a malformed file or override.
+            ValueError: what :meth:`from_dict` raises, a malformed file or override, or another script's configuration.
         """
-        settings = read_yaml(Path(path), overrides)
-        try:
-            return cls.from_dict(settings)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        return read_settings(cls, Path(path), overrides)

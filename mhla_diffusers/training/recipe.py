@@ -1,18 +1,16 @@
 """Training by transformers' ``Trainer``: what language models and classifiers share."""
 
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import torch
-import yaml
 from torch import nn
 
-from ..config import check, check_choice, check_names
-from ..devices import launched_on_cpus
-from ..files import read_text
+from ..config import check
+from ..devices import launched_on_cpus, precision_name
 from ..patching import mhla_layers, register_mixing_clip
 from .trainable import is_mixing
 
@@ -42,30 +40,24 @@ class Recipe:
     warmup: int = 0
     """Steps in which the learning rate grows, at most a tenth of all; a shorter adaptation takes a tenth of its own."""
     seeds: tuple[int, ...] = (0,)
-    precision: str = "no"
-    """"no", "bf16" or "fp16"."""
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Or float32, bfloat16 and float16, which are kept as the former."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", tuple(self.seeds))
         check(bool(self.seeds), "seeds is empty; give at least one, such as [0].")
-        check_choice("precision", self.precision, ("no", "bf16", "fp16"))
+        object.__setattr__(self, "precision", precision_name(self.precision))
         check_counts(self, 1, "steps", "batch_size", "accumulate")
         check_counts(self, 0, "warmup")
         most = self.steps // 10
         check(self.warmup <= most, f"warmup={self.warmup} is more than a tenth of steps={self.steps}; allowed: {most}.")
         for name in ("learning_rate", "mixing_learning_rate"):
-            self._check_number(name, positive=True)
+            value = getattr(self, name)
+            also = "; leave it out for learning_rate" if name == "mixing_learning_rate" else ""
+            check(value is None or value > 0, f"{name}={value} must be a positive number such as 1e-3{also}.")
         for name in ("weight_decay", "clip"):
-            self._check_number(name, positive=False)
-
-    def _check_number(self, name: str, positive: bool) -> None:
-        value = getattr(self, name)
-        if value is None and name == "mixing_learning_rate":
-            return
-        allowed = "a positive number such as 1.0e-3" if positive else "a number of at least 0"  # 1e-3 is text in YAML
-        number = isinstance(value, int | float) and value >= 0 and (value > 0 or not positive)
-        also = "; leave it out for learning_rate" if name == "mixing_learning_rate" else ""
-        check(number, f"{name}={value!r} must be {allowed}{also}.")
+            value = getattr(self, name)
+            check(value >= 0, f"{name}={value} must be a number of at least 0.")
 
 
 def check_counts(settings: object, least: int, *names: str) -> None:
@@ -78,25 +70,6 @@ def check_counts(settings: object, least: int, *names: str) -> None:
         value = getattr(settings, name)
         whole = isinstance(value, int) and not isinstance(value, bool)
         check(whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}.")
-
-
-AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
-
-
-def load_recipe(kind: type[AnyRecipe], file: Path) -> AnyRecipe:
-    """Read a configuration.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: no YAML of one, unknown or missing names, or values that are not allowed.
-    """
-    content = yaml.safe_load(read_text(file))
-    check(isinstance(content, Mapping), f"{file} holds no settings by name.")
-    check_names(content, [entry.name for entry in fields(kind)], "setting", f"{file}: ")
-    needed = [entry.name for entry in fields(kind) if entry.default is MISSING and entry.default_factory is MISSING]
-    missing = [name for name in needed if name not in content]
-    check(not missing, f"{file} lacks {', '.join(missing)}.")
-    return kind(**content)
 
 
 def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:

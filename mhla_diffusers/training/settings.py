@@ -13,6 +13,35 @@ from ..files import read_text
 
 Settings = TypeVar("Settings")
 
+_SCRIPTS = {"stages": "mhla finetune", "length": "finetune/language.py", "size": "finetune/classify.py"}
+"""A setting that every configuration of a script has, and those of the others have not."""
+
+
+def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()) -> Settings:
+    """A dataclass from a YAML file.
+
+    Args:
+        cls: the dataclass.
+        path: the file.
+        overrides: see :func:`read_yaml`.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: a malformed file or override, a configuration of another script, or what :func:`from_mapping`
+            raises.
+    """
+    settings = read_yaml(path, overrides)
+    own = next(name for name in _SCRIPTS if name in get_type_hints(cls))
+    theirs = next((name for name in _SCRIPTS if name in settings), own)
+    if own not in settings and theirs != own:
+        raise ValueError(
+            f"{path} is a configuration of {_SCRIPTS[theirs]}, not of {_SCRIPTS[own]}; use that, or give another file."
+        )
+    try:
+        return from_mapping(cls, settings)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
 
 def read_yaml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Nested settings of a YAML file.
@@ -111,6 +140,10 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return from_mapping(kind, value, f"{path}.") if make is None else make(value)
     if get_origin(kind) is Literal:
         return value
+    if get_origin(kind) is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path} must hold named settings, got {value!r}.")
+        return dict(value)
     if kind is float and isinstance(value, str | int) and not isinstance(value, bool):
         try:
             return float(value)

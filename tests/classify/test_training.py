@@ -89,7 +89,7 @@ def test_shipped_configurations_are_valid(file):
         ({"data": "imagenet"}, "data='imagenet' is unknown; allowed: 'digits', or train and held_out"),
         ({"data": {"train": "a"}}, "lacks held_out"),
         ({"smoothing": 1.0}, "smoothing=1.0 must be from 0 to 1"),
-        ({"mixup": -1}, "mixup=-1 must be 0 for none"),
+        ({"mixup": -1}, "mixup=-1.0 must be 0 for none"),
         ({"model": "google/vit-base-patch16-224"}, "settings are those of a model with random weights"),
         ({"precision": "bf17"}, "precision='bf17' is unknown"),
         ({"seeds": []}, "seeds is empty; give at least one"),
@@ -97,7 +97,9 @@ def test_shipped_configurations_are_valid(file):
         ({"held_out": 0}, "held_out=0 must be a whole number of at least 1"),
         ({"analysed": 0}, "analysed=0 must be a whole number of at least 1"),
         ({"steps": 30, "warmup": 4}, "warmup=4 is more than a tenth of steps=30; allowed: 3"),
-        ({"learning_rate": "1e-3"}, "learning_rate='1e-3' must be a positive number such as 1.0e-3"),
+        ({"learning_rate": "fast"}, "learning_rate='fast' must be of type float"),
+        ({"learning_rate": 0}, "learning_rate=0.0 must be a positive number such as 1e-3"),
+        ({"stages": []}, "Unknown setting 'stages'"),
         (
             {"mixing_learning_rate": 0.0},
             "mixing_learning_rate=0.0 must be a positive number.*leave it out for learning",
@@ -107,12 +109,17 @@ def test_shipped_configurations_are_valid(file):
             "'aplusb' and 'A.B' would both be written",
         ),
         ({"ablations": {"Comparison": {"a": MHLA}}}, "'Comparison' and the file 'comparison' would both be written"),
-        ({"clip": -1}, "clip=-1 must be a number of at least 0"),
+        ({"clip": -1}, "clip=-1.0 must be a number of at least 0"),
     ],
 )
 def test_a_configuration_that_is_not_allowed(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         _load(tmp_path, **changes)
+
+
+def test_settings_are_overridden_as_those_of_finetune_are(tmp_path):
+    config = load_classify_config(_config(tmp_path), ["learning_rate=1e-4", "settings.hidden_size=32", "steps=7"])
+    assert (config.learning_rate, config.settings["hidden_size"], config.steps) == (1e-4, 32, 7)
 
 
 def test_settings_that_a_model_does_not_have(tmp_path):
@@ -268,6 +275,12 @@ def test_kinds_of_attention_are_compared_and_what_is_finished_is_kept(tmp_path, 
     assert ablated.splitlines()[3].split(" | ")[1:] == printed.splitlines()[3].split(" | ")[1:]
     assert (output / "mhla-plus-cpe-seed-0.json").stat().st_mtime_ns == kept
 
+    with pytest.raises(SystemExit):
+        run("compare", "--config", file, "--output", output, "steps=3")  # of another configuration
+    with pytest.raises(SystemExit):
+        run("compare", "--config", file, "--output", output, "--steps", "3")
+    with pytest.raises(SystemExit):
+        run("evaluate", "--model", output, "--pictures", output, "size=3")
     another = _load(tmp_path, steps=3, seeds=[2, 1])
     with pytest.raises(ValueError, match="softmax-seed-1.json is of another configuration, which differs in steps"):
         compare(another, output, lambda *given: {})

@@ -112,7 +112,8 @@ def test_patch_is_applied(tmp_path):
 
 
 def test_tiny_pipelines_take_the_dtype_too(tmp_path):
-    config = GenerationConfig("dit", ("1",), tmp_path, dtype="bfloat16", settings=FAST)
+    config = GenerationConfig("dit", ("1",), tmp_path, dtype="bf16", settings=FAST)
+    assert config == GenerationConfig("dit", ("1",), tmp_path, dtype="bfloat16", settings=FAST)
     assert config.load().transformer.dtype == torch.bfloat16
     assert [made for _, made in generate(config)] == [True]
 

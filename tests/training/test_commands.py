@@ -107,9 +107,9 @@ def test_bfloat16_keeps_frozen_weights_small_and_trains(
     trainable: str, tmp_path: Path, model: str, config_file: Path
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a red ball\na blue ball\n")
-    how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "bf16")
+    how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--dtype", "bfloat16")
     _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
-    changed = ["precision=bf16", f"stages.1.trainable={trainable}", "gradient_checkpointing=true", "ema_decay=0.9"]
+    changed = ["precision=bfloat16", f"stages.1.trainable={trainable}", "gradient_checkpointing=true", "ema_decay=0.9"]
     changed += ["patch.exact=content", "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"]
     changed += ["validation={prompts: [a blue ball], every: 4, inference_steps: 1}"]
     changed += ["stages.1.lora_rank=2"] if trainable == "lora" else []

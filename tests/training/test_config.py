@@ -1,10 +1,15 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.training import TrainingConfig
+from mhla_diffusers.training.classify.config import load_classify_config
+from mhla_diffusers.training.language.run import load_language_config
+
+CONFIGS = Path(__file__).parents[2] / "finetune" / "configs"
 
 TEXT = """
 output: outputs/run
@@ -57,7 +62,7 @@ def test_overrides(path: Path) -> None:
         ("stages.0.objectives.transfer=0", r"at least one positive weight"),
         ("stages.0.objectives.transfer=-1", r"transfer=-1.0 must be zero or positive"),
         ("patch=null", r"stages.0: distillation and transfer compare with the unpatched model"),
-        ("precision=fp16", r"precision='fp16' is unknown; allowed: 'no', 'bf16'"),
+        ("precision=fp16", r"precision='fp16' is unknown; allowed: float32 \(or fp32, no\), bfloat16 \(or bf16\)\."),
         ("prompt_dropout=1", r"prompt_dropout=1.0 must be in \[0, 1\)"),
         ("batch_size=true", r"batch_size=True must be of type int"),
         ("stages=3", r"stages must be a list, got 3"),
@@ -84,3 +89,31 @@ def test_missing_settings_and_file(path: Path) -> None:
 def test_lora_leaves_the_weights_alone_that_it_adds_to(path: Path) -> None:
     with pytest.raises(ValueError, match=r"stages.1: trainable='all' changes the weights that LoRA"):
         TrainingConfig.from_yaml(path, ["stages.0.trainable=lora", "stages.0.lora_rank=4"])
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("bf16", "bf16"), ("bfloat16", "bf16"), ("no", "no"), ("'no'", "no"), ("float32", "no"), ("fp32", "no")],
+)
+def test_a_precision_has_several_spellings_and_one_meaning(path: Path, written: str, meant: str) -> None:
+    """As the type of weights of other commands has; ``no`` without quotes is False in YAML."""
+    config = TrainingConfig.from_yaml(path, [f"precision={written}"])
+    assert config.precision == config.to_dict()["precision"] == meant
+    for load, name in ((load_language_config, "language-tiny"), (load_classify_config, "classify-digits")):
+        assert load(CONFIGS / f"{name}.yaml", [f"precision={written}"]).precision == meant
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "words"),
+    [
+        (TrainingConfig.from_yaml, "language-tiny", "finetune/language.py, not of mhla finetune"),
+        (TrainingConfig.from_yaml, "classify-digits", "finetune/classify.py, not of mhla finetune"),
+        (load_language_config, "tiny-wan", "mhla finetune, not of finetune/language.py"),
+        (load_language_config, "classify-digits", "finetune/classify.py, not of finetune/language.py"),
+        (load_classify_config, "tiny-wan", "mhla finetune, not of finetune/classify.py"),
+        (load_classify_config, "language-tiny", "finetune/language.py, not of finetune/classify.py"),
+    ],
+)
+def test_a_configuration_of_another_script_is_told(load: Callable[[Path], object], name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}.yaml is a configuration of {words}"):
+        load(CONFIGS / f"{name}.yaml")

@@ -1,12 +1,14 @@
 """Configuration of a classifier's training: the model, the pictures, and kinds of attention."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...config import MHLAConfig, check, check_names
 from ..comparing import check_file_names
-from ..recipe import Recipe, check_counts, load_recipe
+from ..recipe import Recipe, check_counts
+from ..settings import read_settings
 from .models import FRESH, SOFTMAX, Variant
 
 DIGITS = "digits"
@@ -102,6 +104,6 @@ class ClassifyConfig(Recipe):
             MHLAConfig.from_dict(variant)
 
 
-def load_classify_config(file: Path) -> ClassifyConfig:
-    """Read a configuration; raises what :func:`load_recipe` raises."""
-    return load_recipe(ClassifyConfig, file)
+def load_classify_config(file: Path, overrides: Sequence[str] = ()) -> ClassifyConfig:
+    """Read a configuration, with ``key=value`` overrides; raises what :func:`read_settings` raises."""
+    return read_settings(ClassifyConfig, file, overrides)

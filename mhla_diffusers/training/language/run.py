@@ -1,6 +1,6 @@
 """Configuration of a language model's training, and the training itself, by transformers' ``Trainer``."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from ...config import MHLAConfig, check, check_names
 from ...patching import apply_mhla
 from ..comparing import check_file_names, settings_of_one
 from ..output import train_into
-from ..recipe import Job, Recipe, check_counts, load_recipe, run_trainer
+from ..recipe import Job, Recipe, check_counts, run_trainer
+from ..settings import read_settings
 from .gated_linear import give_gated_linear
 from .texts import PYTHON_TOPICS, Rows, StreamedRows, hub_texts, python_topics
 
@@ -72,9 +73,9 @@ class LanguageConfig(Recipe):
         check(not missing, f"text, a data set of the Hub, lacks {', '.join(missing)}.")
 
 
-def load_language_config(file: Path) -> LanguageConfig:
-    """Read a configuration; raises what :func:`load_recipe` raises."""
-    return load_recipe(LanguageConfig, file)
+def load_language_config(file: Path, overrides: Sequence[str] = ()) -> LanguageConfig:
+    """Read a configuration, with ``key=value`` overrides; raises what :func:`read_settings` raises."""
+    return read_settings(LanguageConfig, file, overrides)
 
 
 def build(config: LanguageConfig, variant: Variant, seed: int) -> Any:
