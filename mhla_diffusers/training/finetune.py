@@ -19,7 +19,7 @@ from ..patching.record import read_record
 from .config import TrainingConfig
 from .estimate import Estimate, estimate
 from .latents.cache import INDEX_NAME, LatentCache
-from .latents.data import InMemoryData
+from .latents.data import InMemoryData, check_enough
 from .latents.encode import encode_folder, model_header
 from .latents.sources import find_media
 from .loop import TrainingResult, train
@@ -47,6 +47,7 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
     run = ResolvedRun.of(config)
     data = run.open_data()
     check_fits(run.without_weights(), data, config)
+    check_enough(data, config)
     return train(run.with_weights(), data, config, resume=resume, sampler=run.sampler())
 
 

@@ -13,7 +13,7 @@ from types import FrameType
 from torch import nn
 
 from .config import TrainingConfig
-from .latents.data import TrainingData
+from .latents.data import TrainingData, check_enough
 from .run import Run, Start, check_fits
 from .validation import Sampler
 
@@ -67,6 +67,7 @@ def train(
     """
     start = Start.of(config, resume)
     check_fits(transformer, data, config)
+    check_enough(data, config)
     run = Run(transformer, data, config, start, sampler)
     last_stage = len(config.stages) - 1
     stop = _StopRequest()

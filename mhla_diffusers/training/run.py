@@ -98,8 +98,8 @@ class Run:
         sampler: called at every validation with the transformer and a folder to generate into.
 
     Raises:
-        ValueError: no samples to train on, a tracker that is not installed, processes that do not find each other, or a
-            checkpoint that is damaged or of another run.
+        ValueError: a tracker that is not installed, processes that do not find each other, or a checkpoint that is
+            damaged or of another run.
     """
 
     def __init__(

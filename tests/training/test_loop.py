@@ -158,6 +158,11 @@ def test_processes_that_accelerate_does_not_join_are_refused(tmp_path: Path, mon
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_an_update_of_more_samples_than_there_are_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tiny_wan(), wan_data(6), one_stage(tmp_path, steps=1, batch_size=2, gradient_accumulation=4))
+    assert "An update takes 8 samples of one shape, and 6 have latents of (4, 2, 8, 8)" in caplog.text
+
+
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     for name, checkpointing in (("without", False), ("with", True)):
         config = one_stage(tmp_path / name, patch=PATCH, gradient_checkpointing=checkpointing)
@@ -229,7 +234,10 @@ def test_what_is_refused_before_training(tmp_path: Path) -> None:
         train(tiny_wan(), wan_data(), one_stage(tmp_path / "x", validation=ValidationConfig(samples=16)))
     without_empty = InMemoryData([wan_data()[0]])
     with pytest.raises(ValueError, match="needs the empty prompt's conditioning"):
-        train(tiny_wan(), without_empty, one_stage(tmp_path / "x", prompt_dropout=0.1))
+        train(tiny_wan(), without_empty, one_stage(tmp_path / "x", batch_size=1, prompt_dropout=0.1))
+    held_out = {"batch_size": 100, "validation": ValidationConfig(samples=2)}
+    with pytest.raises(ValueError, match=r"batch_size=100 is more than the 6 samples .* batch_size=6 or less"):
+        train(tiny_wan(), wan_data(8), one_stage(tmp_path / "x", **held_out))
     assert not (tmp_path / "x").exists()
 
 

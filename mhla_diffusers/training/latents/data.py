@@ -4,7 +4,9 @@ A sample is a mapping of tensors: ``latents`` as the transformer takes them, (C,
 arguments of its forward by name, for example ``encoder_hidden_states`` (L, channels) or ``class_labels`` ().
 """
 
+import logging
 import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -15,6 +17,8 @@ from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
 from ..config import TrainingConfig
 from .times import inside_unit_interval, random_quantiles
+
+logger = logging.getLogger(__name__)
 
 
 def _leave_interrupts_alone(worker: int) -> None:
@@ -66,6 +70,31 @@ class InMemoryData:
         return self._samples[index]
 
 
+def check_enough(data: TrainingData, config: TrainingConfig) -> None:
+    """Raise unless data has as many samples, and what else, as a configuration needs.
+
+    Raises:
+        ValueError: nothing is left to train on, less than one batch is, or prompts are to be dropped but the data has
+            no empty prompt.
+    """
+    left = len(data) - config.validation.samples
+    if left <= 0:
+        raise ValueError(
+            f"The data holds {len(data)} samples and validation.samples={config.validation.samples} of them are "
+            "held out, which leaves none to train on."
+        )
+    if config.batch_size > left:
+        raise ValueError(
+            f"batch_size={config.batch_size} is more than the {left} samples to train on, of which every batch would "
+            f"hold some several times. Choose batch_size={left} or less, or encode more data."
+        )
+    if config.prompt_dropout > 0 and data.empty is None:
+        raise ValueError(
+            f"prompt_dropout={config.prompt_dropout} needs the empty prompt's conditioning, which the data lacks; "
+            "encode the data with it, or set prompt_dropout: 0."
+        )
+
+
 class NoisedBatches:
     """The noised batches of one process.
 
@@ -82,7 +111,7 @@ class NoisedBatches:
         together: latent frames that share a time, :func:`mhla_diffusers.training.latents.times.frames_together`.
 
     Raises:
-        ValueError: if nothing is left to train on, or prompts are to be dropped but the data has no empty prompt.
+        ValueError: if nothing is left to train on.
     """
 
     def __init__(
@@ -95,16 +124,6 @@ class NoisedBatches:
         processes: int = 1,
         together: int | None = None,
     ) -> None:
-        if len(data) <= config.validation.samples:
-            raise ValueError(
-                f"The data holds {len(data)} samples and validation.samples={config.validation.samples} of them are "
-                "held out, which leaves none to train on."
-            )
-        if config.prompt_dropout > 0 and data.empty is None:
-            raise ValueError(
-                f"prompt_dropout={config.prompt_dropout} needs the empty prompt's conditioning, which the data lacks; "
-                "encode the data with it, or set prompt_dropout: 0."
-            )
         self._data = data
         self._process = process
         self._config = config
@@ -114,7 +133,15 @@ class NoisedBatches:
         self._together = together
         self.training_samples = len(data) - config.validation.samples
         size = config.batch_size * config.gradient_accumulation * processes
-        self._order = BatchOrder(data.shapes[: self.training_samples], size, config.seed)
+        shapes = data.shapes[: self.training_samples]
+        self._order = BatchOrder(shapes, size, config.seed)
+        for shape, count in Counter(shapes).items() if rank == 0 else ():
+            if count < size:
+                logger.warning(
+                    "An update takes %d samples of one shape, and %d have latents of %s: it takes some of them several "
+                    "times, each time with other noise.",
+                    *(size, count, shape),
+                )
 
     def from_step(self, step: int) -> Iterator[NoisedBatch]:
         """The batch of every forward, beginning with the first one of a step, without end.
