@@ -82,6 +82,8 @@ def check_layout(
     Raises:
         ValueError: if the number of axes differs, or an axis has fewer tokens than blocks; with ``name``.
     """
+    if not isinstance(grid, Sequence) or isinstance(grid, str):
+        raise ValueError(f"grid={grid!r} must be a list of tokens, one per axis, for example (16, 16) or (21, 30, 52).")
     grid, blocks = tuple(grid), check_blocks(blocks, name)
     if len(grid) != len(blocks):
         raise ValueError(

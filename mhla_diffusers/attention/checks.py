@@ -14,6 +14,8 @@ from .rotary import Rotary
 
 def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raise unless they are (B, N, H, D) of one kind."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_is_tensor(name, tensor)
     if query.ndim != 4:
         raise ValueError(f"query must be (B, N, H, D), got shape {tuple(query.shape)}.")
     if not query.is_floating_point():
@@ -23,6 +25,12 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
             expected, found = getattr(query, what), getattr(tensor, what)
             if found != expected:
                 raise ValueError(f"{name} has {what} {found}, but query has {expected}; they must be the same.")
+
+
+def check_is_tensor(name: str, value: object) -> None:
+    """Raise unless it is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}.")
 
 
 def check_rotary(rotary: Rotary, query: torch.Tensor) -> None:
@@ -92,12 +100,17 @@ def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | 
             f"Token grid {call.grid}{share} holds {on_grid} tokens, but query has N={tokens}; the product of the grid "
             "must be N. Tokens that have no place on it are given by outside=(before, after)."
         )
+    check_is_tensor("mixing", call.mixing)
+    if not call.mixing.is_floating_point():
+        raise ValueError(f"mixing must be floating point, got {call.mixing.dtype}.")
     blocks = math.prod(call.blocks)
     if tuple(call.mixing.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
         raise ValueError(
             f"mixing has shape {tuple(call.mixing.shape)}; for {blocks} blocks and {heads} heads it must be "
             f"({blocks}, {blocks}) or ({heads}, {blocks}, {blocks})."
         )
+    if not call.eps >= 0:
+        raise ValueError(f"eps={call.eps} must not be negative; it is the floor of feature maps, such as 1e-6.")
     if call.rope not in ("after", "before"):
         raise ValueError(f"Unknown rope={call.rope!r}; allowed: 'after' or 'before' (the feature map).")
     expected = {
@@ -109,6 +122,8 @@ def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | 
     }
     for name, shape in expected.items():
         tensor = getattr(call, name)
+        if tensor is not None:
+            check_is_tensor(name, tensor)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
     if any(outside) and not call.normalize:

@@ -159,6 +159,8 @@ def mhla_attention(
     check_tensors(query, key, value)
     if rotary is not None:
         check_rotary(rotary, query)
+    if not isinstance(exact, ExactTiles | ContentTiles | None):
+        raise ValueError(f"exact={exact!r} must be ExactTiles, ContentTiles or None.")
     axes = check_axes(rotary_axes, grid, query.shape[3])
     outside = check_outside(outside)
     if causal is not None:

@@ -45,6 +45,7 @@ def set_exact_share(model: Model, share: float) -> Model:
     """
     if not isinstance(share, int | float) or isinstance(share, bool):
         raise ValueError(f"share={share!r} must be a part of all pairs of tiles, a number in (0, 1] such as 0.05.")
+    find_transformers(model)
     _check_order(model, "set_exact_share()")
     for layer in require_layers(model).values():
         if layer.config.exact not in ("calibrated", "content"):

@@ -3,9 +3,10 @@
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..config import MHLAConfig, check
+from ..config import MHLAConfig, check, check_names
 
 _HERE = {
     "causal": (None, "pixels have no order in time"),
@@ -75,6 +76,7 @@ class VLTConfig(PreTrainedConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_names([self.hidden_act], list(ACT2FN), "hidden_act")
         stages = len(self.depths)
         for name in ("hidden_sizes", "num_attention_heads", "mhla"):
             given = getattr(self, name)

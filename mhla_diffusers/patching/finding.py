@@ -216,7 +216,12 @@ def require_layers(model: Any) -> dict[str, MHLALayer]:
 
 
 def attn_processors(transformer: Any) -> dict[str, Any]:
-    """Like diffusers' ``attn_processors``, for a transformer of any family, DiT included: name → processor."""
+    """Like diffusers' ``attn_processors``, for a transformer of any family, DiT included: name → processor.
+
+    Raises:
+        ValueError: unsupported transformer, or a pipeline.
+    """
+    get_family(transformer)
     return {f"{name}.processor": module.get_processor() for name, module in attentions_of(transformer).items()}
 
 

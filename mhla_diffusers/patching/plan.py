@@ -93,11 +93,7 @@ def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
             f"normalize=False leaves {type(transformer).__name__} no common denominator with the softmax over its "
             "tokens outside the grid; leave it at True."
         )
-    if family.form.has_outside and config.causal is not None:
-        raise ValueError(
-            f"causal={config.causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to "
-            "tokens outside it too, such as text or a class token, which have no place in that order; leave it at None."
-        )
+    refuse_order(transformer, config.causal)
     if family.form.rope_by_head and config.rope != "before":
         raise ValueError(
             f"rope={config.rope!r} would need one table for all heads, and {type(transformer).__name__} turns every "
@@ -110,6 +106,19 @@ def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
     count = len(family.self_attentions(transformer))
     if not choose_layers(config.layers, count):
         raise ValueError(f"layers={config.layers!r} chooses none of the {count} layers.")
+
+
+def refuse_order(transformer: nn.Module, causal: object) -> None:
+    """Raise if a patch is to be causal whose transformer attends to tokens that stand in no order.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    if causal is not None and get_family(transformer).form.has_outside:
+        raise ValueError(
+            f"causal={causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to tokens "
+            "outside it too, such as text or a class token, which have no place in that order; leave it at None."
+        )
 
 
 def _is_group_offloaded(module: nn.Module) -> bool:

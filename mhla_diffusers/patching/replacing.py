@@ -12,7 +12,7 @@ from ..families import Family, get_family
 from .exact_calibration import calibrate_exact_tiles
 from .finding import attentions_of, find_transformers, refuse_causal, refuse_language
 from .mixing_calibration import calibrate_mixing
-from .plan import automatic_count, carry_out, make_plan
+from .plan import automatic_count, carry_out, make_plan, refuse_order
 from .processor import MHLAProcessor
 from .removal import remove_mhla
 from .sensitivity import check_run, measure_sensitivity, patched_pairs, record_calls, repeat_calls
@@ -62,6 +62,8 @@ def apply_mhla(
     if calibration is not None:
         check_run(calibration, "calibration")
         refuse_language(model, "calibration")
+    for transformer in transformers.values():  # before the settings, which would ask for more of such a patch
+        refuse_order(transformer, settings.get("causal"))
     chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
     configs = {
         name: _choose_config(get_family(transformer), chosen).replace(**settings)

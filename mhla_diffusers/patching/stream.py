@@ -178,9 +178,9 @@ class _Step:
 
 def _transformer_of(model: Any) -> nn.Module:
     """The model itself, or the transformer of a pipeline, as it is called there."""
+    names = list(find_transformers(model))
     if isinstance(model, nn.Module):
         return model
-    names = list(find_transformers(model))
     if len(names) > 1:
         raise ValueError(
             f"{type(model).__name__} has several transformers, each of which would need a stream of its own: "

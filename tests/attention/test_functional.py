@@ -166,6 +166,15 @@ def test_bad_input_is_named():
         r"mixing has shape \(3, 3\); for 4 blocks and 2 heads it must be \(4, 4\) or \(2, 4, 4\)",
         mixing=torch.rand(3, 3),
     )
+    refused("query must be a tensor, got list", query=[1.0])
+    refused("mixing must be a tensor, got NoneType", mixing=None)
+    refused("mixing must be floating point, got torch.int64", mixing=torch.ones(4, 4, dtype=torch.int64))
+    refused("key_mask must be a tensor, got list", key_mask=[True] * 12)
+    refused("far_field_weight must be a tensor, got float", far_field_weight=1.0)
+    refused("exact=3 must be ExactTiles, ContentTiles or None", exact=3)
+    refused("grid=12 must be a list of tokens, one per axis", grid=12)
+    refused("eps=-1.0 must not be negative", eps=-1.0)
+    refused("Unknown feature map 3; did you mean", feature_map=3)
     refused("Unknown feature map 'rulu'; did you mean 'relu'", feature_map="rulu")
     refused("rope='during'; allowed: 'after' or 'before'", rope="during")
     refused("Unknown backend 'eagr'; allowed: auto, .*Did you mean 'eager'", backend="eagr")

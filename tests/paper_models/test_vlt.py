@@ -201,6 +201,7 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
         ({"mhla": [{"blocks": [3, 3], "layers": "1/2"}, None, None, None]}, "layers='1/2'; a stage says for itself"),
         ({"mhla": [{"blocks": [9]}, None, None, None]}, r"blocks=\(9,\).*two counts"),
         ({"mhla": [{"block": [3, 3]}, None, None, None]}, "block"),
+        ({"hidden_act": "gelo"}, "Unknown hidden_act 'gelo'; did you mean 'gelu'"),
     ],
 )
 def test_what_the_configuration_refuses(settings, error):

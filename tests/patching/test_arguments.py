@@ -12,6 +12,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.attention import MHLAState
 from mhla_diffusers.families import find_family, get_family
 from mhla_diffusers.families.wan import WanFamily
+from mhla_diffusers.models import VLTConfig, VLTForImageClassification
 from mhla_diffusers.patching.finding import find_transformers
 from mhla_diffusers.tiny import pipeline_folder
 
@@ -47,6 +48,11 @@ def vit():
         num_labels=3,
     )
     return ViTForImageClassification(config).eval()
+
+
+def vlt():
+    with torch.device("meta"):
+        return VLTForImageClassification(VLTConfig.vlt_t())
 
 
 def stream():
@@ -103,6 +109,9 @@ REFUSED = {
     "no share": (lambda: mhla.set_exact_share(patched("dit", exact="content"), None), r"share=None must be a part"),
     "share as text": (lambda: mhla.set_exact_share(patched("dit", exact="content"), "0.1"), r"share='0.1' must be"),
     "configuration of a processor": (lambda: mhla.MHLAProcessor(3), "config=3 must be a MHLAConfig"),
+    "processors of a pipeline": (lambda: mhla.attn_processors(wan_pipeline()), "WanPipeline is a pipeline; give its"),
+    "stream of what has MHLA built in": (lambda: mhla.VideoStream(vlt()), "has MHLA built in"),
+    "share of what has MHLA built in": (lambda: mhla.set_exact_share(vlt(), 0.1), "has MHLA built in"),
     "tiny pipeline": (lambda: pipeline_folder("flux"), "family='flux' has no tiny pipeline; allowed: dit, sana, wan"),
     "name of a feature map": (lambda: mhla.register_feature_map(3, torch.relu), "name=3 of a feature map must be text"),
     "no feature map": (lambda: mhla.register_feature_map("foo", 3), "feature_map=3 cannot be called"),
@@ -125,6 +134,10 @@ REFUSED = {
     "layers of no pipeline": (
         lambda: mhla.apply_mhla(vit(), layers="auto:1/2"),
         r"apply_mhla\(model, layers='auto:1/2', calibration=run\), with run\(\) a function",
+    ),
+    "order of images": (
+        lambda: mhla.apply_mhla(vit(), causal="token"),
+        "causal='token' orders the tokens of the grid, and ViTForImageClassification attends to tokens outside",
     ),
     "run of nothing": (
         lambda: mhla.layer_sensitivity(mhla.apply_mhla(vit(), blocks=(2, 2)), lambda: None),
