@@ -219,9 +219,10 @@ def attn_processors(transformer: Any) -> dict[str, Any]:
     """Like diffusers' ``attn_processors``, for a transformer of any family, DiT included: name → processor.
 
     Raises:
-        ValueError: unsupported transformer, or a pipeline.
+        ValueError: a pipeline, or no model.
     """
-    get_family(transformer)
+    if not isinstance(transformer, nn.Module):
+        get_family(transformer)
     return {f"{name}.processor": module.get_processor() for name, module in attentions_of(transformer).items()}
 
 
