@@ -103,7 +103,23 @@ class WanFamily(Family):
     models: ClassVar[tuple[Model, ...]] = (
         wan_model("wan2.1-1.3b", 12, 8960, 30),
         wan_model("wan2.1-14b", 40, 13824, 40),
-        tiny_wan("tiny-wan", "WanTransformer3DModel"),
+        # the transformer of the tiny pipeline of this name, with RoPE for larger sizes
+        tiny_wan(
+            "tiny-wan",
+            "WanTransformer3DModel",
+            {
+                "num_attention_heads": 3,
+                "attention_head_dim": 32,
+                "ffn_dim": 384,
+                "text_dim": 64,
+                "freq_dim": 256,
+                "in_channels": 4,
+                "out_channels": 4,
+            },
+            heads=3,
+            head_dim=32,
+            layers=4,
+        ),
     )
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:

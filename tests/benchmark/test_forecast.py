@@ -174,15 +174,15 @@ def test_counts_of_wan_are_those_told_from_sizes():
 
 
 def test_a_call_mixes_steps_and_layers():
-    """A third of the layers and 3 of 10 steps are unpatched."""
+    """A quarter of the layers and 3 of 10 steps are unpatched."""
     speeds = Speeds(RATES, {ATTENTION: 0.5}, {ATTENTION: 0.1}, "")
     whole = question(steps=10, passes=2)
-    config = whole.config.replace(layers="2/3", softmax_steps=0.25)
+    config = whole.config.replace(layers=(0, 1, 3), softmax_steps=0.25)
     found = make_forecast(replace(whole, config=config), torch.float32, speeds)
     one, other = forward_seconds(count_forwards(whole, torch.float32), speeds)
     for part in PARTS:
         assert found.unpatched_seconds[part] == pytest.approx(20 * one[part])
-        expected = 2 * (3 * one[part] + 7 * (other[part] * 2 / 3 + one[part] / 3))
+        expected = 2 * (3 * one[part] + 7 * (other[part] * 3 / 4 + one[part] / 4))
         assert found.patched_seconds[part] == pytest.approx(expected)
     everything = make_forecast(replace(whole, config=config.replace(softmax_steps=1.0)), torch.float32, speeds)
     assert everything.speed_up == 1 and everything.patched == everything.unpatched
@@ -193,7 +193,7 @@ def test_from_the_break_even_size_on_the_patch_is_faster():
     speeds = Speeds(RATES, {ATTENTION: 1.0}, {ATTENTION: 0.25}, "")
     whole = question(size=Size(256, 384, 9), kind="MHLA")
     found = make_forecast(whole, torch.float32, speeds).break_even
-    assert found.size.frames == 9 and (found.size.height, found.size.width) == (112, 160)
+    assert found.size.frames == 9 and (found.size.height, found.size.width) == (128, 192)
 
     def gains(rows):
         size = Size(16 * rows, 16 * round(rows * 24 / 16), 9)
@@ -319,7 +319,7 @@ def test_a_ready_patch_by_its_name():
 
 def test_layers_that_are_chosen_by_measuring_are_counted_as_many():
     config = MHLAConfig(blocks=(1, 2, 2), layers="auto:2/3")
-    assert "in 2 of 3 layers" in forecast_text("tiny-wan", ("wan", config), Options())
+    assert "in 2 of 4 layers" in forecast_text("tiny-wan", ("wan", config), Options())
 
 
 def test_stated_rates_are_a_roofline():

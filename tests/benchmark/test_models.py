@@ -1,5 +1,7 @@
 """Models by name, the sizes that they take, and what is built of them."""
 
+import json
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from mhla_diffusers.benchmark.models import (
     small_size,
 )
 from mhla_diffusers.families import get_family
+from mhla_diffusers.tiny import pipeline_folder
 
 from .commands import bench
 
@@ -44,6 +47,21 @@ def test_inputs_are_of_the_types_and_sizes_that_the_model_takes():
     assert (text.shape, text.dtype) == ((3, 120, 32), torch.bfloat16)
     assert (mask.shape, mask.dtype) == ((3, 120), torch.int64)
     assert inputs["added_cond_kwargs"]["resolution"].shape == (3, 2)
+
+
+def test_tiny_wan_is_the_transformer_of_the_pipeline_of_this_name():
+    """But for the length of its RoPE, which has no weights."""
+    ships = json.loads((pipeline_folder("wan") / "transformer" / "config.json").read_text())
+    model = models()["tiny-wan"]
+    built = build_transformer(model, small_size(model), None, torch.device("meta"), torch.float32).config
+    assert {name for name, value in ships.items() if name[0] != "_" and list_of(built.get(name)) != value} == {
+        "rope_max_seq_len"
+    }
+    assert (model.layers, model.heads, model.head_dim) == (4, 3, 32)
+
+
+def list_of(value):
+    return list(value) if isinstance(value, tuple) else value
 
 
 @pytest.mark.parametrize("name", ["tiny-wan", "tiny-sana", "tiny-dit"])
