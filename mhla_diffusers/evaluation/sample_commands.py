@@ -117,11 +117,12 @@ def _generate(options: SetOptions, output: Path, samples: Sequence[Sample]) -> b
     """
     from accelerate import PartialState
 
+    from ..devices import launched_on_cpus
     from ..reporting import show_progress
     from .samples import SampleConfig, generate_samples, prepare_folder
 
     # processes wait for the slowest one at the end, which may take longer than the usual half an hour
-    state = PartialState(timeout=timedelta(days=7))
+    state = PartialState(cpu=launched_on_cpus(), timeout=timedelta(days=7))
     device = str(state.device) if options.device == "auto" else options.device
     config = SampleConfig(**{**options.arguments(), "device": device}, samples=samples, output=output)
     with state.main_process_first():

@@ -282,7 +282,7 @@ def test_shares_that_are_none_are_refused(share):
     audit = mhla.audit(model, run_of(model, "dit"))
     before = footprint(model)
     for turn in (mhla.set_exact_share, lambda model, share: mhla.densify(model, audit, share)):
-        with pytest.raises(ValueError, match=r"must be (in \(0, 1\]|a number)"):
+        with pytest.raises(ValueError, match=r"must be (in \(0, 1\]|a number|a part)"):
             turn(model, share)
         assert_same_footprint(model, before)
 

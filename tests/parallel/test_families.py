@@ -7,6 +7,14 @@ from .transformers import FEATURES, NAMES, errors
 
 ROUNDING = 1e-5
 """Relative, of float32 sums in another order."""
+OF_LAMBDA = 5e-5
+"""The same of λ's gradient, one number per head: a sum over all tokens of terms of both signs, most of which cancel. On
+one process float32 is 4e-5 from float64 there (Qwen-Image, first layer), and 2e-6 in all other gradients."""
+
+
+def within(found: dict[str, float]) -> bool:
+    """Whether output and gradients equal those of one process, up to rounding."""
+    return all(x < (OF_LAMBDA if name.endswith("far_field_log_weight") else ROUNDING) for name, x in found.items())
 
 
 def gradients_too(name: str, degrees: tuple[int, int]) -> bool:
@@ -18,25 +26,25 @@ def gradients_too(name: str, degrees: tuple[int, int]) -> bool:
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
 def test_two_processes_equal_one(two: Processes, name: str, degrees: tuple[int, int]) -> None:
     for found in two.run(errors, name, degrees, FEATURES, gradients_too=gradients_too(name, degrees)):
-        assert max(found.values()) < ROUNDING, found
+        assert within(found), found
 
 
 @pytest.mark.parametrize("name", ["wan", "chronoedit", "flux", "qwenimage"])
 def test_ring_and_heads_together(four: Processes, name: str) -> None:
     for found in four.run(errors, name, (2, 2), FEATURES):
-        assert max(found.values()) < ROUNDING, found
+        assert within(found), found
 
 
 def test_four_processes_equal_one(four: Processes) -> None:
     for found in four.run(errors, "wan", (4, 1), FEATURES):
-        assert max(found.values()) < ROUNDING, found
+        assert within(found), found
 
 
 @pytest.mark.parametrize("degrees", [(4, 1), (2, 2)])
 def test_layers_that_stay_attend_round_diffusers_ring(four: Processes, degrees: tuple[int, int]) -> None:
     # of more than two in a ring, diffusers' own backward pass gives keys and values the gradients of others
     for found in four.run(errors, "wan", degrees, {**FEATURES, "layers": "1/2"}, gradients_too=degrees[0] == 2):
-        assert max(found.values()) < ROUNDING, found
+        assert within(found), found
 
 
 @pytest.mark.parametrize("name", ["wan", "flux", "qwenimage"])
@@ -44,4 +52,4 @@ def test_layers_that_stay_attend_round_diffusers_ring(four: Processes, degrees: 
 def test_shares_may_differ(two: Processes, name: str, options: dict[str, bool]) -> None:
     degrees = (2, 1) if "ring_anything" in options else (1, 2)
     for found in two.run(errors, name, degrees, FEATURES, ragged=True, **options):
-        assert max(found.values()) < ROUNDING, found
+        assert within(found), found
