@@ -65,7 +65,7 @@ class Call:
     end before it does."""
     by_content: ContentTiles | None = None
     """How :attr:`exact` is chosen where it is not known yet, see
-    :func:`mhla_diffusers.attention.tile_scores.with_chosen_tiles`."""
+    :func:`mhla_diffusers.attention.by_content.with_chosen_tiles`."""
 
     @property
     def rank(self) -> int:

@@ -10,6 +10,7 @@ from .call import Call
 from .outside import Outside
 from .parallel.place import Parallel
 from .rotary import Rotary
+from .tiles import tile_count
 
 
 def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -152,14 +153,23 @@ def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | 
 
 def _check_exact(call: Call, has_outside: bool, heads: int) -> None:
     if call.by_content is not None:
-        check_layout(call.grid, call.by_content.counts, "exact_tiles")
+        if not isinstance(call.by_content.counts, int):
+            check_layout(call.grid, call.by_content.counts, "exact_tiles")
+        if call.by_content.fit_mean_bias and call.mean_bias is not None:
+            raise ValueError("mean_bias is given, and fit_mean_bias=True would fit another; leave one of them out.")
         return
     if call.exact is None:
         for name in ("mean_bias",) if has_outside else ("mean_bias", "far_field_weight"):
             if getattr(call, name) is not None:
                 raise ValueError(f"{name} weighs what stands beside exact tiles; give exact as well.")
         return
-    check_layout(call.grid, call.exact.counts, "exact_tiles")
+    if not isinstance(call.exact.counts, int):
+        check_layout(call.grid, call.exact.counts, "exact_tiles")
+    elif call.exact.tiles != tile_count(call.grid, call.exact.counts):
+        raise ValueError(
+            f"exact has lists of {call.exact.tiles} tiles, but the grid {call.grid} is cut into "
+            f"{tile_count(call.grid, call.exact.counts)} of {call.exact.counts} tokens."
+        )
     if call.exact.heads != heads:
         attending = f"query has {heads}" if heads == call.query.shape[2] else f"this process attends with {heads}"
         raise ValueError(f"exact has lists for {call.exact.heads} heads, but {attending}.")

@@ -21,6 +21,7 @@ from .tiles import (
     in_tiles,
     lists_with_outside,
     places_of_tokens,
+    tile_means,
     tiles_of_outside,
     tokens_of_tiles,
 )
@@ -63,19 +64,4 @@ def _biased_means(
     if bias is None:
         return None, None, None
     mean_key, mean_value, log_count = tile_means(key, value, weight)
-    return mean_key, mean_value, log_count + bias.to(key.dtype)[:, None]
-
-
-def tile_means(
-    key: torch.Tensor, value: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean key and value (B, H, T, D) of every tile, and the log of its number of tokens (1 or B, 1, T).
-
-    Args:
-        key: (B, H, T, L, D).
-        value: (B, H, T, L, D).
-        weight: (1 or B, T, L), of every token in its tile.
-    """
-    count = weight.sum(dim=-1)
-    shares = (weight / count.clamp_min(torch.finfo(weight.dtype).tiny)[..., None])[:, None, :, :, None]
-    return (shares * key).sum(dim=3), (shares * value).sum(dim=3), count.log()[:, None]
+    return mean_key, mean_value, log_count + bias.to(key.dtype)[..., None]

@@ -12,7 +12,7 @@ from .call import Call
 from .feature_maps import get_feature_map
 from .outside import OutsideTokens
 from .rotary import apply_rotary
-from .tiles import ExactTiles
+from .tiles import ExactTiles, tile_index
 
 OUTPUT_NORM_EPS = 1e-6
 """Epsilon of the output RMSNorm; the value of the paper's Wan code."""
@@ -170,7 +170,7 @@ def _with_means(
 
     A mean of n tokens with n times the weight of one key gives every one of its tokens the weight of that key.
     """
-    tile_of = block_index(call.grid, exact.counts).to(query.device)
+    tile_of = tile_index(call.grid, exact.counts).to(query.device)
     is_exact = exact.mask()[:, :, tile_of[:, None], tile_of[None, :]]
     weights = torch.where(is_exact, near, 0.0)
     if call.mean_bias is None:
@@ -181,7 +181,7 @@ def _with_means(
     total = torch.einsum("bkhd,bk,kc->bchd", key, taking_part, member)
     mean = (total / count.clamp_min(1e-300)[:, :, None, None])[:, tile_of]
     logits = torch.einsum("bqhd,bkhd->bhqk", query, mean) / query.shape[-1] ** 0.5
-    logits = logits + call.mean_bias.double()[:, None, None] - largest
+    logits = logits + call.mean_bias.double()[..., None, None] - largest
     return weights + torch.where(is_exact, 0.0, logits.exp() * taking_part[:, None, None, :])
 
 

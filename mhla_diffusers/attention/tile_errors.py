@@ -7,16 +7,14 @@ Without means p̂ is 0. Tokens outside the grid are tiles that are always exact:
 output, and no error.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from .blocks import Shape
-from .exact import tile_means
 from .outside import OutsideTokens
-from .tiles import in_tiles, tokens_of_tiles
+from .tiles import Cut, in_tiles, tile_count, tile_means, tokens_of_tiles
 
 _CPU_NUMBERS = 2**23
 _DEVICE_NUMBERS = 2**26
@@ -48,7 +46,7 @@ class TiledInput:
         key: torch.Tensor,
         value: torch.Tensor,
         grid: Shape,
-        counts: Shape,
+        counts: Cut,
         key_mask: torch.Tensor | None,
         outside: OutsideTokens | None = None,
     ) -> "TiledInput":
@@ -59,11 +57,11 @@ class TiledInput:
             key: like ``query``.
             value: (B, N, H, D).
             grid: token grid.
-            counts: tile counts.
+            counts: tile counts, or the tokens of a tile along the curve.
             key_mask: (B, N).
             outside: tokens outside the grid, if any.
         """
-        tiles, others = math.prod(counts), 0
+        tiles, others = tile_count(grid, counts), 0
         if outside is not None:
             query, key, value, key_mask = outside.after(query, key, value, key_mask)
             others = outside.count
@@ -192,6 +190,7 @@ class Candidates:
     """Values of β and log λ among which the best pair is found by trying."""
 
     mean_bias: torch.Tensor
+    """(candidates,), or (H, candidates) where each head has its own."""
     far_log_weight: torch.Tensor
 
 
@@ -214,9 +213,9 @@ def candidate_errors(
         candidates: what to try; β = −∞ stands for no means.
     """
     device = given.key.device
-    beta, far_weight = candidates.mean_bias.to(device).exp()[:, None], candidates.far_log_weight.to(device).exp()
-    found = []
-    for index in range(given.key.shape[1]):
+    biases = candidates.mean_bias.to(device).exp().expand(given.key.shape[1], -1)[..., None]
+    far_weight, found = candidates.far_log_weight.to(device).exp(), []
+    for index, beta in enumerate(biases):
         head = HeadInput.of(given, index, projections[index])
         total = torch.zeros(len(beta), len(far_weight), device=device)
         for rows in rows_of_head(head, samples):

@@ -6,7 +6,6 @@ over all layers, which can be compared.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .blocks import Shape
-from .call import Call
 from .mixing import resize_mixing
 from .parallel.collectives import summed
 from .parallel.tiles import OwnTiles
@@ -108,16 +106,6 @@ def spend(scores: Sequence[torch.Tensor], share: float) -> list[torch.Tensor]:
 def list_length(share: float, tiles: int) -> int:
     """Key tiles of every query tile where all get as many: a share of T, and at least one."""
     return max(1, round(share * tiles))
-
-
-def with_chosen_tiles(call: Call) -> Call:
-    """With the lists that are chosen by query and key, where they are to be."""
-    if call.by_content is None:
-        return call
-    rule = call.by_content
-    of_tokens = call.query, call.key, call.rotary_of_tokens
-    lists = tiles_by_content(*of_tokens, call.grid, rule.counts, rule.share, call.first, call.group)
-    return replace(call, exact=lists, by_content=None)
 
 
 @torch.no_grad()

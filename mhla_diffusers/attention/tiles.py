@@ -1,7 +1,9 @@
 """Exact tiles: which tiles of keys every head of every query tile attends to with softmax.
 
-Tiles cut the token grid as token blocks do (:mod:`mhla_diffusers.attention.blocks`), into counts of their own. T is the
-number of tiles, raster order; a tile of queries and a tile of keys are the same tokens.
+Tiles cut the token grid in one of two ways, their *cut*. Counts per axis cut it as token blocks do
+(:mod:`mhla_diffusers.attention.blocks`), raster order. One number cuts the tokens along a Hilbert curve into tiles of
+that many (:mod:`mhla_diffusers.attention.layout`), of which only the last is shorter. T is the number of tiles; a tile
+of queries and a tile of keys are the same tokens.
 """
 
 import math
@@ -11,7 +13,36 @@ from typing import Any
 
 import torch
 
-from .blocks import Shape, block_lengths, check_blocks
+from .blocks import Shape, block_index, block_lengths, check_blocks
+from .layout import layout_of
+
+Cut = Shape | int
+"""Tile counts per axis, or the tokens of every tile along the curve."""
+
+
+def check_cut(cut: Any, name: str = "block_size") -> Cut:
+    """Return a cut after checking it alone.
+
+    Raises:
+        ValueError: it is neither counts per axis nor a positive number of tokens; with ``name``.
+    """
+    if isinstance(cut, int) and not isinstance(cut, bool):
+        if cut < 1:
+            raise ValueError(f"{name}={cut} must be a positive number of tokens, such as 64.")
+        return cut
+    return check_blocks(cut, name)
+
+
+def tile_count(grid: Shape, cut: Cut) -> int:
+    """T."""
+    return -(-math.prod(grid) // cut) if isinstance(cut, int) else math.prod(cut)
+
+
+def tile_index(grid: Shape, cut: Cut) -> torch.Tensor:
+    """Tile of every token: int64 (N,), tokens in raster order."""
+    if isinstance(cut, int):
+        return layout_of(grid, cut).rows.long() // cut
+    return block_index(grid, cut)
 
 
 @dataclass(frozen=True)
@@ -25,21 +56,25 @@ class ExactTiles:
             wait for it, only shapes are checked.
     """
 
-    counts: Shape
-    """Tile counts per axis of the token grid; the product is T."""
+    counts: Cut
+    """Tile counts per axis of the token grid, or one number, the tokens of every tile along the curve."""
     heads: int
     """H."""
     offsets: torch.Tensor
     """int64 (S H T + 1,): the list of sample s, head h and query tile a begins at ``offsets[(s H + h) T + a]``."""
     keys: torch.Tensor
     """int64 (pairs,): key tiles, ascending within a list."""
+    tiles: int = 0
+    """T; left out, the product of the counts of the cut."""
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What processes worked out of these lists, :func:`mhla_diffusers.attention.parallel.tiles.fetch_plan`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "counts", check_blocks(self.counts))
-        rows, tiles = len(self.offsets) - 1, math.prod(self.counts)
-        if rows < 1 or rows % (tiles * self.heads):
+        object.__setattr__(self, "counts", check_cut(self.counts))
+        if not isinstance(self.counts, int):
+            object.__setattr__(self, "tiles", math.prod(self.counts))
+        rows, tiles = len(self.offsets) - 1, self.tiles
+        if tiles < 1 or rows < 1 or rows % (tiles * self.heads):
             raise ValueError(
                 f"{rows} lists do not fit {self.heads} heads with {tiles} query tiles each; ExactTiles.from_mask() "
                 "makes them."
@@ -57,55 +92,66 @@ class ExactTiles:
             raise ValueError(f"keys must be from 0 to {tiles - 1}, the tiles of {self.counts}.")
 
     @classmethod
-    def from_mask(cls, counts: Shape, mask: torch.Tensor) -> "ExactTiles":
+    def from_mask(cls, cut: Cut, mask: torch.Tensor) -> "ExactTiles":
         """From bool (H, T, T) or (B, H, T, T): whether a head's query tile (row) attends to a key tile exactly.
 
         Raises:
             ValueError: the mask has another shape.
         """
-        tiles = math.prod(counts)
+        tiles = mask.shape[-1] if isinstance(cut, int) else math.prod(cut)
         if mask.ndim not in (3, 4) or tuple(mask.shape[-2:]) != (tiles, tiles):
             raise ValueError(
-                f"mask must be (H, {tiles}, {tiles}) or (B, H, {tiles}, {tiles}) for tile counts {counts}, got "
+                f"mask must be (H, {tiles}, {tiles}) or (B, H, {tiles}, {tiles}) for tiles {cut}, got "
                 f"{tuple(mask.shape)}."
             )
         rows = mask.bool().flatten(0, -2)
         offsets = torch.cat([rows.new_zeros(1, dtype=torch.int64), rows.sum(dim=1).cumsum(dim=0)])
-        return cls(counts, mask.shape[-3], offsets, rows.nonzero()[:, 1])
+        return cls(cut, mask.shape[-3], offsets, rows.nonzero()[:, 1], tiles)
 
     @property
     def samples(self) -> int:
         """S, 1 or B."""
-        return (len(self.offsets) - 1) // (self.heads * math.prod(self.counts))
+        return (len(self.offsets) - 1) // (self.heads * self.tiles)
 
     @property
     def share(self) -> float:
         """Part of all pairs of tiles that is exact."""
-        return len(self.keys) / ((len(self.offsets) - 1) * math.prod(self.counts))
+        return len(self.keys) / ((len(self.offsets) - 1) * self.tiles)
 
     def mask(self) -> torch.Tensor:
         """The inverse of :meth:`from_mask`: bool (S, H, T, T)."""
-        tiles = math.prod(self.counts)
-        return mask_of_lists(self.offsets, self.keys, tiles).view(self.samples, self.heads, tiles, tiles)
+        return mask_of_lists(self.offsets, self.keys, self.tiles).view(-1, self.heads, self.tiles, self.tiles)
 
 
 @dataclass(frozen=True)
 class ContentTiles:
-    """The rule by which lists are chosen at every call (:func:`mhla_diffusers.attention.tile_scores.tiles_by_content`).
+    """The rule by which lists are chosen at every call (:func:`mhla_diffusers.attention.by_content.with_chosen_tiles`).
 
     Raises:
-        ValueError: the share is not in (0, 1].
+        ValueError: the share is not in (0, 1], or the size of a tile is no positive number.
     """
 
-    counts: Shape
-    """Tile counts per axis of the token grid."""
+    counts: Cut
+    """Tile counts per axis of the token grid, or one number, the tokens of every tile along the curve."""
     share: float
     """Part of all pairs of tiles; every query tile gets at least one key tile."""
+    fit_mean_bias: bool = False
+    """Whether β is fitted within the call, :func:`mhla_diffusers.attention.by_content.fit_mean_bias`; of tiles along
+    the curve."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "counts", check_blocks(self.counts))
+        object.__setattr__(self, "counts", check_cut(self.counts))
+        if self.fit_mean_bias and not isinstance(self.counts, int):
+            raise ValueError(
+                f"fit_mean_bias=True needs tiles along the curve, one number of tokens such as 64, got {self.counts}."
+            )
         if not 0 < self.share <= 1:
             raise ValueError(f"share={self.share} of exact tiles must be more than 0 and at most 1.")
+
+
+def size_along_curve(rule: ContentTiles | None) -> int | None:
+    """Tokens of a tile of a rule whose tiles stand along the curve; None without one."""
+    return rule.counts if rule is not None and isinstance(rule.counts, int) else None
 
 
 def square_tiles(grid: Sequence[int]) -> Shape:
@@ -137,7 +183,7 @@ def lists_with_outside(tiles: ExactTiles, others: int) -> tuple[torch.Tensor, to
     Returns:
         ``offsets``, int64 (S H (T + E) + 1,), and ``keys`` as those of :class:`ExactTiles`.
     """
-    count = math.prod(tiles.counts)
+    count = tiles.tiles
     everything = torch.arange(count + others, device=tiles.keys.device)
     own_lengths = tiles.offsets.diff()
     lengths = torch.nn.functional.pad(own_lengths.view(-1, count) + others, (0, others), value=len(everything))
@@ -166,30 +212,35 @@ def mask_of_lists(offsets: torch.Tensor, keys: torch.Tensor, tiles: int) -> torc
     return mask
 
 
-def longest_tile(grid: Shape, counts: Shape) -> int:
+def longest_tile(grid: Shape, cut: Cut) -> int:
     """L, tokens of the longest tile."""
+    if isinstance(cut, int):
+        return cut
     # a list, since torch.compile knows no product of what a generator gives
-    return math.prod([-(-size // count) for size, count in zip(grid, counts, strict=True)])
+    return math.prod([-(-size // count) for size, count in zip(grid, cut, strict=True)])
 
 
-def tiles_of_outside(grid: Shape, counts: Shape, outside: int) -> int:
+def tiles_of_outside(grid: Shape, cut: Cut, outside: int) -> int:
     """E, how many tiles the tokens outside the grid are cut into: as few as are no longer than the grid's."""
-    return -(-outside // longest_tile(grid, counts))
+    return -(-outside // longest_tile(grid, cut))
 
 
-def tokens_of_tiles(grid: Shape, counts: Shape, outside: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens_of_tiles(grid: Shape, cut: Cut, outside: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of every tile, those of shorter tiles filled up with token 0.
 
     Args:
         grid: token grid.
-        counts: tile counts; T is their product.
+        cut: of the tiles.
         outside: tokens outside the grid, which stand after it, in E tiles after the grid's.
 
     Returns:
         int64 (T + E, L), L the length of the longest tile, and bool of the same shape: whether a place holds a token.
     """
+    if isinstance(cut, int):
+        order = layout_of(grid, cut, (0, outside)).order.long().view(-1, cut)
+        return order.clamp_min(0), order >= 0
     tokens, exists = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
-    for size, count in zip(grid, counts, strict=True):
+    for size, count in zip(grid, cut, strict=True):
         lengths = block_lengths(size, count)
         starts = [sum(lengths[:tile]) for tile in range(count)]
         along = torch.tensor(starts)[:, None] + torch.arange(max(lengths))
@@ -197,7 +248,7 @@ def tokens_of_tiles(grid: Shape, counts: Shape, outside: int = 0) -> tuple[torch
         tokens = (tokens[:, None, :, None] * size + along[None, :, None, :]).flatten(0, 1).flatten(1)
         exists = (exists[:, None, :, None] & here[None, :, None, :]).flatten(0, 1).flatten(1)
     if outside:
-        more = torch.arange(tiles_of_outside(grid, counts, outside) * tokens.shape[1]).view(-1, tokens.shape[1])
+        more = torch.arange(tiles_of_outside(grid, cut, outside) * tokens.shape[1]).view(-1, tokens.shape[1])
         tokens = torch.cat([tokens, math.prod(grid) + more])
         exists = torch.cat([exists, more < outside])
     return tokens.where(exists, 0), exists
@@ -208,10 +259,12 @@ def in_tiles(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return x.index_select(1, tokens.flatten()).unflatten(1, tokens.shape).permute(0, 3, 1, 2, 4)
 
 
-def places_of_tokens(grid: Shape, counts: Shape, outside: int = 0) -> torch.Tensor:
+def places_of_tokens(grid: Shape, cut: Cut, outside: int = 0) -> torch.Tensor:
     """int64 (N + n,): where every token stands in the first result of :func:`tokens_of_tiles`, read row by row."""
+    if isinstance(cut, int):
+        return layout_of(grid, cut, (0, outside)).rows.long()
     tile, within, length = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1
-    for size, count in zip(grid, counts, strict=True):
+    for size, count in zip(grid, cut, strict=True):
         lengths = block_lengths(size, count)
         tiles = torch.tensor([tile for tile, tokens in enumerate(lengths) for _ in range(tokens)])
         offsets = torch.tensor([offset for tokens in lengths for offset in range(tokens)])
@@ -219,4 +272,19 @@ def places_of_tokens(grid: Shape, counts: Shape, outside: int = 0) -> torch.Tens
         within = (within[:, None] * max(lengths) + offsets).flatten()
         length *= max(lengths)
     places = tile * length + within
-    return torch.cat([places, math.prod(counts) * length + torch.arange(outside)]) if outside else places
+    return torch.cat([places, math.prod(cut) * length + torch.arange(outside)]) if outside else places
+
+
+def tile_means(
+    key: torch.Tensor, value: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean key and value (B, H, T, D) of every tile, and the log of its number of tokens (1 or B, 1, T).
+
+    Args:
+        key: (B, H, T, L, D).
+        value: (B, H, T, L, D).
+        weight: (1 or B, T, L), of every token in its tile.
+    """
+    count = weight.sum(dim=-1)
+    shares = (weight / count.clamp_min(torch.finfo(weight.dtype).tiny)[..., None])[:, None, :, :, None]
+    return (shares * key).sum(dim=3), (shares * value).sum(dim=3), count.log()[:, None]

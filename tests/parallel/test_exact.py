@@ -26,6 +26,8 @@ CASES = {
     "single tokens": ALL | {"tiles": GRID},
     "one tile": ALL | {"tiles": (1, 1, 1)},
     "content": ALL | {"tiles": None, "exact": ContentTiles(COUNTS, 0.25)},
+    "along the curve": ALL | {"tiles": None, "exact": ContentTiles(8, 0.25)},
+    "fitted": ALL | {"tiles": None, "means": False, "exact": ContentTiles(8, 0.25, fit_mean_bias=True)},
 }
 
 
@@ -37,7 +39,7 @@ def test_two_processes_equal_one(two: Processes, degrees: tuple[int, int], case:
             assert max(found.values()) < limit, found
 
 
-@pytest.mark.parametrize("case", ["all", "content"])
+@pytest.mark.parametrize("case", ["all", "content", "fitted"])
 @pytest.mark.parametrize("degrees", [(4, 1), (2, 2)])
 def test_four_processes_equal_one(four: Processes, degrees: tuple[int, int], case: str) -> None:
     for found in four.run(errors, degrees, False, (3, 4, 7), (2, 3, 2), CASES[case], torch.float64):

@@ -18,6 +18,7 @@ CASES = {
     "tiles": {"outside": (2, 4), "tiles": COUNTS},
     "tiles, all": ALL | {"outside": (6, 4), "tiles": COUNTS, "far": True, "means": True},
     "content": ALL | {"outside": (0, 8), "exact": ContentTiles(COUNTS, 0.25), "far": True},
+    "fitted": ALL | {"outside": (2, 6), "exact": ContentTiles(8, 0.25, fit_mean_bias=True), "far": True},
 }
 
 

@@ -5,6 +5,7 @@ the tiles that these need are fetched (:mod:`.tiles`), means are added up, token
 (:mod:`.softmax`).
 """
 
+import math
 from functools import lru_cache
 
 import torch
@@ -14,7 +15,7 @@ from ..call import Call
 from ..eager import sum_dtype, without_autocast
 from ..rotary import rotated
 from ..tile_attention import tile_attention
-from ..tiles import ExactTiles, in_tiles, tokens_of_tiles
+from ..tiles import Cut, ExactTiles, in_tiles, tokens_of_tiles
 from .collectives import finished_sum, gathered, started_sum
 from .softmax import attention_to_all, of_own, under_one_denominator
 from .tiles import FetchPlan, OwnTiles, fetch_plan
@@ -79,11 +80,12 @@ def _tiles(call: Call, tiles: ExactTiles, query: torch.Tensor, key: torch.Tensor
 
 
 @lru_cache(maxsize=64)
-def _tokens_first(grid: Shape, counts: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens_first(grid: Shape, cut: Cut, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`tokens_of_tiles` with the tokens of a tile first. Kept, since every layer and step asks for the same."""
     with torch.inference_mode(False):
-        tokens, exists = tokens_of_tiles(grid, counts)
-        first = exists.byte().argsort(dim=1, descending=True, stable=True)
+        tokens, exists = tokens_of_tiles(grid, cut)
+        # in raster order, as those that others send stand
+        first = tokens.where(exists, math.prod(grid)).argsort(dim=1)
         return tokens.gather(1, first).to(device), exists.gather(1, first).to(device)
 
 
@@ -123,5 +125,5 @@ def _finished_means(
     if started is None or call.mean_bias is None:
         return None, None, None
     mean_key, mean_value = finished_sum(started, call.group).chunk(2, dim=-1)
-    bias = weight.sum(dim=-1).log()[:, None] + call.mean_bias.to(weight.dtype)[:, None]
+    bias = weight.sum(dim=-1).log()[:, None] + call.mean_bias.to(weight.dtype)[..., None]
     return mean_key.contiguous(), mean_value.contiguous(), bias

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..blocks import Shape, block_index
-from ..tiles import ExactTiles, longest_tile, places_of_tokens, row_of_pair, tokens_of_tiles
+from ..blocks import Shape
+from ..tiles import Cut, ExactTiles, longest_tile, places_of_tokens, row_of_pair, tile_index, tokens_of_tiles
 from .collectives import exchanged
 from .place import Share
 
@@ -33,16 +33,16 @@ class OwnTiles:
     """int64 (own tokens,): where every own token stands in :attr:`tokens`, read row by row."""
 
     @classmethod
-    def of(cls, grid: Shape, counts: Shape, share: Share, device: torch.device) -> "OwnTiles":
-        """Of a share of the tokens of a grid that is cut into ``counts``."""
+    def of(cls, grid: Shape, cut: Cut, share: Share, device: torch.device) -> "OwnTiles":
+        """Of a share of the tokens of a grid that has this cut."""
         first, count = share
-        tokens, exists = tokens_of_tiles(grid, counts)
+        tokens, exists = tokens_of_tiles(grid, cut)
         exists = exists & (tokens >= first) & (tokens < first + count)
         tiles = exists.any(dim=1).nonzero().flatten()
         rows = torch.zeros(len(tokens), dtype=torch.int64)
         rows[tiles] = torch.arange(len(tiles))
         length = tokens.shape[1]
-        places = places_of_tokens(grid, counts)[first : first + count]
+        places = places_of_tokens(grid, cut)[first : first + count]
         places = rows[places // length] * length + places % length
         exists = exists[tiles]
         found = tiles, (tokens[tiles] - first).where(exists, 0), exists, places
@@ -148,8 +148,8 @@ def fetch_plan(tiles: ExactTiles, grid: Shape, shares: Sequence[Share], rank: in
 
 
 def _plan(tiles: ExactTiles, grid: Shape, shares: Sequence[Share], rank: int) -> FetchPlan:
-    device, count = tiles.keys.device, math.prod(tiles.counts)
-    tile_of = block_index(grid, tiles.counts).to(device)
+    device, count = tiles.keys.device, tiles.tiles
+    tile_of = tile_index(grid, tiles.counts).to(device)
     holds = torch.stack([torch.bincount(tile_of[a : a + n], minlength=count) for a, n in shares])
     row = row_of_pair(tiles.offsets, tiles.keys)
     lists, query_tile = row // count, row % count
