@@ -1,13 +1,16 @@
-"""Triton's interpreter, several times faster and no different.
+"""Triton's interpreter, several times faster, and with the bfloat16 of a GPU.
 
 Most of its time goes into Python around a few operations of NumPy on small arrays. What is remembered here is what
-follows from a type alone; what is left out is what has no effect.
+follows from a type alone; what is left out is what has no effect. NumPy has no bfloat16: the interpreter keeps its bits
+as integers, multiplies those in ``tl.dot``, and cuts a float32 off where a GPU rounds it.
 """
 
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import triton
+import triton.language as tl
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -23,6 +26,8 @@ def make_interpreter_fast() -> None:
         _remember_types_of_blocks()
         _remember_shapes()
         _broadcast_only_what_differs()
+        _round_bfloat16()
+        _multiply_bfloat16()
 
 
 def _patch_language_once_per_function() -> None:
@@ -107,3 +112,41 @@ def _broadcast_only_what_differs() -> None:
         return (lhs, rhs) if is_same else broadcast(self, lhs, rhs)
 
     TritonSemantic.broadcast_impl_value = broadcast_if_needed
+
+
+def _float32_of(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _bfloat16_of(values):
+    """Bits of the nearest bfloat16, ties to even; a NaN stays one."""
+    bits = values.view(np.uint32)
+    nearest = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
+
+
+def _round_bfloat16() -> None:
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self, src, dst_type):
+        types = src.dtype.scalar, dst_type.scalar
+        if types == (tl.bfloat16, tl.float32):
+            return interpreter.TensorHandle(_float32_of(src.data), tl.float32)
+        if types == (tl.float32, tl.bfloat16):
+            return interpreter.TensorHandle(_bfloat16_of(np.ascontiguousarray(src.data)), tl.bfloat16)
+        return cast(self, src, dst_type)
+
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
+
+
+def _multiply_bfloat16() -> None:
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self, a, b, *others):
+        a, b = (
+            interpreter.TensorHandle(_float32_of(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+            for x in (a, b)
+        )
+        return create_dot(self, a, b, *others)
+
+    interpreter.InterpreterBuilder.create_dot = dot
