@@ -18,6 +18,7 @@ from .attention.blocks import check_blocks
 from .attention.causal import Causal
 from .attention.mixing import MixingInit
 from .attention.state import Beyond
+from .attention.tiles import Cut
 
 LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
@@ -60,8 +61,11 @@ class MHLAConfig:
     """
     feature_map: str = "relu"
     """φ: relu, elu+1, softmax, identity, or a name given to ``register_feature_map``."""
-    rope: Literal["after", "before"] = "after"
-    """Where RoPE acts, seen from the feature map. Without effect in models that have no RoPE."""
+    rope: Literal["after", "before"] | None = None
+    """Where RoPE acts, seen from the feature map. None becomes "before" with ``block_size``, whose kernels then read
+    rotated queries and keys once for softmax and MHLA, else "after", as the paper's code has it. Without effect in
+    models that have no RoPE.
+    """
     normalize: bool = True
     """Divide by the normaliser of Eq. 4."""
     eps: float = 1e-6
@@ -86,6 +90,14 @@ class MHLAConfig:
     exact_tiles: tuple[int, ...] | None = None
     """Tile count per axis of the token grid; None for the blocks. With "content", an axis of fewer tokens than that is
     cut into single tokens.
+    """
+    block_size: int | None = None
+    """With "content", tokens of every tile instead of ``exact_tiles``: uniform blocks along a Hilbert curve through the
+    grid (:mod:`mhla_diffusers.attention.layout`), which hold on any grid. The fused kernels take 16, 32, 64 and 128.
+    """
+    fit_mean_bias: bool | None = None
+    """With ``block_size``, whether β, which weighs the means, is fitted at every call on some of its queries, without
+    any training, instead of being a parameter; None for True.
     """
     exact_share: float | None = None
     """Part of all pairs of tiles that is exact, for "calibrated" and "content"; None for 0.05."""
@@ -134,6 +146,8 @@ class MHLAConfig:
             _check_type(name, getattr(self, name), bool, "True or False")
         _check_type("feature_map", self.feature_map, str, "the name of a feature map")
         get_feature_map(self.feature_map)
+        if self.rope is None:
+            object.__setattr__(self, "rope", "before" if self.block_size is not None else "after")
         check_choice("rope", self.rope, ("after", "before"))
         check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
         if self.exact not in _SHARED:  # which go without causal alone, as _check_causal says
@@ -216,6 +230,23 @@ class MHLAConfig:
                 len(self.exact_tiles) == len(self.blocks),
                 f"exact_tiles={self.exact_tiles} must have as many axes as blocks={self.blocks}.",
             )
+        if self.block_size is not None:
+            _check_type("block_size", self.block_size, int, "a positive number of tokens, such as 64")
+            check(self.block_size > 0, f"block_size={self.block_size} must be a positive number of tokens, such as 64.")
+            check(
+                self.exact == "content" and self.exact_tiles is None,
+                f"block_size={self.block_size} needs exact='content' without exact_tiles; got exact={self.exact!r} and "
+                f"exact_tiles={self.exact_tiles}.",
+            )
+        fit = self.fit_mean_bias
+        check(
+            fit is None or isinstance(fit, bool), f"fit_mean_bias={fit!r} must be True, False, or None for the default."
+        )
+        check(
+            not self.fit_mean_bias or (self.block_size is not None and self.tile_means),
+            f"fit_mean_bias=True needs block_size and tile_means=True; got block_size={self.block_size} and "
+            f"tile_means={self.tile_means}.",
+        )
         if self.exact_share is not None:
             _check_type("exact_share", self.exact_share, int | float, "a number in (0, 1]")
             check(
@@ -282,8 +313,18 @@ class MHLAConfig:
         return self.causal is not None and self.normalize and (self.causal == "token" or self.exact == "own")
 
     @property
+    def fits_mean_bias(self) -> bool:
+        """Whether β is fitted at every call."""
+        return self.block_size is not None and self.tile_means and self.share < 1 and self.fit_mean_bias is not False
+
+    @property
+    def cut(self) -> Cut:
+        """How tiles cut the grid: into blocks of so many tokens, or by their count per axis."""
+        return self.tiles if self.block_size is None else self.block_size
+
+    @property
     def tiles(self) -> tuple[int, ...]:
-        """Tile count per axis."""
+        """Tile count per axis, where tiles are boxes."""
         if self.causal is not None:
             return self.blocks[0], *(1 for _ in self.blocks[1:])
         return self.blocks if self.exact_tiles is None else self.exact_tiles
@@ -315,6 +356,14 @@ class MHLAConfig:
             given_up |= {"block_length": None, "beyond": "error"}
         if settings.get("exact") in ("none", "own"):
             given_up["exact_share"] = None
+        if settings.get("block_size") is not None:
+            given_up["exact_tiles"] = None
+            if self.block_size is None:
+                given_up["rope"] = None
+        elif settings.get("exact_tiles") is not None or settings.get("exact", "content") != "content":
+            given_up |= {"block_size": None, "fit_mean_bias": None}
+        if settings.get("tile_means") is False:
+            given_up["fit_mean_bias"] = None
         blocks = settings.get("blocks", self.blocks)
         has_other_axes = isinstance(blocks, Sequence) and len(blocks) != len(self.blocks)
         if settings.get("exact") == "none" or has_other_axes:

@@ -1,14 +1,16 @@
 """The one entry to MHLA as a function: checks the arguments and picks a backend."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from .blocks import Shape, check_layout
+from .by_content import with_chosen_tiles
 from .call import Call, split_call, with_rotary
 from .causal import Causal, CausalAttention, check_causal
 from .checks import check_axes, check_beside_causal, check_call, check_rotary, check_tensors, tokens_in_order
@@ -23,14 +25,16 @@ from .parallel.place import Parallel
 from .parallel.softmax import of_everyone
 from .parallel.ulysses import attend_by_heads
 from .rotary import Rotary
-from .tile_scores import with_chosen_tiles
-from .tiles import ContentTiles, ExactTiles, without_exact_tiles
+from .tiles import ContentTiles, ExactTiles, size_along_curve, without_exact_tiles
 from .triton import TRITON_CAUSAL, triton_attention, why_not
+
+logger = logging.getLogger(__name__)
 
 _EAGER = LinearAttention(eager_summaries, eager_read)
 
 
 def _attend_eagerly(call: Call) -> torch.Tensor:
+    call = with_chosen_tiles(call)
     if call.exact is not None:
         return merged_attention(call, call.exact, exact_attention, _EAGER)
     return _EAGER(call)
@@ -196,7 +200,7 @@ def mhla_attention(
     check_call(call, outside, count, parallel)
     if query.numel() == 0:
         return torch.empty_like(query)
-    backend = chosen_backend(backend, query, feature_map)
+    backend = chosen_backend(backend, query, feature_map, size_along_curve(call.by_content))
     if causal is not None:
         return _attend_where_keys_are(
             call if rotary is None else with_rotary(call, rotary, None), CAUSAL_BACKENDS[backend]
@@ -207,11 +211,22 @@ def mhla_attention(
     return attend(call, rotary, axes, outside)
 
 
-def chosen_backend(backend: str, query: torch.Tensor, feature_map: str) -> str:
-    """What "auto" stands for with such a query (B, N, H, D)."""
+def chosen_backend(backend: str, query: torch.Tensor, feature_map: str, block_size: int | None = None) -> str:
+    """What "auto" stands for with such a query (B, N, H, D), and tiles by content of such a size."""
     if backend != "auto":
         return backend
-    return "triton" if query.device.type == "cuda" and why_not(query, feature_map) is None else "eager"
+    if query.device.type != "cuda" or why_not(query, feature_map) is not None:
+        return "eager"
+    reason = why_not(query, feature_map, block_size)
+    if reason is not None and not torch.compiler.is_compiling():  # a call of the logger would break the graph
+        _say_eager(reason)
+    return "triton" if reason is None else "eager"
+
+
+@cache
+def _say_eager(reason: str) -> None:
+    """Said once per reason."""
+    logger.warning("Eager operations take the place of the Triton kernels: %s.", reason)
 
 
 def _attend_where_keys_are(call: Call, attend: Callable[[Call], torch.Tensor]) -> torch.Tensor:
@@ -257,7 +272,7 @@ def _attend_to_keys(
     if rotary is not None:
         # a share of the tokens need not have every place on every axis, of which a table of axes holds a row
         call = with_rotary(call, rotary, axes if call.group is None else None)
-    return run(with_chosen_tiles(call))
+    return run(call)
 
 
 def _beside_outside_alone(call: Call) -> Call:

@@ -153,7 +153,12 @@ def _heading(question: Question) -> list[str]:
             family.outside_tokens,
             in_order=family.own_attention_is_causal,
         )
-        patch += f", tiles {times(config.tiles)}, {sizes.exact_pairs / sizes.pairs:.1%} of all pairs exact{with_text}"
+        tiles = (
+            f"blocks of {config.block_size} tokens along a curve"
+            if isinstance(config.cut, int)
+            else f"tiles {times(config.cut)}"
+        )
+        patch += f", {tiles}, {sizes.exact_pairs / sizes.pairs:.1%} of all pairs exact{with_text}"
     share = question.layers / model.layers
     layers = f"{share:.0%} of all layers" if model.more_layers else f"{question.layers} of {model.layers} layers"
     softmax = f", the first {question.softmax_steps} of them unpatched" if question.softmax_steps else ""

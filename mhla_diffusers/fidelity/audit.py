@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.tile_errors import TiledInput, pair_errors
 from ..attention.tile_scores import spend
+from ..attention.tiles import Cut
 from ..patching.attended import Attended
 from ..patching.calibration import check_reached, tokens_of_grid
 from ..patching.denoising_steps import Step, StepHooks
@@ -222,7 +223,8 @@ class _Tiles:
         self._left: list[torch.Tensor] = []
         self._total: list[torch.Tensor] = []
         self._mass = self._square = self._share = 0.0
-        self._counts: tuple[int, ...] = ()
+        self._counts: Cut = ()
+        self._tiles = 0
         self._projections: torch.Tensor | None = None
 
     def add(self, given: Attended) -> None:
@@ -231,9 +233,9 @@ class _Tiles:
         if self._projections is None:
             self._projections = head_projections(self.attn)
         lists = layer.call(given).exact
-        if self._counts not in ((), lists.counts):
+        if self._tiles not in (0, lists.tiles) or self._counts not in ((), lists.counts):
             raise ValueError("run() ran at sizes that cut exact tiles differently; audit one size at a time.")
-        mask, self._counts = lists.mask(), lists.counts
+        mask, self._counts, self._tiles = lists.mask(), lists.counts, lists.tiles
         tiled = tiled_input(self.attn, given)
         samples = tiled.samples(min(QUERIES, tiled.exists.shape[1]), len(self._left))
         left, errors = torch.zeros(()), torch.zeros(())

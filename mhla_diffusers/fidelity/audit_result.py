@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..attention.tiles import Cut
 from ..patching.sensitivity import TransformerCall
 from ..reporting import text_table
 
@@ -24,8 +25,8 @@ class TileAudit:
 
     kind: str
     """own, calibrated or content."""
-    counts: tuple[int, ...]
-    """Tile counts per axis; the product is T."""
+    counts: Cut
+    """Tile counts per axis, whose product is T; or the tokens of a tile along the curve."""
     share: float
     """Part of its pairs of tiles that is exact."""
     mass: float

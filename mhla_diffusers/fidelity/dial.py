@@ -153,6 +153,9 @@ class _Way:
         some = layers[0].tiles
         if some is None:
             return cls(transformer, others, factors, make_change(transformer, None, settings), None)
+        if isinstance(some.counts, int):  # along the curve, where every list is equally long
+            rule = settings | {"exact_share": spending.share}
+            return cls(transformer, others, factors, make_change(transformer, None, rule), None)
         lists = {"exact": "calibrated", "exact_share": spending.share, "exact_tiles": some.counts}
         calibrated, by_content = make_change(transformer, None, settings | lists), None
         if some.kind == "content":
@@ -165,7 +168,7 @@ class _Way:
     def choose(self, halves: Sequence[int]) -> None:
         """Choose the lists of calibrated tiles by what some halves of the run have shown."""
         errors = [layer.tiles.pair_errors[list(halves)].sum(dim=0) for layer in self.layers if layer.tiles is not None]
-        if not errors:
+        if not errors or self.change.processor.config.exact != "calibrated":
             return
         scores = [factor * found for factor, found in zip(self.factors, errors, strict=True)]
         largest, share = max(1e-30, *(float(score.max()) for score in scores)), self.change.processor.config.share

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..attention.costs import AttentionSizes
+from ..attention.tiles import tile_count
 from ..config import MHLAConfig
 from ..families import Family
 from ..reporting import scaled
@@ -68,6 +69,8 @@ def attention_sizes(
     if config.exact == "none":
         return sizes
     tiles = math.prod(min(count, size) for count, size in zip(config.tiles, grid, strict=True))
+    if config.block_size is not None:
+        tiles = tile_count(grid, config.block_size)
     equal_lists = config.exact != "calibrated"
     return sizes.with_exact_tiles(tiles, config.share, tile_means=config.tile_means, equal_lists=equal_lists)
 

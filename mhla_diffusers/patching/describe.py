@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..attention.blocks import check_blocks, check_layout, smallest_and_largest
+from ..attention.tile_scores import list_length
+from ..attention.tiles import Cut, tile_count
 from ..config import MHLAConfig
 from ..families import Family, get_family
 from ..reporting import from_to, text_table, times
@@ -23,8 +25,8 @@ class ExactDescription:
 
     kind: str
     """own, calibrated or content."""
-    tiles: tuple[int, ...]
-    """Tile counts."""
+    tiles: Cut
+    """Tile counts; of "content" the tokens of a tile."""
     tokens_per_tile: tuple[int, int] | None
     """Smallest and largest tile; None while the grid is unknown."""
     share: float | None
@@ -114,7 +116,12 @@ class Description(list[LayerDescription]):
             share = f"{sum(shares) / len(shares):.1%} of their pairs" if shares else "not calibrated yet"
             size = f" of {from_to(tokens)} tokens" if tokens is not None else ""
             others = "others through their means" if means else "without the means of others"
-            lines.append(f"exact tiles: {kind}, {times(tiles)} = {math.prod(tiles)}{size}, {share}, {others}")
+            cut = (
+                f"blocks of {tiles} tokens along a curve"
+                if isinstance(tiles, int)
+                else f"{times(tiles)} = {math.prod(tiles)}{size}"
+            )
+            lines.append(f"exact tiles: {kind}, {cut}, {share}, {others}")
         return lines
 
 
@@ -214,12 +221,18 @@ def _describe_exact(
         return None
     if config.causal is not None:
         return _describe_own_blocks(config, family, grid)
-    share = layer.exact.share if layer is not None and layer.exact is not None else None
-    tiles = config.tiles
+    if config.block_size is not None:
+        share, tokens = config.share, None
+        if grid is not None:
+            tiles = tile_count(grid, config.block_size)
+            share = list_length(config.share, tiles) / tiles
+            tokens = (math.prod(grid) - config.block_size * (tiles - 1), min(config.block_size, math.prod(grid)))
+        return ExactDescription(config.exact, config.block_size, tokens, share, config.tile_means)
+    chosen = layer.exact.share if layer is not None and layer.exact is not None else None
+    boxes = config.tiles
     if grid is not None and config.exact == "content":
-        tiles = tuple(min(count, size) for count, size in zip(tiles, grid, strict=True))
-    tokens = _tokens_per_block(grid, tiles)
-    return ExactDescription(config.exact, tiles, tokens, share, config.tile_means)
+        boxes = tuple(min(count, size) for count, size in zip(boxes, grid, strict=True))
+    return ExactDescription(config.exact, boxes, _tokens_per_block(grid, boxes), chosen, config.tile_means)
 
 
 def _describe_own_blocks(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> ExactDescription:

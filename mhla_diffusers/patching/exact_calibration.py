@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from ..attention.eager import eager_attention, without_autocast
 from ..attention.merge import far_field
 from ..attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from ..attention.tile_scores import spend
-from ..attention.tiles import in_tiles, square_tiles, tokens_of_tiles
+from ..attention.tiles import Cut, in_tiles, square_tiles, tokens_of_tiles
 from ..reporting import text_table
 from .attended import Attended
 from .calibration import check_reached, patched_attentions, run_unpatched
@@ -260,12 +260,14 @@ def _try_candidates(attn: Any, given: Attended, shift: int) -> torch.Tensor:
     tokens = tokens_of_tiles(given.grid, _tile_counts(attn, given.grid))[0].to(far.device)
     far_in_tiles = in_tiles(far, tokens), in_tiles(normaliser.log(), tokens).squeeze(-1)
     samples, candidates = tiled.samples(_FITTING_QUERIES, shift), _candidates(layer)
+    if layer.config.fits_mean_bias and call.mean_bias is not None:  # λ is fitted beside the β of this call
+        candidates = replace(candidates, mean_bias=call.mean_bias.mean(dim=0)[:, None])
     none = torch.zeros(1, layer.heads, len(tokens), len(tokens), dtype=torch.bool, device=far.device)
     mask = none if call.exact is None else call.exact.mask()
     return candidate_errors(tiled, samples, head_projections(attn), mask, far_in_tiles, candidates)
 
 
-def _tile_counts(attn: Any, grid: tuple[int, ...]) -> tuple[int, ...]:
+def _tile_counts(attn: Any, grid: tuple[int, ...]) -> Cut:
     """Of exact tiles; without them, tiles of which some queries are looked at."""
     choice: TileChoice | None = attn.mhla.exact
     return choice.counts(grid) if choice is not None else square_tiles(grid)

@@ -16,11 +16,11 @@ from ..attention import (
     reference_weights,
     resize_mixing,
 )
+from ..attention.by_content import with_chosen_tiles
 from ..attention.outside import Outside, of_grid
 from ..attention.parallel.halo import rows_around
 from ..attention.parallel.place import Parallel
 from ..attention.rotary import Rotary, rotary_table
-from ..attention.tile_scores import with_chosen_tiles
 from ..attention.tiles import ContentTiles
 from ..config import MHLAConfig
 from ..families.forms import AttentionForm
@@ -86,7 +86,8 @@ class MHLALayer(nn.Module):
             has_means = self.exact is not None and config.tile_means
             log_weight = _FAR_LOG_WEIGHT[has_means] if config.exact != "none" else _without_tiles(head_dim)
             self.far_field_log_weight = nn.Parameter(torch.full((heads,), log_weight))
-            self.mean_bias = nn.Parameter(torch.zeros(heads)) if has_means else None
+            learns_bias = has_means and not config.fits_mean_bias
+            self.mean_bias = nn.Parameter(torch.zeros(heads)) if learns_bias else None
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, inner_size) if config.output_gate else None
         self.convolution: Convolution | None = None
@@ -296,6 +297,8 @@ class MHLALayer(nn.Module):
     def needs_calibration(self) -> bool:
         """Whether exact tiles are yet to be chosen, or λ and β are still those of a fresh layer."""
         if self.exact is None or self.config.share == 1 or self.far_field_log_weight is None:
+            return False
+        if self.config.fits_mean_bias:
             return False
         is_fresh = bool((self.far_field_log_weight == _FAR_LOG_WEIGHT[self.config.tile_means]).all())
         return not self.exact.is_ready or is_fresh and (self.mean_bias is None or not self.mean_bias.any())

@@ -10,7 +10,7 @@ from ..attention.blocks import check_layout
 from ..attention.parallel.place import Parallel
 from ..attention.parallel.tiles import fetch_plan
 from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, list_length
-from ..attention.tiles import ContentTiles, ExactTiles
+from ..attention.tiles import ContentTiles, Cut, ExactTiles
 from ..config import MHLAConfig
 
 
@@ -35,7 +35,7 @@ class TileChoice(nn.Module):
     def __init__(self, config: MHLAConfig, heads: int) -> None:
         super().__init__()
         self.config, self.heads = config, heads
-        tiles = math.prod(config.tiles)
+        tiles = 1 if config.block_size is not None else math.prod(config.tiles)
         if config.exact == "calibrated":
             kept = kept_pairs(heads, tiles)
             self.register_buffer("pairs", torch.zeros(kept, dtype=torch.int32))
@@ -74,8 +74,8 @@ class TileChoice(nn.Module):
                 "that was calibrated. exact='content' needs no calibration."
             )
         counts = self.counts(grid)
-        if self.config.exact == "content":
-            return ContentTiles(counts, self.config.share)
+        if isinstance(counts, int) or self.config.exact == "content":
+            return ContentTiles(counts, self.config.share, self.config.fits_mean_bias)
         if parallel is None:
             return ExactTiles(counts, self.heads, self.offsets, self.keys)
         return self._own_lists(counts, parallel.heads(self.heads))
@@ -97,12 +97,14 @@ class TileChoice(nn.Module):
                 self._kept[place] = ExactTiles(counts, heads.stop - heads.start, offsets, self.keys[begin:end])
         return self._kept[place]
 
-    def counts(self, grid: tuple[int, ...]) -> tuple[int, ...]:
-        """Tile counts on a grid.
+    def counts(self, grid: tuple[int, ...]) -> Cut:
+        """Tile counts on a grid; of tiles along the curve the tokens of each.
 
         Raises:
             ValueError: lists of the configuration's tile counts, and an axis of the grid that has fewer tokens.
         """
+        if self.config.block_size is not None:
+            return self.config.block_size
         if self.config.exact == "content":
             return tuple(min(count, size) for count, size in zip(self.config.tiles, grid, strict=True))
         return check_layout(grid, self.config.tiles, "exact_tiles")[1]
@@ -117,9 +119,11 @@ class TileChoice(nn.Module):
     @property
     def share(self) -> float | None:
         """Part of all pairs of tiles that is exact; None for lists that are yet to be calibrated."""
-        tiles = math.prod(self.config.tiles)
         if not self.is_ready:
             return None
+        if self.config.block_size is not None:
+            return self.config.share
+        tiles = math.prod(self.config.tiles)
         if self.config.exact == "calibrated":
             return len(self.keys) / (self.heads * tiles**2)
         return list_length(self.config.share, tiles) / tiles

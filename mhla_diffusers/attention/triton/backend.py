@@ -9,12 +9,15 @@ from functools import cache
 import torch
 
 from ..blocks import Shape
+from ..by_content import with_chosen_tiles
 from ..call import Call
 from ..causal import CausalAttention
 from ..merge import LinearAttention, merged_attention
+from ..tiles import size_along_curve
 from .exact import triton_exact_attention
 from .operators import BY_READ, BY_SUMMARIES, read, summaries
 from .own_block import triton_own_block_attention
+from .sparse import BLOCK_SIZES, sparse_attention
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +27,19 @@ MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def why_not(query: torch.Tensor, feature_map: str) -> str | None:
-    """Why the Triton backend cannot run a call with such a query (B, N, H, D); None if it can."""
+def why_not(query: torch.Tensor, feature_map: str, block_size: int | None = None) -> str | None:
+    """Why the Triton backend cannot run a call with such a query (B, N, H, D); None if it can.
+
+    Args:
+        query: of the call.
+        feature_map: its name.
+        block_size: of tiles by content, if there are any.
+    """
     head_dim = query.shape[3]
+    if block_size is not None and block_size not in BLOCK_SIZES:
+        return f"the block size is {block_size}; allowed are {', '.join(map(str, BLOCK_SIZES))}"
+    if block_size is not None and head_dim < 16:
+        return f"the head dim is {head_dim}; tiles by content need at least 16"
     if query.device.type not in ("cuda", "cpu"):
         return f"the tensors are on {query.device}; Triton runs on CUDA and ROCm devices"
     if query.device.type == "cpu" and not _interpreting():
@@ -45,13 +58,18 @@ def why_not(query: torch.Tensor, feature_map: str) -> str | None:
 def triton_attention(call: Call) -> torch.Tensor:
     """Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: (B, N, H, D).
 
-    Of a call with exact tiles, the merge (:mod:`mhla_diffusers.attention.merge`), norm and gate are PyTorch operations.
-    Over a ring of processes exact tiles are too (:mod:`mhla_diffusers.attention.parallel.exact`).
+    Tiles by content along the curve, means and MHLA are the kernels of :mod:`.sparse`. Of a call with other exact
+    tiles, the merge (:mod:`mhla_diffusers.attention.merge`), norm and gate are PyTorch operations. Over a ring of
+    processes exact tiles are too (:mod:`mhla_diffusers.attention.parallel.exact`).
 
     Raises:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.
     """
     usable = usable_call(call)
+    rule = usable.by_content
+    if rule is not None and isinstance(rule.counts, int) and usable.group is None:
+        return sparse_attention(usable, rule, rule.counts)
+    usable = with_chosen_tiles(usable)
     if usable.exact is not None:
         return merged_attention(usable, usable.exact, triton_exact_attention, BESIDE_EXACT)
     return THROUGHOUT(usable)
@@ -105,7 +123,8 @@ TRITON_CAUSAL = CausalAttention(
 
 
 def _check(call: Call) -> None:
-    reason = why_not(call.query, call.feature_map)
+    block_size = size_along_curve(call.by_content)
+    reason = why_not(call.query, call.feature_map, block_size)
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
     if call.rotary_axes is not None and call.query.shape[1] != math.prod(call.grid):

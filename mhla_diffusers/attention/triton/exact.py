@@ -25,6 +25,7 @@ _FIELDS = {
     "tiles": "Tensor",
     "grid": "SymInt[]",
     "counts": "SymInt[]",
+    "block_size": "SymInt",
     "outside": "SymInt",
 }
 """Of :class:`ExactCall`, in the language of PyTorch's operator schemas."""
@@ -57,7 +58,8 @@ def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor,
         mask.float().contiguous() if mask is not None else None,
         *lists,
         call.grid,
-        tiles.counts,
+        () if isinstance(tiles.counts, int) else tiles.counts,
+        tiles.counts if isinstance(tiles.counts, int) else 0,
         outside,
     )
     return output, log_sum

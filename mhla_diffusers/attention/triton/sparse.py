@@ -1,0 +1,602 @@
+"""Block-sparse attention by content beside MHLA as fused kernels: the operators, and the order in which they run.
+
+prepare     RoPE, the order of the blocks and their means: (B, N, H, D) to rows (B H, R, D), once for all that follows
+choose      the key blocks that every query block attends to
+listed      softmax over the keys of the listed blocks
+pooled      softmax over the means of all other blocks
+states      KV states of MHLA's blocks, from the same rows
+read        what queries read from the mixed states, merged with the two branches, in raster order
+
+An operator takes the token grid as numbers and finds its tables inside, so that torch.compile never traces them, and
+keeps them on the device, so that nothing waits for it. Importing this file registers the operators without importing
+Triton, which the first call does.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..blocks import Shape
+from ..by_content import BIASES, FITTING_QUERIES
+from ..call import Call
+from ..eager import finish
+from ..layout import Layout, layout_of
+from ..merge import far_field, least_mixing, under_common_sum, with_least_mask
+from ..outside import OutsideTokens
+from ..tile_scores import list_length
+from ..tiles import ContentTiles
+from .linear_operators import block_states, mix_states, read_states
+from .operators import BY_READ, BY_SUMMARIES, read, readable_gradient, refuse_second_derivative, summaries
+
+BLOCK_SIZES = (16, 32, 64, 128)
+"""That the kernels take."""
+
+_GRID = "SymInt[] grid, SymInt block_size, SymInt extra"
+
+
+def sparse_attention(call: Call, rule: ContentTiles, block_size: int) -> torch.Tensor:
+    """Attend to the blocks that fit the queries best, to the means of the others, and through MHLA to all.
+
+    Args:
+        call: as the kernels read it. With ``rope="before"`` MHLA reads the same rows as softmax; with "after" it reads
+            the tokens as they come, and the merge is PyTorch operations.
+        rule: of the blocks that are chosen.
+        block_size: tokens of a block.
+
+    Returns:
+        (B, N, H, D); with tokens outside the grid, which norm and gate leave as they are, (B, N + n, H, D) in the order
+        of the sequence.
+
+    Raises:
+        ValueError: a block size that the kernels do not take.
+    """
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"block_size={block_size} is none that the Triton kernels take, {', '.join(map(str, BLOCK_SIZES))}; "
+            'choose one of them, or backend="eager".'
+        )
+    query, key, value, table, mask, extra = _sequence(call)
+    scale = query.shape[3] ** -0.5
+    place = list(call.grid), block_size, extra
+    rows = prepare(query, key, value, table, mask, *place)
+    (query, key, value), (pooled_query, pooled_key, pooled_value, spread) = rows[:3], rows[3:]
+    bias, pooled_bias, weight = _log_weights(mask, len(call.query), *place, query.device)
+    with torch.no_grad():
+        indices, counts, bits = choose(pooled_query, pooled_key, spread, weight, rule.share, scale, *place)
+    of_grid = query[:, : pooled_key.shape[1] * block_size].contiguous()
+    near, near_lse = listed(of_grid, key, value, bias, indices, counts, scale, *place)
+    far: torch.Tensor | None = None
+    far_lse: torch.Tensor | None = None
+    if rule.fit_mean_bias or call.mean_bias is not None:
+        far, far_lse = pooled(of_grid, pooled_key, pooled_value, pooled_bias, bits, scale)
+        if call.mean_bias is None:
+            with torch.no_grad():
+                beta = fit_bias(of_grid, key, value, bias, near, near_lse, far, far_lse, scale, *place)
+        else:
+            beta = call.mean_bias.float().expand(len(call.query), -1).flatten()
+        far_lse = far_lse + beta[:, None]
+    branches = Branches(near, near_lse, far, far_lse)
+    if call.far_field_weight is None or (table is not None and call.rope == "after"):
+        output = _merged(call, block_size, branches)
+    else:
+        output = _read_merged(call, block_size, of_grid, key, value, branches)
+    if call.outside is None:
+        return output
+    of_others = _of_others(query[:, of_grid.shape[1] :].contiguous(), key, value, bias, scale, *place)
+    of_others = of_others[:, : call.outside.count].unflatten(0, (len(call.query), -1)).transpose(1, 2)
+    return call.outside.around(output, of_others)
+
+
+def _of_others(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+) -> torch.Tensor:
+    """What tokens outside the grid get: softmax over all keys, (G, rows, D)."""
+    groups, blocks = len(query), key.shape[1] // block_size
+    everything = torch.arange(groups * blocks, dtype=torch.int32, device=query.device).view(groups, 1, blocks)
+    indices = everything.expand(-1, query.shape[1] // block_size, -1).flatten(0, 1).contiguous()
+    counts = torch.full_like(indices[:, 0], blocks)
+    return listed(query, key, value, bias, indices, counts, scale, grid, block_size, extra)[0]
+
+
+def _sequence(
+    call: Call,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]:
+    """Query, key, value, RoPE and key mask of the grid's tokens with those outside behind them, and their number."""
+    query, key, value, table, mask = call.query, call.key, call.value, call.rotary_of_tokens, call.key_mask
+    others: OutsideTokens | None = call.outside
+    if others is None:
+        return query, key, value, table, mask, 0
+    query, key, value, mask = others.after(query, key, value, mask)
+    if table is not None:  # theirs have been turned already
+        unturned = table.new_zeros(len(table), others.count, 1, table.shape[-1])
+        unturned[..., 0::2] = 1
+        table = torch.cat([table, unturned], dim=1)
+    return query, key, value, table, mask, others.count
+
+
+def _log_weights(
+    mask: torch.Tensor | None, batch: int, grid: Sequence[int], block_size: int, extra: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Logs of the weights of all rows (B, R), None without a mask; and of the grid's blocks (1 or B, T), and these."""
+    layout = layout_of(tuple(grid), block_size, (0, extra), device=str(device))
+    if mask is None:
+        weight = layout.valid[None, : layout.grid_blocks].float()
+        return None, weight.log(), weight
+    positions = layout.order.clamp_min(0)
+    of_rows = mask.index_select(1, positions) * (layout.order >= 0)
+    weight = of_rows.view(batch, -1, block_size).sum(dim=-1)[:, : layout.grid_blocks].contiguous()
+    return of_rows.log(), weight.log(), weight
+
+
+def _layout(grid: Sequence[int], block_size: int, extra: int, like: torch.Tensor) -> Layout:
+    return layout_of(tuple(grid), block_size, (0, extra), device=str(like.device))
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, 1)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::prepare_blocks",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? key_mask, {_GRID}) -> "
+    f"({', '.join(['Tensor'] * 7)})",
+)
+def prepare(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+) -> tuple[torch.Tensor, ...]:
+    """See :func:`mhla_diffusers.attention.triton.prepare.prepare_forward`; ``table`` is cosines and sines in one."""
+    from .prepare import prepare_forward
+
+    layout = _layout(grid, block_size, extra, query)
+    tables = layout.order, layout.valid, layout.blocks, layout.grid_blocks
+    return tuple(prepare_forward(query, key, value, table, table, key_mask, *tables))
+
+
+@prepare.register_fake
+def _prepared_shapes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: Any,
+    key_mask: Any,
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+) -> tuple[torch.Tensor, ...]:
+    blocks, grid_blocks = _block_counts(grid, block_size, extra)
+    batch, _, heads, head_dim = query.shape
+    rows = [(batch * heads, blocks * block_size, head_dim)] * 3 + [(batch * heads, grid_blocks, head_dim)] * 4
+    return tuple(query.new_empty(shape) for shape in rows)
+
+
+def _block_counts(grid: Sequence[int], block_size: int, extra: int) -> tuple[int, int]:
+    """Blocks of all tokens, and of the grid's."""
+    count = 1
+    for size in grid:
+        count = count * size
+    of_grid = (count + block_size - 1) // block_size
+    return of_grid + (extra + block_size - 1) // block_size, of_grid
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::prepare_blocks_backward",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? pooled_key, Tensor? pooled_value, Tensor? table, "
+    f"Tensor? key_mask, {_GRID}, SymInt[] shape) -> (Tensor, Tensor, Tensor)",
+)
+def prepare_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pooled_key: torch.Tensor | None,
+    pooled_value: torch.Tensor | None,
+    table: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+    shape: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value (B, N, H, D) from those of rows and means."""
+    from .prepare import prepare_backward as backward
+
+    layout = _layout(grid, block_size, extra, query)
+    angles = table, table, key_mask
+    return backward(
+        query, key, value, pooled_key, pooled_value, *angles, layout.order, layout.valid, shape, query.dtype
+    )
+
+
+@prepare_backward.register_fake
+def _prepare_backward_shapes(query: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(query.new_empty(tuple(arguments[-1])) for _ in range(3))
+
+
+def _save_prepare(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    query, _, _, table, key_mask, *ctx.place = inputs
+    ctx.save_for_backward(table, key_mask)
+    ctx.shape = query.shape
+    ctx.mark_non_differentiable(output[3], output[6])
+    ctx.set_materialize_grads(False)
+    ctx.rows = output[0].shape
+
+
+def _differentiate_prepare(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+    given = next((x for x in gradients if x is not None), None)
+    if given is None:
+        return (None,) * 8
+    of_rows = (given.new_zeros(ctx.rows) if x is None else x.contiguous() for x in gradients[:3])
+    of_means: list[torch.Tensor | None] = [gradients[4], gradients[5]]
+    if any(x is not None for x in of_means):
+        shape = next(x.shape for x in of_means if x is not None)
+        of_means = [given.new_zeros(shape) if x is None else x.contiguous() for x in of_means]
+    found = prepare_backward(*of_rows, *of_means, *ctx.saved_tensors, *ctx.place, list(ctx.shape))
+    return *found, *(None,) * 5
+
+
+prepare.register_autograd(_differentiate_prepare, setup_context=_save_prepare)
+prepare_backward.register_autograd(refuse_second_derivative)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::choose_blocks",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor spread, Tensor weight, float share, float scale, {_GRID}) -> "
+    "(Tensor, Tensor, Tensor)",
+)
+def choose(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    spread: torch.Tensor,
+    weight: torch.Tensor,
+    share: float,
+    scale: float,
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See :func:`mhla_diffusers.attention.triton.choose.choose_blocks`."""
+    from .choose import choose_blocks
+
+    blocks, of_grid = _block_counts(grid, block_size, extra)
+    return choose_blocks(query, key, spread, weight, list_length(share, of_grid), blocks - of_grid, scale, blocks)
+
+
+@choose.register_fake
+def _list_shapes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    spread: Any,
+    weight: Any,
+    share: float,
+    scale: float,
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+) -> tuple[torch.Tensor, ...]:
+    blocks, of_grid = _block_counts(grid, block_size, extra)
+    lists = query.shape[0] * query.shape[1]
+    shapes = (lists, list_length(share, of_grid) + blocks - of_grid), (lists,), (lists, (of_grid + 31) // 32)
+    return tuple(query.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+_LISTED = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor indices, Tensor counts, float scale, " + _GRID
+
+
+@torch.library.custom_op("mhla_diffusers::listed", mutates_args=(), schema=f"({_LISTED}) -> (Tensor, Tensor)")
+def listed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over the keys of listed blocks: output (G, Q, D) and LSE (G, Q).
+
+    Args:
+        query: (G, Q, D), Tq blocks of rows.
+        key: (G, R, D).
+        value: likewise.
+        bias: (B, R), log of the weight of every key; None for 1.
+        indices: int32 (G Tq, n), on the flat axis of all key blocks.
+        counts: int32 (G Tq,).
+        scale: of logits.
+        grid: token grid.
+        block_size: rows of a block.
+        extra: tokens outside the grid.
+    """
+    from .listed import listed_forward
+
+    valid, bias = _flat_weights(query, bias, grid, block_size, extra)
+    output, lse = listed_forward(_flat(query), _flat(key), _flat(value), valid, bias, indices, counts, scale)
+    return output.view(query.shape), lse.view(query.shape[:2])
+
+
+def _flat_weights(
+    query: torch.Tensor, bias: torch.Tensor | None, grid: Sequence[int], block_size: int, extra: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Valid rows of every block and log weights of every row, of samples and heads along one axis."""
+    groups = len(query)
+    valid = _layout(grid, block_size, extra, query).valid.repeat(groups)
+    return valid, None if bias is None else bias.repeat_interleave(groups // len(bias), dim=0).flatten()
+
+
+@listed.register_fake
+def _listed_shapes(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::listed_backward",
+    mutates_args=(),
+    schema=f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_LISTED}) -> "
+    "(Tensor, Tensor, Tensor)",
+)
+def listed_backward(
+    output_gradient: torch.Tensor,
+    lse_gradient: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    scale: float,
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value."""
+    from .listed import listed_backward as backward
+
+    valid, bias = _flat_weights(query, bias, grid, block_size, extra)
+    found = backward(
+        _flat(output_gradient),
+        None if lse_gradient is None else lse_gradient.flatten(),
+        _flat(query),
+        _flat(key),
+        _flat(value),
+        valid,
+        bias,
+        indices,
+        counts,
+        _flat(output),
+        lse.flatten(),
+        scale,
+    )
+    of_query, of_key, of_value = found
+    return of_query.view(query.shape), of_key.view(key.shape), of_value.view(value.shape)
+
+
+@listed_backward.register_fake
+def _listed_backward_shapes(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in arguments[4:7])
+
+
+def _save_branch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    tensors = [x for x in inputs if x is None or isinstance(x, torch.Tensor)]
+    ctx.save_for_backward(*output, *tensors)
+    ctx.settings = inputs[len(tensors) :]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_listed(
+    ctx: Any, output_gradient: torch.Tensor | None, lse_gradient: torch.Tensor | None
+) -> tuple[Any, ...]:
+    if output_gradient is None and lse_gradient is None:
+        return (None,) * 10
+    output, *others = ctx.saved_tensors
+    upstream = readable_gradient(output_gradient, output).contiguous()
+    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
+    return *listed_backward(upstream, lse_gradient, output, *others, *ctx.settings), *(None,) * 7
+
+
+listed.register_autograd(_differentiate_listed, setup_context=_save_branch)
+listed_backward.register_autograd(refuse_second_derivative)
+
+_POOLED = "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor bits, float scale"
+
+
+@torch.library.custom_op("mhla_diffusers::pooled", mutates_args=(), schema=f"({_POOLED}) -> (Tensor, Tensor)")
+def pooled(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    bits: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`mhla_diffusers.attention.triton.pooled.pooled_forward`."""
+    from .pooled import pooled_forward
+
+    return pooled_forward(query, key, value, bias, bits, scale)
+
+
+@pooled.register_fake
+def _pooled_shapes(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::pooled_backward",
+    mutates_args=(),
+    schema=f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_POOLED}) -> "
+    "(Tensor, Tensor, Tensor)",
+)
+def pooled_backward(
+    output_gradient: torch.Tensor,
+    lse_gradient: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    bits: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value."""
+    from .pooled import pooled_backward as backward
+
+    return backward(output_gradient, lse_gradient, query, key, value, bias, bits, output, lse, scale)
+
+
+@pooled_backward.register_fake
+def _pooled_backward_shapes(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in arguments[4:7])
+
+
+def _differentiate_pooled(
+    ctx: Any, output_gradient: torch.Tensor | None, lse_gradient: torch.Tensor | None
+) -> tuple[Any, ...]:
+    if output_gradient is None and lse_gradient is None:
+        return (None,) * 6
+    output, *others = ctx.saved_tensors
+    upstream = readable_gradient(output_gradient, output).contiguous()
+    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
+    return *pooled_backward(upstream, lse_gradient, output, *others, *ctx.settings), None, None, None
+
+
+pooled.register_autograd(_differentiate_pooled, setup_context=_save_branch)
+pooled_backward.register_autograd(refuse_second_derivative)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::fit_bias",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor near, Tensor near_lse, Tensor far, "
+    f"Tensor far_lse, float scale, {_GRID}) -> Tensor",
+)
+def fit_bias(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    near: torch.Tensor,
+    near_lse: torch.Tensor,
+    far: torch.Tensor,
+    far_lse: torch.Tensor,
+    scale: float,
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+) -> torch.Tensor:
+    """β with which the two branches come closest to softmax attention, of the β tried: float32 (G,).
+
+    The formula is that of :func:`mhla_diffusers.attention.by_content.fit_mean_bias`, of the same queries.
+    """
+    layout, groups = _layout(grid, block_size, extra, query), len(query)
+    some, samples = _fitting_rows(tuple(grid), block_size, query.device), 1 if bias is None else len(bias)
+    of_query, of_key, of_value = (x.unflatten(0, (samples, -1)) for x in (query[:, some], key, value))
+    mask = None
+    if bias is not None or int(layout.order.shape[0]) != _count(grid) + extra:
+        # padding is left out, of which there is none where a block size divides the tokens
+        weights = bias if bias is not None else _padding_bias(tuple(grid), block_size, extra, query.device)
+        mask = weights[:, None, None].to(query.dtype)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    truth = attend(of_query, of_key, of_value, attn_mask=mask, scale=scale).flatten(0, 1).float()
+    near, far = near[:, some].float() - truth, far[:, some].float() - truth
+    candidates = torch.linspace(*BIASES, device=query.device)
+    share = torch.sigmoid(far_lse[:, some, None] + candidates - near_lse[:, some, None])
+    products = ((near * near).sum(-1), (near * far).sum(-1), (far * far).sum(-1))
+    of_near, of_both, of_far = (x[..., None] for x in products)
+    errors = (1 - share).square() * of_near + 2 * share * (1 - share) * of_both + share.square() * of_far
+    return candidates[errors.sum(dim=1).argmin(dim=-1)].view(groups)
+
+
+@fit_bias.register_fake
+def _bias_shape(query: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(query.shape[:1], dtype=torch.float32)
+
+
+def _count(grid: Sequence[int]) -> int:
+    count = 1
+    for size in grid:
+        count = count * size
+    return count
+
+
+@lru_cache(maxsize=64)
+def _fitting_rows(grid: Shape, block_size: int, device: torch.device) -> torch.Tensor:
+    """Rows of the queries of :func:`mhla_diffusers.attention.by_content.fit_mean_bias`: int64, at most 256."""
+    count = _count(grid)
+    number = min(FITTING_QUERIES, max(8, count // 96), count)
+    # the rows of the grid's tokens follow each other, and the padding comes behind
+    return ((torch.arange(number) + 0.5) * count / number).long().to(device)
+
+
+@lru_cache(maxsize=64)
+def _padding_bias(grid: Shape, block_size: int, extra: int, device: torch.device) -> torch.Tensor:
+    """(1, R): −∞ for rows without a token."""
+    return (layout_of(grid, block_size, (0, extra)).order >= 0).float().log()[None].to(device)
+
+
+class Branches(NamedTuple):
+    """Softmax over listed blocks, and over the means of others: outputs (G, Q, D) and LSEs (G, Q)."""
+
+    listed: torch.Tensor
+    listed_lse: torch.Tensor
+    pooled: torch.Tensor | None
+    pooled_lse: torch.Tensor | None
+
+
+def _read_merged(
+    call: Call, block_size: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, branches: Branches
+) -> torch.Tensor:
+    """All branches under one denominator, with norm and gate, in raster order: (B, N, H, D)."""
+    batch, heads = len(call.query), call.query.shape[2]
+    place = list(call.grid), list(call.blocks), block_size, call.feature_map, call.eps
+    mask, weight = with_least_mask(call).key_mask, torch.as_tensor(call.far_field_weight)
+    tokens = (x.view(batch, heads, -1, x.shape[-1]) for x in (key, value))
+    states, sums = block_states(*tokens, mask, *place)
+    mixed, mixed_sums = mix_states(least_mixing(call.mixing), states, sums)
+    query = query.view(batch, heads, -1, query.shape[-1])
+    weights = weight.float(), call.output_norm, call.output_gate
+    return read_states(query, mixed, mixed_sums, *branches, *weights, *place)
+
+
+def _merged(call: Call, block_size: int, branches: Branches) -> torch.Tensor:
+    """The same in PyTorch operations, of a call without MHLA or whose RoPE comes after the feature map."""
+    output, lse = branches.listed.float(), branches.listed_lse
+    if branches.pooled is not None and branches.pooled_lse is not None:
+        share = torch.sigmoid(branches.pooled_lse - lse)[..., None]
+        output = (1 - share) * output + share * branches.pooled.float()
+        lse = torch.logaddexp(lse, branches.pooled_lse)
+    rows, batch = _raster_rows(call.grid, block_size, call.query.device), len(call.query)
+    output, lse = (x[:, rows].unflatten(0, (batch, -1)).transpose(1, 2) for x in (output, lse[..., None]))
+    if call.far_field_weight is not None:
+        all_else = far_field(call)
+        far, normaliser = read(True, summaries(*BY_SUMMARIES.flat(all_else)), *BY_READ.flat(all_else))
+        log_far = (call.far_field_weight.float()[:, None] * normaliser).log()
+        output = under_common_sum(output, lse, far.float(), log_far)
+    return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
+
+
+@lru_cache(maxsize=64)
+def _raster_rows(grid: Shape, block_size: int, device: torch.device) -> torch.Tensor:
+    """int64 (N,): the row of every token of the grid."""
+    return layout_of(grid, block_size).rows.long().to(device)
