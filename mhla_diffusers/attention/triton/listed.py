@@ -24,7 +24,7 @@ _MANY = 4
 """Times the mean length of the transposed lists: longer ones are walked first."""
 
 _WIDE = {256: Tile(32, 32, 4, 1)}
-_FLOAT32 = {128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)}
+_FLOAT32 = {128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)}
 TILES: dict[str, dict[str, dict[int, Tile]]] = {
     "forward": {
         "sm_90": {128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
@@ -49,7 +49,7 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "sm_100": {128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
         "gfx942": {128: Tile(32, 64, 4, 2), **_WIDE},
         "": {128: Tile(64, 64, 8, 2), **_WIDE},
-        "float32": {128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+        "float32": _FLOAT32,
     },
 }
 """Kernel, architecture ("" stands for those without their own) or float32, and the largest head dim of an entry."""
@@ -392,6 +392,9 @@ def listed_forward(
     Returns:
         Output (Rq, D) in the type of the query and log-sum-exp float32 (Rq,), natural; 0 and EMPTY for a row that
         attends to nothing.
+
+    Raises:
+        ValueError: D is more than 256.
     """
     output = allocate(query.shape, query.dtype, query.device)
     lse = allocate(query.shape[:1], torch.float32, query.device)

@@ -21,7 +21,7 @@ _EMPTY = tl.constexpr(EMPTY)
 _LOG2E = tl.constexpr(LOG2E)
 
 _WIDE = {256: Tile(32, 32, 4, 1)}
-_FLOAT32 = {128: Tile(32, 32, 4, 1), 256: Tile(16, 16, 4, 1)}
+_FLOAT32 = {128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)}
 TILES: dict[str, dict[str, dict[int, Tile]]] = {
     "forward": {
         "sm_90": {128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
@@ -41,7 +41,7 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "sm_100": {128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
         "gfx942": {128: Tile(32, 64, 4, 2), **_WIDE},
         "": {128: Tile(64, 64, 8, 2), **_WIDE},
-        "float32": {128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)},
+        "float32": _FLOAT32,
     },
 }
 """Kernel, architecture ("" stands for those without their own) or float32, and the largest head dim of an entry."""
@@ -343,6 +343,9 @@ def pooled_forward(
     Returns:
         Output (G, R, D) in the type of the query and log-sum-exp float32 (G, R), natural; 0 and EMPTY for a row that
         attends to nothing.
+
+    Raises:
+        ValueError: D is more than 256.
     """
     output = allocate(query.shape, query.dtype, query.device)
     lse = allocate(query.shape[:2], torch.float32, query.device)
@@ -377,5 +380,5 @@ def pooled_backward(
     dq_launch(*inputs, output, output_gradient, lse, lse_gradient, dq, shift, delta, scale).run()
     launch, parts = dkv_launch(*inputs, output_gradient, shift, delta, scale)
     launch.run()
-    dk, dv = (x.sum(0).to(key.dtype) for x in parts)
+    dk, dv = (part.sum(0).to(key.dtype) for part in parts)  # of their own memory, as a custom operator must return
     return dq, dk, dv

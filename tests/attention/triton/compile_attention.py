@@ -1,5 +1,7 @@
 """Compile every launch of the listed and the pooled attention for one architecture; a line of JSON for each.
 
+With "variants" instead of an architecture, count what several sizes compile.
+
 A program of its own, because a kernel is made either for the interpreter or for a GPU.
 """
 
@@ -11,7 +13,7 @@ import torch
 
 from mhla_diffusers.attention.triton import listed, pooled
 
-from .compiled import compile_launch
+from .compiled import compile_launch, variant_of
 
 SHAPES = {
     "wan 480p": (12, 493, 25, 128, torch.bfloat16),
@@ -22,9 +24,9 @@ SHAPES = {
 INSTRUCTIONS = "wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.cg", "cp.async.ca", "ld.global", "ld.shared"
 
 
-def launches_of(shape, architecture, masked, causal):
+def launches_of(shape, architecture, masked=False, causal=False):
     """Name and launch of each kernel, over tensors without memory."""
-    groups, blocks, width, head_dim, dtype = SHAPES[shape]
+    groups, blocks, width, head_dim, dtype = shape
 
     def empty(*sizes, dtype=dtype):
         return torch.empty(sizes, dtype=dtype, device="meta")
@@ -62,15 +64,30 @@ def main_loop(text):
     return max(counts, key=lambda found: sum("mma" in name for name in found), default={})
 
 
-if __name__ == "__main__":
-    architecture = sys.argv[1]
+def count_variants():
+    """Kernel → how many compiled variants sizes of all kinds need: 1, multiples of 16, and others."""
+    hashes = {}
+    for groups, blocks, width in ((12, 493, 25), (12, 1182, 59), (24, 256, 16), (2, 16, 1), (2, 1, 1)):
+        for kernel, launch in launches_of((groups, blocks, width, 128, torch.bfloat16), "sm_90"):
+            hashes.setdefault(kernel, set()).add(variant_of(launch, "sm_90").hash())
+    return {kernel: len(found) for kernel, found in hashes.items()}
+
+
+def report_all(architecture):
     variants = [(shape, False, False) for shape in SHAPES]
     if architecture == "sm_90":
         variants += [("wan 480p", True, False), ("wan 480p", False, True)]
     for shape, masked, causal in variants:
-        for kernel, launch in launches_of(shape, architecture, masked, causal):
+        for kernel, launch in launches_of(SHAPES[shape], architecture, masked, causal):
             made = compile_launch(launch, architecture)
             report = {"kernel": kernel, "shape": shape, "masked": masked, "causal": causal}
             report |= {"architecture": architecture, "registers": made.registers, "stack_bytes": made.stack_bytes}
             report |= {"shared_bytes": made.shared_bytes, "loop": main_loop(made.text)}
             print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "variants":
+        print(json.dumps(count_variants()))
+    else:
+        report_all(sys.argv[1])
