@@ -14,7 +14,16 @@ from .findings import Measured, Notebook, NotHereError
 
 _ROOT = Path(__file__).parents[3]
 _FOLDER = Path("tests/attention/triton")
-_FILES = ("test_kernels.py", "test_exact.py", "test_outside.py", "test_backend.py", "test_mixing.py", "test_causal.py")
+_FILES = (
+    "test_kernels.py",
+    "test_exact.py",
+    "test_outside.py",
+    "test_backend.py",
+    "test_mixing.py",
+    "test_causal.py",
+    "test_linear.py",
+    "test_sparse.py",
+)
 _SECONDS = 120
 """Of one file."""
 _MOST_PROCESSES = 8

@@ -21,6 +21,7 @@ from mhla_diffusers.attention.triton.linear_features import Features
 
 from .compiled import SHARED_MEMORY, compile_launch, variant_of
 
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOAT32_TOLERANCE = 1e-5
 NORM_EPS = 1e-6
