@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..call import Call
+from ..exact import exact_attention
 from ..tiles import ExactTiles, lists_with_outside, tiles_of_outside
 from .arguments import angles
 from .exact_lists import ExactCall
@@ -25,7 +26,6 @@ _FIELDS = {
     "tiles": "Tensor",
     "grid": "SymInt[]",
     "counts": "SymInt[]",
-    "block_size": "SymInt",
     "outside": "SymInt",
 }
 """Of :class:`ExactCall`, in the language of PyTorch's operator schemas."""
@@ -42,6 +42,10 @@ def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor,
         Output (B, N + n, H, D) and log of the sum of weights (B, N + n, H, 1), both in float32, those of the n tokens
         outside the grid last. A query that attends to nothing gets 0 and the lowest finite number.
     """
+    if isinstance(
+        tiles.counts, int
+    ):  # lists along the curve that are given; those by content have kernels of their own
+        return exact_attention(call, tiles)
     query, key, value, mask = call.query, call.key, call.value, call.key_mask
     lists, outside = (tiles.offsets, tiles.keys), 0
     if call.rotary is not None:
@@ -58,8 +62,7 @@ def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor,
         mask.float().contiguous() if mask is not None else None,
         *lists,
         call.grid,
-        () if isinstance(tiles.counts, int) else tiles.counts,
-        tiles.counts if isinstance(tiles.counts, int) else 0,
+        tiles.counts,
         outside,
     )
     return output, log_sum

@@ -1,21 +1,13 @@
 """The lists of exact tiles as the kernels walk them: from the queries' side, from the keys' side, and as a bitmap."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from ..blocks import Shape
-from ..tiles import (
-    Cut,
-    longest_tile,
-    mask_of_lists,
-    row_of_pair,
-    tile_count,
-    tile_index,
-    tiles_of_outside,
-    tokens_of_tiles,
-)
+from ..blocks import Shape, block_index
+from ..tiles import longest_tile, mask_of_lists, row_of_pair, tiles_of_outside, tokens_of_tiles
 from .arguments import Lists, disguised
 
 
@@ -44,26 +36,18 @@ class ExactCall:
     """int64 (pairs,)."""
     grid: Shape
     counts: Shape
-    """Tile counts per axis; empty where tiles stand along the curve."""
-    block_size: int = 0
-    """Tokens of a tile along the curve."""
     outside: int = 0
     """Tokens outside the grid."""
 
     @property
-    def cut(self) -> Cut:
-        """How tiles cut the grid."""
-        return self.counts or self.block_size
-
-    @property
     def number_of_tiles(self) -> int:
         """T."""
-        return tile_count(self.grid, self.cut) + tiles_of_outside(self.grid, self.cut, self.outside)
+        return math.prod(self.counts) + tiles_of_outside(self.grid, self.counts, self.outside)
 
     @property
     def longest_tile(self) -> int:
         """Tokens in the longest tile."""
-        return longest_tile(self.grid, self.cut)
+        return longest_tile(self.grid, self.counts)
 
     @property
     def sample_stride(self) -> int:
@@ -88,7 +72,7 @@ def lists_of_queries(call: ExactCall) -> Lists:
 
 
 def _lists(call: ExactCall, offsets: torch.Tensor, tiles: torch.Tensor) -> Lists:
-    tokens = _tables(call.grid, call.cut, call.outside, call.query.device)[0]
+    tokens = _tables(call.grid, call.counts, call.outside, call.query.device)[0]
     return Lists(offsets, tiles, tokens, disguised(call.sample_stride), disguised(call.longest_tile))
 
 
@@ -99,18 +83,18 @@ def bitmap(call: ExactCall) -> torch.Tensor:
 
 def tile_of_token(call: ExactCall) -> torch.Tensor:
     """int32 (N,)."""
-    return _tables(call.grid, call.cut, call.outside, call.query.device)[1]
+    return _tables(call.grid, call.counts, call.outside, call.query.device)[1]
 
 
 @lru_cache(maxsize=64)
-def _tables(grid: Shape, cut: Cut, outside: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(grid: Shape, counts: Shape, outside: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of every tile, int32 (T, longest tile) filled up with -1, and the tile of every token, int32 (N,).
 
     Kept, since every layer and step of a model asks for the same ones. The tokens of several tiles are taken at once,
     and finding them by division would cost a kernel more than reading four bytes for each.
     """
-    tokens, exists = tokens_of_tiles(grid, cut, outside)
+    tokens, exists = tokens_of_tiles(grid, counts, outside)
     filled = tokens.masked_fill(~exists, -1)
-    more = tile_count(grid, cut) + torch.arange(outside) // tokens.shape[1]
-    tile_of = torch.cat([tile_index(grid, cut), more])
+    more = math.prod(counts) + torch.arange(outside) // tokens.shape[1]
+    tile_of = torch.cat([block_index(grid, counts), more])
     return filled.to(device, torch.int32), tile_of.to(device, torch.int32)
