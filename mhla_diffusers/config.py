@@ -41,6 +41,8 @@ _SHARED = ("calibrated", "content")
 """Choices of exact tiles that take a share."""
 MOST_BLOCKS = 8192
 """Of a patch: their mixing matrix takes 256 MB in every layer, or for every head."""
+MOST_BLOCK_SIZE = 1024
+"""Tokens of a tile along the curve."""
 DEFAULT_SHARE = 0.05
 """Of exact pairs of tiles."""
 
@@ -232,7 +234,11 @@ class MHLAConfig:
             )
         if self.block_size is not None:
             _check_type("block_size", self.block_size, int, "a positive number of tokens, such as 64")
-            check(self.block_size > 0, f"block_size={self.block_size} must be a positive number of tokens, such as 64.")
+            check(
+                0 < self.block_size <= MOST_BLOCK_SIZE,
+                f"block_size={self.block_size} must be a positive number of tokens, such as 64, and at most "
+                f"{MOST_BLOCK_SIZE}; a tile that holds all tokens is softmax attention, exact_share=1.0.",
+            )
             check(
                 self.exact == "content" and self.exact_tiles is None,
                 f"block_size={self.block_size} needs exact='content' without exact_tiles; got exact={self.exact!r} and "

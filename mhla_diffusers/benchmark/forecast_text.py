@@ -195,14 +195,19 @@ def _findings(forecast: Forecast, speeds: Speeds) -> list[str]:
     else:
         took, takes = _time(one[ATTENTION]), _time(other[ATTENTION])
         lines = [f"No gain at this size: {attention}, {took}, and the patch takes {takes} for it."]
-    lines += [_break_even(forecast.break_even, question), f"Times {speeds.source}"]
+    is_scaled = speeds.is_measured and question.config.exact in ("calibrated", "content")
+    is_scaled = is_scaled and question.config.share != DEFAULT_SHARE
+    # a share that was not timed tells the size at which two lines cross worst of all
+    lines += [] if is_scaled else [_break_even(forecast.break_even, question)]
+    lines.append(f"Times {speeds.source}")
     if speeds.is_measured:
         lines.append("Other sizes meet other caches and clocks.")
         if not any(speeds.fixed_patched.values()):
             lines.append("What a forward takes whatever its size is not told apart: results of two sizes would tell.")
-        if question.config.exact in ("calibrated", "content") and question.config.share != DEFAULT_SHARE:
+        if is_scaled:
             lines.append(
-                f"Exact tiles were timed at {DEFAULT_SHARE:.0%} of all pairs; of other shares the time is scaled."
+                f"Exact tiles were timed at {DEFAULT_SHARE:.0%} of all pairs. Of other shares the time is scaled, so "
+                "no size is named from which on the patch is faster."
             )
     return lines
 

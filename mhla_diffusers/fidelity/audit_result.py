@@ -137,8 +137,8 @@ class Fit:
     def __str__(self) -> str:
         if not self.is_calibrated:
             return (
-                f"the exact tiles are chosen by rule and leave {self.left:.1%}; calibrated on this run, the same share "
-                f"would leave {self.anew:.1%}"
+                f"the exact tiles are chosen by rule and leave {self.left:.1%}; the best lists of this run would leave "
+                f"{self.anew:.1%} at the same share"
             )
         if self.is_stale:
             return (

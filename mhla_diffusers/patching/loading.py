@@ -37,6 +37,7 @@ def load_mhla(
     *,
     blocks: tuple[int, ...] | None = None,
     exact_tiles: tuple[int, ...] | None = None,
+    block_size: int | None = None,
     exact_share: float | None = None,
     backend: str = "auto",
     revision: str | None = None,
@@ -53,6 +54,7 @@ def load_mhla(
         patch: folder, Hub id, or the name of an adapted patch that ships, such as "tiny-wan-exact".
         blocks: other block counts to open the patch at; mixing matrices are interpolated.
         exact_tiles: other tile counts; the scores of calibrated tiles are interpolated, and tiles chosen anew.
+        block_size: tokens of every tile along the curve, of a patch that has such tiles.
         exact_share: another part of all pairs of tiles to be exact; calibrated tiles are chosen anew.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         revision: of a Hub repository; with it a folder here of the owner's name does not count.
@@ -73,12 +75,18 @@ def load_mhla(
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
-    wanted = {"blocks": blocks, "exact_tiles": exact_tiles, "exact_share": exact_share}
+    wanted = {"blocks": blocks, "exact_tiles": exact_tiles, "block_size": block_size, "exact_share": exact_share}
     changes = {name: value for name, value in wanted.items() if value is not None}
     prepared = []
     for name, transformer in transformers.items():
         saved = record.transformers[name]
-        opened = MHLAConfig.from_dict(saved.mhla).replace(**changes)
+        before = MHLAConfig.from_dict(saved.mhla)
+        if block_size is not None and before.block_size is None:
+            raise ValueError(
+                f"block_size={block_size} needs a patch whose tiles stand along the curve, and the weights of this one "
+                "were trained without them; leave it out, or apply_mhla(..., block_size=...) and adapt."
+            )
+        opened = before.replace(**changes)
         plan = make_plan(transformer, MHLAProcessor(opened, backend=backend))
         part = _part(tensors, name, saved, opened)
         _check_tensors(plan, part, record.weights, saved)

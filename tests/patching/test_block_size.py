@@ -16,6 +16,7 @@ from mhla_diffusers import (
     remove_mhla,
     save_mhla,
 )
+from mhla_diffusers.tiny import load_tiny
 
 from .. import models
 
@@ -61,6 +62,10 @@ def test_saved_and_opened(tmp_path):
     save_mhla(model, tmp_path)
     opened = load_mhla(models.FAMILIES["wan"].build(), tmp_path)
     assert torch.equal(models.output(opened, arguments), expected)
+    larger = load_mhla(models.FAMILIES["wan"].build(), tmp_path, block_size=8)
+    assert {layer.config.block_size for layer in mhla_layers(larger).values()} == {8}
+    with pytest.raises(ValueError, match="needs a patch whose tiles stand along the curve"):
+        load_mhla(load_tiny("wan"), "tiny-wan-exact", block_size=8)
     (config,) = {layer.config for layer in mhla_layers(opened).values()}
     assert (config.block_size, config.fits_mean_bias, config.rope) == (4, True, "before")
 
@@ -109,6 +114,7 @@ def test_calibration_fits_the_far_field_beside_the_fitted_bias():
     ("settings", "words"),
     [
         ({"block_size": 0}, "positive number of tokens"),
+        ({"block_size": 10**9}, "at most 1024"),
         ({"block_size": True}, "positive number of tokens"),
         ({"block_size": "64"}, "positive number of tokens"),
         ({"block_size": 64, "exact": "calibrated"}, "needs exact='content'"),
