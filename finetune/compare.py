@@ -32,7 +32,7 @@ FINE = (3, 4, 4)
 SMALL = (9, 4, 4)
 """144 tiles of 4 tokens."""
 _PER_HEAD = MHLAConfig(blocks=FINE, mixing_per_head=True)
-_EXACT = _PER_HEAD.replace(exact="calibrated", exact_tiles=SMALL)
+_EXACT = _PER_HEAD.replace(sparse="calibrated", exact_tiles=SMALL)
 ATTENTIONS: dict[str, MHLAConfig | None] = {
     "softmax, trained on": None,
     "plain linear": MHLAConfig(blocks=(1, 1, 1), mixing_learnable=False, mixing_clip=False),
@@ -49,11 +49,11 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
     "MHLA, per head, blocks of 4": MHLAConfig(blocks=(9, 4, 4), mixing_per_head=True),
     "exact tiles": _EXACT,
     "exact tiles, no means": _EXACT.replace(tile_means=False),
-    "exact tiles by content": _EXACT.replace(exact="content"),
+    "exact tiles by content": _EXACT.replace(sparse="content"),
     "exact tiles of 12": _EXACT.replace(exact_tiles=FINE),
-    "own tile of 12": _PER_HEAD.replace(exact="own"),
-    "exact tiles, 2.5 %": _EXACT.replace(exact_share=0.025),
-    "exact tiles, 10 %": _EXACT.replace(exact_share=0.1),
+    "own tile of 12": _PER_HEAD.replace(sparse="own"),
+    "exact tiles, 2.5 %": _EXACT.replace(density=0.025),
+    "exact tiles, 10 %": _EXACT.replace(density=0.1),
 }
 
 

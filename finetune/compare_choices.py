@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mhla_diffusers import MHLAConfig, apply_mhla, calibrate_exact_tiles, mhla_layers
+from mhla_diffusers import MHLAConfig, apply_mhla, calibrate_sparse, mhla_layers
 from mhla_diffusers.attention.tile_scores import list_length, spend
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.latents import digit_latents
@@ -72,15 +72,15 @@ class Choices:
         pipe = self.patched()
         layers: dict[str, Any] = mhla_layers(pipe)
         for name, layer in layers.items():
-            layer.exact.choose(masks[name.removesuffix(".mhla")])
+            layer.sparse.choose(masks[name.removesuffix(".mhla")])
         return fmean(self.adaptation.held_out_losses(pipe))
 
     def calibrated_losses(self) -> tuple[float, float]:
         """Held-out loss after calibration, with λ and β as in a fresh patch, and as fitted."""
         pipe = self.patched()
-        calibrate_exact_tiles(pipe, lambda: self.run(pipe))
+        calibrate_sparse(pipe, lambda: self.run(pipe))
         layers: dict[str, Any] = mhla_layers(pipe)
-        masks = {name.removesuffix(".mhla"): layer.exact.mask for name, layer in layers.items()}
+        masks = {name.removesuffix(".mhla"): layer.sparse.mask for name, layer in layers.items()}
         return self.loss(masks), fmean(self.adaptation.held_out_losses(pipe))
 
 
@@ -99,9 +99,9 @@ def main() -> None:
     config = MHLAConfig(
         blocks=tiny.blocks,
         mixing_per_head=True,
-        exact="calibrated",
+        sparse="calibrated",
         exact_tiles=tuple(arguments.tiles),
-        exact_share=arguments.share,
+        density=arguments.share,
     )
     choices = Choices(adaptation, config)
     masses, errors = choices.measured()

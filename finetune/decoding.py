@@ -57,7 +57,7 @@ def measure(settings: LlamaConfig, lengths: Sequence[int], tokens: int, turns: i
     """
     models = [LlamaForCausalLM(settings).eval() for _ in range(3)]
     for model, exact in ((models[1], "own"), (models[2], "none")):
-        apply_mhla(model, blocks=(32,), block_length=64, exact=exact, beyond="relative")
+        apply_mhla(model, blocks=(32,), block_length=64, sparse=exact, beyond="relative")
     caches: list[Any] = [DynamicCache(config=settings), *(MHLACache(model) for model in models[1:])]
     rows = []
     for length in lengths:

@@ -61,7 +61,7 @@ class Row:
     @property
     def share(self) -> str:
         """As the table has it."""
-        share = self.settings.get("exact_share")
+        share = self.settings.get("density")
         return "" if share is None else f"{share:.0%}"
 
     @property
@@ -75,17 +75,17 @@ class Row:
         if self.adapted is not None:
             return change_mhla(load_mhla(load_tiny(tiny.family), f"tiny-{tiny.family}-{self.adapted}"), **self.settings)
         config = MHLAConfig(blocks=tiny.blocks, mixing_per_head=True, **self.settings)
-        if config.exact != "none":
+        if config.sparse != "none":
             config = config.replace(exact_tiles=tiny.exact_tiles)
         pipe = adaptation.patched(config, lambda pipe: calibration_run(adaptation, pipe))
-        if config.exact == "none" and self.is_fitted:
+        if config.sparse == "none" and self.is_fitted:
             calibrate_mixing(pipe, lambda: calibration_run(adaptation, pipe))
-        elif config.exact != "none" and not self.is_fitted:
+        elif config.sparse != "none" and not self.is_fitted:
             with torch.no_grad():
                 for layer in mhla_layers(pipe).values():
-                    layer.far_field_log_weight.fill_(_NO_FAR_FIELD)
-                    if layer.mean_bias is not None:
-                        layer.mean_bias.zero_()
+                    layer.linear_log_weight.fill_(_NO_FAR_FIELD)
+                    if layer.pooled_bias is not None:
+                        layer.pooled_bias.zero_()
         return pipe
 
 
@@ -104,19 +104,19 @@ def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
         return
     yield Row("MHLA, calibrated", {})
     for share in SHARES:
-        tiles = {"exact": "calibrated", "exact_share": share}
+        tiles = {"sparse": "calibrated", "density": share}
         if share == SHARES[0]:  # what each part brings
-            yield Row("exact tiles alone", {**tiles, "tile_means": False}, is_fitted=False)
+            yield Row("exact tiles alone", {**tiles, "pooled": False}, is_fitted=False)
             yield Row("exact tiles and means", tiles, is_fitted=False)
         yield Row("exact tiles, means and MHLA, calibrated", tiles)
-        by_content = {**tiles, "exact": "content"}
+        by_content = {**tiles, "sparse": "content"}
         yield Row("the same, tiles by content", by_content)
         yield Row("by content, softmax in the first 20 % of steps", {**by_content, "softmax_steps": 0.2})
 
 
 def rows_of_steps(tiny: TinyPipeline) -> Iterator[Row]:
     """The rows of a pipeline whose own attention is softmax, untrained and adapted."""
-    tiles = {"exact": "content", "exact_share": 0.05}
+    tiles = {"sparse": "content", "density": 0.05}
     for steps in STEPS:
         yield Row("MHLA, calibrated, untrained", {"softmax_steps": steps})
         yield Row("exact tiles by content, calibrated, untrained", {**tiles, "softmax_steps": steps})

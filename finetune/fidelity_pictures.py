@@ -19,7 +19,7 @@ import torch
 from fidelity import CALIBRATION_SAMPLES, Row, calibration_run
 from peft import LoraConfig
 
-from mhla_diffusers import apply_mhla, audit, densify, mhla_disabled, set_exact_share
+from mhla_diffusers import apply_mhla, audit, densify, mhla_disabled, set_density
 from mhla_diffusers.analysis import draw_audit
 from mhla_diffusers.benchmark.forecast import Question, make_forecast
 from mhla_diffusers.benchmark.models import choose_sizes, family_of_model, find_models
@@ -41,7 +41,7 @@ MODELS = (
     ("wan2.1-1.3b", "720x1280", 81),
 )
 STRENGTHS = (0.0, 1.0, 2.0, 4.0, 6.0, 8.0)
-_CALIBRATED = {"exact": "calibrated", "exact_share": 0.05}
+_CALIBRATED = {"sparse": "calibrated", "density": 0.05}
 
 
 def adaptation_of(family: str) -> Adaptation:
@@ -97,7 +97,7 @@ def draw_untrained(plt: Any) -> Any:
     for family in families:
         adaptation, generate = adaptation_of(family), scenes_of(family, count)
         for share in (None, *SHARES):
-            settings = _CALIBRATED | {"exact_share": share}
+            settings = _CALIBRATED | {"density": share}
             pipe = load_tiny(family) if share is None else Row("", settings).patched(adaptation)
             row = next(rows)
             row[0].set_ylabel(f"{family}, {'unpatched' if share is None else f'{share:.0%} exact'}", fontsize=8)
@@ -130,9 +130,9 @@ def output_error(pipe: Any, run: Callable[[Any], object]) -> float:
 def draw_dial(plt: Any) -> Any:
     """Error of the transformer's output on other clips than those that were calibrated on and audited."""
     adaptation, judged = adaptation_of("wan"), scenes_of("wan", 2)
-    one, other = (Row("", _CALIBRATED | {"exact_share": 0.1}).patched(adaptation) for _ in range(2))
+    one, other = (Row("", _CALIBRATED | {"density": 0.1}).patched(adaptation) for _ in range(2))
     found = audit(other, partial(scenes_of("wan", 2, seed=6), other))
-    turns = {"set_exact_share": partial(set_exact_share, one), "densify": partial(densify, other, found)}
+    turns = {"set_density": partial(set_density, one), "densify": partial(densify, other, found)}
     errors: dict[str, list[float]] = {name: [] for name in turns}
     for share in DIAL:
         for name, turn in turns.items():

@@ -17,7 +17,7 @@ __all__ = [
     "apply_mhla",
     "attn_processors",
     "audit",
-    "calibrate_exact_tiles",
+    "calibrate_sparse",
     "calibrate_mixing",
     "calibrate_output_norm",
     "change_mhla",
@@ -37,7 +37,7 @@ __all__ = [
     "remove_mhla",
     "save_mhla",
     "set_attn_processor",
-    "set_exact_share",
+    "set_density",
     "suggest_blocks",
 ]
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from .attention import mhla_attention, register_feature_map
     from .config import MHLAConfig, patch_names
     from .families import Family, register_family
-    from .fidelity import Audit, audit, densify, set_exact_share
+    from .fidelity import Audit, audit, densify, set_density
     from .patching import (
         MHLALayer,
         MHLAProcessor,
         VideoStream,
         apply_mhla,
         attn_processors,
-        calibrate_exact_tiles,
+        calibrate_sparse,
         calibrate_mixing,
         calibrate_output_norm,
         change_mhla,

@@ -18,7 +18,6 @@ from .attention.blocks import check_blocks
 from .attention.causal import Causal
 from .attention.mixing import MixingInit
 from .attention.state import Beyond
-from .attention.tiles import Cut
 
 LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
@@ -34,17 +33,16 @@ _BOOLEANS = (
     "mixing_clip",
     "output_norm",
     "output_gate",
-    "tile_means",
+    "pooled",
     "clamp_blocks",
 )
-_SHARED = ("calibrated", "content")
-"""Choices of exact tiles that take a share."""
 MOST_BLOCKS = 8192
 """Of a patch: their mixing matrix takes 256 MB in every layer, or for every head."""
+DEFAULT_BLOCK_SIZE = 64
+"""Tokens of a uniform block: as many as fill one block of a matrix product."""
 MOST_BLOCK_SIZE = 1024
-"""Tokens of a tile along the curve."""
-DEFAULT_SHARE = 0.05
-"""Of exact pairs of tiles."""
+DEFAULT_DENSITY = 0.05
+"""Part of all pairs of uniform blocks that is in the lists."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,8 @@ class MHLAConfig:
     feature_map: str = "relu"
     """φ: relu, elu+1, softmax, identity, or a name given to ``register_feature_map``."""
     rope: Literal["after", "before"] | None = None
-    """Where RoPE acts, seen from the feature map. None becomes "before" with ``block_size``, whose kernels then read
-    rotated queries and keys once for softmax and MHLA, else "after", as the paper's code has it. Without effect in
+    """Where RoPE acts, seen from the feature map. None becomes "before" with ``sparse="content"``, whose kernels then
+    read rotated queries and keys once for both branches, else "after", as the paper's code has it. Without effect in
     models that have no RoPE.
     """
     normalize: bool = True
@@ -84,38 +82,35 @@ class MHLAConfig:
     """RMSNorm over each head's output, one weight of head dim shared by the heads."""
     output_gate: bool = False
     """Multiply the output with SiLU of a projection of the layer's input (paper, Tab. 12)."""
-    exact: Literal["none", "own", "calibrated", "content"] = "none"
-    """Tiles of keys that a query tile attends to with softmax attention, beside MHLA over all blocks: none, its own,
-    those that each head needs according to :func:`calibrate_exact_tiles`, or at every call those that their mean stands
-    for worst (:func:`mhla_diffusers.attention.tile_scores.tiles_by_content`).
+    sparse: Literal["none", "content", "own"] = "none"
+    """What is attended to with softmax, beside MHLA over all blocks: nothing; with "content" at every call those key
+    blocks of every query block for which a mean is the worst stand-in
+    (:func:`mhla_diffusers.attention.sparse.choose_by_content`); with "own", which is for ``causal`` alone, the own
+    block of the first axis.
     """
-    exact_tiles: tuple[int, ...] | None = None
-    """Tile count per axis of the token grid; None for the blocks. With "content", an axis of fewer tokens than that is
-    cut into single tokens.
+    density: float | None = None
+    """With "content", the part of all pairs of uniform blocks that is in the lists; None for 0.05. At 1 the attention is
+    softmax attention, and nothing of MHLA is computed.
     """
-    block_size: int | None = None
-    """With "content", tokens of every tile instead of ``exact_tiles``: uniform blocks along a Hilbert curve through the
-    grid (:mod:`mhla_diffusers.attention.layout`), which hold on any grid. The fused kernels take 16, 32, 64 and 128.
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """With "content", tokens of every uniform block, which are cut along a Hilbert curve through the grid
+    (:mod:`mhla_diffusers.attention.layout`) and so hold on any grid. The fused kernels take 16, 32, 64 and 128.
     """
-    fit_mean_bias: bool | None = None
-    """With ``block_size``, whether β, which weighs the means, is fitted at every call on some of its queries, without
+    pooled: bool = True
+    """With "content", whether every block that is not listed takes part in the softmax as one key, its mean."""
+    fit_pooled_bias: bool | None = None
+    """With "content", whether β, which weighs the pooled keys, is fitted at every call on some of its queries, without
     any training, instead of being a parameter; None for True.
-    """
-    exact_share: float | None = None
-    """Part of all pairs of tiles that is exact, for "calibrated" and "content"; None for 0.05."""
-    tile_means: bool = True
-    """Whether every tile that is not exact takes part in the softmax as one key, its mean. Without effect if there are
-    no exact tiles.
     """
     convolution: int | None = None
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
     clamp_blocks: bool = False
     """Whether an axis of fewer tokens than blocks is cut into single tokens, with the mixing matrix interpolated to as
-    many blocks, instead of an error. Tiles of "own" and "calibrated" are not clamped.
+    many blocks, instead of an error.
     """
     causal: Causal | None = None
     """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block"), see
-    :mod:`mhla_diffusers.attention.causal`. ``exact`` is then "none", or "own" for the own block of the first axis.
+    :mod:`mhla_diffusers.attention.causal`. ``sparse`` is then "none", or "own" for the own block of the first axis.
     """
     block_length: int | None = None
     """With ``causal``, tokens in every block of the first axis, such as 64 of a text or 3 latent frames of a video:
@@ -149,11 +144,10 @@ class MHLAConfig:
         _check_type("feature_map", self.feature_map, str, "the name of a feature map")
         get_feature_map(self.feature_map)
         if self.rope is None:
-            object.__setattr__(self, "rope", "before" if self.block_size is not None else "after")
+            object.__setattr__(self, "rope", "before" if self.sparse == "content" else "after")
         check_choice("rope", self.rope, ("after", "before"))
         check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
-        if self.exact not in _SHARED:  # which go without causal alone, as _check_causal says
-            check_choice("exact", self.exact, ("none", "own", *(_SHARED if self.causal is None else ())))
+        check_choice("sparse", self.sparse, ("none", "content" if self.causal is None else "own"))
         _check_type("eps", self.eps, int | float, "a number")
         check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, a floor such as 1e-6.")
         _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")
@@ -170,7 +164,7 @@ class MHLAConfig:
                 "feature_map='identity' is signed, so its normaliser can vanish; "
                 "use normalize=False with output_norm=True, or a positive feature map."
             )
-        self._check_exact()
+        self._check_sparse()
         self._check_causal()
 
     def _check_causal(self) -> None:
@@ -192,21 +186,15 @@ class MHLAConfig:
             f"give one count, such as blocks=({self.blocks[0]},) for a text, or choose causal='block' for a video.",
         )
         check(
-            self.exact in ("none", "own") and self.exact_tiles is None,
-            f"exact={self.exact!r} with exact_tiles={self.exact_tiles} does not go with causal={self.causal!r}; "
-            "allowed are exact='none', and exact='own' for softmax within the own block of the first axis, without "
-            "exact_tiles.",
-        )
-        check(
             self.convolution is None and not self.clamp_blocks,
             "A convolution sees later tokens, and blocks of one length are not clamped: convolution and clamp_blocks "
             f"do not go with causal={self.causal!r}.",
         )
         check(
             self.mixing_clip or not self.needs_positive_mixing,
-            f"mixing_clip=False allows entries below 0, of whose sums causal={self.causal!r} with exact={self.exact!r} "
+            f"mixing_clip=False allows entries below 0, of whose sums causal={self.causal!r} with sparse={self.sparse!r} "
             "takes the logarithm; leave it on, by which register_mixing_clip() keeps them in (0, 1) in training, or "
-            "choose normalize=False with output_norm=True and exact='none'.",
+            "choose normalize=False with output_norm=True and sparse='none'.",
         )
         check(
             self.beyond == "error" or self.blocks[0] > 1,
@@ -220,53 +208,37 @@ class MHLAConfig:
         fits = steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1
         check(fits, f"softmax_steps={steps} must be {words}.")
 
-    def _check_exact(self) -> None:
-        if self.exact_tiles is not None:
-            check(
-                self.exact != "none",
-                f"exact_tiles={self.exact_tiles} has no effect with exact='none'; choose 'own', 'calibrated' or "
-                "'content', or leave the tile counts out.",
-            )
-            object.__setattr__(self, "exact_tiles", check_blocks(self.exact_tiles, "exact_tiles"))
-            check(
-                len(self.exact_tiles) == len(self.blocks),
-                f"exact_tiles={self.exact_tiles} must have as many axes as blocks={self.blocks}.",
-            )
-        if self.block_size is not None:
-            _check_type("block_size", self.block_size, int, "a positive number of tokens, such as 64")
-            check(
-                0 < self.block_size <= MOST_BLOCK_SIZE,
-                f"block_size={self.block_size} must be a positive number of tokens, such as 64, and at most "
-                f"{MOST_BLOCK_SIZE}; a tile that holds all tokens is softmax attention, exact_share=1.0.",
-            )
-            check(
-                self.exact == "content" and self.exact_tiles is None,
-                f"block_size={self.block_size} needs exact='content' without exact_tiles; got exact={self.exact!r} and "
-                f"exact_tiles={self.exact_tiles}.",
-            )
-        fit = self.fit_mean_bias
+    def _check_sparse(self) -> None:
+        by_content = self.sparse == "content"
+        _check_type("block_size", self.block_size, int, "a positive number of tokens, such as 64")
         check(
-            fit is None or isinstance(fit, bool), f"fit_mean_bias={fit!r} must be True, False, or None for the default."
+            0 < self.block_size <= MOST_BLOCK_SIZE,
+            f"block_size={self.block_size} must be a positive number of tokens, such as 64, and at most "
+            f"{MOST_BLOCK_SIZE}; a block that holds all tokens is softmax attention, density=1.0.",
         )
         check(
-            not self.fit_mean_bias or (self.block_size is not None and self.tile_means),
-            f"fit_mean_bias=True needs block_size and tile_means=True; got block_size={self.block_size} and "
-            f"tile_means={self.tile_means}.",
+            self.fit_pooled_bias is None or isinstance(self.fit_pooled_bias, bool),
+            f"fit_pooled_bias={self.fit_pooled_bias!r} must be True, False, or None for the default.",
         )
-        if self.exact_share is not None:
-            _check_type("exact_share", self.exact_share, int | float, "a number in (0, 1]")
+        check(
+            not self.fit_pooled_bias or self.pooled,
+            f"fit_pooled_bias=True needs pooled keys; got pooled={self.pooled}.",
+        )
+        if self.density is not None:
+            _check_type("density", self.density, int | float, "a number in (0, 1]")
             check(
-                0 < self.exact_share <= 1,
-                f"exact_share={self.exact_share} must be in (0, 1], a part of all pairs of tiles such as 0.05.",
+                0 < self.density <= 1,
+                f"density={self.density} must be in (0, 1], a part of all pairs of blocks such as 0.05.",
             )
+        for name, default in (("density", None), ("block_size", DEFAULT_BLOCK_SIZE), ("fit_pooled_bias", None)):
+            value = getattr(self, name)
             check(
-                self.exact in _SHARED,
-                f"exact_share={self.exact_share} has no effect with exact={self.exact!r}; it belongs to 'calibrated' "
-                "and 'content'.",
+                by_content or value == default,
+                f"{name}={value} has no effect with sparse={self.sparse!r}; it belongs to sparse='content'.",
             )
-        if self.exact != "none" and not (self.normalize and (self.eps > 0 or self.feature_map != "relu")):
+        if self.sparse != "none" and not (self.normalize and (self.eps > 0 or self.feature_map != "relu")):
             raise ValueError(
-                f"exact={self.exact!r} shares one denominator with the far field, which must be positive. It needs "
+                f"sparse={self.sparse!r} shares one denominator with the linear branch, which must be positive. It needs "
                 "normalize=True and, with the relu feature map, eps > 0; "
                 f"got normalize={self.normalize}, eps={self.eps}."
             )
@@ -316,64 +288,46 @@ class MHLAConfig:
     @property
     def needs_positive_mixing(self) -> bool:
         """Whether own and earlier blocks are joined by the logarithm of what they weigh, which signs would make NaN."""
-        return self.causal is not None and self.normalize and (self.causal == "token" or self.exact == "own")
+        return self.causal is not None and self.normalize and (self.causal == "token" or self.sparse == "own")
 
     @property
-    def fits_mean_bias(self) -> bool:
+    def fits_pooled_bias(self) -> bool:
         """Whether β is fitted at every call."""
-        return self.block_size is not None and self.tile_means and self.share < 1 and self.fit_mean_bias is not False
+        has_pooled = self.sparse == "content" and self.pooled and self.listed < 1
+        return has_pooled and self.fit_pooled_bias is not False
 
     @property
-    def cut(self) -> Cut:
-        """How tiles cut the grid: into blocks of so many tokens, or by their count per axis."""
-        return self.tiles if self.block_size is None else self.block_size
-
-    @property
-    def tiles(self) -> tuple[int, ...]:
-        """Tile count per axis, where tiles are boxes."""
-        if self.causal is not None:
-            return self.blocks[0], *(1 for _ in self.blocks[1:])
-        return self.blocks if self.exact_tiles is None else self.exact_tiles
-
-    @property
-    def share(self) -> float:
-        """Part of all pairs of tiles that is exact."""
-        if self.exact == "none":
+    def listed(self) -> float:
+        """Part of all pairs that is attended to with softmax."""
+        if self.sparse == "own":
+            return 1 / self.blocks[0]
+        if self.sparse == "none":
             return 0.0
-        if self.exact == "own":
-            return 1 / math.prod(self.tiles)
-        return DEFAULT_SHARE if self.exact_share is None else self.exact_share
+        return DEFAULT_DENSITY if self.density is None else self.density
 
     def replace(self, **settings: Any) -> "MHLAConfig":
         """A copy with some fields changed.
 
-        What says more of a choice that is given up goes with it: with ``exact="none"`` tile counts and share, with
-        ``exact="own"`` the share, and with blocks of another number of axes the tile counts. With ``causal`` exact
-        tiles become "own".
+        What says more of a choice that is given up goes with it: with another ``sparse`` than "content" its density and
+        block size. With ``causal`` the sparse branch becomes "own".
 
         Raises:
             ValueError: unknown field or value that is not allowed.
         """
         check_names(settings, [field.name for field in fields(self)], "MHLA setting")
         given_up: dict[str, Any] = {}
-        if settings.get("causal") is not None and self.exact != "none":
-            given_up |= {"exact": "own", "exact_tiles": None, "exact_share": None}
+        if settings.get("causal") is not None and self.sparse != "none":
+            given_up["sparse"] = "own"
         if "causal" in settings and settings["causal"] is None:
             given_up |= {"block_length": None, "beyond": "error"}
-        if settings.get("exact") in ("none", "own"):
-            given_up["exact_share"] = None
-        if settings.get("block_size") is not None:
-            given_up["exact_tiles"] = None
-            if self.block_size is None:
-                given_up["rope"] = None
-        elif settings.get("exact_tiles") is not None or settings.get("exact", "content") != "content":
-            given_up |= {"block_size": None, "fit_mean_bias": None}
-        if settings.get("tile_means") is False:
-            given_up["fit_mean_bias"] = None
-        blocks = settings.get("blocks", self.blocks)
-        has_other_axes = isinstance(blocks, Sequence) and len(blocks) != len(self.blocks)
-        if settings.get("exact") == "none" or has_other_axes:
-            given_up["exact_tiles"] = None
+            given_up |= {"sparse": "none"} if self.sparse == "own" else {}
+        sparse = settings.get("sparse", given_up.get("sparse", self.sparse))
+        if sparse != self.sparse:
+            given_up["rope"] = None
+        if sparse != "content":
+            given_up |= {"density": None, "block_size": DEFAULT_BLOCK_SIZE, "fit_pooled_bias": None}
+        if settings.get("pooled") is False:
+            given_up["fit_pooled_bias"] = None
         return replace(self, **{**given_up, **settings})
 
     def to_dict(self) -> dict[str, Any]:
@@ -387,7 +341,6 @@ class MHLAConfig:
         Raises:
             ValueError: unknown field, missing ``blocks``, or value that is not allowed.
         """
-        settings = _without_near_field(settings)
         check_names(settings, [field.name for field in fields(cls)], "MHLA setting")
         if "blocks" not in settings:
             raise ValueError("MHLA settings need blocks, the block count per axis, for example blocks=(7, 3, 5).")
@@ -399,14 +352,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_plain(one) for one in value)
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _without_near_field(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of patches from before there were exact tiles, in today's words."""
-    settings = dict(settings)
-    if settings.pop("near_field", "none") == "softmax":
-        settings |= {"exact": "own", "tile_means": False}
-    return settings
 
 
 def check(condition: bool, message: str) -> None:

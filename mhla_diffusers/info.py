@@ -56,7 +56,7 @@ def print_info() -> None:
     patches = []
     for name in patch_names():
         patch = load_patch(name)
-        blocks, exact = times(patch.config.blocks), patch.config.exact
+        blocks, exact = times(patch.config.blocks), patch.config.sparse
         patches.append((name, blocks, str(patch.config.layers), "-" if exact == "none" else exact, patch.base_model))
     typer.echo()
     _print_table("Ready patches", ["name", "blocks", "layers", "exact", "base model"], patches)
@@ -176,7 +176,7 @@ def _print_settings(title: str, patch: Patch) -> None:
     rows = [("family", patch.family), ("base model", patch.base_model)]
     rows += [(field, str(value)) for field, value in config.to_dict().items()]
     rows.append(("M", str(math.prod(config.blocks))))
-    if config.exact != "none":
+    if config.sparse != "none":
         count = math.prod(config.tiles)
         rows.append(("tiles", f"{times(config.tiles)} = {count}"))
         rows.append(("exact pairs of tiles", f"{list_length(config.share, count) / count:.1%}"))
@@ -186,7 +186,7 @@ def _print_settings(title: str, patch: Patch) -> None:
 def _print_costs(patch: Patch) -> None:
     """FLOPs of a layer at every grid that a model of the family is measured at, and that the patch fits."""
     config = patch.config
-    has_exact = config.exact != "none"
+    has_exact = config.sparse != "none"
     header = [
         "at",
         "pixels",
@@ -207,7 +207,7 @@ def _print_costs(patch: Patch) -> None:
                     grid,
                     model.heads,
                     model.head_dim,
-                    family.outside_tokens,
+                    family.extra_tokens,
                     in_order=family.own_attention_is_causal,
                 )
                 flops = [sizes.softmax_flops, sizes.linear_flops, *([sizes.flops] if has_exact else [])]

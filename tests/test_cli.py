@@ -94,7 +94,7 @@ def test_info_counts_what_exact_tiles_cost(tmp_path):
     softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split()[-3:])
     assert softmax == pytest.approx(4 * 31_500**2 * 128 * 12 / 1e9, abs=1)
     assert exact - linear == pytest.approx(softmax / 20 + 4 * 31_500 * 420 * 128 * 12 / 1e9, abs=1)
-    path.write_text(head + "  exact: own\n  tile_means: false\n")
+    path.write_text(head + "  exact: own\n  pooled: false\n")
     (at_480p,) = [line for line in mhla_here("info", "--patch", str(path)).splitlines() if "1.3b-480p" in line]
     softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split()[-3:])
     assert exact - linear == pytest.approx(softmax / 105, abs=0.1)

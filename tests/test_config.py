@@ -21,16 +21,16 @@ def test_round_trip_and_immutability():
 def test_numbers_and_arrays_of_numpy_and_torch():
     """Kept as Python's own, so that they can be saved."""
     plain = MHLAConfig(
-        blocks=(7, 3), layers=(1, 2), eps=0.5, convolution=3, exact="content", exact_tiles=(8, 8), exact_share=0.25
+        blocks=(7, 3), layers=(1, 2), eps=0.5, convolution=3, sparse="content", exact_tiles=(8, 8), density=0.25
     )
     config = MHLAConfig(
         blocks=(np.int64(7), torch.tensor(3)),
         layers=np.array([1, 2]),
         eps=np.float32(0.5),
         convolution=np.int32(3),
-        exact="content",
+        sparse="content",
         exact_tiles=torch.tensor([8, 8]),
-        exact_share=np.float64(0.25),
+        density=np.float64(0.25),
         normalize=np.True_,
     )
     assert config == plain
@@ -79,9 +79,9 @@ def test_bad_settings_are_named(settings, words):
             {"causal": "token", "block_length": 4, "blocks": (2, 2)},
             "such as blocks=\\(2,\\) for a text, or choose causal='block'",
         ),
-        ({"causal": "token", "block_length": 4, "exact": "content"}, "allowed are exact='none', and exact='own'"),
+        ({"causal": "token", "block_length": 4, "sparse": "content"}, "allowed are sparse='none', and sparse='own'"),
         (
-            {"causal": "token", "block_length": 4, "exact": "own", "exact_tiles": (2,)},
+            {"causal": "token", "block_length": 4, "sparse": "own", "exact_tiles": (2,)},
             "does not go with causal",
         ),
         ({"causal": "token", "block_length": 4, "convolution": 3}, "A convolution sees later tokens"),
@@ -92,7 +92,7 @@ def test_bad_settings_are_named(settings, words):
             "mixing_clip=False.*logarithm.*register_mixing_clip",
         ),
         (
-            {"causal": "block", "block_length": 4, "exact": "own", "mixing_clip": False},
+            {"causal": "block", "block_length": 4, "sparse": "own", "mixing_clip": False},
             "mixing_clip=False.*normalize=False",
         ),
     ],
@@ -103,7 +103,7 @@ def test_causal_settings_that_do_not_go(settings, message):
 
 
 def test_a_causal_patch_has_blocks_of_one_length_on_every_grid():
-    config = MHLAConfig(blocks=(4,), causal="token", block_length=8, exact="own")
+    config = MHLAConfig(blocks=(4,), causal="token", block_length=8, sparse="own")
     assert (config.grid_from((20,)), config.blocks_on((20,))) == ((32,), (4,))
     with pytest.raises(ValueError, match="has 33 tokens, more than the 4 blocks of 8.*beyond='relative'"):
         config.grid_from((33,))

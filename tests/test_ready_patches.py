@@ -51,7 +51,7 @@ def test_a_patch_by_name_and_by_path(tmp_path):
 
 
 def test_settings_replace_those_of_a_patch():
-    model = apply_mhla(models.wan(), "wan2.1-t2v-1.3b-hybrid", exact="none", blocks=(1, 2, 2), layers="all")
+    model = apply_mhla(models.wan(), "wan2.1-t2v-1.3b-hybrid", sparse="none", blocks=(1, 2, 2), layers="all")
     assert {layer.config.blocks for layer in mhla_layers(model).values()} == {(1, 2, 2)}
     assert len(mhla_layers(model)) == 4
 

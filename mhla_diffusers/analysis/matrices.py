@@ -21,7 +21,7 @@ LARGEST_GRID = 4096
 def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[str, torch.Tensor]:
     """Attention matrix of every self-attention on one batch: name → float64 (B, H, N, N), rows are queries.
 
-    Of the tokens of the grid alone: what they give to tokens outside is missing from the sums of rows.
+    Of the tokens of the grid alone: what they give to extra tokens is missing from the sums of rows.
     """
     return dict(each_attention_matrix(transformer, batch))
 
@@ -53,7 +53,7 @@ def each_attention_matrix(
     inputs = _attention_inputs(transformer, {name: attentions[name] for name in chosen}, batch)
     for name in chosen:
         given = attended(attentions[name], *inputs[name], family.form_of(attentions[name]), grid)
-        before, tokens = given.outside[0], torch.Size(grid).numel()
+        before, tokens = given.extra[0], torch.Size(grid).numel()
         here = slice(before, before + tokens)
         yield name, _matrix(attentions[name], given, family)[:, :, here, here]
 
@@ -190,7 +190,7 @@ def rank_bound(attn: Any, form: AttentionForm, grid: tuple[int, ...], kind: str)
         kind: MHLA, linear or softmax.
     """
     tokens, (_, head_dim) = torch.Size(grid).numel(), form.heads(attn)
-    if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.exact != "none"):
+    if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.sparse != "none"):
         return tokens
     sizes = block_sizes(grid, attn.mhla.config.blocks_on(grid)) if kind == "MHLA" else [tokens]
     return sum(min(size, head_dim) for size in sizes)

@@ -6,12 +6,12 @@ from .functional import backend_names, check_backend, mhla_attention
 from .mixing import clip_mixing_, extend_mixing, initial_mixing, resize_mixing
 from .reference import reference_attention, reference_weights
 from .state import MHLAState
-from .tiles import ContentTiles, ExactTiles
+from .tiles import ContentRule, BlockLists
 
 __all__ = [
     "Call",
-    "ContentTiles",
-    "ExactTiles",
+    "ContentRule",
+    "BlockLists",
     "MHLAState",
     "backend_names",
     "check_backend",

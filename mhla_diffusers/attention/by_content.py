@@ -18,7 +18,7 @@ from .parallel.collectives import gathered, summed
 from .parallel.tiles import OwnTiles
 from .rotary import rotated
 from .tile_scores import list_length, tiles_by_content
-from .tiles import Cut, ExactTiles, in_tiles, tile_count, tokens_of_tiles
+from .tiles import Cut, BlockLists, in_tiles, tile_count, tokens_of_tiles
 
 BIASES = (-3.0, 3.0, 25)
 """β that are tried: the first, the last and how many."""
@@ -28,26 +28,26 @@ FITTING_QUERIES = 256
 
 def with_chosen_tiles(call: Call) -> Call:
     """With the lists, and β, that are found by query and key, where they are to be."""
-    if call.by_content is None:
+    if call.rule is None:
         return call
-    rule, batch, heads = call.by_content, call.query.shape[0], call.query.shape[2]
+    rule, batch, heads = call.rule, call.query.shape[0], call.query.shape[2]
     table, size = call.rotary_of_tokens, rule.counts
     if not isinstance(size, int):
         lists = tiles_by_content(call.query, call.key, table, call.grid, size, rule.share, call.first, call.group)
-        return replace(call, exact=lists, by_content=None)
+        return replace(call, sparse=lists, by_content=None)
     tiles = tile_count(call.grid, size)
     inputs, place = (call.query, call.key, table, call.key_mask), (call.grid, size, call.first, call.group)
     with torch.no_grad(), without_autocast(call.query.device):
         keys = choose_by_content(*inputs, *place, rule.share)
     offsets = torch.arange(batch * heads * tiles + 1, device=keys.device) * list_length(rule.share, tiles)
-    call = replace(call, exact=ExactTiles(size, heads, offsets, keys, tiles), by_content=None)
-    if not rule.fit_mean_bias:
+    call = replace(call, sparse=BlockLists(size, heads, offsets, keys, tiles), by_content=None)
+    if not rule.fit_pooled_bias:
         return call
-    others = call.outside
+    others = call.extra
     of_others = (None, None, None) if others is None else (others.key, others.value, others.key_mask)
     with torch.no_grad(), without_autocast(call.query.device):
-        bias = fit_mean_bias(*inputs, *place, call.value, *of_others, keys, len(call.shares))
-    return replace(call, mean_bias=bias)
+        bias = fit_pooled_bias(*inputs, *place, call.value, *of_others, keys, len(call.shares))
+    return replace(call, pooled_bias=bias)
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,12 @@ def _flops(
 
 
 @torch.library.custom_op(
-    "mhla_diffusers::fit_mean_bias",
+    "mhla_diffusers::fit_pooled_bias",
     mutates_args=(),
     schema=f"({_INPUTS}, Tensor value, Tensor? other_key, Tensor? other_value, Tensor? other_mask, Tensor keys,"
     " SymInt processes) -> Tensor",
 )
-def fit_mean_bias(
+def fit_pooled_bias(
     query: torch.Tensor,
     key: torch.Tensor,
     table: torch.Tensor | None,
@@ -215,7 +215,7 @@ def fit_mean_bias(
         first: likewise.
         group: likewise.
         value: (B, N, H, D).
-        other_key: (B, n, H, D) after RoPE, of tokens outside the grid, to which softmax attends.
+        other_key: (B, n, H, D) after RoPE, of extra tokens, to which softmax attends.
         other_value: likewise.
         other_mask: (B, n).
         keys: what :func:`choose_by_content` gave.
@@ -270,7 +270,7 @@ def fit_mean_bias(
     return bias[(squares / total.square()).sum(dim=2).argmin(dim=-1)]
 
 
-@fit_mean_bias.register_fake
+@fit_pooled_bias.register_fake
 def _bias_shape(query: torch.Tensor, *_: Any) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[2], dtype=torch.promote_types(query.dtype, torch.float32))
 

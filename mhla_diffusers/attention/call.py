@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from .blocks import Shape, blocks_of_range
-from .outside import Outside, OutsideTokens, of_grid
+from .extra import Extra, ExtraTokens, of_grid
 from .parallel.place import Share
 from .rotary import Rotary, axial_table, rotary_table, table_of_tokens
-from .tiles import ContentTiles, ExactTiles
+from .tiles import ContentRule, BlockLists
 
 
 @dataclass(frozen=True)
 class Call:
     """The arguments of :func:`mhla_diffusers.attention.mhla_attention`, which has checked them and describes them.
 
-    Shapes: B batch, N tokens of the grid, H heads, D head dim, M blocks. What tokens outside the grid bring is
-    :attr:`outside` alone.
+    Shapes: B batch, N tokens of the grid, H heads, D head dim, M blocks. What extra tokens bring is
+    :attr:`extra` alone.
     """
 
     query: torch.Tensor
@@ -43,16 +43,16 @@ class Call:
     """(D,)."""
     output_gate: torch.Tensor | None = None
     """(B, N, H, D)."""
-    far_field_weight: torch.Tensor | None = None
+    linear_weight: torch.Tensor | None = None
     """(H,); None for no exact tiles, or for exact tiles without a far field."""
-    exact: ExactTiles | None = None
-    mean_bias: torch.Tensor | None = None
+    exact: BlockLists | None = None
+    pooled_bias: torch.Tensor | None = None
     """(H,)."""
     rotary_axes: Shape | None = None
     """Channels that turn with each axis of :attr:`grid_3d`; None where RoPE is not that of a grid."""
-    outside: OutsideTokens | None = None
-    """None for no tokens outside the grid. With them, ``exact=None`` stands for no exact tile and
-    ``far_field_weight=None`` for a λ of 1 then."""
+    extra: ExtraTokens | None = None
+    """None for no extra tokens. With them, ``sparse=None`` stands for no exact tile and
+    ``linear_weight=None`` for a λ of 1 then."""
     first: int = 0
     """Place on the grid, in raster order, of the first of the N tokens: they are all of the grid's, or the share of
     them that a process holds, which follow each other."""
@@ -63,7 +63,7 @@ class Call:
     causal: str | None = None
     """"token", "block" or None; see :mod:`mhla_diffusers.attention.causal`. The tokens then begin with the grid and may
     end before it does."""
-    by_content: ContentTiles | None = None
+    by_content: ContentRule | None = None
     """How :attr:`exact` is chosen where it is not known yet, see
     :func:`mhla_diffusers.attention.by_content.with_chosen_tiles`."""
 
@@ -105,8 +105,8 @@ class Call:
         return table_of_tokens(self.rotary, self.grid_3d, self.rotary_axes)
 
 
-def split_call(call: Call, rotary: Rotary | None, outside: Outside) -> tuple[Call, Rotary | None]:
-    """Take the tokens outside the grid out of query, key, value and key mask of a whole sequence.
+def split_call(call: Call, rotary: Rotary | None, extra: Extra) -> tuple[Call, Rotary | None]:
+    """Take the extra tokens out of query, key, value and key mask of a whole sequence.
 
     Args:
         call: without RoPE, of the sequence: (B, before + N + after, H, D), mask (B, before + N + after).
@@ -116,12 +116,12 @@ def split_call(call: Call, rotary: Rotary | None, outside: Outside) -> tuple[Cal
     Returns:
         The call of the grid's tokens, with those outside, and RoPE of the grid's, for :func:`with_rotary`.
     """
-    others = OutsideTokens.of(call.query, call.key, call.value, rotary, call.key_mask, outside)
-    query, key, value = (of_grid(x, outside) for x in (call.query, call.key, call.value))
-    mask = None if call.key_mask is None else of_grid(call.key_mask, outside)
+    others = ExtraTokens.of(call.query, call.key, call.value, rotary, call.key_mask, extra)
+    query, key, value = (of_grid(x, extra) for x in (call.query, call.key, call.value))
+    mask = None if call.key_mask is None else of_grid(call.key_mask, extra)
     if rotary is not None:
-        rotary = of_grid(rotary[0], outside), of_grid(rotary[1], outside)
-    return replace(call, query=query, key=key, value=value, key_mask=mask, outside=others), rotary
+        rotary = of_grid(rotary[0], extra), of_grid(rotary[1], extra)
+    return replace(call, query=query, key=key, value=value, key_mask=mask, extra=others), rotary
 
 
 def with_rotary(call: Call, rotary: Rotary, axes: Shape | None) -> Call:

@@ -5,7 +5,7 @@ axis, it is a block. Frame blocks follow each other in the sequence. With ``caus
 block and earlier ones in full. With ``causal="token"`` it sees earlier frame blocks, and its own up to itself. The rows
 of the mixing matrix then hold what is seen alone.
 
-With λ (``far_field_weight``) the own frame block is attended to with softmax instead, and earlier ones through mixed
+With λ (``linear_weight``) the own frame block is attended to with softmax instead, and earlier ones through mixed
 summaries, under one denominator::
 
     o = [ Σ_{t own} exp(q · k_t / √D) v_t + λ φ(q)ᵀ Σ_{b earlier} m_ib S_b ] / [ the same without v ]
@@ -26,7 +26,7 @@ from .eager import finish
 from .merge import ExactAttention, LinearAttention, least_mixing, under_common_sum, with_least_mask
 from .mixing import causal_mixing
 from .own_block import Own
-from .tiles import ExactTiles
+from .tiles import BlockLists
 
 Causal = Literal["token", "block"]
 
@@ -53,8 +53,8 @@ class CausalAttention:
         if not last:
             return beside_earlier(call, self.own(call), None)
         # the first frame block has none before it, and the last is before none
-        later = far_field(part_of(call, slice(starts[1], count)))
-        earlier = self.linear.summaries(far_field(part_of(call, slice(0, last))))
+        later = linear_branch(part_of(call, slice(starts[1], count)))
+        earlier = self.linear.summaries(linear_branch(part_of(call, slice(0, last))))
         return beside_earlier(call, self.own(call), self.linear.read(later, earlier))
 
     def own(self, call: Call) -> Own:
@@ -65,7 +65,7 @@ class CausalAttention:
         grid = call.query.shape[1] // math.prod(call.grid[1:]), *call.grid[1:]
         counts = rows, *(1 for _ in call.grid[1:])
         tiles = own_tiles(counts, call.query.shape[2], call.query.device)
-        return self.exact(replace(call, grid=grid, mean_bias=None), tiles)
+        return self.exact(replace(call, grid=grid, pooled_bias=None), tiles)
 
 
 def check_causal(causal: str, grid: Shape, blocks: Shape) -> None:
@@ -85,7 +85,7 @@ def check_causal(causal: str, grid: Shape, blocks: Shape) -> None:
 
 def has_own_part(call: Call) -> bool:
     """Whether the own frame block is attended to otherwise than through its summaries."""
-    return call.causal == "token" or call.far_field_weight is not None
+    return call.causal == "token" or call.linear_weight is not None
 
 
 def with_causal_mixing(call: Call) -> Call:
@@ -93,10 +93,10 @@ def with_causal_mixing(call: Call) -> Call:
     return replace(with_least_mask(call), mixing=causal_mixing(least_mixing(call.mixing), call.blocks, own=True))
 
 
-def far_field(call: Call) -> Call:
+def linear_branch(call: Call) -> Call:
     """MHLA over the earlier frame blocks alone, without norm, gate and λ."""
     mixing = causal_mixing(call.mixing, call.blocks, own=False)
-    return replace(call, mixing=mixing, output_norm=None, output_gate=None, far_field_weight=None)
+    return replace(call, mixing=mixing, output_norm=None, output_gate=None, linear_weight=None)
 
 
 def part_of(call: Call, tokens: slice) -> Call:
@@ -117,11 +117,11 @@ def part_of(call: Call, tokens: slice) -> Call:
     )
 
 
-def own_tiles(counts: Shape, heads: int, device: torch.device) -> ExactTiles:
+def own_tiles(counts: Shape, heads: int, device: torch.device) -> BlockLists:
     """Every tile of its own queries."""
     count = heads * math.prod(counts)
     keys = torch.arange(math.prod(counts), device=device).repeat(heads)
-    return ExactTiles(counts, heads, torch.arange(count + 1, device=device), keys)
+    return BlockLists(counts, heads, torch.arange(count + 1, device=device), keys)
 
 
 def beside_earlier(call: Call, own: Own, earlier: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
@@ -143,8 +143,8 @@ def beside_earlier(call: Call, own: Own, earlier: tuple[torch.Tensor, ...] | Non
         beside = output[:, alone:] + far
         if call.normalize and log_sum is not None:
             log_far = normaliser[0].log()
-            if call.far_field_weight is not None:
-                log_far = log_far + call.far_field_weight.to(log_far.dtype).log()[:, None]
+            if call.linear_weight is not None:
+                log_far = log_far + call.linear_weight.to(log_far.dtype).log()[:, None]
             beside = under_common_sum(output[:, alone:], log_sum[:, alone:], far, log_far)
         output = torch.cat([output[:, :alone], beside], dim=1)
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)

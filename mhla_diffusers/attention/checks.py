@@ -7,7 +7,7 @@ import torch
 
 from .blocks import Shape, check_layout, frame_block_starts
 from .call import Call
-from .outside import Outside
+from .extra import Extra
 from .parallel.place import Parallel
 from .rotary import Rotary
 from .tiles import tile_count
@@ -58,13 +58,13 @@ def check_axes(axes: Sequence[int] | None, grid: Shape, head_dim: int) -> Shape 
     return tuple(axes)
 
 
-def check_beside_causal(causal: str, outside: Outside, **others: object) -> None:
+def check_beside_causal(causal: str, extra: Extra, **others: object) -> None:
     """Raise unless a causal call goes without what it has no place for; of ``others``, by name, None is not given."""
-    given = {"outside": any(outside)} | {name: value is not None for name, value in others.items()}
+    given = {"extra": any(extra)} | {name: value is not None for name, value in others.items()}
     for name in (name for name, is_given in given.items() if is_given):
         raise ValueError(
             f"{name} does not go with causal={causal!r}, which attends to its own block with softmax if "
-            "far_field_weight is given, to earlier ones through their summaries, and runs in one process."
+            "linear_weight is given, to earlier ones through their summaries, and runs in one process."
         )
 
 
@@ -84,22 +84,22 @@ def tokens_in_order(query: torch.Tensor, grid: Shape, blocks: Shape, causal: str
     return tokens
 
 
-def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | None) -> None:
+def check_call(call: Call, extra: Extra, on_grid: int, parallel: Parallel | None) -> None:
     """Raise unless all of a call fits together; ``on_grid`` are the tokens of the grid that this process has."""
     batch, tokens, heads, head_dim = call.query.shape
     share = (
         "" if parallel is None else f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"
     )
-    if any(outside) and on_grid + sum(outside) != tokens:
+    if any(extra) and on_grid + sum(extra) != tokens:
         raise ValueError(
-            f"{outside[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {outside[1]} after "
-            f"it are {on_grid + sum(outside)}, but query has N={tokens}; outside={outside} must be what the grid "
+            f"{extra[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {extra[1]} after "
+            f"it are {on_grid + sum(outside)}, but query has N={tokens}; extra={extra} must be what the grid "
             "leaves of N."
         )
-    if not any(outside) and on_grid != tokens:
+    if not any(extra) and on_grid != tokens:
         raise ValueError(
             f"Token grid {call.grid}{share} holds {on_grid} tokens, but query has N={tokens}; the product of the grid "
-            "must be N. Tokens that have no place on it are given by outside=(before, after)."
+            "must be N. Tokens that have no place on it are given by extra=(before, after)."
         )
     check_is_tensor("mixing", call.mixing)
     if not call.mixing.is_floating_point():
@@ -118,8 +118,8 @@ def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | 
         "key_mask": (batch, tokens),
         "output_norm": (head_dim,),
         "output_gate": (batch, on_grid, heads, head_dim),
-        "far_field_weight": (heads,),
-        "mean_bias": (heads,),
+        "linear_weight": (heads,),
+        "pooled_bias": (heads,),
     }
     for name, shape in expected.items():
         tensor = getattr(call, name)
@@ -127,18 +127,18 @@ def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | 
             check_is_tensor(name, tensor)
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
-    if any(outside) and not call.normalize:
-        raise ValueError("Tokens outside the grid share one denominator with those of it, which needs normalize=True.")
-    far = call.far_field_weight
+    if any(extra) and not call.normalize:
+        raise ValueError("Extra tokens share one denominator with those of it, which needs normalize=True.")
+    far = call.linear_weight
     if far is not None and _is_free_to_read(far) and not bool((far >= 0).all()):
         raise ValueError(
-            f"far_field_weight={far.tolist()} holds what is not a positive number; a weight of the far field is a "
+            f"linear_weight={far.tolist()} holds what is not a positive number; a weight of the far field is a "
             "factor of weights that are all positive, such as the exponential of what is trained."
         )
     if far is not None and not call.normalize:
         raise ValueError("Softmax weights share one denominator with the far field, which needs normalize=True.")
-    has_far_field = far is not None or any(outside) and call.exact is None and call.by_content is None
-    if has_far_field and call.feature_map == "relu" and not call.eps > 0:
+    has_linear_branch = far is not None or any(extra) and call.lists is None and call.rule is None
+    if has_linear_branch and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
     if call.causal == "token" and call.normalize and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(
@@ -148,40 +148,40 @@ def check_call(call: Call, outside: Outside, on_grid: int, parallel: Parallel | 
     if call.causal is not None:
         return
     own = range(heads) if parallel is None else range(heads)[parallel.heads(heads)]
-    _check_exact(call, any(outside), len(own))
+    _check_exact(call, any(extra), len(own))
 
 
-def _check_exact(call: Call, has_outside: bool, heads: int) -> None:
-    if call.by_content is not None:
-        if not isinstance(call.by_content.counts, int):
-            check_layout(call.grid, call.by_content.counts, "exact_tiles")
-        if call.by_content.fit_mean_bias and call.mean_bias is not None:
-            raise ValueError("mean_bias is given, and fit_mean_bias=True would fit another; leave one of them out.")
+def _check_exact(call: Call, has_extra: bool, heads: int) -> None:
+    if call.rule is not None:
+        if not isinstance(call.rule.counts, int):
+            check_layout(call.grid, call.rule.counts, "exact_tiles")
+        if call.rule.fit_pooled_bias and call.pooled_bias is not None:
+            raise ValueError("pooled_bias is given, and fit_pooled_bias=True would fit another; leave one of them out.")
         return
-    if call.exact is None:
-        for name in ("mean_bias",) if has_outside else ("mean_bias", "far_field_weight"):
+    if call.lists is None:
+        for name in ("pooled_bias",) if has_extra else ("pooled_bias", "linear_weight"):
             if getattr(call, name) is not None:
                 raise ValueError(f"{name} weighs what stands beside exact tiles; give exact as well.")
         return
-    if not isinstance(call.exact.counts, int):
-        check_layout(call.grid, call.exact.counts, "exact_tiles")
-    elif call.exact.tiles != tile_count(call.grid, call.exact.counts):
+    if not isinstance(call.lists.counts, int):
+        check_layout(call.grid, call.lists.counts, "exact_tiles")
+    elif call.lists.tiles != tile_count(call.grid, call.lists.counts):
         raise ValueError(
-            f"exact has lists of {call.exact.tiles} tiles, but the grid {call.grid} is cut into "
-            f"{tile_count(call.grid, call.exact.counts)} of {call.exact.counts} tokens."
+            f"exact has lists of {call.lists.tiles} tiles, but the grid {call.grid} is cut into "
+            f"{tile_count(call.grid, call.lists.counts)} of {call.lists.counts} tokens."
         )
-    if call.exact.heads != heads:
+    if call.lists.heads != heads:
         attending = f"query has {heads}" if heads == call.query.shape[2] else f"this process attends with {heads}"
-        raise ValueError(f"exact has lists for {call.exact.heads} heads, but {attending}.")
-    if call.exact.samples not in (1, call.query.shape[0]):
-        raise ValueError(f"exact has lists for {call.exact.samples} samples, but query has {call.query.shape[0]}.")
-    if call.exact.keys.device != call.query.device:
-        raise ValueError(f"exact is on {call.exact.keys.device}, but query is on {call.query.device}.")
-    if call.far_field_weight is not None or call.mean_bias is not None or has_outside:
+        raise ValueError(f"exact has lists for {call.lists.heads} heads, but {attending}.")
+    if call.lists.samples not in (1, call.query.shape[0]):
+        raise ValueError(f"exact has lists for {call.lists.samples} samples, but query has {call.query.shape[0]}.")
+    if call.lists.keys.device != call.query.device:
+        raise ValueError(f"exact is on {call.lists.keys.device}, but query is on {call.query.device}.")
+    if call.linear_weight is not None or call.pooled_bias is not None or has_extra:
         return
-    if _is_free_to_read(call.exact.offsets) and not bool(call.exact.offsets.diff().all()):
+    if _is_free_to_read(call.lists.offsets) and not bool(call.lists.offsets.diff().all()):
         raise ValueError(
-            "Some query tiles have no exact tile, so they would attend to nothing; give far_field_weight, mean_bias, "
+            "Some query tiles have no exact tile, so they would attend to nothing; give linear_weight, pooled_bias, "
             "or every query tile at least one key tile."
         )
 

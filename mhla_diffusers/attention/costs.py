@@ -21,10 +21,10 @@ class AttentionSizes:
     """Pairs of a query and a key in exact tiles of the grid, of all heads."""
     means: int = 0
     """Tiles that take part through their means; 0 without them."""
-    far_field: bool = True
+    linear_branch: bool = True
     """Whether MHLA over all blocks is computed."""
-    outside: int = 0
-    """Tokens outside the grid, n, which attend to everything and are attended to by everything exactly."""
+    extra: int = 0
+    """Extra tokens, n, which attend to everything and are attended to by everything exactly."""
     seen_pairs: int | None = None
     """Pairs of a query and a key, of all heads, that softmax attention in its place sees, where the order of the tokens
     keeps others from it; None for all pairs."""
@@ -32,22 +32,22 @@ class AttentionSizes:
     """Pairs that causal attention weighs one by one with MHLA's weights, within a block of the sequence."""
 
     def with_exact_tiles(
-        self, tiles: int, share: float, *, tile_means: bool, equal_lists: bool = True
+        self, tiles: int, share: float, *, pooled: bool, equal_lists: bool = True
     ) -> "AttentionSizes":
         """The same with exact tiles beside MHLA; at a share of 1 they are all there is.
 
         Args:
             tiles: T.
             share: part of all pairs of tiles; every query tile has at least one key tile.
-            tile_means: whether the other tiles take part through their means.
+            pooled: whether the other tiles take part through their means.
             equal_lists: whether all query tiles have as many key tiles; calibrated lists differ.
         """
         listed = list_length(share, tiles) / tiles if equal_lists else max(share, 1 / tiles)
         return replace(
             self,
             tile_pairs=round(listed * self.heads * self.tokens**2),
-            means=tiles if tile_means and share < 1 else 0,
-            far_field=share < 1,
+            means=tiles if pooled and share < 1 else 0,
+            linear_branch=share < 1,
         )
 
     @property
@@ -57,7 +57,7 @@ class AttentionSizes:
 
     @property
     def _all_pairs(self) -> int:
-        return self.heads * (self.tokens + self.outside) ** 2
+        return self.heads * (self.tokens + self.extra) ** 2
 
     @property
     def exact_pairs(self) -> int:
@@ -77,15 +77,15 @@ class AttentionSizes:
 
     @property
     def listed_flops(self) -> int:
-        """Of softmax attention over the exact tiles, from and to tokens outside the grid alone."""
+        """Of softmax attention over the exact tiles, from and to extra tokens alone."""
         return 4 * self.exact_pairs * self.head_dim
 
     @property
     def flops(self) -> int:
-        """Of exact tiles, tokens outside the grid, means and MHLA together; of MHLA where there is nothing else."""
+        """Of exact tiles, extra tokens, means and MHLA together; of MHLA where there is nothing else."""
         means = 4 * self.heads * self.tokens * self.means * self.head_dim
         own = 4 * self.own_pairs * self.head_dim
-        return (self.linear_flops if self.far_field else 0) + self.listed_flops + own + means
+        return (self.linear_flops if self.linear_branch else 0) + self.listed_flops + own + means
 
     @property
     def summary_bytes(self) -> int:
@@ -100,12 +100,12 @@ class AttentionSizes:
     @property
     def held_bytes(self) -> int:
         """Held beside query, key, value and output: summaries, their mixtures, and means."""
-        return (2 * self.summary_bytes if self.far_field else 0) + self.mean_bytes
+        return (2 * self.summary_bytes if self.linear_branch else 0) + self.mean_bytes
 
     @property
     def moved_bytes(self) -> int:
         """The least that moves beside query, key, value and output: summaries and means, written once and read once."""
-        return (2 * self.summary_bytes if self.far_field else 0) + 2 * self.mean_bytes
+        return (2 * self.summary_bytes if self.linear_branch else 0) + 2 * self.mean_bytes
 
     @property
     def weight_bytes(self) -> int:

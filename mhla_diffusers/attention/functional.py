@@ -18,14 +18,14 @@ from .eager import eager_read, eager_summaries
 from .exact import exact_attention
 from .feature_maps import get_feature_map
 from .merge import LinearAttention, merged_attention
-from .outside import Outside, check_outside
+from .extra import Extra, check_extra
 from .own_block import own_block_attention
 from .parallel.collectives import summed
 from .parallel.place import Parallel
 from .parallel.softmax import of_everyone
 from .parallel.ulysses import attend_by_heads
 from .rotary import Rotary
-from .tiles import ContentTiles, ExactTiles, size_along_curve, without_exact_tiles
+from .tiles import ContentRule, BlockLists, size_along_curve, without_lists
 from .triton import TRITON_CAUSAL, triton_attention, why_not
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ _EAGER = LinearAttention(eager_summaries, eager_read)
 
 def _attend_eagerly(call: Call) -> torch.Tensor:
     call = with_chosen_tiles(call)
-    if call.exact is not None:
-        return merged_attention(call, call.exact, exact_attention, _EAGER)
+    if call.lists is not None:
+        return merged_attention(call, call.lists, exact_attention, _EAGER)
     return _EAGER(call)
 
 
@@ -84,10 +84,10 @@ def mhla_attention(
     key_mask: torch.Tensor | None = None,
     output_norm: torch.Tensor | None = None,
     output_gate: torch.Tensor | None = None,
-    far_field_weight: torch.Tensor | None = None,
-    exact: ExactTiles | ContentTiles | None = None,
-    mean_bias: torch.Tensor | None = None,
-    outside: Outside = (0, 0),
+    linear_weight: torch.Tensor | None = None,
+    exact: BlockLists | ContentRule | None = None,
+    pooled_bias: torch.Tensor | None = None,
+    extra: Extra = (0, 0),
     parallel: Parallel | None = None,
     causal: Causal | None = None,
     backend: str = "auto",
@@ -102,7 +102,7 @@ def mhla_attention(
     The weights that a query gives to all tokens sum to 1, except with RoPE after the feature map, which turns the
     numerator alone. Differentiable in query, key, value, mixing, output_norm and output_gate.
 
-    Tokens outside the grid, such as the text of joint attention, are in no block. Every query of the grid attends to
+    Extra tokens, such as the text of joint attention, are in no block. Every query of the grid attends to
     each of them with softmax, under one denominator with all else (λ is 1 without ``exact`` if it is not given), and
     they attend to all N tokens with softmax.
 
@@ -113,7 +113,7 @@ def mhla_attention(
         key: like ``query``.
         value: like ``query``.
         mixing: (M, M), or (H, M, M) for one matrix per head; row i belongs to query block i. Any float type.
-        grid: token grid, 1 to 3 axes whose product is N, less the tokens outside.
+        grid: token grid, 1 to 3 axes whose product is N, less the extra tokens.
         blocks: block count per axis of the grid; the product is M.
         feature_map: a name registered with :func:`register_feature_map`.
         rotary: (cos, sin), each (1 or B, N, 1, D), as diffusers' Wan computes them; None for no RoPE.
@@ -127,23 +127,23 @@ def mhla_attention(
             0, as from PyTorch's attention.
         output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
         output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
-        far_field_weight: λ, (H,), positive, of which those on a CPU are looked at, since a GPU would have to be waited
-            for: beside ``exact`` or tokens outside the grid, the weights of MHLA over all
+        linear_weight: λ, (H,), positive, of which those on a CPU are looked at, since a GPU would have to be waited
+            for: beside ``exact`` or extra tokens, the weights of MHLA over all
             blocks are multiplied with it; see :mod:`mhla_diffusers.attention.merge`. None for the exact tiles alone.
         exact: tiles of keys that every head of every query tile attends to with softmax attention, under one
-            denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. :class:`ContentTiles` to choose
+            denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. :class:`ContentRule` to choose
             them by query and key. None for MHLA throughout.
-        mean_bias: β, (H,): every tile that is not exact takes part in that softmax as one key, its mean, with β added
+        pooled_bias: β, (H,): every tile that is not exact takes part in that softmax as one key, its mean, with β added
             to the logit; see :mod:`mhla_diffusers.attention.exact`. None to leave these tiles to the far field.
         outside: how many tokens stand before, and how many after those of the grid in the sequence; of a ring of
             processes each has at least one or none of them any.
         parallel: the processes between which the tokens are split, each of which calls this with its own: all above of
-            N tokens is of these, and ``outside`` counts these. What is of heads is of all H, except the lists of
+            N tokens is of these, and ``extra`` counts these. What is of heads is of all H, except the lists of
             ``exact``, which are of the heads that the process attends with (:meth:`Parallel.heads`). The gradients
             that the processes get add up to the gradient. None for this process alone.
         causal: "token": a query sees no later token of its sequence, the one axis of the grid. "block": it sees no
             later block of the first axis, and of its own and earlier ones every token. The sequence may end before the
-            grid does, with "block" behind a whole block. With ``far_field_weight`` the own block along the first axis
+            grid does, with "block" behind a whole block. With ``linear_weight`` the own block along the first axis
             is attended to with softmax, and the earlier ones with these weights;
             :mod:`mhla_diffusers.attention.causal`. None for attention that knows no order.
         backend: one of :func:`backend_names`. "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and
@@ -163,13 +163,13 @@ def mhla_attention(
     check_tensors(query, key, value)
     if rotary is not None:
         check_rotary(rotary, query)
-    if not isinstance(exact, ExactTiles | ContentTiles | None):
-        raise ValueError(f"exact={exact!r} must be ExactTiles, ContentTiles or None.")
+    if not isinstance(exact, BlockLists | ContentRule | None):
+        raise ValueError(f"sparse={exact!r} must be BlockLists, ContentRule or None.")
     axes = check_axes(rotary_axes, grid, query.shape[3])
-    outside = check_outside(outside)
+    extra = check_extra(extra)
     if causal is not None:
         check_causal(causal, grid, blocks)
-        check_beside_causal(causal, outside, exact=exact, mean_bias=mean_bias, parallel=parallel)
+        check_beside_causal(causal, extra, sparse=exact, pooled_bias=pooled_bias, parallel=parallel)
     first, count = (0, math.prod(grid)) if parallel is None else parallel.own_share(math.prod(grid))
     if causal is not None:
         count = tokens_in_order(query, grid, blocks, causal)
@@ -188,27 +188,27 @@ def mhla_attention(
         key_mask,
         output_norm,
         output_gate,
-        far_field_weight,
-        exact if isinstance(exact, ExactTiles) else None,
-        mean_bias,
+        linear_weight,
+        exact if isinstance(exact, BlockLists) else None,
+        pooled_bias,
         first=first,
         causal=causal,
-        by_content=exact if isinstance(exact, ContentTiles) else None,
+        by_content=exact if isinstance(exact, ContentRule) else None,
     )
     if parallel is not None and parallel.ring.size > 1:
         call = replace(call, group=parallel.ring.name, shares=tuple(parallel.segments(math.prod(grid))))
-    check_call(call, outside, count, parallel)
+    check_call(call, extra, count, parallel)
     if query.numel() == 0:
         return torch.empty_like(query)
-    backend = chosen_backend(backend, query, feature_map, size_along_curve(call.by_content))
+    backend = chosen_backend(backend, query, feature_map, size_along_curve(call.rule))
     if causal is not None:
         return _attend_where_keys_are(
             call if rotary is None else with_rotary(call, rotary, None), CAUSAL_BACKENDS[backend]
         )
     attend = partial(_attend, _BACKENDS[backend], parallel)
     if parallel is not None and parallel.ulysses.size > 1:
-        return attend_by_heads(call, rotary, axes, outside, parallel, attend)
-    return attend(call, rotary, axes, outside)
+        return attend_by_heads(call, rotary, axes, extra, parallel, attend)
+    return attend(call, rotary, axes, extra)
 
 
 def chosen_backend(backend: str, query: torch.Tensor, feature_map: str, block_size: int | None = None) -> str:
@@ -248,10 +248,10 @@ def _attend(
     call: Call,
     rotary: Rotary | None,
     axes: Shape | None,
-    outside: Outside,
+    extra: Extra,
 ) -> torch.Tensor:
     """With a whole sequence, or a share of its tokens."""
-    return _attend_where_keys_are(call, partial(_attend_to_keys, run, parallel, rotary, axes, outside))
+    return _attend_where_keys_are(call, partial(_attend_to_keys, run, parallel, rotary, axes, extra))
 
 
 def _attend_to_keys(
@@ -259,24 +259,24 @@ def _attend_to_keys(
     parallel: Parallel | None,
     rotary: Rotary | None,
     axes: Shape | None,
-    outside: Outside,
+    extra: Extra,
     call: Call,
 ) -> torch.Tensor:
     """With the tokens that stand outside the grid put aside."""
-    if any(outside):
-        call, rotary = split_call(call, rotary, outside)
-        if parallel is not None and call.group is not None and call.outside is not None:
-            call = replace(call, outside=of_everyone(call.outside, parallel.ring, not parallel.anything))
-        if call.exact is None and call.by_content is None:
-            call = _beside_outside_alone(call)
+    if any(extra):
+        call, rotary = split_call(call, rotary, extra)
+        if parallel is not None and call.group is not None and call.extra is not None:
+            call = replace(call, extra=of_everyone(call.extra, parallel.ring, not parallel.anything))
+        if call.lists is None and call.rule is None:
+            call = _beside_extra_alone(call)
     if rotary is not None:
         # a share of the tokens need not have every place on every axis, of which a table of axes holds a row
         call = with_rotary(call, rotary, axes if call.group is None else None)
     return run(call)
 
 
-def _beside_outside_alone(call: Call) -> Call:
-    """With the empty lists and the λ that ``exact=None`` stands for beside tokens outside the grid."""
+def _beside_extra_alone(call: Call) -> Call:
+    """With the empty lists and the λ that ``sparse=None`` stands for beside extra tokens."""
     heads, device = call.query.shape[2], call.query.device
-    weight = call.far_field_weight if call.far_field_weight is not None else torch.ones(heads, device=device)
-    return replace(call, exact=without_exact_tiles(call.grid, heads, device), far_field_weight=weight)
+    weight = call.linear_weight if call.linear_weight is not None else torch.ones(heads, device=device)
+    return replace(call, sparse=without_lists(call.grid, heads, device), linear_weight=weight)

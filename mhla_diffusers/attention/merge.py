@@ -16,10 +16,10 @@ from .eager import finish, sum_dtype
 from .parallel.collectives import finished_sum, started_sum, summed
 from .parallel.exact import ring_exact_attention
 from .reference import LEAST_MASK, LEAST_MIXING
-from .tiles import ExactTiles
+from .tiles import BlockLists
 
-ExactAttention = Callable[[Call, ExactTiles], tuple[torch.Tensor, torch.Tensor]]
-"""Gives output (B, N + n, H, D) and log of the sum of weights (B, N + n, H, 1), of n tokens outside the grid last;
+ExactAttention = Callable[[Call, BlockLists], tuple[torch.Tensor, torch.Tensor]]
+"""Gives output (B, N + n, H, D) and log of the sum of weights (B, N + n, H, 1), of n extra tokens last;
 :mod:`mhla_diffusers.attention.exact`."""
 
 
@@ -38,8 +38,8 @@ class LinearAttention:
         return self.read(call, summed(self.summaries(call), call.group))[0]
 
 
-def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linear: LinearAttention) -> torch.Tensor:
-    """Exact tiles and, where the call has a ``far_field_weight``, MHLA over all blocks.
+def merged_attention(call: Call, tiles: BlockLists, exact: ExactAttention, linear: LinearAttention) -> torch.Tensor:
+    """Exact tiles and, where the call has a ``linear_weight``, MHLA over all blocks.
 
     Args:
         call: the call.
@@ -49,10 +49,10 @@ def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linea
         linear: the backend's MHLA.
 
     Returns:
-        (B, N, H, D) like the query; with tokens outside the grid, which norm and gate leave as they are, (B, N + n, H,
+        (B, N, H, D) like the query; with extra tokens, which norm and gate leave as they are, (B, N + n, H,
         D) in the order of the sequence.
     """
-    all_else = far_field(call) if call.far_field_weight is not None else None
+    all_else = linear_branch(call) if call.linear_weight is not None else None
     # begun before the exact part, which needs no sum, so that it is on its way meanwhile
     summaries = None if all_else is None else started_sum(linear.summaries(all_else), call.group)
     output, log_sum = (exact if call.group is None else ring_exact_attention)(call, tiles)
@@ -61,33 +61,33 @@ def merged_attention(call: Call, tiles: ExactTiles, exact: ExactAttention, linea
     if all_else is not None and summaries is not None:
         far = linear.read(all_else, finished_sum(summaries, call.group))
     of_grid = _merged(call, output[:, :tokens], log_sum[:, :tokens], far)
-    if call.outside is None:
+    if call.extra is None:
         return of_grid
-    return call.outside.around(of_grid, output[:, tokens:].to(of_grid.dtype))
+    return call.extra.around(of_grid, output[:, tokens:].to(of_grid.dtype))
 
 
 def _merged(
     call: Call, output: torch.Tensor, log_sum: torch.Tensor, all_else: tuple[torch.Tensor, ...] | None
 ) -> torch.Tensor:
     """Of the grid's tokens, given the exact part's output and log of the sum of weights, and those of the far field."""
-    if call.far_field_weight is not None and all_else is not None:
+    if call.linear_weight is not None and all_else is not None:
         far, normaliser = all_else
-        log_far = (call.far_field_weight.to(normaliser.dtype)[:, None] * normaliser).log()
+        log_far = (call.linear_weight.to(normaliser.dtype)[:, None] * normaliser).log()
         output = under_common_sum(output, log_sum, far, log_far)
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
 
 
-def far_field(call: Call) -> Call:
+def linear_branch(call: Call) -> Call:
     """MHLA over all blocks: what a call leaves to the summaries, without all that softmax takes, norm and gate."""
     return replace(
         with_least_mask(call),
         mixing=least_mixing(call.mixing),
         output_norm=None,
         output_gate=None,
-        far_field_weight=None,
-        exact=None,
-        mean_bias=None,
-        outside=None,
+        linear_weight=None,
+        sparse=None,
+        pooled_bias=None,
+        extra=None,
     )
 
 

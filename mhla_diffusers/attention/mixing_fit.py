@@ -47,7 +47,7 @@ class BlockInput:
     def of(cls, call: Call, queries: int, shift: int) -> "BlockInput":
         """Of a call in float32.
 
-        Tokens outside the grid stay out: what MHLA stands for beside them is softmax attention among the grid's tokens.
+        Extra tokens stay out: what MHLA stands for beside them is softmax attention among the grid's tokens.
         How the two share a query is for λ, which :func:`mhla_diffusers.attention.tile_errors.candidate_errors` tries.
 
         Args:

@@ -24,7 +24,7 @@ def own_block_attention(call: Call) -> Own:
     """What every query takes from the keys of its block that do not come after it.
 
     Args:
-        call: whose tokens begin with the grid, and may end before it does. With ``far_field_weight`` the weights are
+        call: whose tokens begin with the grid, and may end before it does. With ``linear_weight`` the weights are
             those of softmax, exp(q · k / √D), and without it those of MHLA, m_ii φ(q) · φ(k).
     """
     count = call.query.shape[1]
@@ -70,7 +70,7 @@ def _attend(call: Call, blocks: slice, tokens: slice) -> Own:
     query, key, value = (_blocked(x[:, tokens].to(dtype, copy=True), count) for x in (call.query, call.key, call.value))
     table = None if call.rotary is None else _blocked(call.rotary[:, tokens].to(dtype), count)
     mask = None if call.key_mask is None else _blocked(call.key_mask[:, tokens, None, None].to(dtype), count)
-    if call.far_field_weight is not None:
+    if call.linear_weight is not None:
         if table is not None:
             query, key = apply_rotary(query, table), apply_rotary(key, table)
         output, log_sum = softmax_up_to_itself(query, key, value, mask)

@@ -10,9 +10,9 @@ import torch
 from .blocks import block_index
 from .call import Call
 from .feature_maps import get_feature_map
-from .outside import OutsideTokens
+from .extra import ExtraTokens
 from .rotary import apply_rotary
-from .tiles import ExactTiles, tile_index
+from .tiles import BlockLists, tile_index
 
 OUTPUT_NORM_EPS = 1e-6
 """Epsilon of the output RMSNorm; the value of the paper's Wan code."""
@@ -26,7 +26,7 @@ LEAST_MASK = 1e-12
 def reference_weights(call: Call) -> torch.Tensor:
     """The effective attention matrix (paper, Eq. 5): float64 (B, H, N, N), row = query token.
 
-    It belongs to the attention before output norm and gate; the value is not read. With tokens outside the grid N
+    It belongs to the attention before output norm and gate; the value is not read. With extra tokens N
     counts them too, and rows and columns are those of the sequence. A sample of which the mask leaves no key has zeros.
     """
     phi = get_feature_map(call.feature_map)
@@ -40,7 +40,7 @@ def reference_weights(call: Call) -> torch.Tensor:
         query, key = apply_rotary(query, table), apply_rotary(key, table)
     query, key = phi(query, call.eps), phi(key, call.eps)
     mixing, mask = call.mixing.double(), call.key_mask
-    beside_softmax = call.exact is not None or call.outside is not None
+    beside_softmax = call.lists is not None or call.extra is not None
     if beside_softmax or call.causal is not None:
         mixing, mask = mixing + LEAST_MIXING, mask.double().clamp_min(LEAST_MASK) if mask is not None else None
     if mask is not None:
@@ -65,7 +65,7 @@ def reference_weights(call: Call) -> torch.Tensor:
 
 def _have_no_key(call: Call) -> torch.Tensor:
     """Of which samples the masks leave nothing to attend to: bool (B,)."""
-    masks = [call.key_mask, call.outside.key_mask if call.outside is not None else None]
+    masks = [call.key_mask, call.extra.key_mask if call.extra is not None else None]
     taking_part = [mask != 0 for mask in masks if mask is not None]
     if not taking_part:
         return torch.zeros(len(call.query), dtype=torch.bool, device=call.query.device)
@@ -94,7 +94,7 @@ def _causal(
     frame_block = frame_block[: query.shape[1]].to(query.device)
     place = torch.arange(query.shape[1], device=query.device) if call.causal == "token" else frame_block
     seen = place[:, None] >= place
-    if call.far_field_weight is None:
+    if call.linear_weight is None:
         return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0)
     own = frame_block[:, None] == frame_block
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
@@ -104,7 +104,7 @@ def _causal(
     softmax = (scores - largest).exp()
     if mask is not None:
         softmax = softmax * mask[:, None, None, :]
-    earlier = (-largest.clamp_min(0)).exp() * _far_field_weight(call)[:, None, None]
+    earlier = (-largest.clamp_min(0)).exp() * _linear_weight(call)[:, None, None]
     found = (torch.where(own, softmax, earlier * x) for x in (weights, normaliser))
     weights, normaliser = (torch.where(seen, x, 0.0) for x in found)
     return weights, normaliser
@@ -124,11 +124,11 @@ def _beside_softmax(
     """
     grid_query, grid_key, mask = query, key, call.key_mask
     rows = slice(0, query.shape[1])
-    if call.outside is not None:
-        rows = slice(call.outside.before, call.outside.before + query.shape[1])
-        query, key = (_in_sequence(call.outside, *x) for x in ((query, call.outside.query), (key, call.outside.key)))
-        if mask is not None and call.outside.key_mask is not None:
-            mask = _in_sequence(call.outside, mask, call.outside.key_mask)
+    if call.extra is not None:
+        rows = slice(call.extra.before, call.extra.before + query.shape[1])
+        query, key = (_in_sequence(call.extra, *x) for x in ((query, call.extra.query), (key, call.extra.key)))
+        if mask is not None and call.extra.key_mask is not None:
+            mask = _in_sequence(call.extra, mask, call.extra.key_mask)
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     # a common factor of numerator and denominator, which keeps large scores finite
     largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
@@ -137,22 +137,22 @@ def _beside_softmax(
         softmax = softmax * mask[:, None, None, :]
     largest, among_grid = largest[:, :, rows], softmax[:, :, rows, rows]
     of_tiles = torch.zeros_like(among_grid)
-    if call.exact is not None:
-        of_tiles = _with_means(call, call.exact, among_grid, grid_query, grid_key, largest)
-    far = (-largest).exp() * _far_field_weight(call)[:, None, None]
+    if call.lists is not None:
+        of_tiles = _with_means(call, call.lists, among_grid, grid_query, grid_key, largest)
+    far = (-largest).exp() * _linear_weight(call)[:, None, None]
     softmax, sums = softmax.clone(), softmax.clone()
     softmax[:, :, rows, rows], sums[:, :, rows, rows] = (of_tiles + far * x for x in (weights, normaliser))
     return softmax, sums
 
 
-def _far_field_weight(call: Call) -> torch.Tensor:
-    """λ, (H,): 0 for exact tiles without a far field, and 1 where tokens outside the grid alone stand beside it."""
-    if call.far_field_weight is not None:
-        return call.far_field_weight.double()
-    return torch.full_like(call.query[0, 0, :, 0], 0.0 if call.exact is not None else 1.0, dtype=torch.float64)
+def _linear_weight(call: Call) -> torch.Tensor:
+    """λ, (H,): 0 for exact tiles without a far field, and 1 where extra tokens alone stand beside it."""
+    if call.linear_weight is not None:
+        return call.linear_weight.double()
+    return torch.full_like(call.query[0, 0, :, 0], 0.0 if call.lists is not None else 1.0, dtype=torch.float64)
 
 
-def _in_sequence(others: OutsideTokens, of_grid: torch.Tensor, of_others: torch.Tensor) -> torch.Tensor:
+def _in_sequence(others: ExtraTokens, of_grid: torch.Tensor, of_others: torch.Tensor) -> torch.Tensor:
     """(B, N, ...) in float64 in the order of the sequence: before the grid, of the grid, after it."""
     parts = of_others[:, : others.before], of_grid, of_others[:, others.before :]
     return torch.cat([part.double() for part in parts], dim=1)
@@ -160,7 +160,7 @@ def _in_sequence(others: OutsideTokens, of_grid: torch.Tensor, of_others: torch.
 
 def _with_means(
     call: Call,
-    exact: ExactTiles,
+    exact: BlockLists,
     near: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -173,7 +173,7 @@ def _with_means(
     tile_of = tile_index(call.grid, exact.counts).to(query.device)
     is_exact = exact.mask()[:, :, tile_of[:, None], tile_of[None, :]]
     weights = torch.where(is_exact, near, 0.0)
-    if call.mean_bias is None:
+    if call.pooled_bias is None:
         return weights
     taking_part = key.new_ones(key.shape[:2]) if call.key_mask is None else call.key_mask.double()
     member = torch.nn.functional.one_hot(tile_of).double()
@@ -181,17 +181,17 @@ def _with_means(
     total = torch.einsum("bkhd,bk,kc->bchd", key, taking_part, member)
     mean = (total / count.clamp_min(1e-300)[:, :, None, None])[:, tile_of]
     logits = torch.einsum("bqhd,bkhd->bhqk", query, mean) / query.shape[-1] ** 0.5
-    logits = logits + call.mean_bias.double()[..., None, None] - largest
+    logits = logits + call.pooled_bias.double()[..., None, None] - largest
     return weights + torch.where(is_exact, 0.0, logits.exp() * taking_part[:, None, None, :])
 
 
 def reference_attention(call: Call) -> torch.Tensor:
-    """MHLA in float64: (B, N, H, D); with tokens outside the grid of the whole sequence."""
-    value = call.value.double() if call.outside is None else _in_sequence(call.outside, call.value, call.outside.value)
+    """MHLA in float64: (B, N, H, D); with extra tokens of the whole sequence."""
+    value = call.value.double() if call.extra is None else _in_sequence(call.extra, call.value, call.extra.value)
     output = torch.einsum("bhqk,bkhd->bqhd", reference_weights(call), value)
-    if call.outside is None:
+    if call.extra is None:
         return _finished(call, output)
-    before, end = call.outside.before, call.outside.before + call.query.shape[1]
+    before, end = call.extra.before, call.extra.before + call.query.shape[1]
     return torch.cat([output[:, :before], _finished(call, output[:, before:end]), output[:, end:]], dim=1)
 
 

@@ -41,7 +41,7 @@ class MHLAState:
 
     Equal to ``mhla_attention(..., causal=...)`` of the whole sequence, but for rounding, however it is cut. With F
     frame blocks on the grid it keeps the summaries of at most F + 1, of D (D + 1) numbers for every block and head,
-    whatever the length of the sequence, and with ``far_field_weight`` less than a frame block of keys and values. A
+    whatever the length of the sequence, and with ``linear_weight`` less than a frame block of keys and values. A
     cache of keys and values keeps 2 N D.
 
     Args:
@@ -54,7 +54,7 @@ class MHLAState:
             the mean of its summaries (:func:`mhla_diffusers.attention.mixing.extend_mixing`). It needs two blocks of
             one length, or more, along the first axis.
         backend: see :func:`mhla_attention`.
-        **settings: feature_map, rope, normalize, eps, output_norm and far_field_weight of :func:`mhla_attention`.
+        **settings: feature_map, rope, normalize, eps, output_norm and linear_weight of :func:`mhla_attention`.
 
     Raises:
         ValueError: grid, blocks or settings do not fit.
@@ -75,7 +75,7 @@ class MHLAState:
         check_causal(causal, self.grid, self.blocks)
         check_backend(backend)
         get_feature_map(settings.get("feature_map", "relu"))
-        unknown = set(settings) - {"feature_map", "rope", "normalize", "eps", "output_norm", "far_field_weight"}
+        unknown = set(settings) - {"feature_map", "rope", "normalize", "eps", "output_norm", "linear_weight"}
         if unknown:
             raise TypeError(f"MHLAState got unknown arguments {', '.join(sorted(unknown))}.")
         if beyond not in get_args(Beyond):
@@ -117,7 +117,7 @@ class MHLAState:
         keep: bool = True,
         mixing: torch.Tensor | None = None,
         output_norm: torch.Tensor | None = None,
-        far_field_weight: torch.Tensor | None = None,
+        linear_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The next tokens of the sequence: one or several, or with ``causal="block"`` whole frame blocks.
 
@@ -133,7 +133,7 @@ class MHLAState:
             mixing: weights of this step, for a module's that are offloaded or trained between the steps; None for those
                 of the state.
             output_norm: likewise.
-            far_field_weight: likewise.
+            linear_weight: likewise.
 
         Returns:
             (B, n, H, D).
@@ -146,7 +146,7 @@ class MHLAState:
             mixing = self.mixing
         if mixing is None:
             raise ValueError("This state was made with mixing=None, and this step brings none; give step(mixing=...).")
-        own = {"output_norm": output_norm, "far_field_weight": far_field_weight}
+        own = {"output_norm": output_norm, "linear_weight": linear_weight}
         check_tensors(query, key, value)
         if rotary is not None:
             check_rotary(rotary, query)
@@ -288,10 +288,10 @@ class MHLAState:
                 self._keep(piece, summaries)
             return output
         own_part = self._own(attend, piece)
-        if self._open is not None and piece.far_field_weight is None:
+        if self._open is not None and piece.linear_weight is None:
             before = _mixed(piece.mixing, self._open)
             earlier = before if earlier is None else earlier + before
-        seen = replace(seen, output_norm=None, output_gate=None, far_field_weight=None)
+        seen = replace(seen, output_norm=None, output_gate=None, linear_weight=None)
         far = None if earlier is None else attend.linear.read(seen, earlier)
         output = beside_earlier(piece, own_part, far)
         if keep:
@@ -300,7 +300,7 @@ class MHLAState:
 
     def _own(self, attend: CausalAttention, piece: Call) -> Own:
         """What the tokens of a piece take from their own frame block."""
-        if piece.causal == "block" or piece.far_field_weight is None:
+        if piece.causal == "block" or piece.linear_weight is None:
             return attend.own(piece)
         query, key, value, weight = _by_head(piece)
         if self._keys is not None and self._values is not None and self._weights is not None:
@@ -338,7 +338,7 @@ class MHLAState:
         rest = count - self._starts[over]
         if rest:
             self._open = by_frame_block[:, :, over]
-            if begin.causal == "token" and begin.far_field_weight is not None:
+            if begin.causal == "token" and begin.linear_weight is not None:
                 _, self._keys, self._values, self._weights = _by_head(part_of(begin, slice(count - rest, count)))
 
 

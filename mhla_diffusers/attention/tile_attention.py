@@ -20,7 +20,7 @@ _LOGITS = 2**22
 _PADDING = 1.25
 """Lists that differ in length by less than this factor are worked through together."""
 _TENSORS = (
-    "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias"
+    "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? mean_key, Tensor? mean_value, Tensor? pooled_bias"
 )
 _LISTS = "Tensor offsets, Tensor keys, Tensor? places=None"
 
@@ -60,7 +60,7 @@ def tile_attention(
     bias: torch.Tensor,
     mean_key: torch.Tensor | None,
     mean_value: torch.Tensor | None,
-    mean_bias: torch.Tensor | None,
+    pooled_bias: torch.Tensor | None,
     offsets: torch.Tensor,
     keys: torch.Tensor,
     places: torch.Tensor | None = None,
@@ -75,8 +75,8 @@ def tile_attention(
             (B / S, K, L).
         mean_key: (B, H, T, D); None to leave other tiles out.
         mean_value: (B, H, T, D).
-        mean_bias: (1 or B, H, T), added to the logit of a mean.
-        offsets: int64 (S H Q + 1,), as of :class:`mhla_diffusers.attention.tiles.ExactTiles`.
+        pooled_bias: (1 or B, H, T), added to the logit of a mean.
+        offsets: int64 (S H Q + 1,), as of :class:`mhla_diffusers.attention.tiles.BlockLists`.
         keys: int64 (pairs,), of the same.
         places: int64 (pairs,), which of the K tiles of keys each pair's is; None where keys stand by head and tile.
 
@@ -90,10 +90,10 @@ def tile_attention(
         logits, _, values = _logits(tiled, some)
         output[:, some.rows], log_sum[:, some.rows] = _softmax(logits, values)
     output, log_sum = output.view(query.shape), log_sum.view(query.shape[:-1])
-    if mean_key is not None and mean_value is not None and mean_bias is not None:
+    if mean_key is not None and mean_value is not None and pooled_bias is not None:
         others = _others(query, mean_key, offsets, keys)
         for here in _some_tiles(query, mean_key):
-            of_means = _mean_logits(query[here], mean_key[here[:2]], mean_bias, others, here)
+            of_means = _mean_logits(query[here], mean_key[here[:2]], pooled_bias, others, here)
             mean_output, mean_sum = (
                 x.view_as(y[here])
                 for x, y in zip(_softmax(of_means, mean_value[here[:2]]), (output, log_sum), strict=True)
@@ -120,12 +120,12 @@ def tile_attention_backward(
     bias: torch.Tensor,
     mean_key: torch.Tensor | None,
     mean_value: torch.Tensor | None,
-    mean_bias: torch.Tensor | None,
+    pooled_bias: torch.Tensor | None,
     offsets: torch.Tensor,
     keys: torch.Tensor,
     places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of query, key, value, mean_key, mean_value and mean_bias; those of means are empty without them."""
+    """Gradients of query, key, value, mean_key, mean_value and pooled_bias; those of means are empty without them."""
     # a weight p takes the gradient p (do · v − shift)
     shift = ((output_gradient * output).sum(dim=-1) - sum_gradient)[..., None]
     of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
@@ -143,14 +143,14 @@ def tile_attention_backward(
         pairs, shape = some.lists.flatten(), (-1, *tiled.query.shape[2:])
         to_key.index_add_(1, pairs, (of_logits.mT @ tiled.query[:, some.rows]).reshape(len(to_key), *shape))
         to_value.index_add_(1, pairs, (weights.mT @ gradient).reshape(len(to_key), *shape))
-    if mean_key is None or mean_value is None or mean_bias is None:
+    if mean_key is None or mean_value is None or pooled_bias is None:
         return of_query, of_key, of_value, *(query.new_empty(0) for _ in range(3))
     of_mean_key, of_mean_value = torch.zeros_like(mean_key), torch.zeros_like(mean_value)
-    of_mean_bias = mean_key.new_zeros(mean_key.shape[:-1])
+    of_pooled_bias = mean_key.new_zeros(mean_key.shape[:-1])
     others = _others(query, mean_key, offsets, keys)
     for here in _some_tiles(query, mean_key):
         heads = here[:2]
-        logits = _mean_logits(query[here], mean_key[heads], mean_bias, others, here)
+        logits = _mean_logits(query[here], mean_key[heads], pooled_bias, others, here)
         queries, gradient, sums, shifts = (
             x[here].flatten(2, 3) for x in (query, output_gradient, log_sum[..., None], shift)
         )
@@ -159,8 +159,8 @@ def tile_attention_backward(
         of_query[here] += (of_logits @ mean_key[heads]).view_as(query[here])
         of_mean_key[heads] += of_logits.mT @ queries
         of_mean_value[heads] += weights.mT @ gradient
-        of_mean_bias[heads] += of_logits.sum(dim=2)
-    return of_query, of_key, of_value, of_mean_key, of_mean_value, of_mean_bias.sum_to_size(mean_bias.shape)
+        of_pooled_bias[heads] += of_logits.sum(dim=2)
+    return of_query, of_key, of_value, of_mean_key, of_mean_value, of_pooled_bias.sum_to_size(pooled_bias.shape)
 
 
 def _flatten(
@@ -230,12 +230,12 @@ def _some_tiles(query: torch.Tensor, mean_key: torch.Tensor) -> Iterator[tuple[s
 def _mean_logits(
     query: torch.Tensor,
     mean_key: torch.Tensor,
-    mean_bias: torch.Tensor,
+    pooled_bias: torch.Tensor,
     others: torch.Tensor,
     here: tuple[slice, slice, slice],
 ) -> torch.Tensor:
     """Logits (B, heads, tiles L, T) of means, −∞ for tiles that are attended to exactly."""
-    bias = mean_bias[here[:2]][:, :, None].masked_fill(~others[here], -math.inf)
+    bias = pooled_bias[here[:2]][:, :, None].masked_fill(~others[here], -math.inf)
     # one product of all tiles, since a broadcast one would copy the means for each
     logits = query.flatten(2, 3) @ mean_key.mT
     logits.view(*query.shape[:-1], -1).add_(bias[:, :, :, None])
@@ -289,7 +289,7 @@ def _flops(
     bias: torch.Size,
     mean_key: torch.Size | None,
     mean_value: torch.Size | None,
-    mean_bias: torch.Size | None,
+    pooled_bias: torch.Size | None,
     offsets: torch.Size,
     keys: torch.Size,
     places: torch.Size | None = None,

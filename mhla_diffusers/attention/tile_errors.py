@@ -3,7 +3,7 @@
 With p_t the weights of softmax attention, o its output, and p̂_c the weight that tile c gets through its mean, leaving
 tile c inexact moves the output of a query by about e_c = Σ_{t∈c} p_t (v_t − o) − p̂_c (v̄_c − o). Pairs are judged by
 the mean of ‖W e_c‖², with W the head's part of the output projection, so that the values of different heads compare.
-Without means p̂ is 0. Tokens outside the grid are tiles that are always exact: they have a weight and a part of the
+Without means p̂ is 0. Extra tokens are tiles that are always exact: they have a weight and a part of the
 output, and no error.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from .blocks import Shape
-from .outside import OutsideTokens
+from .extra import ExtraTokens
 from .tiles import Cut, in_tiles, tile_count, tile_means, tokens_of_tiles
 
 _CPU_NUMBERS = 2**23
@@ -25,7 +25,7 @@ _DEVICE_NUMBERS = 2**26
 class TiledInput:
     """What a self-attention attends with, tile by tile, in float32: T tiles of at most L tokens.
 
-    Tokens outside the grid are E further tiles of keys.
+    Extra tokens are E further tiles of keys.
     """
 
     query: torch.Tensor
@@ -48,7 +48,7 @@ class TiledInput:
         grid: Shape,
         counts: Cut,
         key_mask: torch.Tensor | None,
-        outside: OutsideTokens | None = None,
+        extra: ExtraTokens | None = None,
     ) -> "TiledInput":
         """Of a call.
 
@@ -59,12 +59,12 @@ class TiledInput:
             grid: token grid.
             counts: tile counts, or the tokens of a tile along the curve.
             key_mask: (B, N).
-            outside: tokens outside the grid, if any.
+            outside: extra tokens, if any.
         """
         tiles, others = tile_count(grid, counts), 0
-        if outside is not None:
-            query, key, value, key_mask = outside.after(query, key, value, key_mask)
-            others = outside.count
+        if extra is not None:
+            query, key, value, key_mask = extra.after(query, key, value, key_mask)
+            others = extra.count
         tokens, exists = (x.to(query.device) for x in tokens_of_tiles(grid, counts, others))
         weight = exists.float()[None]
         if key_mask is not None:
@@ -164,7 +164,7 @@ def pair_errors(
         means: whether tiles that are not exact take part through their means.
 
     Returns:
-        Mean of ‖W e_c‖² (H, T, T), mean weight (H, T, T), whose rows sum to what tokens outside the grid leave of 1,
+        Mean of ‖W e_c‖² (H, T, T), mean weight (H, T, T), whose rows sum to what extra tokens leave of 1,
         and mean of ‖W o‖² (H,).
     """
     heads, tiles = given.query.shape[1:3]
@@ -189,7 +189,7 @@ def pair_errors(
 class Candidates:
     """Values of β and log λ among which the best pair is found by trying."""
 
-    mean_bias: torch.Tensor
+    pooled_bias: torch.Tensor
     """(candidates,), or (H, candidates) where each head has its own."""
     far_log_weight: torch.Tensor
 
@@ -213,7 +213,7 @@ def candidate_errors(
         candidates: what to try; β = −∞ stands for no means.
     """
     device = given.key.device
-    biases = candidates.mean_bias.to(device).exp().expand(given.key.shape[1], -1)[..., None]
+    biases = candidates.pooled_bias.to(device).exp().expand(given.key.shape[1], -1)[..., None]
     far_weight, found = candidates.far_log_weight.to(device).exp(), []
     for index, beta in enumerate(biases):
         head = HeadInput.of(given, index, projections[index])

@@ -17,7 +17,7 @@ from .mixing import resize_mixing
 from .parallel.collectives import summed
 from .parallel.tiles import OwnTiles
 from .rotary import rotated
-from .tiles import ExactTiles, in_tiles, tokens_of_tiles
+from .tiles import BlockLists, in_tiles, tokens_of_tiles
 
 KEPT = 0.2
 """Part of all pairs whose scores are kept: budgets beyond it are spread evenly over the rest."""
@@ -118,7 +118,7 @@ def tiles_by_content(
     share: float,
     first: int = 0,
     group: str | None = None,
-) -> ExactTiles:
+) -> BlockLists:
     """For every query tile as many key tiles, those that their mean stands for worst.
 
     To first order a tile's mean is wrong by its softmax weight times the spread of its logits, so for a mean query q a
@@ -137,7 +137,7 @@ def tiles_by_content(
     keys = choose_tiles(query, key, table, grid, counts, share, first, group)
     lists = query.shape[0] * query.shape[2] * math.prod(counts)
     offsets = torch.arange(lists + 1, device=keys.device) * list_length(share, math.prod(counts))
-    return ExactTiles(counts, query.shape[2], offsets, keys)
+    return BlockLists(counts, query.shape[2], offsets, keys)
 
 
 @torch.library.custom_op(

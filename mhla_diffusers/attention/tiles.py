@@ -46,7 +46,7 @@ def tile_index(grid: Shape, cut: Cut) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class ExactTiles:
+class BlockLists:
     """A list of key tiles for every head and query tile, of differing lengths: compressed rows.
 
     Lists hold for all samples of a batch (S = 1) or for each its own (S = B).
@@ -76,7 +76,7 @@ class ExactTiles:
         rows, tiles = len(self.offsets) - 1, self.tiles
         if tiles < 1 or rows < 1 or rows % (tiles * self.heads):
             raise ValueError(
-                f"{rows} lists do not fit {self.heads} heads with {tiles} query tiles each; ExactTiles.from_mask() "
+                f"{rows} lists do not fit {self.heads} heads with {tiles} query tiles each; BlockLists.from_mask() "
                 "makes them."
             )
         if self.keys.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -86,13 +86,13 @@ class ExactTiles:
         if int(self.offsets[0]) or int(self.offsets[-1]) != len(self.keys) or bool((self.offsets.diff() < 0).any()):
             raise ValueError(
                 f"offsets must ascend from 0 to {len(self.keys)}, the number of pairs; they go from "
-                f"{int(self.offsets[0])} to {int(self.offsets[-1])}. ExactTiles.from_mask() makes them."
+                f"{int(self.offsets[0])} to {int(self.offsets[-1])}. BlockLists.from_mask() makes them."
             )
         if len(self.keys) and not 0 <= int(self.keys.min()) <= int(self.keys.max()) < tiles:
             raise ValueError(f"keys must be from 0 to {tiles - 1}, the tiles of {self.counts}.")
 
     @classmethod
-    def from_mask(cls, cut: Cut, mask: torch.Tensor) -> "ExactTiles":
+    def from_mask(cls, cut: Cut, mask: torch.Tensor) -> "BlockLists":
         """From bool (H, T, T) or (B, H, T, T): whether a head's query tile (row) attends to a key tile exactly.
 
         Raises:
@@ -124,7 +124,7 @@ class ExactTiles:
 
 
 @dataclass(frozen=True)
-class ContentTiles:
+class ContentRule:
     """The rule by which lists are chosen at every call (:func:`mhla_diffusers.attention.by_content.with_chosen_tiles`).
 
     Raises:
@@ -135,21 +135,21 @@ class ContentTiles:
     """Tile counts per axis of the token grid, or one number, the tokens of every tile along the curve."""
     share: float
     """Part of all pairs of tiles; every query tile gets at least one key tile."""
-    fit_mean_bias: bool = False
-    """Whether β is fitted within the call, :func:`mhla_diffusers.attention.by_content.fit_mean_bias`; of tiles along
+    fit_pooled_bias: bool = False
+    """Whether β is fitted within the call, :func:`mhla_diffusers.attention.by_content.fit_pooled_bias`; of tiles along
     the curve."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", check_cut(self.counts))
-        if self.fit_mean_bias and not isinstance(self.counts, int):
+        if self.fit_pooled_bias and not isinstance(self.counts, int):
             raise ValueError(
-                f"fit_mean_bias=True needs tiles along the curve, one number of tokens such as 64, got {self.counts}."
+                f"fit_pooled_bias=True needs tiles along the curve, one number of tokens such as 64, got {self.counts}."
             )
         if not 0 < self.share <= 1:
             raise ValueError(f"share={self.share} of exact tiles must be more than 0 and at most 1.")
 
 
-def size_along_curve(rule: ContentTiles | None) -> int | None:
+def size_along_curve(rule: ContentRule | None) -> int | None:
     """Tokens of a tile of a rule whose tiles stand along the curve; None without one."""
     return rule.counts if rule is not None and isinstance(rule.counts, int) else None
 
@@ -164,15 +164,15 @@ def square_tiles(grid: Sequence[int]) -> Shape:
     return tuple(max(1, math.ceil(size / side)) for size in grid)
 
 
-def without_exact_tiles(grid: Shape, heads: int, device: torch.device) -> ExactTiles:
-    """Empty lists, for an attention of which only tokens outside the grid are attended to exactly."""
+def without_lists(grid: Shape, heads: int, device: torch.device) -> BlockLists:
+    """Empty lists, for an attention of which only extra tokens are attended to exactly."""
     counts = square_tiles(grid)
     offsets = torch.zeros(heads * math.prod(counts) + 1, dtype=torch.int64, device=device)
-    return ExactTiles(counts, heads, offsets, offsets[:0])
+    return BlockLists(counts, heads, offsets, offsets[:0])
 
 
-def lists_with_outside(tiles: ExactTiles, others: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists over T + E tiles, E of them of tokens outside the grid, which every list holds and whose lists hold all.
+def lists_with_extra(tiles: BlockLists, others: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists over T + E tiles, E of them of extra tokens, which every list holds and whose lists hold all.
 
     Nothing waits for a device, on which the lists may be.
 
@@ -181,7 +181,7 @@ def lists_with_outside(tiles: ExactTiles, others: int) -> tuple[torch.Tensor, to
         others: E.
 
     Returns:
-        ``offsets``, int64 (S H (T + E) + 1,), and ``keys`` as those of :class:`ExactTiles`.
+        ``offsets``, int64 (S H (T + E) + 1,), and ``keys`` as those of :class:`BlockLists`.
     """
     count = tiles.tiles
     everything = torch.arange(count + others, device=tiles.keys.device)
@@ -198,14 +198,14 @@ def lists_with_outside(tiles: ExactTiles, others: int) -> tuple[torch.Tensor, to
 
 
 def row_of_pair(offsets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """int64 (pairs,): which list a pair stands in, for ``offsets`` and ``keys`` of :class:`ExactTiles`."""
+    """int64 (pairs,): which list a pair stands in, for ``offsets`` and ``keys`` of :class:`BlockLists`."""
     rows = torch.arange(len(offsets) - 1, device=offsets.device)
     # the size is given, since a device would have to be waited for to learn it
     return torch.repeat_interleave(rows, offsets.diff(), output_size=len(keys))
 
 
 def mask_of_lists(offsets: torch.Tensor, keys: torch.Tensor, tiles: int) -> torch.Tensor:
-    """Bool (lists, T): which key tiles are in a list, for ``offsets`` and ``keys`` of :class:`ExactTiles`."""
+    """Bool (lists, T): which key tiles are in a list, for ``offsets`` and ``keys`` of :class:`BlockLists`."""
     mask = torch.zeros(len(offsets) - 1, tiles, dtype=torch.bool, device=keys.device)
     # a plain True would be copied to the device, which no CUDA graph records
     mask[row_of_pair(offsets, keys), keys] = mask.new_ones(())
@@ -220,24 +220,24 @@ def longest_tile(grid: Shape, cut: Cut) -> int:
     return math.prod([-(-size // count) for size, count in zip(grid, cut, strict=True)])
 
 
-def tiles_of_outside(grid: Shape, cut: Cut, outside: int) -> int:
-    """E, how many tiles the tokens outside the grid are cut into: as few as are no longer than the grid's."""
-    return -(-outside // longest_tile(grid, cut))
+def blocks_of_extra(grid: Shape, cut: Cut, extra: int) -> int:
+    """E, how many tiles the extra tokens are cut into: as few as are no longer than the grid's."""
+    return -(-extra // longest_tile(grid, cut))
 
 
-def tokens_of_tiles(grid: Shape, cut: Cut, outside: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens_of_tiles(grid: Shape, cut: Cut, extra: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of every tile, those of shorter tiles filled up with token 0.
 
     Args:
         grid: token grid.
         cut: of the tiles.
-        outside: tokens outside the grid, which stand after it, in E tiles after the grid's.
+        outside: extra tokens, which stand after it, in E tiles after the grid's.
 
     Returns:
         int64 (T + E, L), L the length of the longest tile, and bool of the same shape: whether a place holds a token.
     """
     if isinstance(cut, int):
-        order = layout_of(grid, cut, (0, outside)).order.long().view(-1, cut)
+        order = layout_of(grid, cut, (0, extra)).order.long().view(-1, cut)
         return order.clamp_min(0), order >= 0
     tokens, exists = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
     for size, count in zip(grid, cut, strict=True):
@@ -247,10 +247,10 @@ def tokens_of_tiles(grid: Shape, cut: Cut, outside: int = 0) -> tuple[torch.Tens
         here = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         tokens = (tokens[:, None, :, None] * size + along[None, :, None, :]).flatten(0, 1).flatten(1)
         exists = (exists[:, None, :, None] & here[None, :, None, :]).flatten(0, 1).flatten(1)
-    if outside:
-        more = torch.arange(tiles_of_outside(grid, cut, outside) * tokens.shape[1]).view(-1, tokens.shape[1])
+    if extra:
+        more = torch.arange(blocks_of_extra(grid, cut, extra) * tokens.shape[1]).view(-1, tokens.shape[1])
         tokens = torch.cat([tokens, math.prod(grid) + more])
-        exists = torch.cat([exists, more < outside])
+        exists = torch.cat([exists, more < extra])
     return tokens.where(exists, 0), exists
 
 
@@ -259,10 +259,10 @@ def in_tiles(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return x.index_select(1, tokens.flatten()).unflatten(1, tokens.shape).permute(0, 3, 1, 2, 4)
 
 
-def places_of_tokens(grid: Shape, cut: Cut, outside: int = 0) -> torch.Tensor:
+def places_of_tokens(grid: Shape, cut: Cut, extra: int = 0) -> torch.Tensor:
     """int64 (N + n,): where every token stands in the first result of :func:`tokens_of_tiles`, read row by row."""
     if isinstance(cut, int):
-        return layout_of(grid, cut, (0, outside)).rows.long()
+        return layout_of(grid, cut, (0, extra)).rows.long()
     tile, within, length = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), 1
     for size, count in zip(grid, cut, strict=True):
         lengths = block_lengths(size, count)
@@ -272,7 +272,7 @@ def places_of_tokens(grid: Shape, cut: Cut, outside: int = 0) -> torch.Tensor:
         within = (within[:, None] * max(lengths) + offsets).flatten()
         length *= max(lengths)
     places = tile * length + within
-    return torch.cat([places, math.prod(cut) * length + torch.arange(outside)]) if outside else places
+    return torch.cat([places, math.prod(cut) * length + torch.arange(extra)]) if extra else places
 
 
 def tile_means(

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from ..attention.tile_scores import list_length
-from ..config import DEFAULT_SHARE
+from ..config import DEFAULT_DENSITY
 from ..families import Family, Model, find_family, get_family
 from ..patching import apply_mhla, mhla_layers
 from .lists import draw_mask
@@ -182,7 +182,7 @@ def exact_note(tiles: tuple[int, ...], how: str) -> str:
         how: how they were chosen.
     """
     count = math.prod(tiles)
-    share = list_length(DEFAULT_SHARE, count) / count
+    share = list_length(DEFAULT_DENSITY, count) / count
     return f"{share:.1%} of the pairs of {'x'.join(map(str, tiles))} tiles are exact, {how}"
 
 
@@ -239,22 +239,22 @@ def patch_settings(kind: str, blocks: tuple[int, ...], tiles: tuple[int, ...] | 
         tiles: tile counts of exact tiles; calibrating them is left to the caller.
     """
     if kind == EXACT:
-        return {"blocks": blocks, "exact": "calibrated", "exact_tiles": tiles}
+        return {"blocks": blocks, "sparse": "calibrated", "exact_tiles": tiles}
     layers = "2/3" if kind == HYBRID else "all"
-    return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": layers, "exact": "none"}
+    return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": layers, "sparse": "none"}
 
 
 def _draw_lists(patched: Any) -> None:
     """Give exact tiles random lists: calibration would run softmax attention once, and each layer once more."""
     masks: dict[int, torch.Tensor] = {}
     for layer in mhla_layers(patched).values():
-        if layer.exact is not None:
+        if layer.sparse is not None:
             if layer.heads not in masks:
                 masks[layer.heads] = draw_mask(layer.config.tiles, layer.heads, layer.config.share)
-            layer.exact.choose(masks[layer.heads].to(layer.mixing.device))
+            layer.sparse.choose(masks[layer.heads].to(layer.mixing.device))
             if layer.mixing.is_meta:  # which has no values that tell how many there are
                 count = int(masks[layer.heads].sum())
-                layer.exact.keys = torch.empty(count, dtype=torch.int64, device="meta")
+                layer.sparse.keys = torch.empty(count, dtype=torch.int64, device="meta")
 
 
 def _hand_on(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

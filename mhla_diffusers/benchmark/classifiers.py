@@ -167,7 +167,7 @@ class ClassifierCase(Case):
     def _more(kind: str, grid: tuple[int, int]) -> dict[str, Any]:
         if kind == PLAIN:
             return {"blocks": [1, 1]}
-        return {"exact": "content", "exact_tiles": list(square_tiles(grid))} if kind == EXACT else {}
+        return {"sparse": "content", "exact_tiles": list(square_tiles(grid))} if kind == EXACT else {}
 
     def _grids(self) -> list[tuple[int, int]]:
         """Rows and columns of tokens of every stage: a quarter of the pixels, and half of the stage before."""

@@ -61,8 +61,8 @@ class Question:
     @property
     def kind(self) -> str:
         """Of the patch, as ``mhla bench`` names it."""
-        if self.config.exact != "none":
-            return CONTENT if self.config.exact == "content" else EXACT
+        if self.config.sparse != "none":
+            return CONTENT if self.config.sparse == "content" else EXACT
         return PLAIN if math.prod(self.config.blocks) == 1 else "MHLA"
 
     @property
@@ -166,8 +166,8 @@ def _count(question: Question, dtype: torch.dtype, layers: int) -> Counts:
     unpatched = count_parts(transformer, inputs)
     apply_mhla(transformer, question.config.replace(layers="all", softmax_steps=0))
     for layer in mhla_layers(transformer).values():
-        if layer.exact is not None:
-            layer.exact.make_lists()  # of the length that calibration gives them, without values
+        if layer.sparse is not None:
+            layer.sparse.make_lists()  # of the length that calibration gives them, without values
     return Counts(unpatched, count_parts(transformer, inputs), layers)
 
 
@@ -211,7 +211,7 @@ def _break_even(question: Question, dtype: torch.dtype, speeds: Speeds) -> Quest
 
     def fits(rows: int) -> bool:
         grid, config = at(rows).grid, question.config
-        counts = [config.blocks_on(grid), *([config.tiles] if config.exact in ("own", "calibrated") else [])]
+        counts = [config.blocks_on(grid), *([config.tiles] if config.sparse in ("own", "calibrated") else [])]
         return all(count <= tokens for shape in counts for count, tokens in zip(shape, grid, strict=True))
 
     most = math.isqrt(int(_MOST_TOKENS / math.prod(frames) * height / width))

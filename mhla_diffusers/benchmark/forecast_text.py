@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config import AUTOMATIC, DEFAULT_SHARE, MHLAConfig, is_automatic
+from ..config import AUTOMATIC, DEFAULT_DENSITY, MHLAConfig, is_automatic
 from ..devices import FLOAT_TYPES
 from ..families import Model
 from ..generation.names import parse_steps
@@ -112,7 +112,7 @@ def _config(model: Model, patch: tuple[str, MHLAConfig] | None, options: Options
                 f"--share {options.share} is of exact pairs of tiles, and the own attention of {model.name} is "
                 f"{family.own_attention}, with nothing to be exact about; leave it out."
             )
-        return config.replace(exact_share=options.share)
+        return config.replace(density=options.share)
     name, config = patch
     if options.share is not None:
         raise ValueError(f"--share {options.share} and --patch both say how much is exact; give one of them.")
@@ -143,14 +143,14 @@ def _heading(question: Question) -> list[str]:
     model, size, config = question.model, question.size, question.config
     family = family_of_model(model)
     patch = f"MHLA of {times(config.blocks_on(question.grid))} blocks"
-    if config.exact != "none":
-        with_text = ", those with the text's tokens among them" if family.outside_tokens else ""
+    if config.sparse != "none":
+        with_text = ", those with the text's tokens among them" if family.extra_tokens else ""
         sizes = attention_sizes(
             config,
             question.grid,
             model.heads,
             model.head_dim,
-            family.outside_tokens,
+            family.extra_tokens,
             in_order=family.own_attention_is_causal,
         )
         tiles = (
@@ -195,8 +195,8 @@ def _findings(forecast: Forecast, speeds: Speeds) -> list[str]:
     else:
         took, takes = _time(one[ATTENTION]), _time(other[ATTENTION])
         lines = [f"No gain at this size: {attention}, {took}, and the patch takes {takes} for it."]
-    is_scaled = speeds.is_measured and question.config.exact in ("calibrated", "content")
-    is_scaled = is_scaled and question.config.share != DEFAULT_SHARE
+    is_scaled = speeds.is_measured and question.config.sparse in ("calibrated", "content")
+    is_scaled = is_scaled and question.config.share != DEFAULT_DENSITY
     # a share that was not timed tells the size at which two lines cross worst of all
     lines += [] if is_scaled else [_break_even(forecast.break_even, question)]
     lines.append(f"Times {speeds.source}")
@@ -206,7 +206,7 @@ def _findings(forecast: Forecast, speeds: Speeds) -> list[str]:
             lines.append("What a forward takes whatever its size is not told apart: results of two sizes would tell.")
         if is_scaled:
             lines.append(
-                f"Exact tiles were timed at {DEFAULT_SHARE:.0%} of all pairs. Of other shares the time is scaled, so "
+                f"Exact tiles were timed at {DEFAULT_DENSITY:.0%} of all pairs. Of other shares the time is scaled, so "
                 "no size is named from which on the patch is faster."
             )
     return lines

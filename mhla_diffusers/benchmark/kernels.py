@@ -198,7 +198,7 @@ def exact_call_of(
         query=query,
         key=key,
         value=value,
-        mean_bias=torch.empty(shape.heads, device="meta"),
+        pooled_bias=torch.empty(shape.heads, device="meta"),
         key_mask=torch.empty(batch, shape.tokens, device="meta") if everything else None,
         offsets=torch.empty(lists + 1, dtype=torch.int64, device="meta"),
         tiles=torch.empty(pairs, dtype=torch.int64, device="meta"),

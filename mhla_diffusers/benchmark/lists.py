@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..attention import ExactTiles
+from ..attention import BlockLists
 from ..attention.tile_scores import list_length
 from ..attention.tiles import places_of_tokens, tokens_of_tiles
 from .shapes import Shape
@@ -30,11 +30,11 @@ def draw_mask(counts: Sequence[int], heads: int, share: float) -> torch.Tensor:
     return torch.zeros(heads, tiles, tiles, dtype=torch.bool).scatter_(-1, chosen, value=True)
 
 
-def draw_tiles(shape: Shape, device: torch.device) -> ExactTiles:
+def draw_tiles(shape: Shape, device: torch.device) -> BlockLists:
     """The lists of :func:`draw_mask` for a shape with exact tiles."""
     if shape.tiles is None:
         raise ValueError(f"Shape {shape.name!r} has no exact tiles; give it tile counts.")
-    return ExactTiles.from_mask(shape.tiles, draw_mask(shape.tiles, shape.heads, shape.share).to(device))
+    return BlockLists.from_mask(shape.tiles, draw_mask(shape.tiles, shape.heads, shape.share).to(device))
 
 
 def why_no_flex(device: torch.device, backward: bool) -> str | None:
@@ -42,7 +42,7 @@ def why_no_flex(device: torch.device, backward: bool) -> str | None:
     return "FlexAttention has no backward pass on CPUs" if backward and device.type == "cpu" else None
 
 
-def flex_over_tiles(shape: Shape, inputs: Sequence[torch.Tensor], tiles: ExactTiles) -> Callable[[], torch.Tensor]:
+def flex_over_tiles(shape: Shape, inputs: Sequence[torch.Tensor], tiles: BlockLists) -> Callable[[], torch.Tensor]:
     """Softmax attention over exact tiles by compiled FlexAttention: what attends gives (B, N, H, D).
 
     Tokens are brought into the order of tiles, each filled up to a power of two, and back again. Tiles that are not

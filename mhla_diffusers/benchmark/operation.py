@@ -95,7 +95,7 @@ def benchmark_operation(
     for backend in _BACKENDS:
         if backend not in absent:
             for exact in (False, True) if shape.tiles is not None else (False,):
-                check_operation(shape, device, dtype, backend, exact=exact)
+                check_operation(shape, device, dtype, backend, sparse=exact)
     if not compile:
         absent |= dict.fromkeys((_COMPILED, _FLEX), "not asked for; add --compile")
     rows = []
@@ -198,7 +198,7 @@ def _attends(
         if kind != EXACT:
             return linear_attention(one, inputs, backend, mixing), (*inputs, mixing)
         weights = {name: x.requires_grad_() for name, x in beside_exact_tiles(shape.heads, device).items()}
-        attend = linear_attention(one, inputs, backend, mixing, exact=lists, **weights)
+        attend = linear_attention(one, inputs, backend, mixing, sparse=lists, **weights)
         return attend, (*inputs, mixing, *weights.values())
 
     def attend(kind: str, backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:

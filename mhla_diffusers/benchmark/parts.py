@@ -86,7 +86,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
             if _has_exact_tiles(module):
                 filled_up.append(counted - (flops[_PROJECTIONS] - begun[1]) - len(tokens) * sizes.flops)
             # query, key, value and output of the heads, and what MHLA holds between them
-            ends = 4 * (sizes.tokens + sizes.outside) * sizes.heads * sizes.head_dim * tokens.itemsize
+            ends = 4 * (sizes.tokens + sizes.extra) * sizes.heads * sizes.head_dim * tokens.itemsize
             moved[part] += len(tokens) * (ends + sizes.moved_bytes)
         else:
             moved[part] += _bytes((given, output, list(module.parameters())))
@@ -99,8 +99,8 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         form = family.form_of(attn)
         read = form.read(attn, form.arguments(args, kwargs))
         config = _patch_of(attn)
-        outside = sum(form.outside(read, math.prod(grid)))
-        return sizes_of(attn, family, config, grid, outside), read.hidden_states
+        extra = sum(form.extra(read, math.prod(grid)))
+        return sizes_of(attn, family, config, grid, extra), read.hidden_states
 
     with torch.no_grad(), family.without_values(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:
         with _hooks(transformer, begin, end):
@@ -136,7 +136,7 @@ def _patch_of(attn: Any) -> MHLAConfig | None:
 
 def _has_exact_tiles(attn: Any) -> bool:
     config = _patch_of(attn)
-    return config is not None and config.exact != "none"
+    return config is not None and config.sparse != "none"
 
 
 def _bytes(tensors: Any) -> int:

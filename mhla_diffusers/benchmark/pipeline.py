@@ -304,4 +304,4 @@ def _check(
     blocks, dtype = case.of_family.default_config.blocks, FLOAT_TYPES[case.dtype]
     shape = Shape(case.name, grid or blocks, blocks, attn.heads, attn.inner_dim // attn.heads, tiles)
     backend = fastest_backend(shape, case.place, dtype)
-    check_operation(shape, case.place, dtype, backend, exact=tiles is not None)
+    check_operation(shape, case.place, dtype, backend, sparse=tiles is not None)

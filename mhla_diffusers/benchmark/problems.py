@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..attention import Call, ContentTiles, initial_mixing, mhla_attention, reference_attention
+from ..attention import Call, ContentRule, initial_mixing, mhla_attention, reference_attention
 from ..attention.rotary import rotary_table, table_of_tokens
 from .lists import draw_tiles
 from .shapes import Shape
@@ -71,7 +71,7 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
     if "exact" in kind:
         tensors |= beside_exact_tiles(shape.heads, device)
         lists = draw_tiles(shape, device)
-        settings["exact"] = ContentTiles(lists.counts, shape.share) if "by content" in kind else lists
+        settings["exact"] = ContentRule(lists.counts, shape.share) if "by content" in kind else lists
     return Problem(tensors, settings, torch.randn_like(tensors["query"]))
 
 
@@ -82,7 +82,7 @@ def _causal_problem(shape: Shape, device: torch.device, dtype: torch.dtype, *, h
     mixing = initial_mixing((count,)).to(device)
     tensors["mixing"] = mixing + 0.1 * torch.rand_like(mixing)
     if has_softmax:
-        tensors["far_field_weight"] = torch.ones(shape.heads, device=device)
+        tensors["linear_weight"] = torch.ones(shape.heads, device=device)
     settings: dict[str, Any] = {"grid": (shape.tokens + 1,), "blocks": (count,), "causal": "token"}
     # before the feature map: after it, the first tokens may have nearly no normaliser to divide by
     settings |= {"rotary": random_rotary(replace(shape, rotary_axes=None), device), "rope": "before"}
@@ -99,8 +99,8 @@ def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple
 def beside_exact_tiles(heads: int, device: torch.device) -> dict[str, torch.Tensor]:
     """λ and β of exact tiles, each (H,): weights of the far field and of means."""
     return {
-        "far_field_weight": torch.ones(heads, device=device),
-        "mean_bias": torch.zeros(heads, device=device),
+        "linear_weight": torch.ones(heads, device=device),
+        "pooled_bias": torch.zeros(heads, device=device),
     }
 
 

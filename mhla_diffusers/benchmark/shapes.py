@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attention.costs import AttentionSizes
-from ..config import DEFAULT_SHARE
+from ..config import DEFAULT_DENSITY
 from ..families import Model
 from .models import family_of_model, models, models_unasked
 from .timing import free_bytes
@@ -25,9 +25,9 @@ class Shape:
     head_dim: int
     tiles: tuple[int, ...] | None = None
     """Tile counts of exact tiles; None where there are none."""
-    share: float = DEFAULT_SHARE
+    share: float = DEFAULT_DENSITY
     """Part of all pairs of tiles that is exact."""
-    tile_means: bool = True
+    pooled: bool = True
     """Whether the other tiles take part through their means."""
     rotary_axes: tuple[int, ...] | None = None
     """Channels that RoPE turns with each axis of the grid; None where the model has none."""
@@ -43,7 +43,7 @@ class Shape:
         sizes = AttentionSizes(self.tokens, self.heads, self.head_dim, math.prod(self.blocks))
         if self.tiles is None:
             return sizes
-        return sizes.with_exact_tiles(math.prod(self.tiles), self.share, tile_means=self.tile_means)
+        return sizes.with_exact_tiles(math.prod(self.tiles), self.share, pooled=self.pooled)
 
 
 TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, tiles=(2, 3, 3), rotary_axes=(8, 4, 4))

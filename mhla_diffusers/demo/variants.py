@@ -35,7 +35,7 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
     if own != "softmax":
         return [Variant(f"own {own} attention", "control", None), Variant("MHLA", "mhla", mhla)]
     one_block = (1,) * len(tiny.blocks)
-    exact = mhla.replace(mixing_per_head=True, exact="content", exact_tiles=tiny.exact_tiles)
+    exact = mhla.replace(mixing_per_head=True, sparse="content", exact_tiles=tiny.exact_tiles)
     return [
         Variant("softmax", "control", None),
         Variant("plain linear", "linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
@@ -53,7 +53,7 @@ def streamed_variant(tiny: TinyPipeline) -> Variant | None:
     """
     if not tiny.is_video:
         return None
-    mhla = MHLAConfig((_STREAMED_ROWS, *tiny.blocks[1:]), mixing_per_head=True, exact="own")
+    mhla = MHLAConfig((_STREAMED_ROWS, *tiny.blocks[1:]), mixing_per_head=True, sparse="own")
     causal = mhla.replace(causal="block", block_length=_STREAMED_FRAMES, beyond="relative")
     return Variant("MHLA, causal", "causal", causal)
 

@@ -27,7 +27,7 @@ class ChronoEditFamily(WanFamily):
     attention_class = "transformer_chronoedit.WanAttention"
     # Wan's; with two frames, as usual, they are 2 x 3 x 5 blocks of 240 tokens and tiles of 40
     default_config = MHLAConfig(
-        blocks=(7, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(7, 9, 10), clamp_blocks=True
+        blocks=(7, 3, 5), mixing_per_head=True, sparse="content", exact_tiles=(7, 9, 10), clamp_blocks=True
     )
     default_clip = Clip(frames=_FRAMES, fps=16.0, sizes=((720, 1280),))
     measured_unasked = False

@@ -19,5 +19,5 @@ class Dinov2Family(VisionFamily):
     layers_path = "encoder.layer"
     attentions = ("attention",)
     form = PrefixedForm()
-    outside_tokens = 5
+    extra_tokens = 5
     """A class token and the four registers of the published models."""

@@ -49,7 +49,7 @@ class DiTFamily(Family):
     transformers = ("DiTTransformer2DModel",)
     axes = 2
     block_lists = ("transformer_blocks",)
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
     squares_only = True
     lacks_processor_methods = True
     default_clip = Clip(frames=1, fps=1.0, sizes=((256, 256),))

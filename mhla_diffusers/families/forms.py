@@ -1,7 +1,7 @@
 """How the self-attentions of a model are called, what they attend with, and what they return: their form.
 
 The attention itself sees one sequence of N tokens: those of the token grid in raster order, and before or after them
-the tokens outside the grid, such as text in joint attention. A form tells which of the arguments they come from.
+the extra tokens, such as text in joint attention. A form tells which of the arguments they come from.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ class AttentionInput(NamedTuple):
     hidden_states: torch.Tensor
     """(B, N, hidden size)."""
     context: torch.Tensor | None = None
-    """(B, n, channels): tokens outside the grid that come by themselves; the N of the others are then without them."""
+    """(B, n, channels): extra tokens that come by themselves; the N of the others are then without them."""
     rotary: Rotary | None = None
     """(cos, sin) of all tokens, each (1 or B, N, 1, D)."""
     key_mask: torch.Tensor | None = None
@@ -55,8 +55,8 @@ class AttentionForm:
 
     rotary_argument: ClassVar[str] = "rotary_emb"
     """What the model's own processors call what is handed to them for RoPE."""
-    has_outside: ClassVar[bool] = False
-    """Whether there are tokens outside the grid."""
+    has_extra: ClassVar[bool] = False
+    """Whether there are extra tokens."""
     rope_by_head: ClassVar[bool] = False
     """Whether RoPE turns every head by other angles; it is then applied to what :meth:`project` gives, before φ."""
 
@@ -119,7 +119,7 @@ class AttentionForm:
         cos, sin = (table[None, :, None] for table in arguments.rotary_emb)
         return cos, sin
 
-    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
         """How many tokens stand before and after those of the grid.
 
         Args:

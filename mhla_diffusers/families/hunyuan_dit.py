@@ -78,7 +78,7 @@ class HunyuanDiTFamily(Family):
     block_lists = ("blocks",)
     form = HunyuanDiTForm()
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
     forward_names = ("hidden_states", "timestep")
     models = (_HUNYUAN_DIT, _TINY)
 

@@ -87,10 +87,10 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
     transformers = ("HunyuanVideo15Transformer3DModel",)
     block_lists = ("transformer_blocks",)
     form = HunyuanVideo15Form()
-    outside_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
+    extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
     feed_forwards = ("ff", "ff_context")
     # of 31x30x53 tokens, 121 frames at 480p: blocks of three latent frames by ten tokens each way, tiles of at most 64
-    default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(8, 8, 14))
+    default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, sparse="content", exact_tiles=(8, 8, 14))
     default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
     models = (_REAL, _TINY)
 

@@ -18,7 +18,7 @@ class JointForm(AttentionForm):
     """
 
     rotary_argument = "image_rotary_emb"
-    has_outside = True
+    has_extra = True
     context_first: ClassVar[bool] = False
     """Whether the context stands before the tokens of the grid."""
 
@@ -67,7 +67,7 @@ class JointForm(AttentionForm):
         """(B, N, ...) and (B, n, ...) side by side."""
         return torch.cat([context, tokens] if self.context_first else [tokens, context], dim=1)
 
-    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
         """All tokens but those of the grid.
 
         Raises:
@@ -75,7 +75,7 @@ class JointForm(AttentionForm):
         """
         count = given.hidden_states.shape[1]
         if count < tokens or (given.context is not None and count != tokens):
-            super().outside(given, tokens)
+            super().extra(given, tokens)
         others = count - tokens + (given.context.shape[1] if given.context is not None else 0)
         return (others, 0) if self.context_first else (0, others)
 

@@ -31,7 +31,7 @@ class LlamaFamily(TransformersFamily):
     attentions = ("self_attn",)
     form = LlamaForm()
     # the paper's 2 048 tokens in 32 blocks
-    default_config = MHLAConfig(blocks=(32,), block_length=64, causal="token", exact="own", rope="before")
+    default_config = MHLAConfig(blocks=(32,), block_length=64, causal="token", sparse="own", rope="before")
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
         """Decoder layers, by the names that they have in the model."""

@@ -39,14 +39,14 @@ class LTXForm(AttentionForm):
         cos, sin = (table.unflatten(2, (attn.heads, -1)) for table in arguments.rotary_emb)
         return cos, sin
 
-    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
         """All tokens but those of the grid, which come last.
 
         Raises:
             ValueError: fewer tokens than the grid has.
         """
         others = given.hidden_states.shape[1] - tokens
-        return (others, 0) if others > 0 else super().outside(given, tokens)
+        return (others, 0) if others > 0 else super().extra(given, tokens)
 
 
 def _model(name: str, head_dim: int, layers: int) -> Model:
@@ -100,7 +100,7 @@ class LTXFamily(Family):
     form = LTXForm()
     # at 161 frames of 512x704 pixels 88 tokens a block and 66 a tile, both about as high as wide
     default_config = MHLAConfig(
-        blocks=(7, 3, 4), rope="before", mixing_per_head=True, exact="content", exact_tiles=(7, 4, 4)
+        blocks=(7, 3, 4), rope="before", mixing_per_head=True, sparse="content", exact_tiles=(7, 4, 4)
     )
     dispatches_attention = True
     default_clip = Clip(frames=161, fps=25.0, sizes=((512, 704),))

@@ -92,10 +92,10 @@ class QwenImageFamily(PackedFamily):
     block_lists = ("transformer_blocks",)
     attentions = ("attn",)
     form = QwenImageForm()
-    outside_tokens = _TEXT_TOKENS
+    extra_tokens = _TEXT_TOKENS
     feed_forwards = ("img_mlp", "txt_mlp")
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
     dispatches_attention = True
     forward_names = (
         "hidden_states",

@@ -76,7 +76,7 @@ class SD3Family(Family):
     block_lists = ("transformer_blocks",)
     attentions = ("attn", "attn2")
     form = JointForm()
-    outside_tokens = _TEXT_TOKENS
+    extra_tokens = _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context")
     models = (
         _model("sd3.5-medium", 24, 24, dual_attention_layers=tuple(range(13))),
@@ -84,7 +84,7 @@ class SD3Family(Family):
         _TINY,
     )
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
 
     def form_of(self, attn: Any) -> AttentionForm:
         """Of ``attn2`` that of an attention without text."""

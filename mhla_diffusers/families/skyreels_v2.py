@@ -101,7 +101,7 @@ class SkyReelsV2Family(WanFamily):
     attention_class = "transformer_skyreels_v2.SkyReelsV2Attention"
     form = SkyReelsV2Form()
     # blocks as long as Wan's, 354 tokens each at 540p and 97 frames; 52 tokens per tile there, 113 at 720p and 121
-    default_config = MHLAConfig(blocks=(8, 3, 6), mixing_per_head=True, exact="content", exact_tiles=(11, 9, 10))
+    default_config = MHLAConfig(blocks=(8, 3, 6), mixing_per_head=True, sparse="content", exact_tiles=(11, 9, 10))
     default_clip = Clip(frames=97, fps=24.0, sizes=((544, 960),))
     # numbers of diffusers' script that converts the checkpoints
     measured_unasked = False

@@ -34,8 +34,8 @@ class Structure(ABC):
     """Attributes of a block that are self-attentions over the tokens of the grid; absent ones are passed."""
     form: ClassVar[AttentionForm] = AttentionForm()
     """How these are called, what they attend with, and what they return."""
-    outside_tokens: ClassVar[int] = 0
-    """Tokens outside the grid of the longest text that the pipeline takes unasked: what costs are told for."""
+    extra_tokens: ClassVar[int] = 0
+    """Extra tokens of the longest text that the pipeline takes unasked: what costs are told for."""
     feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ffn")
     """Attributes of a block that are feed-forward layers; absent ones are passed."""
     default_config: ClassVar[MHLAConfig]

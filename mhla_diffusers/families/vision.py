@@ -61,12 +61,12 @@ class VisionForm(TransformersForm):
 class PrefixedForm(VisionForm):
     """Self-attention over the patches and the tokens before them."""
 
-    has_outside = True
+    has_extra = True
 
-    def outside(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
         """All tokens that are more than the patches stand before these."""
         count = given.hidden_states.shape[1]
-        return (count - tokens, 0) if count > tokens else super().outside(given, tokens)
+        return (count - tokens, 0) if count > tokens else super().extra(given, tokens)
 
 
 def _key_mask(mask: Any, batch: int, tokens: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ class VisionFamily(TransformersFamily):
     kind = "vision"
     forward_names = ("pixel_values",)
     # the paper's 16 blocks; tiles as of an image that is generated
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
     default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
     feed_forwards = ("mlp",)
     trunk_names: ClassVar[tuple[str, ...]] = ()

@@ -17,7 +17,7 @@ class ViTFamily(VisionFamily):
     trunk_names = ("vit",)
     attentions = ("attention",)
     form = PrefixedForm()
-    outside_tokens = 1
+    extra_tokens = 1
 
 
 class DeiTFamily(VisionFamily):
@@ -33,7 +33,7 @@ class DeiTFamily(VisionFamily):
     trunk_names = ("deit",)
     attentions = ("attention",)
     form = PrefixedForm()
-    outside_tokens = 2
+    extra_tokens = 2
 
 
 def _model(name: str, layers: int, heads: int, head_dim: int, settings: dict[str, Any], **more: Any) -> Model:

@@ -94,7 +94,7 @@ class WanFamily(Family):
     attention_class: ClassVar[str] = "transformer_wan.WanAttention"
     """Module and class of its attentions, of which relatives have copies of their own."""
     # 50 tokens per tile at 480p and 81 frames, 120 at 720p
-    default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, exact="content", exact_tiles=(7, 9, 10))
+    default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content", exact_tiles=(7, 9, 10))
     dispatches_attention = True
     # those of VACE take one time for all frames, and so do relatives
     streamed: ClassVar[tuple[str, ...]] = ("WanTransformer3DModel",)

@@ -76,10 +76,10 @@ class ZImageFamily(Family):
     block_lists = ("layers",)
     attentions = ("attention",)
     form = ZImageForm()
-    outside_tokens = _TEXT_TOKENS
+    extra_tokens = _TEXT_TOKENS
     feed_forwards = ("feed_forward",)
     # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, exact="content", exact_tiles=(8, 8))
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
     lacks_processor_methods = True
     dispatches_attention = True
     forward_names = ("x", "t", "cap_feats")

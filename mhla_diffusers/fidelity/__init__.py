@@ -2,6 +2,6 @@
 
 from .audit import audit
 from .audit_result import Audit, Fit, LayerAudit, TileAudit
-from .dial import densify, set_exact_share
+from .dial import densify, set_density
 
-__all__ = ["Audit", "Fit", "LayerAudit", "TileAudit", "audit", "densify", "set_exact_share"]
+__all__ = ["Audit", "Fit", "LayerAudit", "TileAudit", "audit", "densify", "set_density"]

@@ -161,7 +161,7 @@ class _Watch:
         self._errors: list[torch.Tensor] = []
         self._squares: list[torch.Tensor] = []
         layer = layer_of(attn)
-        self._tiles = _Tiles(attn, clock) if layer is not None and layer.exact is not None else None
+        self._tiles = _Tiles(attn, clock) if layer is not None and layer.sparse is not None else None
 
     def install(self) -> list[RemovableHandle]:
         """Put the hooks on."""
@@ -240,7 +240,7 @@ class _Tiles:
         samples = tiled.samples(min(QUERIES, tiled.exists.shape[1]), len(self._left))
         left, errors = torch.zeros(()), torch.zeros(())
         for exact, one in zip(mask, _samples(tiled, len(mask)), strict=True):
-            found, masses, squares = pair_errors(one, samples, self._projections, layer.config.tile_means)
+            found, masses, squares = pair_errors(one, samples, self._projections, layer.config.pooled)
             left = left + (found * ~exact).sum().cpu() / len(mask)
             errors = errors.to(found.device) + found / len(mask)
             self._mass += (1 - float((masses * ~exact).sum(dim=-1).mean())) / len(mask)
@@ -256,7 +256,7 @@ class _Tiles:
         some = next(iter(self._pair_errors.values()))
         halves = torch.stack([self._pair_errors.get(half, torch.zeros_like(some)) for half in (0, 1)])
         left, total = (self.clock.by_step(calls, found) for found in (self._left, self._total))
-        count, kind = len(calls), self.attn.mhla.config.exact
+        count, kind = len(calls), self.attn.mhla.config.sparse
         share, mass = self._share / count, self._mass / count
         return TileAudit(kind, self._counts, share, mass, halves, left, total, self._square)
 

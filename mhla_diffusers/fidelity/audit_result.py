@@ -85,7 +85,7 @@ class LayerAudit:
         return int(self.errors_of_heads.argmax())
 
     @property
-    def exact_share(self) -> float | None:
+    def density(self) -> float | None:
         """Part of its pairs of tiles that is exact; None without exact tiles."""
         return None if self.tiles is None else self.tiles.share
 
@@ -143,7 +143,7 @@ class Fit:
         if self.is_stale:
             return (
                 f"the calibration is stale: chosen anew, the same share would leave {self.anew:.1%} instead of "
-                f"{self.left:.1%}; calibrate_exact_tiles(pipe, run). Unless this run is of other prompts or seeds than "
+                f"{self.left:.1%}; calibrate_sparse(pipe, run). Unless this run is of other prompts or seeds than "
                 "that of the calibration, of which lists are always worse"
             )
         return (
@@ -231,7 +231,7 @@ class Audit:
                     "errors_of_heads": _numbers(layer.errors_of_heads),
                     "errors_of_steps": _numbers(by_steps[index]),
                     "moves": layer.change,
-                    "exact": None
+                    "sparse": None
                     if layer.tiles is None
                     else {"kind": layer.tiles.kind, "share": layer.tiles.share, "mass_kept": layer.tiles.mass},
                 }

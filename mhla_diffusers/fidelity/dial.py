@@ -24,16 +24,16 @@ _NO_FAR_FIELD = -60.0
 """Of log λ: nothing beside any softmax weights, and yet a positive number in float32."""
 
 
-def set_exact_share(model: Model, share: float) -> Model:
+def set_density(model: Model, share: float) -> Model:
     """Attend to another share of all pairs of tiles exactly, in place.
 
     Calibrated tiles are chosen anew from the scores that were saved, of which there are those of the heaviest fifth of
     all pairs; a larger share is spread evenly over the rest. At 1 the attention is softmax attention to rounding,
     without means and far field. Everything else stays as it is, β and λ too. It is :func:`change_mhla` with
-    ``exact_share``; layers have new parameters afterwards.
+    ``density``; layers have new parameters afterwards.
 
     Args:
-        model: patched pipeline or transformer with ``exact="calibrated"`` or ``"content"``.
+        model: patched pipeline or transformer with ``sparse="calibrated"`` or ``"content"``.
         share: part of all pairs of tiles of the patched layers, in (0, 1].
 
     Returns:
@@ -46,11 +46,11 @@ def set_exact_share(model: Model, share: float) -> Model:
     if not isinstance(share, int | float) or isinstance(share, bool):
         raise ValueError(f"share={share!r} must be a part of all pairs of tiles, a number in (0, 1] such as 0.05.")
     find_transformers(model)
-    _check_order(model, "set_exact_share()")
+    _check_order(model, "set_density()")
     for layer in require_layers(model).values():
-        if layer.config.exact not in ("calibrated", "content"):
+        if layer.config.sparse not in ("calibrated", "content"):
             raise ValueError(
-                f'exact={layer.config.exact!r} has no share to set; change_mhla(model, exact="content") gives softmax '
+                f'sparse={layer.config.sparse!r} has no share to set; change_mhla(model, sparse="content") gives softmax '
                 "attention's patches one. Of SANA, whose own attention is linear, densify(model, audit, share) brings "
                 "layers and steps back."
             )
@@ -59,7 +59,7 @@ def set_exact_share(model: Model, share: float) -> Model:
                 "softmax_steps=1.0 leaves the patch no step in which a share would matter; "
                 "change_mhla(model, softmax_steps=0) gives them back."
             )
-    return change_mhla(model, exact_share=share)
+    return change_mhla(model, density=share)
 
 
 def densify(model: Model, audit: Audit, share: float) -> Model:
@@ -72,7 +72,7 @@ def densify(model: Model, audit: Audit, share: float) -> Model:
     calibrated ones where these change the output less on the calls that the audit has kept. Where the own attention is
     linear, or there are no tiles, there are steps and layers alone. Each transformer of a pipeline spends on its own.
     At 1 the model attends as before the patch in all steps, and nothing of the patch is computed. β and λ are fitted to
-    the new tiles as :func:`calibrate_exact_tiles` does it, but that heads can be left without a far field, which
+    the new tiles as :func:`calibrate_sparse` does it, but that heads can be left without a far field, which
     training would not bring back. A layer that gets its attention of before forgets what its patch has learned.
 
     Args:
@@ -154,21 +154,21 @@ class _Way:
         if some is None:
             return cls(transformer, others, factors, make_change(transformer, None, settings), None)
         if isinstance(some.counts, int):  # along the curve, where every list is equally long
-            rule = settings | {"exact_share": spending.share}
+            rule = settings | {"density": spending.share}
             return cls(transformer, others, factors, make_change(transformer, None, rule), None)
-        lists = {"exact": "calibrated", "exact_share": spending.share, "exact_tiles": some.counts}
+        lists = {"sparse": "calibrated", "density": spending.share, "exact_tiles": some.counts}
         calibrated, by_content = make_change(transformer, None, settings | lists), None
         if some.kind == "content":
             tiles = math.prod(some.counts)
             length = max(1, math.floor(spending.share * tiles + 1e-9))  # of every list, within the budget
-            rule = {"exact": "content", "exact_share": length / tiles}
+            rule = {"sparse": "content", "density": length / tiles}
             by_content = make_change(transformer, None, settings | rule)
         return cls(transformer, others, factors, calibrated, by_content)
 
     def choose(self, halves: Sequence[int]) -> None:
         """Choose the lists of calibrated tiles by what some halves of the run have shown."""
         errors = [layer.tiles.pair_errors[list(halves)].sum(dim=0) for layer in self.layers if layer.tiles is not None]
-        if not errors or self.change.processor.config.exact != "calibrated":
+        if not errors or self.change.processor.config.sparse != "calibrated":
             return
         scores = [factor * found for factor, found in zip(self.factors, errors, strict=True)]
         largest, share = max(1e-30, *(float(score.max()) for score in scores)), self.change.processor.config.share
@@ -206,15 +206,15 @@ def _put_on(change: Change, calls: Sequence[TransformerCall]) -> None:
     """Change a transformer, and fit β and λ, without which no way shows what it is worth."""
     carry_out_change(change, change.transformer)
     attentions = get_family(change.transformer).self_attentions(change.transformer)
-    patched = {name: attentions[name] for name, layer in change.layers.items() if layer.exact is not None}
+    patched = {name: attentions[name] for name, layer in change.layers.items() if layer.sparse is not None}
     if patched:
         fit_weights(change.transformer, patched, list(calls))
     for layer in change.layers.values():
-        if layer.far_field_log_weight is not None:
-            _leave_out_far_fields(layer.far_field_log_weight)
+        if layer.linear_log_weight is not None:
+            _leave_out_linear_branchs(layer.linear_log_weight)
 
 
-def _leave_out_far_fields(log_weight: torch.Tensor) -> None:
+def _leave_out_linear_branchs(log_weight: torch.Tensor) -> None:
     """Give heads that are best with the least far field none, which is better still where most pairs are exact.
 
     A calibration leaves it to them, since training could not bring it back. It does not fade by itself: the sum of

@@ -143,7 +143,7 @@ class PipelineChoice:
         return pipe
 
     def _apply_patch(self, pipe: Any, patch: str, prompts: Sequence[str]) -> None:
-        if load_patch(patch).config.exact != "calibrated":
+        if load_patch(patch).config.sparse != "calibrated":
             apply_mhla(pipe, patch)
             return
         if not prompts:

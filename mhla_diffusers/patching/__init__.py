@@ -5,7 +5,7 @@ from .changing import change_mhla
 from .conversion import convert_wan
 from .denoising_steps import patch_in_every_step
 from .describe import describe
-from .exact_calibration import calibrate_exact_tiles
+from .exact_calibration import calibrate_sparse
 from .finding import (
     attn_processors,
     find_transformers,
@@ -38,7 +38,7 @@ __all__ = [
     "apply_mhla",
     "attended",
     "attn_processors",
-    "calibrate_exact_tiles",
+    "calibrate_sparse",
     "calibrate_mixing",
     "calibrate_output_norm",
     "change_mhla",

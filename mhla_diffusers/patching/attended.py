@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..attention.outside import Outside, OutsideTokens, of_grid
+from ..attention.extra import Extra, ExtraTokens, of_grid
 from ..attention.rotary import Rotary, rotary_table, rotated
 
 
@@ -18,7 +18,7 @@ class Attended(NamedTuple):
     value: torch.Tensor
     """Like ``query``."""
     grid: tuple[int, ...]
-    outside: Outside = (0, 0)
+    extra: Extra = (0, 0)
     """How many tokens stand before and after those of the grid."""
     rotary: Rotary | None = None
     """(cos, sin), each (1 or B, N, 1, D)."""
@@ -27,17 +27,17 @@ class Attended(NamedTuple):
 
     def of_grid(self) -> "Attended":
         """The tokens of the grid alone."""
-        query, key, value = (of_grid(x, self.outside) for x in (self.query, self.key, self.value))
+        query, key, value = (of_grid(x, self.extra) for x in (self.query, self.key, self.value))
         cos_sin = self.rotary
-        rotary = None if cos_sin is None else (of_grid(cos_sin[0], self.outside), of_grid(cos_sin[1], self.outside))
-        mask = None if self.key_mask is None else of_grid(self.key_mask, self.outside)
+        rotary = None if cos_sin is None else (of_grid(cos_sin[0], self.extra), of_grid(cos_sin[1], self.extra))
+        mask = None if self.key_mask is None else of_grid(self.key_mask, self.extra)
         return Attended(query, key, value, self.grid, (0, 0), rotary, mask)
 
-    def others(self) -> OutsideTokens | None:
-        """The tokens outside the grid; None if there are none."""
-        if not any(self.outside):
+    def others(self) -> ExtraTokens | None:
+        """The extra tokens; None if there are none."""
+        if not any(self.extra):
             return None
-        return OutsideTokens.of(self.query, self.key, self.value, self.rotary, self.key_mask, self.outside)
+        return ExtraTokens.of(self.query, self.key, self.value, self.rotary, self.key_mask, self.extra)
 
     def in_float32(self) -> "Attended":
         """With query, key and value in float32."""

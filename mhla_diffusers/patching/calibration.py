@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.outside import of_grid
+from ..attention.extra import of_grid
 from ..families import get_family
 from .finding import find_transformers, refuse_language
 from .layer import MHLALayer
@@ -58,7 +58,7 @@ def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: 
     form = form_of(attn)
     given = form.read(attn, form.arguments(args, kwargs))
     tokens = math.prod(grid_of_call(attn, given.rotary))
-    return of_grid(x, form.outside(given, tokens)) if x.shape[1] > tokens else x
+    return of_grid(x, form.extra(given, tokens)) if x.shape[1] > tokens else x
 
 
 def watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:

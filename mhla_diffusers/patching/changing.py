@@ -145,8 +145,8 @@ def _carry_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping
             )
         with torch.no_grad():
             state[key].copy_(tensors[key])
-    if after.exact is not None:
-        after.exact.make_lists()
+    if after.sparse is not None:
+        after.sparse.make_lists()
     old = dict(before.named_parameters())
     for key, parameter in after.named_parameters():
         is_set_anew = key == "mixing" and before.config.mixing_learnable != after.config.mixing_learnable

@@ -49,7 +49,7 @@ class AttentionCost:
 
 
 def attention_sizes(
-    config: MHLAConfig, grid: tuple[int, ...], heads: int, head_dim: int, outside: int = 0, *, in_order: bool = False
+    config: MHLAConfig, grid: tuple[int, ...], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
 ) -> AttentionSizes:
     """What the cost of an attention with a patch depends on.
 
@@ -58,21 +58,21 @@ def attention_sizes(
         grid: token grid.
         heads: H.
         head_dim: D.
-        outside: tokens outside the grid.
+        outside: extra tokens.
         in_order: whether the attention before the patch sees no later token,
             :attr:`mhla_diffusers.families.Family.own_attention_is_causal`.
     """
-    sizes = AttentionSizes(math.prod(grid), heads, head_dim, math.prod(config.blocks_on(grid)), outside=outside)
+    sizes = AttentionSizes(math.prod(grid), heads, head_dim, math.prod(config.blocks_on(grid)), extra=extra)
     sizes = _in_order(sizes) if in_order else sizes
     if config.causal is not None:
         return _causal_sizes(sizes, config, grid)
-    if config.exact == "none":
+    if config.sparse == "none":
         return sizes
     tiles = math.prod(min(count, size) for count, size in zip(config.tiles, grid, strict=True))
     if config.block_size is not None:
         tiles = tile_count(grid, config.block_size)
-    equal_lists = config.exact != "calibrated"
-    return sizes.with_exact_tiles(tiles, config.share, tile_means=config.tile_means, equal_lists=equal_lists)
+    equal_lists = config.sparse != "calibrated"
+    return sizes.with_exact_tiles(tiles, config.share, pooled=config.pooled, equal_lists=equal_lists)
 
 
 def _in_order(sizes: AttentionSizes) -> AttentionSizes:
@@ -86,13 +86,13 @@ def _causal_sizes(sizes: AttentionSizes, config: MHLAConfig, grid: tuple[int, ..
     lengths = [min(length, sizes.tokens - start) for start in range(0, sizes.tokens, length)]
     of_order = config.causal == "token"
     own = sizes.heads * sum(n * (n + 1) // 2 if of_order else n * n for n in lengths)
-    if config.exact == "own":
+    if config.sparse == "own":
         return replace(sizes, tile_pairs=own)
     return replace(sizes, own_pairs=own if of_order else 0)
 
 
 def sizes_of(
-    attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...], outside: int = 0
+    attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...], extra: int = 0
 ) -> AttentionSizes:
     """What the cost of a model's self-attention depends on.
 
@@ -101,15 +101,15 @@ def sizes_of(
         family: whose own attention a layer without a patch has.
         config: of its patch; None without one.
         grid: token grid.
-        outside: tokens outside the grid.
+        outside: extra tokens.
     """
     heads, head_dim = family.form_of(attn).heads(attn)
     if config is not None:
-        return attention_sizes(config, grid, heads, head_dim, outside, in_order=family.own_attention_is_causal)
-    sizes = AttentionSizes(math.prod(grid), heads, head_dim, outside=outside)
+        return attention_sizes(config, grid, heads, head_dim, extra, in_order=family.own_attention_is_causal)
+    sizes = AttentionSizes(math.prod(grid), heads, head_dim, extra=extra)
     if family.own_attention != "softmax":
         return sizes
-    sizes = sizes.with_exact_tiles(1, 1.0, tile_means=False)
+    sizes = sizes.with_exact_tiles(1, 1.0, pooled=False)
     if not family.own_attention_is_causal:
         return sizes
     sizes = _in_order(sizes)
@@ -130,10 +130,10 @@ def own_block_share(config: MHLAConfig, family: Family, grid: tuple[int, ...] | 
 
 
 def attention_cost(
-    attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...], outside: int = 0
+    attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...], extra: int = 0
 ) -> AttentionCost:
     """Cost of one self-attention, whose arguments are those of :func:`sizes_of`."""
-    sizes = sizes_of(attn, family, config, grid, outside)
+    sizes = sizes_of(attn, family, config, grid, extra)
     return AttentionCost(
         sizes.flops, sizes.softmax_flops, sizes.exact_pairs, sizes.pairs, sizes.held_bytes, sizes.weight_bytes
     )

@@ -32,7 +32,7 @@ class ExactDescription:
     share: float | None
     """Part of all pairs of tiles that is exact; None before they are calibrated. Of a causal patch, part of the pairs
     of tokens that the attention before it sees."""
-    tile_means: bool
+    pooled: bool
     """Whether the other tiles take part through their means."""
 
 
@@ -75,7 +75,7 @@ class Description(list[LayerDescription]):
         header = ["layer", "attention", "grid", "blocks", "tokens per block", "extra parameters"]
         rows = [_cells(layer) for layer in self]
         # what all layers have in common stands below, so that the table fits a terminal
-        has_exact = any(layer.exact is not None for layer in self)
+        has_exact = any(layer.sparse is not None for layer in self)
         if has_exact:
             header.insert(-1, "exact")
             rows = [(*row[:-1], _share(layer), row[-1]) for row, layer in zip(rows, self, strict=True)]
@@ -108,8 +108,8 @@ class Description(list[LayerDescription]):
     def _exact_lines(self) -> list[str]:
         """A line for every layout of exact tiles that layers have."""
         layers: dict[tuple[Any, ...], list[ExactDescription]] = {}
-        for one in (layer.exact for layer in self if layer.exact is not None):
-            layers.setdefault((one.kind, one.tiles, one.tokens_per_tile, one.tile_means), []).append(one)
+        for one in (layer.sparse for layer in self if layer.sparse is not None):
+            layers.setdefault((one.kind, one.tiles, one.tokens_per_tile, one.pooled), []).append(one)
         lines = []
         for (kind, tiles, tokens, means), found in layers.items():
             shares = [one.share for one in found if one.share is not None]
@@ -182,7 +182,7 @@ def _describe_layer(
         config.check_whole(grid)
         check_layout(config.grid_from(grid), config.blocks_on(grid), is_causal=config.causal is not None)
         # tiles by content are never more than tokens, and those of a causal patch are its blocks
-        if config.exact not in ("none", "content") and config.causal is None:
+        if config.sparse not in ("none", "content") and config.causal is None:
             check_layout(grid, config.tiles, "exact_tiles")
     else:
         grid = getattr(processor, "grid", None) or (hooks.latest if hooks is not None else None)
@@ -201,7 +201,7 @@ def _cost(layer: LayerDescription, attn: Any, family: Family) -> AttentionCost |
     config = (layer_of(attn) or attn.processor).config if layer.runs_mhla else None
     if layer.grid is None or layer.replaced and layer.tokens_per_block is None:
         return None
-    return attention_cost(attn, family, config, layer.grid, family.outside_tokens)
+    return attention_cost(attn, family, config, layer.grid, family.extra_tokens)
 
 
 def _cut(config: MHLAConfig, grid: tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
@@ -217,7 +217,7 @@ def _cut(config: MHLAConfig, grid: tuple[int, ...] | None) -> tuple[tuple[int, .
 def _describe_exact(
     config: MHLAConfig, family: Family, layer: MHLALayer | None, grid: tuple[int, ...] | None
 ) -> ExactDescription | None:
-    if config.exact == "none":
+    if config.sparse == "none":
         return None
     if config.causal is not None:
         return _describe_own_blocks(config, family, grid)
@@ -227,12 +227,12 @@ def _describe_exact(
             tiles = tile_count(grid, config.block_size)
             share = list_length(config.share, tiles) / tiles
             tokens = (math.prod(grid) - config.block_size * (tiles - 1), min(config.block_size, math.prod(grid)))
-        return ExactDescription(config.exact, config.block_size, tokens, share, config.tile_means)
-    chosen = layer.exact.share if layer is not None and layer.exact is not None else None
+        return ExactDescription(config.sparse, config.block_size, tokens, share, config.pooled)
+    chosen = layer.sparse.share if layer is not None and layer.sparse is not None else None
     boxes = config.tiles
-    if grid is not None and config.exact == "content":
+    if grid is not None and config.sparse == "content":
         boxes = tuple(min(count, size) for count, size in zip(boxes, grid, strict=True))
-    return ExactDescription(config.exact, boxes, _tokens_per_block(grid, boxes), chosen, config.tile_means)
+    return ExactDescription(config.sparse, boxes, _tokens_per_block(grid, boxes), chosen, config.pooled)
 
 
 def _describe_own_blocks(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> ExactDescription:
@@ -258,6 +258,6 @@ def _cells(layer: LayerDescription) -> tuple[str, ...]:
 
 
 def _share(layer: LayerDescription) -> str:
-    if layer.exact is None:
+    if layer.sparse is None:
         return "-"
-    return "?" if layer.exact.share is None else f"{layer.exact.share:.1%}"
+    return "?" if layer.sparse.share is None else f"{layer.sparse.share:.1%}"

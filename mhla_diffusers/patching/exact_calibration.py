@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..attention.eager import eager_attention, without_autocast
-from ..attention.merge import far_field
+from ..attention.merge import linear_branch
 from ..attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from ..attention.tile_scores import spend
 from ..attention.tiles import Cut, in_tiles, square_tiles, tokens_of_tiles
@@ -58,15 +58,15 @@ class Calibration(list[LayerCalibration]):
 
 
 @torch.no_grad()
-def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
+def calibrate_sparse(model: Any, run: Callable[[], object]) -> Calibration:
     """Choose the exact tiles of every head, layer by layer, and fit β and λ to the attention that is replaced.
 
     ``run`` is called once with the patch switched off. On some queries of every tile it is measured what leaving each
     pair of tiles inexact does to the output (:mod:`mhla_diffusers.attention.tile_errors`); a layer counts by how much
-    its replacement alone moves the transformer's output. The budget of the configuration's ``exact_share`` goes to the
+    its replacement alone moves the transformer's output. The budget of the configuration's ``density`` goes to the
     pairs of all heads and layers of a transformer where it is worth most, each query tile getting at least half as many
     as the average and at most twice as many. Then β and λ of every head are those that bring the output closest to
-    softmax attention's. With ``exact="own"`` and ``"content"`` only the latter is done.
+    softmax attention's. With ``sparse="own"`` and ``"content"`` only the latter is done.
 
     Args:
         model: a patched pipeline or transformer with exact tiles.
@@ -79,12 +79,12 @@ def calibrate_exact_tiles(model: Any, run: Callable[[], object]) -> Calibration:
         ValueError: if the model is not patched, is patched causally or has no exact tiles, or ``run`` did not reach
             every layer.
     """
-    refuse_language(model, "calibrate_exact_tiles()")
-    refuse_causal((layer.config for layer in mhla_layers(model).values()), "calibrate_exact_tiles()")
+    refuse_language(model, "calibrate_sparse()")
+    refuse_causal((layer.config for layer in mhla_layers(model).values()), "calibrate_sparse()")
     layers = patched_attentions(model, "exact")
     if not layers:
         raise ValueError(
-            'The model has no exact tiles to calibrate; patch it with exact="calibrated", "content" or "own".'
+            'The model has no exact tiles to calibrate; patch it with sparse="calibrated", "content" or "own".'
         )
     if not all(isinstance(attn.processor, MHLAProcessor) for attn in layers.values()):
         raise ValueError("The patch is switched off in some layers; leave mhla_disabled(), or call change_mhla(model).")
@@ -131,7 +131,7 @@ def measure_tiles(
         ValueError: if ``run`` did not reach every layer.
     """
     layers = patched_attentions(model, "exact")
-    layers = {name: attn for name, attn in layers.items() if attn.mhla.config.exact == "calibrated"}
+    layers = {name: attn for name, attn in layers.items() if attn.mhla.config.sparse == "calibrated"}
     measured = {name: TileMeasurement() for name in layers}
     handles = [
         attn.register_forward_pre_hook(_measuring(measured[name]), with_kwargs=True) for name, attn in layers.items()
@@ -152,7 +152,7 @@ def _measuring(measured: TileMeasurement) -> Callable[[Any, tuple[Any, ...], dic
         with without_autocast(found.query.device):  # errors are measured in float32, whatever the model runs in
             given = tiled_input(attn, found)
             samples = given.samples(QUERIES, measured.calls)
-            errors, masses, squares = pair_errors(given, samples, head_projections(attn), attn.mhla.config.tile_means)
+            errors, masses, squares = pair_errors(given, samples, head_projections(attn), attn.mhla.config.pooled)
         measured.errors = measured.errors.to(errors.device) + errors
         measured.masses = measured.masses.to(errors.device) + masses
         measured.squares = measured.squares.to(errors.device) + squares
@@ -215,7 +215,7 @@ def _choose(
 
 
 def _report(name: str, found: TileMeasurement, mask: torch.Tensor) -> LayerCalibration:
-    # tokens outside the grid hold the rest of a query's weights, and are exact
+    # extra tokens hold the rest of a query's weights, and are exact
     mass = 1 - float((found.masses * ~mask).sum(dim=-1).mean()) / found.calls
     tiles = mask.shape[-1]
     # every head's error passes through its own part of the projection; their squares add up where they are independent
@@ -225,7 +225,7 @@ def _report(name: str, found: TileMeasurement, mask: torch.Tensor) -> LayerCalib
 
 def fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: list[TransformerCall]) -> None:
     """Set β and λ of every head to what brings its output closest to softmax attention's."""
-    open_ones = {name: attn for name, attn in attentions.items() if attn.mhla.far_field_log_weight is not None}
+    open_ones = {name: attn for name, attn in attentions.items() if attn.mhla.linear_log_weight is not None}
     errors: dict[str, list[torch.Tensor]] = defaultdict(list)
 
     def watch(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
@@ -244,30 +244,30 @@ def fit_weights(transformer: nn.Module, attentions: Mapping[str, Any], calls: li
         candidates = _candidates(attn.mhla)
         best = torch.stack(errors[name]).sum(dim=0).flatten(1).argmin(dim=1).cpu()
         count = len(candidates.far_log_weight)
-        attn.mhla.far_field_log_weight.copy_(candidates.far_log_weight[best % count])
-        if attn.mhla.mean_bias is not None:
-            attn.mhla.mean_bias.copy_(candidates.mean_bias[best // count])
+        attn.mhla.linear_log_weight.copy_(candidates.far_log_weight[best % count])
+        if attn.mhla.pooled_bias is not None:
+            attn.mhla.pooled_bias.copy_(candidates.pooled_bias[best // count])
 
 
 def _candidates(layer: MHLALayer) -> Candidates:
-    return Candidates(_MEAN_BIASES if layer.mean_bias is not None else torch.tensor([-torch.inf]), FAR_LOG_WEIGHTS)
+    return Candidates(_MEAN_BIASES if layer.pooled_bias is not None else torch.tensor([-torch.inf]), FAR_LOG_WEIGHTS)
 
 
 def _try_candidates(attn: Any, given: Attended, shift: int) -> torch.Tensor:
     layer, tiled = attn.mhla, tiled_input(attn, given)
     call = layer.call(given.in_float32())
-    far, normaliser = eager_attention(far_field(call))
+    far, normaliser = eager_attention(linear_branch(call))
     tokens = tokens_of_tiles(given.grid, _tile_counts(attn, given.grid))[0].to(far.device)
     far_in_tiles = in_tiles(far, tokens), in_tiles(normaliser.log(), tokens).squeeze(-1)
     samples, candidates = tiled.samples(_FITTING_QUERIES, shift), _candidates(layer)
-    if layer.config.fits_mean_bias and call.mean_bias is not None:  # λ is fitted beside the β of this call
-        candidates = replace(candidates, mean_bias=call.mean_bias.mean(dim=0)[:, None])
+    if layer.config.fits_pooled_bias and call.pooled_bias is not None:  # λ is fitted beside the β of this call
+        candidates = replace(candidates, pooled_bias=call.pooled_bias.mean(dim=0)[:, None])
     none = torch.zeros(1, layer.heads, len(tokens), len(tokens), dtype=torch.bool, device=far.device)
-    mask = none if call.exact is None else call.exact.mask()
+    mask = none if call.lists is None else call.lists.mask()
     return candidate_errors(tiled, samples, head_projections(attn), mask, far_in_tiles, candidates)
 
 
 def _tile_counts(attn: Any, grid: tuple[int, ...]) -> Cut:
     """Of exact tiles; without them, tiles of which some queries are looked at."""
-    choice: TileChoice | None = attn.mhla.exact
+    choice: TileChoice | None = attn.mhla.sparse
     return choice.counts(grid) if choice is not None else square_tiles(grid)

@@ -17,18 +17,18 @@ from ..attention import (
     resize_mixing,
 )
 from ..attention.by_content import with_chosen_tiles
-from ..attention.outside import Outside, of_grid
+from ..attention.extra import Extra, of_grid
 from ..attention.parallel.halo import rows_around
 from ..attention.parallel.place import Parallel
 from ..attention.rotary import Rotary, rotary_table
-from ..attention.tiles import ContentTiles
+from ..attention.tiles import ContentRule
 from ..config import MHLAConfig
 from ..families.forms import AttentionForm
 from .attended import Attended
 from .gate_and_convolution import Convolution, Gate
 from .tile_choice import TileChoice
 
-FLOAT32_PARAMETERS = ("mixing", "far_field_log_weight", "mean_bias")
+FLOAT32_PARAMETERS = ("mixing", "linear_log_weight", "pooled_bias")
 """Parameters of a layer that stay in float32 whatever the attention computes in."""
 
 _FAR_LOG_WEIGHT = {True: -3.0, False: 0.0}
@@ -48,8 +48,8 @@ class MHLALayer(nn.Module):
 
     Each is initialised so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is
     1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. Beside exact tiles λ
-    is 1, or e⁻³ where the others take part through their means, whose β is 0; :func:`calibrate_exact_tiles` fits both.
-    Beside tokens outside the grid alone it is 1 / √D; :func:`calibrate_mixing` fits it.
+    is 1, or e⁻³ where the others take part through their means, whose β is 0; :func:`calibrate_sparse` fits both.
+    Beside extra tokens alone it is 1 / √D; :func:`calibrate_mixing` fits it.
 
     Args:
         config: settings.
@@ -76,18 +76,18 @@ class MHLALayer(nn.Module):
         if config.mixing_per_head:
             mixing = mixing.repeat(heads, 1, 1)
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
-        has_tiles = config.exact != "none" and config.causal is None
+        has_tiles = config.sparse != "none" and config.causal is None
         self.exact = TileChoice(config, heads) if has_tiles else None
-        self.far_field_log_weight: nn.Parameter | None = None
-        """Log of λ, (H,); of layers that attend to anything with softmax, exact tiles or tokens outside the grid."""
-        self.mean_bias: nn.Parameter | None = None
+        self.linear_log_weight: nn.Parameter | None = None
+        """Log of λ, (H,); of layers that attend to anything with softmax, exact tiles or extra tokens."""
+        self.pooled_bias: nn.Parameter | None = None
         """β, (H,)."""
-        if config.exact != "none" or self.form.has_outside:
-            has_means = self.exact is not None and config.tile_means
-            log_weight = _FAR_LOG_WEIGHT[has_means] if config.exact != "none" else _without_tiles(head_dim)
-            self.far_field_log_weight = nn.Parameter(torch.full((heads,), log_weight))
-            learns_bias = has_means and not config.fits_mean_bias
-            self.mean_bias = nn.Parameter(torch.zeros(heads)) if learns_bias else None
+        if config.sparse != "none" or self.form.has_extra:
+            has_means = self.exact is not None and config.pooled
+            log_weight = _FAR_LOG_WEIGHT[has_means] if config.sparse != "none" else _without_tiles(head_dim)
+            self.linear_log_weight = nn.Parameter(torch.full((heads,), log_weight))
+            learns_bias = has_means and not config.fits_pooled_bias
+            self.pooled_bias = nn.Parameter(torch.zeros(heads)) if learns_bias else None
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, inner_size) if config.output_gate else None
         self.convolution: Convolution | None = None
@@ -104,7 +104,7 @@ class MHLALayer(nn.Module):
         rotary: Rotary | None = None,
         key_mask: torch.Tensor | None = None,
         backend: str = "auto",
-        outside: Outside = (0, 0),
+        extra: Extra = (0, 0),
         parallel: Parallel | None = None,
         state: MHLAState | None = None,
         keep: bool = True,
@@ -117,7 +117,7 @@ class MHLALayer(nn.Module):
             value: like ``key``.
             hidden_states: (B, tokens, hidden size), input of the attention, for the gate: of all N tokens, or without
                 those outside the grid.
-            grid: token grid; N is its product and the tokens outside.
+            grid: token grid; N is its product and the extra tokens.
             rotary: (cos, sin), each (1 or B, N, 1, D).
             key_mask: (B, N), see :func:`mhla_attention`.
             backend: see :func:`mhla_attention`.
@@ -134,11 +134,11 @@ class MHLALayer(nn.Module):
                 :func:`mhla_attention` and :meth:`MHLAState.step` refuse.
         """
         self.config.check_whole(grid)
-        here = Attended(query, key, value, grid, outside, rotary).of_grid()
+        here = Attended(query, key, value, grid, extra, rotary).of_grid()
         gate = None
         if self.gate is not None:
-            whole = any(outside) and hidden_states.shape[1] == query.shape[1]
-            gate = self.gate(of_grid(hidden_states, outside) if whole else hidden_states)
+            whole = any(extra) and hidden_states.shape[1] == query.shape[1]
+            gate = self.gate(of_grid(hidden_states, extra) if whole else hidden_states)
             gate = gate.unflatten(-1, (self.heads, -1))
         if state is not None:
             return self._step(state, query, key, value, rotary, key_mask, gate, keep)
@@ -155,14 +155,14 @@ class MHLALayer(nn.Module):
             output_norm=self.output_norm,
             output_gate=gate,
             backend=backend,
-            outside=outside,
+            extra=extra,
             parallel=parallel,
-            **self._settings(grid, any(outside), parallel),
+            **self._settings(grid, any(extra), parallel),
         )
         if self.convolution is not None:
             added = self._convolved(self.convolution, here.value.flatten(2), grid, parallel)
             added = added.unflatten(-1, (self.heads, -1))
-            output = output + (torch.nn.functional.pad(added, (0, 0, 0, 0, *outside)) if any(outside) else added)
+            output = output + (torch.nn.functional.pad(added, (0, 0, 0, 0, *extra)) if any(extra) else added)
         return output
 
     def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
@@ -208,7 +208,7 @@ class MHLALayer(nn.Module):
         weights: dict[str, Any] = {
             "mixing": self.mixing,
             "output_norm": self.output_norm,
-            "far_field_weight": self._own_block_weight(),
+            "linear_weight": self._own_block_weight(),
         }
         earlier = key.shape[1] - query.shape[1]
         if earlier:
@@ -241,8 +241,8 @@ class MHLALayer(nn.Module):
     def call(self, given: Attended) -> Call:
         """The call of :meth:`forward` without norm and gate, for what looks at the attention itself."""
         here = given.of_grid()
-        settings = self._settings(given.grid, bool(any(given.outside)))
-        if isinstance(settings.get("exact"), ContentTiles):
+        settings = self._settings(given.grid, bool(any(given.extra)))
+        if isinstance(settings.get("exact"), ContentRule):
             settings["by_content"] = settings.pop("exact")
         call = Call(
             here.query,
@@ -253,7 +253,7 @@ class MHLALayer(nn.Module):
             self.config.blocks_on(given.grid),
             rotary=rotary_table(here.rotary) if here.rotary is not None else None,
             key_mask=here.key_mask,
-            outside=given.others(),
+            extra=given.others(),
             **settings,
         )
         return with_chosen_tiles(call)
@@ -265,17 +265,17 @@ class MHLALayer(nn.Module):
             return extend_mixing(self.mixing, self.config.blocks, blocks[0])
         return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
 
-    def _settings(self, grid: tuple[int, ...], has_outside: bool, parallel: Parallel | None = None) -> dict[str, Any]:
+    def _settings(self, grid: tuple[int, ...], has_extra: bool, parallel: Parallel | None = None) -> dict[str, Any]:
         """Arguments of the attention besides tensors that the input brings."""
-        config, log_weight = self.config, self.far_field_log_weight
+        config, log_weight = self.config, self.linear_log_weight
         settings = self._common_settings()
         if config.causal is not None:
-            return settings | {"causal": config.causal, "far_field_weight": self._own_block_weight()}
+            return settings | {"causal": config.causal, "linear_weight": self._own_block_weight()}
         if self.exact is not None:
             settings["exact"] = self.exact(grid, parallel)
         # else nothing is left for a far field or means to add, or the far field is alone and its weight without effect
-        if log_weight is not None and config.share < 1 and (self.exact is not None or has_outside):
-            settings |= {"far_field_weight": log_weight.exp(), "mean_bias": self.mean_bias}
+        if log_weight is not None and config.share < 1 and (self.exact is not None or has_extra):
+            settings |= {"linear_weight": log_weight.exp(), "pooled_bias": self.pooled_bias}
         return settings
 
     def _common_settings(self) -> dict[str, Any]:
@@ -290,18 +290,18 @@ class MHLALayer(nn.Module):
 
     def _own_block_weight(self) -> torch.Tensor | None:
         """λ beside the own frame block, if that is attended to with softmax."""
-        log_weight = self.far_field_log_weight
-        return log_weight.exp() if self.config.exact == "own" and log_weight is not None else None
+        log_weight = self.linear_log_weight
+        return log_weight.exp() if self.config.sparse == "own" and log_weight is not None else None
 
     @property
     def needs_calibration(self) -> bool:
         """Whether exact tiles are yet to be chosen, or λ and β are still those of a fresh layer."""
-        if self.exact is None or self.config.share == 1 or self.far_field_log_weight is None:
+        if self.exact is None or self.config.share == 1 or self.linear_log_weight is None:
             return False
-        if self.config.fits_mean_bias:
+        if self.config.fits_pooled_bias:
             return False
-        is_fresh = bool((self.far_field_log_weight == _FAR_LOG_WEIGHT[self.config.tile_means]).all())
-        return not self.exact.is_ready or is_fresh and (self.mean_bias is None or not self.mean_bias.any())
+        is_fresh = bool((self.linear_log_weight == _FAR_LOG_WEIGHT[self.config.pooled]).all())
+        return not self.exact.is_ready or is_fresh and (self.pooled_bias is None or not self.pooled_bias.any())
 
     @torch.no_grad()
     def clip_mixing_(self) -> None:

@@ -38,7 +38,7 @@ def load_mhla(
     blocks: tuple[int, ...] | None = None,
     exact_tiles: tuple[int, ...] | None = None,
     block_size: int | None = None,
-    exact_share: float | None = None,
+    density: float | None = None,
     backend: str = "auto",
     revision: str | None = None,
     token: str | None = None,
@@ -55,7 +55,7 @@ def load_mhla(
         blocks: other block counts to open the patch at; mixing matrices are interpolated.
         exact_tiles: other tile counts; the scores of calibrated tiles are interpolated, and tiles chosen anew.
         block_size: tokens of every tile along the curve, of a patch that has such tiles.
-        exact_share: another part of all pairs of tiles to be exact; calibrated tiles are chosen anew.
+        density: another part of all pairs of tiles to be exact; calibrated tiles are chosen anew.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         revision: of a Hub repository; with it a folder here of the owner's name does not count.
         token: for a private Hub repository.
@@ -75,7 +75,7 @@ def load_mhla(
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
-    wanted = {"blocks": blocks, "exact_tiles": exact_tiles, "block_size": block_size, "exact_share": exact_share}
+    wanted = {"blocks": blocks, "exact_tiles": exact_tiles, "block_size": block_size, "density": density}
     changes = {name: value for name, value in wanted.items() if value is not None}
     prepared = []
     for name, transformer in transformers.items():
@@ -116,8 +116,8 @@ def _fill(layer: MHLALayer, tensors: dict[str, torch.Tensor]) -> None:
     state = layer.state_dict(keep_vars=True)
     for key, tensor in tensors.items():
         state[key].copy_(tensor)
-    if layer.exact is not None:
-        layer.exact.make_lists()
+    if layer.sparse is not None:
+        layer.sparse.make_lists()
 
 
 def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> Path:
@@ -240,7 +240,7 @@ def _without_near_field(part: dict[str, torch.Tensor], heads: int) -> dict[str, 
             part[key] = part[key].clone()
             part[key].diagonal(dim1=-2, dim2=-1).zero_()
         # a single block had no far field, and no weight of it
-        part.setdefault(key.replace(".mixing", ".far_field_log_weight"), torch.zeros(heads))
+        part.setdefault(key.replace(".mixing", ".linear_log_weight"), torch.zeros(heads))
     return part
 
 

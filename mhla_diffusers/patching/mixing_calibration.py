@@ -34,7 +34,7 @@ def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
     training it helps much, and is still far from what adaptation reaches.
 
     Args:
-        model: a patched pipeline or transformer with ``exact="none"``.
+        model: a patched pipeline or transformer with ``sparse="none"``.
         run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
 
     Raises:
@@ -54,7 +54,7 @@ def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
     for name, transformer in transformers.items():
         some = spread_calls(calls[name])
         _fit_layers(transformer, some)
-        # where tokens outside the grid are attended to with softmax, the rest must weigh as it did beside them
+        # where extra tokens are attended to with softmax, the rest must weigh as it did beside them
         fit_weights(transformer, {name: attn for name, (attn, _) in patched_pairs(transformer).items()}, some)
 
 
@@ -67,11 +67,11 @@ def _check(transformer: nn.Module) -> None:
         raise ValueError(f"The own attention of {type(transformer).__name__} is {own}: {way_out}.")
     for attn, _ in patched_pairs(transformer).values():
         config = attn.mhla.config
-        if config.exact != "none" or not config.normalize or config.output_norm:
+        if config.sparse != "none" or not config.normalize or config.output_norm:
             raise ValueError(
-                "calibrate_mixing() fits MHLA alone, exact='none', normalize=True and output_norm=False; got "
-                f"exact={config.exact!r}, normalize={config.normalize}, output_norm={config.output_norm}. "
-                "calibrate_exact_tiles() fits what goes with exact tiles, calibrate_output_norm() a norm."
+                "calibrate_mixing() fits MHLA alone, sparse='none', normalize=True and output_norm=False; got "
+                f"sparse={config.sparse!r}, normalize={config.normalize}, output_norm={config.output_norm}. "
+                "calibrate_sparse() fits what goes with exact tiles, calibrate_output_norm() a norm."
             )
         size = _FLOAT32 * attn.mhla.mixing[..., 0, 0].numel() * math.prod(config.blocks) ** 3
         if size > _MOST_BYTES:

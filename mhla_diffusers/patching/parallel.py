@@ -82,8 +82,8 @@ class Processes:
     def _prepare(self, grid: tuple[int, ...]) -> None:
         """For a token grid: work out of lists of exact tiles what each process sends, which needs their values."""
         for _, layer in _layers(self.transformer) if self.parallel is not None else ():
-            if layer.exact is not None and self.parallel is not None:
-                layer.exact.prepare(grid, self.parallel)
+            if layer.sparse is not None and self.parallel is not None:
+                layer.sparse.prepare(grid, self.parallel)
 
     def check(self, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
         """Of one call, before which lists of exact tiles are prepared.
@@ -105,7 +105,7 @@ class Processes:
         context = arguments.get("encoder_hidden_states")
         for _, layer in _layers(self.transformer):
             parallel.head_counts(layer.heads)
-            if layer.form.has_outside and isinstance(context, torch.Tensor):
+            if layer.form.has_extra and isinstance(context, torch.Tensor):
                 parallel.shares(context.shape[1], "tokens of text")
         self.prepare(grid)
 

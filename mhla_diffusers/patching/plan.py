@@ -83,15 +83,15 @@ def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
             f"blocks={config.blocks} has {len(config.blocks)} axes, but {type(transformer).__name__} has "
             f"{family.axes}; for example blocks={family.default_config.blocks}."
         )
-    if config.exact != "none" and family.own_attention != "softmax":
+    if config.sparse != "none" and family.own_attention != "softmax":
         raise ValueError(
-            f"exact={config.exact!r} approximates softmax attention, and the own attention of "
+            f"sparse={config.sparse!r} approximates softmax attention, and the own attention of "
             f"{type(transformer).__name__} is {family.own_attention}; leave it at 'none'."
         )
-    if family.form.has_outside and not config.normalize:
+    if family.form.has_extra and not config.normalize:
         raise ValueError(
             f"normalize=False leaves {type(transformer).__name__} no common denominator with the softmax over its "
-            "tokens outside the grid; leave it at True."
+            "extra tokens; leave it at True."
         )
     refuse_order(transformer, config.causal)
     if family.form.rope_by_head and config.rope != "before":
@@ -114,7 +114,7 @@ def refuse_order(transformer: nn.Module, causal: object) -> None:
     Raises:
         ValueError: naming the way out.
     """
-    if causal is not None and get_family(transformer).form.has_outside:
+    if causal is not None and get_family(transformer).form.has_extra:
         raise ValueError(
             f"causal={causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to tokens "
             "outside it too, such as text or a class token, which have no place in that order; leave it at None."

@@ -153,7 +153,7 @@ class MHLAProcessor:
         grid = self.grid if self.grid is not None else grid_of_call(attn, given.rotary)
         parallel = parallel_of_call(self)
         tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
-        outside = form.outside(given, tokens)
+        extra = form.extra(given, tokens)
         if layer is None:
             attn.mhla = make_layer(attn, self.config, family)
         query, key, value = form.project(attn, given)
@@ -170,7 +170,7 @@ class MHLAProcessor:
                 given.rotary if step is None else step.rotary(given.rotary, grid),
                 given.key_mask,
                 self.backend,
-                outside,
+                extra,
                 parallel,
                 state=None if step is None else step.state_of(attn, grid),
                 keep=step is None or step.keep,
@@ -318,7 +318,7 @@ def _skip(
     **kwargs: Any,
 ) -> Any:
     """What diffusers' layer skipping runs in place of a patched attention: nothing."""
-    is_pair = encoder_hidden_states is not None and form_of(attn).has_outside
+    is_pair = encoder_hidden_states is not None and form_of(attn).has_extra
     return (hidden_states, encoder_hidden_states) if is_pair else hidden_states
 
 
@@ -372,5 +372,5 @@ def attended(
     layer = layer_of(attn)
     form.check_order(given, None if layer is None else layer.config)
     grid = grid if grid is not None else grid_of_call(attn, given.rotary)
-    outside = form.outside(given, math.prod(grid))
-    return Attended(*form.project(attn, given), grid, outside, given.rotary, given.key_mask)
+    extra = form.extra(given, math.prod(grid))
+    return Attended(*form.project(attn, given), grid, extra, given.rotary, given.key_mask)

@@ -83,7 +83,7 @@ class PatchRecord:
             not path,
             f"{CONFIG_NAME} was changed after saving: {path} is {now!r}, and the weights were saved with {saved!r}. "
             "They belong together, so put it back. What may differ are the arguments of load_mhla: blocks, "
-            "exact_tiles, exact_share; other settings need other weights: apply_mhla() and an adaptation.",
+            "exact_tiles, density; other settings need other weights: apply_mhla() and an adaptation.",
         )
 
 

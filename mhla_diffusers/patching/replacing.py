@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config import MHLAConfig, Patch, is_automatic, load_patch
 from ..families import Family, get_family
-from .exact_calibration import calibrate_exact_tiles
+from .exact_calibration import calibrate_sparse
 from .finding import attentions_of, find_transformers, refuse_causal, refuse_language
 from .mixing_calibration import calibrate_mixing
 from .plan import automatic_count, carry_out, make_plan, refuse_order
@@ -41,7 +41,7 @@ def apply_mhla(
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         calibration: makes the patch as good as it is without training: runs the model on typical inputs, for example
             ``lambda: pipe("a cat", num_inference_steps=4)``. It says which tiles every head needs and how the rest is
-            weighed, see :func:`calibrate_exact_tiles`; without exact tiles it fits the mixing matrices, see
+            weighed, see :func:`calibrate_sparse`; without exact tiles it fits the mixing matrices, see
             :func:`calibrate_mixing`. With ``layers="auto:2/3"`` those layers are replaced whose replacement alone moves
             the output least, which costs one run of each call per layer; their list is recorded in the configuration,
             and mixing matrices are left as they are.
@@ -72,8 +72,8 @@ def apply_mhla(
     if calibration is not None:
         refuse_causal(configs.values(), "calibration")
     automatic = any(is_automatic(config.layers) for config in configs.values())
-    has_exact = any(config.exact != "none" for config in configs.values())
-    calibrate = calibrate_exact_tiles if has_exact else None if automatic else calibrate_mixing
+    has_exact = any(config.sparse != "none" for config in configs.values())
+    calibrate = calibrate_sparse if has_exact else None if automatic else calibrate_mixing
     if calibration is not None and automatic:
         configs = _choose_automatically(transformers, configs, calibration, backend)
     plans = [make_plan(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
@@ -110,8 +110,8 @@ def _choose_automatically(
     for name, plan in plans.items():
         carry_out(plan, plan.transformer)
         try:
-            if plan.processor.config.exact != "none":
-                calibrate_exact_tiles(plan.transformer, partial(repeat_calls, plan.transformer, calls[name]))
+            if plan.processor.config.sparse != "none":
+                calibrate_sparse(plan.transformer, partial(repeat_calls, plan.transformer, calls[name]))
             sensitivities = measure_sensitivity(plan.transformer, patched_pairs(plan.transformer), calls[name])
         finally:
             remove_mhla(plan.transformer)

@@ -38,7 +38,7 @@ def resized(
         for key in part:
             if key.endswith(".mhla.mixing"):
                 part[key] = _resized_mixing(part[key], before, after)
-    is_calibrated = before.exact == after.exact == "calibrated"
+    is_calibrated = before.sparse == after.sparse == "calibrated"
     # at a share of 1 lists are not read, so that those of another share wait there for it
     if is_calibrated and (before.tiles != after.tiles or before.share != after.share != 1):
         part |= _chosen_anew(part, before, after, heads)
@@ -55,7 +55,7 @@ def _check_positive(part: Mapping[str, torch.Tensor], blocks: tuple[int, ...]) -
                 least >= 0,
                 f"{key} has entries down to {least:.3g}, and this causal patch takes the logarithm of what blocks "
                 "weigh, which must be positive. Train with register_mixing_clip(), which keeps them in (0, 1), or "
-                "choose normalize=False with output_norm=True and exact='none'.",
+                "choose normalize=False with output_norm=True and sparse='none'.",
             )
 
 

@@ -10,7 +10,7 @@ from ..attention.blocks import check_layout
 from ..attention.parallel.place import Parallel
 from ..attention.parallel.tiles import fetch_plan
 from ..attention.tile_scores import all_scores, heaviest_pairs, kept_pairs, list_length
-from ..attention.tiles import ContentTiles, Cut, ExactTiles
+from ..attention.tiles import ContentRule, Cut, BlockLists
 from ..config import MHLAConfig
 
 
@@ -36,7 +36,7 @@ class TileChoice(nn.Module):
         super().__init__()
         self.config, self.heads = config, heads
         tiles = 1 if config.block_size is not None else math.prod(config.tiles)
-        if config.exact == "calibrated":
+        if config.sparse == "calibrated":
             kept = kept_pairs(heads, tiles)
             self.register_buffer("pairs", torch.zeros(kept, dtype=torch.int32))
             self.register_buffer("scores", torch.zeros(kept, dtype=torch.float16))
@@ -48,16 +48,16 @@ class TileChoice(nn.Module):
         self.register_buffer("keys", own.repeat(heads, 1).flatten(), persistent=False)
         self._begins = tuple(length * tiles * head for head in range(heads + 1))
         """Where the lists of every head begin in :attr:`keys`, and the last ones end, on the host."""
-        self._kept: dict[Any, ExactTiles] = {}
+        self._kept: dict[Any, BlockLists] = {}
         """Lists of the heads that a process attends with, which keep what was worked out of them."""
-        self.is_ready = config.exact != "calibrated" or config.share == 1
+        self.is_ready = config.sparse != "calibrated" or config.share == 1
         """Whether there is something to attend to."""
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
         self.make_lists()
 
-    def forward(self, grid: tuple[int, ...], parallel: Parallel | None = None) -> ExactTiles | ContentTiles:
+    def forward(self, grid: tuple[int, ...], parallel: Parallel | None = None) -> BlockLists | ContentRule:
         """The lists for a call with a token grid, or the rule by which :func:`mhla_attention` chooses them.
 
         Args:
@@ -69,24 +69,24 @@ class TileChoice(nn.Module):
         """
         if not self.is_ready:
             raise ValueError(
-                "exact='calibrated' does not know yet which tiles the heads need: calibrate_exact_tiles(pipe, run), or "
+                "sparse='calibrated' does not know yet which tiles the heads need: calibrate_sparse(pipe, run), or "
                 'apply_mhla(..., calibration=lambda: pipe("a cat", num_inference_steps=4)), or load_mhla() of a patch '
-                "that was calibrated. exact='content' needs no calibration."
+                "that was calibrated. sparse='content' needs no calibration."
             )
         counts = self.counts(grid)
-        if isinstance(counts, int) or self.config.exact == "content":
-            return ContentTiles(counts, self.config.share, self.config.fits_mean_bias)
+        if isinstance(counts, int) or self.config.sparse == "content":
+            return ContentRule(counts, self.config.share, self.config.fits_pooled_bias)
         if parallel is None:
-            return ExactTiles(counts, self.heads, self.offsets, self.keys)
+            return BlockLists(counts, self.heads, self.offsets, self.keys)
         return self._own_lists(counts, parallel.heads(self.heads))
 
     def prepare(self, grid: tuple[int, ...], parallel: Parallel) -> None:
         """Work out for a token grid what needs the values of lists, which torch.compile does not see."""
         lists = self(grid, parallel) if self.is_ready else None
-        if isinstance(lists, ExactTiles) and parallel.ring.size > 1:
+        if isinstance(lists, BlockLists) and parallel.ring.size > 1:
             fetch_plan(lists, grid, parallel.segments(math.prod(grid)), parallel.ring.rank)
 
-    def _own_lists(self, counts: tuple[int, ...], heads: slice) -> ExactTiles:
+    def _own_lists(self, counts: tuple[int, ...], heads: slice) -> BlockLists:
         """The lists of some heads, the same object at every call."""
         place = heads.start, heads.stop, self.keys.device
         if place not in self._kept:
@@ -94,7 +94,7 @@ class TileChoice(nn.Module):
             begin, end = self._begins[heads.start], self._begins[heads.stop]
             with torch.inference_mode(False):  # it outlives the call, and others may want gradients
                 offsets = self.offsets[heads.start * tiles : heads.stop * tiles + 1] - begin
-                self._kept[place] = ExactTiles(counts, heads.stop - heads.start, offsets, self.keys[begin:end])
+                self._kept[place] = BlockLists(counts, heads.stop - heads.start, offsets, self.keys[begin:end])
         return self._kept[place]
 
     def counts(self, grid: tuple[int, ...]) -> Cut:
@@ -105,7 +105,7 @@ class TileChoice(nn.Module):
         """
         if self.config.block_size is not None:
             return self.config.block_size
-        if self.config.exact == "content":
+        if self.config.sparse == "content":
             return tuple(min(count, size) for count, size in zip(self.config.tiles, grid, strict=True))
         return check_layout(grid, self.config.tiles, "exact_tiles")[1]
 
@@ -124,7 +124,7 @@ class TileChoice(nn.Module):
         if self.config.block_size is not None:
             return self.config.share
         tiles = math.prod(self.config.tiles)
-        if self.config.exact == "calibrated":
+        if self.config.sparse == "calibrated":
             return len(self.keys) / (self.heads * tiles**2)
         return list_length(self.config.share, tiles) / tiles
 
@@ -146,7 +146,7 @@ class TileChoice(nn.Module):
     def make_lists(self) -> None:
         """Read the lists off the buffers that are saved; nothing to do for lists that do not come from there."""
         self._kept.clear()
-        if self.config.exact != "calibrated" or self.config.share == 1:
+        if self.config.sparse != "calibrated" or self.config.share == 1:
             return
         if self.is_exact.is_meta:  # without values, for counting: as long as the share says
             tiles = math.prod(self.config.tiles)
@@ -154,6 +154,6 @@ class TileChoice(nn.Module):
             self.keys, self.is_ready = torch.zeros(count, dtype=torch.int64, device="meta"), True
             self._begins = tuple(count * head // self.heads for head in range(self.heads + 1))
             return
-        lists = ExactTiles.from_mask(self.config.tiles, self.mask)
+        lists = BlockLists.from_mask(self.config.tiles, self.mask)
         self.offsets, self.keys, self.is_ready = lists.offsets, lists.keys, bool(len(lists.keys))
         self._begins = tuple(lists.offsets[:: math.prod(self.config.tiles)].tolist())

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..families import DiffusionProcess, predict
 from ..generation.noise import generator_for
-from ..patching import calibrate_exact_tiles, mhla_layers
+from ..patching import calibrate_sparse, mhla_layers
 from .config import TrainingConfig
 from .latents.data import TrainingData, on_device
 
@@ -31,7 +31,7 @@ def calibrate_fresh_tiles(
             For a model that is still on the CPU, where running it unpatched would take too long.
     """
     layers = mhla_layers(transformer).values()
-    if only_lists and all(layer.exact is None or layer.exact.is_ready for layer in layers):
+    if only_lists and all(layer.sparse is None or layer.sparse.is_ready for layer in layers):
         return
     if not any(layer.needs_calibration for layer in layers):
         return
@@ -50,6 +50,6 @@ def calibrate_fresh_tiles(
 
     # not the accelerator's, which is of another device where the model is still on the CPU
     with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16", cache_enabled=False):
-        found = calibrate_exact_tiles(transformer, run)
+        found = calibrate_sparse(transformer, run)
     if found:
         logger.info("\n%s", found)

@@ -99,8 +99,8 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
         if stage.lora_rank is not None:
             add_adapters(transformer, stage.lora_rank, config.seed)
     for layer in mhla_layers(transformer).values():
-        if layer.exact is not None:
-            layer.exact.make_lists()  # of the length that calibration gives them, without values
+        if layer.sparse is not None:
+            layer.sparse.make_lists()  # of the length that calibration gives them, without values
     transformer.train()
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing(_checkpointed)

@@ -180,7 +180,7 @@ class Run:
     def _tile_choices(self) -> list[tuple[str, nn.Module]]:
         """What is saved of exact tiles: no weights, so not among those that change."""
         layers = mhla_layers(self.transformer).items()
-        return [(name, layer.exact) for name, layer in layers if layer.exact is not None and layer.exact.state_dict()]
+        return [(name, layer.sparse) for name, layer in layers if layer.sparse is not None and layer.sparse.state_dict()]
 
     @property
     def step(self) -> int:

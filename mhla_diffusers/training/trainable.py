@@ -25,7 +25,7 @@ _PROJECTIONS = (
 )
 """Projections of a self-attention that LoRA adapts, where the model has them."""
 
-_MIXING = (".mhla.mixing", ".mhla.far_field_log_weight")
+_MIXING = (".mhla.mixing", ".mhla.linear_log_weight")
 
 
 def is_mixing(name: str) -> bool:

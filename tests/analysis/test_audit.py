@@ -39,7 +39,7 @@ def test_the_picture_shows_where_the_error_is_and_what_did_not_run(tmp_path):
     dark = brightness(draw_audit(found, tmp_path / "dark.png"))
     found.layers[0].errors[:] = found.layers[0].squares
     assert brightness(draw_audit(found, tmp_path / "bright.png")) > dark + 5
-    pipe = apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
+    pipe = apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
     of_two = audit(pipe, lambda: generate("wan22", pipe))
     with Image.open(draw_audit(of_two, tmp_path / "two.png")) as image:
         grey = sum(count for count, colour in image.convert("RGB").getcolors(10**6) if colour == (204, 204, 204))

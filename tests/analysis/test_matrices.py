@@ -43,9 +43,9 @@ PATCHES = {
     "none": None,
     "mhla": {},
     "rope before": {"rope": "before"},
-    "own tile": {"exact": "own", "exact_tiles": None, "tile_means": False},
-    "tiles by content": {"exact": "content", "exact_share": 0.2},
-    "all tiles": {"exact": "content", "exact_share": 1.0},
+    "own tile": {"sparse": "own", "exact_tiles": None, "pooled": False},
+    "tiles by content": {"sparse": "content", "density": 0.2},
+    "all tiles": {"sparse": "content", "density": 1.0},
     "no normaliser": {"normalize": False, "output_norm": True},
 }
 
@@ -59,8 +59,8 @@ def test_the_matrix_times_the_value_is_what_the_attention_gives(name, patch):
     model = models.FAMILIES[name].build() if settings is None else models.patched(name, **settings)
     with torch.no_grad():
         for layer in mhla_layers(model).values():
-            if layer.far_field_log_weight is not None:
-                layer.far_field_log_weight.fill_(1.5)
+            if layer.linear_log_weight is not None:
+                layer.linear_log_weight.fill_(1.5)
     call = TransformerCall((), models.inputs(name))
     found, values = attended(model, call)
     matrices = attention_matrices(model, call)
@@ -74,7 +74,7 @@ def test_the_matrix_times_the_value_is_what_the_attention_gives(name, patch):
 
 
 def test_exact_tiles_can_have_full_rank():
-    model = apply_mhla(models.wan(), blocks=(2, 2, 3), exact="own", exact_tiles=(2, 2, 3))
+    model = apply_mhla(models.wan(), blocks=(2, 2, 3), sparse="own", exact_tiles=(2, 2, 3))
     for layer in analyze_layers(model, TransformerCall((), models.inputs("wan"))):
         assert layer.rank_bound == layer.tokens == 96
         assert layer.rank <= layer.rank_bound
@@ -94,7 +94,7 @@ def test_rank_of_mhla_exceeds_the_head_dim_and_that_of_linear_attention_never_do
     ranks = {}
     for name, blocks in {"linear": (1,) * axes, "MHLA": (4,) * 2 if axes == 2 else (3, 4, 4)}.items():
         pipe = load_tiny(family)
-        apply_mhla(pipe, exact="none", blocks=blocks)
+        apply_mhla(pipe, sparse="none", blocks=blocks)
         call = real_call(pipe)
         layers = analyze_layers(pipe.transformer, call)
         for layer, (_, matrix) in zip(layers, each_attention_matrix(pipe.transformer, call), strict=True):
@@ -110,7 +110,7 @@ def test_rank_of_mhla_exceeds_the_head_dim_and_that_of_linear_attention_never_do
 def test_bound_counts_tokens_of_blocks_where_they_are_fewer_than_the_head_dim(blocks, bound):
     model = models.wan()
     call = TransformerCall((), models.inputs("wan"))
-    apply_mhla(model, exact="none", blocks=blocks)
+    apply_mhla(model, sparse="none", blocks=blocks)
     for layer in analyze_layers(model, call):
         assert layer.rank_bound == bound
         assert layer.rank <= bound

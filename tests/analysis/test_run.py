@@ -23,7 +23,7 @@ def mhla(*arguments):
 def test_everything_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     pipe = load_tiny("dit")
-    apply_mhla(pipe, exact="none", blocks=(4, 4), layers=[1, 2])
+    apply_mhla(pipe, sparse="none", blocks=(4, 4), layers=[1, 2])
     result = analyze(pipe, run_tiny(pipe), tmp_path)
     assert [layer.attention for layer in result.layers] == ["softmax", "MHLA", "MHLA", "softmax"]
     assert set(result.sensitivity) == {"transformer_blocks.1.attn1", "transformer_blocks.2.attn1"}

@@ -10,13 +10,13 @@ import torch
 
 from mhla_diffusers.attention import (
     Call,
-    ContentTiles,
-    ExactTiles,
+    ContentRule,
+    BlockLists,
     initial_mixing,
     mhla_attention,
     reference_attention,
 )
-from mhla_diffusers.attention.outside import OutsideTokens
+from mhla_diffusers.attention.extra import ExtraTokens
 from mhla_diffusers.attention.rotary import apply_rotary, rotary_table
 
 GRIDS = [
@@ -56,32 +56,32 @@ class Problem:
         return {"output": output.detach()} | gradients
 
 
-def call_of(rotary: Any = None, rotary_axes: Any = None, outside: tuple[int, int] = (0, 0), **arguments: Any) -> Call:
+def call_of(rotary: Any = None, rotary_axes: Any = None, extra: tuple[int, int] = (0, 0), **arguments: Any) -> Call:
     """The call that ``mhla_attention`` makes of its arguments; that RoPE is of axes changes nothing."""
     table = rotary_table(rotary) if rotary is not None else None
-    if any(outside):
-        arguments, table = split_arguments(arguments, table, outside)
+    if any(extra):
+        arguments, table = split_arguments(arguments, table, extra)
     return Call(rotary=table, **arguments)
 
 
 def split_arguments(
-    arguments: dict[str, Any], table: torch.Tensor | None, outside: tuple[int, int]
+    arguments: dict[str, Any], table: torch.Tensor | None, extra: tuple[int, int]
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Tokens outside the grid taken out, token by token."""
-    before, tokens = outside[0], arguments["query"].shape[1]
-    on_grid = torch.arange(before, tokens - outside[1])
-    others = torch.tensor([token for token in range(tokens) if not before <= token < tokens - outside[1]])
+    """Extra tokens taken out, token by token."""
+    before, tokens = extra[0], arguments["query"].shape[1]
+    on_grid = torch.arange(before, tokens - extra[1])
+    others = torch.tensor([token for token in range(tokens) if not before <= token < tokens - extra[1]])
     query, key, mask = arguments["query"], arguments["key"], arguments.get("key_mask")
     if table is not None:
         query, key = (apply_rotary(x, table.to(x.dtype)) for x in (query, key))
-    of_outside = OutsideTokens(
+    of_extra = ExtraTokens(
         query[:, others],
         key[:, others],
         arguments["value"][:, others],
         mask[:, others] if mask is not None else None,
         before,
     )
-    arguments |= {name: arguments[name][:, on_grid] for name in ("query", "key", "value")} | {"outside": of_outside}
+    arguments |= {name: arguments[name][:, on_grid] for name in ("query", "key", "value")} | {"extra": of_extra}
     if mask is not None:
         arguments["key_mask"] = mask[:, on_grid]
     return arguments, table[:, on_grid] if table is not None else None
@@ -105,14 +105,14 @@ def make_problem(
     norm: bool = False,
     gate: bool = False,
     per_head: bool = False,
-    far_field: bool = False,
-    outside: tuple[int, int] = (0, 0),
+    linear_branch: bool = False,
+    extra: tuple[int, int] = (0, 0),
     seed: int = 0,
     **options: Any,
 ) -> Problem:
     """Random float32 tensors of a problem; the mixing matrix is the initial one, shaken."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = math.prod(grid) + sum(outside)
+    tokens = math.prod(grid) + sum(extra)
     shape = (batch, tokens, heads, head_dim)
 
     def draw(*size: int) -> torch.Tensor:
@@ -125,26 +125,26 @@ def make_problem(
         tensors["output_norm"] = 1 + 0.3 * draw(head_dim)
     if gate:
         tensors["output_gate"] = draw(batch, math.prod(grid), heads, head_dim)
-    if far_field:
-        tensors["far_field_weight"] = 0.5 + torch.rand(heads, generator=generator)
+    if linear_branch:
+        tensors["linear_weight"] = 0.5 + torch.rand(heads, generator=generator)
     if rotary:
         angles = draw(1, tokens, 1, head_dim // 2).repeat_interleave(2, dim=-1)
         options["rotary"] = (angles.cos(), angles.sin())
     if rotary_axes is not None:
-        options |= {"rotary": axial_rotary(grid, rotary_axes, draw, outside), "rotary_axes": rotary_axes}
+        options |= {"rotary": axial_rotary(grid, rotary_axes, draw, extra), "rotary_axes": rotary_axes}
     if mask:
         keep = torch.rand(batch, tokens, generator=generator) > 0.3
         keep[:, 0] = True
         options["key_mask"] = keep
-    if any(outside):
-        options["outside"] = outside
+    if any(extra):
+        options["extra"] = extra
     return Problem(tensors, grid, blocks, options)
 
 
 def axial_rotary(
-    grid: tuple[int, ...], axes: tuple[int, ...], draw: Callable[..., torch.Tensor], outside: tuple[int, int] = (0, 0)
+    grid: tuple[int, ...], axes: tuple[int, ...], draw: Callable[..., torch.Tensor], extra: tuple[int, int] = (0, 0)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) whose channels turn with one axis of the grid each; tokens outside it have angles of any kind."""
+    """(cos, sin) whose channels turn with one axis of the grid each; extra tokens it have angles of any kind."""
     parts = []
     for axis, count in enumerate(axes):
         shape = [1] * len(grid) + [count]
@@ -152,7 +152,7 @@ def axial_rotary(
         angles = draw(grid[axis], count // 2).repeat_interleave(2, dim=-1)
         parts.append(angles.view(shape).expand(*grid, count))
     of_grid = torch.cat(parts, dim=-1).reshape(1, math.prod(grid), 1, sum(axes))
-    first, last = (draw(1, count, 1, sum(axes) // 2).repeat_interleave(2, dim=-1) for count in outside)
+    first, last = (draw(1, count, 1, sum(axes) // 2).repeat_interleave(2, dim=-1) for count in extra)
     angles = torch.cat([first, of_grid, last], dim=1)
     return angles.cos(), angles.sin()
 
@@ -189,12 +189,12 @@ MASKED = {
     "linear": {"norm": True, "gate": True, "rotary": True},
     "not normalised": {"normalize": False},
     "exact tiles": {"tiles": "eye"},
-    "exact tiles and far field": {"tiles": "eye", "far_field": True},
-    "by content": {"tiles": "content", "far_field": True},
-    "outside": {"outside": (2, 3)},
-    "causal by token": {"causal": "token", "far_field": True},
+    "exact tiles and far field": {"tiles": "eye", "linear_branch": True},
+    "by content": {"tiles": "content", "linear_branch": True},
+    "extra": {"extra": (2, 3)},
+    "causal by token": {"causal": "token", "linear_branch": True},
     "causal by token, linear": {"causal": "token"},
-    "causal by block": {"causal": "block", "far_field": True},
+    "causal by block": {"causal": "block", "linear_branch": True},
 }
 """Kinds of calls for :func:`masked_problem`."""
 
@@ -203,8 +203,8 @@ def masked_problem(kind: str) -> Problem:
     """A problem of three samples, of the first of which no key takes part."""
     settings = dict(MASKED[kind])
     tiles = {
-        "eye": ExactTiles.from_mask((4,), torch.eye(4, dtype=torch.bool).expand(2, -1, -1)),
-        "content": ContentTiles((4,), 0.5),
+        "eye": BlockLists.from_mask((4,), torch.eye(4, dtype=torch.bool).expand(2, -1, -1)),
+        "content": ContentRule((4,), 0.5),
         None: None,
     }[settings.pop("tiles", None)]
     problem = make_problem((12,), (4,), batch=3, mask=True, **settings)

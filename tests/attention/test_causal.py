@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mhla_diffusers.attention import Call, MHLAState, extend_mixing, mhla_attention, reference_weights
 from mhla_diffusers.attention.blocks import frame_block_starts
-from mhla_diffusers.attention.tiles import without_exact_tiles
+from mhla_diffusers.attention.tiles import without_lists
 
 from .problems import Problem, errors_against_reference, make_problem, reference
 
@@ -25,9 +25,9 @@ CASES: list[dict[str, Any]] = [
     {"mask": True, "per_head": True},
     {"norm": True, "gate": True, "feature_map": "elu+1"},
     {"normalize": False, "norm": True},
-    {"far_field": True},
-    {"far_field": True, "rotary": True, "mask": True, "gate": True},
-    {"far_field": True, "per_head": True, "norm": True},
+    {"linear_branch": True},
+    {"linear_branch": True, "rotary": True, "mask": True, "gate": True},
+    {"linear_branch": True, "per_head": True, "norm": True},
 ]
 LAYOUTS = [
     ((12,), (4,), "token", 12),
@@ -87,7 +87,7 @@ def streamed(
     tensors = {name: tensor.to(dtype) for name, tensor in problem.tensors.items()}
     options = dict(problem.options)
     rotary, mask, gate = options.pop("rotary", None), options.pop("key_mask", None), tensors.get("output_gate")
-    kept = {name: tensors[name] for name in ("output_norm", "far_field_weight") if name in tensors}
+    kept = {name: tensors[name] for name in ("output_norm", "linear_weight") if name in tensors}
     state = MHLAState(tensors["mixing"], problem.grid, problem.blocks, **kept, **options, **settings)
     found = []
     for start, end in pairwise([0, *cuts]):
@@ -125,7 +125,7 @@ def test_a_state_goes_on_as_the_whole_sequence(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"far_field": True}, {"per_head": True, "normalize": False, "norm": True}], ids=str
+    "options", [{}, {"linear_branch": True}, {"per_head": True, "normalize": False, "norm": True}], ids=str
 )
 @pytest.mark.parametrize(("grid", "blocks", "causal"), [((12,), (4,), "token"), ((4, 4, 6), (2, 2, 3), "block")])
 def test_a_state_goes_beyond_its_grid(
@@ -153,7 +153,7 @@ def problems(draw: st.DrawFn) -> Problem:
     first = rows + draw(st.integers(0, 35 if causal == "token" else 4))
     grid, blocks = ((first,), (rows,)) if causal == "token" else ((first, 2, 3), (rows, 1, draw(st.integers(1, 3))))
     ends = range(1, first + 1) if causal == "token" else frame_block_starts(grid, blocks)[1:]
-    options = {name: draw(st.booleans()) for name in ("rotary", "mask", "per_head", "norm", "gate", "far_field")}
+    options = {name: draw(st.booleans()) for name in ("rotary", "mask", "per_head", "norm", "gate", "linear_branch")}
     options |= {"rope": draw(st.sampled_from(["before", "after"])), "seed": draw(st.integers(0, 99))}
     # with relu and RoPE after it a normaliser may be nearly nothing beside the weights, and any rounding large then
     problem = make_problem(grid, blocks, batch=1, causal=causal, feature_map="elu+1", **options)
@@ -181,12 +181,12 @@ def test_a_state_cut_anywhere(problem: Problem, data: st.DataObject) -> None:
 BOTH = [((11,), (3,), "token"), ((4, 2, 3), (2, 1, 3), "block")]
 
 
-@pytest.mark.parametrize("far_field", [False, True])
+@pytest.mark.parametrize("linear_branch", [False, True])
 @pytest.mark.parametrize(("grid", "blocks", "causal"), BOTH)
 def test_the_weights_of_each_query_sum_to_one(
-    grid: tuple[int, ...], blocks: tuple[int, ...], causal: Any, far_field: bool
+    grid: tuple[int, ...], blocks: tuple[int, ...], causal: Any, linear_branch: bool
 ) -> None:
-    problem = make_problem(grid, blocks, causal=causal, far_field=far_field, mask=True)
+    problem = make_problem(grid, blocks, causal=causal, linear_branch=linear_branch, mask=True)
     problem.tensors["value"] = torch.ones_like(problem.tensors["value"])
     found = problem.run(mhla_attention, torch.float64)["output"]
     assert (found - 1).abs().max() <= ROUNDING
@@ -196,13 +196,13 @@ def test_the_weights_of_each_query_sum_to_one(
     assert not weights[:, :, place[:, None] < place].any()
 
 
-@pytest.mark.parametrize("far_field", [False, True])
+@pytest.mark.parametrize("linear_branch", [False, True])
 @pytest.mark.parametrize(("grid", "blocks", "causal"), BOTH)
 def test_what_comes_later_changes_nothing(
-    grid: tuple[int, ...], blocks: tuple[int, ...], causal: Any, far_field: bool
+    grid: tuple[int, ...], blocks: tuple[int, ...], causal: Any, linear_branch: bool
 ) -> None:
     """Not even the last bit, where the same operations are done for a token whatever stands behind it."""
-    problem = make_problem(grid, blocks, causal=causal, far_field=far_field, rotary=True)
+    problem = make_problem(grid, blocks, causal=causal, linear_branch=linear_branch, rotary=True)
     ends = range(1, math.prod(grid)) if causal == "token" else frame_block_starts(grid, blocks)[1:-1]
     before = mhla_attention(**problem.tensors, grid=grid, blocks=blocks, **problem.options)
     for end in ends:
@@ -218,32 +218,32 @@ def test_what_comes_later_changes_nothing(
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 
-@pytest.mark.parametrize("options", [{"rotary": True, "rope": "before", "mask": True}, {"far_field": True}], ids=str)
+@pytest.mark.parametrize("options", [{"rotary": True, "rope": "before", "mask": True}, {"linear_branch": True}], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("grid", "blocks", "causal"), BOTH)
 def test_types(grid: Any, blocks: Any, causal: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     problem = make_problem(grid, blocks, causal=causal, **options)
     for name, error in errors_against_reference(problem, dtype, "eager").items():
-        assert error <= TOLERANCE[dtype] * (3 if name in ("mixing", "far_field_weight") else 1), name
+        assert error <= TOLERANCE[dtype] * (3 if name in ("mixing", "linear_weight") else 1), name
     assert problem.run(mhla_attention, dtype)["output"].dtype == dtype
 
 
 def test_a_first_block_that_is_masked_is_no_nan() -> None:
-    problem = make_problem((12,), (4,), causal="token", far_field=True)
+    problem = make_problem((12,), (4,), causal="token", linear_branch=True)
     problem.options["key_mask"] = torch.arange(12).expand(2, -1) >= 5
     assert_same(problem)
     assert all(x.isfinite().all() for x in problem.run(mhla_attention).values())
 
 
 def test_a_mask_may_weigh() -> None:
-    for far_field in (False, True):
-        problem = make_problem((12,), (4,), causal="token", far_field=far_field)
+    for linear_branch in (False, True):
+        problem = make_problem((12,), (4,), causal="token", linear_branch=linear_branch)
         problem.options["key_mask"] = torch.rand(2, 12, generator=torch.Generator().manual_seed(0))
         assert_same(problem)
 
 
 def test_huge_scores_within_the_own_block() -> None:
-    problem = make_problem((12,), (4,), causal="token", far_field=True)
+    problem = make_problem((12,), (4,), causal="token", linear_branch=True)
     problem.tensors["query"] *= 1e4
     expected = problem.run(reference, torch.float64)["output"]
     found = problem.run(mhla_attention, torch.float64)
@@ -252,10 +252,10 @@ def test_huge_scores_within_the_own_block() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("far_field", [False, True])
+@pytest.mark.parametrize("linear_branch", [False, True])
 @pytest.mark.parametrize(("grid", "blocks", "causal"), BOTH)
-def test_it_compiles_as_one_graph(grid: Any, blocks: Any, causal: Any, far_field: bool) -> None:
-    problem = make_problem(grid, blocks, causal=causal, far_field=far_field, rotary=True)
+def test_it_compiles_as_one_graph(grid: Any, blocks: Any, causal: Any, linear_branch: bool) -> None:
+    problem = make_problem(grid, blocks, causal=causal, linear_branch=linear_branch, rotary=True)
     compiled = torch.compile(mhla_attention, fullgraph=True, dynamic=False, backend="aot_eager")
     expected, found = problem.run(mhla_attention), problem.run(compiled)
     for name, value in expected.items():
@@ -275,16 +275,16 @@ def test_no_sample_is_none(causal: Any) -> None:
         ({"grid": (4, 3), "blocks": (2, 2)}, r"grid \(4, 3\) has several axes; give it as \(12,\), or causal='block'"),
         ({"grid": (11,)}, "N=12 tokens, more than the 11 of the grid"),
         ({"grid": (14,), "causal": "block"}, "allowed N .* are 4, 8, 11, 14, got 12"),
-        ({"mean_bias": torch.zeros(2)}, "mean_bias does not go with causal='token'"),
-        ({"outside": (0, 1)}, "outside does not go with causal='token'"),
-        ({"outside": (3, 0), "grid": (9,), "blocks": (3,)}, "outside does not go with causal='token'"),
-        ({"outside": (3, 0), "grid": (9,), "causal": "block"}, "outside does not go with causal='block'"),
+        ({"pooled_bias": torch.zeros(2)}, "pooled_bias does not go with causal='token'"),
+        ({"extra": (0, 1)}, "outside does not go with causal='token'"),
+        ({"extra": (3, 0), "grid": (9,), "blocks": (3,)}, "outside does not go with causal='token'"),
+        ({"extra": (3, 0), "grid": (9,), "causal": "block"}, "outside does not go with causal='block'"),
         (
-            {"exact": without_exact_tiles((9,), 2, torch.device("cpu")), "grid": (9,)},
+            {"exact": without_lists((9,), 2, torch.device("cpu")), "grid": (9,)},
             "exact does not go with causal='token'",
         ),
         ({"eps": 0.0}, "see nothing in its own block, which causal='token'"),
-        ({"far_field_weight": torch.ones(2), "normalize": False}, "needs normalize=True"),
+        ({"linear_weight": torch.ones(2), "normalize": False}, "needs normalize=True"),
     ],
 )
 def test_what_does_not_go(change: dict[str, Any], message: str) -> None:

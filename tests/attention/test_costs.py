@@ -7,42 +7,42 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.attention import ExactTiles, initial_mixing, mhla_attention
+from mhla_diffusers.attention import BlockLists, initial_mixing, mhla_attention
 from mhla_diffusers.attention.costs import AttentionSizes
 from mhla_diffusers.patching.costs import attention_sizes
 
 GRID, COUNTS, BLOCKS, HEADS, DIM = (16, 16), (2, 2), (2, 2), 2, 16
 
 
-def counted(outside, exact, **options):
+def counted(extra, exact, **options):
     """FLOPs of a forward over 256 tokens of the grid, in tiles of 64, and some outside."""
-    query, key, value = torch.randn(3, 1, 256 + outside, HEADS, DIM)
-    given = {"exact": exact, "outside": (0, outside), **options}
+    query, key, value = torch.randn(3, 1, 256 + extra, HEADS, DIM)
+    given = {"exact": exact, "extra": (0, extra), **options}
     with FlopCounterMode(display=False) as counter:
         mhla_attention(query, key, value, initial_mixing(BLOCKS), GRID, BLOCKS, **given)
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("outside", [0, 64, 128])
-def test_exact_tiles_and_whole_tiles_of_tokens_outside(outside):
-    tiles = ExactTiles.from_mask(COUNTS, torch.eye(4, dtype=torch.bool).expand(HEADS, -1, -1))
-    sizes = AttentionSizes(256, HEADS, DIM, outside=outside).with_exact_tiles(4, 0.25, tile_means=False)
-    assert counted(outside, tiles) == sizes.listed_flops == 4 * DIM * sizes.exact_pairs
-    assert sizes.exact_pairs == HEADS * (256 * 64 + 2 * 256 * outside + outside**2)
+@pytest.mark.parametrize("extra", [0, 64, 128])
+def test_exact_tiles_and_whole_tiles_of_tokens_outside(extra):
+    tiles = BlockLists.from_mask(COUNTS, torch.eye(4, dtype=torch.bool).expand(HEADS, -1, -1))
+    sizes = AttentionSizes(256, HEADS, DIM, extra=extra).with_exact_tiles(4, 0.25, pooled=False)
+    assert counted(extra, tiles) == sizes.listed_flops == 4 * DIM * sizes.exact_pairs
+    assert sizes.exact_pairs == HEADS * (256 * 64 + 2 * 256 * extra + extra**2)
 
 
-@pytest.mark.parametrize("outside", [64, 60])
-def test_tokens_outside_alone(outside):
+@pytest.mark.parametrize("extra", [64, 60])
+def test_tokens_outside_alone(extra):
     """MHLA beside them is as without them; 60 tokens are padded to a tile of 64."""
-    sizes = AttentionSizes(256, HEADS, DIM, 4, outside=outside)
-    padded = AttentionSizes(256, HEADS, DIM, 4, outside=64)
-    assert counted(outside, None) - counted(0, None) == padded.listed_flops
+    sizes = AttentionSizes(256, HEADS, DIM, 4, extra=extra)
+    padded = AttentionSizes(256, HEADS, DIM, 4, extra=64)
+    assert counted(extra, None) - counted(0, None) == padded.listed_flops
     assert sizes.flops == sizes.linear_flops + sizes.listed_flops
     assert sizes.linear_flops == AttentionSizes(256, HEADS, DIM, 4).flops
 
 
 def test_all_exact_is_what_softmax_attention_costs():
-    sizes = AttentionSizes(256, HEADS, DIM, outside=33).with_exact_tiles(4, 1.0, tile_means=True)
+    sizes = AttentionSizes(256, HEADS, DIM, extra=33).with_exact_tiles(4, 1.0, pooled=True)
     query = torch.empty(1, HEADS, 289, DIM, device="meta")
     with FlopCounterMode(display=False) as counter:
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
@@ -58,7 +58,7 @@ def test_causal_attention_counts_the_pairs_that_a_query_sees(causal, exact):
     Softmax attention in its place sees all of a video, and of a text what is earlier.
     """
     blocks, grid = ((4,), (20,)) if causal == "token" else ((4, 1), (20, 3))
-    config = MHLAConfig(blocks=blocks, causal=causal, block_length=8, exact=exact)
+    config = MHLAConfig(blocks=blocks, causal=causal, block_length=8, sparse=exact)
     frame = torch.arange(math.prod(grid)) // (8 * math.prod(grid[1:]))
     place = torch.arange(math.prod(grid)) if causal == "token" else frame
     seen, own = place[:, None] >= place, frame[:, None] == frame

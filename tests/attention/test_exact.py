@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from mhla_diffusers.attention import ExactTiles, mhla_attention
+from mhla_diffusers.attention import BlockLists, mhla_attention
 from mhla_diffusers.attention.call import Call
 from mhla_diffusers.attention.exact import exact_attention
 from mhla_diffusers.attention.tile_attention import tile_attention
@@ -20,7 +20,7 @@ from .problems import errors_against_reference, make_problem
 
 # as in test_eager.py
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-SUMS = ("far_field_weight", "mean_bias", "output_norm")
+SUMS = ("linear_weight", "pooled_bias", "output_norm")
 """Their gradients are sums over all tokens of products of both signs, of which rounded halves leave too little to hold
 them to the bound of one rounding; float32 and float64 do."""
 
@@ -31,16 +31,16 @@ def random_tiles(counts, heads=2, share=0.3, at_least_one=False, seed=0):
     mask = torch.rand(heads, tiles, tiles, generator=generator) < share
     if at_least_one:
         mask |= torch.eye(tiles, dtype=torch.bool)
-    return ExactTiles.from_mask(counts, mask)
+    return BlockLists.from_mask(counts, mask)
 
 
 def make(grid, counts, *, means=True, far=True, share=0.3, blocks=None, head_dim=8, seed=0, **options):
     """A problem with exact tiles: the tensors of ``make_problem`` with λ, β and lists that are empty in places."""
     blocks = blocks or tuple(min(2, size) for size in grid)
     tiles = random_tiles(counts, share=share, at_least_one=not (means or far), seed=seed)
-    problem = make_problem(grid, blocks, far_field=far, head_dim=head_dim, seed=seed, exact=tiles, **options)
+    problem = make_problem(grid, blocks, linear_branch=far, head_dim=head_dim, seed=seed, sparse=tiles, **options)
     if means:
-        problem.tensors["mean_bias"] = 0.3 * torch.randn(2, generator=torch.Generator().manual_seed(seed))
+        problem.tensors["pooled_bias"] = 0.3 * torch.randn(2, generator=torch.Generator().manual_seed(seed))
     return problem
 
 
@@ -107,7 +107,7 @@ def test_all_tiles_exact_is_softmax_attention(rotary):
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (call.query, call.key, call.value))
     )
-    found = mhla_attention(**problem.tensors, grid=problem.grid, blocks=problem.blocks, exact=problem.options["exact"])
+    found = mhla_attention(**problem.tensors, grid=problem.grid, blocks=problem.blocks, sparse=problem.options["exact"])
     torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
@@ -155,7 +155,7 @@ def test_flops_are_counted_from_the_lists(means, samples):
     """Two samples, three heads, four tiles of five tokens, head dim 8; 17 of 48 pairs of tiles, or of 96."""
     mask = torch.zeros(samples, 3, 4, 4, dtype=torch.bool)
     mask.flatten()[: 17 * samples] = True
-    tiles = ExactTiles.from_mask((4,), mask)
+    tiles = BlockLists.from_mask((4,), mask)
     query, key, value = (torch.randn(2, 3, 4, 5, 8, requires_grad=True) for _ in range(3))
     given = (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 8), torch.zeros(1, 3, 4)) if means else (None,) * 3
     with FlopCounterMode(display=False) as counter:
@@ -175,7 +175,7 @@ def test_masked_samples_attend_to_nothing_without_nan():
 
 def test_lists_and_masks_are_the_same_thing():
     mask = torch.rand(3, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.4
-    tiles = ExactTiles.from_mask((2, 3), mask)
+    tiles = BlockLists.from_mask((2, 3), mask)
     assert torch.equal(tiles.mask(), mask[None])
     assert tiles.heads == 3
     assert tiles.share == pytest.approx(float(mask.float().mean()))
@@ -184,13 +184,13 @@ def test_lists_and_masks_are_the_same_thing():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"exact": ExactTiles.from_mask((9, 1), torch.ones(2, 9, 9))}, "height axis .* 4 tokens, too few for 9"),
-        ({"exact": ExactTiles.from_mask((2, 2), torch.ones(3, 4, 4))}, "lists for 3 heads, but query has 2"),
-        ({"exact": ExactTiles.from_mask((2, 2), torch.zeros(2, 4, 4))}, "attend to nothing; give far_field_weight"),
-        ({"exact": None, "mean_bias": torch.zeros(2)}, "mean_bias weighs .*give exact"),
-        ({"exact": None, "far_field_weight": torch.ones(2)}, "far_field_weight weighs .*give exact"),
-        ({"exact": ExactTiles.from_mask((2, 2), torch.ones(3, 2, 4, 4))}, "lists for 3 samples, but query has 2"),
-        ({"mean_bias": torch.zeros(3)}, r"mean_bias must have shape \(2,\)"),
+        ({"sparse": BlockLists.from_mask((9, 1), torch.ones(2, 9, 9))}, "height axis .* 4 tokens, too few for 9"),
+        ({"sparse": BlockLists.from_mask((2, 2), torch.ones(3, 4, 4))}, "lists for 3 heads, but query has 2"),
+        ({"sparse": BlockLists.from_mask((2, 2), torch.zeros(2, 4, 4))}, "attend to nothing; give linear_weight"),
+        ({"sparse": None, "pooled_bias": torch.zeros(2)}, "pooled_bias weighs .*give exact"),
+        ({"sparse": None, "linear_weight": torch.ones(2)}, "linear_weight weighs .*give exact"),
+        ({"sparse": BlockLists.from_mask((2, 2), torch.ones(3, 2, 4, 4))}, "lists for 3 samples, but query has 2"),
+        ({"pooled_bias": torch.zeros(3)}, r"pooled_bias must have shape \(2,\)"),
     ],
 )
 def test_what_does_not_fit_is_named(change, words):
@@ -202,10 +202,10 @@ def test_what_does_not_fit_is_named(change, words):
 
 def test_lists_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"mask must be \(H, 4, 4\) or"):
-        ExactTiles.from_mask((2, 2), torch.ones(2, 3, 3))
+        BlockLists.from_mask((2, 2), torch.ones(2, 3, 3))
     with pytest.raises(ValueError, match=r"keys must be from 0 to 3"):
-        ExactTiles((2, 2), 1, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([4]))
+        BlockLists((2, 2), 1, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([4]))
     with pytest.raises(ValueError, match="from 0 to 2, the number of pairs; they go from 0 to 1"):
-        ExactTiles((2, 2), 1, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([0, 1]))
+        BlockLists((2, 2), 1, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="4 lists do not fit 3 heads with 4 query tiles"):
-        ExactTiles((2, 2), 3, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([0]))
+        BlockLists((2, 2), 3, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([0]))

@@ -6,7 +6,7 @@ import torch
 
 from mhla_diffusers.attention import (
     Call,
-    ExactTiles,
+    BlockLists,
     feature_map_names,
     initial_mixing,
     mhla_attention,
@@ -170,8 +170,8 @@ def test_bad_input_is_named():
     refused("mixing must be a tensor, got NoneType", mixing=None)
     refused("mixing must be floating point, got torch.int64", mixing=torch.ones(4, 4, dtype=torch.int64))
     refused("key_mask must be a tensor, got list", key_mask=[True] * 12)
-    refused("far_field_weight must be a tensor, got float", far_field_weight=1.0)
-    refused("exact=3 must be ExactTiles, ContentTiles or None", exact=3)
+    refused("linear_weight must be a tensor, got float", linear_weight=1.0)
+    refused("sparse=3 must be BlockLists, ContentRule or None", sparse=3)
     refused("grid=12 must be a list of tokens, one per axis", grid=12)
     refused("eps=-1.0 must not be negative", eps=-1.0)
     refused("Unknown feature map 3; did you mean", feature_map=3)
@@ -182,9 +182,9 @@ def test_bad_input_is_named():
     five = torch.randn(2, 12, 2, 5)
     refused("head dim is 5; it must be even", query=five, key=five, value=five, rotary=(torch.randn(1, 12, 1, 5),) * 2)
     refused(r"key_mask must have shape \(2, 12\), got \(12,\)", key_mask=torch.ones(12, dtype=torch.bool))
-    tiles = ExactTiles.from_mask((2, 2), torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
+    tiles = BlockLists.from_mask((2, 2), torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
     for far in ([1.0, -0.5], [1.0, float("nan")]):
-        refused(r"far_field_weight=\[1.0, (-0.5|nan)\] holds what", exact=tiles, far_field_weight=torch.tensor(far))
+        refused(r"linear_weight=\[1.0, (-0.5|nan)\] holds what", sparse=tiles, linear_weight=torch.tensor(far))
     refused(r"output_norm must have shape \(8,\), got \(16,\)", output_norm=torch.ones(16))
     refused(r"output_gate must have shape \(2, 12, 2, 8\), got \(2, 12, 16\)", output_gate=torch.ones(2, 12, 16))
 
@@ -193,8 +193,8 @@ def test_bad_input_is_named():
 def test_rope_of_axes_is_that_of_tokens(grid, axes):
     """That angles belong to axes is a help for kernels: with exact tiles and without, nothing else changes."""
     problem = make_problem(grid, (2,) * len(grid), rotary_axes=axes)
-    exact = ExactTiles.from_mask((2,) * len(grid), torch.eye(2 ** len(grid), dtype=torch.bool).expand(2, -1, -1))
-    for more in ({}, {"exact": exact, "far_field_weight": torch.ones(2)}):
+    exact = BlockLists.from_mask((2,) * len(grid), torch.eye(2 ** len(grid), dtype=torch.bool).expand(2, -1, -1))
+    for more in ({}, {"exact": exact, "linear_weight": torch.ones(2)}):
         given = problem.tensors | {"grid": problem.grid, "blocks": problem.blocks} | more
         of_axes = mhla_attention(**given, **problem.options)
         torch.testing.assert_close(of_axes, mhla_attention(**given, rotary=problem.options["rotary"]), rtol=0, atol=0)

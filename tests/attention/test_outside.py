@@ -1,4 +1,4 @@
-"""Tokens outside the grid: the eager backend against the float64 reference and softmax attention; what is refused."""
+"""Extra tokens: the eager backend against the float64 reference and softmax attention; what is refused."""
 
 import math
 
@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import ExactTiles, mhla_attention, reference_attention, reference_weights
+from mhla_diffusers.attention import BlockLists, mhla_attention, reference_attention, reference_weights
 from mhla_diffusers.attention.tile_scores import tiles_by_content
-from mhla_diffusers.attention.tiles import lists_with_outside, mask_of_lists, tokens_of_tiles
+from mhla_diffusers.attention.tiles import lists_with_extra, mask_of_lists, tokens_of_tiles
 
 from .problems import call_of, errors_against_reference, make_problem
 from .test_exact import SUMS, TOLERANCE, random_tiles
@@ -21,11 +21,11 @@ SIDES = [(3, 0), (0, 5), (2, 4), (0, 1), (20, 30)]
 LAYOUTS = [((12,), (4,)), ((7, 9), (3, 4)), ((5, 7, 3), (2, 3, 2)), ((4, 3), (1, 1))]
 
 
-def make(grid, counts, outside, parts="means and far", **options):
-    """A problem with tokens outside the grid, "alone" without exact tiles, λ and β."""
+def make(grid, counts, extra, parts="means and far", **options):
+    """A problem with extra tokens, "alone" without exact tiles, λ and β."""
     if parts == "alone":
-        return make_problem(grid, tuple(min(2, size) for size in grid), outside=outside, **options)
-    return make_with_tiles(grid, counts, means="means" in parts, far="far" in parts, outside=outside, **options)
+        return make_problem(grid, tuple(min(2, size) for size in grid), extra=extra, **options)
+    return make_with_tiles(grid, counts, means="means" in parts, far="far" in parts, extra=extra, **options)
 
 
 def check(problem, dtype=torch.float32):
@@ -41,20 +41,20 @@ def attend(problem, **changes):
 @pytest.mark.parametrize(("grid", "counts"), LAYOUTS)
 @pytest.mark.parametrize("parts", PARTS)
 def test_parts_on_even_and_ragged_tiles(grid, counts, parts):
-    for outside in ((2, 3), (0, 14)):
-        check(make(grid, counts, outside, parts))
+    for extra in ((2, 3), (0, 14)):
+        check(make(grid, counts, extra, parts))
 
 
-@pytest.mark.parametrize("outside", SIDES)
+@pytest.mark.parametrize("extra", SIDES)
 @pytest.mark.parametrize("parts", ["alone", "means and far"])
-def test_before_and_after(outside, parts):
-    check(make((5, 6), (2, 3), outside, parts, rotary=True, mask=True))
+def test_before_and_after(extra, parts):
+    check(make((5, 6), (2, 3), extra, parts, rotary=True, mask=True))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("extra", ["rotary", "mask", "norm", "gate", "per_head", "far_field"])
+@pytest.mark.parametrize("extra", ["rotary", "mask", "norm", "gate", "per_head", "linear_branch"])
 def test_extras(dtype, extra):
-    parts = "alone" if extra == "far_field" else "means and far"
+    parts = "alone" if extra == "linear_branch" else "means and far"
     check(make((5, 7, 3), (2, 3, 2), (2, 3), parts, **{extra: True}), dtype)
 
 
@@ -75,13 +75,13 @@ def problems(draw):
     axes = draw(st.integers(1, 3))
     counts = tuple(draw(st.lists(st.integers(1, 3), min_size=axes, max_size=axes)))
     grid = tuple(count + draw(st.integers(0, 4)) for count in counts)
-    outside = draw(st.sampled_from([(1, 0), (0, 1), (2, 3), (0, 11), (40, 1)]))
+    extra = draw(st.sampled_from([(1, 0), (0, 1), (2, 3), (0, 11), (40, 1)]))
     flags = {name: draw(st.booleans()) for name in ("rotary", "mask", "norm", "gate", "per_head")}
     parts = draw(st.sampled_from(PARTS))
-    # exact tiles and tokens outside may all be masked for a query; the reference divides 0 by 0 then
+    # exact tiles and extra tokens may all be masked for a query; the reference divides 0 by 0 then
     flags["mask"] &= parts != "exact"
     more = {} if parts == "alone" else {"share": draw(st.floats(0, 1))}
-    return make(grid, counts, outside, parts, seed=draw(st.integers(0, 99)), **flags, **more)
+    return make(grid, counts, extra, parts, seed=draw(st.integers(0, 99)), **flags, **more)
 
 
 @settings(max_examples=25, deadline=None)
@@ -117,7 +117,7 @@ def test_where_in_the_sequence_they_stand_changes_nothing_else(parts):
     order = [*range(3, 33), *range(3), *range(33, 37)]
     moved = {name: x[:, order] if x.ndim == 4 else x for name, x in problem.tensors.items()}
     tables = tuple(x[:, order] for x in problem.options["rotary"])
-    options = {"outside": (0, 7), "rotary": tables, "key_mask": problem.options["key_mask"][:, order]}
+    options = {"extra": (0, 7), "rotary": tables, "key_mask": problem.options["key_mask"][:, order]}
     again = mhla_attention(**moved, grid=(5, 6), blocks=problem.blocks, **problem.options | options)
     assert torch.equal(again, found[:, order])
 
@@ -130,7 +130,7 @@ def test_masked_tokens_are_as_good_as_absent(parts):
     keep[:, 36:] = False
     padded = attend(problem, key_mask=keep)
     shorter = {name: x[:, :36] if x.ndim == 4 else x for name, x in problem.tensors.items()}
-    found = mhla_attention(**shorter, grid=(5, 6), blocks=problem.blocks, **problem.options | {"outside": (2, 4)})
+    found = mhla_attention(**shorter, grid=(5, 6), blocks=problem.blocks, **problem.options | {"extra": (2, 4)})
     torch.testing.assert_close(padded[:, :36], found, rtol=1e-5, atol=1e-6)
     assert padded.isfinite().all()
 
@@ -143,8 +143,8 @@ def test_lists_of_every_sample_chosen_by_content():
     check(problem)
 
 
-def test_the_far_field_alone_remains_where_all_else_is_masked():
-    problem = make((5, 6), (2, 3), (2, 4), "alone", far_field=True)
+def test_the_linear_branch_alone_remains_where_all_else_is_masked():
+    problem = make((5, 6), (2, 3), (2, 4), "alone", linear_branch=True)
     keep = torch.ones(2, 36, dtype=torch.bool)
     keep[0, [0, 1, *range(32, 36)]] = False
     problem.options["key_mask"] = keep
@@ -186,8 +186,8 @@ def test_reference_weights_are_of_the_sequence(parts):
 def test_lists_with_tokens_outside(samples):
     mask = torch.stack([random_tiles((2, 3), heads=3, seed=seed).mask()[0] for seed in range(samples)])
     mask[:, 1] = False
-    tiles = ExactTiles.from_mask((2, 3), mask)
-    offsets, keys = lists_with_outside(tiles, 2)
+    tiles = BlockLists.from_mask((2, 3), mask)
+    offsets, keys = lists_with_extra(tiles, 2)
     expected = torch.ones(samples, 3, 8, 8, dtype=torch.bool)
     expected[:, :, :6, :6] = mask
     assert len(keys) == expected.sum()
@@ -199,17 +199,17 @@ def test_lists_with_tokens_outside(samples):
 def test_lists_wait_for_no_device():
     """Reading a value on the meta device is an error."""
     tiles = random_tiles((2, 3))
-    on_meta = ExactTiles(tiles.counts, tiles.heads, tiles.offsets.to("meta"), tiles.keys.to("meta"))
-    found, expected = lists_with_outside(on_meta, 2), lists_with_outside(tiles, 2)
+    on_meta = BlockLists(tiles.counts, tiles.heads, tiles.offsets.to("meta"), tiles.keys.to("meta"))
+    found, expected = lists_with_extra(on_meta, 2), lists_with_extra(tiles, 2)
     assert [x.shape for x in found] == [x.shape for x in expected]
 
 
-@pytest.mark.parametrize("outside", [1, 4, 5, 12, 13])
-def test_every_token_stands_in_one_tile(outside):
+@pytest.mark.parametrize("extra", [1, 4, 5, 12, 13])
+def test_every_token_stands_in_one_tile(extra):
     """Tiles of at most 4 tokens."""
-    tokens, exists = tokens_of_tiles((3, 5), (2, 3), outside)
-    assert tokens.shape == (6 + math.ceil(outside / 4), 4)
-    assert sorted(tokens[exists].tolist()) == list(range(15 + outside))
+    tokens, exists = tokens_of_tiles((3, 5), (2, 3), extra)
+    assert tokens.shape == (6 + math.ceil(extra / 4), 4)
+    assert sorted(tokens[exists].tolist()) == list(range(15 + extra))
 
 
 @pytest.mark.parametrize("parts", ["alone", "means and far"])
@@ -217,8 +217,8 @@ def test_compile_in_one_graph(parts):
     """For one length of text, and for another, which makes a graph for all."""
 
     def attend_to(tensors, lists, options):
-        exact = ExactTiles((2, 2), 2, *lists) if lists else None
-        return mhla_attention(**tensors, grid=(4, 6), blocks=(2, 2), exact=exact, **options) * 2
+        exact = BlockLists((2, 2), 2, *lists) if lists else None
+        return mhla_attention(**tensors, grid=(4, 6), blocks=(2, 2), sparse=exact, **options) * 2
 
     compiled = torch.compile(attend_to, fullgraph=True, backend="aot_eager")
     for after in (3, 5, 6):
@@ -238,13 +238,13 @@ def test_autocast_does_not_lower_the_accumulation():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"outside": (3,)}, r"outside=\(3,\) must be two counts, how many tokens stand before and after"),
-        ({"outside": 7}, "outside=7 must be two counts"),
-        ({"outside": (-1, 8)}, r"outside=\(-1, 8\) must be two counts"),
-        ({"outside": (3.0, 4)}, r"outside=\(3.0, 4\) must be two counts"),
-        ({"outside": (3, 5)}, r"3 tokens before the grid \+ 24 of the grid \(4, 6\) \+ 5 after it are 32, .* N=31"),
-        ({"outside": (0, 0)}, r"\(4, 6\) holds 24 tokens, but query has N=31; .*outside=\(before, after\)"),
-        ({"normalize": False}, "Tokens outside the grid share one denominator.*normalize=True"),
+        ({"extra": (3,)}, r"extra=\(3,\) must be two counts, how many tokens stand before and after"),
+        ({"extra": 7}, "extra=7 must be two counts"),
+        ({"extra": (-1, 8)}, r"extra=\(-1, 8\) must be two counts"),
+        ({"extra": (3.0, 4)}, r"extra=\(3.0, 4\) must be two counts"),
+        ({"extra": (3, 5)}, r"3 tokens before the grid \+ 24 of the grid \(4, 6\) \+ 5 after it are 32, .* N=31"),
+        ({"extra": (0, 0)}, r"\(4, 6\) holds 24 tokens, but query has N=31; .*extra=\(before, after\)"),
+        ({"normalize": False}, "Extra tokens share one denominator.*normalize=True"),
         ({"eps": 0.0}, "eps=0.0 lets a query of the relu feature map have no far field"),
         ({"output_gate": torch.ones(2, 31, 2, 8)}, r"output_gate must have shape \(2, 24, 2, 8\), got \(2, 31, 2, 8\)"),
         ({"key_mask": torch.ones(2, 24)}, r"key_mask must have shape \(2, 31\), got \(2, 24\)"),
@@ -252,7 +252,7 @@ def test_autocast_does_not_lower_the_accumulation():
             {"rotary": (torch.ones(1, 24, 1, 8),) * 2},
             r"rotary tables must be \(1 or 2, 31, 1, 8\), got \(1, 24, 1, 8\)",
         ),
-        ({"mean_bias": torch.zeros(2)}, "mean_bias weighs .*give exact"),
+        ({"pooled_bias": torch.zeros(2)}, "pooled_bias weighs .*give exact"),
     ],
 )
 def test_what_does_not_fit_is_named(change, words):
@@ -262,4 +262,4 @@ def test_what_does_not_fit_is_named(change, words):
 
 def test_empty_tensors_give_empty_tensors():
     x = torch.empty(0, 31, 2, 8)
-    assert mhla_attention(x, x, x, torch.rand(3, 3), (24,), (3,), outside=(3, 4)).shape == x.shape
+    assert mhla_attention(x, x, x, torch.rand(3, 3), (24,), (3,), extra=(3, 4)).shape == x.shape

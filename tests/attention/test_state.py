@@ -22,17 +22,17 @@ def new_state(**settings: Any) -> MHLAState:
     return MHLAState(MIXING, (16,), (4,), **({"causal": "token"} | settings))
 
 
-@pytest.mark.parametrize("far_field", [False, True])
-def test_what_it_takes_does_not_grow_with_the_sequence(far_field: bool) -> None:
+@pytest.mark.parametrize("linear_branch", [False, True])
+def test_what_it_takes_does_not_grow_with_the_sequence(linear_branch: bool) -> None:
     """M summaries of D (D + 1) floats a head at most, beside a cache of keys and values of 2 N D."""
-    settings = {"far_field_weight": torch.ones(HEADS)} if far_field else {}
+    settings = {"linear_weight": torch.ones(HEADS)} if linear_branch else {}
     state = new_state(beyond="relative", **settings)
     sizes = []
     for step in range(80):
         state.step(*tokens(1, seed=step))
         sizes.append(state.nbytes)
     of_summaries = 4 * BATCH * HEADS * 4 * DIM * (DIM + 1)
-    of_open_block = 4 * BATCH * (3 * (2 * HEADS * DIM + 1)) if far_field else 0
+    of_open_block = 4 * BATCH * (3 * (2 * HEADS * DIM + 1)) if linear_branch else 0
     # the mixture that the open frame block sees is kept too, in the place of a further summary
     assert max(sizes) <= of_summaries * 5 / 4 + of_open_block
     assert max(sizes[:32]) == max(sizes[32:])
@@ -51,9 +51,9 @@ def test_reset_begins_another_sequence() -> None:
     assert state.step(*tokens(3, batch=5)).shape[0] == 5
 
 
-@pytest.mark.parametrize("far_field", [False, True])
-def test_reorder_picks_samples(far_field: bool) -> None:
-    settings = {"far_field_weight": torch.ones(HEADS)} if far_field else {}
+@pytest.mark.parametrize("linear_branch", [False, True])
+def test_reorder_picks_samples(linear_branch: bool) -> None:
+    settings = {"linear_weight": torch.ones(HEADS)} if linear_branch else {}
     state = new_state(**settings)
     begin, rest = tokens(6, batch=3), tokens(3, batch=2, seed=1)
     state.step(*begin)
@@ -88,9 +88,9 @@ def test_the_past_is_mixed_once_for_all_denoising_steps() -> None:
     assert mixing.grad is not None and (mixing.grad[3, :3] != 0).all()
 
 
-@pytest.mark.parametrize("far_field", [False, True])
+@pytest.mark.parametrize("linear_branch", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_step_that_fails_leaves_nothing_behind(far_field: bool, error: type[BaseException]) -> None:
+def test_a_step_that_fails_leaves_nothing_behind(linear_branch: bool, error: type[BaseException]) -> None:
     """Though the error comes when the first of three frame blocks is over."""
 
     class Failing(torch.overrides.TorchFunctionMode):
@@ -102,7 +102,7 @@ def test_a_step_that_fails_leaves_nothing_behind(far_field: bool, error: type[Ba
                 raise error("out of memory")
             return func(*args, **(kwargs or {}))
 
-    settings: dict[str, Any] = {"far_field_weight": torch.ones(HEADS)} if far_field else {}
+    settings: dict[str, Any] = {"linear_weight": torch.ones(HEADS)} if linear_branch else {}
     state, other = new_state(**settings), new_state(**settings)
     for one in (state, other):
         one.step(*tokens(5))
@@ -113,7 +113,7 @@ def test_a_step_that_fails_leaves_nothing_behind(far_field: bool, error: type[Ba
 
 
 def test_weights_of_a_step_stand_in_place_of_those_of_the_state() -> None:
-    weights: dict[str, Any] = {"mixing": MIXING, "far_field_weight": torch.full((HEADS,), 2.0)}
+    weights: dict[str, Any] = {"mixing": MIXING, "linear_weight": torch.full((HEADS,), 2.0)}
     weights["output_norm"] = torch.rand(DIM)
     state = MHLAState(None, (16,), (4,), causal="token")
     whole = mhla_attention(*tokens(16), grid=(16,), blocks=(4,), causal="token", **weights)
@@ -124,10 +124,10 @@ def test_weights_of_a_step_stand_in_place_of_those_of_the_state() -> None:
         state.step(*tokens(1))
 
 
-@pytest.mark.parametrize("far_field", [False, True])
-def test_gradients_flow_through_steps(far_field: bool) -> None:
+@pytest.mark.parametrize("linear_branch", [False, True])
+def test_gradients_flow_through_steps(linear_branch: bool) -> None:
     weight = torch.ones(HEADS, dtype=torch.float64, requires_grad=True)
-    settings = {"far_field_weight": weight} if far_field else {}
+    settings = {"linear_weight": weight} if linear_branch else {}
     mixing = MIXING.double().requires_grad_()
     leaves = [x.double().requires_grad_() for x in tokens(13)]
     differentiated = [*leaves, mixing, *settings.values()]
@@ -154,10 +154,10 @@ def test_inference_first_and_training_after() -> None:
     assert all(x.grad is not None for x in (query, key, value))
 
 
-@pytest.mark.parametrize("far_field", [False, True])
+@pytest.mark.parametrize("linear_branch", [False, True])
 @pytest.mark.parametrize("causal", ["token", "block"])
-def test_autocast_changes_nothing(causal: str, far_field: bool) -> None:
-    settings = {"causal": causal, **({"far_field_weight": torch.ones(HEADS)} if far_field else {})}
+def test_autocast_changes_nothing(causal: str, linear_branch: bool) -> None:
+    settings = {"causal": causal, **({"linear_weight": torch.ones(HEADS)} if linear_branch else {})}
     plain, cast = new_state(**settings), new_state(**settings)
     for seed in range(3):
         given = tokens(4, seed=seed)
@@ -211,7 +211,7 @@ def test_settings_that_do_not_go(settings: dict[str, Any], message: str) -> None
 
 def test_an_unknown_setting() -> None:
     with pytest.raises(TypeError, match="unknown arguments exact"):
-        new_state(exact=None)
+        new_state(sparse=None)
 
 
 def test_blocks_of_two_lengths_are_not_carried_on() -> None:

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from mhla_diffusers.attention import Call, ExactTiles, initial_mixing, mhla_attention
+from mhla_diffusers.attention import Call, BlockLists, initial_mixing, mhla_attention
 from mhla_diffusers.attention.blocks import block_index
 from mhla_diffusers.attention.eager import eager_attention
-from mhla_diffusers.attention.merge import far_field
-from mhla_diffusers.attention.outside import OutsideTokens, of_grid
+from mhla_diffusers.attention.merge import linear_branch
+from mhla_diffusers.attention.extra import ExtraTokens, of_grid
 from mhla_diffusers.attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from mhla_diffusers.attention.tiles import tokens_of_tiles
 
@@ -46,25 +46,25 @@ def written_out(query, key, value, grid, counts):
     return weights, weights @ value, of_means, mean_value, member
 
 
-def with_outside(query, key, value, key_mask=None, count=5):
+def with_extra(query, key, value, key_mask=None, count=5):
     """Query, key, value and mask of a sequence with tokens before and after those of the grid, and what they bring."""
     generator = torch.Generator().manual_seed(4)
-    outside = count // 2, count - count // 2
+    extra = count // 2, count - count // 2
 
     def around(x, others):
-        return torch.cat([others[:, : outside[0]], x, others[:, outside[0] :]], dim=1)
+        return torch.cat([others[:, : extra[0]], x, others[:, extra[0] :]], dim=1)
 
     whole = [around(x, torch.randn(2, count, HEADS, DIM, generator=generator)) for x in (query, key, value)]
     if key_mask is not None:
         key_mask = around(key_mask, torch.rand(2, count, generator=generator) > 0.2)
-    return whole, key_mask, outside, OutsideTokens.of(*whole, None, key_mask, outside) if count else None
+    return whole, key_mask, extra, ExtraTokens.of(*whole, None, key_mask, extra) if count else None
 
 
 def test_tokens_outside_take_their_share_and_have_no_error():
     """Errors and weights of the grid's tiles are those of a softmax over all tokens."""
     grid, counts = (8, 6), (4, 3)
     query, key, value = inputs(grid)
-    whole, _, outside, others = with_outside(query, key, value)
+    whole, _, extra, others = with_extra(query, key, value)
     given = TiledInput.of(query, key, value, grid, counts, None, others)
     errors, masses, squares = pair_errors(given, all_queries(given), torch.eye(DIM).expand(HEADS, -1, -1), False)
 
@@ -140,10 +140,10 @@ def test_the_error_of_a_candidate_is_that_of_the_attention(grid, counts, mask, c
     exact = torch.rand(HEADS, tiles, tiles, generator=torch.Generator().manual_seed(3)) < 0.3
     mixing = initial_mixing((2,) * len(grid))
     call = Call(query, key, value, mixing, grid, (2,) * len(grid), key_mask=key_mask)
-    output, normaliser = eager_attention(far_field(call))
+    output, normaliser = eager_attention(linear_branch(call))
     tokens, _ = tokens_of_tiles(grid, counts)
     in_tiles = output[:, tokens].permute(0, 3, 1, 2, 4), normaliser[:, tokens, :, 0].log().permute(0, 3, 1, 2)
-    whole, whole_mask, outside, others = with_outside(query, key, value, key_mask, count)
+    whole, whole_mask, extra, others = with_extra(query, key, value, key_mask, count)
     given = TiledInput.of(query, key, value, grid, counts, key_mask, others)
     places = given.samples(3, 0)
     candidates = Candidates(torch.tensor([-0.5, 0.7]), torch.tensor([-2.0, 0.0, 1.0]))
@@ -154,7 +154,7 @@ def test_the_error_of_a_candidate_is_that_of_the_attention(grid, counts, mask, c
         *(x.transpose(1, 2) for x in whole),
         attn_mask=None if whole_mask is None else whole_mask[:, None, None],
     ).transpose(1, 2)
-    for row, beta in enumerate(candidates.mean_bias):
+    for row, beta in enumerate(candidates.pooled_bias):
         for column, log_weight in enumerate(candidates.far_log_weight):
             merged = mhla_attention(
                 *whole,
@@ -162,24 +162,24 @@ def test_the_error_of_a_candidate_is_that_of_the_attention(grid, counts, mask, c
                 grid,
                 call.blocks,
                 key_mask=whole_mask,
-                exact=ExactTiles.from_mask(counts, exact),
-                mean_bias=beta.expand(HEADS),
-                far_field_weight=log_weight.exp().expand(HEADS),
-                outside=outside,
+                sparse=BlockLists.from_mask(counts, exact),
+                pooled_bias=beta.expand(HEADS),
+                linear_weight=log_weight.exp().expand(HEADS),
+                extra=extra,
             )
-            squares = of_grid((merged - expected_output).square().sum(dim=-1), outside)
+            squares = of_grid((merged - expected_output).square().sum(dim=-1), extra)
             expected = squares[:, tokens.gather(1, places)].mean(dim=(0, 1, 2))
             torch.testing.assert_close(found[:, row, column], expected, rtol=1e-3, atol=1e-6)
 
 
-def test_candidates_of_a_far_field_beside_tokens_outside_alone():
+def test_candidates_of_a_linear_branch_beside_tokens_outside_alone():
     """Without exact tiles and means the best λ is found as well."""
     grid, counts = (8, 6), (2, 2)
     query, key, value = inputs(grid)
-    whole, _, outside, others = with_outside(query, key, value)
+    whole, _, extra, others = with_extra(query, key, value)
     mixing = initial_mixing((2, 2))
     call = Call(query, key, value, mixing, grid, (2, 2))
-    output, normaliser = eager_attention(far_field(call))
+    output, normaliser = eager_attention(linear_branch(call))
     tokens, _ = tokens_of_tiles(grid, counts)
     far = output[:, tokens].permute(0, 3, 1, 2, 4), normaliser[:, tokens, :, 0].log().permute(0, 3, 1, 2)
     given = TiledInput.of(query, key, value, grid, counts, None, others)
@@ -189,6 +189,6 @@ def test_candidates_of_a_far_field_beside_tokens_outside_alone():
     softmax = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in whole)).transpose(1, 2)
     for column, log_weight in enumerate(candidates.far_log_weight):
         weight = log_weight.exp().expand(HEADS)
-        merged = mhla_attention(*whole, mixing, grid, (2, 2), far_field_weight=weight, outside=outside)
-        expected = of_grid((merged - softmax).square().sum(dim=-1), outside).mean(dim=(0, 1))
+        merged = mhla_attention(*whole, mixing, grid, (2, 2), linear_weight=weight, extra=extra)
+        expected = of_grid((merged - softmax).square().sum(dim=-1), extra).mean(dim=(0, 1))
         torch.testing.assert_close(found[:, 0, column], expected, rtol=1e-3, atol=1e-6)

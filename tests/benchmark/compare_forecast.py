@@ -104,7 +104,7 @@ def asked(model: Model, size: Size, kind: str) -> Question:
     own = family_of_model(model).default_config
     plain = Question(model, size, own.replace(**patch_settings(PLAIN, model.blocks)), steps=1, passes=1)
     settings = patch_settings(kind, model.blocks, exact_tiles(model, plain.grid))
-    return replace(plain, config=own.replace(exact_tiles=None, exact_share=None).replace(**settings))
+    return replace(plain, config=own.replace(exact_tiles=None, density=None).replace(**settings))
 
 
 HEADER = ("size", "attention", "forecast, ms", "measured, ms", "ratio")

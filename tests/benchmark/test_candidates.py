@@ -73,7 +73,7 @@ def test_exact_tiles_are_drawn_for_models_of_softmax_attention(name, tiles):
         layers = mhla_layers(case.candidate(transformer, choice).model).values()
         assert len(layers) == case.model.layers
         for layer in layers:
-            assert (layer.exact.mask.sum(dim=-1) == 1).all()
+            assert (layer.sparse.mask.sum(dim=-1) == 1).all()
 
 
 def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):

@@ -157,7 +157,7 @@ def test_layers_are_extrapolated_exactly(family):
 def test_counts_of_wan_are_those_told_from_sizes():
     """31 500 tokens of 12 heads of 128 in 30 layers; 420 tiles of 75 tokens, 21 of them exact, and 105 blocks."""
     model = models()["wan2.1-1.3b"]
-    config = MHLAConfig(blocks=(7, 3, 5), exact="calibrated", exact_tiles=(7, 6, 10))
+    config = MHLAConfig(blocks=(7, 3, 5), sparse="calibrated", exact_tiles=(7, 6, 10))
     counts = count_forwards(Question(model, Size(480, 800, 81), config), torch.bfloat16)
     tokens, width, layers = 31_500, 1536, 30
     softmax = layers * 4 * tokens**2 * width

@@ -197,7 +197,7 @@ def test_blocks_and_tiles_of_a_cut_shape_are_the_real_ones(name):
 
 def test_tiles_are_what_was_wished_for_within_the_context():
     settings = (64, torch.bfloat16, 100)
-    wishes = {"output": Tiling(16, 32, 2, 3), "exact": PairTiling(16, 16, 2, 3)}
+    wishes = {"output": Tiling(16, 32, 2, 3), "sparse": PairTiling(16, 16, 2, 3)}
     for function, name in ((tiling, "output"), (pair_tiling, "exact")):
         place = Place("sm_90", name, *settings)
         default = function(place)

@@ -41,8 +41,8 @@ def test_calls_are_patched_with_what_was_calibrated():
     assert not is_patched(pipe)
     assert "1x2x3 tiles" in calls.note
     with _patched(pipe, case, calls):
-        masks = [layer.exact.mask for layer in mhla_layers(pipe).values()]
-        weights = [float(layer.far_field_log_weight[0]) for layer in mhla_layers(pipe).values()]
+        masks = [layer.sparse.mask for layer in mhla_layers(pipe).values()]
+        weights = [float(layer.linear_log_weight[0]) for layer in mhla_layers(pipe).values()]
         case.run(pipe)
     assert all(mask.any(dim=-1).all() for mask in masks)
     assert any(not torch.equal(mask, masks[0]) for mask in masks), "each layer has its own"

@@ -86,8 +86,8 @@ def test_wrong_numbers(wrong, message):
 def test_what_cannot_be_planned():
     with pytest.raises(ValueError, match="gpus=0 must be at least 1"):
         plan(tiny_wan(), [SIZE], [0], ROUND)
-    with pytest.raises(ValueError, match="exact='own' sends is not counted"):
-        plan(tiny_wan(), [SIZE], [2], ROUND, MHLAConfig(blocks=(1, 2, 2), exact="own"))
+    with pytest.raises(ValueError, match="sparse='own' sends is not counted"):
+        plan(tiny_wan(), [SIZE], [2], ROUND, MHLAConfig(blocks=(1, 2, 2), sparse="own"))
 
 
 def test_command(tmp_path):

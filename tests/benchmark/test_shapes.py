@@ -69,7 +69,7 @@ def test_exact_tiles_cost_their_pairs_and_means():
         means = 4 * shape.tokens * tiles * 128 * 12
         added = exact_cost(shape, 2, False).flops - linear_cost(shape, 2, False).flops
         assert added == softmax * listed / tiles + means
-        alone = replace(shape, tile_means=False)
+        alone = replace(shape, pooled=False)
         assert exact_cost(shape, 2, False).flops - exact_cost(alone, 2, False).flops == means
         assert exact_cost(shape, 2, True).flops == 3 * exact_cost(shape, 2, False).flops
         assert linear_cost(shape, 2, False).bytes < exact_cost(shape, 2, False).bytes < 1.2e9 * tiles / 420
@@ -80,7 +80,7 @@ def test_flops_of_exact_tiles_are_those_that_pytorch_counts(backward):
     """But that its backward passes are two and a half forwards, since it counts the logits that are formed again."""
     shape = Shape("", (8, 12), (2, 2), 3, 16, tiles=(4, 3), share=0.25)
     inputs = [x.requires_grad_() for x in make_inputs(shape, torch.device("cpu"), torch.float32)]
-    exact = {"exact": draw_tiles(shape, torch.device("cpu")), "mean_bias": torch.zeros(3, requires_grad=True)}
+    exact = {"exact": draw_tiles(shape, torch.device("cpu")), "pooled_bias": torch.zeros(3, requires_grad=True)}
     with FlopCounterMode(display=False) as counter:
         output = mhla_attention(*inputs, initial_mixing(shape.blocks), shape.grid, shape.blocks, **exact)
         if backward:

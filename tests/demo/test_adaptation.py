@@ -36,7 +36,7 @@ def test_curve_begins_with_the_patched_model_and_ends_with_the_adapted_one(adapt
 
 def test_fresh_exact_tiles_are_calibrated_before_the_first_update_and_only_then(adaptation, tmp_path, caplog):
     caplog.set_level("INFO", "mhla_diffusers.training.calibration")
-    pipe = adaptation.patched(MHLA.replace(mixing_per_head=True, exact="content", exact_tiles=(8, 4)))
+    pipe = adaptation.patched(MHLA.replace(mixing_per_head=True, sparse="content", exact_tiles=(8, 4)))
     adaptation.adapt(pipe, Recipe(1), tmp_path / "first")
     assert "Calibrating exact tiles on 8 training samples" in caplog.text
     caplog.clear()

@@ -51,7 +51,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
     (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
-    (r'exact="calibrated", (?!exact_tiles)', 'exact="calibrated", exact_tiles=(7, 4, 4), '),
+    (r'sparse="calibrated", (?!exact_tiles)', 'sparse="calibrated", exact_tiles=(7, 4, 4), '),
     # what needs a GPU
     (r"^mhla bench tune .*", "mhla bench tune --help"),
     # generation

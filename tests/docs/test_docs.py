@@ -62,7 +62,7 @@ def write_prompts(folder):
 def write_patches(folder):
     for family, blocks in (("wan", (7, 3, 5)), ("sana", (4, 4)), ("dit", (4, 4))):
         name = "my-patch" if family == "wan" else f"my-{family}-patch"
-        save_mhla(apply_mhla(load_tiny(family), exact="none", blocks=blocks), folder / name)
+        save_mhla(apply_mhla(load_tiny(family), sparse="none", blocks=blocks), folder / name)
     for name, family, blocks in (
         ("my-patch", "wan", [7, 3, 5]),
         ("my-dit-patch", "dit", [4, 4]),

@@ -41,7 +41,7 @@ def test_rope_tells_the_grid(frames):
 def test_softmax_in_place_of_mhla_is_the_own_attention_of_two_frames(ragged):
     model, arguments = EDIT_CASE.transformer(), EDIT_CASE.inputs(ragged=ragged)
     expected = output(model, arguments)
-    mhla.apply_mhla(model, blocks=(1, 1, 1), exact="own", exact_tiles=None)
+    mhla.apply_mhla(model, blocks=(1, 1, 1), sparse="own", exact_tiles=None)
     # float32 sums in another order, through all layers
     assert relative_change(output(model, arguments), expected) < 2e-5
 
@@ -55,7 +55,7 @@ def test_the_default_blocks_run_on_the_grids_of_one_call():
         return torch.as_tensor(pipe(**CASE.call, generator=torch.Generator().manual_seed(3)).frames)
 
     expected = generate()
-    mhla.apply_mhla(pipe, exact="none")
+    mhla.apply_mhla(pipe, sparse="none")
     pipe.transformer.register_forward_hook(lambda *_: grids.append(mhla.describe(pipe)[0].grid))
     assert_changed(generate(), expected)
     assert grids == [(4, 4, 6), (4, 4, 6), (2, 4, 6), (2, 4, 6)]

@@ -24,7 +24,7 @@ ROUNDING = 2e-5
 """Relative: float32 sums in another order, through all layers."""
 _TEXT_TOKENS = 24
 """Of texts to train on, which are cut to it."""
-PLAIN = {"exact": "none", "exact_tiles": None}
+PLAIN = {"sparse": "none", "exact_tiles": None}
 
 every_family = pytest.mark.parametrize("name", NAMES)
 # no setting of a patch is the gated linear attention of DiG
@@ -45,7 +45,7 @@ def all_exact(name: str) -> dict[str, Any]:
     if name == "sana_video":
         # what MHLA adds to every feature as small as what SANA adds to its normaliser
         return {"blocks": ones, "eps": 1e-15, **PLAIN}
-    return {"blocks": ones, "exact": "own", "exact_tiles": None}
+    return {"blocks": ones, "sparse": "own", "exact_tiles": None}
 
 
 def plain(name: str, **settings: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_calibrated_tiles_come_nearer_than_the_own_tile(name: str) -> None:
     model, arguments = case.transformer(), case.inputs()
     expected = output(model, arguments)
     errors = {}
-    for kind, settings in {"own": {}, "calibrated": {"exact_share": 0.4}}.items():
+    for kind, settings in {"own": {}, "calibrated": {"density": 0.4}}.items():
         patch = {"blocks": case.blocks, "exact": kind, "exact_tiles": tiles_of(name), **settings}
         mhla.apply_mhla(model, **patch, calibration=lambda: output(model, arguments))
         errors[kind] = relative_change(output(model, arguments), expected)
@@ -159,12 +159,12 @@ def test_audit_and_dial(name: str) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
     expected = output(model, arguments)
-    patch = {"blocks": case.blocks, "exact": "calibrated", "exact_tiles": tiles_of(name), "exact_share": 0.4}
+    patch = {"blocks": case.blocks, "sparse": "calibrated", "exact_tiles": tiles_of(name), "density": 0.4}
     mhla.apply_mhla(model, **patch, calibration=lambda: output(model, arguments))
     found = mhla.audit(model, lambda: output(model, arguments))
     assert [layer.name for layer in found.layers] == list(case.attentions)
     assert 0 < found.moves < 1 and found.fit is not None and not found.fit.is_stale
-    mhla.set_exact_share(model, 1.0)
+    mhla.set_density(model, 1.0)
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 

@@ -26,7 +26,7 @@ def test_softmax_in_place_of_mhla_is_the_second_attention_as_well(ragged):
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
-@pytest.mark.parametrize("exact", [{}, {"exact": "own", "exact_tiles": (4, 4)}, {"exact": "content"}], ids=str)
+@pytest.mark.parametrize("exact", [{}, {"sparse": "own", "exact_tiles": (4, 4)}, {"sparse": "content"}], ids=str)
 def test_the_second_attention_is_patched_and_restored(exact):
     model, arguments = sd3.dual(), sd3.inputs()
     before, expected = footprint(model), output(model, arguments)

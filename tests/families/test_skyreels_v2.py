@@ -13,8 +13,8 @@ from mhla_diffusers.families.skyreels_v2 import SkyReelsV2Family
 from ..models import assert_changed, output, relative_change, wan
 from .tiny.skyreels_v2 import CASE, FORCING_CALL, FORCING_CASE, IMAGE_CASE
 
-_PLAIN = {"blocks": CASE.blocks, "exact": "none"}
-_ALL_EXACT = {"blocks": (1, 1, 1), "exact": "own", "exact_tiles": None}
+_PLAIN = {"blocks": CASE.blocks, "sparse": "none"}
+_ALL_EXACT = {"blocks": (1, 1, 1), "sparse": "own", "exact_tiles": None}
 _REFUSED = r"(?s)SkyReels-V2.*differs between queries.*causal_block_size=1.*layers=\[\.\.\.\]"
 
 
@@ -64,7 +64,7 @@ def test_the_block_causal_mask_is_refused_with_the_way_out() -> None:
     assert torch.equal(_generate(pipe), with_mask)
 
 
-_CAUSAL = {"causal": "block", "block_length": 2, "exact": "own", "exact_tiles": None}
+_CAUSAL = {"causal": "block", "block_length": 2, "sparse": "own", "exact_tiles": None}
 """Frame blocks as long as those of the pipeline's call."""
 
 

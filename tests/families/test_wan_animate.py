@@ -9,7 +9,7 @@ from mhla_diffusers.families import Clip, get_family
 from ..models import assert_changed, output
 from .tiny.wan_animate import CASE
 
-_BLOCKS = {"blocks": CASE.blocks, "exact": "none"}
+_BLOCKS = {"blocks": CASE.blocks, "sparse": "none"}
 
 
 def test_face_blocks_keep_their_processors() -> None:

@@ -72,7 +72,7 @@ def test_moves_are_what_single_layers_and_the_whole_patch_change(name):
 
 
 def test_a_patch_that_changes_nothing_has_no_error():
-    _, found = audited("wan", exact="content", exact_tiles=TILES["wan"], exact_share=1.0)
+    _, found = audited("wan", sparse="content", exact_tiles=TILES["wan"], density=1.0)
     # the same sums in another order
     assert all(found.error_of_layer(layer) < 1e-5 for layer in found.layers)
     assert all(layer.tiles.mass == pytest.approx(1, abs=1e-5) for layer in found.layers)
@@ -93,8 +93,8 @@ def test_lora_is_part_of_both_attentions(name):
 @pytest.mark.parametrize("exact", ["own", "content"])
 def test_mass_is_the_softmax_weight_of_the_exact_pairs_of_every_call(exact):
     """With two tokens of a tile and all of them looked at, the measured weight is the whole truth."""
-    share = {} if exact == "own" else {"exact_share": 0.2}
-    model, found = audited("dit", exact=exact, exact_tiles=(8, 4), **share)
+    share = {} if exact == "own" else {"density": 0.2}
+    model, found = audited("dit", sparse=exact, exact_tiles=(8, 4), **share)
     attn = model.transformer_blocks[0].attn1
     weights = {}
 
@@ -123,7 +123,7 @@ def test_without_tiles_there_is_nothing_to_fit():
 @pytest.mark.parametrize("name", PIPELINES)
 def test_every_pipeline_tells_its_steps(name):
     case = PIPELINES[name]
-    pipe = mhla.apply_mhla(case.build(), exact="none", blocks=case.blocks, softmax_steps=1)
+    pipe = mhla.apply_mhla(case.build(), sparse="none", blocks=case.blocks, softmax_steps=1)
     found = mhla.audit(pipe, lambda: generate(name, pipe))
     steps = case.call["num_inference_steps"]
     assert found.knows_steps
@@ -137,7 +137,7 @@ def test_every_pipeline_tells_its_steps(name):
 
 
 def test_both_transformers_are_audited_each_in_its_steps():
-    pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
     found = mhla.audit(pipe, lambda: generate("wan22", pipe))
     assert [layer.name for layer in found.layers[::4]] == ["transformer.blocks.0.attn1", "transformer_2.blocks.0.attn1"]
     ran = found.errors_of_steps.isnan().logical_not()
@@ -145,7 +145,7 @@ def test_both_transformers_are_audited_each_in_its_steps():
 
 
 def test_guidance_counts_both_forwards_of_a_step():
-    pipe = mhla.apply_mhla(PIPELINES["wan"].build(), exact="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(PIPELINES["wan"].build(), sparse="none", blocks=(1, 1, 1))
     calls = []
     handle = pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
     found = mhla.audit(pipe, lambda: generate("wan", pipe))
@@ -185,7 +185,7 @@ def sharp():
     return model
 
 
-CALIBRATED = {"blocks": (2, 2, 3), "exact": "calibrated", "exact_tiles": (2, 4, 6), "exact_share": 0.1}
+CALIBRATED = {"blocks": (2, 2, 3), "sparse": "calibrated", "exact_tiles": (2, 4, 6), "density": 0.1}
 
 
 def test_fresh_lists_fit_and_a_lora_makes_them_stale():
@@ -198,8 +198,8 @@ def test_fresh_lists_fit_and_a_lora_makes_them_stale():
     with_lora(model, "to_q", "to_k")
     stale = mhla.audit(model, run)
     assert stale.fit.is_stale, str(stale.fit)
-    assert "the calibration is stale" in str(stale) and "calibrate_exact_tiles(pipe, run)" in str(stale)
-    mhla.calibrate_exact_tiles(model, run)
+    assert "the calibration is stale" in str(stale) and "calibrate_sparse(pipe, run)" in str(stale)
+    mhla.calibrate_sparse(model, run)
     again = mhla.audit(model, run)
     assert not again.fit.is_stale, str(again.fit)
     assert again.fit.left < stale.fit.left
@@ -235,7 +235,7 @@ def test_a_compiled_model_is_audited():
 
 
 def test_figures_as_json():
-    _, found = audited("dit", exact="content", exact_tiles=(4, 4), exact_share=0.1)
+    _, found = audited("dit", sparse="content", exact_tiles=(4, 4), density=0.1)
     written = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     first = written["layers"][0]
     assert first["error"] == found.error_of_layer(found.layers[0])
@@ -243,9 +243,9 @@ def test_figures_as_json():
     assert written["fit"]["is_stale"] is False
     for layer, row in zip(found.layers, str(found).splitlines()[1:], strict=False):
         worst = f"{layer.worst_head}: {layer.errors_of_heads[layer.worst_head]:.1%}"
-        cells = [layer.name, f"{layer.error:.1%}", worst, f"{layer.exact_share:.1%}", f"{layer.mass_kept:.1%}"]
+        cells = [layer.name, f"{layer.error:.1%}", worst, f"{layer.density:.1%}", f"{layer.mass_kept:.1%}"]
         assert row.split() == " ".join([*cells, f"{layer.change:.1%}"]).split()
-    pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
     of_two = mhla.audit(pipe, lambda: generate("wan22", pipe)).to_dict()
     assert None in of_two["layers"][0]["errors_of_steps"]
     json.dumps(of_two, allow_nan=False)
@@ -259,7 +259,7 @@ def test_what_cannot_be_audited_is_refused():
         mhla.audit(model, lambda: None)
     with mhla.mhla_disabled(model), pytest.raises(ValueError, match="leave mhla_disabled"):
         mhla.audit(model, lambda: None)
-    model = models.patched("wan", exact="content", exact_tiles=(4, 4, 6))
+    model = models.patched("wan", sparse="content", exact_tiles=(4, 4, 6))
     sizes = [models.inputs("wan"), models.inputs("wan", ragged=True)] * 2
     with pytest.raises(ValueError, match="audit one size at a time"):
         mhla.audit(model, lambda: [models.output(model, size) for size in sizes])

@@ -32,7 +32,7 @@ def run_of(model, name):
 def patched(name, exact, share=0.1):
     """A model with exact tiles that are calibrated or have β and λ fitted to what they replace."""
     model = models.FAMILIES[name].build()
-    tiles = {"exact": exact, "exact_tiles": TILES[name], "exact_share": share}
+    tiles = {"exact": exact, "exact_tiles": TILES[name], "density": share}
     return mhla.apply_mhla(model, blocks=models.FAMILIES[name].blocks, **tiles, calibration=run_of(model, name))
 
 
@@ -41,14 +41,14 @@ def error(model, name):
 
 
 def lists(model):
-    return {name: layer.exact.mask for name, layer in mhla.mhla_layers(model).items()}
+    return {name: layer.sparse.mask for name, layer in mhla.mhla_layers(model).items()}
 
 
 @pytest.mark.parametrize("exact", ["calibrated", "content"])
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_the_error_falls_with_the_share(name, exact):
     model = patched(name, exact)
-    errors = [error(mhla.set_exact_share(model, share), name) for share in SHARES]
+    errors = [error(mhla.set_density(model, share), name) for share in SHARES]
     assert errors == sorted(errors, reverse=True)
     # at 1 softmax attention's sums in another order
     assert errors[-1] < 1e-6 < 1e-3 < errors[0]
@@ -73,27 +73,27 @@ def test_what_is_spent_by_an_audit_leaves_less_than_the_dial(name, exact):
     """It knows what every pair is worth, not only the heaviest fifth, and fits β and λ to the new share."""
     model = patched(name, exact)
     audit = mhla.audit(model, run_of(model, name))
-    by_dial = error(mhla.set_exact_share(model, 0.5), name)
+    by_dial = error(mhla.set_density(model, 0.5), name)
     assert error(mhla.densify(model, audit, 0.5), name) < 0.95 * by_dial
 
 
 @pytest.mark.parametrize("how", ["dial", "densify"])
 @pytest.mark.parametrize("name", SOFTMAX)
-def test_at_a_share_of_one_no_far_field_is_computed(name, how, monkeypatch):
+def test_at_a_share_of_one_no_linear_branch_is_computed(name, how, monkeypatch):
     model = patched(name, "calibrated")
     audit = mhla.audit(model, run_of(model, name))
     calls = []
 
     def counted(call):
         calls.append(call)
-        return far_field(call)
+        return linear_branch(call)
 
-    far_field = merge.far_field
-    monkeypatch.setattr(merge, "far_field", counted)
+    linear_branch = merge.linear_branch
+    monkeypatch.setattr(merge, "linear_branch", counted)
     run_of(model, name)()
     assert len(calls) == len(mhla.mhla_layers(model)), "of every layer, as long as the share is below 1"
     calls.clear()
-    mhla.set_exact_share(model, 1) if how == "dial" else mhla.densify(model, audit, 1)
+    mhla.set_density(model, 1) if how == "dial" else mhla.densify(model, audit, 1)
     run_of(model, name)()
     assert not calls
 
@@ -101,16 +101,16 @@ def test_at_a_share_of_one_no_far_field_is_computed(name, how, monkeypatch):
 def test_one_and_back_gives_the_lists_of_before(tmp_path):
     model = patched("wan", "calibrated", 0.3)
     before, expected = lists(model), run_of(model, "wan")()
-    mhla.set_exact_share(model, 1)
+    mhla.set_density(model, 1)
     mhla.save_mhla(model, tmp_path)
     for one in (model, mhla.load_mhla(models.wan(), tmp_path)):
-        mhla.set_exact_share(one, 0.3)
+        mhla.set_density(one, 0.3)
         assert all(torch.equal(mask, before[name]) for name, mask in lists(one).items())
         assert torch.equal(run_of(one, "wan")(), expected)
-    mhla.set_exact_share(model, 0.6)
-    mhla.set_exact_share(model, 1)
-    other = mhla.set_exact_share(patched("wan", "calibrated", 0.3), 0.5)
-    mhla.set_exact_share(model, 0.5)
+    mhla.set_density(model, 0.6)
+    mhla.set_density(model, 1)
+    other = mhla.set_density(patched("wan", "calibrated", 0.3), 0.5)
+    mhla.set_density(model, 0.5)
     assert all(torch.equal(mask, lists(other)[name]) for name, mask in lists(model).items())
 
 
@@ -187,8 +187,8 @@ def test_the_error_of_trained_pipelines_falls_with_what_is_spent(family, tiles):
 def test_the_error_of_trained_pipelines_falls_with_the_share(family, tiles, exact):
     pipe = load_tiny(family)
     run = run_tiny(pipe, steps=2 if family == "wan" else 4)
-    mhla.apply_mhla(pipe, exact=exact, exact_tiles=tiles, calibration=run)
-    errors = [Along(mhla.set_exact_share(pipe, share), run).error for share in SHARES]
+    mhla.apply_mhla(pipe, sparse=exact, exact_tiles=tiles, calibration=run)
+    errors = [Along(mhla.set_density(pipe, share), run).error for share in SHARES]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-5 < 1e-2 < errors[0]
 
@@ -225,13 +225,13 @@ def test_no_more_is_spent_than_there_is(exact):
     for share in (0.1, 0.35, 0.8):
         mhla.densify(model, audit, share)
         found = mhla.describe(model)
-        spent = sum(layer.exact.share if layer.replaced else 1 for layer in found) / len(found)
+        spent = sum(layer.sparse.share if layer.replaced else 1 for layer in found) / len(found)
         # a pair more or less in a layer of 512
         assert share - 0.07 <= spent <= share + 0.002
 
 
 def test_both_transformers_spend_in_their_own_steps():
-    pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
     run = lambda: generate("wan22", pipe)  # noqa: E731
     audit = mhla.audit(pipe, run)
     for layer in audit.layers:  # all of it in the first step of each transformer
@@ -258,18 +258,18 @@ def test_a_densified_patch_is_saved_and_loaded(tmp_path):
 def test_what_the_dial_cannot_turn_is_refused(name):
     model = models.patched(name)
     before = footprint(model)
-    with pytest.raises(ValueError, match="exact='none' has no share to set.*densify"):
-        mhla.set_exact_share(model, 0.1)
+    with pytest.raises(ValueError, match="sparse='none' has no share to set.*densify"):
+        mhla.set_density(model, 0.1)
     assert_same_footprint(model, before)
     with pytest.raises(ValueError, match="not patched"):
-        mhla.set_exact_share(models.FAMILIES[name].build(), 0.1)
+        mhla.set_density(models.FAMILIES[name].build(), 0.1)
 
 
 def test_a_causal_patch_gives_no_layer_back_to_attention_that_sees_later_frames():
     model = models.wan()
-    mhla.apply_mhla(model, blocks=(2, 2, 3), causal="block", block_length=2, exact="own", exact_tiles=None)
+    mhla.apply_mhla(model, blocks=(2, 2, 3), causal="block", block_length=2, sparse="own", exact_tiles=None)
     audit, before = mhla.audit(model, run_of(model, "wan")), footprint(model)
-    for turn in (mhla.set_exact_share, lambda model, share: mhla.densify(model, audit, share)):
+    for turn in (mhla.set_density, lambda model, share: mhla.densify(model, audit, share)):
         for share in (0.3, 1):
             with pytest.raises(ValueError, match=r"causal='block' is not to see later ones"):
                 turn(model, share)
@@ -281,7 +281,7 @@ def test_shares_that_are_none_are_refused(share):
     model = patched("dit", "calibrated")
     audit = mhla.audit(model, run_of(model, "dit"))
     before = footprint(model)
-    for turn in (mhla.set_exact_share, lambda model, share: mhla.densify(model, audit, share)):
+    for turn in (mhla.set_density, lambda model, share: mhla.densify(model, audit, share)):
         with pytest.raises(ValueError, match=r"must be (in \(0, 1\]|a number|a part)"):
             turn(model, share)
         assert_same_footprint(model, before)
@@ -291,7 +291,7 @@ def test_the_audit_of_another_model_is_refused():
     model, other = models.patched("sana"), models.patched("dit")
     of_other = mhla.audit(other, run_of(other, "dit"))
     fewer = models.wan(num_layers=2)
-    mhla.apply_mhla(fewer, exact="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(fewer, sparse="none", blocks=(2, 2, 3))
     before = footprint(fewer)
     of_more = mhla.audit(wan := models.patched("wan"), run_of(wan, "wan"))
     with pytest.raises(ValueError, match="The audit is of another model"):
@@ -324,21 +324,21 @@ def test_a_share_without_a_step_to_matter_in_is_refused():
     mhla.densify(model, found, 1)
     assert "rest, which it does in every step" in str(mhla.audit(model, run_of(model, "dit")))
     with pytest.raises(ValueError, match=r"softmax_steps=1.0 leaves the patch no step .*softmax_steps=0\)"):
-        mhla.set_exact_share(model, 0.2)
-    mhla.set_exact_share(mhla.change_mhla(model, softmax_steps=0), 0.2)
+        mhla.set_density(model, 0.2)
+    mhla.set_density(mhla.change_mhla(model, softmax_steps=0), 0.2)
     with pytest.raises(ValueError, match="audit=None must be what audit"):
         mhla.densify(model, None, 0.2)
     with pytest.raises(ValueError, match="run='a cat' must be a function"):
         mhla.audit(model, "a cat")
     with mhla.mhla_disabled(model), pytest.raises(ValueError, match="switched off in some layers"):
-        mhla.calibrate_exact_tiles(model, run_of(model, "dit"))
+        mhla.calibrate_sparse(model, run_of(model, "dit"))
 
 
 def test_the_dial_keeps_the_backend_that_was_set_before_patching():
     model = models.wan()
     model.set_attention_backend("_native_math")
-    mhla.apply_mhla(model, blocks=(2, 2, 3), exact="content", exact_tiles=(2, 4, 3))
-    mhla.remove_mhla(mhla.set_exact_share(model, 0.5))
+    mhla.apply_mhla(model, blocks=(2, 2, 3), sparse="content", exact_tiles=(2, 4, 3))
+    mhla.remove_mhla(mhla.set_density(model, 0.5))
     assert {attn.processor._attention_backend for attn in get_family(model).self_attentions(model).values()} == {
         AttentionBackendName._NATIVE_MATH
     }

@@ -15,7 +15,7 @@ from ..pipelines import wan22_pipeline, wan_pipeline
 
 _CAUSAL: dict[str, Any] = {
     "blocks": (2, 2, 1),
-    "exact": "own",
+    "sparse": "own",
     "exact_tiles": None,
     "causal": "block",
     "block_length": 2,
@@ -125,7 +125,7 @@ def test_what_cannot_be_streamed_is_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"takes 36 channels and predicts 16: .*picture"):
         begin(mhla.apply_mhla(wan_pipeline(wan_i2v()), **_CAUSAL))
     with pytest.raises(ValueError, match=r"causal=None.*causal='block'"):
-        begin(mhla.apply_mhla(wan_pipeline(), blocks=(2, 2, 1), exact="none"))
+        begin(mhla.apply_mhla(wan_pipeline(), blocks=(2, 2, 1), sparse="none"))
     with pytest.raises(ValueError, match=r"6 tokens, more than the 2 blocks of 2.*beyond='relative'"):
         begin(_pipe(beyond="error"), 3)
     with pytest.raises(ValueError, match=r"RoPE for 256 latent frames.*1 to 258.*rope_max_seq_len"):

@@ -17,7 +17,7 @@ from .models import LONGEST, llama, logits, patch, patched, text
 
 ROUNDING = {"rtol": 1e-4, "atol": 2e-5}
 """Of float32, of logits of the order of 1 after three layers that sum in another order."""
-KINDS = [{"exact": "own"}, {"exact": "none"}, {"exact": "own", "layers": [1], "output_gate": True}]
+KINDS = [{"sparse": "own"}, {"sparse": "none"}, {"sparse": "own", "layers": [1], "output_gate": True}]
 
 
 def _piece_by_piece(model, ids, cache, lengths):
@@ -94,7 +94,7 @@ def test_a_copy_of_the_cache_of_a_prompt_goes_on(model):
 
 @pytest.mark.parametrize("cache", [MHLACache, lambda model: DynamicCache(config=model.config)], ids=["MHLA", "Dynamic"])
 def test_weights_may_be_offloaded_between_the_steps(cache):
-    model, ids = patched(exact="own", output_gate=True, output_norm=True), text(length=30)
+    model, ids = patched(sparse="own", output_gate=True, output_norm=True), text(length=30)
     expected = logits(model, ids)
     cpu_offload(model, execution_device=torch.device("cpu"))
     torch.testing.assert_close(_piece_by_piece(model, ids, cache(model), [11, 1, 18]), expected, **ROUNDING)
@@ -102,15 +102,15 @@ def test_weights_may_be_offloaded_between_the_steps(cache):
 
 def test_every_step_may_be_trained():
     """With a past that has no gradients; the weights change after each step."""
-    model, ids = patched(exact="own"), text(length=20)
+    model, ids = patched(sparse="own"), text(length=20)
     cache = MHLACache(model)
     logits(model, ids[:, :18], past_key_values=cache)
     layer = mhla.mhla_layers(model)["model.layers.0.self_attn.mhla"]
     for _ in range(2):
         model(ids[:, 18:], past_key_values=copy.deepcopy(cache)).logits.square().sum().backward()
-        assert layer.mixing.grad[2, :2].all() and layer.far_field_log_weight.grad.all()
+        assert layer.mixing.grad[2, :2].all() and layer.linear_log_weight.grad.all()
         with torch.no_grad():
-            layer.far_field_log_weight.add_(0.5)
+            layer.linear_log_weight.add_(0.5)
         model.zero_grad()
 
 

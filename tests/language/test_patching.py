@@ -40,11 +40,11 @@ def test_layers_that_are_not_chosen_run_what_the_model_had():
     """With a patch that changes nothing they are all alone: softmax within one block is softmax attention."""
     model, ids = llama(), text()
     expected = logits(model, ids)
-    mhla.apply_mhla(model, blocks=(1,), block_length=LONGEST, exact="own", layers=[0, 2])
+    mhla.apply_mhla(model, blocks=(1,), block_length=LONGEST, sparse="own", layers=[0, 2])
     torch.testing.assert_close(logits(model, ids), expected, **ROUNDING)
 
 
-@pytest.mark.parametrize("settings", [{"exact": "own"}, {"exact": "none"}, {"exact": "none", "mixing_per_head": True}])
+@pytest.mark.parametrize("settings", [{"sparse": "own"}, {"sparse": "none"}, {"sparse": "none", "mixing_per_head": True}])
 def test_an_attention_is_the_reference_of_queries_and_keys_after_rope(settings):
     """Against float64, keys repeated for the heads that share them."""
     model, ids = patched(**settings), text(length=37)
@@ -69,7 +69,7 @@ def test_an_attention_is_the_reference_of_queries_and_keys_after_rope(settings):
 
 @pytest.mark.parametrize("exact", ["own", "none"])
 def test_no_token_sees_a_later_one(exact):
-    model, ids = patched(exact=exact), text()
+    model, ids = patched(sparse=exact), text()
     other = ids.clone()
     other[:, 21:] = 5
     found, changed = logits(model, ids), logits(model, other)
@@ -121,13 +121,13 @@ def test_a_text_longer_than_the_blocks_needs_a_rule():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"causal": None, "exact": "none"}, r"LlamaForCausalLM predicts the next token.*causal='token'.*block_length"),
+        ({"causal": None, "sparse": "none"}, r"LlamaForCausalLM predicts the next token.*causal='token'.*block_length"),
         ({"causal": "block"}, r"causal='block' lets a token see the later ones.*set causal='token'"),
         ({"rope": "after"}, r"rope='after' would need the tables.*rope='before'"),
         ({"softmax_steps": 2}, "softmax_steps=2 counts denoising steps"),
         ({"blocks": (4, 2)}, r"causal='token' orders the tokens.*such as blocks=\(4,\) for a text"),
-        ({"exact": "pwn"}, r"exact='pwn' is unknown; allowed: 'none', 'own'\.$"),
-        ({"exact": "own", "exact_tiles": (3,)}, "exact_tiles=\\(3,\\) does not go with.*without exact_tiles"),
+        ({"sparse": "pwn"}, r"sparse='pwn' is unknown; allowed: 'none', 'own'\.$"),
+        ({"sparse": "own", "exact_tiles": (3,)}, "exact_tiles=\\(3,\\) does not go with.*without exact_tiles"),
     ],
 )
 def test_settings_that_a_language_model_has_no_place_for(settings, message):
@@ -147,8 +147,8 @@ def test_what_measures_denoising_steps_is_refused():
     for measure in (mhla.layer_sensitivity, mhla.calibrate_output_norm, mhla.calibrate_mixing, mhla.audit):
         with pytest.raises(ValueError, match=r"\(\) compares .* LlamaForCausalLM is a language model"):
             measure(model, lambda: None)
-    with pytest.raises(ValueError, match=r"set_exact_share\(\) compares .* LlamaForCausalLM is a language model"):
-        mhla.set_exact_share(model, 0.5)
+    with pytest.raises(ValueError, match=r"set_density\(\) compares .* LlamaForCausalLM is a language model"):
+        mhla.set_density(model, 0.5)
 
 
 def test_an_implementation_that_is_set_after_the_patch_is_noticed():
@@ -181,7 +181,7 @@ def test_weights_of_softmax_are_refused(implementation):
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, LlamaModel])
 def test_a_saved_patch_gives_the_same_again(cls, tmp_path):
-    settings = {"exact": "own", "output_gate": True, "layers": [0, 2]}
+    settings = {"sparse": "own", "output_gate": True, "layers": [0, 2]}
     model = patch(llama(cls), **settings)
     with torch.no_grad():
         expected = model(text())[0]
@@ -222,7 +222,7 @@ def test_a_patch_is_switched_off_changed_and_described():
     model, expected = patched(layers=[0, 1]), logits(llama(), text())
     with mhla.mhla_disabled(model):
         assert torch.equal(logits(model, text()), expected)
-    mhla.change_mhla(model, layers=[1], exact="none")
+    mhla.change_mhla(model, layers=[1], sparse="none")
     assert list(mhla.mhla_layers(model)) == ["model.layers.1.self_attn.mhla"]
     rows = mhla.describe(model, grid=(LONGEST,))
     assert [(row.name, row.replaced) for row in rows] == [
@@ -240,8 +240,8 @@ def test_a_text_of_any_length_is_described_beside_attention_that_sees_no_later_t
     own = sum(n * (n + 1) // 2 for n in [BLOCK_LENGTH] * (length // BLOCK_LENGTH) + [length % BLOCK_LENGTH])
     kept, layer, _ = mhla.describe(model, grid=(length,))
     assert (layer.blocks, layer.tokens_per_block) == (BLOCKS, (BLOCK_LENGTH, BLOCK_LENGTH))
-    assert (layer.exact.tiles, layer.exact.tokens_per_tile) == (BLOCKS, (BLOCK_LENGTH, BLOCK_LENGTH))
-    assert layer.exact.share == pytest.approx(own / seen)
+    assert (layer.sparse.tiles, layer.sparse.tokens_per_tile) == (BLOCKS, (BLOCK_LENGTH, BLOCK_LENGTH))
+    assert layer.sparse.share == pytest.approx(own / seen)
     assert (layer.cost.exact_pairs, layer.cost.all_pairs) == (4 * own, 4 * seen)
     for cost in (kept.cost, layer.cost):
         assert (cost.softmax_flops, cost.softmax_bytes) == (4 * 8 * 4 * seen, 4 * 4 * seen)
@@ -395,7 +395,7 @@ def seeded_otherwise(**settings):
 
 @pytest.mark.parametrize("exact", ["own", "none"])
 def test_autocast_runs_with_and_without_a_cache(exact):
-    model, ids = patched(exact=exact), text()
+    model, ids = patched(sparse=exact), text()
     expected = logits(model, ids)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         found = [

@@ -40,7 +40,7 @@ def _config(folder: Path, **changes) -> Path:
         "learning_rate": 1e-2,
         "adapt_steps": 2,
         "variants": {"softmax": "softmax", "gated": "gated linear", "MHLA": MHLA},
-        "adapt": {"own": {**MHLA, "exact": "own"}},
+        "adapt": {"own": {**MHLA, "sparse": "own"}},
     }
     file = folder / "language.yaml"
     file.write_text(yaml.safe_dump(settings | changes, sort_keys=False))
@@ -104,7 +104,7 @@ def test_a_configuration_that_is_not_allowed(tmp_path, changes, message):
 
 def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path):
     config = load_language_config(_config(tmp_path, steps=12, warmup=1, learning_rate=0.02, mixing_learning_rate=0.5))
-    model = build(config, {**MHLA, "exact": "own"}, 0)
+    model = build(config, {**MHLA, "sparse": "own"}, 0)
     rows = python_topics(32, True).rows[:8]
     before = losses_by_place(model, rows).mean()
     fresh = [layer.mixing.clone() for layer in mhla.mhla_layers(model).values()]
@@ -121,7 +121,7 @@ def test_all_blocks_weighing_alike_is_one_block():
     ids, found = text(length=32), []
     for blocks, length in (((4,), 8), ((1,), 32)):
         model = llama()
-        mhla.apply_mhla(model, blocks=blocks, block_length=length, exact="none", mixing_init="uniform")
+        mhla.apply_mhla(model, blocks=blocks, block_length=length, sparse="none", mixing_init="uniform")
         found.append(logits(model, ids))
     assert relative_change(found[0], found[1]) < 1e-5
 

@@ -57,7 +57,7 @@ def test_mhla_adds_next_to_nothing_to_deit(size, channels):
 
 
 def test_exact_tiles_are_counted_and_the_model_is_left_as_it_is():
-    model = tiny_vlt(mhla=[{"blocks": [3, 3], "exact": "content"}, None, None, None]).train()
+    model = tiny_vlt(mhla=[{"blocks": [3, 3], "sparse": "content"}, None, None, None]).train()
     before = {name: one.clone() for name, one in model.state_dict().items()}
     with_tiles = count(model, 64, 48)
     without = count(tiny_vlt(mhla=[{"blocks": [3, 3]}, None, None, None]), 64, 48)

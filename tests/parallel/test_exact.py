@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mhla_diffusers.attention import ContentTiles, mhla_attention
+from mhla_diffusers.attention import ContentRule, mhla_attention
 from mhla_diffusers.attention.blocks import block_index
 
 from .processes import Processes
@@ -25,9 +25,9 @@ CASES = {
     "lists of every sample": ALL | {"samples": 2},
     "single tokens": ALL | {"tiles": GRID},
     "one tile": ALL | {"tiles": (1, 1, 1)},
-    "content": ALL | {"tiles": None, "exact": ContentTiles(COUNTS, 0.25)},
-    "along the curve": ALL | {"tiles": None, "exact": ContentTiles(8, 0.25)},
-    "fitted": ALL | {"tiles": None, "means": False, "exact": ContentTiles(8, 0.25, fit_mean_bias=True)},
+    "content": ALL | {"tiles": None, "sparse": ContentRule(COUNTS, 0.25)},
+    "along the curve": ALL | {"tiles": None, "sparse": ContentRule(8, 0.25)},
+    "fitted": ALL | {"tiles": None, "means": False, "sparse": ContentRule(8, 0.25, fit_pooled_bias=True)},
 }
 
 
@@ -73,7 +73,7 @@ def rows_sent(ring: int) -> tuple[list[tuple[torch.Size, list[int]]], list[int]]
     query = torch.randn(2, count, HEADS, HEAD_DIM, requires_grad=True)
     exact = lists_of(mask, COUNTS, slice(None))
     with _Rows() as rows:
-        output = mhla_attention(query, query, query, torch.ones(1, 1), GRID, (1, 1, 1), exact=exact, parallel=place)
+        output = mhla_attention(query, query, query, torch.ones(1, 1), GRID, (1, 1, 1), sparse=exact, parallel=place)
         output.sum().backward()
     tile_of, needed = block_index(GRID, COUNTS).tolist(), []
     for rank, (begin, length) in enumerate(place.shares(tokens)):

@@ -36,7 +36,7 @@ def flux() -> tuple[Any, dict[str, Any]]:
 def error_after_other_lists(degrees: tuple[int, int]) -> float:
     """Of a layer whose lists change after its first call over processes."""
     model, arguments = flux()
-    mhla.apply_mhla(model, blocks=(2, 2), exact="calibrated", exact_tiles=TILES["flux"])
+    mhla.apply_mhla(model, blocks=(2, 2), sparse="calibrated", exact_tiles=TILES["flux"])
     choose_tiles(model)
     alone = copy.deepcopy(model)
     spread(model, *degrees)
@@ -44,7 +44,7 @@ def error_after_other_lists(degrees: tuple[int, int]) -> float:
         model(**arguments)
         for each in (alone, model):
             for layer in mhla.mhla_layers(each).values():
-                layer.exact.choose(~layer.exact.mask | torch.eye(4, dtype=torch.bool))
+                layer.sparse.choose(~layer.sparse.mask | torch.eye(4, dtype=torch.bool))
         return relative(model(**arguments)[0], alone(**arguments)[0])
 
 
@@ -56,7 +56,7 @@ def test_other_lists_are_seen(two: Processes, degrees: tuple[int, int]) -> None:
 def error_of_compiled_blocks(degrees: tuple[int, int]) -> float:
     """Of the first call that there is."""
     model, arguments = flux()
-    mhla.apply_mhla(model, blocks=(2, 2), exact="calibrated", exact_tiles=TILES["flux"])
+    mhla.apply_mhla(model, blocks=(2, 2), sparse="calibrated", exact_tiles=TILES["flux"])
     choose_tiles(model)
     with torch.no_grad():
         expected = model(**arguments)[0]
@@ -66,7 +66,7 @@ def error_of_compiled_blocks(degrees: tuple[int, int]) -> float:
 
 
 def test_blocks_are_compiled_without_a_break(two: Processes) -> None:
-    """Tokens outside the grid and calibrated lists among them."""
+    """Extra tokens and calibrated lists among them."""
     assert max(two.run(error_of_compiled_blocks, (2, 1))) < ROUNDING
 
 
@@ -77,11 +77,11 @@ def errors_of_compiled_operator() -> dict[str, float]:
     exact = lists_of(random_tiles(COUNTS, HEADS, 1), COUNTS, slice(None))
     fetch_plan(exact, GRID, place.segments(90), place.ring.rank)
     leaves = [torch.randn(2, count, HEADS, HEAD_DIM, generator=make).requires_grad_() for _ in range(3)]
-    weights = {"far_field_weight": torch.ones(HEADS), "mean_bias": torch.zeros(HEADS)}
+    weights = {"linear_weight": torch.ones(HEADS), "pooled_bias": torch.zeros(HEADS)}
 
     def attend(*given: torch.Tensor) -> torch.Tensor:
         mixing = torch.ones(12, 12)
-        return mhla_attention(*given, mixing, GRID, (3, 2, 2), exact=exact, parallel=place, **weights)
+        return mhla_attention(*given, mixing, GRID, (3, 2, 2), sparse=exact, parallel=place, **weights)
 
     def run(function: Any) -> list[torch.Tensor]:
         output = function(*leaves)

@@ -14,7 +14,7 @@ one process float32 is 4e-5 from float64 there (Qwen-Image, first layer), and 2e
 
 def within(found: dict[str, float]) -> bool:
     """Whether output and gradients equal those of one process, up to rounding."""
-    return all(x < (OF_LAMBDA if name.endswith("far_field_log_weight") else ROUNDING) for name, x in found.items())
+    return all(x < (OF_LAMBDA if name.endswith("linear_log_weight") else ROUNDING) for name, x in found.items())
 
 
 def gradients_too(name: str, degrees: tuple[int, int]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mhla_diffusers.attention import ExactTiles, mhla_attention
+from mhla_diffusers.attention import BlockLists, mhla_attention
 from mhla_diffusers.attention.parallel.place import Parallel, parts
 from mhla_diffusers.benchmark.parallel.world import Layout, make_world
 
@@ -35,14 +35,14 @@ def random_tiles(counts: tuple[int, ...], heads: int, samples: int, share: float
     return (scores < share) | (scores == scores.amin(dim=-1, keepdim=True))
 
 
-def lists_of(mask: torch.Tensor, counts: tuple[int, ...], heads: slice) -> ExactTiles:
+def lists_of(mask: torch.Tensor, counts: tuple[int, ...], heads: slice) -> BlockLists:
     mask = mask[:, heads]
-    return ExactTiles.from_mask(counts, mask if len(mask) > 1 else mask[0])
+    return BlockLists.from_mask(counts, mask if len(mask) > 1 else mask[0])
 
 
-def own_tokens(place: Parallel, grid: tuple[int, ...], outside: tuple[int, int]) -> tuple[torch.Tensor, slice]:
+def own_tokens(place: Parallel, grid: tuple[int, ...], extra: tuple[int, int]) -> tuple[torch.Tensor, slice]:
     """Where a process's tokens stand in the sequence, as diffusers splits it, and on the grid those of the grid."""
-    tokens, (before, after) = math.prod(grid), outside
+    tokens, (before, after) = math.prod(grid), extra
     rank, size = place.whole.rank, place.whole.size
     first, count = place.own_share(tokens)
     own_before, own_after = parts(before, size)[rank], parts(after, size)[rank]
@@ -61,9 +61,9 @@ def errors(
     """Relative error of the output and of every gradient, of shares against the whole."""
     place = parallel(*degrees, anything)
     settings = dict(settings)
-    outside = settings.pop("outside", (0, 0))
+    extra = settings.pop("extra", (0, 0))
     on_grid, batch = math.prod(grid), 2
-    tokens = on_grid + sum(outside)
+    tokens = on_grid + sum(extra)
     make = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -77,15 +77,15 @@ def errors(
     if settings.pop("gate", False):
         leaves["output_gate"] = draw(batch, on_grid, HEADS, HEAD_DIM)
     if settings.pop("far", False):
-        leaves["far_field_weight"] = draw(HEADS).exp()
+        leaves["linear_weight"] = draw(HEADS).exp()
     if settings.pop("means", False):
-        leaves["mean_bias"] = draw(HEADS)
+        leaves["pooled_bias"] = draw(HEADS)
     if masked := settings.pop("mask", False):
         settings["key_mask"] = torch.rand(batch, tokens, generator=make) > 0.3
     if masked == "a sample whole":
         settings["key_mask"][0] = False
     if axes := settings.pop("axes", None):
-        before, after = outside
+        before, after = extra
         turned = (axial_rotary(grid, axes)[i] for i in range(2))
         settings["rotary"] = tuple(
             torch.cat([x[:, :1].expand(-1, before, -1, -1), x, x[:, -1:].expand(-1, after, -1, -1)], dim=1)
@@ -95,11 +95,11 @@ def errors(
     counts, samples = settings.pop("tiles", None), settings.pop("samples", 1)
     mask = None if counts is None else random_tiles(counts, HEADS, samples)
     towards = draw(batch, tokens, HEADS, HEAD_DIM)
-    here, grid_here = own_tokens(place, grid, outside)
+    here, grid_here = own_tokens(place, grid, extra)
 
     def run(alone: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         given = {name: x.clone().requires_grad_() for name, x in leaves.items()}
-        used: dict[str, Any] = {**given, **settings, "outside": outside}
+        used: dict[str, Any] = {**given, **settings, "extra": extra}
         if mask is not None:
             used["exact"] = lists_of(mask, counts, slice(None) if alone else place.heads(HEADS))
         if not alone:
@@ -108,7 +108,7 @@ def errors(
                 used["output_gate"] = used["output_gate"][:, grid_here]
             if "rotary" in used:
                 used["rotary"] = tuple(x[:, here] for x in used["rotary"])
-            used["outside"] = tuple(parts(n, place.whole.size)[place.whole.rank][1] for n in outside)
+            used["extra"] = tuple(parts(n, place.whole.size)[place.whole.rank][1] for n in extra)
         output = mhla_attention(grid=grid, blocks=blocks, parallel=None if alone else place, **used)
         loss = (output * (towards if alone else towards[:, here])).sum()
         # without a far field the mixing matrix takes no part

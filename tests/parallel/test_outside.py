@@ -1,9 +1,9 @@
-"""Tokens outside the grid on shares of the tokens, over processes on gloo, against the whole in one process."""
+"""Extra tokens on shares of the tokens, over processes on gloo, against the whole in one process."""
 
 import pytest
 import torch
 
-from mhla_diffusers.attention import ContentTiles
+from mhla_diffusers.attention import ContentRule
 
 from .processes import Processes
 from .test_exact import COUNTS, GRID
@@ -11,14 +11,14 @@ from .test_operator import errors
 
 ALL = {"norm": True, "gate": True, "mask": True, "axes": (4, 4, 4)}
 CASES = {
-    "alone, before": {"outside": (6, 0)},
-    "alone, after": {"outside": (0, 6), "far": True},
-    "alone, all": ALL | {"outside": (4, 2)},
-    "alone, more than fill a tile": {"outside": (0, 140)},
-    "tiles": {"outside": (2, 4), "tiles": COUNTS},
-    "tiles, all": ALL | {"outside": (6, 4), "tiles": COUNTS, "far": True, "means": True},
-    "content": ALL | {"outside": (0, 8), "exact": ContentTiles(COUNTS, 0.25), "far": True},
-    "fitted": ALL | {"outside": (2, 6), "exact": ContentTiles(8, 0.25, fit_mean_bias=True), "far": True},
+    "alone, before": {"extra": (6, 0)},
+    "alone, after": {"extra": (0, 6), "far": True},
+    "alone, all": ALL | {"extra": (4, 2)},
+    "alone, more than fill a tile": {"extra": (0, 140)},
+    "tiles": {"extra": (2, 4), "tiles": COUNTS},
+    "tiles, all": ALL | {"extra": (6, 4), "tiles": COUNTS, "far": True, "means": True},
+    "content": ALL | {"extra": (0, 8), "sparse": ContentRule(COUNTS, 0.25), "far": True},
+    "fitted": ALL | {"extra": (2, 6), "sparse": ContentRule(8, 0.25, fit_pooled_bias=True), "far": True},
 }
 
 
@@ -33,14 +33,14 @@ def test_two_processes_equal_one(two: Processes, degrees: tuple[int, int], case:
 @pytest.mark.parametrize("case", ["alone, all", "tiles, all"])
 @pytest.mark.parametrize("degrees", [(4, 1), (2, 2)])
 def test_four_processes_equal_one(four: Processes, degrees: tuple[int, int], case: str) -> None:
-    settings = CASES[case] | {"outside": (8, 4)}
+    settings = CASES[case] | {"extra": (8, 4)}
     for found in four.run(errors, degrees, False, (3, 4, 7), (2, 3, 2), settings, torch.float64):
         assert max(found.values()) < 1e-12, found
 
 
-@pytest.mark.parametrize("outside", [(5, 0), (0, 7), (4, 6)])
+@pytest.mark.parametrize("extra", [(5, 0), (0, 7), (4, 6)])
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4)])
-def test_shares_may_differ(four: Processes, degrees: tuple[int, int], outside: tuple[int, int]) -> None:
-    settings = CASES["tiles, all"] | {"outside": outside}
+def test_shares_may_differ(four: Processes, degrees: tuple[int, int], extra: tuple[int, int]) -> None:
+    settings = CASES["tiles, all"] | {"extra": extra}
     for found in four.run(errors, degrees, True, (5, 3, 7), (2, 2, 2), settings, torch.float64):
         assert max(found.values()) < 1e-12, found

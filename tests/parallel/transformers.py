@@ -18,7 +18,7 @@ NAMES = ("wan", "chronoedit", "flux", "ltx", "qwenimage")
 """Families of which diffusers tells how their tokens are split."""
 FEATURES = {"output_norm": True, "output_gate": True, "convolution": 3, "mixing_per_head": True}
 """All that a layer may have besides."""
-PLAIN = {"exact": "none", "exact_tiles": None}
+PLAIN = {"sparse": "none", "exact_tiles": None}
 
 
 def case(name: str, ragged: bool = False) -> tuple[nn.Module, dict[str, Any]]:
@@ -79,9 +79,9 @@ def choose_tiles(model: nn.Module) -> None:
     """As calibration does: lists of the heads' own lengths."""
     make = torch.Generator().manual_seed(5)
     for layer in mhla.mhla_layers(model).values():
-        if layer.config.exact == "calibrated":
+        if layer.config.sparse == "calibrated":
             tiles = math.prod(layer.config.tiles)
-            layer.exact.choose(torch.rand(layer.heads, tiles, tiles, generator=make) < 0.4)
+            layer.sparse.choose(torch.rand(layer.heads, tiles, tiles, generator=make) < 0.4)
 
 
 def errors(
@@ -232,7 +232,7 @@ def of_masked_text(degrees: tuple[int, int]) -> tuple[float, str]:
 def errors_after_inference_mode(degrees: tuple[int, int]) -> dict[str, float]:
     """Of a transformer with calibrated tiles that ran without gradients first."""
     model, arguments = case("wan")
-    patched(model, "wan", exact="calibrated", exact_tiles=(2, 2, 2))
+    patched(model, "wan", sparse="calibrated", exact_tiles=(2, 2, 2))
     alone = copy.deepcopy(model)
     spread(model, *degrees)
     with torch.inference_mode():

@@ -19,7 +19,7 @@ from mhla_diffusers.tiny import pipeline_folder
 from ..models import FAMILIES, inputs, patched
 from ..pipelines import PIPELINES, dit_pipeline, wan22_pipeline, wan_pipeline
 
-CAUSAL = {"blocks": (9, 2, 1), "causal": "block", "block_length": 1, "exact": "none", "exact_tiles": None}
+CAUSAL = {"blocks": (9, 2, 1), "causal": "block", "block_length": 1, "sparse": "none", "exact_tiles": None}
 _RUN = r"must be a function without arguments that runs the model"
 
 
@@ -90,7 +90,7 @@ REFUSED = {
     ),
     "sensitivity without a run": (lambda: mhla.layer_sensitivity(patched("dit"), 3), f"run=3 {_RUN}"),
     "exact tiles without a run": (
-        lambda: mhla.calibrate_exact_tiles(patched("dit", exact="content", exact_tiles=(2, 2)), 3),
+        lambda: mhla.calibrate_sparse(patched("dit", sparse="content", exact_tiles=(2, 2)), 3),
         f"run=3 {_RUN}",
     ),
     "output norm without a run": (
@@ -106,12 +106,12 @@ REFUSED = {
         lambda: mhla.apply_mhla(FAMILIES["dit"].build(), layers=[0, -4]),
         r"layers=\(0, -4\) names layer 0 more than once",
     ),
-    "no share": (lambda: mhla.set_exact_share(patched("dit", exact="content"), None), r"share=None must be a part"),
-    "share as text": (lambda: mhla.set_exact_share(patched("dit", exact="content"), "0.1"), r"share='0.1' must be"),
+    "no share": (lambda: mhla.set_density(patched("dit", sparse="content"), None), r"share=None must be a part"),
+    "share as text": (lambda: mhla.set_density(patched("dit", sparse="content"), "0.1"), r"share='0.1' must be"),
     "configuration of a processor": (lambda: mhla.MHLAProcessor(3), "config=3 must be a MHLAConfig"),
     "processors of a pipeline": (lambda: mhla.attn_processors(wan_pipeline()), "WanPipeline is a pipeline; give its"),
     "stream of what has MHLA built in": (lambda: mhla.VideoStream(vlt()), "has MHLA built in"),
-    "share of what has MHLA built in": (lambda: mhla.set_exact_share(vlt(), 0.1), "has MHLA built in"),
+    "share of what has MHLA built in": (lambda: mhla.set_density(vlt(), 0.1), "has MHLA built in"),
     "tiny pipeline": (lambda: pipeline_folder("flux"), "family='flux' has no tiny pipeline; allowed: dit, sana, wan"),
     "name of a feature map": (lambda: mhla.register_feature_map(3, torch.relu), "name=3 of a feature map must be text"),
     "no feature map": (lambda: mhla.register_feature_map("foo", 3), "feature_map=3 cannot be called"),
@@ -137,7 +137,7 @@ REFUSED = {
     ),
     "order of images": (
         lambda: mhla.apply_mhla(vit(), causal="token"),
-        "causal='token' orders the tokens of the grid, and ViTForImageClassification attends to tokens outside",
+        "causal='token' orders the tokens of the grid, and ViTForImageClassification attends to extra tokens",
     ),
     "run of nothing": (
         lambda: mhla.layer_sensitivity(mhla.apply_mhla(vit(), blocks=(2, 2)), lambda: None),

@@ -23,7 +23,7 @@ def test_automatic_choice_moves_the_output_no_more_than_the_fixed_one():
     for layers in ("2/3", "auto:2/3"):
         patched = load_tiny("dit")
         calibration = {"calibration": run_tiny(patched, steps=6)} if layers.startswith("auto") else {}
-        apply_mhla(patched, exact="none", blocks=(4, 4), layers=layers, **calibration)
+        apply_mhla(patched, sparse="none", blocks=(4, 4), layers=layers, **calibration)
         with torch.no_grad():
             found = [call.predict(patched.transformer) for call in judged]
         changes[layers] = sum(models.relative_change(f, e) ** 2 for f, e in zip(found, expected, strict=True))

@@ -19,7 +19,7 @@ FUSABLE = ["wan", "wan_i2v", "sana"]
 
 def adapted(name: str, seed: int = 3):
     """A patched model all of whose weights were trained a little."""
-    model = mhla.apply_mhla(FAMILIES[name].build(), exact="none", blocks=FAMILIES[name].blocks)
+    model = mhla.apply_mhla(FAMILIES[name].build(), sparse="none", blocks=FAMILIES[name].blocks)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -106,7 +106,7 @@ def test_a_model_patched_anew_after_removal_has_its_own_weights(tmp_path):
     """Removal forgets what it brought back, so a second removal leaves later training alone."""
     folder, _ = saved("wan", tmp_path)
     model = mhla.remove_mhla(mhla.load_mhla(FAMILIES["wan"].build(), folder))
-    mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
     with torch.no_grad():
         model.blocks[0].attn1.to_q.weight.zero_()
     mhla.remove_mhla(model)
@@ -119,13 +119,13 @@ def test_without_keeping_what_was_replaced_removal_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"keep_replaced=False\) did not keep.*from_pretrained"):
         mhla.remove_mhla(model)
     assert torch.equal(output(model, inputs("wan")), expected), "the patch is whole still"
-    own = mhla.save_mhla(mhla.apply_mhla(FAMILIES["wan"].build(), exact="none", blocks=(2, 2, 3)), tmp_path / "own")
+    own = mhla.save_mhla(mhla.apply_mhla(FAMILIES["wan"].build(), sparse="none", blocks=(2, 2, 3)), tmp_path / "own")
     mhla.remove_mhla(mhla.load_mhla(FAMILIES["wan"].build(), own, keep_replaced=False))
 
 
 def test_an_interruption_while_loading_leaves_the_model_as_it_was(tmp_path):
     pipe, base = wan22_pipeline(), wan22_pipeline()
-    mhla.apply_mhla(pipe, exact="none", blocks=(1, 1, 1))
+    mhla.apply_mhla(pipe, sparse="none", blocks=(1, 1, 1))
     with torch.no_grad():
         for transformer in (pipe.transformer, pipe.transformer_2):
             transformer.blocks[0].attn1.to_q.weight.mul_(1.5)

@@ -7,7 +7,7 @@ from mhla_diffusers import (
     MHLAConfig,
     apply_mhla,
     audit,
-    calibrate_exact_tiles,
+    calibrate_sparse,
     change_mhla,
     densify,
     describe,
@@ -21,7 +21,7 @@ from mhla_diffusers.tiny import load_tiny
 from .. import models
 
 SOFTMAX = ["wan", "dit"]
-SETTINGS = {"exact": "content", "block_size": 4, "exact_share": 0.2}
+SETTINGS = {"sparse": "content", "block_size": 4, "density": 0.2}
 
 
 def patched(name, **settings):
@@ -41,17 +41,17 @@ def test_a_patch_changes_the_output_and_comes_off(name):
 
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_all_blocks_are_the_softmax_attention_of_the_model(name):
-    model, arguments, before = patched(name, exact_share=1.0)
+    model, arguments, before = patched(name, density=1.0)
     torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_a_fitted_bias_is_no_parameter(name):
     fitted, arguments, before = patched(name)
-    assert all(layer.mean_bias is None for layer in mhla_layers(fitted).values())
-    assert not any("mean_bias" in key for key in fitted.state_dict())
-    learned, _, _ = patched(name, fit_mean_bias=False)
-    assert all(layer.mean_bias is not None for layer in mhla_layers(learned).values())
+    assert all(layer.pooled_bias is None for layer in mhla_layers(fitted).values())
+    assert not any("pooled_bias" in key for key in fitted.state_dict())
+    learned, _, _ = patched(name, fit_pooled_bias=False)
+    assert all(layer.pooled_bias is not None for layer in mhla_layers(learned).values())
     changes = [models.relative_change(models.output(model, arguments), before) for model in (fitted, learned)]
     assert changes[0] != changes[1]
 
@@ -67,17 +67,17 @@ def test_saved_and_opened(tmp_path):
     with pytest.raises(ValueError, match="needs a patch whose tiles stand along the curve"):
         load_mhla(load_tiny("wan"), "tiny-wan-exact", block_size=8)
     (config,) = {layer.config for layer in mhla_layers(opened).values()}
-    assert (config.block_size, config.fits_mean_bias, config.rope) == (4, True, "before")
+    assert (config.block_size, config.fits_pooled_bias, config.rope) == (4, True, "before")
 
 
 def test_changed_in_place():
     model, arguments, before = patched("wan")
-    whole = models.output(change_mhla(model, exact_share=1.0), arguments)
+    whole = models.output(change_mhla(model, density=1.0), arguments)
     torch.testing.assert_close(whole, before, rtol=1e-4, atol=1e-5)
-    change_mhla(model, exact_share=0.2, fit_mean_bias=False)
-    assert all(layer.mean_bias is not None for layer in mhla_layers(model).values())
-    change_mhla(model, block_size=8, fit_mean_bias=None)
-    assert all(layer.mean_bias is None and layer.config.block_size == 8 for layer in mhla_layers(model).values())
+    change_mhla(model, density=0.2, fit_pooled_bias=False)
+    assert all(layer.pooled_bias is not None for layer in mhla_layers(model).values())
+    change_mhla(model, block_size=8, fit_pooled_bias=None)
+    assert all(layer.pooled_bias is None and layer.config.block_size == 8 for layer in mhla_layers(model).values())
     models.output(model, arguments)
 
 
@@ -102,11 +102,11 @@ def test_audited_and_densified():
     assert {layer.config.block_size for layer in mhla_layers(model).values()} == {4}
 
 
-def test_calibration_fits_the_far_field_beside_the_fitted_bias():
+def test_calibration_fits_the_linear_branch_beside_the_fitted_bias():
     model, arguments, _ = patched("wan")
-    before = [layer.far_field_log_weight.clone() for layer in mhla_layers(model).values()]
-    calibrate_exact_tiles(model, lambda: models.output(model, arguments))
-    after = [layer.far_field_log_weight for layer in mhla_layers(model).values()]
+    before = [layer.linear_log_weight.clone() for layer in mhla_layers(model).values()]
+    calibrate_sparse(model, lambda: models.output(model, arguments))
+    after = [layer.linear_log_weight for layer in mhla_layers(model).values()]
     assert any(not torch.equal(*both) for both in zip(before, after, strict=True))
 
 
@@ -117,21 +117,21 @@ def test_calibration_fits_the_far_field_beside_the_fitted_bias():
         ({"block_size": 10**9}, "at most 1024"),
         ({"block_size": True}, "positive number of tokens"),
         ({"block_size": "64"}, "positive number of tokens"),
-        ({"block_size": 64, "exact": "calibrated"}, "needs exact='content'"),
+        ({"block_size": 64, "sparse": "calibrated"}, "needs sparse='content'"),
         ({"block_size": 64, "exact_tiles": (2, 2)}, "without exact_tiles"),
-        ({"block_size": None, "fit_mean_bias": True}, "needs block_size"),
-        ({"tile_means": False, "fit_mean_bias": True}, "tile_means=False"),
+        ({"block_size": None, "fit_pooled_bias": True}, "needs block_size"),
+        ({"pooled": False, "fit_pooled_bias": True}, "pooled=False"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        MHLAConfig(**{"blocks": (2, 2), "exact": "content", "block_size": 4} | settings)
+        MHLAConfig(**{"blocks": (2, 2), "sparse": "content", "block_size": 4} | settings)
 
 
 def test_one_way_to_cut_takes_the_place_of_the_other():
-    boxes = MHLAConfig(blocks=(2, 2), exact="content", exact_tiles=(4, 4))
+    boxes = MHLAConfig(blocks=(2, 2), sparse="content", exact_tiles=(4, 4))
     along = boxes.replace(block_size=16)
     assert (along.exact_tiles, along.block_size, along.rope) == (None, 16, "before")
     assert along.replace(exact_tiles=(4, 4)).block_size is None
-    assert along.replace(exact="none").block_size is None
-    assert along.replace(tile_means=False).fits_mean_bias is False
+    assert along.replace(sparse="none").block_size is None
+    assert along.replace(tile_means=False).fits_pooled_bias is False

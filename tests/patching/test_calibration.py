@@ -41,7 +41,7 @@ def test_calibration_gives_the_output_norm_the_scale_of_the_replaced_attention(n
 
 
 def test_calibration_reaches_both_transformers_of_a_pipeline():
-    pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=PIPELINES["wan22"].blocks, output_norm=True)
+    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=PIPELINES["wan22"].blocks, output_norm=True)
     mhla.calibrate_output_norm(pipe, lambda: generate("wan22", pipe))
     for layer in mhla.mhla_layers(pipe).values():
         assert layer.output_norm.isfinite().all()

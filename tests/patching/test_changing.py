@@ -57,30 +57,30 @@ def test_layers_are_added_and_taken_away():
     assert torch.equal(output(model, inputs("wan")), output(original, inputs("wan")))
 
 
-def test_backend_and_exact_share():
-    model = trained("wan", exact="content", exact_tiles=(2, 2, 3), exact_share=0.1)
+def test_backend_and_density():
+    model = trained("wan", sparse="content", exact_tiles=(2, 2, 3), density=0.1)
     expected = output(model, inputs("wan"))
     mhla.change_mhla(model, backend="eager")
     assert {processor.backend for path, processor in model.attn_processors.items() if "attn1" in path} == {"eager"}
     assert torch.equal(output(model, inputs("wan")), expected)
-    mhla.change_mhla(model, exact_share=0.5)
+    mhla.change_mhla(model, density=0.5)
     assert mhla.describe(model)[0].exact.share == pytest.approx(0.5)
     assert_changed(output(model, inputs("wan")), expected)
-    mhla.change_mhla(model, exact="none")
+    mhla.change_mhla(model, sparse="none")
     assert mhla.describe(model)[0].exact is None
 
 
 def test_calibrated_tiles_are_chosen_anew_as_load_mhla_does(tmp_path):
-    model = patched("wan", exact="calibrated", exact_tiles=(2, 2, 3), exact_share=0.2)
-    mhla.calibrate_exact_tiles(model, lambda: output(model, inputs("wan")))
+    model = patched("wan", sparse="calibrated", exact_tiles=(2, 2, 3), density=0.2)
+    mhla.calibrate_sparse(model, lambda: output(model, inputs("wan")))
     mhla.save_mhla(model, tmp_path)
-    mhla.change_mhla(model, exact_share=0.4, exact_tiles=(2, 4, 3))
-    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, exact_share=0.4, exact_tiles=(2, 4, 3))
+    mhla.change_mhla(model, density=0.4, exact_tiles=(2, 4, 3))
+    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, density=0.4, exact_tiles=(2, 4, 3))
     assert torch.equal(output(model, inputs("wan")), output(loaded, inputs("wan")))
 
 
 def test_both_transformers_of_a_pipeline_and_diffusers_own_form():
-    pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
     mhla.change_mhla(pipe, blocks=(2, 1, 1))
     assert {layer.blocks for layer in mhla.describe(pipe)} == {(2, 1, 1)}
     model = FAMILIES["wan"].build()
@@ -147,10 +147,10 @@ def test_models_that_cannot_be_changed():
 
 def test_tiles_that_were_never_calibrated_stay_so(tmp_path):
     """Of scores that were not measured no tiles can be chosen: the error that says so still comes."""
-    model = patched("wan", exact="calibrated", exact_tiles=(2, 2, 3), exact_share=0.1)
+    model = patched("wan", sparse="calibrated", exact_tiles=(2, 2, 3), density=0.1)
     mhla.save_mhla(model, tmp_path)
-    mhla.change_mhla(model, exact_share=0.3)
-    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, exact_share=0.3)
+    mhla.change_mhla(model, density=0.3)
+    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, density=0.3)
     for one in (model, loaded):
         with pytest.raises(ValueError, match="does not know yet which tiles the heads need"):
             output(one, inputs("wan"))
@@ -167,7 +167,7 @@ def test_in_diffusers_own_form_without_its_processor_there_is_nothing_to_change(
         else:
             model.set_attn_processor(WanAttnProcessor())
         with pytest.raises(ValueError, match="No attention of this model runs MHLA now"):
-            mhla.change_mhla(model, exact_share=0.3)
+            mhla.change_mhla(model, density=0.3)
 
 
 def test_how_matrices_begin_cannot_be_changed_afterwards():
@@ -177,7 +177,7 @@ def test_how_matrices_begin_cannot_be_changed_afterwards():
     assert mhla.describe(model)[0].replaced
 
 
-CAUSAL = {"exact": "none", "causal": "block", "block_length": 2}
+CAUSAL = {"sparse": "none", "causal": "block", "block_length": 2}
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -228,7 +228,7 @@ def test_signed_matrices_do_not_come_to_a_patch_that_takes_their_logarithm(signe
     model = trained("wan", mixing_clip=False)
     with torch.no_grad():
         list(mhla.mhla_layers(model).values())[1].mixing[signed_entry] = -0.1
-    settings = CAUSAL | {"exact": "own", "mixing_clip": True}
+    settings = CAUSAL | {"sparse": "own", "mixing_clip": True}
     if signed_entry == (0, 7):
         mhla.change_mhla(model, **settings)
         assert output(model, inputs("wan")).isfinite().all()

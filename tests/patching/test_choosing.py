@@ -45,7 +45,7 @@ def test_automatic_choice_takes_the_layers_that_hurt_least_and_records_them(name
     blocks = models.FAMILIES[name].blocks
     patched = models.patched(name)
     found = list(layer_sensitivity(patched, run_of(patched, name)).values())
-    apply_mhla(model, exact="none", blocks=blocks, layers="auto:2/3", calibration=run_of(model, name))
+    apply_mhla(model, sparse="none", blocks=blocks, layers="auto:2/3", calibration=run_of(model, name))
     configs = {attn.mhla.config for attn in get_family(model).self_attentions(model).values() if hasattr(attn, "mhla")}
     (config,) = configs
     count = len(choose_layers("2/3", len(found)))
@@ -84,10 +84,10 @@ def test_refused_choices_leave_the_model_alone():
         ({"layers": "auto:2/3", "calibration": run, "blocks": (9, 9, 9)}, "blocks"),
     ):
         with pytest.raises(ValueError, match=message):
-            apply_mhla(model, **{"blocks": (2, 2, 3), "exact": "none", **settings})
+            apply_mhla(model, **{"blocks": (2, 2, 3), "sparse": "none", **settings})
         assert not is_patched(model)
     with pytest.raises(RuntimeError, match="out of memory"):
-        apply_mhla(model, exact="none", blocks=(2, 2, 3), layers="auto:2/3", calibration=fail)
+        apply_mhla(model, sparse="none", blocks=(2, 2, 3), layers="auto:2/3", calibration=fail)
     assert not is_patched(model)
     assert not model._forward_pre_hooks
     with pytest.raises(ValueError, match="not patched"):

@@ -45,12 +45,12 @@ def test_describe_prints_a_table():
         "a layer holds 29.2 KiB beside query, key, value and output (softmax, written out, 50 KiB)",
         "3 of 4 self-attentions replaced, 432 extra parameters",
     ]
-    pipe = mhla.apply_mhla(wan22_pipeline(), exact="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
     assert {layer.name.partition(".")[0] for layer in mhla.describe(pipe)} == {"transformer", "transformer_2"}
 
 
 def test_describe_tells_of_exact_tiles():
-    model = patched("wan", layers=[1, 2, 3], exact="calibrated", exact_tiles=(4, 2, 2), exact_share=0.25)
+    model = patched("wan", layers=[1, 2, 3], sparse="calibrated", exact_tiles=(4, 2, 2), density=0.25)
     assert str(mhla.describe(model, grid=(4, 4, 5))).splitlines() == [
         "layer           attention  grid   blocks      tokens per block  exact  extra parameters",
         "blocks.0.attn1  kept       4x4x5  -           -                 -      0",
@@ -63,21 +63,21 @@ def test_describe_tells_of_exact_tiles():
         "3 of 4 self-attentions replaced, 444 extra parameters",
     ]
     arguments = inputs("wan")
-    mhla.calibrate_exact_tiles(model, lambda: output(model, arguments))
+    mhla.calibrate_sparse(model, lambda: output(model, arguments))
     found = mhla.describe(model)
-    exact = [layer.exact for layer in found[1:]]
+    exact = [layer.sparse for layer in found[1:]]
     assert found[0].exact is None
-    assert {(one.kind, one.tiles, one.tile_means) for one in exact} == {("calibrated", (4, 2, 2), True)}
+    assert {(one.kind, one.tiles, one.pooled) for one in exact} == {("calibrated", (4, 2, 2), True)}
     assert sum(one.share for one in exact) / 3 == pytest.approx(0.25, abs=0.005)
     assert f"{exact[0].share:.1%}" in str(found).splitlines()[2]
     assert "25.0% of their pairs" in str(found)
     assert max(map(len, str(found).splitlines())) <= 100
 
 
-@pytest.mark.parametrize(("settings", "share"), [({"exact": "own"}, 1 / 12), ({"exact": "content"}, 1 / 12)])
+@pytest.mark.parametrize(("settings", "share"), [({"sparse": "own"}, 1 / 12), ({"sparse": "content"}, 1 / 12)])
 def test_describe_tells_the_share_of_lists_that_need_no_calibration(settings, share):
     """At least one of twelve tiles, though five percent were asked for."""
-    model = patched("wan", **settings, tile_means=False)
+    model = patched("wan", **settings, pooled=False)
     (line,) = [line for line in str(mhla.describe(model)).splitlines() if line.startswith("exact tiles")]
     assert line == f"exact tiles: {settings['exact']}, 2x2x3 = 12, 8.3% of their pairs, without the means of others"
     assert mhla.describe(model)[0].exact.share == pytest.approx(share)
@@ -87,17 +87,17 @@ def test_describe_tells_the_share_of_lists_that_need_no_calibration(settings, sh
 
 def test_describe_refuses_tiles_that_do_not_fit():
     with pytest.raises(ValueError, match="height axis .* 4 tokens, too few for 5 exact_tiles"):
-        mhla.describe(patched("wan", exact="own", exact_tiles=(1, 5, 1)), grid=(4, 4, 5))
+        mhla.describe(patched("wan", sparse="own", exact_tiles=(1, 5, 1)), grid=(4, 4, 5))
 
 
 def test_tiles_by_content_are_told_as_they_are_clamped():
     """A run on this grid is not refused, so neither is the question."""
-    model = patched("wan", exact="content", exact_tiles=(4, 9, 10))
+    model = patched("wan", sparse="content", exact_tiles=(4, 9, 10))
     (layer, *_) = mhla.describe(model, grid=(2, 4, 6))
-    assert (layer.exact.tiles, layer.exact.tokens_per_tile) == ((2, 4, 6), (1, 1))
+    assert (layer.sparse.tiles, layer.sparse.tokens_per_tile) == ((2, 4, 6), (1, 1))
 
 
-_CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2, "exact": "own", "exact_tiles": None}
+_CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2, "sparse": "own", "exact_tiles": None}
 
 
 def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
@@ -107,8 +107,8 @@ def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
     for frames in (2, 4, 6):
         (layer, *_) = found = mhla.describe(model, grid=(frames, 4, 6))
         assert (layer.blocks, layer.tokens_per_block) == ((3, 2, 2), (12, 12))
-        assert (layer.exact.tiles, layer.exact.tokens_per_tile) == ((3, 1, 1), (48, 48))
-        assert layer.exact.share == pytest.approx(2 / frames)
+        assert (layer.sparse.tiles, layer.sparse.tokens_per_tile) == ((3, 1, 1), (48, 48))
+        assert layer.sparse.share == pytest.approx(2 / frames)
         assert found.cost.exact_pairs / found.cost.all_pairs == pytest.approx(2 / frames)
         assert found.cost.softmax_flops == 4 * 4 * 12 * 2 * (24 * frames) ** 2
         assert found.cost.softmax_bytes == 4 * 2 * (24 * frames) ** 2
@@ -118,7 +118,7 @@ def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
         mhla.describe(model, grid=(4, 4, 1))
     mhla.change_mhla(model, beyond="relative")
     (layer, *_) = mhla.describe(model, grid=(8, 4, 6))
-    assert (layer.blocks, layer.exact.tiles, layer.exact.tokens_per_tile) == ((4, 2, 2), (4, 1, 1), (48, 48))
+    assert (layer.blocks, layer.sparse.tiles, layer.sparse.tokens_per_tile) == ((4, 2, 2), (4, 1, 1), (48, 48))
 
 
 def test_describe_after_a_video_that_was_too_long():
@@ -126,8 +126,8 @@ def test_describe_after_a_video_that_was_too_long():
     with pytest.raises(ValueError, match="more than the 2 blocks of 1"):
         output(model, inputs("wan"))
     (layer, *_) = mhla.describe(model)
-    assert (layer.blocks, layer.tokens_per_block, layer.exact.tokens_per_tile) == ((2, 2, 2), None, None)
-    assert layer.exact.share == 1 / 2
+    assert (layer.blocks, layer.tokens_per_block, layer.sparse.tokens_per_tile) == ((2, 2, 2), None, None)
+    assert layer.sparse.share == 1 / 2
 
 
 def test_describe_refuses_a_grid_that_does_not_fit():

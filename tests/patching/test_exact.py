@@ -8,7 +8,7 @@ import torch
 from mhla_diffusers import (
     MHLAConfig,
     apply_mhla,
-    calibrate_exact_tiles,
+    calibrate_sparse,
     load_mhla,
     mhla_disabled,
     mhla_layers,
@@ -38,7 +38,7 @@ def tiles(name):
 
 def calibrated(name, share=0.3, **settings):
     model, arguments, before = inputs_and_output(name)
-    settings = {**tiles(name), "exact": "calibrated", "exact_share": share} | settings
+    settings = {**tiles(name), "sparse": "calibrated", "density": share} | settings
     apply_mhla(model, **settings, calibration=lambda: models.output(model, arguments))
     return model, arguments, before
 
@@ -48,8 +48,8 @@ def calibrated(name, share=0.3, **settings):
 def test_all_exact_is_the_softmax_attention_of_the_model(name, exact):
     model, arguments, before = inputs_and_output(name)
     blocks = models.FAMILIES[name].blocks
-    own = {"exact_tiles": (1,) * len(blocks)} if exact == "own" else {"exact_tiles": None, "exact_share": 1.0}
-    apply_mhla(model, blocks=blocks, exact=exact, **own)
+    own = {"exact_tiles": (1,) * len(blocks)} if exact == "own" else {"exact_tiles": None, "density": 1.0}
+    apply_mhla(model, blocks=blocks, sparse=exact, **own)
     # the same sums in another order
     torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
     remove_mhla(model)
@@ -62,7 +62,7 @@ def test_the_larger_the_share_the_smaller_the_change(name, tmp_path):
     changes = [models.relative_change(models.output(model, arguments), before)]
     save_mhla(model, tmp_path)
     for share in (0.3, 0.6, 1.0):
-        model = load_mhla(models.FAMILIES[name].build(), tmp_path, exact_share=share)
+        model = load_mhla(models.FAMILIES[name].build(), tmp_path, density=share)
         changes.append(models.relative_change(models.output(model, arguments), before))
     assert changes == sorted(changes, reverse=True)
     assert changes[-1] < 1e-6 < changes[0]
@@ -71,9 +71,9 @@ def test_the_larger_the_share_the_smaller_the_change(name, tmp_path):
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_calibrated_tiles_change_less_than_others(name):
     model, arguments, before = inputs_and_output(name)
-    mhla = models.relative_change(models.output(apply_mhla(model, **tiles(name), exact="none"), arguments), before)
+    mhla = models.relative_change(models.output(apply_mhla(model, **tiles(name), sparse="none"), arguments), before)
     model, arguments, before = inputs_and_output(name)
-    own = apply_mhla(model, **tiles(name), exact="own", calibration=lambda: models.output(model, arguments))
+    own = apply_mhla(model, **tiles(name), sparse="own", calibration=lambda: models.output(model, arguments))
     own = models.relative_change(models.output(own, arguments), before)
     model, arguments, before = calibrated(name, 0.3)
     assert models.relative_change(models.output(model, arguments), before) < own < mhla
@@ -83,7 +83,7 @@ def test_every_query_tile_has_a_key_tile_and_the_share_is_kept():
     model, _, _ = calibrated("wan", 0.25)
     shares = []
     for layer in mhla_layers(model).values():
-        mask = layer.exact.mask
+        mask = layer.sparse.mask
         assert mask.any(dim=-1).all()
         shares.append(float(mask.float().mean()))
     assert sum(shares) / len(shares) == pytest.approx(0.25, abs=0.01)
@@ -97,60 +97,60 @@ def test_calibration_finds_the_weights_that_were_hidden():
             torch.nn.init.zeros_(projection.weight)
             torch.nn.init.constant_(projection.bias, 2.0)
     before = models.output(model, arguments)
-    apply_mhla(model, **tiles("dit"), exact="own", mixing_init="uniform")
+    apply_mhla(model, **tiles("dit"), sparse="own", mixing_init="uniform")
     with torch.no_grad():
         for layer in mhla_layers(model).values():
-            layer.mean_bias.fill_(3.0)
+            layer.pooled_bias.fill_(3.0)
     assert models.relative_change(models.output(model, arguments), before) > 1e-6
-    calibrate_exact_tiles(model, lambda: models.output(model, arguments))
+    calibrate_sparse(model, lambda: models.output(model, arguments))
     torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("exact", ["own", "content", "calibrated"])
 def test_a_layer_knows_whether_it_was_calibrated(exact):
-    model = models.patched("wan", **tiles("wan"), exact=exact)
+    model = models.patched("wan", **tiles("wan"), sparse=exact)
     assert all(layer.needs_calibration for layer in mhla_layers(model).values())
-    calibrate_exact_tiles(model, lambda: models.output(model, models.inputs("wan")))
+    calibrate_sparse(model, lambda: models.output(model, models.inputs("wan")))
     assert not any(layer.needs_calibration for layer in mhla_layers(model).values())
     assert not any(layer.needs_calibration for layer in mhla_layers(models.patched("wan")).values())
 
 
 def test_what_cannot_be_calibrated_is_refused():
     with pytest.raises(ValueError, match="no exact tiles to calibrate"):
-        calibrate_exact_tiles(models.patched("wan"), lambda: None)
+        calibrate_sparse(models.patched("wan"), lambda: None)
     with pytest.raises(ValueError, match=r"run\(\) did not run transformer"):
-        calibrate_exact_tiles(models.patched("wan", exact="own", exact_tiles=None), lambda: None)
+        calibrate_sparse(models.patched("wan", sparse="own", exact_tiles=None), lambda: None)
     with pytest.raises(ValueError, match="own attention of SanaTransformer2DModel is linear"):
-        models.patched("sana", exact="content")
+        models.patched("sana", sparse="content")
 
 
 def test_a_calibration_that_fails_leaves_the_model_as_it_was():
     model, arguments, before = inputs_and_output("wan")
     with pytest.raises(ValueError, match="did not run transformer"):
-        apply_mhla(model, **tiles("wan"), exact="calibrated", calibration=lambda: None)
+        apply_mhla(model, **tiles("wan"), sparse="calibrated", calibration=lambda: None)
     assert not mhla_layers(model)
     assert torch.equal(models.output(model, arguments), before)
 
 
 def test_tiles_that_are_not_calibrated_say_how():
-    model = models.patched("wan", exact="calibrated")
-    with pytest.raises(ValueError, match=r"calibrate_exact_tiles\(pipe, run\)"):
+    model = models.patched("wan", sparse="calibrated")
+    with pytest.raises(ValueError, match=r"calibrate_sparse\(pipe, run\)"):
         models.output(model, models.inputs("wan"))
 
 
 @pytest.mark.parametrize("exact", ["own", "content", "calibrated"])
 def test_gradients_reach_the_weights(exact):
     model, arguments, _ = inputs_and_output("wan")
-    apply_mhla(model, **tiles("wan"), exact=exact)
+    apply_mhla(model, **tiles("wan"), sparse=exact)
     if exact == "calibrated":
-        calibrate_exact_tiles(model, lambda: models.output(model, arguments))
+        calibrate_sparse(model, lambda: models.output(model, arguments))
     with torch.no_grad():
         for layer in mhla_layers(model).values():
-            layer.far_field_log_weight.zero_()
+            layer.linear_log_weight.zero_()
     model(**arguments).sample.square().mean().backward()
     for layer in mhla_layers(model).values():
-        assert layer.far_field_log_weight.grad.abs().sum() > 0
-        assert layer.mean_bias.grad.abs().sum() > 0
+        assert layer.linear_log_weight.grad.abs().sum() > 0
+        assert layer.pooled_bias.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
@@ -170,7 +170,7 @@ def test_opened_at_other_tile_counts_and_at_another_resolution(tmp_path):
     save_mhla(model, tmp_path)
     finer = tuple(2 * count for count in models.FAMILIES["wan"].blocks)
     other = load_mhla(models.wan(), tmp_path, exact_tiles=finer)
-    share = sum(float(layer.exact.mask.float().mean()) for layer in mhla_layers(other).values()) / 4
+    share = sum(float(layer.sparse.mask.float().mean()) for layer in mhla_layers(other).values()) / 4
     assert share == pytest.approx(0.25, abs=0.01)
     assert models.relative_change(models.output(other, arguments), before) < 0.1
     larger = models.inputs("wan")
@@ -205,7 +205,7 @@ def test_compiles_to_one_graph(exact):
 def test_softmax_patches_come_with_exact_tiles_too():
     names = set(patch_names())
     for name in names:
-        if load_patch(name).config.exact == "none" and not name.startswith("sana"):
+        if load_patch(name).config.sparse == "none" and not name.startswith("sana"):
             assert f"{name}-exact" in names
     assert not [name for name in names if name.startswith("sana") and name.endswith("-exact")]
 
@@ -215,10 +215,10 @@ def save_as_of_old(model, folder):
     save_mhla(model, folder)
     path = folder / "mhla_config.json"
     text = path.read_text().replace('"format_version": 2', '"format_version": 1').replace('"base_weights": []', "")
-    for line in ('"exact_tiles": null,', '"exact_share": null,', '"tile_means": false,', ',\n "unpatched": []'):
+    for line in ('"exact_tiles": null,', '"density": null,', '"pooled": false,', ',\n "unpatched": []'):
         assert line in text
         text = text.replace(line, "")
-    text = text.replace('"exact": "own"', '"near_field": "softmax"')
+    text = text.replace('"sparse": "own"', '"near_field": "softmax"')
     path.write_text(re.sub(r"},\s*}", "}}", text))
     assert '"near_field"' in path.read_text()
 
@@ -226,7 +226,7 @@ def save_as_of_old(model, folder):
 def test_a_near_field_of_old_opens_as_its_own_tile(tmp_path):
     """What a query's own block got from MHLA is nothing, as it was."""
     model, arguments, _ = inputs_and_output("wan")
-    apply_mhla(model, **tiles("wan"), exact="own", tile_means=False)
+    apply_mhla(model, **tiles("wan"), sparse="own", pooled=False)
     with torch.no_grad():
         for layer in mhla_layers(model).values():
             layer.mixing.diagonal(dim1=-2, dim2=-1).zero_()
@@ -241,7 +241,7 @@ def test_a_near_field_of_old_opens_as_its_own_tile(tmp_path):
 def test_own_tiles_open_at_one_block_and_one_block_at_several(saved, opened, is_old, tmp_path):
     """One block is one tile, which is softmax attention over everything."""
     model, arguments, before = inputs_and_output("wan")
-    apply_mhla(model, blocks=saved, exact="own", exact_tiles=None, tile_means=False)
+    apply_mhla(model, blocks=saved, sparse="own", exact_tiles=None, pooled=False)
     (save_as_of_old if is_old else save_mhla)(model, tmp_path)
     other = load_mhla(models.wan(), tmp_path, blocks=opened)
     found = models.output(other, arguments)
@@ -255,16 +255,16 @@ def test_own_tiles_open_at_one_block_and_one_block_at_several(saved, opened, is_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"exact": "window"}, "exact='window' is unknown; allowed: 'none', 'own', 'calibrated', 'content'"),
-        ({"exact": "own", "normalize": False, "output_norm": True}, "needs normalize=True"),
-        ({"exact": "own", "eps": 0.0}, "eps=0.0"),
-        ({"exact_tiles": (2, 2)}, "has no effect with exact='none'"),
-        ({"exact": "content", "exact_tiles": (2, 2, 2)}, "as many axes as blocks"),
-        ({"exact": "content", "exact_tiles": (2, 0)}, r"exact_tiles=\(2, 0\) must hold positive integers"),
-        ({"exact": "own", "exact_share": 0.1}, "exact_share=0.1 has no effect with exact='own'"),
-        ({"exact": "content", "exact_share": 0.0}, r"must be in \(0, 1\]"),
-        ({"exact": "content", "exact_share": "5%"}, "must be a number"),
-        ({"exact": "content", "tile_means": 1}, "tile_means=1 must be True or False"),
+        ({"sparse": "window"}, "sparse='window' is unknown; allowed: 'none', 'own', 'calibrated', 'content'"),
+        ({"sparse": "own", "normalize": False, "output_norm": True}, "needs normalize=True"),
+        ({"sparse": "own", "eps": 0.0}, "eps=0.0"),
+        ({"exact_tiles": (2, 2)}, "has no effect with sparse='none'"),
+        ({"sparse": "content", "exact_tiles": (2, 2, 2)}, "as many axes as blocks"),
+        ({"sparse": "content", "exact_tiles": (2, 0)}, r"exact_tiles=\(2, 0\) must hold positive integers"),
+        ({"sparse": "own", "density": 0.1}, "density=0.1 has no effect with sparse='own'"),
+        ({"sparse": "content", "density": 0.0}, r"must be in \(0, 1\]"),
+        ({"sparse": "content", "density": "5%"}, "must be a number"),
+        ({"sparse": "content", "pooled": 1}, "pooled=1 must be True or False"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, message):
@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused(settings, message):
 
 
 def test_tiles_must_fit_the_grid():
-    model = models.patched("wan", exact="own", exact_tiles=(2, 99, 2))
+    model = models.patched("wan", sparse="own", exact_tiles=(2, 99, 2))
     with pytest.raises(ValueError, match="too few for 99 exact_tiles"):
         models.output(model, models.inputs("wan"))
 
@@ -281,10 +281,10 @@ def test_tiles_must_fit_the_grid():
 def test_tiles_by_content_are_single_tokens_where_there_are_no_more():
     """Each tile is then its own mean, so that nothing of softmax attention is left out."""
     model, arguments, before = inputs_and_output("wan")
-    apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, exact="content", exact_tiles=(99, 99, 99))
+    apply_mhla(model, blocks=models.FAMILIES["wan"].blocks, sparse="content", exact_tiles=(99, 99, 99))
     with torch.no_grad():
         for layer in mhla_layers(model).values():
-            layer.far_field_log_weight.fill_(-30.0)
+            layer.linear_log_weight.fill_(-30.0)
     torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
 
 
@@ -328,7 +328,7 @@ def test_fitted_weights_bring_heads_closer(name, exact):
     def run():
         return models.output(model, arguments)
 
-    apply_mhla(model, **tiles(name), exact=exact, layers=[1], calibration=run)
+    apply_mhla(model, **tiles(name), sparse=exact, layers=[1], calibration=run)
     attn = model.get_submodule(next(iter(mhla_layers(model))).removesuffix(".mhla"))
     with mhla_disabled(model):
         softmax = heads_of(attn, run)
@@ -337,17 +337,17 @@ def test_fitted_weights_bring_heads_closer(name, exact):
         return (heads_of(attn, run) - softmax).square().sum(dim=(0, 1, 3))
 
     fitted = error()
-    for mean_bias in (-1.0, 0.0, 1.0):
+    for pooled_bias in (-1.0, 0.0, 1.0):
         for log_weight in (-3.0, 0.0, 3.0):
             with torch.no_grad():
-                attn.mhla.far_field_log_weight.fill_(log_weight)
-                attn.mhla.mean_bias.fill_(mean_bias)
+                attn.mhla.linear_log_weight.fill_(log_weight)
+                attn.mhla.pooled_bias.fill_(pooled_bias)
             # some queries of every tile stand for all
             assert (fitted < 1.05 * error()).all()
 
 
 def test_scores_are_kept_for_the_heaviest_pairs():
-    config = MHLAConfig(blocks=(2, 3), exact="calibrated")
+    config = MHLAConfig(blocks=(2, 3), sparse="calibrated")
     choice, scores = TileChoice(config, 3), torch.rand(3, 6, 6, generator=torch.Generator().manual_seed(0))
     choice.keep_scores(scores)
     kept = choice.all_scores()

@@ -50,6 +50,6 @@ def test_mixing_clip_needs_a_patched_model():
 def test_an_optimizer_made_too_early_is_refused():
     model = FAMILIES["wan"].build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
     with pytest.raises(ValueError, match="optimizer lacks a mixing matrix.*after apply_mhla"):
         mhla.register_mixing_clip(optimizer, model)

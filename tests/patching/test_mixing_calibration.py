@@ -5,7 +5,7 @@ import torch
 
 from mhla_diffusers import (
     apply_mhla,
-    calibrate_exact_tiles,
+    calibrate_sparse,
     calibrate_mixing,
     is_patched,
     load_mhla,
@@ -20,7 +20,7 @@ SOFTMAX = ["wan", "dit"]
 
 
 def patched(name, **settings):
-    return models.patched(name, exact="none", exact_tiles=None, **settings)
+    return models.patched(name, sparse="none", exact_tiles=None, **settings)
 
 
 @pytest.mark.parametrize("per_head", [True, False])
@@ -39,12 +39,12 @@ def test_the_model_changes_less(name, per_head, tmp_path):
     assert torch.equal(models.output(other, arguments), models.output(model, arguments))
 
 
-def test_a_patch_without_exact_tiles_is_fitted_as_it_is_applied():
+def test_a_patch_without_lists_is_fitted_as_it_is_applied():
     """By its calibration; where that is refused the model is as before."""
     arguments, model = models.inputs("dit"), patched("dit", mixing_per_head=True)
     calibrate_mixing(model, lambda: models.output(model, arguments))
     other = models.FAMILIES["dit"].build()
-    settings = {"blocks": models.FAMILIES["dit"].blocks, "exact": "none", "exact_tiles": None, "mixing_per_head": True}
+    settings = {"blocks": models.FAMILIES["dit"].blocks, "sparse": "none", "exact_tiles": None, "mixing_per_head": True}
     apply_mhla(other, **settings, calibration=lambda: models.output(other, arguments))
     assert torch.equal(models.output(other, arguments), models.output(model, arguments))
     sana = models.sana()
@@ -57,7 +57,7 @@ def test_what_cannot_be_fitted_is_refused():
     for model, message in (
         (models.wan(), "not patched with MHLA"),
         (models.patched("sana"), "linear: mixing_init='uniform' is the same"),
-        (models.patched("wan", exact="content"), "got exact='content'"),
+        (models.patched("wan", sparse="content"), "got sparse='content'"),
         (patched("wan", normalize=False, output_norm=True), "normalize=False"),
         (patched("wan", output_norm=True), "output_norm=True"),
         (patched("wan"), "did not run transformer"),
@@ -69,22 +69,22 @@ def test_what_cannot_be_fitted_is_refused():
 _CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2, "exact_tiles": None}
 
 
-@pytest.mark.parametrize(("exact", "calibrate"), [("none", calibrate_mixing), ("own", calibrate_exact_tiles)])
+@pytest.mark.parametrize(("exact", "calibrate"), [("none", calibrate_mixing), ("own", calibrate_sparse)])
 def test_what_sees_later_frames_calibrates_no_causal_patch(exact, calibrate):
     message = r"causal='block' is not to see later ones.*trained, as docs/stream.md"
-    model = apply_mhla(models.wan(), **_CAUSAL, exact=exact)
+    model = apply_mhla(models.wan(), **_CAUSAL, sparse=exact)
     with pytest.raises(ValueError, match=calibrate.__name__ + r"\(\) goes by .*" + message):
         calibrate(model, lambda: models.output(model, models.inputs("wan")))
     other, ran = models.wan(), []
     for layers in ("all", "auto:1/2"):
         with pytest.raises(ValueError, match="calibration goes by .*" + message):
-            apply_mhla(other, **_CAUSAL, exact=exact, layers=layers, calibration=lambda: ran.append(1))
+            apply_mhla(other, **_CAUSAL, sparse=exact, layers=layers, calibration=lambda: ran.append(1))
     assert not ran and not is_patched(other)
 
 
 def test_a_grid_of_fewer_blocks_is_refused_and_leaves_the_model_patched():
     model = models.wan()
-    apply_mhla(model, blocks=(99, 2, 2), clamp_blocks=True, exact="none", exact_tiles=None)
+    apply_mhla(model, blocks=(99, 2, 2), clamp_blocks=True, sparse="none", exact_tiles=None)
     arguments = models.inputs("wan")
     patched_output = models.output(model, arguments)
     with pytest.raises(ValueError, match="the matrix is for \\(99, 2, 2\\)"):

@@ -138,7 +138,7 @@ def test_patched_layers_of_other_families_are_skipped_too(name, what):
 def test_an_attention_backend_set_while_patched_stays_after_removal(form):
     model = FAMILIES["wan"].build()
     if form == "apply_mhla":
-        mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3), layers=[0, 1])
+        mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3), layers=[0, 1])
     else:
         model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3)))
         output(model, inputs("wan"))
@@ -153,10 +153,10 @@ def test_an_attention_backend_set_while_patched_stays_after_removal(form):
 def test_an_attention_backend_set_before_the_patch_stays_too():
     model = FAMILIES["wan"].build()
     model.set_attention_backend("_native_math")
-    mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
     mhla.remove_mhla(model)
     assert {processor._attention_backend for processor in model.attn_processors.values()} == {"_native_math"}
-    mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
     model.reset_attention_backend()
     mhla.remove_mhla(model)
     assert {processor._attention_backend for processor in model.attn_processors.values()} == {None}

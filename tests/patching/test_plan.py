@@ -25,7 +25,7 @@ def test_layers_choose_what_is_replaced(name, layers, indices):
     """The others keep their processor and get no weights."""
     model = FAMILIES[name].build()
     before = mhla.attn_processors(model)
-    mhla.apply_mhla(model, layers=layers, exact="none", blocks=FAMILIES[name].blocks)
+    mhla.apply_mhla(model, layers=layers, sparse="none", blocks=FAMILIES[name].blocks)
     prefix = "blocks" if name == "wan" else "transformer_blocks"
     chosen = [f"{prefix}.{index}.attn1" for index in indices]
     assert list(mhla.mhla_layers(model)) == [f"{path}.mhla" for path in chosen]

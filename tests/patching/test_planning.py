@@ -14,7 +14,7 @@ from ..pipelines import PIPELINES, dit_pipeline, sana_pipeline, wan22_pipeline, 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_grid_of_a_size_is_that_of_a_run(name):
     case, pipe = PIPELINES[name], PIPELINES[name].build()
-    mhla.apply_mhla(pipe, exact="none", blocks=case.blocks)
+    mhla.apply_mhla(pipe, sparse="none", blocks=case.blocks)
     size = {key: case.call[key] for key in ("height", "width", "num_frames") if key in case.call}
     if name == "dit":  # makes its own size alone
         size = {"height": 32, "width": 32}
@@ -27,7 +27,7 @@ def test_the_grid_of_a_size_is_that_of_a_run(name):
 
 @pytest.mark.parametrize("num_frames", [6, 8, 9])
 def test_frames_are_rounded_as_the_pipeline_does(num_frames):
-    pipe = mhla.apply_mhla(wan_pipeline(), exact="none", blocks=(1, 2, 2))
+    pipe = mhla.apply_mhla(wan_pipeline(), sparse="none", blocks=(1, 2, 2))
     call = PIPELINES["wan"].call | {"num_frames": num_frames}
     told = mhla.describe(pipe, height=call["height"], width=call["width"], num_frames=num_frames)[0].grid
     pipe(**call)
@@ -51,7 +51,7 @@ def test_costs_count_what_is_computed(settings, exact):
 def test_costs_of_exact_tiles_grow_with_their_share():
     costs = []
     for share in (0.1, 0.5):
-        model = patched("wan", exact="content", exact_tiles=(2, 2, 3), exact_share=share)
+        model = patched("wan", sparse="content", exact_tiles=(2, 2, 3), density=share)
         costs.append(mhla.describe(model, grid=(4, 4, 6)).cost)
     assert [cost.exact_pairs / cost.all_pairs for cost in costs] == pytest.approx([1 / 12, 0.5])
     assert costs[1].flops - costs[0].flops == 4 * (costs[1].exact_pairs - costs[0].exact_pairs) * 12
@@ -61,7 +61,7 @@ def test_costs_of_exact_tiles_grow_with_their_share():
 
 def test_at_a_share_of_1_softmax_attention_is_all_that_is_computed():
     for exact in ("content", "calibrated"):
-        cost = mhla.describe(patched("wan", exact=exact, exact_tiles=(2, 2, 3), exact_share=1), grid=(4, 4, 6)).cost
+        cost = mhla.describe(patched("wan", sparse=exact, exact_tiles=(2, 2, 3), density=1), grid=(4, 4, 6)).cost
         assert (cost.flops, cost.exact_pairs, cost.held_bytes) == (cost.softmax_flops, cost.all_pairs, 0)
 
 
@@ -82,7 +82,7 @@ WRONG_SIZES = {
 @pytest.mark.parametrize("case", WRONG_SIZES)
 def test_sizes_that_do_not_fit_are_named(case):
     settings, message = WRONG_SIZES[case]
-    pipe = mhla.apply_mhla(wan_pipeline(), exact="none", blocks=(3, 2, 2))
+    pipe = mhla.apply_mhla(wan_pipeline(), sparse="none", blocks=(3, 2, 2))
     with pytest.raises(ValueError, match=message):
         mhla.describe(pipe, **settings)
 
@@ -104,7 +104,7 @@ def test_suggested_blocks_are_as_long_as_the_default_s():
     assert mhla.suggest_blocks(pipe, 480, 832, 1) == (1, 3, 5)
     assert mhla.suggest_blocks(pipe, 16, 16, 1) == (1, 1, 1)
     assert mhla.suggest_blocks(wan22_pipeline(), 832, 480, 81) == (7, 5, 3)
-    mhla.apply_mhla(pipe, exact="none", blocks=mhla.suggest_blocks(pipe, 32, 48, 9))
+    mhla.apply_mhla(pipe, sparse="none", blocks=mhla.suggest_blocks(pipe, 32, 48, 9))
     assert pipe(**PIPELINES["wan"].call).frames.isfinite().all()
 
 

@@ -113,7 +113,7 @@ def test_diffusers_own_form_is_removed_too(name, ran):
     assert list(model.state_dict()) == list(reference.state_dict())
     kinds = {path: type(processor) for path, processor in model.attn_processors.items()}
     assert kinds == {path: type(processor) for path, processor in reference.attn_processors.items()}
-    mhla.apply_mhla(model, exact="none", blocks=case.blocks)
+    mhla.apply_mhla(model, sparse="none", blocks=case.blocks)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -72,7 +72,7 @@ def test_a_causal_patch_beside_text_in_the_sequence_is_refused_before_it_runs():
         blocks = (2,) * get_family(model).axes
         for exact in ("none", "own"):
             settings = {"blocks": blocks, "causal": "block", "block_length": 2, "exact": exact, "exact_tiles": None}
-            with pytest.raises(ValueError, match="causal='block' .* tokens outside it too.* leave it at None"):
+            with pytest.raises(ValueError, match="causal='block' .* extra tokens it too.* leave it at None"):
                 mhla.apply_mhla(model, **settings)
         assert_same_footprint(model, before)
 
@@ -136,16 +136,16 @@ def test_applying_twice_is_refused_with_the_way_out(name):
     model = patched(name)
     before = footprint(model)
     with pytest.raises(ValueError, match=r"already patched.*remove_mhla\(\)"):
-        mhla.apply_mhla(model, exact="none", blocks=FAMILIES[name].blocks)
+        mhla.apply_mhla(model, sparse="none", blocks=FAMILIES[name].blocks)
     assert_same_footprint(model, before)
 
 
 def test_a_pipeline_of_which_one_transformer_is_patched_is_refused_as_a_whole():
     pipe = wan22_pipeline()
-    mhla.apply_mhla(pipe.transformer_2, exact="none", blocks=(1, 1, 1))
+    mhla.apply_mhla(pipe.transformer_2, sparse="none", blocks=(1, 1, 1))
     before = footprint(pipe.transformer), footprint(pipe.transformer_2)
     with pytest.raises(ValueError, match="already patched"):
-        mhla.apply_mhla(pipe, exact="none", blocks=(1, 1, 1))
+        mhla.apply_mhla(pipe, sparse="none", blocks=(1, 1, 1))
     assert_same_footprint(pipe.transformer, before[0])
     assert_same_footprint(pipe.transformer_2, before[1])
 
@@ -155,7 +155,7 @@ def test_more_blocks_than_tokens_is_refused_at_the_input(name):
     """Only the input tells the grid; the message names the axis, and the model goes on with inputs that fit."""
     case = FAMILIES[name]
     blocks = (*case.blocks[:-1], case.grid[-1])
-    model = mhla.apply_mhla(case.build(), exact="none", blocks=blocks)
+    model = mhla.apply_mhla(case.build(), sparse="none", blocks=blocks)
     expected = output(model, inputs(name))
     small = inputs(name, ragged=True)
     with pytest.raises(ValueError, match=rf"width axis.* {case.ragged_grid[-1]} tokens.* {blocks[-1]} blocks"):
@@ -206,7 +206,7 @@ def test_what_is_like_no_transformer_has_no_nearest_family():
 def test_a_pipeline_whose_mask_differs_between_queries_is_named_and_refused(layers):
     """With whatever layers: the mask goes to all of them."""
     pipe = skyreels_v2.forcing_pipeline()
-    mhla.apply_mhla(pipe, exact="none", blocks=(2, 2, 3), layers=layers)
+    mhla.apply_mhla(pipe, sparse="none", blocks=(2, 2, 3), layers=layers)
     with pytest.raises(ValueError, match=r"SkyReels-V2.*differs between queries.*causal_block_size=1.*layers=\["):
         pipe(**skyreels_v2.FORCING_CALL, generator=torch.Generator().manual_seed(3))
 
@@ -221,11 +221,11 @@ def test_a_layer_whose_mask_differs_between_queries_is_left_out_with_layers():
 
     model.blocks[1].attn1.register_forward_pre_hook(mask)
     expected = output(model, arguments)
-    mhla.apply_mhla(model, exact="own", blocks=(1, 1, 1), exact_tiles=None)
+    mhla.apply_mhla(model, sparse="own", blocks=(1, 1, 1), exact_tiles=None)
     with pytest.raises(ValueError, match=r"differs between queries.*layers=\[\.\.\.\]"):
         output(model, arguments)
     mhla.remove_mhla(model)
-    mhla.apply_mhla(model, exact="own", blocks=(1, 1, 1), exact_tiles=None, layers=[0, 2, 3])
+    mhla.apply_mhla(model, sparse="own", blocks=(1, 1, 1), exact_tiles=None, layers=[0, 2, 3])
     # softmax over one exact tile: float32 sums in another order
     assert relative_change(output(model, arguments), expected) < 2e-5
 
@@ -245,7 +245,7 @@ def test_more_text_than_a_model_was_trained_with_is_taken_as_by_the_model(name):
     if "txt_ids" in arguments:
         arguments["txt_ids"] = torch.zeros(LONG_TEXT, 3)
     expected = output(model, arguments)
-    mhla.apply_mhla(model, exact="own", blocks=(1,) * get_family(model).axes, exact_tiles=None)
+    mhla.apply_mhla(model, sparse="own", blocks=(1,) * get_family(model).axes, exact_tiles=None)
     # float32 sums in another order, through all layers
     assert relative_change(output(model, arguments), expected) < 2e-5
 
@@ -274,7 +274,7 @@ def test_a_prompt_longer_than_the_pipeline_takes_is_cut_as_by_the_pipeline(name)
     expected = _texts(pipe, prompt, **call)
     encoded = family.encode_prompt(pipe, prompt, {"max_sequence_length": 12})["encoder_hidden_states"]
     assert torch.equal(encoded[None], expected)
-    mhla.apply_mhla(pipe, exact="none", blocks=(1,) * family.axes)
+    mhla.apply_mhla(pipe, sparse="none", blocks=(1,) * family.axes)
     assert torch.equal(_texts(pipe, prompt, **call), expected)
     if name != "wan":  # whose pipeline has no limit
         with pytest.raises(ValueError, match="`max_sequence_length` cannot be greater than"):
@@ -289,10 +289,10 @@ def test_a_transformer_wrapped_by_peft_is_refused_with_the_way_out(component):
     wrapped = getattr(pipe, component)
     for model, name in ((pipe, component), (wrapped, "transformer")):
         with pytest.raises(ValueError, match=rf"{name} is wrapped in PEFT's PeftModel.*{name}\.get_base_model\(\)"):
-            mhla.apply_mhla(model, exact="none", blocks=(1, 1, 1))
+            mhla.apply_mhla(model, sparse="none", blocks=(1, 1, 1))
     assert not mhla.is_patched(pipe)
     setattr(pipe, component, wrapped.get_base_model())
-    mhla.apply_mhla(pipe, exact="none", blocks=(1, 1, 1))
+    mhla.apply_mhla(pipe, sparse="none", blocks=(1, 1, 1))
     assert len(mhla.mhla_layers(pipe)) == 2 * len(mhla.mhla_layers(inner))
     assert any("lora_A" in name for name in inner.state_dict())
 
@@ -303,10 +303,10 @@ def test_a_failure_half_way_leaves_the_model_as_it_was():
     odd.to_q, linear = torch.nn.Identity(), odd.to_q
     before = footprint(model)
     with pytest.raises(AttributeError):
-        mhla.apply_mhla(model, exact="none", blocks=(4, 2))
+        mhla.apply_mhla(model, sparse="none", blocks=(4, 2))
     assert_same_footprint(model, before)
     odd.to_q = linear
-    mhla.apply_mhla(model, exact="none", blocks=(4, 2))
+    mhla.apply_mhla(model, sparse="none", blocks=(4, 2))
 
 
 def test_a_single_number_is_no_choice_of_layers():

@@ -34,7 +34,7 @@ def test_what_is_not_patched_can_be_neither_disabled_nor_removed():
 def test_removal_while_switched_off_stays_removed():
     model, arguments = FAMILIES["wan"].build(), inputs("wan")
     expected = output(model, arguments)
-    mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
     with mhla.mhla_disabled(model):
         mhla.remove_mhla(model)
     assert not mhla.is_patched(model)

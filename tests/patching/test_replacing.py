@@ -25,7 +25,7 @@ def test_apply_changes_the_output_and_remove_leaves_no_trace(name):
     before, expected = footprint(model), output(model, arguments)
     assert not mhla.is_patched(model)
 
-    assert mhla.apply_mhla(model, blocks=FAMILIES[name].blocks, exact="none") is model
+    assert mhla.apply_mhla(model, blocks=FAMILIES[name].blocks, sparse="none") is model
     assert mhla.is_patched(model)
     assert inspect.signature(model.forward) == before["signature"]
     assert_changed(output(model, arguments), expected)
@@ -44,7 +44,7 @@ def test_apply_and_remove_on_a_pipeline(name):
     before = {part: footprint(getattr(pipe, part)) for part in case.transformers}
     expected = generate(name, pipe)
 
-    assert mhla.apply_mhla(pipe, blocks=case.blocks, exact="none") is pipe
+    assert mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none") is pipe
     assert {layer.partition(".")[0] for layer in mhla.mhla_layers(pipe)} == set(case.transformers)
     assert_changed(generate(name, pipe), expected)
 
@@ -56,7 +56,7 @@ def test_apply_and_remove_on_a_pipeline(name):
 
 def test_both_transformers_of_wan_2_2_take_part():
     """Patching one of the two only gives another video than patching both."""
-    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=PIPELINES["wan22"].blocks, exact="none")
+    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=PIPELINES["wan22"].blocks, sparse="none")
     both = generate("wan22", pipe)
     mhla.remove_mhla(pipe.transformer_2)
     assert mhla.is_patched(pipe)
@@ -67,7 +67,7 @@ def test_both_transformers_of_wan_2_2_take_part():
 def test_patching_again_after_removal_gives_the_same_model(name):
     model = patched(name)
     first = output(model, inputs(name))
-    mhla.apply_mhla(mhla.remove_mhla(model), exact="none", blocks=FAMILIES[name].blocks)
+    mhla.apply_mhla(mhla.remove_mhla(model), sparse="none", blocks=FAMILIES[name].blocks)
     assert torch.equal(output(model, inputs(name)), first)
 
 
@@ -181,7 +181,7 @@ def test_set_attn_processor_refuses_unsupported_and_patched_transformers():
 def test_a_dit_has_the_two_methods_while_it_is_patched():
     """The instance alone: diffusers' class and other instances stay as they are."""
     model, other = FAMILIES["dit"].build(), FAMILIES["dit"].build()
-    mhla.apply_mhla(model, exact="none", blocks=(4, 2))
+    mhla.apply_mhla(model, sparse="none", blocks=(4, 2))
     assert isinstance(model, DiTTransformer2DModel)
     assert model.attn_processors == mhla.attn_processors(model)
     for unpatched in (DiTTransformer2DModel, other):
@@ -228,7 +228,7 @@ def test_a_model_with_quantised_projections_can_be_patched():
     expected = output(patched("wan"), inputs("wan"))
     for block in model.blocks[1:]:
         torch.ao.quantization.quantize_dynamic(block.attn1, {torch.nn.Linear}, inplace=True)
-    mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
     found = output(model, inputs("wan"))
     # eight bits: half a percent per projection
     assert 0 < relative_change(found, expected) < 0.05
@@ -238,5 +238,5 @@ def test_a_model_with_quantised_projections_can_be_patched():
 def test_applying_leaves_the_global_generator_as_it_was(name):
     model = FAMILIES[name].build()
     before = torch.get_rng_state()
-    mhla.apply_mhla(model, blocks=FAMILIES[name].blocks, exact="none", **EVERYTHING)
+    mhla.apply_mhla(model, blocks=FAMILIES[name].blocks, sparse="none", **EVERYTHING)
     assert torch.equal(torch.get_rng_state(), before)

@@ -35,7 +35,7 @@ def shake(parameters) -> None:
 def trained(name: str, everything: bool = False):
     """A patched model whose MHLA weights, or all weights, are no longer the initial ones."""
     case = models.FAMILIES[name]
-    model = apply_mhla(case.build(), exact="none", blocks=case.blocks, **SETTINGS)
+    model = apply_mhla(case.build(), sparse="none", blocks=case.blocks, **SETTINGS)
     parameters = model.parameters() if everything else (p for x in mhla_layers(model).values() for p in x.parameters())
     shake(parameters)
     return model
@@ -71,7 +71,7 @@ def test_changed_base_weights_round_trip(weights, tmp_path):
 
 def test_changed_finds_its_base_where_the_model_came_from(tmp_path):
     models.wan().save_pretrained(tmp_path / "base")
-    model = apply_mhla(type(models.wan()).from_pretrained(tmp_path / "base"), exact="none", blocks=(2, 2, 3))
+    model = apply_mhla(type(models.wan()).from_pretrained(tmp_path / "base"), sparse="none", blocks=(2, 2, 3))
     shake(model.blocks[0].attn1.to_q.parameters())
     save_mhla(model, tmp_path / "patch", weights="changed")
     names = set(load_file(tmp_path / "patch" / read_record(tmp_path / "patch").file))
@@ -82,7 +82,7 @@ def test_changed_finds_its_base_where_the_model_came_from(tmp_path):
 
 
 def test_two_transformers(tmp_path):
-    pipe = apply_mhla(pipelines.wan22_pipeline(), exact="none", blocks=(3, 2, 1))
+    pipe = apply_mhla(pipelines.wan22_pipeline(), sparse="none", blocks=(3, 2, 1))
     shake(mhla_layers(pipe.transformer_2)["blocks.0.attn1.mhla"].parameters())
     save_mhla(pipe, tmp_path)
     other = load_mhla(pipelines.wan22_pipeline(), tmp_path)
@@ -95,7 +95,7 @@ def test_two_transformers(tmp_path):
 @pytest.mark.parametrize("component", ["transformer", "transformer_2"])
 def test_one_of_two_transformers(component, tmp_path):
     pipe = pipelines.wan22_pipeline()
-    apply_mhla(getattr(pipe, component), exact="none", blocks=(3, 2, 1))
+    apply_mhla(getattr(pipe, component), sparse="none", blocks=(3, 2, 1))
     shake(parameter for layer in mhla_layers(pipe).values() for parameter in layer.parameters())
     save_mhla(pipe, tmp_path)
     other = load_mhla(pipelines.wan22_pipeline(), tmp_path)
@@ -109,7 +109,7 @@ def test_one_of_two_transformers(component, tmp_path):
 def test_a_patch_of_one_transformer_does_not_go_into_a_pipeline_of_two(tmp_path):
     """The same classes and sizes, as Wan 2.1 14B and Wan 2.2 A14B have them, are not the same model."""
     pipe = pipelines.wan22_pipeline()
-    save_mhla(apply_mhla(pipelines.wan_pipeline(), exact="none", blocks=(3, 2, 1)), tmp_path)
+    save_mhla(apply_mhla(pipelines.wan_pipeline(), sparse="none", blocks=(3, 2, 1)), tmp_path)
     with pytest.raises(ValueError, match=r"but the model has transformer, transformer_2"):
         load_mhla(pipe, tmp_path)
     load_mhla(pipe.transformer, tmp_path)
@@ -117,7 +117,7 @@ def test_a_patch_of_one_transformer_does_not_go_into_a_pipeline_of_two(tmp_path)
 
 def test_a_refused_patch_leaves_processors_that_were_set_by_hand(tmp_path):
     pipe = pipelines.wan22_pipeline()
-    save_mhla(apply_mhla(pipelines.wan22_pipeline(), exact="none", blocks=(3, 2, 1)), tmp_path)
+    save_mhla(apply_mhla(pipelines.wan22_pipeline(), sparse="none", blocks=(3, 2, 1)), tmp_path)
     pipe.transformer_2.set_attn_processor(MHLAProcessor(blocks=(3, 2, 1), grid=(3, 2, 2)))
     before = footprint(pipe.transformer), footprint(pipe.transformer_2)
     with pytest.raises(ValueError, match="already patched"):
@@ -127,7 +127,7 @@ def test_a_refused_patch_leaves_processors_that_were_set_by_hand(tmp_path):
 
 
 def test_opening_at_other_block_counts(tmp_path):
-    model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3))
+    model = apply_mhla(models.wan(), sparse="none", blocks=(2, 2, 3))
     save_mhla(model, tmp_path)
     finer = load_mhla(models.wan(), tmp_path, blocks=(4, 2, 6))
     layer = mhla_layers(finer)["blocks.0.attn1.mhla"]
@@ -182,7 +182,7 @@ def test_saved_tensors_get_the_rights_of_any_new_file(tmp_path):
 
 def save_until_killed(step, before, folder):
     """In a process of its own."""
-    model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3), mixing_init="uniform")
+    model = apply_mhla(models.wan(), sparse="none", blocks=(2, 2, 3), mixing_init="uniform")
     original = getattr(saving, step)
 
     def killed(*arguments, **options):
@@ -197,7 +197,7 @@ def save_until_killed(step, before, folder):
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("step", ["write_tensors", "write_json"])
 def test_a_kill_while_saving_leaves_a_whole_patch(tmp_path, step, before):
-    model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3))
+    model = apply_mhla(models.wan(), sparse="none", blocks=(2, 2, 3))
     save_mhla(model, tmp_path)
     process = CONTEXT.Process(target=save_until_killed, args=(step, before, tmp_path))
     process.start()
@@ -409,7 +409,7 @@ def test_pickles_are_refused(tmp_path):
 def test_saving_refuses_what_it_cannot_save(tmp_path):
     with pytest.raises(ValueError, match="not patched with MHLA; call apply_mhla"):
         save_mhla(models.wan(), tmp_path)
-    model = apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3))
+    model = apply_mhla(models.wan(), sparse="none", blocks=(2, 2, 3))
     with pytest.raises(ValueError, match="weights='some' is unknown; allowed: mhla, changed, all"):
         save_mhla(model, tmp_path, weights="some")
     with pytest.raises(ValueError, match="unknown where this model came from"):
@@ -437,7 +437,7 @@ def test_saving_refuses_what_it_cannot_save(tmp_path):
 
 
 def test_half_the_size_where_that_is_asked_for(tmp_path):
-    model = apply_mhla(models.wan(), blocks=(2, 2, 3), exact="calibrated", exact_share=1.0)
+    model = apply_mhla(models.wan(), blocks=(2, 2, 3), sparse="calibrated", density=1.0)
     with torch.no_grad():
         model.blocks[0].attn1.to_q.weight.mul_(1.01)
     save_mhla(model, tmp_path, weights="changed", base=models.wan(), dtype=torch.float16)
@@ -489,7 +489,7 @@ def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
     }.items():
         pipe = pipelines.wan_pipeline()
         pipe.register_to_config(_name_or_path=source)
-        apply_mhla(pipe, exact="none", blocks=(3, 2, 1))
+        apply_mhla(pipe, sparse="none", blocks=(3, 2, 1))
         for given in (None, source):
             save_mhla(pipe, tmp_path / "patch", base_model=given)
             record = read_record(tmp_path / "patch")
@@ -501,7 +501,7 @@ def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
             assert ("huggingface.co/" in card) == ("/" in expected)
             assert card.startswith("---\nbase_model:") == ("/" in expected)
     model = apply_mhla(
-        type(models.wan()).from_pretrained(snapshot, subfolder="transformer"), exact="none", blocks=(2, 2, 3)
+        type(models.wan()).from_pretrained(snapshot, subfolder="transformer"), sparse="none", blocks=(2, 2, 3)
     )
     save_mhla(model, tmp_path / "patch", weights="changed")
     assert read_record(tmp_path / "patch").base_model == "someone/base.v1"
@@ -512,7 +512,7 @@ UNREACHABLE = """
 from mhla_diffusers import apply_mhla, push_mhla
 from tests import models, pipelines
 try:
-    push_mhla(apply_mhla(models.wan(), exact="none", blocks=(2, 2, 3)), "me/my-patch", token="hf_none")
+    push_mhla(apply_mhla(models.wan(), sparse="none", blocks=(2, 2, 3)), "me/my-patch", token="hf_none")
 except OSError as error:
     print(error)
 """
@@ -537,7 +537,7 @@ def test_a_hub_that_cannot_be_reached_is_told(setting):
 def test_the_code_of_the_model_card_runs_without_a_warning(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pipelines.wan_pipeline().save_pretrained("path/to/base")
-    pipe = apply_mhla(pipelines.wan_pipeline(), exact="none", blocks=(3, 2, 1))
+    pipe = apply_mhla(pipelines.wan_pipeline(), sparse="none", blocks=(3, 2, 1))
     save_mhla(pipe, "me/my-patch", base_model="base")
     card = model_card(pipe, "me/my-patch", read_record(Path("me/my-patch")))
     names: dict = {}
@@ -547,7 +547,7 @@ def test_the_code_of_the_model_card_runs_without_a_warning(tmp_path, monkeypatch
 
 
 def test_the_model_card_says_how_to_use_it(tmp_path):
-    pipe = apply_mhla(pipelines.wan_pipeline(), exact="none", blocks=(3, 2, 1), layers="2/3")
+    pipe = apply_mhla(pipelines.wan_pipeline(), sparse="none", blocks=(3, 2, 1), layers="2/3")
     save_mhla(pipe, tmp_path, base_model="someone/base")
     card = model_card(pipe, "me/my-patch", read_record(tmp_path))
     assert card.startswith("---\nbase_model: someone/base\n")

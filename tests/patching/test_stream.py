@@ -76,7 +76,7 @@ def test_frame_blocks_one_after_another_are_all_frames_at_once(
     build: Callable[[], Any], exact: str, per_frame: bool
 ) -> None:
     model = build()
-    mhla.apply_mhla(model, **_SETTINGS, exact=exact, mixing_per_head=True)
+    mhla.apply_mhla(model, **_SETTINGS, sparse=exact, mixing_per_head=True)
     arguments = _arguments(model, 8, per_frame)
     stream = VideoStream(model)
     found = _streamed(stream, arguments, (2,) * 4, tries=1)
@@ -87,7 +87,7 @@ def test_frame_blocks_one_after_another_are_all_frames_at_once(
 @pytest.mark.parametrize("exact", ["none", "own"])
 def test_a_video_longer_than_the_blocks_of_the_patch(exact: str) -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact=exact, beyond="relative")
+    mhla.apply_mhla(model, **_SETTINGS, sparse=exact, beyond="relative")
     arguments = _arguments(model, 16)
     assert relative_change(_streamed(VideoStream(model), arguments, (2,) * 8), output(model, arguments)) < _ROUNDING
 
@@ -96,7 +96,7 @@ def test_a_video_longer_than_the_blocks_of_the_patch(exact: str) -> None:
 @settings(max_examples=8, deadline=None)
 def test_any_cut_into_whole_frame_blocks(blocks: list[int], seed: int) -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own", beyond="relative")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own", beyond="relative")
     cuts = tuple(_LENGTH * count for count in blocks)
     arguments = _arguments(model, sum(cuts), seed=seed)
     assert relative_change(_streamed(VideoStream(model), arguments, cuts), output(model, arguments)) < _ROUNDING
@@ -104,7 +104,7 @@ def test_any_cut_into_whole_frame_blocks(blocks: list[int], seed: int) -> None:
 
 def test_what_is_kept_is_of_one_size_however_long_the_video() -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own", beyond="relative")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own", beyond="relative")
     arguments, stream, taken = _arguments(model, _LENGTH), VideoStream(model), []
     with torch.no_grad():
         for count in range(1, 101):
@@ -121,7 +121,7 @@ def test_what_is_kept_is_of_one_size_however_long_the_video() -> None:
 
 def test_what_came_before_matters_and_reset_forgets_it() -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own")
     arguments, stream = _arguments(model, 4), VideoStream(model)
     later = _some(arguments, 2, 4)
     alone = output(model, later)
@@ -134,7 +134,7 @@ def test_what_came_before_matters_and_reset_forgets_it() -> None:
 
 def test_samples_of_a_stream_can_be_picked() -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own")
     arguments, stream = _arguments(model, 4), VideoStream(model)
     _streamed(stream, arguments, (2,))
     stream.reorder(torch.tensor([1, 1]))
@@ -146,7 +146,7 @@ def test_samples_of_a_stream_can_be_picked() -> None:
 
 def test_threads_have_videos_of_their_own_beside_calls_without_a_stream() -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own")
     videos = [_arguments(model, 8, seed=seed) for seed in range(3)]
     expected, found = [output(model, video) for video in videos], [torch.empty(0)] * 3
 
@@ -166,7 +166,7 @@ def test_a_copy_of_the_layer_that_an_adapter_brings() -> None:
     from peft import LoraConfig
 
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own")
     model.add_adapter(LoraConfig(target_modules=["to_q"], modules_to_save=["mhla"], init_lora_weights=False))
     arguments = _arguments(model, 4)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_a_copy_of_the_layer_that_an_adapter_brings() -> None:
 
 def test_gradients_reach_what_was_kept() -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own")
     arguments, stream = _arguments(model, 4), VideoStream(model)
     first = _some(arguments, 0, 2)
     first["hidden_states"].requires_grad_()
@@ -189,7 +189,7 @@ def test_gradients_reach_what_was_kept() -> None:
 @torch.no_grad()
 def test_the_past_is_mixed_once_for_all_denoising_steps() -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own")
     arguments, stream = _arguments(model, 4), VideoStream(model)
     stream(**_some(arguments, 0, 2))
     stream(**_some(arguments, 2, 4), keep=False)
@@ -202,7 +202,7 @@ def test_the_past_is_mixed_once_for_all_denoising_steps() -> None:
 
 def test_after_an_error_a_stream_goes_on_where_it_was() -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own")
     arguments, stream = _arguments(model, 8), VideoStream(model)
     found = [_streamed(stream, arguments, (2,))]
 
@@ -221,9 +221,9 @@ def test_after_an_error_a_stream_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("patch", "message"),
     [
-        ({"blocks": (2, 2, 3), "exact": "none"}, r"blocks\.0\.attn1 has causal=None.*causal='block'"),
-        (_SETTINGS | {"exact": "own", "layers": [0]}, r"softmax attention.*1 of 2: blocks\.1\.attn1.*layers='all'"),
-        (_SETTINGS | {"exact": "own", "softmax_steps": 1}, r"softmax_steps=1 .*softmax_steps=0"),
+        ({"blocks": (2, 2, 3), "sparse": "none"}, r"blocks\.0\.attn1 has causal=None.*causal='block'"),
+        (_SETTINGS | {"sparse": "own", "layers": [0]}, r"softmax attention.*1 of 2: blocks\.1\.attn1.*layers='all'"),
+        (_SETTINGS | {"sparse": "own", "softmax_steps": 1}, r"softmax_steps=1 .*softmax_steps=0"),
         (None, r"2 of 2: blocks\.0\.attn1, blocks\.1\.attn1"),
     ],
     ids=["not causal", "hybrid", "softmax steps", "not patched"],
@@ -248,7 +248,7 @@ def test_a_transformer_that_takes_one_time_for_all_frames_is_refused() -> None:
 
 def test_frames_that_do_not_go_on_are_refused() -> None:
     model = wan(num_layers=2, rope_max_seq_len=8)
-    mhla.apply_mhla(model, **_SETTINGS, exact="own", beyond="relative")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own", beyond="relative")
     stream, arguments = VideoStream(model), _arguments(model, 10)
     _streamed(stream, arguments, (2,))
     with torch.no_grad():
@@ -271,7 +271,7 @@ def test_frames_that_do_not_go_on_are_refused() -> None:
 
 def test_a_clip_that_the_blocks_do_not_fit_is_refused_in_words_of_frames() -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own")
     refused = r"whole frame blocks of 2 latent frames, and the call has 5; allowed are 2, 4, 6"
     with torch.no_grad(), pytest.raises(ValueError, match=refused):
         model(**_arguments(model, 5))
@@ -284,7 +284,7 @@ def test_a_clip_that_the_blocks_do_not_fit_is_refused_in_words_of_frames() -> No
 
 def test_beyond_the_blocks_of_a_patch_without_a_rule_for_it() -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own")
     stream, arguments = VideoStream(model), _arguments(model, 10)
     _streamed(stream, arguments, (2,) * 4)
     with (
@@ -296,7 +296,7 @@ def test_beyond_the_blocks_of_a_patch_without_a_rule_for_it() -> None:
 
 def test_gradient_checkpointing_is_refused_where_it_would_run_a_block_again() -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, exact="own")
+    mhla.apply_mhla(model, **_SETTINGS, sparse="own")
     model.enable_gradient_checkpointing()
     stream, arguments = VideoStream(model), _arguments(model, 2)
     with pytest.raises(ValueError, match=r"torch\.no_grad\(\)"):

@@ -34,7 +34,7 @@ def test_a_model_with_a_cache_is_patched_and_restored():
     model = FAMILIES["wan"].build()
     original = output(model, inputs("wan"))
     model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    mhla.apply_mhla(model, exact="none", blocks=FAMILIES["wan"].blocks)
+    mhla.apply_mhla(model, sparse="none", blocks=FAMILIES["wan"].blocks)
     with model.cache_context("cond"):
         assert torch.equal(output(model, inputs("wan")), output(patched("wan"), inputs("wan")))
     mhla.remove_mhla(model)
@@ -63,7 +63,7 @@ def softmax_kernels(model, arguments):
 def test_attention_backend_reaches_kept_layers_and_cross_attention(form):
     model, arguments = FAMILIES["wan"].build(), inputs("wan")
     if form == "apply_mhla":
-        mhla.apply_mhla(model, exact="none", blocks=(2, 2, 3), layers=[0, 1])
+        mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3), layers=[0, 1])
         softmax = 2 + 4
     else:
         model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3), grid=FAMILIES["wan"].grid))

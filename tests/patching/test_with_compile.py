@@ -29,7 +29,7 @@ def shortened(name, **settings):
     for attribute in ("blocks", "transformer_blocks"):
         if hasattr(model, attribute):
             del getattr(model, attribute)[2:]
-    return mhla.apply_mhla(model, exact="none", blocks=FAMILIES[name].blocks, **({"layers": [-1]} | settings))
+    return mhla.apply_mhla(model, sparse="none", blocks=FAMILIES[name].blocks, **({"layers": [-1]} | settings))
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_patching_and_removing_a_compiled_model(counter):
     original = output(model, inputs("sana"))
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     assert_equal_up_to_order(output(compiled, inputs("sana")), original)
-    mhla.apply_mhla(compiled, exact="none", blocks=(4, 2))
+    mhla.apply_mhla(compiled, sparse="none", blocks=(4, 2))
     assert mhla.is_patched(model)
     assert_equal_up_to_order(output(compiled, inputs("sana")), output(model, inputs("sana")))
     assert_changed(output(compiled, inputs("sana")), original)

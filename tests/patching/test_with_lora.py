@@ -63,7 +63,7 @@ def test_patching_and_removing_under_lora(name):
     """The order of the two does not matter, and removal leaves the adapter in place."""
     only_lora = with_lora(FAMILIES[name].build(), *PROJECTIONS)
     expected = output(only_lora, inputs(name))
-    mhla.apply_mhla(only_lora, exact="none", blocks=FAMILIES[name].blocks)
+    mhla.apply_mhla(only_lora, sparse="none", blocks=FAMILIES[name].blocks)
     both = with_lora(patched(name), *PROJECTIONS)
     assert torch.equal(output(only_lora, inputs(name)), output(both, inputs(name)))
     for model in (only_lora, both):
@@ -86,7 +86,7 @@ def test_lora_file_of_a_patched_model_holds_the_adapter_only_and_loads(name, tmp
 def test_lora_loads_into_a_patched_pipeline():
     """The form in which users have them: ``pipe.load_lora_weights``, a scale, fuse, unload."""
     weights = get_peft_model_state_dict(with_lora(FAMILIES["wan"].build(), *PROJECTIONS), adapter_name="default")
-    pipe = mhla.apply_mhla(wan_pipeline(), exact="none", blocks=FAMILIES["wan"].blocks)
+    pipe = mhla.apply_mhla(wan_pipeline(), sparse="none", blocks=FAMILIES["wan"].blocks)
     expected = output(pipe.transformer, inputs("wan"))
     pipe.load_lora_weights({f"transformer.{key}": value for key, value in weights.items()}, adapter_name="style")
     adapted = output(pipe.transformer, inputs("wan"))
@@ -213,7 +213,7 @@ def test_a_fused_model_is_patched_and_restored():
     model = FAMILIES["wan"].build()
     model.fuse_qkv_projections()
     original = output(model, inputs("wan"))
-    mhla.apply_mhla(model, exact="none", blocks=FAMILIES["wan"].blocks)
+    mhla.apply_mhla(model, sparse="none", blocks=FAMILIES["wan"].blocks)
     assert_equal_up_to_order(output(model, inputs("wan")), output(patched("wan"), inputs("wan")))
     mhla.remove_mhla(model)
     assert torch.equal(output(model, inputs("wan")), original)

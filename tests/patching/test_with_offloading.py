@@ -63,7 +63,7 @@ def test_an_offloaded_model_is_refused():
     model = FAMILIES["wan"].build()
     cpu_offload(model, execution_device=torch.device("cpu"))
     with pytest.raises(ValueError, match="offloaded; patch it before"):
-        mhla.apply_mhla(model, exact="none", blocks=FAMILIES["wan"].blocks)
+        mhla.apply_mhla(model, sparse="none", blocks=FAMILIES["wan"].blocks)
     assert not mhla.is_patched(model)
 
 
@@ -73,7 +73,7 @@ def test_a_model_under_group_offloading_is_refused(name, settings):
     model = FAMILIES[name].build()
     model.enable_group_offload(torch.device("cpu"), torch.device("cpu"), **settings)
     with pytest.raises(ValueError, match="offloaded; patch it before"):
-        mhla.apply_mhla(model, exact="none", blocks=FAMILIES[name].blocks)
+        mhla.apply_mhla(model, sparse="none", blocks=FAMILIES[name].blocks)
     assert not mhla.is_patched(model)
 
 
@@ -82,7 +82,7 @@ def test_to_moves_every_weight(name):
     """To the meta device, which needs no accelerator; and a model on meta can be patched."""
     model = patched(name, **EVERYTHING).to("meta")
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
-    model = mhla.apply_mhla(FAMILIES[name].build().to("meta"), exact="none", blocks=FAMILIES[name].blocks, **EVERYTHING)
+    model = mhla.apply_mhla(FAMILIES[name].build().to("meta"), sparse="none", blocks=FAMILIES[name].blocks, **EVERYTHING)
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
 
 

@@ -21,12 +21,12 @@ WEIGHTS = (
     StageConfig(1, 1e-3, "all", BOTH),
 )
 LORA = (StageConfig(1, 1e-3, "mhla", TRANSFER), StageConfig(1, 1e-3, "lora", BOTH, lora_rank=2))
-CAUSAL = MHLAConfig(blocks=(2, 2, 2), causal="block", block_length=1, exact="own", beyond="relative")
+CAUSAL = MHLAConfig(blocks=(2, 2, 2), causal="block", block_length=1, sparse="own", beyond="relative")
 
 
 def _patch(axes: int, exact: Literal["none", "own", "calibrated", "content"]) -> MHLAConfig:
     tiles = None if exact == "none" else (2,) + (4,) * (axes - 1)
-    return MHLAConfig(blocks=(2,) * axes, mixing_per_head=True, exact=exact, exact_tiles=tiles)
+    return MHLAConfig(blocks=(2,) * axes, mixing_per_head=True, sparse=exact, exact_tiles=tiles)
 
 
 @pytest.mark.parametrize("stages", [WEIGHTS, LORA], ids=["weights", "lora"])

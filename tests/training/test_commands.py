@@ -110,7 +110,7 @@ def test_bfloat16_keeps_frozen_weights_small_and_trains(
     how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--dtype", "bfloat16")
     _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
     changed = ["precision=bfloat16", f"stages.1.trainable={trainable}", "gradient_checkpointing=true", "ema_decay=0.9"]
-    changed += ["patch.exact=content", "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"]
+    changed += ["patch.sparse=content", "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"]
     changed += ["validation={prompts: [a blue ball], every: 4, inference_steps: 1}"]
     changed += ["stages.1.lora_rank=2"] if trainable == "lora" else []
     config = TrainingConfig.from_yaml(config_file, changed)

@@ -22,7 +22,7 @@ TILES = (4, 4, 4)
 def dry_run(**patch: object) -> Estimate:
     with torch.device("meta"):
         transformer = models.wan()
-    apply_mhla(transformer, **{"blocks": (2, 2, 2), "mixing_per_head": False, "exact": "none", **patch})
+    apply_mhla(transformer, **{"blocks": (2, 2, 2), "mixing_per_head": False, "sparse": "none", **patch})
     sample = {"latents": torch.empty(16, FRAMES, SIDE, SIDE), "encoder_hidden_states": torch.empty(6, 32)}
     stage = StageConfig(1, 1e-3, "all", ObjectiveWeights(diffusion=1.0))
     return estimate(transformer, sample, TrainingConfig("unused", (stage,)))
@@ -33,7 +33,7 @@ def test_exact_tiles_cost_their_pairs_and_means(exact: str) -> None:
     """A forward of two products and a backward of five, for every query with its tokens and with every mean."""
     without = dry_run().stages[0]
     counted = {
-        share: dry_run(exact=exact, exact_tiles=TILES, exact_share=share).stages[0].flops for share in (0.125, 0.5)
+        share: dry_run(sparse=exact, exact_tiles=TILES, density=share).stages[0].flops for share in (0.125, 0.5)
     }
     product = 2 * TOKENS * WIDTH * LAYERS
     added = 7 * product * (TOKENS / 8 + math.prod(TILES))
@@ -42,7 +42,7 @@ def test_exact_tiles_cost_their_pairs_and_means(exact: str) -> None:
 
 
 def test_the_weights_beside_exact_tiles_are_counted() -> None:
-    plain, exact = (dry_run(**patch).stages[0] for patch in ({}, {"exact": "calibrated", "exact_tiles": TILES}))
+    plain, exact = (dry_run(**patch).stages[0] for patch in ({}, {"sparse": "calibrated", "exact_tiles": TILES}))
     assert exact.trainable_parameters - plain.trainable_parameters == LAYERS * 2 * 2, "λ and β of two heads"
     assert exact.activation_bytes > plain.activation_bytes
 

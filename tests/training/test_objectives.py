@@ -58,7 +58,7 @@ def test_every_objective_decreases(family: str, objective: str, tmp_path: Path) 
 
 
 def test_transfer_needs_no_full_backward() -> None:
-    transformer = apply_mhla(tiny_wan(), exact="none", blocks=(2, 2, 2))
+    transformer = apply_mhla(tiny_wan(), sparse="none", blocks=(2, 2, 2))
     set_trainable(transformer, "attention")
     teacher = Teacher(transformer, [])
     held: list[set[str]] = []
@@ -80,7 +80,7 @@ def test_transfer_needs_no_full_backward() -> None:
 @pytest.mark.parametrize("trainable", ["mhla", "attention", "all", "lora"])
 def test_teacher_stays_the_original_model_while_the_student_changes(trainable: Any) -> None:
     original = tiny_wan().eval()
-    transformer = apply_mhla(tiny_wan(), exact="none", blocks=(2, 2, 2)).eval()
+    transformer = apply_mhla(tiny_wan(), sparse="none", blocks=(2, 2, 2)).eval()
     if trainable == "lora":
         add_adapters(transformer, 2, seed=0)
     lora_rank = 2 if trainable == "lora" else None
@@ -99,7 +99,7 @@ def test_teacher_stays_the_original_model_while_the_student_changes(trainable: A
 
 
 def test_transfer_compares_the_student_layer_on_the_teachers_activations() -> None:
-    transformer = apply_mhla(tiny_wan(), exact="none", blocks=(2, 2, 2)).eval()
+    transformer = apply_mhla(tiny_wan(), sparse="none", blocks=(2, 2, 2)).eval()
     set_trainable(transformer, "attention")
     teacher = Teacher(transformer, [name for name, p in transformer.named_parameters() if p.requires_grad])
     seen: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = {}

@@ -46,7 +46,7 @@ def test_an_unpatched_run_leaves_a_transformer_for_its_pipeline(tmp_path: Path) 
 
 def test_lora_comes_with_the_patch_that_it_was_trained_beside(tmp_path: Path) -> None:
     pipe = wan_pipeline()
-    trained = apply_mhla(pipe.transformer, exact="none", blocks=(1, 2, 2))
+    trained = apply_mhla(pipe.transformer, sparse="none", blocks=(1, 2, 2))
     add_adapters(trained, 2, seed=0)
     without = _output(trained)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_lora_comes_with_the_patch_that_it_was_trained_beside(tmp_path: Path) ->
 
 def test_lora_for_a_pipeline_that_takes_none_is_refused(tmp_path: Path) -> None:
     pipe = dit_pipeline()
-    add_adapters(apply_mhla(pipe.transformer, exact="none", blocks=(2, 2)), 2, seed=0)
+    add_adapters(apply_mhla(pipe.transformer, sparse="none", blocks=(2, 2)), 2, seed=0)
     config = one_stage("unused", patch="unused", trainable="lora", lora_rank=2)
     RunFolder(tmp_path).export(pipe.transformer, config)
     with pytest.raises(ValueError, match="holds LoRA, but DiTPipeline takes none"):

@@ -42,8 +42,8 @@ from .models import (
 
 ROUNDING = 2e-5
 """Relative: float32 sums in another order, through all layers."""
-PLAIN = {"blocks": BLOCKS, "exact": "none", "exact_tiles": None}
-ALL_EXACT = {"blocks": (1, 1), "exact": "own", "exact_tiles": None}
+PLAIN = {"blocks": BLOCKS, "sparse": "none", "exact_tiles": None}
+ALL_EXACT = {"blocks": (1, 1), "sparse": "own", "exact_tiles": None}
 """Settings with which a patch computes softmax attention."""
 
 every_family = pytest.mark.parametrize("name", CASES)
@@ -105,7 +105,7 @@ def test_every_other_class_of_the_families(build):
 
 
 @every_family
-@pytest.mark.parametrize("settings", [{}, {"exact": "content", "exact_tiles": (4, 4), "exact_share": 0.25}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"sparse": "content", "exact_tiles": (4, 4), "density": 0.25}], ids=str)
 def test_an_attention_is_the_reference_with_its_tokens_before_the_grid(name, settings):
     """Against float64, of the same queries, keys and values."""
     case, seen = CASES[name], {}
@@ -121,7 +121,7 @@ def test_an_attention_is_the_reference_with_its_tokens_before_the_grid(name, set
     attn.get_submodule(case.output).register_forward_pre_hook(lambda _, args: seen.update(found=args[0]))
     output(model, pictures())
     given = seen["given"]
-    assert given.grid == GRID and given.outside == (case.before, 0)
+    assert given.grid == GRID and given.extra == (case.before, 0)
     inputs = given._replace(query=given.query.double(), key=given.key.double(), value=given.value.double())
     with torch.no_grad():
         expected = reference_attention(attn.mhla.call(inputs)).flatten(2)
@@ -180,7 +180,7 @@ def test_hybrid_and_automatic_layers(name):
 def test_calibrated_tiles_come_nearer_than_the_own_tile(name):
     model = CASES[name].build()
     expected, errors = output(model, pictures()), {}
-    for kind, settings in {"own": {}, "calibrated": {"exact_share": 0.4}}.items():
+    for kind, settings in {"own": {}, "calibrated": {"density": 0.4}}.items():
         patch = {"blocks": BLOCKS, "exact": kind, "exact_tiles": (4, 4), **settings}
         mhla.apply_mhla(model, **patch, calibration=lambda: output(model, pictures()))
         errors[kind] = relative_change(output(model, pictures()), expected)
@@ -212,7 +212,7 @@ def test_lora_works_under_the_patch(name):
     assert relative_change(output(adapted, pictures()), expected) < ROUNDING
 
 
-@pytest.mark.parametrize("name", ["vit", "siglip"])  # with and without tokens outside the grid
+@pytest.mark.parametrize("name", ["vit", "siglip"])  # with and without extra tokens
 def test_compiles_to_one_graph(name):
     model = patched(name)
     expected = output(model, pictures())

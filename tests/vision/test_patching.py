@@ -110,7 +110,7 @@ def test_copies_threads_and_changes():
     for thread in threads:
         thread.join()
     assert torch.equal(found[1], expected) and not torch.equal(found[2], expected)
-    mhla.change_mhla(model, blocks=(4, 4), exact="content", exact_tiles=(4, 4), exact_share=1.0)
+    mhla.change_mhla(model, blocks=(4, 4), sparse="content", exact_tiles=(4, 4), density=1.0)
     assert relative_change(output(model, pictures()), output(deit(), pictures())) < ROUNDING
 
 

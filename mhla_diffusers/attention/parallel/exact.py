@@ -1,7 +1,7 @@
 """Exact tiles over a ring of processes, each of which holds tokens of the grid: PyTorch operations for every backend.
 
 The formula is that of :mod:`mhla_diffusers.attention.exact`. A process attends with its own queries; keys and values of
-the tiles that these need are fetched (:mod:`.tiles`), means are added up, tokens outside the grid are everywhere
+the tiles that these need are fetched (:mod:`.tiles`), means are added up, extra tokens are everywhere
 (:mod:`.softmax`).
 """
 
@@ -15,31 +15,31 @@ from ..call import Call
 from ..eager import sum_dtype, without_autocast
 from ..rotary import rotated
 from ..tile_attention import tile_attention
-from ..tiles import Cut, ExactTiles, in_tiles, tokens_of_tiles
+from ..tiles import Cut, BlockLists, in_tiles, tokens_of_tiles
 from .collectives import finished_sum, gathered, started_sum
 from .softmax import attention_to_all, of_own, under_one_denominator
 from .tiles import FetchPlan, OwnTiles, fetch_plan
 
 
-def ring_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the exact tiles and, where the call has ``mean_bias``, to the means of the others.
+def ring_exact_attention(call: Call, tiles: BlockLists) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the exact tiles and, where the call has ``pooled_bias``, to the means of the others.
 
     Keys are sent after RoPE in the type of the call.
 
     Returns:
         Output (B, N + n, H, D) and log of the sum of weights (B, N, H, 1), both in float32 (float64 for float64
-        inputs), those of the n own tokens outside the grid last. A query that attends to nothing gets 0 and the lowest
+        inputs), those of the n own extra tokens last. A query that attends to nothing gets 0 and the lowest
         finite number.
     """
     dtype, table = sum_dtype(call.query.dtype), call.rotary_of_tokens
     with without_autocast(call.query.device):
         query = rotated(call.query.to(dtype), table) * call.query.shape[-1] ** -0.5
         key, value = rotated(call.key, table), call.value
-        # lists that are empty for all, beside tokens outside the grid, hold nothing that must be looked at
-        alone = call.outside is not None and not len(tiles.keys) and call.mean_bias is None
+        # lists that are empty for all, beside extra tokens, hold nothing that must be looked at
+        alone = call.extra is not None and not len(tiles.keys) and call.pooled_bias is None
         parts = [] if alone else [_tiles(call, tiles, query, key)]
         key, value = key.to(dtype), value.to(dtype)
-        others = call.outside
+        others = call.extra
         if others is None:
             return parts[0]
         other_key, other_value = others.key.to(dtype), others.value.to(dtype)
@@ -57,12 +57,12 @@ def ring_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor, t
         return torch.cat([output, of_own(*from_here, others, call.process_group)], dim=1), log_sum
 
 
-def _tiles(call: Call, tiles: ExactTiles, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _tiles(call: Call, tiles: BlockLists, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of exact tiles and means, given query, scaled, and key after RoPE."""
     plan, dtype = fetch_plan(tiles, call.grid, call.shares, call.rank), query.dtype
     weight = _weights(call, tiles, dtype)
     near = torch.cat([key, call.value], dim=-1)
-    means = None if call.mean_bias is None else _started_means(call, near.to(dtype), weight, plan.own)
+    means = None if call.pooled_bias is None else _started_means(call, near.to(dtype), weight, plan.own)
     fetched_key, fetched_value = plan.fetch(near, tiles.samples, call.process_group).to(dtype).chunk(2, dim=-1)
     output, log_sum = tile_attention(
         in_tiles(query, plan.own.tokens).contiguous(),
@@ -89,7 +89,7 @@ def _tokens_first(grid: Shape, cut: Cut, device: torch.device) -> tuple[torch.Te
         return tokens.gather(1, first).to(device), exists.gather(1, first).to(device)
 
 
-def _weights(call: Call, tiles: ExactTiles, dtype: torch.dtype) -> torch.Tensor:
+def _weights(call: Call, tiles: BlockLists, dtype: torch.dtype) -> torch.Tensor:
     """Of all keys of the grid in their tiles, (1 or B, T, L), tokens first, then 0."""
     tokens, exists = _tokens_first(call.grid, tiles.counts, call.query.device)
     weight, mask = exists.to(dtype)[None], call.key_mask
@@ -122,8 +122,8 @@ def _finished_means(
     call: Call, started: torch.Tensor | None, weight: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The last three arguments of :func:`tile_attention` before the lists; None without β."""
-    if started is None or call.mean_bias is None:
+    if started is None or call.pooled_bias is None:
         return None, None, None
     mean_key, mean_value = finished_sum(started, call.group).chunk(2, dim=-1)
-    bias = weight.sum(dim=-1).log()[:, None] + call.mean_bias.to(weight.dtype)[..., None]
+    bias = weight.sum(dim=-1).log()[:, None] + call.pooled_bias.to(weight.dtype)[..., None]
     return mean_key.contiguous(), mean_value.contiguous(), bias

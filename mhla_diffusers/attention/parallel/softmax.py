@@ -1,4 +1,4 @@
-"""Softmax attention of some queries to all of some keys, of which others may hold more: tokens outside the grid.
+"""Softmax attention of some queries to all of some keys, of which others may hold more: extra tokens.
 
 They are few, so who has them gives them to all processes of the ring. Their own queries attend to the tokens of every
 process by that process, and what comes out is put under one denominator where it is due. What is sent grows with their
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from ..outside import OutsideTokens
+from ..extra import ExtraTokens
 from ..tile_attention import tile_attention
 from .collectives import counts_of, exchanged, gathered
 from .place import Group
@@ -18,8 +18,8 @@ _LENGTH = 64
 """Tokens that are worked on together, as many as fill one block of a matrix product."""
 
 
-def of_everyone(own: OutsideTokens, group: Group, even: bool) -> OutsideTokens:
-    """The tokens outside the grid of all processes of the ring.
+def of_everyone(own: ExtraTokens, group: Group, even: bool) -> ExtraTokens:
+    """The extra tokens of all processes of the ring.
 
     Args:
         own: those of this process.
@@ -90,7 +90,7 @@ def under_one_denominator(
     return share * output + (1 - share) * other_output, torch.logaddexp(log_sum, other_sum)
 
 
-def of_own(output: torch.Tensor, log_sum: torch.Tensor, others: OutsideTokens, group: str) -> torch.Tensor:
+def of_own(output: torch.Tensor, log_sum: torch.Tensor, others: ExtraTokens, group: str) -> torch.Tensor:
     """What the queries of this process get from the tokens of all processes.
 
     Args:

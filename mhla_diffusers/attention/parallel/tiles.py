@@ -1,7 +1,7 @@
 """Which exact tiles a process of the ring needs, and who sends it what of them.
 
 All processes know all lists and who holds which tokens, so each knows for itself what every other lacks. P processes;
-S, H, T as in :class:`mhla_diffusers.attention.tiles.ExactTiles`, L tokens of the longest tile.
+S, H, T as in :class:`mhla_diffusers.attention.tiles.BlockLists`, L tokens of the longest tile.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..blocks import Shape
-from ..tiles import Cut, ExactTiles, longest_tile, places_of_tokens, row_of_pair, tile_index, tokens_of_tiles
+from ..tiles import Cut, BlockLists, longest_tile, places_of_tokens, row_of_pair, tile_index, tokens_of_tiles
 from .collectives import exchanged
 from .place import Share
 
@@ -97,7 +97,7 @@ class FetchPlan:
     tiles: torch.Tensor
     """int64 (K,): s T + the tile, for every tile that is needed, of a head of sample s."""
     offsets: torch.Tensor
-    """int64 (S H Q + 1,): as of :class:`ExactTiles`, for the query tiles alone."""
+    """int64 (S H Q + 1,): as of :class:`BlockLists`, for the query tiles alone."""
     keys: torch.Tensor
     """int64 (pairs,): key tiles of these lists, of T."""
     key_places: torch.Tensor
@@ -126,7 +126,7 @@ class FetchPlan:
         return found.unflatten(0, size).permute(2, 0, 1, 3)
 
 
-def fetch_plan(tiles: ExactTiles, grid: Shape, shares: Sequence[Share], rank: int) -> FetchPlan:
+def fetch_plan(tiles: BlockLists, grid: Shape, shares: Sequence[Share], rank: int) -> FetchPlan:
     """The plan for some lists, which keep it.
 
     Needs the values of the lists: a device is waited for, at the first call with the same lists alone.
@@ -147,7 +147,7 @@ def fetch_plan(tiles: ExactTiles, grid: Shape, shares: Sequence[Share], rank: in
     return plan
 
 
-def _plan(tiles: ExactTiles, grid: Shape, shares: Sequence[Share], rank: int) -> FetchPlan:
+def _plan(tiles: BlockLists, grid: Shape, shares: Sequence[Share], rank: int) -> FetchPlan:
     device, count = tiles.keys.device, tiles.tiles
     tile_of = tile_index(grid, tiles.counts).to(device)
     holds = torch.stack([torch.bincount(tile_of[a : a + n], minlength=count) for a, n in shares])

@@ -13,13 +13,13 @@ import torch
 from ..blocks import Shape
 from ..call import Call
 from ..eager import finish
-from ..outside import Outside, of_grid
+from ..extra import Extra, of_grid
 from ..rotary import Rotary
 from .collectives import counts_of, exchanged, gathered, summed
 from .place import Parallel, Share
 
-Attend = Callable[[Call, Rotary | None, Shape | None, Outside], torch.Tensor]
-"""Attends with a whole sequence, its RoPE with the channels of each axis, and the tokens outside the grid."""
+Attend = Callable[[Call, Rotary | None, Shape | None, Extra], torch.Tensor]
+"""Attends with a whole sequence, its RoPE with the channels of each axis, and the extra tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,30 @@ class _Segment:
 
     shares: list[Share]
     """Of the grid, of every process."""
-    outside: list[Outside]
-    """Tokens outside the grid of every process."""
+    extra: list[Extra]
+    """Extra tokens of every process."""
     heads: list[int]
     """Of every process."""
     parallel: Parallel
 
     @classmethod
-    def of(cls, call: Call, outside: Outside, parallel: Parallel) -> "_Segment":
+    def of(cls, call: Call, extra: Extra, parallel: Parallel) -> "_Segment":
         group, heads = parallel.ulysses, call.query.shape[2]
         row = parallel.ring.rank * group.size
         shares = parallel.shares(math.prod(call.grid))[row : row + group.size]
         device = call.query.device
         # where one process has none, all have none
-        counts = (counts_of(count, group, not (parallel.anything and count), device) for count in outside)
+        counts = (counts_of(count, group, not (parallel.anything and count), device) for count in extra)
         return cls(shares, list(zip(*counts, strict=True)), parallel.head_counts(heads), parallel)
 
     @property
     def lengths(self) -> list[int]:
-        """Of every process's sequence, tokens outside the grid among them."""
-        return [before + count + after for (_, count), (before, after) in zip(self.shares, self.outside, strict=True)]
+        """Of every process's sequence, extra tokens among them."""
+        return [before + count + after for (_, count), (before, after) in zip(self.shares, self.extra, strict=True)]
 
     @property
-    def all_outside(self) -> Outside:
-        return sum(before for before, _ in self.outside), sum(after for _, after in self.outside)
+    def all_extra(self) -> Extra:
+        return sum(before for before, _ in self.extra), sum(after for _, after in self.extra)
 
     @property
     def share(self) -> Share:
@@ -84,19 +84,19 @@ class _Segment:
 
     def _in_order(self, x: torch.Tensor) -> torch.Tensor:
         """Sequences of all processes, one after the other along the second axis, as one sequence."""
-        if not any(self.all_outside):
+        if not any(self.all_extra):
             return x
         parts = x.split(self.lengths, dim=1)
-        of_grids = [of_grid(part, outside) for part, outside in zip(parts, self.outside, strict=True)]
-        before = [part[:, :count] for part, (count, _) in zip(parts, self.outside, strict=True)]
-        after = [part[:, part.shape[1] - count :] for part, (_, count) in zip(parts, self.outside, strict=True)]
+        of_grids = [of_grid(part, extra) for part, extra in zip(parts, self.extra, strict=True)]
+        before = [part[:, :count] for part, (count, _) in zip(parts, self.extra, strict=True)]
+        after = [part[:, part.shape[1] - count :] for part, (_, count) in zip(parts, self.extra, strict=True)]
         return torch.cat([*before, *of_grids, *after], dim=1)
 
     def _as_held(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`_in_order`."""
-        if not any(self.all_outside):
+        if not any(self.all_extra):
             return x
-        before, after = zip(*self.outside, strict=True)
+        before, after = zip(*self.extra, strict=True)
         counts = [count for _, count in self.shares]
         parts = x.split([*before, *counts, *after], dim=1)
         size = len(counts)
@@ -110,15 +110,15 @@ class _Segment:
         if axes is None:
             cos, sin = (self.all_tokens(table) for table in rotary)
             return cos, sin
-        own = self.outside[self.parallel.ulysses.rank]
+        own = self.extra[self.parallel.ulysses.rank]
         tables = torch.cat(rotary, dim=-1)
         of_axes = self._axial(of_grid(tables, own), (*axes, *axes), grid)
-        if any(self.all_outside):
-            before, after = self.all_outside
+        if any(self.all_extra):
+            before, after = self.all_extra
             parts = [(first, first + n) for first, n in ((0, own[0]), (tables.shape[1] - own[1], own[1]))]
             ends = [
                 gathered(tables[:, a:b].movedim(1, 0), list(counts), self.parallel.ulysses.name).movedim(0, 1)
-                for (a, b), counts in zip(parts, zip(*self.outside, strict=True), strict=True)
+                for (a, b), counts in zip(parts, zip(*self.extra, strict=True), strict=True)
             ]
             of_axes = torch.cat([ends[0][:, :before], of_axes, ends[1][:, :after]], dim=1)
         cos, sin = of_axes.chunk(2, dim=-1)
@@ -151,7 +151,7 @@ def _places(share: Share, grid: Shape, device: torch.device) -> list[torch.Tenso
 
 
 def attend_by_heads(
-    call: Call, rotary: Rotary | None, axes: Shape | None, outside: Outside, parallel: Parallel, attend: Attend
+    call: Call, rotary: Rotary | None, axes: Shape | None, extra: Extra, parallel: Parallel, attend: Attend
 ) -> torch.Tensor:
     """Attend with all tokens and some heads, and give the own tokens back.
 
@@ -166,7 +166,7 @@ def attend_by_heads(
     Returns:
         (B, own tokens, H, D).
     """
-    segment = _Segment.of(call, outside, parallel)
+    segment = _Segment.of(call, extra, parallel)
     heads = parallel.heads(call.query.shape[2])
     query, key, value = segment.to_heads(torch.cat([call.query, call.key, call.value], dim=-1)).chunk(3, dim=-1)
     inner = replace(
@@ -177,15 +177,15 @@ def attend_by_heads(
         mixing=call.mixing[heads] if call.mixing.ndim == 3 else call.mixing,
         key_mask=segment.all_tokens(call.key_mask) if call.key_mask is not None else None,
         output_gate=None,  # is of the own tokens and all heads, so it follows the exchange back
-        far_field_weight=call.far_field_weight[heads] if call.far_field_weight is not None else None,
-        mean_bias=call.mean_bias[heads] if call.mean_bias is not None else None,
+        linear_weight=call.linear_weight[heads] if call.linear_weight is not None else None,
+        pooled_bias=call.pooled_bias[heads] if call.pooled_bias is not None else None,
         first=segment.share[0],
     )
     if rotary is not None:
         rotary = segment.rotary(rotary, axes, call.grid)
-    output = segment.to_tokens(attend(inner, rotary, axes, segment.all_outside))
+    output = segment.to_tokens(attend(inner, rotary, axes, segment.all_extra))
     if call.output_gate is None:
         return output
-    before, after = outside
-    gated = finish(of_grid(output, outside), None, call.output_gate).to(output.dtype)
+    before, after = extra
+    gated = finish(of_grid(output, extra), None, call.output_gate).to(output.dtype)
     return torch.cat([output[:, :before], gated, output[:, output.shape[1] - after :]], dim=1)

@@ -114,7 +114,7 @@ class Source(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Which tiles of tokens every tile of every head meets; see :class:`mhla_diffusers.attention.tiles.ExactTiles`."""
+    """Which tiles of tokens every tile of every head meets; see :class:`mhla_diffusers.attention.tiles.BlockLists`."""
 
     offsets: Any
     """int64 (S H T + 1,): where each list begins in ``tiles``."""

@@ -66,12 +66,12 @@ def triton_attention(call: Call) -> torch.Tensor:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.
     """
     usable = usable_call(call)
-    rule = usable.by_content
+    rule = usable.rule
     if rule is not None and isinstance(rule.counts, int) and usable.group is None:
         return sparse_attention(usable, rule, rule.counts)
     usable = with_chosen_tiles(usable)
-    if usable.exact is not None:
-        return merged_attention(usable, usable.exact, triton_exact_attention, BESIDE_EXACT)
+    if usable.lists is not None:
+        return merged_attention(usable, usable.lists, triton_exact_attention, BESIDE_EXACT)
     return THROUGHOUT(usable)
 
 
@@ -123,7 +123,7 @@ TRITON_CAUSAL = CausalAttention(
 
 
 def _check(call: Call) -> None:
-    block_size = size_along_curve(call.by_content)
+    block_size = size_along_curve(call.rule)
     reason = why_not(call.query, call.feature_map, block_size)
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
@@ -132,7 +132,7 @@ def _check(call: Call) -> None:
             f"rotary_axes={call.rotary_axes} has angles by places on the grid {call.grid}, but query has a share of "
             f"its tokens, N={call.query.shape[1]}; give rotary a row for each of them, and rotary_axes=None."
         )
-    for name in ("mixing", "rotary", "key_mask", "output_norm", "output_gate", "far_field_weight", "mean_bias"):
+    for name in ("mixing", "rotary", "key_mask", "output_norm", "output_gate", "linear_weight", "pooled_bias"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.query.device:
             raise ValueError(

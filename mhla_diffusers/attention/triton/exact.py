@@ -11,7 +11,7 @@ import torch
 
 from ..call import Call
 from ..exact import exact_attention
-from ..tiles import ExactTiles, lists_with_outside, tiles_of_outside
+from ..tiles import BlockLists, lists_with_extra, blocks_of_extra
 from .arguments import angles
 from .exact_lists import ExactCall
 from .operators import readable_gradient, refuse_second_derivative
@@ -20,21 +20,21 @@ _FIELDS = {
     "query": "Tensor",
     "key": "Tensor",
     "value": "Tensor",
-    "mean_bias": "Tensor?",
+    "pooled_bias": "Tensor?",
     "key_mask": "Tensor?",
     "offsets": "Tensor",
     "tiles": "Tensor",
     "grid": "SymInt[]",
     "counts": "SymInt[]",
-    "outside": "SymInt",
+    "extra": "SymInt",
 }
 """Of :class:`ExactCall`, in the language of PyTorch's operator schemas."""
 _ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in _FIELDS.items())
 _TENSORS = [name for name, kind in _FIELDS.items() if kind.startswith("Tensor")]
 
 
-def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the exact tiles and, where the call has ``mean_bias``, to the means of the others.
+def triton_exact_attention(call: Call, tiles: BlockLists) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the exact tiles and, where the call has ``pooled_bias``, to the means of the others.
 
     RoPE is applied once, before the kernels, which read every key many times.
 
@@ -47,23 +47,23 @@ def triton_exact_attention(call: Call, tiles: ExactTiles) -> tuple[torch.Tensor,
     ):  # lists along the curve that are given; those by content have kernels of their own
         return exact_attention(call, tiles)
     query, key, value, mask = call.query, call.key, call.value, call.key_mask
-    lists, outside = (tiles.offsets, tiles.keys), 0
+    lists, extra = (tiles.offsets, tiles.keys), 0
     if call.rotary is not None:
         query, key = (rotate(x, call.rotary, call.grid, call.rotary_axes, False) for x in (query, key))
-    if call.outside is not None:
-        query, key, value, mask = call.outside.after(query, key, value, mask)
-        outside = call.outside.count
-        lists = lists_with_outside(tiles, tiles_of_outside(call.grid, tiles.counts, outside))
+    if call.extra is not None:
+        query, key, value, mask = call.extra.after(query, key, value, mask)
+        extra = call.extra.count
+        lists = lists_with_extra(tiles, blocks_of_extra(call.grid, tiles.counts, extra))
     output, log_sum = exact_tiles(
         query,
         key,
         value,
-        call.mean_bias.float().contiguous() if call.mean_bias is not None else None,
+        call.pooled_bias.float().contiguous() if call.pooled_bias is not None else None,
         mask.float().contiguous() if mask is not None else None,
         *lists,
         call.grid,
         tiles.counts,
-        outside,
+        extra,
     )
     return output, log_sum
 
@@ -132,7 +132,7 @@ def exact_tiles_backward(
     log_sum: torch.Tensor,
     *arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key, value and mean_bias; the last is empty where there are no means."""
+    """Gradients of query, key, value and pooled_bias; the last is empty where there are no means."""
     from .exact_backward import backward
     from .exact_key_gradients import OutputSide
 
@@ -155,8 +155,8 @@ def _backward_shapes(
     log_sum: torch.Tensor,
     *arguments: Any,
 ) -> tuple[torch.Tensor, ...]:
-    query, key, value, mean_bias, *_ = arguments
-    of_bias = output.new_empty((0,) if mean_bias is None else mean_bias.shape)
+    query, key, value, pooled_bias, *_ = arguments
+    of_bias = output.new_empty((0,) if pooled_bias is None else pooled_bias.shape)
     return *(x.new_empty(x.shape) for x in (query, key, value)), of_bias
 
 

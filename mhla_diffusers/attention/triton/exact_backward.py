@@ -136,7 +136,7 @@ def query_gradient_launch(
 
 
 def backward(call: ExactCall, output: OutputSide) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key, value and mean_bias, which is empty where there are no means."""
+    """Gradients of query, key, value and pooled_bias, which is empty where there are no means."""
     lists = lists_of_keys(call)
     means = run_means(call, lists)
     launch, side = query_gradient_launch(call, lists, means, output)

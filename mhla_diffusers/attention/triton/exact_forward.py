@@ -166,7 +166,7 @@ def means_launch(call: ExactCall, lists: Lists, architecture: str | None = None)
         "counts": counts,
     }
     launch = pair_plan_of(means_kernel, call, architecture).launch(call, arguments, 1, tiles)
-    return launch, Means(key_means, value_means, *rows(key_means)[1:], counts, call.mean_bias, bitmap(call))
+    return launch, Means(key_means, value_means, *rows(key_means)[1:], counts, call.pooled_bias, bitmap(call))
 
 
 def exact_launch(
@@ -191,7 +191,7 @@ def forward(call: ExactCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 def run_means(call: ExactCall, lists: Lists) -> Means | None:
     """The means, where the call wants them."""
-    if call.mean_bias is None:
+    if call.pooled_bias is None:
         return None
     launch, means = means_launch(call, lists)
     launch.run()

@@ -22,7 +22,7 @@ from .exact_tile import (
     listed_tokens,
     load_log_sums,
     load_mean,
-    mean_bias,
+    pooled_bias,
     means_at,
     pair_plan_of,
     this_pair_program,
@@ -80,7 +80,7 @@ def mean_gradient_kernel(
     own = means_at(batch, head, group * OWN, layout, OWN)
     keys = load_mean(means.key, means, own, channels, HEAD_DIM)
     values = load_mean(means.value, means, own, channels, HEAD_DIM)
-    bias = mean_bias(means, own, layout)
+    bias = pooled_bias(means, own, layout)
     of_keys = tl.zeros((OWN, BLOCK_D), tl.float32)
     of_values = tl.zeros((OWN, BLOCK_D), tl.float32)
     of_bias = tl.zeros((OWN,), tl.float32)

@@ -7,17 +7,17 @@ from functools import lru_cache
 import torch
 
 from ..blocks import Shape, block_index
-from ..tiles import longest_tile, mask_of_lists, row_of_pair, tiles_of_outside, tokens_of_tiles
+from ..tiles import longest_tile, mask_of_lists, row_of_pair, blocks_of_extra, tokens_of_tiles
 from .arguments import Lists, disguised
 
 
 @dataclass(frozen=True)
 class ExactCall:
-    """One call of the operator; S, H and T as in :class:`mhla_diffusers.attention.tiles.ExactTiles`.
+    """One call of the operator; S, H and T as in :class:`mhla_diffusers.attention.tiles.BlockLists`.
 
-    Tokens outside the grid count among the N, after those of the grid, and their tiles among the T; to the kernels they
+    Extra tokens count among the N, after those of the grid, and their tiles among the T; to the kernels they
     are tokens and tiles as all others are. Lists are those of
-    :func:`mhla_diffusers.attention.tiles.lists_with_outside` then.
+    :func:`mhla_diffusers.attention.tiles.lists_with_extra` then.
     """
 
     query: torch.Tensor
@@ -26,7 +26,7 @@ class ExactCall:
     """Like ``query``."""
     value: torch.Tensor
     """(B, N, H, D)."""
-    mean_bias: torch.Tensor | None
+    pooled_bias: torch.Tensor | None
     """(H,) float32 contiguous."""
     key_mask: torch.Tensor | None
     """(B, N) float32 contiguous."""
@@ -36,13 +36,13 @@ class ExactCall:
     """int64 (pairs,)."""
     grid: Shape
     counts: Shape
-    outside: int = 0
-    """Tokens outside the grid."""
+    extra: int = 0
+    """Extra tokens."""
 
     @property
     def number_of_tiles(self) -> int:
         """T."""
-        return math.prod(self.counts) + tiles_of_outside(self.grid, self.counts, self.outside)
+        return math.prod(self.counts) + blocks_of_extra(self.grid, self.counts, self.extra)
 
     @property
     def longest_tile(self) -> int:
@@ -72,7 +72,7 @@ def lists_of_queries(call: ExactCall) -> Lists:
 
 
 def _lists(call: ExactCall, offsets: torch.Tensor, tiles: torch.Tensor) -> Lists:
-    tokens = _tables(call.grid, call.counts, call.outside, call.query.device)[0]
+    tokens = _tables(call.grid, call.counts, call.extra, call.query.device)[0]
     return Lists(offsets, tiles, tokens, disguised(call.sample_stride), disguised(call.longest_tile))
 
 
@@ -83,18 +83,18 @@ def bitmap(call: ExactCall) -> torch.Tensor:
 
 def tile_of_token(call: ExactCall) -> torch.Tensor:
     """int32 (N,)."""
-    return _tables(call.grid, call.counts, call.outside, call.query.device)[1]
+    return _tables(call.grid, call.counts, call.extra, call.query.device)[1]
 
 
 @lru_cache(maxsize=64)
-def _tables(grid: Shape, counts: Shape, outside: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(grid: Shape, counts: Shape, extra: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of every tile, int32 (T, longest tile) filled up with -1, and the tile of every token, int32 (N,).
 
     Kept, since every layer and step of a model asks for the same ones. The tokens of several tiles are taken at once,
     and finding them by division would cost a kernel more than reading four bytes for each.
     """
-    tokens, exists = tokens_of_tiles(grid, counts, outside)
+    tokens, exists = tokens_of_tiles(grid, counts, extra)
     filled = tokens.masked_fill(~exists, -1)
-    more = math.prod(counts) + torch.arange(outside) // tokens.shape[1]
+    more = math.prod(counts) + torch.arange(extra) // tokens.shape[1]
     tile_of = torch.cat([block_index(grid, counts), more])
     return filled.to(device, torch.int32), tile_of.to(device, torch.int32)

@@ -102,7 +102,7 @@ def load_mean(pointer, means, tile, channels, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def mean_bias(means, tile, layout):
+def pooled_bias(means, tile, layout):
     """What is added to the logits of means, (means,): β and the log of the number of tokens."""
     tiles = tiles_in_grid(layout)
     counts = means.counts + (tile.batch * layout.heads + tile.head) * tiles + tile.tokens
@@ -112,10 +112,10 @@ def mean_bias(means, tile, layout):
 
 @triton.jit
 def unlisted_bias(means, tile, row, layout):
-    """:func:`mean_bias`, minus infinity for the tiles that the queries of list ``row`` meet exactly."""
+    """:func:`pooled_bias`, minus infinity for the tiles that the queries of list ``row`` meet exactly."""
     tiles = tiles_in_grid(layout)
     is_exact = tl.load(means.is_exact + row * tiles + tile.tokens, mask=tile.exists, other=1)
-    return tl.where(is_exact != 0, float("-inf"), mean_bias(means, tile, layout))
+    return tl.where(is_exact != 0, float("-inf"), pooled_bias(means, tile, layout))
 
 
 @triton.jit

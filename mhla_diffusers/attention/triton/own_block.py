@@ -27,7 +27,7 @@ def triton_own_block_attention(call: Call) -> Own:
     Args:
         call: that :func:`mhla_diffusers.attention.triton.backend.usable_call` gave.
     """
-    has_softmax = call.far_field_weight is not None
+    has_softmax = call.linear_weight is not None
     if has_softmax:
         query, key = call.query, call.key
         if call.rotary is not None:

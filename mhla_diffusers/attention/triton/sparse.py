@@ -23,10 +23,10 @@ from ..by_content import BIASES, FITTING_QUERIES
 from ..call import Call
 from ..eager import finish
 from ..layout import Layout, layout_of
-from ..merge import far_field, least_mixing, under_common_sum, with_least_mask
-from ..outside import OutsideTokens
+from ..merge import linear_branch, least_mixing, under_common_sum, with_least_mask
+from ..extra import ExtraTokens
 from ..tile_scores import list_length
-from ..tiles import ContentTiles
+from ..tiles import ContentRule
 from .linear_operators import block_states, mix_states, read_states
 from .operators import BY_READ, BY_SUMMARIES, read, readable_gradient, refuse_second_derivative, summaries
 
@@ -36,7 +36,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 _GRID = "SymInt[] grid, SymInt block_size, SymInt extra"
 
 
-def sparse_attention(call: Call, rule: ContentTiles, block_size: int) -> torch.Tensor:
+def sparse_attention(call: Call, rule: ContentRule, block_size: int) -> torch.Tensor:
     """Attend to the blocks that fit the queries best, to the means of the others, and through MHLA to all.
 
     Args:
@@ -46,7 +46,7 @@ def sparse_attention(call: Call, rule: ContentTiles, block_size: int) -> torch.T
         block_size: tokens of a block.
 
     Returns:
-        (B, N, H, D); with tokens outside the grid, which norm and gate leave as they are, (B, N + n, H, D) in the order
+        (B, N, H, D); with extra tokens, which norm and gate leave as they are, (B, N + n, H, D) in the order
         of the sequence.
 
     Raises:
@@ -69,24 +69,24 @@ def sparse_attention(call: Call, rule: ContentTiles, block_size: int) -> torch.T
     near, near_lse = listed(of_grid, key, value, bias, indices, counts, scale, *place)
     far: torch.Tensor | None = None
     far_lse: torch.Tensor | None = None
-    if rule.fit_mean_bias or call.mean_bias is not None:
+    if rule.fit_pooled_bias or call.pooled_bias is not None:
         far, far_lse = pooled(of_grid, pooled_key, pooled_value, pooled_bias, bits, scale)
-        if call.mean_bias is None:
+        if call.pooled_bias is None:
             with torch.no_grad():
                 beta = fit_bias(of_grid, key, value, bias, near, near_lse, far, far_lse, scale, *place)
         else:
-            beta = call.mean_bias.float().expand(len(call.query), -1).flatten()
+            beta = call.pooled_bias.float().expand(len(call.query), -1).flatten()
         far_lse = far_lse + beta[:, None]
     branches = Branches(near, near_lse, far, far_lse)
-    if call.far_field_weight is None or (table is not None and call.rope == "after"):
+    if call.linear_weight is None or (table is not None and call.rope == "after"):
         output = _merged(call, block_size, branches)
     else:
         output = _read_merged(call, block_size, of_grid, key, value, branches)
-    if call.outside is None:
+    if call.extra is None:
         return output
     of_others = _of_others(query[:, of_grid.shape[1] :].contiguous(), key, value, bias, scale, *place)
-    of_others = of_others[:, : call.outside.count].unflatten(0, (len(call.query), -1)).transpose(1, 2)
-    return call.outside.around(output, of_others)
+    of_others = of_others[:, : call.extra.count].unflatten(0, (len(call.query), -1)).transpose(1, 2)
+    return call.extra.around(output, of_others)
 
 
 def _of_others(
@@ -99,7 +99,7 @@ def _of_others(
     block_size: int,
     extra: int,
 ) -> torch.Tensor:
-    """What tokens outside the grid get: softmax over all keys, (G, rows, D)."""
+    """What extra tokens get: softmax over all keys, (G, rows, D)."""
     groups, blocks = len(query), key.shape[1] // block_size
     everything = torch.arange(groups * blocks, dtype=torch.int32, device=query.device).view(groups, 1, blocks)
     indices = everything.expand(-1, query.shape[1] // block_size, -1).flatten(0, 1).contiguous()
@@ -112,7 +112,7 @@ def _sequence(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]:
     """Query, key, value, RoPE and key mask of the grid's tokens with those outside behind them, and their number."""
     query, key, value, table, mask = call.query, call.key, call.value, call.rotary_of_tokens, call.key_mask
-    others: OutsideTokens | None = call.outside
+    others: ExtraTokens | None = call.extra
     if others is None:
         return query, key, value, table, mask, 0
     query, key, value, mask = others.after(query, key, value, mask)
@@ -325,7 +325,7 @@ def listed(
         scale: of logits.
         grid: token grid.
         block_size: rows of a block.
-        extra: tokens outside the grid.
+        extra: extra tokens.
     """
     from .listed import listed_forward
 
@@ -507,7 +507,7 @@ def fit_bias(
 ) -> torch.Tensor:
     """β with which the two branches come closest to softmax attention, of the β tried: float32 (G,).
 
-    The formula is that of :func:`mhla_diffusers.attention.by_content.fit_mean_bias`, of the same queries.
+    The formula is that of :func:`mhla_diffusers.attention.by_content.fit_pooled_bias`, of the same queries.
     """
     layout, groups = _layout(grid, block_size, extra, query), len(query)
     some, samples = _fitting_rows(tuple(grid), block_size, query.device), 1 if bias is None else len(bias)
@@ -542,7 +542,7 @@ def _count(grid: Sequence[int]) -> int:
 
 @lru_cache(maxsize=64)
 def _fitting_rows(grid: Shape, block_size: int, device: torch.device) -> torch.Tensor:
-    """Rows of the queries of :func:`mhla_diffusers.attention.by_content.fit_mean_bias`: int64, at most 256."""
+    """Rows of the queries of :func:`mhla_diffusers.attention.by_content.fit_pooled_bias`: int64, at most 256."""
     count = _count(grid)
     number = min(FITTING_QUERIES, max(8, count // 96), count)
     # the rows of the grid's tokens follow each other, and the padding comes behind
@@ -570,7 +570,7 @@ def _read_merged(
     """All branches under one denominator, with norm and gate, in raster order: (B, N, H, D)."""
     batch, heads = len(call.query), call.query.shape[2]
     place = list(call.grid), list(call.blocks), block_size, call.feature_map, call.eps
-    mask, weight = with_least_mask(call).key_mask, torch.as_tensor(call.far_field_weight)
+    mask, weight = with_least_mask(call).key_mask, torch.as_tensor(call.linear_weight)
     tokens = (x.view(batch, heads, -1, x.shape[-1]) for x in (key, value))
     states, sums = block_states(*tokens, mask, *place)
     mixed, mixed_sums = mix_states(least_mixing(call.mixing), states, sums)
@@ -588,10 +588,10 @@ def _merged(call: Call, block_size: int, branches: Branches) -> torch.Tensor:
         lse = torch.logaddexp(lse, branches.pooled_lse)
     rows, batch = _raster_rows(call.grid, block_size, call.query.device), len(call.query)
     output, lse = (x[:, rows].unflatten(0, (batch, -1)).transpose(1, 2) for x in (output, lse[..., None]))
-    if call.far_field_weight is not None:
-        all_else = far_field(call)
+    if call.linear_weight is not None:
+        all_else = linear_branch(call)
         far, normaliser = read(True, summaries(*BY_SUMMARIES.flat(all_else)), *BY_READ.flat(all_else))
-        log_far = (call.far_field_weight.float()[:, None] * normaliser).log()
+        log_far = (call.linear_weight.float()[:, None] * normaliser).log()
         output = under_common_sum(output, lse, far.float(), log_far)
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
 

@@ -33,7 +33,7 @@ _TO_EAGER = 1.5
 """Where terms cancel, the eager backend has a large error too: so many times its error is allowed."""
 _MOST_ERROR = 0.2
 """However large the eager backend's."""
-_OF_HEADS = {"far_field_weight": 10, "mean_bias": 10}
+_OF_HEADS = {"linear_weight": 10, "pooled_bias": 10}
 """Single numbers per head, each a sum over all tokens in which most cancels, from weights that kernels round."""
 
 

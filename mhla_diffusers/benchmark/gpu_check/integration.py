@@ -35,7 +35,7 @@ def _patched(name: str, device: torch.device, backend: str) -> tuple[Any, dict[s
     size: Size = choose_sizes(model, None, None, "cpu")[0]
     transformer = build_transformer(model, size, None, device, torch.float32)
     inputs = make_forward_inputs(model, transformer, size, device, torch.float32)
-    return apply_mhla(transformer, blocks=model.blocks, exact="none", layers="all", backend=backend), inputs
+    return apply_mhla(transformer, blocks=model.blocks, sparse="none", layers="all", backend=backend), inputs
 
 
 def _training_step(name: str, device: torch.device) -> Measured:

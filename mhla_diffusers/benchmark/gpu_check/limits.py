@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...attention import ExactTiles, mhla_attention
-from ...config import DEFAULT_SHARE
+from ...attention import BlockLists, mhla_attention
+from ...config import DEFAULT_DENSITY
 from ..correctness import errors_of, limits_of, too_large
 from ..lists import draw_mask
 from ..problems import differentiate, draw_problem
@@ -105,9 +105,9 @@ def _attend(large: Large, query: torch.Tensor) -> dict[str, torch.Tensor]:
     settings: dict[str, Any] = {"grid": (large.size[1],), "blocks": (large.slices,)}
     settings["mixing"] = torch.eye(large.slices, device=query.device)
     if large.tiles is not None:
-        mask = draw_mask((large.tiles,), large.heads, DEFAULT_SHARE).to(query.device)
-        settings["exact"] = ExactTiles.from_mask((large.tiles,), mask)
-        settings["mean_bias"] = torch.zeros(large.heads, device=query.device)
+        mask = draw_mask((large.tiles,), large.heads, DEFAULT_DENSITY).to(query.device)
+        settings["exact"] = BlockLists.from_mask((large.tiles,), mask)
+        settings["pooled_bias"] = torch.zeros(large.heads, device=query.device)
     tensors = dict.fromkeys(("query", "key", "value"), query)
     return differentiate(partial(mhla_attention, backend="triton", **settings), tensors, query)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...attention import ExactTiles
+from ...attention import BlockLists
 from ...attention.parallel.tiles import fetch_plan
 from ...attention.tile_scores import list_length
 from ..lists import draw_mask
@@ -16,7 +16,7 @@ from .world import World
 _META = torch.device("meta")
 
 
-def lists_of(shape: Shape, world: World, device: torch.device, near: bool) -> ExactTiles:
+def lists_of(shape: Shape, world: World, device: torch.device, near: bool) -> BlockLists:
     """Of the heads that a process attends with, which all have the same lists.
 
     On the meta device lists have no values. What a process of a ring fetches for them is worked out of lists that have
@@ -36,7 +36,7 @@ def lists_of(shape: Shape, world: World, device: torch.device, near: bool) -> Ex
     mask = _near(shape) if near else draw_mask(shape.tiles, 1, shape.share)[0]
     parallel = world.parallel
     heads = len(range(shape.heads)[parallel.heads(shape.heads)])
-    tiles = ExactTiles.from_mask(shape.tiles, mask.expand(heads, -1, -1))
+    tiles = BlockLists.from_mask(shape.tiles, mask.expand(heads, -1, -1))
     if device.type != "meta":
         return tiles
     found = replace(tiles, offsets=tiles.offsets.to(_META), keys=tiles.keys.to(_META), plans={})

@@ -147,7 +147,7 @@ def _case(model: Model, size: Size, config: MHLAConfig) -> _Case:
 
 
 def _all_layers(model: Model) -> MHLAConfig:
-    return MHLAConfig(blocks=model.blocks, mixing_per_head=True, layers="all", exact="none", clamp_blocks=True)
+    return MHLAConfig(blocks=model.blocks, mixing_per_head=True, layers="all", sparse="none", clamp_blocks=True)
 
 
 def _best(case: _Case, attention: str, gpus: int, machines: Machines) -> Planned:

@@ -33,7 +33,7 @@ ARCHITECTURE = "sm_90"
 
 if __name__ == "__main__":
     wan, family = shapes()["wan2.1-1.3b-480p"], family_of_model(models()["wan2.1-1.3b"])
-    launches = {"MHLA": [], "exact": [], "shares": [], "own block": []}
+    launches = {"MHLA": [], "sparse": [], "shares": [], "own block": []}
     for grid in GRIDS:
         shape = replace(wan, grid=grid, tiles=family.exact_tiles(grid))
         for batch in (1, 2):

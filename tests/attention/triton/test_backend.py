@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from mhla_diffusers.attention import ExactTiles, backend_names, check_backend, mhla_attention, register_feature_map
+from mhla_diffusers.attention import BlockLists, backend_names, check_backend, mhla_attention, register_feature_map
 from mhla_diffusers.attention.call import with_rotary
 from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
 from mhla_diffusers.attention.triton import backend, operators, why_not
@@ -164,7 +164,7 @@ def test_compile_in_one_graph_where_channels_are_not_last():
 def test_a_second_derivative_is_refused(exact):
     query = torch.randn(1, 24, 1, 8, device=DEVICE, requires_grad=True)
     mask = torch.ones(1, 4, 4, dtype=torch.bool, device=DEVICE)
-    options = {"exact": ExactTiles.from_mask((2, 2), mask)} if exact else {}
+    options = {"sparse": BlockLists.from_mask((2, 2), mask)} if exact else {}
     output = mhla_attention(query, query, query, **LAYOUT, **options, backend="triton")
     (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)
     with pytest.raises(NotImplementedError, match='backend="eager"'):

@@ -36,7 +36,7 @@ def check(problem, dtype=torch.float32):
         # a result in half precision is rounded once, and of few numbers the eager backend may by luck round none
         least = FLOAT32_TOLERANCE if dtype == torch.float32 else torch.finfo(dtype).eps / 2
         allowed = max(least, HALF_TO_EAGER * eager[name])
-        if dtype != torch.float32 and "far_field_weight" in problem.tensors and "rotary" in problem.options:
+        if dtype != torch.float32 and "linear_weight" in problem.tensors and "rotary" in problem.options:
             # queries and keys are rounded after RoPE too, as in the kernels of exact tiles
             allowed = HALF_TO_EAGER * TOLERANCE[dtype]
             if name in (*SUMS, "mixing"):
@@ -50,7 +50,7 @@ def sequence(tokens, blocks, *, whole=None, **options):
     return of_length(make_problem((whole or tokens,), (blocks,), causal="token", **options), tokens)
 
 
-@pytest.mark.parametrize("own", [{}, {"far_field": True}], ids=["linear", "softmax"])
+@pytest.mark.parametrize("own", [{}, {"linear_branch": True}], ids=["linear", "softmax"])
 @pytest.mark.parametrize(
     ("tokens", "whole", "blocks"),
     [(17, 17, 5), (9, 17, 5), (1, 32, 4), (3, 9, 1), (7, 7, 7)],
@@ -61,7 +61,7 @@ def test_lengths(tokens, whole, blocks, own):
 
 
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 32), (32, 16)], ids=str)
-@pytest.mark.parametrize("options", [AFTER, {"far_field": True}], ids=["linear", "softmax"])
+@pytest.mark.parametrize("options", [AFTER, {"linear_branch": True}], ids=["linear", "softmax"])
 def test_blocks_of_several_tiles(options, tiles):
     """71 and 70 tokens, of which the sequence has the first block and a part of the second."""
     problem = sequence(110, 2, whole=141, mask=True, **options)
@@ -87,19 +87,19 @@ def test_without_normaliser(rope):
     check(sequence(13, 3, rotary=True, rope=rope, normalize=False, norm=True, per_head=True, heads=2))
 
 
-@pytest.mark.parametrize("options", [{"per_head": True}, {"far_field": True, **BEFORE}], ids=["linear", "softmax"])
+@pytest.mark.parametrize("options", [{"per_head": True}, {"linear_branch": True, **BEFORE}], ids=["linear", "softmax"])
 def test_everything_at_once(options):
     check(sequence(13, 4, batch=2, heads=2, mask=True, norm=True, gate=True, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [AFTER, {**BEFORE, "mask": True}, {"far_field": True, **BEFORE}], ids=str)
+@pytest.mark.parametrize("options", [AFTER, {**BEFORE, "mask": True}, {"linear_branch": True, **BEFORE}], ids=str)
 def test_half_precision(options, dtype):
     check(sequence(23, 2, head_dim=32, **options), dtype)
 
 
 @pytest.mark.parametrize("head_dim", [1, 5, 72, pytest.param(256, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [{}, {"far_field": True}], ids=["linear", "softmax"])
+@pytest.mark.parametrize("options", [{}, {"linear_branch": True}], ids=["linear", "softmax"])
 def test_head_dims(head_dim, options):
     # with one channel the normaliser cancels the query: its gradient would be 0 and its error noise
     scaled = {"normalize": False} if head_dim == 1 and not options else {}
@@ -108,14 +108,14 @@ def test_head_dims(head_dim, options):
     check(sequence(9, 2, head_dim=head_dim, seed=1, **options, **scaled))
 
 
-@pytest.mark.parametrize("options", [{}, {"far_field": True, "rotary": True, "norm": True}], ids=["linear", "softmax"])
+@pytest.mark.parametrize("options", [{}, {"linear_branch": True, "rotary": True, "norm": True}], ids=["linear", "softmax"])
 def test_frame_blocks(options):
     """Which take the kernels of MHLA, and of exact tiles for the own frame block."""
     check(of_length(make_problem((5, 3, 4), (3, 2, 1), causal="block", batch=1, heads=1, **options), 48))
 
 
 @pytest.mark.parametrize("causal", ["token", "block"])
-@pytest.mark.parametrize("options", [BEFORE, {"far_field": True, "mask": True}], ids=["linear", "softmax"])
+@pytest.mark.parametrize("options", [BEFORE, {"linear_branch": True, "mask": True}], ids=["linear", "softmax"])
 def test_a_state_goes_on_with_the_kernels(causal, options):
     grid, blocks = ((13,), (4,)) if causal == "token" else ((4, 2, 3), (2, 1, 3))
     problem = on_device(make_problem(grid, blocks, causal=causal, batch=1, heads=1, **options))
@@ -129,7 +129,7 @@ def test_a_state_goes_on_with_the_kernels(causal, options):
 def problems(draw):
     blocks = draw(st.integers(1, 4))
     whole = blocks + draw(st.integers(0, 20))
-    kind = draw(st.sampled_from([{"far_field": True, "rotary": True}, AFTER, BEFORE, {"feature_map": "softmax"}]))
+    kind = draw(st.sampled_from([{"linear_branch": True, "rotary": True}, AFTER, BEFORE, {"feature_map": "softmax"}]))
     flags = {name: draw(st.booleans()) for name in ("mask", "per_head", "gate")}
     head_dim, seed = 2 * draw(st.integers(1, 12)), draw(st.integers(0, 99))
     return sequence(draw(st.integers(1, whole)), blocks, whole=whole, head_dim=head_dim, seed=seed, **kind, **flags)
@@ -150,7 +150,7 @@ def own_call(options, tokens=11, grid=(14,), blocks=(3,)):
 
 @pytest.mark.parametrize(
     "options",
-    [{"rotary": True, "feature_map": "elu+1", "per_head": True}, {"normalize": False}, {"far_field": True}],
+    [{"rotary": True, "feature_map": "elu+1", "per_head": True}, {"normalize": False}, {"linear_branch": True}],
     ids=["normalised", "not normalised", "softmax"],
 )
 def test_the_own_part_is_that_of_the_eager_backend(options):
@@ -210,7 +210,7 @@ def test_a_second_derivative_is_refused():
 @pytest.mark.parametrize("scale", [1e2, 1e4])
 def test_huge_scores(scale):
     """Softmax that is one key's alone, beside a far field that is nothing: no infinity meets another."""
-    problem = sequence(12, 3, far_field=True)
+    problem = sequence(12, 3, linear_branch=True)
     problem.tensors["query"] *= scale
     found = on_device(problem).run(TRITON)
     assert all(x.isfinite().all() for x in found.values())

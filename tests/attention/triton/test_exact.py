@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import Call, ExactTiles, mhla_attention
+from mhla_diffusers.attention import Call, BlockLists, mhla_attention
 from mhla_diffusers.attention.exact import exact_attention
 from mhla_diffusers.attention.triton import backend, exact
 from mhla_diffusers.attention.triton.exact import triton_exact_attention
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gpu
 
 def on_device(problem):
     def move(x):
-        if isinstance(x, ExactTiles):
+        if isinstance(x, BlockLists):
             return dataclasses.replace(x, offsets=x.offsets.to(DEVICE), keys=x.keys.to(DEVICE))
         if isinstance(x, tuple):
             return tuple(map(move, x))
@@ -107,7 +107,7 @@ def test_rope_of_every_sample():
 
 def per_sample(counts, heads=2, samples=2):
     lists = [random_tiles(counts, heads=heads, seed=seed).mask() for seed in range(samples)]
-    return ExactTiles.from_mask(counts, torch.cat(lists))
+    return BlockLists.from_mask(counts, torch.cat(lists))
 
 
 @pytest.mark.parametrize("means", [False, True])
@@ -155,7 +155,7 @@ def both_outputs(problem, attend, dtype, direction):
     output, log_sum = attend(call, problem.options["exact"])
     which = {"output": (output,), "log sum": (log_sum,), "both": (output, log_sum)}[direction]
     sum((x.double() * torch.linspace(-1, 1, x.numel(), device=DEVICE).view_as(x)).sum() for x in which).backward()
-    return [output.detach(), log_sum.detach(), *(tensors[x].grad for x in ("query", "key", "value", "mean_bias"))]
+    return [output.detach(), log_sum.detach(), *(tensors[x].grad for x in ("query", "key", "value", "pooled_bias"))]
 
 
 @pytest.mark.parametrize("direction", ["output", "log sum", "both"])
@@ -175,7 +175,7 @@ def test_gradients_through_output_and_log_sum(direction):
 
 def test_a_query_that_attends_to_nothing():
     tensors = on_device(make_problem((8,), (2,))).tensors
-    tiles = on_device(Problem({}, (8,), (2,), {"exact": ExactTiles.from_mask((2,), torch.zeros(2, 2, 2))})).options
+    tiles = on_device(Problem({}, (8,), (2,), {"sparse": BlockLists.from_mask((2,), torch.zeros(2, 2, 2))})).options
     leaves = {name: x.requires_grad_() for name, x in tensors.items()}
     output, log_sum = triton_exact_attention(Call(**leaves, grid=(8,), blocks=(2,)), tiles["exact"])
     (output.sum() + log_sum.sum()).backward()
@@ -243,13 +243,13 @@ def test_lists_from_the_keys_side():
     tiles, empty = per_sample((3, 2)), torch.empty(2, 35, 2, 8)
     call = ExactCall(empty, empty, empty, None, None, tiles.offsets, tiles.keys, (7, 5), (3, 2))
     lists = lists_of_queries(call)
-    assert torch.equal(ExactTiles((3, 2), 2, lists.offsets, lists.tiles).mask(), tiles.mask().mT)
+    assert torch.equal(BlockLists((3, 2), 2, lists.offsets, lists.tiles).mask(), tiles.mask().mT)
     assert torch.equal(bitmap(call).view(2, 2, 6, 6).bool(), tiles.mask())
 
 
 def operator_arguments(everything):
     problem = on_device(make((6,), (3,), batch=1, mask=everything))
-    q, k, v, bias = (problem.tensors[x].requires_grad_() for x in ("query", "key", "value", "mean_bias"))
+    q, k, v, bias = (problem.tensors[x].requires_grad_() for x in ("query", "key", "value", "pooled_bias"))
     tiles, mask = problem.options["exact"], problem.options.get("key_mask")
     more = (bias, mask.float()) if everything else (None, None)
     return q, k, v, *more, tiles.offsets, tiles.keys, (6,), (3,), 0
@@ -285,8 +285,8 @@ def test_compile_in_one_graph(parts):
     problem = on_device(make((4, 6), (2, 2), means="means" in parts, far="far" in parts, batch=1))
 
     def attend(tensors, offsets, keys):
-        tiles = ExactTiles((2, 2), 2, offsets, keys)
-        return mhla_attention(**tensors, grid=(4, 6), blocks=(2, 2), exact=tiles, backend="triton") * 2
+        tiles = BlockLists((2, 2), 2, offsets, keys)
+        return mhla_attention(**tensors, grid=(4, 6), blocks=(2, 2), sparse=tiles, backend="triton") * 2
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     tiles, results = problem.options["exact"], []

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.attention import ContentTiles, ExactTiles, mhla_attention
+from mhla_diffusers.attention import ContentRule, BlockLists, mhla_attention
 from mhla_diffusers.attention.triton import (
     backend,
     exact_tile,
@@ -128,15 +128,15 @@ def test_what_waits_is_seen(wait):
 
 GRID, COUNTS, BLOCKS = (3, 4, 6), (1, 2, 3), (2, 2, 2)
 AXES = {"rotary_axes": (4, 2, 2)}
-BY_CONTENT = ContentTiles(COUNTS, 0.3)
+BY_CONTENT = ContentRule(COUNTS, 0.3)
 PROBLEMS = {
     "MHLA": make_problem(GRID, BLOCKS, **EVERYTHING),
     "MHLA, RoPE of axes": make_problem(GRID, COUNTS, **AXES),
     "MHLA, RoPE before, not normalised": make_problem(GRID, BLOCKS, rotary=True, rope="before", normalize=False),
     "causal by token": make_problem((17,), (5,), causal="token", rotary=True, mask=True, feature_map="elu+1"),
-    "causal by token, softmax": make_problem((17,), (5,), causal="token", rotary=True, far_field=True),
+    "causal by token, softmax": make_problem((17,), (5,), causal="token", rotary=True, linear_branch=True),
     "causal by block": make_problem(GRID, BLOCKS, causal="block", mask=True),
-    "causal by block, softmax": make_problem(GRID, BLOCKS, causal="block", rotary=True, far_field=True),
+    "causal by block, softmax": make_problem(GRID, BLOCKS, causal="block", rotary=True, linear_branch=True),
     "exact tiles alone": make(GRID, COUNTS, means=False, far=False),
     "exact tiles": make(GRID, COUNTS, **EVERYTHING),
     "exact tiles, RoPE of axes": make(GRID, COUNTS, **AXES),
@@ -154,8 +154,8 @@ LISTS_ARE_READ = pytest.mark.xfail(
 
 
 def on_meta(x):
-    if isinstance(x, ExactTiles):
-        return ExactTiles(x.counts, x.heads, x.offsets.to("meta"), x.keys.to("meta"))
+    if isinstance(x, BlockLists):
+        return BlockLists(x.counts, x.heads, x.offsets.to("meta"), x.keys.to("meta"))
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), x)
 
 
@@ -172,9 +172,9 @@ def test_nothing_waits_for_the_device_of_the_eager_backend(name):
 @pytest.mark.parametrize("exact", ["none", "own", "content"])
 def test_nothing_in_a_layer_waits(exact):
     """Without "own", at a grid of fewer rows than blocks, for which the mixing matrix is carried over."""
-    rule = {"exact_tiles": COUNTS, "exact_share": 0.3} if exact == "content" else {}
+    rule = {"exact_tiles": COUNTS, "density": 0.3} if exact == "content" else {}
     config = MHLAConfig(
-        blocks=(2, 4, 2), exact=exact, output_gate=True, convolution=3, clamp_blocks=exact != "own", **rule
+        blocks=(2, 4, 2), sparse=exact, output_gate=True, convolution=3, clamp_blocks=exact != "own", **rule
     )
     with torch.device("meta"):
         layer = MHLALayer(config, 2, 8, 16)
@@ -195,7 +195,7 @@ def captured(exact):
     arguments = row, row, row, torch.empty(105, 105, device="meta"), (21, 30, 50), (7, 3, 5)
     compiled = torch.compile(mhla_attention, fullgraph=True, backend=collect)
     with torch.no_grad():
-        compiled(*arguments, exact=exact, far_field_weight=heads, mean_bias=heads, backend="triton")
+        compiled(*arguments, sparse=exact, linear_weight=heads, pooled_bias=heads, backend="triton")
     torch.compiler.reset()
     (graph,) = graphs
     return [node for node in graph.graph.nodes if node.op.startswith("call")]
@@ -205,7 +205,7 @@ def test_a_compiler_meets_no_tables_of_tiles_by_content():
     """It would compile their making for the CPU, which takes longer than all the rest."""
     counts, lists = (7, 6, 10), 12 * 420
     offsets, keys = (torch.empty(n, dtype=torch.int64, device="meta") for n in (lists + 1, 21 * lists))
-    given, by_content = captured(ExactTiles(counts, 12, offsets, keys)), captured(ContentTiles(counts, 0.05))
+    given, by_content = captured(BlockLists(counts, 12, offsets, keys)), captured(ContentRule(counts, 0.05))
     values = [x for node in by_content for x in tree_leaves(node.meta["example_value"])]
     assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"meta"}
     assert len(by_content) <= len(given) + 6  # the choice, and offsets of equal lists

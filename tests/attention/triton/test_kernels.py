@@ -92,7 +92,7 @@ def test_rope_of_axes_as_in_wan(head_dim, dtype):
     check(make_problem((3, 4, 5), (1, 2, 1), batch=1, heads=1, head_dim=head_dim, rotary_axes=axes), dtype)
 
 
-@pytest.mark.parametrize("kind", ["linear", "exact tiles and far field", "outside", "causal by token"])
+@pytest.mark.parametrize("kind", ["linear", "exact tiles and far field", "extra", "causal by token"])
 def test_a_sample_without_a_key_gets_nothing(kind):
     check_empty_sample(on_device(masked_problem(kind)), TRITON)
 

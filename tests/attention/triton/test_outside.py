@@ -1,12 +1,12 @@
-"""Tokens outside the grid in the Triton kernels, against the float64 reference: output and every gradient."""
+"""Extra tokens in the Triton kernels, against the float64 reference: output and every gradient."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import ExactTiles, mhla_attention
-from mhla_diffusers.attention.tiles import lists_with_outside
+from mhla_diffusers.attention import BlockLists, mhla_attention
+from mhla_diffusers.attention.tiles import lists_with_extra
 from mhla_diffusers.attention.triton import exact
 from mhla_diffusers.attention.triton.exact_lists import ExactCall, bitmap, lists_of_queries
 
@@ -24,9 +24,9 @@ def test_parts(parts):
     check(make((5, 7), (2, 3), (2, 3), parts, batch=1))
 
 
-@pytest.mark.parametrize("outside", [(3, 0), (0, 1), (6, 8)])  # tiles hold at most 9 tokens
-def test_before_and_after(outside):
-    check(make((5, 7), (2, 3), outside, batch=1, rotary=True))
+@pytest.mark.parametrize("extra", [(3, 0), (0, 1), (6, 8)])  # tiles hold at most 9 tokens
+def test_before_and_after(extra):
+    check(make((5, 7), (2, 3), extra, batch=1, rotary=True))
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def problems(draw):
     grid = tuple(count + draw(st.integers(0, 3)) for count in counts)
     flags = {name: draw(st.booleans()) for name in EVERYTHING}
     parts = draw(st.sampled_from(["alone", "exact", "means and far"]))
-    # exact tiles and tokens outside may all be masked for a query; the reference divides 0 by 0 then
+    # exact tiles and extra tokens may all be masked for a query; the reference divides 0 by 0 then
     flags["mask"] &= parts != "exact"
-    outside = draw(st.sampled_from([(1, 0), (2, 3), (0, 11)]))
-    return make(grid, counts, outside, parts, seed=draw(st.integers(0, 99)), batch=1, **flags)
+    extra = draw(st.sampled_from([(1, 0), (2, 3), (0, 11)]))
+    return make(grid, counts, extra, parts, seed=draw(st.integers(0, 99)), batch=1, **flags)
 
 
 # The eager backend's error is the measure where float32 itself passes the bound, as in test_exact.
@@ -95,18 +95,18 @@ def test_compile_in_one_graph_forward_and_backward():
 
 def test_lists_from_the_keys_side():
     tiles, empty = per_sample((3, 2)), torch.empty(2, 35 + 14, 2, 8)
-    offsets, keys = lists_with_outside(tiles, 2)
+    offsets, keys = lists_with_extra(tiles, 2)
     call = ExactCall(empty, empty, empty, None, None, offsets, keys, (7, 5), (3, 2), 14)
     expected = torch.ones(2, 2, 8, 8, dtype=torch.bool)
     expected[:, :, :6, :6] = tiles.mask()
     lists = lists_of_queries(call)
-    assert torch.equal(ExactTiles((8,), 2, lists.offsets, lists.tiles).mask(), expected.mT)
+    assert torch.equal(BlockLists((8,), 2, lists.offsets, lists.tiles).mask(), expected.mT)
     assert torch.equal(bitmap(call).view(2, 2, 8, 8).bool(), expected)
 
 
 def test_opcheck():
     problem = on_device(make((6,), (3,), (0, 3), batch=1, mask=True))
-    q, k, v, bias = (problem.tensors[x].requires_grad_() for x in ("query", "key", "value", "mean_bias"))
-    lists = lists_with_outside(problem.options["exact"], 2)
+    q, k, v, bias = (problem.tensors[x].requires_grad_() for x in ("query", "key", "value", "pooled_bias"))
+    lists = lists_with_extra(problem.options["exact"], 2)
     mask = problem.options["key_mask"].float()
     torch.library.opcheck(exact.exact_tiles, (q, k, v, bias, mask, *lists, (6,), (3,), 3))

@@ -29,7 +29,7 @@ class FamilyCase:
     """Latents (C, ...) of the usual grid, as the family's files have them."""
     compiles_whole: bool = True
     """Whether the model's own forward compiles to one graph."""
-    outside: tuple[int, int] = (0, 0)
+    extra: tuple[int, int] = (0, 0)
     """Tokens before and after the grid's in the sequence that the attention works on, of the usual inputs."""
     whole_text: bool = False
     """Whether the model takes text of its full length alone."""

@@ -103,7 +103,7 @@ CASE = FamilyCase(
     grid=_GRID,
     ragged_grid=_RAGGED,
     attentions=tuple(f"transformer_blocks.{layer}.attn1" for layer in range(3)),
-    outside=(TEXT_TOKENS, 0),
+    extra=(TEXT_TOKENS, 0),
 )
 
 TWO_FRAMES_CASE = FamilyCase(
@@ -116,5 +116,5 @@ TWO_FRAMES_CASE = FamilyCase(
     grid=_GRID,
     ragged_grid=_RAGGED,
     attentions=CASE.attentions,
-    outside=(TEXT_TOKENS, 0),
+    extra=(TEXT_TOKENS, 0),
 )

@@ -82,5 +82,5 @@ CASE = FamilyCase(
         *(f"transformer_blocks.{layer}.attn" for layer in range(2)),
         *(f"single_transformer_blocks.{layer}.attn" for layer in range(2)),
     ),
-    outside=(TEXT_TOKENS, 0),
+    extra=(TEXT_TOKENS, 0),
 )

@@ -98,5 +98,5 @@ CASE = FamilyCase(
         *(f"transformer_blocks.{layer}.attn" for layer in range(2)),
         *(f"single_transformer_blocks.{layer}.attn" for layer in range(2)),
     ),
-    outside=(0, TEXT_TOKENS),
+    extra=(0, TEXT_TOKENS),
 )

@@ -108,5 +108,5 @@ CASE = FamilyCase(
     attentions=tuple(f"transformer_blocks.{layer}.attn" for layer in range(3)),
     # its forward branches on whether all image embeddings are 0
     compiles_whole=False,
-    outside=(0, _IMAGE_TOKENS + _GLYPH_TOKENS + TEXT_TOKENS),
+    extra=(0, _IMAGE_TOKENS + _GLYPH_TOKENS + TEXT_TOKENS),
 )

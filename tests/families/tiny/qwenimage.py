@@ -94,5 +94,5 @@ CASE = FamilyCase(
     grid=_GRID,
     ragged_grid=_RAGGED,
     attentions=tuple(f"transformer_blocks.{layer}.attn" for layer in range(3)),
-    outside=(TEXT_TOKENS, 0),
+    extra=(TEXT_TOKENS, 0),
 )

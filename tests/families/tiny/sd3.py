@@ -90,7 +90,7 @@ CASE = FamilyCase(
     grid=_GRID,
     ragged_grid=_RAGGED,
     attentions=tuple(f"transformer_blocks.{layer}.attn" for layer in range(3)),
-    outside=(0, TEXT_TOKENS),
+    extra=(0, TEXT_TOKENS),
 )
 
 DUAL_CASE = FamilyCase(
@@ -104,5 +104,5 @@ DUAL_CASE = FamilyCase(
     ragged_grid=_RAGGED,
     # the second, attn2, is given no text
     attentions=("transformer_blocks.0.attn", "transformer_blocks.0.attn2", "transformer_blocks.1.attn"),
-    outside=(0, TEXT_TOKENS),
+    extra=(0, TEXT_TOKENS),
 )

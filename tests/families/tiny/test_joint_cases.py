@@ -102,8 +102,8 @@ def test_attentions(case: FamilyCase):
     for name in case.attentions:
         transformer.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
     _output(transformer, case.inputs())
-    grid, outside = torch.Size(case.grid).numel(), sum(case.outside)
-    assert calls == [(name, grid if _given_grid_alone(name) else grid + outside) for name in case.attentions]
+    grid, extra = torch.Size(case.grid).numel(), sum(case.extra)
+    assert calls == [(name, grid if _given_grid_alone(name) else grid + extra) for name in case.attentions]
 
 
 class _Queries(TorchFunctionMode):
@@ -124,9 +124,9 @@ class _Queries(TorchFunctionMode):
 
 @every_case
 def test_where_the_grid_lies(case: FamilyCase):
-    """Of the first joint attention's queries, those that other latents change stand where ``outside`` says."""
+    """Of the first joint attention's queries, those that other latents change stand where ``extra`` says."""
     transformer, arguments, others = case.transformer(), case.inputs(), case.inputs(seed=2)
-    (before, after), grid = case.outside, torch.Size(case.grid).numel()
+    (before, after), grid = case.extra, torch.Size(case.grid).numel()
     queries = []
     for latents in (arguments[_latents(arguments)], others[_latents(others)]):
         with _Queries(before + grid + after) as noted:

@@ -72,7 +72,7 @@ def test_every_attention_over_the_grid_is_called_once_with_its_tokens(case: Fami
 
         model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
     output(model, case.inputs(ragged=ragged))
-    tokens = prod(case.ragged_grid if ragged else case.grid) + sum(case.outside)
+    tokens = prod(case.ragged_grid if ragged else case.grid) + sum(case.extra)
     assert calls == [(name, tokens) for name in case.attentions]
 
 

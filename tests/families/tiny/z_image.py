@@ -86,7 +86,7 @@ CASE = FamilyCase(
     grid=_GRID,
     ragged_grid=_RAGGED,
     attentions=tuple(f"layers.{layer}.attention" for layer in range(3)),
-    outside=(0, 32),
+    extra=(0, 32),
 )
 
 UNEVEN_CASE = FamilyCase(
@@ -99,5 +99,5 @@ UNEVEN_CASE = FamilyCase(
     grid=_GRID,
     ragged_grid=_RAGGED,
     attentions=CASE.attentions,
-    outside=(0, 64),
+    extra=(0, 64),
 )

@@ -171,7 +171,7 @@ def test_bad_prompts_and_patched_teachers_are_refused(wan: tuple[Any, str], tmp_
     pipe, model = wan
     with pytest.raises(ValueError, match="none of them empty; empty: number 1"):
         synthesize(pipe, model, ["a ball", " "], tmp_path / "cache", WAN_CLIP)
-    apply_mhla(pipe, exact="none", blocks=(2, 2, 2))
+    apply_mhla(pipe, sparse="none", blocks=(2, 2, 2))
     with pytest.raises(ValueError, match="The pipeline is patched"):
         synthesize(pipe, model, ["a ball"], tmp_path / "cache", WAN_CLIP)
 

@@ -19,7 +19,7 @@ from ...models import assert_changed, wan
 
 _CAUSAL: dict[str, Any] = {
     "blocks": (3, 2, 2),
-    "exact": "own",
+    "sparse": "own",
     "exact_tiles": None,
     "causal": "block",
     "block_length": 2,
@@ -129,7 +129,7 @@ def test_a_causal_patch_is_trained_and_validated_with_times_of_its_own(tmp_path:
 
 
 def test_without_a_causal_patch_there_is_one_time_and_the_same_as_ever() -> None:
-    model = mhla.apply_mhla(wan(num_layers=1), blocks=(2, 2, 2), exact="none")
+    model = mhla.apply_mhla(wan(num_layers=1), blocks=(2, 2, 2), sparse="none")
     process = get_family(model).process(model, 3.0)
     assert frames_together(model) is None
     config = _config(patch=mhla.MHLAConfig(blocks=(2, 2, 2)))

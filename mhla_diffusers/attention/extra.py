@@ -1,8 +1,8 @@
-"""Tokens outside the grid: text in one sequence with an image, class and register tokens.
+"""Extra tokens: text in one sequence with an image, class and register tokens.
 
 They have no place on the token grid, so they are in no block and no tile of it. They are few, so every query attends to
 them with softmax, and they attend to everything with softmax: to exact tiles they are further tiles that every list
-holds, and whose own lists hold all tiles (:func:`mhla_diffusers.attention.tiles.lists_with_outside`).
+holds, and whose own lists hold all tiles (:func:`mhla_diffusers.attention.tiles.lists_with_extra`).
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ import torch
 
 from .rotary import Rotary, rotary_table, rotated
 
-Outside = tuple[int, int]
+Extra = tuple[int, int]
 """How many tokens stand before, and how many after those of the grid in the sequence."""
 
 
 @dataclass(frozen=True)
-class OutsideTokens:
-    """What tokens outside the grid bring to an attention: n of them, those before the grid first."""
+class ExtraTokens:
+    """What extra tokens bring to an attention: n of them, those before the grid first."""
 
     query: torch.Tensor
     """(B, n, H, D) after RoPE, float32 (float64 for float64 inputs)."""
@@ -44,16 +44,16 @@ class OutsideTokens:
         value: torch.Tensor,
         rotary: Rotary | None,
         key_mask: torch.Tensor | None,
-        outside: Outside,
-    ) -> "OutsideTokens":
+        extra: Extra,
+    ) -> "ExtraTokens":
         """Out of a whole sequence: query, key and value (B, N, H, D), RoPE (1 or B, N, 1, D), mask (B, N)."""
         table = (
-            None if rotary is None else rotary_table((of_outside(rotary[0], outside), of_outside(rotary[1], outside)))
+            None if rotary is None else rotary_table((of_extra(rotary[0], extra), of_extra(rotary[1], extra)))
         )
         dtype = torch.promote_types(query.dtype, torch.float32)
-        near_query, near_key = (rotated(of_outside(x, outside).to(dtype), table) for x in (query, key))
-        mask = None if key_mask is None else of_outside(key_mask, outside)
-        return cls(near_query, near_key, of_outside(value, outside), mask, outside[0])
+        near_query, near_key = (rotated(of_extra(x, extra).to(dtype), table) for x in (query, key))
+        mask = None if key_mask is None else of_extra(key_mask, extra)
+        return cls(near_query, near_key, of_extra(value, extra), mask, extra[0])
 
     @property
     def count(self) -> int:
@@ -89,29 +89,29 @@ class OutsideTokens:
         return torch.cat([own[:, : self.before], grid, own[:, self.before :]], dim=1)
 
 
-def check_outside(outside: Any) -> Outside:
-    """Return ``outside`` as a tuple after checking it alone.
+def check_extra(extra: Any) -> Extra:
+    """Return ``extra`` as a tuple after checking it alone.
 
     Raises:
         ValueError: it is not two counts.
     """
-    counts = tuple(outside) if isinstance(outside, Sequence) else ()
+    counts = tuple(extra) if isinstance(extra, Sequence) else ()
     if len(counts) == 2 and all(isinstance(count, int) and count >= 0 for count in counts):
         before, after = counts
         return before, after
     raise ValueError(
-        f"outside={outside!r} must be two counts, how many tokens stand before and after those of the grid, for "
+        f"extra={extra!r} must be two counts, how many tokens stand before and after those of the grid, for "
         "example (0, 77)."
     )
 
 
-def of_grid(x: torch.Tensor, outside: Outside) -> torch.Tensor:
+def of_grid(x: torch.Tensor, extra: Extra) -> torch.Tensor:
     """The tokens of the grid of a whole sequence (B, N, ...)."""
-    before, after = outside
+    before, after = extra
     return x[:, before : x.shape[1] - after]
 
 
-def of_outside(x: torch.Tensor, outside: Outside) -> torch.Tensor:
-    """The tokens outside the grid of a whole sequence (B, N, ...), side by side: (B, n, ...)."""
-    before, after = outside
+def of_extra(x: torch.Tensor, extra: Extra) -> torch.Tensor:
+    """The extra tokens of a whole sequence (B, N, ...), side by side: (B, n, ...)."""
+    before, after = extra
     return torch.cat([x[:, :before], x[:, x.shape[1] - after :]], dim=1)
