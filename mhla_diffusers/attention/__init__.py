@@ -1,17 +1,18 @@
 """The mathematics of MHLA: torch only, no diffusers."""
 
+from .api import backend_names, check_backend, mhla_attention
+from .block_lists import BlockLists, ContentRule
 from .call import Call
 from .feature_maps import feature_map_names, get_feature_map, register_feature_map
-from .functional import backend_names, check_backend, mhla_attention
 from .mixing import clip_mixing_, extend_mixing, initial_mixing, resize_mixing
 from .reference import reference_attention, reference_weights
+from .sparse import with_lists
 from .state import MHLAState
-from .tiles import ContentRule, BlockLists
 
 __all__ = [
+    "BlockLists",
     "Call",
     "ContentRule",
-    "BlockLists",
     "MHLAState",
     "backend_names",
     "check_backend",
@@ -25,4 +26,5 @@ __all__ = [
     "reference_weights",
     "register_feature_map",
     "resize_mixing",
+    "with_lists",
 ]

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .block_lists import BlockLists, ContentRule
 from .blocks import Shape, blocks_of_range
 from .extra import Extra, ExtraTokens, of_grid
 from .parallel.place import Share
-from .rotary import Rotary, axial_table, rotary_table, table_of_tokens
-from .tiles import ContentRule, BlockLists
+from .rope import Rotary, axial_table, rotary_table, table_of_tokens
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Call:
     blocks: Shape
     feature_map: str = "relu"
     rotary: torch.Tensor | None = None
-    """What :func:`mhla_diffusers.attention.rotary.rotary_table` makes of (cos, sin), (1 or B, N, 1, D); with
-    ``rotary_axes`` what :func:`mhla_diffusers.attention.rotary.axial_table` makes of them."""
+    """What :func:`mhla_diffusers.attention.rope.rotary_table` makes of (cos, sin), (1 or B, N, 1, D); with
+    ``rotary_axes`` what :func:`mhla_diffusers.attention.rope.axial_table` makes of them."""
     rope: str = "after"
     normalize: bool = True
     eps: float = 1e-6
@@ -44,14 +44,14 @@ class Call:
     output_gate: torch.Tensor | None = None
     """(B, N, H, D)."""
     linear_weight: torch.Tensor | None = None
-    """(H,); None for no exact tiles, or for exact tiles without a far field."""
-    exact: BlockLists | None = None
+    """λ, (H,); None for no sparse branch, or for one without a linear branch."""
+    lists: BlockLists | None = None
     pooled_bias: torch.Tensor | None = None
-    """(H,)."""
+    """β, (H,), or (B, H) where it was fitted; None without pooled keys."""
     rotary_axes: Shape | None = None
     """Channels that turn with each axis of :attr:`grid_3d`; None where RoPE is not that of a grid."""
     extra: ExtraTokens | None = None
-    """None for no extra tokens. With them, ``sparse=None`` stands for no exact tile and
+    """None for no extra tokens. With them, ``sparse=None`` stands for empty lists and
     ``linear_weight=None`` for a λ of 1 then."""
     first: int = 0
     """Place on the grid, in raster order, of the first of the N tokens: they are all of the grid's, or the share of
@@ -63,9 +63,15 @@ class Call:
     causal: str | None = None
     """"token", "block" or None; see :mod:`mhla_diffusers.attention.causal`. The tokens then begin with the grid and may
     end before it does."""
-    by_content: ContentRule | None = None
-    """How :attr:`exact` is chosen where it is not known yet, see
-    :func:`mhla_diffusers.attention.by_content.with_chosen_tiles`."""
+    rule: ContentRule | None = None
+    """By which :attr:`lists` are chosen where they are not known yet, :func:`mhla_diffusers.attention.sparse.with_lists`.
+    """
+
+    @property
+    def lists_everything(self) -> bool:
+        """Whether every query attends to every key with softmax, so that nothing is left to another branch."""
+        density = self.rule.density if self.rule is not None else self.lists.density if self.lists is not None else 0
+        return density >= 1
 
     @property
     def rank(self) -> int:
@@ -111,10 +117,10 @@ def split_call(call: Call, rotary: Rotary | None, extra: Extra) -> tuple[Call, R
     Args:
         call: without RoPE, of the sequence: (B, before + N + after, H, D), mask (B, before + N + after).
         rotary: (cos, sin), each (1 or B, before + N + after, 1, D).
-        outside: how many tokens stand before and after those of the grid, not both 0.
+        extra: how many tokens stand before and after those of the grid, not both 0.
 
     Returns:
-        The call of the grid's tokens, with those outside, and RoPE of the grid's, for :func:`with_rotary`.
+        The call of the grid's tokens, with the extra ones, and RoPE of the grid's, for :func:`with_rotary`.
     """
     others = ExtraTokens.of(call.query, call.key, call.value, rotary, call.key_mask, extra)
     query, key, value = (of_grid(x, extra) for x in (call.query, call.key, call.value))

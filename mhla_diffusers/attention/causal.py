@@ -23,10 +23,9 @@ import torch
 from .blocks import Shape, frame_block_starts
 from .call import Call
 from .eager import finish
-from .merge import ExactAttention, LinearAttention, least_mixing, under_common_sum, with_least_mask
+from .merge import LinearAttention, least_mixing, under_common_sum, with_least_mask
 from .mixing import causal_mixing
 from .own_block import Own
-from .tiles import BlockLists
 
 Causal = Literal["token", "block"]
 
@@ -37,10 +36,8 @@ class CausalAttention:
 
     linear: LinearAttention
     """MHLA throughout."""
-    exact: ExactAttention
-    """Softmax attention over tiles, for whole frame blocks."""
-    up_to_itself: Callable[[Call], Own]
-    """What a query takes from its own block up to itself,
+    own: Callable[[Call], Own]
+    """What a query takes from its own frame block, up to itself or whole,
     :func:`mhla_diffusers.attention.own_block.own_block_attention`."""
 
     def __call__(self, call: Call) -> torch.Tensor:
@@ -56,16 +53,6 @@ class CausalAttention:
         later = linear_branch(part_of(call, slice(starts[1], count)))
         earlier = self.linear.summaries(linear_branch(part_of(call, slice(0, last))))
         return beside_earlier(call, self.own(call), self.linear.read(later, earlier))
-
-    def own(self, call: Call) -> Own:
-        """What queries take from their own frame blocks."""
-        if call.causal == "token":
-            return self.up_to_itself(call)
-        rows = sum(start < call.query.shape[1] for start in frame_block_starts(call.grid, call.blocks)[:-1])
-        grid = call.query.shape[1] // math.prod(call.grid[1:]), *call.grid[1:]
-        counts = rows, *(1 for _ in call.grid[1:])
-        tiles = own_tiles(counts, call.query.shape[2], call.query.device)
-        return self.exact(replace(call, grid=grid, pooled_bias=None), tiles)
 
 
 def check_causal(causal: str, grid: Shape, blocks: Shape) -> None:
@@ -115,13 +102,6 @@ def part_of(call: Call, tokens: slice) -> Call:
         output_gate=some(call.output_gate),
         first=call.first + tokens.start,
     )
-
-
-def own_tiles(counts: Shape, heads: int, device: torch.device) -> BlockLists:
-    """Every tile of its own queries."""
-    count = heads * math.prod(counts)
-    keys = torch.arange(math.prod(counts), device=device).repeat(heads)
-    return BlockLists(counts, heads, torch.arange(count + 1, device=device), keys)
 
 
 def beside_earlier(call: Call, own: Own, earlier: tuple[torch.Tensor, ...] | None) -> torch.Tensor:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import torch
 
-from .blocks import Shape, check_layout, frame_block_starts
+from .blocks import Shape, frame_block_starts
 from .call import Call
 from .extra import Extra
+from .layout import block_count
 from .parallel.place import Parallel
-from .rotary import Rotary
-from .tiles import tile_count
+from .rope import Rotary
 
 
 def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ def check_call(call: Call, extra: Extra, on_grid: int, parallel: Parallel | None
     if any(extra) and on_grid + sum(extra) != tokens:
         raise ValueError(
             f"{extra[0]} tokens before the grid + {on_grid} of the grid {call.grid}{share} + {extra[1]} after "
-            f"it are {on_grid + sum(outside)}, but query has N={tokens}; extra={extra} must be what the grid "
+            f"it are {on_grid + sum(extra)}, but query has N={tokens}; extra={extra} must be what the grid "
             "leaves of N."
         )
     if not any(extra) and on_grid != tokens:
@@ -132,14 +132,16 @@ def check_call(call: Call, extra: Extra, on_grid: int, parallel: Parallel | None
     far = call.linear_weight
     if far is not None and _is_free_to_read(far) and not bool((far >= 0).all()):
         raise ValueError(
-            f"linear_weight={far.tolist()} holds what is not a positive number; a weight of the far field is a "
-            "factor of weights that are all positive, such as the exponential of what is trained."
+            f"linear_weight={far.tolist()} holds what is not a positive number; a weight of the linear branch is "
+            "a factor of weights that are all positive, such as the exponential of what is trained."
         )
     if far is not None and not call.normalize:
-        raise ValueError("Softmax weights share one denominator with the far field, which needs normalize=True.")
+        raise ValueError("Softmax weights share one denominator with the linear branch, which needs normalize=True.")
     has_linear_branch = far is not None or any(extra) and call.lists is None and call.rule is None
     if has_linear_branch and call.feature_map == "relu" and not call.eps > 0:
-        raise ValueError(f"eps={call.eps} lets a query of the relu feature map have no far field; it must be positive.")
+        raise ValueError(
+            f"eps={call.eps} lets a query of the relu feature map have no linear branch; it must be positive."
+        )
     if call.causal == "token" and call.normalize and call.feature_map == "relu" and not call.eps > 0:
         raise ValueError(
             f"eps={call.eps} lets a query of the relu feature map see nothing in its own block, which causal='token' "
@@ -148,41 +150,39 @@ def check_call(call: Call, extra: Extra, on_grid: int, parallel: Parallel | None
     if call.causal is not None:
         return
     own = range(heads) if parallel is None else range(heads)[parallel.heads(heads)]
-    _check_exact(call, any(extra), len(own))
+    _check_sparse(call, any(extra), len(own))
 
 
-def _check_exact(call: Call, has_extra: bool, heads: int) -> None:
+def _check_sparse(call: Call, has_extra: bool, heads: int) -> None:
     if call.rule is not None:
-        if not isinstance(call.rule.counts, int):
-            check_layout(call.grid, call.rule.counts, "exact_tiles")
         if call.rule.fit_pooled_bias and call.pooled_bias is not None:
             raise ValueError("pooled_bias is given, and fit_pooled_bias=True would fit another; leave one of them out.")
         return
-    if call.lists is None:
+    lists = call.lists
+    if lists is None:
         for name in ("pooled_bias",) if has_extra else ("pooled_bias", "linear_weight"):
             if getattr(call, name) is not None:
-                raise ValueError(f"{name} weighs what stands beside exact tiles; give exact as well.")
+                raise ValueError(f"{name} weighs what stands beside block lists; give sparse as well.")
         return
-    if not isinstance(call.lists.counts, int):
-        check_layout(call.grid, call.lists.counts, "exact_tiles")
-    elif call.lists.tiles != tile_count(call.grid, call.lists.counts):
+    blocks = block_count(call.grid, lists.block_size)
+    if lists.blocks != blocks:
         raise ValueError(
-            f"exact has lists of {call.lists.tiles} tiles, but the grid {call.grid} is cut into "
-            f"{tile_count(call.grid, call.lists.counts)} of {call.lists.counts} tokens."
+            f"sparse has lists of {lists.blocks} blocks, but the grid {call.grid} is cut into {blocks} of "
+            f"{lists.block_size} tokens."
         )
-    if call.lists.heads != heads:
+    if lists.heads != heads:
         attending = f"query has {heads}" if heads == call.query.shape[2] else f"this process attends with {heads}"
-        raise ValueError(f"exact has lists for {call.lists.heads} heads, but {attending}.")
-    if call.lists.samples not in (1, call.query.shape[0]):
-        raise ValueError(f"exact has lists for {call.lists.samples} samples, but query has {call.query.shape[0]}.")
-    if call.lists.keys.device != call.query.device:
-        raise ValueError(f"exact is on {call.lists.keys.device}, but query is on {call.query.device}.")
+        raise ValueError(f"sparse has lists for {lists.heads} heads, but {attending}.")
+    if lists.samples not in (1, call.query.shape[0]):
+        raise ValueError(f"sparse has lists for {lists.samples} samples, but query has {call.query.shape[0]}.")
+    if lists.keys.device != call.query.device:
+        raise ValueError(f"sparse is on {lists.keys.device}, but query is on {call.query.device}.")
     if call.linear_weight is not None or call.pooled_bias is not None or has_extra:
         return
-    if _is_free_to_read(call.lists.offsets) and not bool(call.lists.offsets.diff().all()):
+    if _is_free_to_read(lists.offsets) and not bool(lists.offsets.diff().all()):
         raise ValueError(
-            "Some query tiles have no exact tile, so they would attend to nothing; give linear_weight, pooled_bias, "
-            "or every query tile at least one key tile."
+            "Some query blocks have an empty list, so they would attend to nothing; give linear_weight, pooled_bias, "
+            "or every query block at least one key block."
         )
 
 

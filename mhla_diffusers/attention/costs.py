@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from .tile_scores import list_length
+from .block_lists import list_length
 
 _FLOAT32 = 4
 
@@ -31,9 +31,7 @@ class AttentionSizes:
     own_pairs: int = 0
     """Pairs that causal attention weighs one by one with MHLA's weights, within a block of the sequence."""
 
-    def with_exact_tiles(
-        self, tiles: int, share: float, *, pooled: bool, equal_lists: bool = True
-    ) -> "AttentionSizes":
+    def with_exact_tiles(self, tiles: int, share: float, *, pooled: bool, equal_lists: bool = True) -> "AttentionSizes":
         """The same with exact tiles beside MHLA; at a share of 1 they are all there is.
 
         Args:

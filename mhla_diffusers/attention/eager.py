@@ -24,7 +24,7 @@ from .blocks import (
 from .call import Call
 from .feature_maps import get_feature_map
 from .reference import OUTPUT_NORM_EPS
-from .rotary import apply_rotary
+from .rope import apply_rotary
 
 _CPU_BYTES = 2**23
 _DEVICE_BYTES = 2**30

@@ -1,8 +1,7 @@
 """Extra tokens: text in one sequence with an image, class and register tokens.
 
-They have no place on the token grid, so they are in no block and no tile of it. They are few, so every query attends to
-them with softmax, and they attend to everything with softmax: to exact tiles they are further tiles that every list
-holds, and whose own lists hold all tiles (:func:`mhla_diffusers.attention.tiles.lists_with_extra`).
+They have no place on the token grid, so they are in no block of it. They are few, so every query attends to them with
+softmax, and they attend to everything with softmax: to the sparse branch they are further blocks that every list holds.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .rotary import Rotary, rotary_table, rotated
+from .rope import Rotary, rotary_table, rotated
 
 Extra = tuple[int, int]
 """How many tokens stand before, and how many after those of the grid in the sequence."""
@@ -47,9 +46,7 @@ class ExtraTokens:
         extra: Extra,
     ) -> "ExtraTokens":
         """Out of a whole sequence: query, key and value (B, N, H, D), RoPE (1 or B, N, 1, D), mask (B, N)."""
-        table = (
-            None if rotary is None else rotary_table((of_extra(rotary[0], extra), of_extra(rotary[1], extra)))
-        )
+        table = None if rotary is None else rotary_table((of_extra(rotary[0], extra), of_extra(rotary[1], extra)))
         dtype = torch.promote_types(query.dtype, torch.float32)
         near_query, near_key = (rotated(of_extra(x, extra).to(dtype), table) for x in (query, key))
         mask = None if key_mask is None else of_extra(key_mask, extra)

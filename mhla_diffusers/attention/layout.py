@@ -6,12 +6,13 @@ Extra tokens (text) follow in blocks of their own. A *row* is a place in this or
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from .blocks import Shape
+from .blocks import Shape, block_index
 
 Extra = tuple[int, int]
 """Tokens of the sequence before and after those of the grid."""
@@ -72,6 +73,81 @@ def layout_of(
         valid = (order >= 0).view(-1, block_size).sum(dim=1)
         order, valid, rows = (x.to(torch.int32).to(device) for x in (order, valid, rows))
         return Layout(block_size, grid_blocks, order, valid, rows)
+
+
+def block_count(grid: Sequence[int], block_size: int) -> int:
+    """T, blocks of the grid."""
+    return -(-math.prod(list(grid)) // block_size)
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """The tokens of a sequence block by block, or of a share of it as a process holds: Q of T blocks, L rows each."""
+
+    blocks: torch.Tensor
+    """int64 (Q,): which blocks these are, ascending."""
+    tokens: torch.Tensor
+    """int64 (Q, L): the token in every row, counted from the first of the share; 0 where there is none."""
+    exists: torch.Tensor
+    """Bool (Q, L): whether a row holds a token."""
+    rows: torch.Tensor
+    """int64 (tokens,): the row of every token, of Q L."""
+    count: int
+    """T."""
+
+    def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, N, H, C) block by block: (B, H, Q, L, C); rows without a token hold any."""
+        return x.index_select(1, self.tokens.flatten()).unflatten(1, self.tokens.shape).permute(0, 3, 1, 2, 4)
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse, (B, H, Q, L, C) in the order of the sequence: (B, N, H, C)."""
+        return x.flatten(2, 3).index_select(2, self.rows).transpose(1, 2)
+
+    def weights(self, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """(1 or B, Q, L): of every row, given those of the tokens (B, N); 0 where there is none."""
+        weights = self.exists.to(dtype)[None]
+        return weights if mask is None else weights * mask.to(dtype)[:, self.tokens]
+
+
+@lru_cache(maxsize=64)
+def block_table(
+    grid: Shape, block_size: int, device: torch.device, extra: int = 0, share: tuple[int, int] | None = None
+) -> BlockTable:
+    """The table of a grid and of extra tokens after it.
+
+    Args:
+        grid: token grid.
+        block_size: rows of a block.
+        device: that holds the table. It is kept, since copying it at every call would wait for the device.
+        extra: extra tokens.
+        share: first token in raster order, and how many; None for all. A share goes without extra tokens.
+    """
+    with torch.inference_mode(False), torch.device("cpu"):
+        order = layout_of(grid, block_size, (0, extra)).order.long().view(-1, block_size)
+        first, count = share or (0, math.prod(grid) + extra)
+        exists = (order >= first) & (order < first + count)
+        blocks = exists.any(dim=1).nonzero().flatten()
+        exists, tokens = exists[blocks], (order[blocks] - first).where(exists[blocks], 0)
+        rows = torch.empty(count, dtype=torch.int64)
+        rows[tokens[exists]] = exists.flatten().nonzero().flatten()
+        return BlockTable(*(x.to(device) for x in (blocks, tokens, exists, rows)), count=len(order))
+
+
+@lru_cache(maxsize=64)
+def mhla_block_table(grid: Shape, blocks: Shape, device: torch.device) -> BlockTable:
+    """The table of MHLA's blocks, which may differ in length: M blocks of L rows, the tokens of the longest."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        block_of = block_index(grid, blocks)
+        lengths = torch.bincount(block_of)
+        order = block_of.argsort(stable=True)
+        within = torch.empty_like(order)
+        within[order] = torch.arange(len(order)) - (lengths.cumsum(dim=0) - lengths)[block_of[order]]
+        length = int(lengths.max())
+        rows = block_of * length + within
+        tokens = torch.zeros(len(lengths) * length, dtype=torch.int64)
+        tokens[rows] = torch.arange(len(rows))
+        found = torch.arange(len(lengths)), tokens.view(-1, length), torch.arange(length) < lengths[:, None], rows
+        return BlockTable(*(x.to(device) for x in found), count=len(lengths))
 
 
 @lru_cache(maxsize=16)

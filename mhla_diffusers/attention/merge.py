@@ -1,9 +1,9 @@
-"""Exact tiles and the far field under one denominator.
+"""The sparse and the linear branch under one denominator.
 
-The exact part gives an output and the logarithm of its sum of weights, MHLA over all blocks an output and its
-normaliser. With w the share of the exact part in the common sum of weights, w = σ(log-sum − log(λ · normaliser)), the
-two outputs add up to o = w · exact + (1 − w) · far. Every backend brings its own two parts. Queries outside the grid
-attend to everything exactly, and leave nothing to a far field.
+The sparse branch gives an output and the logarithm of its sum of weights (LSE), MHLA over all blocks an output and its
+normaliser. With w the part of the sparse branch in the common sum of weights, w = σ(LSE − log(λ · normaliser)), the two
+outputs add up to o = w · sparse + (1 − w) · linear. Every backend brings its own two branches. Extra tokens attend to
+everything with softmax, and leave nothing to the linear branch.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,11 @@ import torch
 from .call import Call
 from .eager import finish, sum_dtype
 from .parallel.collectives import finished_sum, started_sum, summed
-from .parallel.exact import ring_exact_attention
 from .reference import LEAST_MASK, LEAST_MIXING
-from .tiles import BlockLists
 
-ExactAttention = Callable[[Call, BlockLists], tuple[torch.Tensor, torch.Tensor]]
-"""Gives output (B, N + n, H, D) and log of the sum of weights (B, N + n, H, 1), of n extra tokens last;
-:mod:`mhla_diffusers.attention.exact`."""
+SparseAttention = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
+"""Gives output (B, N + n, H, D), of n extra tokens last, and LSE (B, N, H, 1) of a call with lists;
+:func:`mhla_diffusers.attention.sparse.sparse_attention`."""
 
 
 @dataclass(frozen=True)
@@ -38,54 +36,43 @@ class LinearAttention:
         return self.read(call, summed(self.summaries(call), call.group))[0]
 
 
-def merged_attention(call: Call, tiles: BlockLists, exact: ExactAttention, linear: LinearAttention) -> torch.Tensor:
-    """Exact tiles and, where the call has a ``linear_weight``, MHLA over all blocks.
+def merged_attention(call: Call, sparse: SparseAttention, linear: LinearAttention) -> torch.Tensor:
+    """The sparse branch and, where the call has a ``linear_weight``, MHLA over all blocks.
 
     Args:
-        call: the call.
-        tiles: its exact tiles.
-        exact: the backend's attention over exact tiles; over a ring of processes
-            :func:`mhla_diffusers.attention.parallel.exact.ring_exact_attention` takes its place.
+        call: with lists.
+        sparse: the backend's sparse branch.
         linear: the backend's MHLA.
 
     Returns:
-        (B, N, H, D) like the query; with extra tokens, which norm and gate leave as they are, (B, N + n, H,
-        D) in the order of the sequence.
+        (B, N, H, D) like the query; with extra tokens, which norm and gate leave as they are, (B, N + n, H, D) in the
+        order of the sequence.
     """
     all_else = linear_branch(call) if call.linear_weight is not None else None
-    # begun before the exact part, which needs no sum, so that it is on its way meanwhile
+    # begun before the sparse branch, which needs no sum, so that it is on its way meanwhile
     summaries = None if all_else is None else started_sum(linear.summaries(all_else), call.group)
-    output, log_sum = (exact if call.group is None else ring_exact_attention)(call, tiles)
+    output, lse = sparse(call)
     tokens = call.query.shape[1]
-    far = None
-    if all_else is not None and summaries is not None:
-        far = linear.read(all_else, finished_sum(summaries, call.group))
-    of_grid = _merged(call, output[:, :tokens], log_sum[:, :tokens], far)
+    of_grid = output[:, :tokens]
+    if all_else is not None and summaries is not None and call.linear_weight is not None:
+        far, normaliser = linear.read(all_else, finished_sum(summaries, call.group))
+        log_far = (call.linear_weight.to(normaliser.dtype)[:, None] * normaliser).log()
+        of_grid = under_common_sum(of_grid, lse, far, log_far)
+    of_grid = finish(of_grid, call.output_norm, call.output_gate).to(call.query.dtype)
     if call.extra is None:
         return of_grid
     return call.extra.around(of_grid, output[:, tokens:].to(of_grid.dtype))
 
 
-def _merged(
-    call: Call, output: torch.Tensor, log_sum: torch.Tensor, all_else: tuple[torch.Tensor, ...] | None
-) -> torch.Tensor:
-    """Of the grid's tokens, given the exact part's output and log of the sum of weights, and those of the far field."""
-    if call.linear_weight is not None and all_else is not None:
-        far, normaliser = all_else
-        log_far = (call.linear_weight.to(normaliser.dtype)[:, None] * normaliser).log()
-        output = under_common_sum(output, log_sum, far, log_far)
-    return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
-
-
 def linear_branch(call: Call) -> Call:
-    """MHLA over all blocks: what a call leaves to the summaries, without all that softmax takes, norm and gate."""
+    """MHLA over all blocks alone, without norm and gate."""
     return replace(
         with_least_mask(call),
         mixing=least_mixing(call.mixing),
         output_norm=None,
         output_gate=None,
         linear_weight=None,
-        sparse=None,
+        lists=None,
         pooled_bias=None,
         extra=None,
     )

@@ -13,9 +13,9 @@ import torch
 
 from .call import Call
 from .feature_maps import get_feature_map
-from .rotary import rotated
+from .layout import mhla_block_table
+from .rope import rotated
 from .tile_errors import HeadInput, TiledInput, rows_of_head
-from .tiles import in_tiles, tokens_of_tiles
 
 _STEPS = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Parts of a step that are tried."""
@@ -51,16 +51,16 @@ class BlockInput:
         How the two share a query is for λ, which :func:`mhla_diffusers.attention.tile_errors.candidate_errors` tries.
 
         Args:
-            call: of MHLA without exact tiles, with RoPE's table for every token.
+            call: of MHLA alone, with RoPE's table for every token.
             queries: of every block that are looked at.
             shift: another one looks at others.
         """
-        table = call.rotary_of_tokens
-        turned = (rotated(call.query, table), rotated(call.key, table))
-        softmax = TiledInput.of(*turned, call.value, call.grid, call.blocks, call.key_mask)
-        tokens = tokens_of_tiles(call.grid, call.blocks)[0].to(call.query.device)
-        numerator, denominator = (in_tiles(x, tokens) for x in _features(call, call.query))
-        key, plain_key = (in_tiles(x, tokens) for x in _features(call, call.key))
+        rotary = call.rotary_of_tokens
+        turned = (rotated(call.query, rotary), rotated(call.key, rotary))
+        table = mhla_block_table(call.grid, call.blocks, call.query.device)
+        softmax = TiledInput.of(*turned, call.value, table, call.key_mask)
+        numerator, denominator = (table.in_blocks(x) for x in _features(call, call.query))
+        key, plain_key = (table.in_blocks(x) for x in _features(call, call.key))
         weight = softmax.weight[:, None, :, :, None]
         summaries, key_sums = (key * weight).mT @ softmax.value, (plain_key * weight).sum(dim=3)
         return cls(softmax, softmax.samples(queries, shift), numerator, denominator, summaries, key_sums)

@@ -1,4 +1,4 @@
-"""What a query takes from its own block up to itself, in PyTorch operations: the part of causal attention in chunks.
+"""What a query takes from its own block, up to itself or whole, in PyTorch operations.
 
 Either as MHLA does, with the block's own entry m_ii of the mixing matrix, or with softmax. Blocks are runs of the
 sequence here, which has one axis, or is cut along the first alone.
@@ -13,7 +13,7 @@ from .blocks import frame_block_starts
 from .call import Call
 from .eager import budget, sum_dtype, without_autocast
 from .feature_maps import get_feature_map
-from .rotary import apply_rotary
+from .rope import apply_rotary
 
 Own = tuple[torch.Tensor, torch.Tensor | None]
 """Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), None without normaliser; in float32 (float64 for
@@ -21,7 +21,7 @@ float64 inputs)."""
 
 
 def own_block_attention(call: Call) -> Own:
-    """What every query takes from the keys of its block that do not come after it.
+    """What every query takes from the keys of its block; with ``causal="token"`` from those that do not come after it.
 
     Args:
         call: whose tokens begin with the grid, and may end before it does. With ``linear_weight`` the weights are
@@ -73,7 +73,8 @@ def _attend(call: Call, blocks: slice, tokens: slice) -> Own:
     if call.linear_weight is not None:
         if table is not None:
             query, key = apply_rotary(query, table), apply_rotary(key, table)
-        output, log_sum = softmax_up_to_itself(query, key, value, mask)
+        attend = softmax_up_to_itself if call.causal == "token" else softmax_over_all
+        output, log_sum = attend(query, key, value, mask)
         return _tokens(output), _tokens(log_sum)
     output, normaliser = _linear_up_to_itself(call, query, key, value, table, mask)
     own = call.mixing.diagonal(dim1=-2, dim2=-1)[..., blocks, None, None].to(dtype)
@@ -96,11 +97,24 @@ def softmax_up_to_itself(
     Returns:
         Output (..., n, D) and log of the sum of weights (..., n, 1).
     """
-    scores = query * query.shape[-1] ** -0.5 @ key.mT
-    if mask is not None:
-        scores = scores + mask.log().mT
+    scores = _scores(query, key, mask)
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(key.shape[-2] - query.shape[-2])
-    scores = scores.masked_fill(~seen, -math.inf)
+    return _weighed(scores.masked_fill(~seen, -math.inf), value)
+
+
+def softmax_over_all(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention to all keys; arguments and results as of :func:`softmax_up_to_itself`."""
+    return _weighed(_scores(query, key, mask), value)
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    scores = query * query.shape[-1] ** -0.5 @ key.mT
+    return scores if mask is None else scores + mask.log().mT
+
+
+def _weighed(scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     log_sum = scores.logsumexp(dim=-1, keepdim=True)
     return (scores - log_sum).exp() @ value, log_sum
 

@@ -7,20 +7,21 @@ import math
 
 import torch
 
+from .block_lists import BlockLists
 from .blocks import block_index
 from .call import Call
-from .feature_maps import get_feature_map
 from .extra import ExtraTokens
-from .rotary import apply_rotary
-from .tiles import BlockLists, tile_index
+from .feature_maps import get_feature_map
+from .layout import layout_of
+from .rope import apply_rotary
 
 OUTPUT_NORM_EPS = 1e-6
 """Epsilon of the output RMSNorm; the value of the paper's Wan code."""
 LEAST_MIXING = 1e-12
-"""Added to every weight of a far field beside exact tiles: a row that mixes nothing, as of the identity, still has
+"""Added to every weight of a linear branch beside softmax: a row that mixes nothing, as of the identity, still has
 something to divide by, and a gradient to learn from."""
 LEAST_MASK = 1e-12
-"""Weight of a masked key in such a far field: where all keys are masked, there is still something to divide by."""
+"""Weight of a masked key in such a linear branch: where all keys are masked, there is still something to divide by."""
 
 
 def reference_weights(call: Call) -> torch.Tensor:
@@ -99,7 +100,7 @@ def _causal(
     own = frame_block[:, None] == frame_block
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     largest = torch.where(own & seen, scores, -math.inf).amax(dim=-1, keepdim=True)
-    # the far field's factor stays finite; without earlier frame blocks there is none, and own scores may all be low
+    # the linear branch's factor stays finite; without earlier frame blocks there is none, and own scores may all be low
     largest = torch.where(frame_block[:, None] > 0, largest.clamp_min(0), largest)
     softmax = (scores - largest).exp()
     if mask is not None:
@@ -117,7 +118,7 @@ def _beside_softmax(
 
     Args:
         call: the call.
-        weights: of the far field, among the grid's tokens: (B, H, N, N).
+        weights: of the linear branch, among the grid's tokens: (B, H, N, N).
         normaliser: likewise.
         query: of the grid's tokens after RoPE, (B, N, H, D).
         key: likewise.
@@ -136,17 +137,19 @@ def _beside_softmax(
     if mask is not None:
         softmax = softmax * mask[:, None, None, :]
     largest, among_grid = largest[:, :, rows], softmax[:, :, rows, rows]
-    of_tiles = torch.zeros_like(among_grid)
+    of_lists = torch.zeros_like(among_grid)
     if call.lists is not None:
-        of_tiles = _with_means(call, call.lists, among_grid, grid_query, grid_key, largest)
+        of_lists = _with_pooled_keys(call, call.lists, among_grid, grid_query, grid_key, largest)
     far = (-largest).exp() * _linear_weight(call)[:, None, None]
     softmax, sums = softmax.clone(), softmax.clone()
-    softmax[:, :, rows, rows], sums[:, :, rows, rows] = (of_tiles + far * x for x in (weights, normaliser))
+    softmax[:, :, rows, rows], sums[:, :, rows, rows] = (of_lists + far * x for x in (weights, normaliser))
     return softmax, sums
 
 
 def _linear_weight(call: Call) -> torch.Tensor:
-    """λ, (H,): 0 for exact tiles without a far field, and 1 where extra tokens alone stand beside it."""
+    """λ, (H,): 0 for a sparse branch alone, and 1 where extra tokens alone stand beside it."""
+    if call.lists_everything:
+        return torch.zeros_like(call.query[0, 0, :, 0], dtype=torch.float64)
     if call.linear_weight is not None:
         return call.linear_weight.double()
     return torch.full_like(call.query[0, 0, :, 0], 0.0 if call.lists is not None else 1.0, dtype=torch.float64)
@@ -158,31 +161,31 @@ def _in_sequence(others: ExtraTokens, of_grid: torch.Tensor, of_others: torch.Te
     return torch.cat([part.double() for part in parts], dim=1)
 
 
-def _with_means(
+def _with_pooled_keys(
     call: Call,
-    exact: BlockLists,
+    lists: BlockLists,
     near: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     largest: torch.Tensor,
 ) -> torch.Tensor:
-    """Softmax weights of exact tiles and means, like ``near``: (B, H, N, N).
+    """Softmax weights of listed blocks and pooled keys, like ``near``: (B, H, N, N).
 
     A mean of n tokens with n times the weight of one key gives every one of its tokens the weight of that key.
     """
-    tile_of = tile_index(call.grid, exact.counts).to(query.device)
-    is_exact = exact.mask()[:, :, tile_of[:, None], tile_of[None, :]]
-    weights = torch.where(is_exact, near, 0.0)
+    block_of = (layout_of(call.grid, lists.block_size).rows.long() // lists.block_size).to(query.device)
+    is_listed = lists.mask()[:, :, block_of[:, None], block_of[None, :]]
+    weights = torch.where(is_listed, near, 0.0)
     if call.pooled_bias is None:
         return weights
     taking_part = key.new_ones(key.shape[:2]) if call.key_mask is None else call.key_mask.double()
-    member = torch.nn.functional.one_hot(tile_of).double()
+    member = torch.nn.functional.one_hot(block_of).double()
     count = taking_part @ member
     total = torch.einsum("bkhd,bk,kc->bchd", key, taking_part, member)
-    mean = (total / count.clamp_min(1e-300)[:, :, None, None])[:, tile_of]
+    mean = (total / count.clamp_min(1e-300)[:, :, None, None])[:, block_of]
     logits = torch.einsum("bqhd,bkhd->bhqk", query, mean) / query.shape[-1] ** 0.5
     logits = logits + call.pooled_bias.double()[..., None, None] - largest
-    return weights + torch.where(is_exact, 0.0, logits.exp() * taking_part[:, None, None, :])
+    return weights + torch.where(is_listed, 0.0, logits.exp() * taking_part[:, None, None, :])
 
 
 def reference_attention(call: Call) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from .api import CAUSAL_BACKENDS, check_backend, chosen_backend
 from .blocks import check_layout, frame_block_starts
 from .call import Call, with_rotary
 from .causal import (
@@ -26,10 +27,9 @@ from .causal import (
 from .checks import check_call, check_rotary, check_tensors
 from .eager import sum_dtype, without_autocast
 from .feature_maps import get_feature_map
-from .functional import CAUSAL_BACKENDS, check_backend, chosen_backend
 from .merge import least_mixing, with_least_mask
 from .own_block import Own, softmax_up_to_itself
-from .rotary import Rotary, rotated
+from .rope import Rotary, rotated
 
 Beyond = Literal["error", "relative"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .blocks import Shape
 from .extra import ExtraTokens
-from .tiles import Cut, in_tiles, tile_count, tile_means, tokens_of_tiles
+from .layout import BlockTable
+from .sparse import block_means
 
 _CPU_NUMBERS = 2**23
 _DEVICE_NUMBERS = 2**26
@@ -45,8 +45,7 @@ class TiledInput:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        grid: Shape,
-        counts: Cut,
+        table: BlockTable,
         key_mask: torch.Tensor | None,
         extra: ExtraTokens | None = None,
     ) -> "TiledInput":
@@ -56,22 +55,18 @@ class TiledInput:
             query: (B, N, H, D) after RoPE, of the grid's tokens.
             key: like ``query``.
             value: (B, N, H, D).
-            grid: token grid.
-            counts: tile counts, or the tokens of a tile along the curve.
+            table: the grid's tokens, and the extra ones behind them, block by block.
             key_mask: (B, N).
-            outside: extra tokens, if any.
+            extra: extra tokens, if any.
         """
-        tiles, others = tile_count(grid, counts), 0
+        tiles = table.count
         if extra is not None:
             query, key, value, key_mask = extra.after(query, key, value, key_mask)
-            others = extra.count
-        tokens, exists = (x.to(query.device) for x in tokens_of_tiles(grid, counts, others))
-        weight = exists.float()[None]
-        if key_mask is not None:
-            weight = weight * key_mask.float()[:, tokens]
+            tiles -= -(-extra.count // table.tokens.shape[1])
         scaled = query * query.shape[-1] ** -0.5
-        scaled, key, value = (in_tiles(x.float(), tokens) for x in (scaled, key, value))
-        return cls(scaled[:, :, :tiles], key, value, weight, exists[:tiles])
+        scaled, key, value = (table.in_blocks(x.float()) for x in (scaled, key, value))
+        weight = table.weights(key_mask, torch.float32)
+        return cls(scaled[:, :, :tiles], key, value, weight, table.exists[:tiles])
 
     def samples(self, count: int, shift: int) -> torch.Tensor:
         """Places of some queries of every tile, evenly spaced: int64 (T, count); another ``shift`` gives others."""
@@ -108,9 +103,8 @@ class HeadInput:
             projection: (D, D).
         """
         key, value, tiles = given.key[:, head], given.value[:, head] @ projection, given.query.shape[2]
-        of_grid = key[:, None, :tiles], value[:, None, :tiles], given.weight[:, :tiles]
-        mean_key, mean_value, log_count = tile_means(*of_grid)
-        means = mean_key[:, 0], mean_value[:, 0], log_count[:, 0]
+        of_grid = given.weight[:, :tiles], key[:, None, :tiles], value[:, None, :tiles]
+        means = (*(x[:, 0] for x in block_means(*of_grid)), given.weight[:, :tiles].sum(dim=-1).log())
         return cls(given.query[:, head], key, value, given.weight.log(), *means)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..attention import Call, ContentRule, initial_mixing, mhla_attention, reference_attention
-from ..attention.rotary import rotary_table, table_of_tokens
+from ..attention.rope import rotary_table, table_of_tokens
 from .lists import draw_tiles
 from .shapes import Shape
 

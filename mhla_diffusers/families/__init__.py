@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.rotary import Rotary
+from ..attention.rope import Rotary
 from .base import Family
 from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from ..attention.rotary import Rotary, rotary_table, rotated
+from ..attention.rope import Rotary, rotary_table, rotated
 from ..config import MHLAConfig
 from .projecting import Projected, finite, lowered, project_tokens
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..attention.rotary import Rotary
+from ..attention.rope import Rotary
 from .forms import AttentionArguments, AttentionForm, AttentionInput, key_padding_mask
 from .projecting import Projected, finite, lowered, project_context, project_tokens
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..attention.rotary import Rotary
+from ..attention.rope import Rotary
 from ..config import MHLAConfig
 from .base import Family
 from .forms import AttentionArguments, AttentionForm, AttentionInput

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..attention.rotary import Rotary, rotary_of_complex
+from ..attention.rope import Rotary, rotary_of_complex
 from ..config import MHLAConfig
 from .encoding import of_unit_scale, padded_text
 from .forms import AttentionArguments

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from ..attention.rotary import Rotary
+from ..attention.rope import Rotary
 from ..attention.tiles import square_tiles
 from ..config import MHLAConfig
 from .forms import AttentionForm

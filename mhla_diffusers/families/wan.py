@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..attention.rotary import Rotary
+from ..attention.rope import Rotary
 from ..config import MHLAConfig
 from .base import Family
 from .encoding import of_unit_scale

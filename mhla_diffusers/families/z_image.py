@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..attention.rotary import Rotary, rotary_of_complex
+from ..attention.rope import Rotary, rotary_of_complex
 from ..config import MHLAConfig
 from .base import Family
 from .encoding import padded_text

@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.vit.modeling_vit import eager_attention_forward
 
-from ..attention.rotary import Rotary, rotary_table, rotated
+from ..attention.rope import Rotary, rotary_table, rotated
 from ..patching.gate_and_convolution import Convolution, Gate
 from ..patching.layer import MHLALayer
 from .vlt_config import VLTConfig

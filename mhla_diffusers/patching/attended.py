@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..attention.extra import Extra, ExtraTokens, of_grid
-from ..attention.rotary import Rotary, rotary_table, rotated
+from ..attention.rope import Rotary, rotary_table, rotated
 
 
 class Attended(NamedTuple):

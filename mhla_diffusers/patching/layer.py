@@ -20,7 +20,7 @@ from ..attention.by_content import with_chosen_tiles
 from ..attention.extra import Extra, of_grid
 from ..attention.parallel.halo import rows_around
 from ..attention.parallel.place import Parallel
-from ..attention.rotary import Rotary, rotary_table
+from ..attention.rope import Rotary, rotary_table
 from ..attention.tiles import ContentRule
 from ..config import MHLAConfig
 from ..families.forms import AttentionForm

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..attention import MHLAState
-from ..attention.rotary import Rotary
+from ..attention.rope import Rotary
 from ..families import get_family, unwrapped
 from .finding import find_transformers
 from .layer import MHLALayer, layer_of

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention import MHLAState
 from ..attention.parallel.place import Parallel
-from ..attention.rotary import Rotary
+from ..attention.rope import Rotary
 from ..families import Family, grid_of_attention
 from .compiling import allow_graphs, give_back_graphs
 from .layer import MHLALayer, layer_of

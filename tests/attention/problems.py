@@ -17,7 +17,7 @@ from mhla_diffusers.attention import (
     reference_attention,
 )
 from mhla_diffusers.attention.extra import ExtraTokens
-from mhla_diffusers.attention.rotary import apply_rotary, rotary_table
+from mhla_diffusers.attention.rope import apply_rotary, rotary_table
 
 GRIDS = [
     # grid, blocks: even and ragged, one to three axes, one block to one token per block
@@ -188,9 +188,9 @@ def errors_of(problem: Problem, dtype: torch.dtype, attend: Callable[..., torch.
 MASKED = {
     "linear": {"norm": True, "gate": True, "rotary": True},
     "not normalised": {"normalize": False},
-    "exact tiles": {"tiles": "eye"},
-    "exact tiles and far field": {"tiles": "eye", "linear_branch": True},
-    "by content": {"tiles": "content", "linear_branch": True},
+    "sparse": {"sparse": "eye"},
+    "sparse and linear": {"sparse": "eye", "linear_branch": True},
+    "by content": {"sparse": "content", "linear_branch": True},
     "extra": {"extra": (2, 3)},
     "causal by token": {"causal": "token", "linear_branch": True},
     "causal by token, linear": {"causal": "token"},
@@ -202,15 +202,15 @@ MASKED = {
 def masked_problem(kind: str) -> Problem:
     """A problem of three samples, of the first of which no key takes part."""
     settings = dict(MASKED[kind])
-    tiles = {
-        "eye": BlockLists.from_mask((4,), torch.eye(4, dtype=torch.bool).expand(2, -1, -1)),
-        "content": ContentRule((4,), 0.5),
+    sparse = {
+        "eye": BlockLists.from_mask(16, torch.eye(2, dtype=torch.bool).expand(2, -1, -1)),
+        "content": ContentRule(16, 0.5),
         None: None,
-    }[settings.pop("tiles", None)]
-    problem = make_problem((12,), (4,), batch=3, mask=True, **settings)
+    }[settings.pop("sparse", None)]
+    problem = make_problem((24,), (4,), batch=3, head_dim=16, mask=True, **settings)
     problem.options["key_mask"][0] = False
-    if tiles is not None:
-        problem.options["exact"] = tiles
+    if sparse is not None:
+        problem.options["sparse"] = sparse
     return problem
 
 

@@ -5,7 +5,7 @@ import torch
 from diffusers.models.transformers.transformer_chronoedit import ChronoEditRotaryPosEmbed
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import get_family
 from mhla_diffusers.families.chronoedit import ChronoEditFamily
 

@@ -5,7 +5,7 @@ import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import Clip, get_family
 
 from ..models import relative_change

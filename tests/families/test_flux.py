@@ -6,7 +6,7 @@ from diffusers import FluxPipeline
 from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import get_family
 from mhla_diffusers.families.flux import FluxFamily
 

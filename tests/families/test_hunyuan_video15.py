@@ -5,7 +5,7 @@ import torch
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import Clip, get_family
 from mhla_diffusers.training.config import ObjectiveWeights, StageConfig, TrainingConfig
 from mhla_diffusers.training.estimate import estimate

@@ -5,7 +5,7 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rotary import axial_table, rotary_of_complex, rotary_table, table_of_tokens
+from mhla_diffusers.attention.rope import axial_table, rotary_of_complex, rotary_table, table_of_tokens
 from mhla_diffusers.families.qwenimage import QwenImageFamily
 
 from ..models import relative_change

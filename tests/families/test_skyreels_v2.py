@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import get_family
 from mhla_diffusers.families.skyreels_v2 import SkyReelsV2Family
 

@@ -6,7 +6,7 @@ from diffusers import WanImageToVideoPipeline, WanVACEPipeline
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from mhla_diffusers import apply_mhla, mhla_layers
-from mhla_diffusers.attention.rotary import axial_table, rotary_table, table_of_tokens
+from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import Clip, get_family
 from mhla_diffusers.families.wan import WanFamily
 from mhla_diffusers.tiny import call_settings, load_tiny

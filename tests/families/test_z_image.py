@@ -9,7 +9,7 @@ from diffusers import ZImageTransformer2DModel
 from diffusers.models.transformers.transformer_z_image import RopeEmbedder
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rotary import axial_table, rotary_of_complex, rotary_table, table_of_tokens
+from mhla_diffusers.attention.rope import axial_table, rotary_of_complex, rotary_table, table_of_tokens
 from mhla_diffusers.families.z_image import ZImageFamily
 
 from ..models import relative_change

@@ -14,7 +14,7 @@ from ..blocks import Shape
 from ..call import Call
 from ..eager import finish
 from ..extra import Extra, of_grid
-from ..rotary import Rotary
+from ..rope import Rotary
 from .collectives import counts_of, exchanged, gathered, summed
 from .place import Parallel, Share
 

@@ -9,12 +9,11 @@ from functools import cache
 import torch
 
 from ..blocks import Shape
-from ..by_content import with_chosen_tiles
 from ..call import Call
 from ..causal import CausalAttention
 from ..merge import LinearAttention, merged_attention
-from ..tiles import size_along_curve
-from .exact import triton_exact_attention
+from ..parallel.sparse import ring_sparse_attention
+from ..sparse import with_lists
 from .operators import BY_READ, BY_SUMMARIES, read, summaries
 from .own_block import triton_own_block_attention
 from .sparse import BLOCK_SIZES, sparse_attention
@@ -33,13 +32,13 @@ def why_not(query: torch.Tensor, feature_map: str, block_size: int | None = None
     Args:
         query: of the call.
         feature_map: its name.
-        block_size: of tiles by content, if there are any.
+        block_size: rows of its uniform blocks, if there are any.
     """
     head_dim = query.shape[3]
     if block_size is not None and block_size not in BLOCK_SIZES:
         return f"the block size is {block_size}; allowed are {', '.join(map(str, BLOCK_SIZES))}"
     if block_size is not None and head_dim < 16:
-        return f"the head dim is {head_dim}; tiles by content need at least 16"
+        return f"the head dim is {head_dim}; block lists and extra tokens need at least 16"
     if query.device.type not in ("cuda", "cpu"):
         return f"the tensors are on {query.device}; Triton runs on CUDA and ROCm devices"
     if query.device.type == "cpu" and not _interpreting():
@@ -58,21 +57,18 @@ def why_not(query: torch.Tensor, feature_map: str, block_size: int | None = None
 def triton_attention(call: Call) -> torch.Tensor:
     """Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: (B, N, H, D).
 
-    Tiles by content along the curve, means and MHLA are the kernels of :mod:`.sparse`. Of a call with other exact
-    tiles, the merge (:mod:`mhla_diffusers.attention.merge`), norm and gate are PyTorch operations. Over a ring of
-    processes exact tiles are too (:mod:`mhla_diffusers.attention.parallel.exact`).
+    The sparse branch and MHLA beside it are the kernels of :mod:`.sparse`. Over a ring of processes the sparse branch
+    and the merge are PyTorch operations (:mod:`mhla_diffusers.attention.parallel.sparse`).
 
     Raises:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.
     """
     usable = usable_call(call)
-    rule = usable.rule
-    if rule is not None and isinstance(rule.counts, int) and usable.group is None:
-        return sparse_attention(usable, rule, rule.counts)
-    usable = with_chosen_tiles(usable)
-    if usable.lists is not None:
-        return merged_attention(usable, usable.lists, triton_exact_attention, BESIDE_EXACT)
-    return THROUGHOUT(usable)
+    if usable.lists is None and usable.rule is None:
+        return THROUGHOUT(usable)
+    if usable.group is None:
+        return sparse_attention(usable)
+    return merged_attention(with_lists(usable), ring_sparse_attention, BESIDE_SPARSE)
 
 
 def usable_call(call: Call) -> Call:
@@ -106,7 +102,7 @@ def _read_output(call: Call, summary: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return read(False, summary, *BY_READ.flat(call))[:1]
 
 
-BESIDE_EXACT = LinearAttention(_summaries, _read)
+BESIDE_SPARSE = LinearAttention(_summaries, _read)
 """Of calls that :func:`usable_call` gave."""
 THROUGHOUT = LinearAttention(_summaries, _read_output)
 """The same without the normaliser, which is then not written."""
@@ -116,15 +112,14 @@ TRITON_CAUSAL = CausalAttention(
     LinearAttention(
         lambda call: _summaries(usable_call(call)), lambda call, summary: _read(usable_call(call), summary)
     ),
-    lambda call, tiles: triton_exact_attention(usable_call(call), tiles),
     lambda call: triton_own_block_attention(usable_call(call)),
 )
 """Of calls as they come."""
 
 
 def _check(call: Call) -> None:
-    block_size = size_along_curve(call.rule)
-    reason = why_not(call.query, call.feature_map, block_size)
+    sparse = call.rule or call.lists
+    reason = why_not(call.query, call.feature_map, None if sparse is None else sparse.block_size)
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
     if call.rotary_axes is not None and call.query.shape[1] != math.prod(call.grid):
@@ -144,7 +139,7 @@ def _check(call: Call) -> None:
 def _try_import() -> str | None:
     """Why the kernels cannot be imported, said in the log too; None if they can."""
     try:
-        from . import exact_backward, mixing_kernels, own_block_backward  # noqa: F401
+        from . import listed, mixing_kernels, own_block_backward, pooled, prepare  # noqa: F401
     except Exception as error:  # noqa: BLE001 - another version of Triton raises what it likes
         reason = f"{type(error).__name__}: {error}"
         logger.warning("The Triton kernels cannot be imported, so eager operations take their place: %s", reason)

@@ -4,6 +4,7 @@ The formula is that of :mod:`mhla_diffusers.attention.own_block`. Importing this
 importing Triton, which the first call does.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 
 from ..blocks import frame_block_starts
 from ..call import Call
-from ..own_block import Own
-from .exact import rotate
+from ..own_block import Own, own_block_attention
+from .arguments import angles
 from .operators import Taken, readable_gradient, refuse_second_derivative
 
 BY_OWN_BLOCK = Taken(["query", "key", "value"], ["key_mask", "rotary"])
@@ -27,6 +28,8 @@ def triton_own_block_attention(call: Call) -> Own:
     Args:
         call: that :func:`mhla_diffusers.attention.triton.backend.usable_call` gave.
     """
+    if call.causal == "block":
+        return own_block_attention(call)
     has_softmax = call.linear_weight is not None
     if has_softmax:
         query, key = call.query, call.key
@@ -51,6 +54,43 @@ def own_mixing(call: Call) -> torch.Tensor:
     block = torch.where(behind < 0, token // (shortest + 1), longer + behind // max(shortest, 1))
     by_token = call.mixing.diagonal(dim1=-2, dim2=-1).float().movedim(-1, 0)[block]
     return by_token.view(tokens, -1, 1)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::rotate",
+    mutates_args=(),
+    schema="(Tensor x, Tensor table, SymInt[] grid, SymInt[]? axes, bool backwards) -> Tensor",
+)
+def rotate(
+    x: torch.Tensor, table: torch.Tensor, grid: Sequence[int], axes: Sequence[int] | None, backwards: bool
+) -> torch.Tensor:
+    """RoPE of queries or keys (B, N, H, D): ``table`` and ``axes`` are those of a :class:`Call`."""
+    from .rotation import rotate_launch
+
+    of_table = angles(table, tuple(grid), None if axes is None else tuple(axes))
+    launch, turned = rotate_launch(x, of_table, tuple(grid), backwards)
+    launch.run()
+    return turned
+
+
+@rotate.register_fake
+def _rotate_shape(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save_rotation(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, table, *ctx.settings = inputs
+    ctx.save_for_backward(table)
+
+
+def _rotate_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grid, axes, backwards = ctx.settings
+    if gradient.stride(-1) != 1:
+        gradient = gradient.contiguous()
+    return rotate(gradient, *ctx.saved_tensors, grid, axes, not backwards), None, None, None, None
+
+
+rotate.register_autograd(_rotate_back, setup_context=_save_rotation)
 
 
 @torch.library.custom_op(
@@ -86,8 +126,7 @@ def own_block_backward(
     *arguments: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of query, key and value."""
-    from .exact_key_gradients import OutputSide
-    from .own_block_backward import backward
+    from .own_block_backward import OutputSide, backward
 
     side = OutputSide(output, log_sum, output_gradient, log_sum_gradient)
     return backward(BY_OWN_BLOCK.call(arguments), has_softmax, side)

@@ -8,6 +8,8 @@ features and P to the others. The kernel of the queries leaves P.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +18,27 @@ import triton.language as tl
 
 from ..call import Call
 from .arguments import Source, like, numbers, rows
-from .exact_key_gradients import OutputSide
-from .exact_tile import LOG2_E
 from .features import input_gradient, softmax_scale
 from .forward_kernels import token_weight
 from .launches import Launch
 from .own_block_forward import all_features, number_per_token, own_block_inputs, own_block_plan, places
 from .tile import accurate_dot, block_box, load_rows, numbers_of, plain_layout, store_rows, this_program, tile_of
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@dataclass(frozen=True)
+class OutputSide:
+    """What the backward pass knows of the output."""
+
+    output: torch.Tensor
+    """float32 (B, N, H, D)."""
+    log_sum: torch.Tensor
+    """float32 (B, N, H, 1)."""
+    output_gradient: torch.Tensor
+    """Like ``output``."""
+    log_sum_gradient: torch.Tensor | None
+    """Like ``log_sum``."""
 
 
 @triton.jit

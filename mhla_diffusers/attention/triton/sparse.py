@@ -12,21 +12,20 @@ keeps them on the device, so that nothing waits for it. Importing this file regi
 Triton, which the first call does.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
+from ..block_lists import BlockLists, list_length
 from ..blocks import Shape
-from ..by_content import BIASES, FITTING_QUERIES
 from ..call import Call
 from ..eager import finish
-from ..layout import Layout, layout_of
-from ..merge import linear_branch, least_mixing, under_common_sum, with_least_mask
-from ..extra import ExtraTokens
-from ..tile_scores import list_length
-from ..tiles import ContentRule
+from ..layout import Layout, block_count, layout_of
+from ..merge import least_mixing, linear_branch, under_common_sum, with_least_mask
+from ..sparse import best_bias, fitting_rows, given_lists
 from .linear_operators import block_states, mix_states, read_states
 from .operators import BY_READ, BY_SUMMARIES, read, readable_gradient, refuse_second_derivative, summaries
 
@@ -36,27 +35,19 @@ BLOCK_SIZES = (16, 32, 64, 128)
 _GRID = "SymInt[] grid, SymInt block_size, SymInt extra"
 
 
-def sparse_attention(call: Call, rule: ContentRule, block_size: int) -> torch.Tensor:
-    """Attend to the blocks that fit the queries best, to the means of the others, and through MHLA to all.
+def sparse_attention(call: Call) -> torch.Tensor:
+    """Attend to the listed blocks, to the pooled keys of the others, and through MHLA to all.
 
     Args:
-        call: as the kernels read it. With ``rope="before"`` MHLA reads the same rows as softmax; with "after" it reads
-            the tokens as they come, and the merge is PyTorch operations.
-        rule: of the blocks that are chosen.
-        block_size: tokens of a block.
+        call: as the kernels read it, with lists or a rule. With ``rope="before"`` MHLA reads the same rows as softmax;
+            with "after" it reads the tokens as they come, and the merge is PyTorch operations.
 
     Returns:
         (B, N, H, D); with extra tokens, which norm and gate leave as they are, (B, N + n, H, D) in the order
         of the sequence.
-
-    Raises:
-        ValueError: a block size that the kernels do not take.
     """
-    if block_size not in BLOCK_SIZES:
-        raise ValueError(
-            f"block_size={block_size} is none that the Triton kernels take, {', '.join(map(str, BLOCK_SIZES))}; "
-            'choose one of them, or backend="eager".'
-        )
+    rule = call.rule
+    block_size = rule.block_size if rule is not None else given_lists(call).block_size
     query, key, value, table, mask, extra = _sequence(call)
     scale = query.shape[3] ** -0.5
     place = list(call.grid), block_size, extra
@@ -64,12 +55,16 @@ def sparse_attention(call: Call, rule: ContentRule, block_size: int) -> torch.Te
     (query, key, value), (pooled_query, pooled_key, pooled_value, spread) = rows[:3], rows[3:]
     bias, pooled_bias, weight = _log_weights(mask, len(call.query), *place, query.device)
     with torch.no_grad():
-        indices, counts, bits = choose(pooled_query, pooled_key, spread, weight, rule.share, scale, *place)
+        if rule is None:
+            indices, counts, bits = _listed_blocks(given_lists(call), len(call.query), key.shape[1] // block_size)
+        else:
+            indices, counts, bits = choose(pooled_query, pooled_key, spread, weight, rule.density, scale, *place)
     of_grid = query[:, : pooled_key.shape[1] * block_size].contiguous()
     near, near_lse = listed(of_grid, key, value, bias, indices, counts, scale, *place)
     far: torch.Tensor | None = None
     far_lse: torch.Tensor | None = None
-    if rule.fit_pooled_bias or call.pooled_bias is not None:
+    fits_bias = rule is not None and rule.fit_pooled_bias
+    if fits_bias or call.pooled_bias is not None:
         far, far_lse = pooled(of_grid, pooled_key, pooled_value, pooled_bias, bits, scale)
         if call.pooled_bias is None:
             with torch.no_grad():
@@ -87,6 +82,33 @@ def sparse_attention(call: Call, rule: ContentRule, block_size: int) -> torch.Te
     of_others = _of_others(query[:, of_grid.shape[1] :].contiguous(), key, value, bias, scale, *place)
     of_others = of_others[:, : call.extra.count].unflatten(0, (len(call.query), -1)).transpose(1, 2)
     return call.extra.around(output, of_others)
+
+
+def _listed_blocks(lists: BlockLists, batch: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Given lists as :func:`choose` returns those it finds, the extra blocks at the end of each.
+
+    Args:
+        lists: of the grid's blocks.
+        batch: B.
+        blocks: of the grid and of extra tokens.
+    """
+    entries, of_grid = lists.padded().expand(batch, -1, -1, -1), lists.blocks
+    counts = (entries >= 0).sum(dim=-1)
+    extra = torch.arange(of_grid, blocks, device=entries.device)
+    width = max(1, lists.longest + len(extra))
+    place = torch.arange(width, device=entries.device)
+    # the grid's blocks come first, then the extra ones; what is behind them is not read
+    behind = (of_grid + place - counts[..., None]).clamp(of_grid, max(of_grid, blocks - 1))
+    padded = torch.nn.functional.pad(entries, (0, width - lists.longest))
+    indices = torch.where(place < counts[..., None], padded, behind)
+    group = torch.arange(batch * lists.heads, device=entries.device).view(batch, -1, 1, 1)
+    indices = (indices.clamp_max(blocks - 1) + group * blocks).flatten(0, 2)
+    bits = torch.nn.functional.pad(lists.mask(), (0, -of_grid % 32)).unflatten(-1, (-1, 32)).long()
+    words = (bits << torch.arange(32, device=bits.device)).sum(dim=-1).expand(batch, -1, -1, -1).flatten(0, 2)
+    counts = (counts + len(extra)).flatten()
+    # numbers of 32 bits with the last one set are negative
+    words = torch.where(words < 2**31, words, words - 2**32)
+    return tuple(x.int().contiguous() for x in (indices, counts, words))
 
 
 def _of_others(
@@ -112,7 +134,7 @@ def _sequence(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]:
     """Query, key, value, RoPE and key mask of the grid's tokens with those outside behind them, and their number."""
     query, key, value, table, mask = call.query, call.key, call.value, call.rotary_of_tokens, call.key_mask
-    others: ExtraTokens | None = call.extra
+    others = call.extra
     if others is None:
         return query, key, value, table, mask, 0
     query, key, value, mask = others.after(query, key, value, mask)
@@ -188,10 +210,7 @@ def _prepared_shapes(
 
 def _block_counts(grid: Sequence[int], block_size: int, extra: int) -> tuple[int, int]:
     """Blocks of all tokens, and of the grid's."""
-    count = 1
-    for size in grid:
-        count = count * size
-    of_grid = (count + block_size - 1) // block_size
+    of_grid = block_count(grid, block_size)
     return of_grid + (extra + block_size - 1) // block_size, of_grid
 
 
@@ -507,46 +526,25 @@ def fit_bias(
 ) -> torch.Tensor:
     """β with which the two branches come closest to softmax attention, of the β tried: float32 (G,).
 
-    The formula is that of :func:`mhla_diffusers.attention.by_content.fit_pooled_bias`, of the same queries.
+    The queries are those of :func:`mhla_diffusers.attention.sparse.fit_pooled_bias`.
     """
-    layout, groups = _layout(grid, block_size, extra, query), len(query)
-    some, samples = _fitting_rows(tuple(grid), block_size, query.device), 1 if bias is None else len(bias)
+    layout = _layout(grid, block_size, extra, query)
+    some, samples = fitting_rows(tuple(grid), query.device), 1 if bias is None else len(bias)
     of_query, of_key, of_value = (x.unflatten(0, (samples, -1)) for x in (query[:, some], key, value))
     mask = None
-    if bias is not None or int(layout.order.shape[0]) != _count(grid) + extra:
+    if bias is not None or int(layout.order.shape[0]) != math.prod(grid) + extra:
         # padding is left out, of which there is none where a block size divides the tokens
         weights = bias if bias is not None else _padding_bias(tuple(grid), block_size, extra, query.device)
         mask = weights[:, None, None].to(query.dtype)
     attend = torch.nn.functional.scaled_dot_product_attention
     truth = attend(of_query, of_key, of_value, attn_mask=mask, scale=scale).flatten(0, 1).float()
-    near, far = near[:, some].float() - truth, far[:, some].float() - truth
-    candidates = torch.linspace(*BIASES, device=query.device)
-    share = torch.sigmoid(far_lse[:, some, None] + candidates - near_lse[:, some, None])
-    products = ((near * near).sum(-1), (near * far).sum(-1), (far * far).sum(-1))
-    of_near, of_both, of_far = (x[..., None] for x in products)
-    errors = (1 - share).square() * of_near + 2 * share * (1 - share) * of_both + share.square() * of_far
-    return candidates[errors.sum(dim=1).argmin(dim=-1)].view(groups)
+    near, far = near[:, some].float(), far[:, some].float()
+    return best_bias(truth, near, near_lse[:, some], far, far_lse[:, some])
 
 
 @fit_bias.register_fake
 def _bias_shape(query: torch.Tensor, *_: Any) -> torch.Tensor:
     return query.new_empty(query.shape[:1], dtype=torch.float32)
-
-
-def _count(grid: Sequence[int]) -> int:
-    count = 1
-    for size in grid:
-        count = count * size
-    return count
-
-
-@lru_cache(maxsize=64)
-def _fitting_rows(grid: Shape, block_size: int, device: torch.device) -> torch.Tensor:
-    """Rows of the queries of :func:`mhla_diffusers.attention.by_content.fit_pooled_bias`: int64, at most 256."""
-    count = _count(grid)
-    number = min(FITTING_QUERIES, max(8, count // 96), count)
-    # the rows of the grid's tokens follow each other, and the padding comes behind
-    return ((torch.arange(number) + 0.5) * count / number).long().to(device)
 
 
 @lru_cache(maxsize=64)

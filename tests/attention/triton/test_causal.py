@@ -108,7 +108,9 @@ def test_head_dims(head_dim, options):
     check(sequence(9, 2, head_dim=head_dim, seed=1, **options, **scaled))
 
 
-@pytest.mark.parametrize("options", [{}, {"linear_branch": True, "rotary": True, "norm": True}], ids=["linear", "softmax"])
+@pytest.mark.parametrize(
+    "options", [{}, {"linear_branch": True, "rotary": True, "norm": True}], ids=["linear", "softmax"]
+)
 def test_frame_blocks(options):
     """Which take the kernels of MHLA, and of exact tiles for the own frame block."""
     check(of_length(make_problem((5, 3, 4), (3, 2, 1), causal="block", batch=1, heads=1, **options), 48))

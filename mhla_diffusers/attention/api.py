@@ -9,23 +9,24 @@ from functools import cache, partial
 
 import torch
 
+from .block_lists import BlockLists, ContentRule
 from .blocks import Shape, check_layout
-from .by_content import with_chosen_tiles
 from .call import Call, split_call, with_rotary
 from .causal import Causal, CausalAttention, check_causal
 from .checks import check_axes, check_beside_causal, check_call, check_rotary, check_tensors, tokens_in_order
 from .eager import eager_read, eager_summaries
-from .exact import exact_attention
-from .feature_maps import get_feature_map
-from .merge import LinearAttention, merged_attention
 from .extra import Extra, check_extra
+from .feature_maps import get_feature_map
+from .layout import block_count
+from .merge import LinearAttention, merged_attention
 from .own_block import own_block_attention
 from .parallel.collectives import summed
 from .parallel.place import Parallel
 from .parallel.softmax import of_everyone
+from .parallel.sparse import ring_sparse_attention
 from .parallel.ulysses import attend_by_heads
-from .rotary import Rotary
-from .tiles import ContentRule, BlockLists, size_along_curve, without_lists
+from .rope import Rotary
+from .sparse import ROWS, softmax_attention, sparse_attention, with_lists
 from .triton import TRITON_CAUSAL, triton_attention, why_not
 
 logger = logging.getLogger(__name__)
@@ -34,17 +35,17 @@ _EAGER = LinearAttention(eager_summaries, eager_read)
 
 
 def _attend_eagerly(call: Call) -> torch.Tensor:
-    call = with_chosen_tiles(call)
-    if call.lists is not None:
-        return merged_attention(call, call.lists, exact_attention, _EAGER)
-    return _EAGER(call)
+    call = with_lists(call)
+    if call.lists is None:
+        return _EAGER(call)
+    return merged_attention(call, sparse_attention if call.group is None else ring_sparse_attention, _EAGER)
 
 
 _BACKENDS: dict[str, Callable[[Call], torch.Tensor]] = {"eager": _attend_eagerly, "triton": triton_attention}
 
 
 CAUSAL_BACKENDS = {
-    "eager": CausalAttention(_EAGER, exact_attention, own_block_attention),
+    "eager": CausalAttention(_EAGER, own_block_attention),
     "triton": TRITON_CAUSAL,
 }
 """By the names of backends."""
@@ -85,7 +86,7 @@ def mhla_attention(
     output_norm: torch.Tensor | None = None,
     output_gate: torch.Tensor | None = None,
     linear_weight: torch.Tensor | None = None,
-    exact: BlockLists | ContentRule | None = None,
+    sparse: BlockLists | ContentRule | None = None,
     pooled_bias: torch.Tensor | None = None,
     extra: Extra = (0, 0),
     parallel: Parallel | None = None,
@@ -103,7 +104,7 @@ def mhla_attention(
     numerator alone. Differentiable in query, key, value, mixing, output_norm and output_gate.
 
     Extra tokens, such as the text of joint attention, are in no block. Every query of the grid attends to
-    each of them with softmax, under one denominator with all else (λ is 1 without ``exact`` if it is not given), and
+    each of them with softmax, under one denominator with all else (λ is 1 without ``sparse`` if it is not given), and
     they attend to all N tokens with softmax.
 
     Shapes: B batch, N tokens, H heads, D head dim, M blocks.
@@ -128,18 +129,19 @@ def mhla_attention(
         output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
         output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
         linear_weight: λ, (H,), positive, of which those on a CPU are looked at, since a GPU would have to be waited
-            for: beside ``exact`` or extra tokens, the weights of MHLA over all
-            blocks are multiplied with it; see :mod:`mhla_diffusers.attention.merge`. None for the exact tiles alone.
-        exact: tiles of keys that every head of every query tile attends to with softmax attention, under one
-            denominator with the far field; see :mod:`mhla_diffusers.attention.exact`. :class:`ContentRule` to choose
+            for: beside ``sparse`` or extra tokens, the weights of MHLA over all blocks are multiplied with it; see
+            :mod:`mhla_diffusers.attention.merge`. None for the sparse branch alone.
+        sparse: blocks of keys that every head of every query block attends to with softmax, under one denominator with
+            the linear branch; see :mod:`mhla_diffusers.attention.sparse`. :class:`ContentRule` to choose
             them by query and key. None for MHLA throughout.
-        pooled_bias: β, (H,): every tile that is not exact takes part in that softmax as one key, its mean, with β added
-            to the logit; see :mod:`mhla_diffusers.attention.exact`. None to leave these tiles to the far field.
-        outside: how many tokens stand before, and how many after those of the grid in the sequence; of a ring of
+        pooled_bias: β, (H,): every block that is not listed takes part in that softmax as one key, its mean, with β
+            added to the logit; see :mod:`mhla_diffusers.attention.sparse`. None to leave these blocks to the linear
+            branch.
+        extra: how many tokens stand before, and how many after those of the grid in the sequence; of a ring of
             processes each has at least one or none of them any.
         parallel: the processes between which the tokens are split, each of which calls this with its own: all above of
             N tokens is of these, and ``extra`` counts these. What is of heads is of all H, except the lists of
-            ``exact``, which are of the heads that the process attends with (:meth:`Parallel.heads`). The gradients
+            ``sparse``, which are of the heads that the process attends with (:meth:`Parallel.heads`). The gradients
             that the processes get add up to the gradient. None for this process alone.
         causal: "token": a query sees no later token of its sequence, the one axis of the grid. "block": it sees no
             later block of the first axis, and of its own and earlier ones every token. The sequence may end before the
@@ -163,13 +165,13 @@ def mhla_attention(
     check_tensors(query, key, value)
     if rotary is not None:
         check_rotary(rotary, query)
-    if not isinstance(exact, BlockLists | ContentRule | None):
-        raise ValueError(f"sparse={exact!r} must be BlockLists, ContentRule or None.")
+    if not isinstance(sparse, BlockLists | ContentRule | None):
+        raise ValueError(f"sparse={sparse!r} must be BlockLists, ContentRule or None.")
     axes = check_axes(rotary_axes, grid, query.shape[3])
     extra = check_extra(extra)
     if causal is not None:
         check_causal(causal, grid, blocks)
-        check_beside_causal(causal, extra, sparse=exact, pooled_bias=pooled_bias, parallel=parallel)
+        check_beside_causal(causal, extra, sparse=sparse, pooled_bias=pooled_bias, parallel=parallel)
     first, count = (0, math.prod(grid)) if parallel is None else parallel.own_share(math.prod(grid))
     if causal is not None:
         count = tokens_in_order(query, grid, blocks, causal)
@@ -189,18 +191,18 @@ def mhla_attention(
         output_norm,
         output_gate,
         linear_weight,
-        exact if isinstance(exact, BlockLists) else None,
+        sparse if isinstance(sparse, BlockLists) else None,
         pooled_bias,
         first=first,
         causal=causal,
-        by_content=exact if isinstance(exact, ContentRule) else None,
+        rule=sparse if isinstance(sparse, ContentRule) else None,
     )
     if parallel is not None and parallel.ring.size > 1:
         call = replace(call, group=parallel.ring.name, shares=tuple(parallel.segments(math.prod(grid))))
     check_call(call, extra, count, parallel)
     if query.numel() == 0:
         return torch.empty_like(query)
-    backend = chosen_backend(backend, query, feature_map, size_along_curve(call.rule))
+    backend = chosen_backend(backend, query, feature_map, _block_size(call, extra))
     if causal is not None:
         return _attend_where_keys_are(
             call if rotary is None else with_rotary(call, rotary, None), CAUSAL_BACKENDS[backend]
@@ -211,8 +213,17 @@ def mhla_attention(
     return attend(call, rotary, axes, extra)
 
 
+def _block_size(call: Call, extra: Extra) -> int | None:
+    """Rows of the blocks that softmax is attended to in; None for MHLA throughout."""
+    if call.rule is not None:
+        return call.rule.block_size
+    if call.lists is not None:
+        return call.lists.block_size
+    return ROWS if any(extra) else None
+
+
 def chosen_backend(backend: str, query: torch.Tensor, feature_map: str, block_size: int | None = None) -> str:
-    """What "auto" stands for with such a query (B, N, H, D), and tiles by content of such a size."""
+    """What "auto" stands for with such a query (B, N, H, D), and uniform blocks of such a size."""
     if backend != "auto":
         return backend
     if query.device.type != "cuda" or why_not(query, feature_map) is not None:
@@ -262,7 +273,7 @@ def _attend_to_keys(
     extra: Extra,
     call: Call,
 ) -> torch.Tensor:
-    """With the tokens that stand outside the grid put aside."""
+    """With the extra tokens put aside."""
     if any(extra):
         call, rotary = split_call(call, rotary, extra)
         if parallel is not None and call.group is not None and call.extra is not None:
@@ -272,6 +283,13 @@ def _attend_to_keys(
     if rotary is not None:
         # a share of the tokens need not have every place on every axis, of which a table of axes holds a row
         call = with_rotary(call, rotary, axes if call.group is None else None)
+    if call.lists_everything:
+        # softmax leaves nothing to the other branches
+        call = replace(call, linear_weight=None, pooled_bias=None)
+        if call.group is None:
+            return softmax_attention(call)
+        rule = None if call.rule is None else replace(call.rule, fit_pooled_bias=False)
+        call = replace(call, rule=rule)
     return run(call)
 
 
@@ -279,4 +297,5 @@ def _beside_extra_alone(call: Call) -> Call:
     """With the empty lists and the λ that ``sparse=None`` stands for beside extra tokens."""
     heads, device = call.query.shape[2], call.query.device
     weight = call.linear_weight if call.linear_weight is not None else torch.ones(heads, device=device)
-    return replace(call, sparse=without_lists(call.grid, heads, device), linear_weight=weight)
+    lists = BlockLists.empty(ROWS, heads, block_count(call.grid, ROWS), device)
+    return replace(call, lists=lists, linear_weight=weight)

@@ -13,9 +13,9 @@ from mhla_diffusers.attention import (
     mhla_attention,
     reference_attention,
 )
-from mhla_diffusers.attention.by_content import BIASES, with_chosen_tiles
+from mhla_diffusers.attention.sparse import BIASES, with_lists
 from mhla_diffusers.attention.layout import layout_of
-from mhla_diffusers.attention.rotary import rotary_table
+from mhla_diffusers.attention.rope import rotary_table
 
 GRID, BLOCKS, SIZE = (3, 5, 7), (1, 2, 2), 8
 
@@ -44,10 +44,10 @@ def call_of(tensors, settings, **changes):
 def test_the_blocks_are_those_that_their_mean_stands_for_worst(mask):
     tensors, settings = problem(mask=mask)
     call = call_of(tensors, settings)
-    lists = with_chosen_tiles(call_of(tensors, settings, by_content=ContentRule(SIZE, 0.3))).exact.mask()
+    lists = with_lists(call_of(tensors, settings, rule=ContentRule(SIZE, 0.3))).lists.mask()
     layout, blocks = layout_of(GRID, SIZE), -(-math.prod(GRID) // SIZE)
     assert lists.shape == (2, 2, blocks, blocks) and bool((lists.sum(dim=-1) == round(0.3 * blocks)).all())
-    from mhla_diffusers.attention.rotary import rotated
+    from mhla_diffusers.attention.rope import rotated
 
     query, key = (rotated(x, call.rotary) for x in tensors[:2])
     weights = torch.ones(2, math.prod(GRID)) if call.key_mask is None else call.key_mask.double()
@@ -80,7 +80,9 @@ def test_the_fitted_bias_is_the_best_of_those_tried(options):
 
     def attend(bias, rule):
         mixing = initial_mixing(BLOCKS).double()
-        return mhla_attention(*tensors, mixing, GRID, BLOCKS, pooled_bias=bias, sparse=rule, backend="eager", **settings)
+        return mhla_attention(
+            *tensors, mixing, GRID, BLOCKS, pooled_bias=bias, sparse=rule, backend="eager", **settings
+        )
 
     softmax = attend(None, ContentRule(SIZE, 1.0))
     order = layout_of(GRID, SIZE).order
@@ -103,8 +105,8 @@ def test_the_fitted_bias_is_the_best_of_those_tried(options):
 
 def test_lists_along_the_curve_are_those_of_the_reference():
     tensors, settings = problem(mask=True)
-    chosen = with_chosen_tiles(
-        call_of(tensors, settings, by_content=ContentRule(SIZE, 0.3, True), linear_weight=torch.tensor([0.1, 0.3]))
+    chosen = with_lists(
+        call_of(tensors, settings, rule=ContentRule(SIZE, 0.3, True), linear_weight=torch.tensor([0.1, 0.3]))
     )
     assert chosen.pooled_bias.shape == (2, 2)
     found = mhla_attention(
@@ -123,13 +125,18 @@ def test_lists_along_the_curve_are_those_of_the_reference():
 def test_lists_of_another_grid_are_refused():
     tensors, settings = problem()
     lists = BlockLists.from_mask(SIZE, torch.ones(2, 5, 5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="lists of 5 tiles, but the grid"):
+    with pytest.raises(ValueError, match="lists of 5 blocks, but the grid"):
         mhla_attention(*tensors, initial_mixing(BLOCKS), GRID, BLOCKS, sparse=lists, backend="eager", **settings)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [((0, 0.1), "positive number of tokens"), ((True, 0.1), "must be"), (((2, 2), 0.1, True), "along the curve")],
+    [
+        ((0, 0.1), "positive number of tokens"),
+        (((2, 2), 0.1), "block_size"),
+        ((64, 0.0), "density"),
+        ((64, 1.5), "density"),
+    ],
 )
 def test_rules_that_cannot_be_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
