@@ -14,8 +14,10 @@ from typing import Any, Literal, get_args
 import yaml
 
 from .attention import get_feature_map
+from .attention.block_lists import list_length
 from .attention.blocks import check_blocks
 from .attention.causal import Causal
+from .attention.layout import block_count
 from .attention.mixing import MixingInit
 from .attention.state import Beyond
 
@@ -89,8 +91,8 @@ class MHLAConfig:
     block of the first axis.
     """
     density: float | None = None
-    """With "content", the part of all pairs of uniform blocks that is in the lists; None for 0.05. At 1 the attention is
-    softmax attention, and nothing of MHLA is computed.
+    """With "content", the part of all pairs of uniform blocks that is in the lists; None for 0.05. At 1 the attention
+    is softmax attention, and nothing of MHLA is computed.
     """
     block_size: int = DEFAULT_BLOCK_SIZE
     """With "content", tokens of every uniform block, which are cut along a Hilbert curve through the grid
@@ -192,9 +194,9 @@ class MHLAConfig:
         )
         check(
             self.mixing_clip or not self.needs_positive_mixing,
-            f"mixing_clip=False allows entries below 0, of whose sums causal={self.causal!r} with sparse={self.sparse!r} "
-            "takes the logarithm; leave it on, by which register_mixing_clip() keeps them in (0, 1) in training, or "
-            "choose normalize=False with output_norm=True and sparse='none'.",
+            f"mixing_clip=False allows entries below 0, of whose sums causal={self.causal!r} with "
+            f"sparse={self.sparse!r} takes the logarithm; leave it on, by which register_mixing_clip() keeps them in "
+            "(0, 1) in training, or choose normalize=False with output_norm=True and sparse='none'.",
         )
         check(
             self.beyond == "error" or self.blocks[0] > 1,
@@ -238,8 +240,8 @@ class MHLAConfig:
             )
         if self.sparse != "none" and not (self.normalize and (self.eps > 0 or self.feature_map != "relu")):
             raise ValueError(
-                f"sparse={self.sparse!r} shares one denominator with the linear branch, which must be positive. It needs "
-                "normalize=True and, with the relu feature map, eps > 0; "
+                f"sparse={self.sparse!r} shares one denominator with the linear branch, which must be positive. It "
+                "needs normalize=True and, with the relu feature map, eps > 0; "
                 f"got normalize={self.normalize}, eps={self.eps}."
             )
 
@@ -304,6 +306,21 @@ class MHLAConfig:
         if self.sparse == "none":
             return 0.0
         return DEFAULT_DENSITY if self.density is None else self.density
+
+    def listed_on(self, grid: Sequence[int]) -> float:
+        """:attr:`listed` on a token grid, where every query block lists as many whole key blocks, at least one.
+
+        At 1, as on a grid of a single block, the attention is softmax attention and nothing of MHLA is computed.
+        """
+        if self.sparse != "content":
+            return self.listed
+        blocks = block_count(grid, self.block_size)
+        return list_length(self.listed, blocks) / blocks
+
+    @property
+    def learns_pooled_bias(self) -> bool:
+        """Whether β is a parameter."""
+        return self.sparse == "content" and self.pooled and self.fit_pooled_bias is False
 
     def replace(self, **settings: Any) -> "MHLAConfig":
         """A copy with some fields changed.

@@ -1,21 +1,21 @@
 """The mixing matrix that brings MHLA closest to softmax attention on given inputs, by least squares without gradients.
 
-Row i of a head's matrix weighs summaries for the queries of block i, o = Σ_b m_b n_b / Σ_b m_b z_b with n_b = φ(q)ᵀ S_b
+Row i of a head's matrix weighs KV states for the queries of block i, o = Σ_b m_b n_b / Σ_b m_b z_b with n_b = φ(q)ᵀ S_b
 and z_b = φ(q)ᵀ z_b. Around weights that give the output o, a change d of them moves it by about Σ_b d_b (n_b − z_b o) /
 Σ_b m_b z_b. So every step is a linear least squares problem of M unknowns for each row, solved under m ≥ 0, and as much
 of the step is taken as lowers the error most. Errors are seen through the head's part of the output projection.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from .blocks import block_index
+from .calibrate import SampledQueries
 from .call import Call
 from .feature_maps import get_feature_map
-from .layout import mhla_block_table
 from .rope import rotated
-from .tile_errors import HeadInput, TiledInput, rows_of_head
 
 _STEPS = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Parts of a step that are tried."""
@@ -27,18 +27,17 @@ _SWEEPS = 60
 
 @dataclass(frozen=True)
 class BlockInput:
-    """What MHLA attends with in one call, block by block, and the softmax attention that it stands for. M blocks of at
-    most L tokens.
+    """What MHLA attends with in one call, and the softmax attention that it stands for. S queries, as many of every
+    block.
     """
 
-    softmax: TiledInput
-    """With blocks as tiles."""
-    samples: torch.Tensor
-    """Places of the queries of every block that are looked at: (M, count)."""
+    softmax: SampledQueries
+    queries: int
+    """Of every block."""
     numerator: torch.Tensor
     denominator: torch.Tensor
-    """φ(q) as numerator and normaliser have it: both (B, H, M, L, D)."""
-    summaries: torch.Tensor
+    """φ(q) as numerator and normaliser have it: both (B, S, H, D)."""
+    states: torch.Tensor
     """S: (B, H, M, D, D)."""
     key_sums: torch.Tensor
     """z: (B, H, M, D)."""
@@ -48,22 +47,29 @@ class BlockInput:
         """Of a call in float32.
 
         Extra tokens stay out: what MHLA stands for beside them is softmax attention among the grid's tokens.
-        How the two share a query is for λ, which :func:`mhla_diffusers.attention.tile_errors.candidate_errors` tries.
+        How the two share a query is for λ, which :func:`mhla_diffusers.attention.calibrate.candidate_errors` tries.
 
         Args:
             call: of MHLA alone, with RoPE's table for every token.
             queries: of every block that are looked at.
             shift: another one looks at others.
         """
-        rotary = call.rotary_of_tokens
-        turned = (rotated(call.query, rotary), rotated(call.key, rotary))
-        table = mhla_block_table(call.grid, call.blocks, call.query.device)
-        softmax = TiledInput.of(*turned, call.value, table, call.key_mask)
-        numerator, denominator = (table.in_blocks(x) for x in _features(call, call.query))
-        key, plain_key = (table.in_blocks(x) for x in _features(call, call.key))
-        weight = softmax.weight[:, None, :, :, None]
-        summaries, key_sums = (key * weight).mT @ softmax.value, (plain_key * weight).sum(dim=3)
-        return cls(softmax, softmax.samples(queries, shift), numerator, denominator, summaries, key_sums)
+        call = replace(call, extra=None)
+        block = block_index(call.grid, call.blocks)
+        lengths = block.bincount()[:, None]
+        places = lengths.cumsum(dim=0) - lengths + (torch.arange(queries) * lengths // queries + shift) % lengths
+        tokens = block.argsort(stable=True)[places.flatten()].to(call.query.device)
+        numerator, denominator = (x[:, tokens] for x in _features(call, call.query))
+        key, plain_key = _features(call, call.key)
+        if call.key_mask is not None:
+            key, plain_key = (x * call.key_mask.to(x.dtype)[..., None, None] for x in (key, plain_key))
+        states, key_sums = [], []
+        for number in range(len(lengths)):
+            here = (block == number).nonzero().flatten().to(call.query.device)
+            states.append(torch.einsum("bnhd,bnhe->bhde", key[:, here], call.value[:, here]))
+            key_sums.append(plain_key[:, here].sum(dim=1))
+        softmax = SampledQueries.of(call, tokens)
+        return cls(softmax, queries, numerator, denominator, torch.stack(states, dim=2), torch.stack(key_sums, dim=2))
 
 
 def _features(call: Call, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,18 +102,16 @@ class _Parts:
 
 
 def _parts(given: BlockInput, head: int, projection: torch.Tensor) -> Iterator[_Parts]:
-    seen = HeadInput.of(given.softmax, head, projection)
-    summaries = given.summaries[:, head] @ projection
-    for rows in rows_of_head(seen, given.samples):
-        places = given.samples[rows.tiles][None, :, :, None].expand_as(rows.outputs)
+    states, by_block = given.states[:, head] @ projection, (-1, given.queries)
+    for rows in given.softmax.rows(head, projection, given.queries):
         numerator, denominator = (
-            x[:, head, rows.tiles].gather(2, places) for x in (given.numerator, given.denominator)
+            x[:, rows.queries, head].unflatten(1, by_block) for x in (given.numerator, given.denominator)
         )
         yield _Parts(
-            rows.tiles,
-            torch.einsum("bqsd,bmde->bqsme", numerator, summaries),
+            slice(rows.queries.start // given.queries, rows.queries.stop // given.queries),
+            torch.einsum("bqsd,bmde->bqsme", numerator, states),
             torch.einsum("bqsd,bmd->bqsm", denominator, given.key_sums[:, head]),
-            rows.outputs,
+            rows.outputs.unflatten(1, by_block),
         )
 
 
@@ -116,7 +120,7 @@ def fit_mixing(given: list[BlockInput], projections: torch.Tensor, mixing: torch
 
     Args:
         given: calls.
-        projections: (H, D, D), see :class:`mhla_diffusers.attention.tile_errors.HeadInput`.
+        projections: (H, D, D), see :meth:`mhla_diffusers.attention.calibrate.SampledQueries.rows`.
         mixing: (M, M) or (H, M, M) to begin with, positive somewhere in every row.
 
     Returns:

@@ -25,10 +25,8 @@ class ChronoEditFamily(WanFamily):
     name = "chronoedit"
     transformers = ("ChronoEditTransformer3DModel",)
     attention_class = "transformer_chronoedit.WanAttention"
-    # Wan's; with two frames, as usual, they are 2 x 3 x 5 blocks of 240 tokens and tiles of 40
-    default_config = MHLAConfig(
-        blocks=(7, 3, 5), mixing_per_head=True, sparse="content", exact_tiles=(7, 9, 10), clamp_blocks=True
-    )
+    # Wan's; with two frames, as usual, they are 2 x 3 x 5 blocks of 240 tokens
+    default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content", clamp_blocks=True)
     default_clip = Clip(frames=_FRAMES, fps=16.0, sizes=((720, 1280),))
     measured_unasked = False
     models = (

@@ -85,8 +85,8 @@ class CogVideoXFamily(Family):
     block_lists = ("transformer_blocks",)
     form = CogVideoXForm()
     extra_tokens = 226
-    # of 13x30x45 tokens, 49 frames at 480x720: blocks of three latent frames by ten by nine tokens, tiles of at most 64
-    default_config = MHLAConfig(blocks=(4, 3, 5), mixing_per_head=True, sparse="content", exact_tiles=(4, 8, 12))
+    # of 13x30x45 tokens, 49 frames at 480x720: blocks of three latent frames by ten by nine tokens
+    default_config = MHLAConfig(blocks=(4, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=49, fps=8.0, sizes=((480, 720),))
     # numbers as in diffusers' conversion script; of 1.5 the pipeline makes 85 frames where it is asked for 81
     models = (

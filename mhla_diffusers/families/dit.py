@@ -49,7 +49,8 @@ class DiTFamily(Family):
     transformers = ("DiTTransformer2DModel",)
     axes = 2
     block_lists = ("transformer_blocks",)
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
+    # of 256 tokens at 256 px uniform blocks of 64 would be too few to choose among
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
     squares_only = True
     lacks_processor_methods = True
     default_clip = Clip(frames=1, fps=1.0, sizes=((256, 256),))

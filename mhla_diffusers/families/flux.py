@@ -79,8 +79,8 @@ class FluxFamily(PackedFamily):
     form = FluxForm()
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context", "proj_mlp", "proj_out")
-    # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
+    # at 1024 px 16 tokens a side of a block
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     dispatches_attention = True
     forward_names = (
         "hidden_states",

@@ -77,8 +77,8 @@ class HunyuanDiTFamily(Family):
     axes = 2
     block_lists = ("blocks",)
     form = HunyuanDiTForm()
-    # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
+    # at 1024 px 16 tokens a side of a block
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     forward_names = ("hidden_states", "timestep")
     models = (_HUNYUAN_DIT, _TINY)
 

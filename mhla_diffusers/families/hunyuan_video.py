@@ -76,8 +76,8 @@ class HunyuanVideoFamily(Family):
     form = JointForm()
     extra_tokens = _TEXT_TOKENS
     feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ff_context", "proj_mlp", "proj_out")
-    # of 33x45x80 tokens, 129 frames at 720p: blocks of three latent frames by 15 by 16 tokens, tiles of at most 64
-    default_config = MHLAConfig(blocks=(11, 3, 5), mixing_per_head=True, sparse="content", exact_tiles=(9, 12, 21))
+    # of 33x45x80 tokens, 129 frames at 720p: blocks of three latent frames by 15 by 16 tokens
+    default_config = MHLAConfig(blocks=(11, 3, 5), mixing_per_head=True, sparse="content")
     dispatches_attention = True
     # as many frames a second as the scripts of its authors write
     default_clip = Clip(frames=129, fps=24.0, sizes=((720, 1280),))

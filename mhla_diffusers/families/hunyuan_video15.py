@@ -89,8 +89,8 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
     form = HunyuanVideo15Form()
     extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
     feed_forwards = ("ff", "ff_context")
-    # of 31x30x53 tokens, 121 frames at 480p: blocks of three latent frames by ten tokens each way, tiles of at most 64
-    default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, sparse="content", exact_tiles=(8, 8, 14))
+    # of 31x30x53 tokens, 121 frames at 480p: blocks of three latent frames by ten tokens each way
+    default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
     models = (_REAL, _TINY)
 

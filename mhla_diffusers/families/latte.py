@@ -76,8 +76,8 @@ class LatteFamily(Family):
     transformers = ("LatteTransformer3DModel",)
     axes = 2
     block_lists = ("transformer_blocks",)
-    # at 512 px 8 tokens a side of a block, and tiles of 4x4 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
+    # at 512 px 8 tokens a side of a block
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
     lacks_processor_methods = True
     default_clip = Clip(frames=16, fps=8.0, sizes=((512, 512),))
     models = (_LATTE_1, _TINY)

@@ -57,8 +57,8 @@ class PixArtFamily(Family):
     transformers = ("PixArtTransformer2DModel",)
     axes = 2
     block_lists = ("transformer_blocks",)
-    # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
+    # at 1024 px 16 tokens a side of a block
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     # text of T5-XXL, the rest the class's defaults
     models = (_model("pixart-alpha-xl-2"), _model("pixart-sigma-xl-2", use_additional_conditions=False), _TINY)
 

@@ -94,8 +94,8 @@ class QwenImageFamily(PackedFamily):
     form = QwenImageForm()
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("img_mlp", "txt_mlp")
-    # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
+    # at 1024 px 16 tokens a side of a block
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     dispatches_attention = True
     forward_names = (
         "hidden_states",

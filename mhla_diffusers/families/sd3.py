@@ -83,8 +83,8 @@ class SD3Family(Family):
         _model("sd3.5-large", 38, 38),
         _TINY,
     )
-    # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
+    # at 1024 px 16 tokens a side of a block
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
 
     def form_of(self, attn: Any) -> AttentionForm:
         """Of ``attn2`` that of an attention without text."""

@@ -2,7 +2,7 @@
 
 Diffusion forcing gives every frame a time of its own. Called with ``causal_block_size`` above 1 its pipelines also mask
 all later blocks of frames from every frame. A patch with ``causal="block"`` and blocks of that length sees no later
-block by itself, so it does without the mask; the summaries of any other know no order.
+block by itself, so it does without the mask; the KV states of any other know no order.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ class SkyReelsV2Form(AttentionForm):
             told = f"has causal={config.causal!r} with block_length={config.block_length}"
         raise ValueError(
             f"SkyReels-V2's diffusion forcing masks later blocks of {length} latent frames from every frame, since the "
-            f"pipeline was called with causal_block_size={length}, and this patch {told}: its summaries know no mask "
+            f"pipeline was called with causal_block_size={length}, and this patch {told}: its KV states know no mask "
             f"that differs between queries. Patch with causal='block', block_length={length}, which needs no mask; or "
             "call the pipeline with causal_block_size=1, with any ar_step, for which there is none. Left out, it is "
             "that of the last call, transformer.config.num_frame_per_block. The mask goes to all layers, so no choice "
@@ -100,8 +100,8 @@ class SkyReelsV2Family(WanFamily):
     streamed = ("SkyReelsV2Transformer3DModel",)
     attention_class = "transformer_skyreels_v2.SkyReelsV2Attention"
     form = SkyReelsV2Form()
-    # blocks as long as Wan's, 354 tokens each at 540p and 97 frames; 52 tokens per tile there, 113 at 720p and 121
-    default_config = MHLAConfig(blocks=(8, 3, 6), mixing_per_head=True, sparse="content", exact_tiles=(11, 9, 10))
+    # blocks as long as Wan's, 354 tokens each at 540p and 97 frames
+    default_config = MHLAConfig(blocks=(8, 3, 6), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=97, fps=24.0, sizes=((544, 960),))
     # numbers of diffusers' script that converts the checkpoints
     measured_unasked = False

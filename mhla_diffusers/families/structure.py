@@ -1,7 +1,7 @@
 """What a family tells of a transformer: where its self-attentions are, how they are called, and how its tokens lie."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, ClassVar, Literal
@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from ..attention.rope import Rotary
-from ..attention.tiles import square_tiles
 from ..config import MHLAConfig
 from .forms import AttentionForm
 
@@ -209,13 +208,6 @@ class Structure(ABC):
             last: place behind the last one.
         """
         return None
-
-    def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """Tile counts that exact tiles of a token grid are measured with.
-
-        By default tiles of about 64 tokens with equal sides, see :func:`mhla_diffusers.attention.tiles.square_tiles`.
-        """
-        return square_tiles(grid)
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
         """Why the tokens of a call of the transformer cannot be split over processes; None, if they can.

@@ -96,8 +96,8 @@ class VisionFamily(TransformersFamily):
     axes = 2
     kind = "vision"
     forward_names = ("pixel_values",)
-    # the paper's 16 blocks; tiles as of an image that is generated
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
+    # the paper's 16 blocks; of 196 tokens uniform blocks of 64 would be too few to choose among
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
     default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
     feed_forwards = ("mlp",)
     trunk_names: ClassVar[tuple[str, ...]] = ()

@@ -9,7 +9,7 @@ the first frame, and what a vision encoder makes of that frame.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -93,8 +93,7 @@ class WanFamily(Family):
     block_lists = ("blocks", "vace_blocks")
     attention_class: ClassVar[str] = "transformer_wan.WanAttention"
     """Module and class of its attentions, of which relatives have copies of their own."""
-    # 50 tokens per tile at 480p and 81 frames, 120 at 720p
-    default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content", exact_tiles=(7, 9, 10))
+    default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content")
     dispatches_attention = True
     # those of VACE take one time for all frames, and so do relatives
     streamed: ClassVar[tuple[str, ...]] = ("WanTransformer3DModel",)
@@ -136,14 +135,6 @@ class WanFamily(Family):
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
         """That of :func:`grid_of_table`."""
         return grid_of_table(rotary[1]) if self.recognises_self_attention(attn) else None
-
-    def exact_tiles(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """Three latent frames by five rows by a tenth of the width: 75 tokens at 480p and 120 at 720p.
-
-        Both fill most of a block of 128 queries, which a longer tile would exceed.
-        """
-        frames, height, width = grid
-        return math.ceil(frames / 3), math.ceil(height / 5), min(10, math.ceil(width / 3))
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
         """As ``WanRotaryPosEmbed`` shares them out: a third each, frames with what is left over."""

@@ -78,8 +78,8 @@ class ZImageFamily(Family):
     form = ZImageForm()
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("feed_forward",)
-    # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", exact_tiles=(8, 8))
+    # at 1024 px 16 tokens a side of a block
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     lacks_processor_methods = True
     dispatches_attention = True
     forward_names = ("x", "t", "cap_feats")

@@ -1,7 +1,7 @@
-"""What a patch costs, told by an audit, and exactness spent where it costs most."""
+"""What a patch costs, found by an audit, and a budget spent where it costs most."""
 
 from .audit import audit
-from .audit_result import Audit, Fit, LayerAudit, TileAudit
+from .audit_result import Audit, LayerAudit
 from .dial import densify, set_density
 
-__all__ = ["Audit", "Fit", "LayerAudit", "TileAudit", "audit", "densify", "set_density"]
+__all__ = ["Audit", "LayerAudit", "audit", "densify", "set_density"]

@@ -1,35 +1,36 @@
 """Compare every patched self-attention with the one before the patch, on the same input, while a model runs."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.tile_errors import TiledInput, pair_errors
-from ..attention.tile_scores import spend
-from ..attention.tiles import Cut
+from ..attention.calibrate import weight_held
+from ..attention.eager import without_autocast
 from ..patching.attended import Attended
 from ..patching.calibration import check_reached, tokens_of_grid
 from ..patching.denoising_steps import Step, StepHooks
-from ..patching.exact_calibration import QUERIES, head_projections, spread_calls, tiled_input
 from ..patching.finding import find_transformers, hook_of, require_diffusion, require_layers
 from ..patching.layer import layer_of
 from ..patching.processor import attended, form_of
 from ..patching.sensitivity import check_run, measure_change, measure_sensitivity, patched_pairs, record_calls
+from ..patching.sparse_calibration import spread_calls
 from ..patching.token_grid import attend_as_before, attends_as_before
-from .audit_result import Audit, Fit, LayerAudit, TileAudit
+from .audit_result import DENSITIES, Audit, LayerAudit
+
+_QUERIES = 512
+"""Queries of every head whose softmax weights are formed; each costs N of them."""
 
 
 @torch.no_grad()
 def audit(model: Any, run: Callable[[], object]) -> Audit:
-    """What a patch costs, layer by layer, head by head and step by step, and whether its exact tiles still fit.
+    """What a patch costs, layer by layer, head by head and step by step, and how much its block lists hold.
 
     ``run`` is called once with the patch on. In every patched self-attention the patched attention and the one before
     it, with the same weights and LoRA, are evaluated on the same input, and what their heads hand to the output
-    projection is compared. Of exact tiles the softmax weight that they hold is measured on some queries of every tile.
+    projection is compared. Of block lists the softmax weight that they hold is measured on some queries.
     At last one layer at a time is patched on a few of the calls, to see how much it moves the output of the
     transformer. The model is left as it is. A causal patch is compared with attention that sees later frames too, which
     is in its error.
@@ -43,7 +44,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
 
     Raises:
         ValueError: if the model is a language model or not patched, its patch is switched off, or ``run`` did not reach
-            every layer or ran at several sizes that cut tiles differently.
+            every layer.
     """
     check_run(run)
     require_diffusion(model, "audit()")
@@ -70,19 +71,18 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in watches}
     check_reached(list(names.values()), [names[key] for key, watch in watches.items() if watch.calls])
     calls = {component: spread_calls(found) for component, found in recorded.items()}
-    halves = {component: spread_calls(clock.halves(part)) for component, part in transformers.items()}
     moves = {
         component: measure_sensitivity(part, pairs[component], calls[component])
         for component, part in transformers.items()
     }
     layers = tuple(
         LayerAudit(
-            component, name, names[component, name], *watch.sums(), clock.rests, moves[component][name], watch.tiles()
+            component, name, names[component, name], *watch.sums(), clock.rests, moves[component][name], *watch.lists()
         )
         for (component, name), watch in watches.items()
     )
     changes = [measure_change(part, calls[component]) for component, part in transformers.items()]
-    return Audit(layers, clock.rests, clock.knows_steps, sum(changes) / len(changes), _fit(layers), calls, halves)
+    return Audit(layers, clock.rests, clock.knows_steps, sum(changes) / len(changes))
 
 
 class _Clock:
@@ -91,38 +91,16 @@ class _Clock:
     def __init__(self) -> None:
         self._steps: list[Step | None] = []
         self._resting: set[int] = set()
-        self._generation = 0
-        self._halves: dict[nn.Module, list[int]] = {}
 
     def tick(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward."""
         hooks = hook_of(transformer, StepHooks)
-        step, before = hooks.step(transformer, args, kwargs) if hooks is not None else None, self._latest
-        if step is not None and before is not None and step.index < before.index:
-            self._generation += 1
-        self._steps.append(step)
-        self._halves.setdefault(transformer, []).append(self.half)
-
-    @property
-    def _latest(self) -> Step | None:
-        return self._steps[-1] if self._steps else None
+        self._steps.append(hooks.step(transformer, args, kwargs) if hooks is not None else None)
 
     @property
     def call(self) -> int:
         """Number of the forward that is running."""
         return len(self._steps) - 1
-
-    @property
-    def half(self) -> int:
-        """Half of the run that the forward belongs to, 0 or 1: one has the first steps of one generation, the other
-        those of the next, so that they differ in what is generated where there are several.
-        """
-        step = self._latest
-        return self.call % 2 if step is None else (self._generation + (2 * step.index >= step.count)) % 2
-
-    def halves(self, transformer: nn.Module) -> list[int]:
-        """The halves of all forwards of a transformer."""
-        return self._halves[transformer]
 
     def rest(self) -> None:
         """The patch rests in the forward that is running."""
@@ -161,7 +139,9 @@ class _Watch:
         self._errors: list[torch.Tensor] = []
         self._squares: list[torch.Tensor] = []
         layer = layer_of(attn)
-        self._tiles = _Tiles(attn, clock) if layer is not None and layer.sparse is not None else None
+        self._has_lists = layer is not None and layer.config.sparse == "content"
+        self._held: list[torch.Tensor] = []
+        self._densities: list[float] = []
 
     def install(self) -> list[RemovableHandle]:
         """Put the hooks on."""
@@ -196,9 +176,18 @@ class _Watch:
         self.calls.append(self.clock.call)
         self._errors.append((patched - before).square().sum(dim=(0, 1, 3)).double().cpu())
         self._squares.append(before.square().sum(dim=(0, 1, 3)).double().cpu())
-        if self._tiles is not None:
-            self._tiles.add(attended(attn, args, kwargs))
-            self._handed.clear()  # measuring sends something through the projection too
+        if self._has_lists:
+            self._look_at_lists(attended(attn, args, kwargs))
+
+    def _look_at_lists(self, given: Attended) -> None:
+        """Measure what lists of every density hold in one forward."""
+        config = self.attn.mhla.config
+        density = config.listed_on(given.grid)
+        with without_autocast(given.query.device):
+            call = self.attn.mhla.call(given.in_float32())
+            held = weight_held(call, config.block_size, (density, *DENSITIES), _QUERIES, len(self._held))
+        self._held.append(held.cpu())
+        self._densities.append(density)
 
     def _take(self, returned: Any) -> torch.Tensor:
         """What the heads gave: what went into their projection, or without one what the attention returned."""
@@ -209,88 +198,9 @@ class _Watch:
         """Squared errors, and squares of what is handed on without the patch: each (S, H)."""
         return self.clock.by_step(self.calls, self._errors), self.clock.by_step(self.calls, self._squares)
 
-    def tiles(self) -> TileAudit | None:
-        """What was found of exact tiles."""
-        return self._tiles.result(self.calls) if self._tiles is not None else None
-
-
-class _Tiles:
-    """The exact tiles of one self-attention during a run."""
-
-    def __init__(self, attn: Any, clock: _Clock) -> None:
-        self.attn, self.clock = attn, clock
-        self._pair_errors: dict[int, torch.Tensor] = {}
-        self._left: list[torch.Tensor] = []
-        self._total: list[torch.Tensor] = []
-        self._mass = self._square = self._share = 0.0
-        self._counts: Cut = ()
-        self._tiles = 0
-        self._projections: torch.Tensor | None = None
-
-    def add(self, given: Attended) -> None:
-        """Measure the pairs of one forward, each sample by its own lists where these are chosen by content."""
-        layer = self.attn.mhla
-        if self._projections is None:
-            self._projections = head_projections(self.attn)
-        lists = layer.call(given).exact
-        if self._tiles not in (0, lists.tiles) or self._counts not in ((), lists.counts):
-            raise ValueError("run() ran at sizes that cut exact tiles differently; audit one size at a time.")
-        mask, self._counts, self._tiles = lists.mask(), lists.counts, lists.tiles
-        tiled = tiled_input(self.attn, given)
-        samples = tiled.samples(min(QUERIES, tiled.exists.shape[1]), len(self._left))
-        left, errors = torch.zeros(()), torch.zeros(())
-        for exact, one in zip(mask, _samples(tiled, len(mask)), strict=True):
-            found, masses, squares = pair_errors(one, samples, self._projections, layer.config.pooled)
-            left = left + (found * ~exact).sum().cpu() / len(mask)
-            errors = errors.to(found.device) + found / len(mask)
-            self._mass += (1 - float((masses * ~exact).sum(dim=-1).mean())) / len(mask)
-            self._square += float(squares.sum()) * mask.shape[-1] / len(mask)
-        half, errors = self.clock.half, errors.cpu()
-        self._pair_errors[half] = self._pair_errors[half] + errors if half in self._pair_errors else errors
-        self._left.append(left.double())
-        self._total.append(errors.sum().double())
-        self._share += float(mask.float().mean())
-
-    def result(self, calls: list[int]) -> TileAudit:
-        """What was found."""
-        some = next(iter(self._pair_errors.values()))
-        halves = torch.stack([self._pair_errors.get(half, torch.zeros_like(some)) for half in (0, 1)])
-        left, total = (self.clock.by_step(calls, found) for found in (self._left, self._total))
-        count, kind = len(calls), self.attn.mhla.config.sparse
-        share, mass = self._share / count, self._mass / count
-        return TileAudit(kind, self._counts, share, mass, halves, left, total, self._square)
-
-
-def _samples(tiled: TiledInput, lists: int) -> list[TiledInput]:
-    """The whole input, or its samples one by one where each has lists of its own."""
-    if lists == 1:
-        return [tiled]
-    return [
-        replace(
-            tiled,
-            query=tiled.query[[one]],
-            key=tiled.key[[one]],
-            value=tiled.value[[one]],
-            weight=tiled.weight[[one]] if len(tiled.weight) > 1 else tiled.weight,
-        )
-        for one in range(lists)
-    ]
-
-
-def _fit(layers: Sequence[LayerAudit]) -> Fit | None:
-    """Compare the lists that there are with those that this run would choose, each transformer's budget by itself."""
-    found = [layer.tiles for layer in layers if layer.tiles is not None]
-    if not found:
-        return None
-    components = dict.fromkeys(layer.component for layer in layers)
-    parts = [[layer for layer in layers if layer.component == name and layer.tiles is not None] for name in components]
-    left = sum(layer.gain * float(layer.tiles.left.sum()) for layer in layers if layer.tiles is not None)
-    anew = sum(_left_anew(part) for part in parts if part)
-    return Fit(left**0.5, anew**0.5, all(tiles.kind == "calibrated" for tiles in found))
-
-
-def _left_anew(layers: Sequence[LayerAudit]) -> float:
-    tiles = [layer.tiles for layer in layers if layer.tiles is not None]
-    share = sum(one.share for one in tiles) / len(tiles)
-    scores = [layer.gain * one.pair_errors.sum(dim=0) for layer, one in zip(layers, tiles, strict=True)]
-    return sum(float((score * ~mask).sum()) for score, mask in zip(scores, spend(scores, share), strict=True))
+    def lists(self) -> tuple[float | None, float | None, tuple[float, ...]]:
+        """Density, the softmax weight that the lists hold, and that of lists of other densities."""
+        if not self._held:
+            return None, None, ()
+        mass, *mass_at = torch.stack(self._held).mean(dim=0).tolist()
+        return sum(self._densities) / len(self._densities), mass, tuple(mass_at)

@@ -1,45 +1,19 @@
-"""What an audit has found: how far patched attentions are from those before, and what exact tiles leave out."""
+"""What an audit has found: how far patched attentions are from those before, and what block lists hold."""
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..attention.tiles import Cut
-from ..patching.sensitivity import TransformerCall
 from ..reporting import text_table
 
-STALE = 0.85
-"""Lists are stale where lists chosen anew would leave less than this part of the error that they leave."""
-_NOTHING = 1e-3
-"""Error that is not worth a calibration."""
 _MOST_ROWS = 12
 """Of the table of steps; of more, several share a row."""
 
 
-@dataclass(frozen=True)
-class TileAudit:
-    """The exact tiles of one self-attention; sums over the calls of a run."""
-
-    kind: str
-    """own, calibrated or content."""
-    counts: Cut
-    """Tile counts per axis, whose product is T; or the tokens of a tile along the curve."""
-    share: float
-    """Part of its pairs of tiles that is exact."""
-    mass: float
-    """Part of softmax attention's weight that these pairs hold, averaged over heads, queries and calls."""
-    pair_errors: torch.Tensor
-    """What leaving a pair inexact costs, float32 (2, H, T, T) on the CPU: in two halves of the run, so that what is
-    chosen by one can be judged by the other; see :func:`mhla_diffusers.attention.tile_errors.pair_errors`."""
-    left: torch.Tensor
-    """Those of the pairs that are not exact, summed: float64 (S,), by step."""
-    total: torch.Tensor
-    """Those of all pairs, summed: float64 (S,), by step."""
-    square: float
-    """What an output of nothing at all would cost, in the same measure."""
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
+"""At which it is measured how much softmax weight the lists hold."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +35,12 @@ class LayerAudit:
     """Of every step, whether the patch rested in it."""
     moves: float
     """Relative squared change of the transformer's output where this layer alone is patched."""
-    tiles: TileAudit | None
-    """None without exact tiles, or where the own attention is linear."""
+    density: float | None = None
+    """Part of all pairs of blocks that its lists hold; None without lists chosen by content."""
+    mass_kept: float | None = None
+    """Part of softmax attention's weight that these pairs hold, averaged over heads, queries and calls; else None."""
+    mass_at: tuple[float, ...] = ()
+    """The same at each of :data:`DENSITIES`; empty without lists."""
 
     @property
     def acting(self) -> torch.Tensor:
@@ -85,70 +63,9 @@ class LayerAudit:
         return int(self.errors_of_heads.argmax())
 
     @property
-    def density(self) -> float | None:
-        """Part of its pairs of tiles that is exact; None without exact tiles."""
-        return None if self.tiles is None else self.tiles.share
-
-    @property
-    def mass_kept(self) -> float | None:
-        """Part of softmax attention's weight that these pairs hold; None without exact tiles."""
-        return None if self.tiles is None else self.tiles.mass
-
-    @property
     def change(self) -> float:
         """Relative change of the transformer's output where this layer alone is patched, √ :attr:`moves`."""
         return math.sqrt(self.moves)
-
-    @property
-    def gain(self) -> float:
-        """Relative squared change of the transformer's output for one unit of ``errors``, or of ``tiles.pair_errors``.
-
-        Where the exact tiles leave next to nothing, an error counts as much in the output as in the attention's.
-        """
-        if self.tiles is None:
-            return self.moves / max(float(self.errors.sum()), 1e-30)
-        left = float(self.tiles.left.sum())
-        is_measurable = left > 1e-6 * self.tiles.square
-        return self.moves / left if is_measurable else 1 / max(self.tiles.square, 1e-30)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Whether exact tiles are where the model attends now.
-
-    Expected relative changes of the transformer's output, those of single layers added up as if they were independent.
-    """
-
-    left: float
-    """With the lists that there are."""
-    anew: float
-    """With lists chosen anew at the same share by what this run has shown."""
-    is_calibrated: bool
-    """Whether the lists were calibrated; others are chosen by rule at every call."""
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether calibrating again is worth it, if the run is the one that was calibrated on, prompts and seeds alike.
-
-        Of another run lists are always worse than those that it would choose itself.
-        """
-        return self.is_calibrated and self.left > _NOTHING and self.anew < STALE * self.left
-
-    def __str__(self) -> str:
-        if not self.is_calibrated:
-            return (
-                f"the exact tiles are chosen by rule and leave {self.left:.1%}; the best lists of this run would leave "
-                f"{self.anew:.1%} at the same share"
-            )
-        if self.is_stale:
-            return (
-                f"the calibration is stale: chosen anew, the same share would leave {self.anew:.1%} instead of "
-                f"{self.left:.1%}; calibrate_sparse(pipe, run). Unless this run is of other prompts or seeds than "
-                "that of the calibration, of which lists are always worse"
-            )
-        return (
-            f"the calibration fits: it leaves {self.left:.1%}; chosen anew, the same share would leave {self.anew:.1%}"
-        )
 
 
 @dataclass(frozen=True)
@@ -163,12 +80,6 @@ class Audit:
     """Whether the pipeline told its steps; otherwise every forward counts as one."""
     moves: float
     """Relative squared change of the transformer's output by the whole patch, where it does not rest."""
-    fit: Fit | None
-    """None without exact tiles."""
-    calls: Mapping[str, Sequence[TransformerCall]]
-    """Component → some of its forwards, of the patched trajectory."""
-    halves: Mapping[str, Sequence[int]]
-    """Component → of each of these, the half of the run that it belongs to, see :class:`TileAudit`."""
 
     def errors_of_layer(self, layer: LayerAudit) -> torch.Tensor:
         """Relative error of every head over the run, ‖patched − before‖ / ‖before‖: (H,)."""
@@ -193,19 +104,17 @@ class Audit:
         lines = [self._table_of_layers(), "", self._table_of_steps(), ""]
         at_rest = " where it does not rest, which it does in every step" if all(self.rests) else ""
         lines.append(f"together the patch moves the output by {math.sqrt(self.moves):.1%}{at_rest}")
-        if self.fit is not None:
-            lines.append(str(self.fit))
         return "\n".join(lines)
 
     def _table_of_layers(self) -> str:
-        has_tiles = any(layer.tiles is not None for layer in self.layers)
-        header = ["layer", "error", "worst head", *(("exact", "mass kept") if has_tiles else ()), "moves"]
+        has_lists = any(layer.density is not None for layer in self.layers)
+        header = ["layer", "error", "worst head", *(("density", "mass kept") if has_lists else ()), "moves"]
         rows = []
         for layer in self.layers:
-            worst, tiles = layer.worst_head, layer.tiles
-            kept = ("-", "-") if tiles is None else (f"{tiles.share:.1%}", f"{tiles.mass:.1%}")
+            worst = layer.worst_head
+            kept = ["-" if part is None else f"{part:.1%}" for part in (layer.density, layer.mass_kept)]
             row = [layer.name, f"{layer.error:.1%}", f"{worst}: {layer.errors_of_heads[worst]:.1%}"]
-            rows.append([*row, *(kept if has_tiles else ()), f"{layer.change:.1%}"])
+            rows.append([*row, *(kept if has_lists else ()), f"{layer.change:.1%}"])
         return text_table(header, rows, right=True)
 
     def _table_of_steps(self) -> str:
@@ -221,7 +130,7 @@ class Audit:
         return text_table(("step" if self.knows_steps else "forward", "error"), rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Figures as JSON holds them, without the scores of pairs; errors are relative, None where nothing ran."""
+        """Figures as JSON holds them; errors are relative, None where nothing ran."""
         by_steps = self.errors_of_steps
         return {
             "layers": [
@@ -231,18 +140,14 @@ class Audit:
                     "errors_of_heads": _numbers(layer.errors_of_heads),
                     "errors_of_steps": _numbers(by_steps[index]),
                     "moves": layer.change,
-                    "sparse": None
-                    if layer.tiles is None
-                    else {"kind": layer.tiles.kind, "share": layer.tiles.share, "mass_kept": layer.tiles.mass},
+                    "density": layer.density,
+                    "mass_kept": layer.mass_kept,
                 }
                 for index, layer in enumerate(self.layers)
             ],
             "knows_steps": self.knows_steps,
             "rests": list(self.rests),
             "moves": math.sqrt(self.moves),
-            "fit": None
-            if self.fit is None
-            else {"left": self.fit.left, "anew": self.fit.anew, "is_stale": self.fit.is_stale},
         }
 
 

@@ -5,7 +5,6 @@ from .changing import change_mhla
 from .conversion import convert_wan
 from .denoising_steps import patch_in_every_step
 from .describe import describe
-from .exact_calibration import calibrate_sparse
 from .finding import (
     attn_processors,
     find_transformers,
@@ -25,6 +24,7 @@ from .replacing import apply_mhla, set_attn_processor
 from .saving import save_mhla
 from .sensitivity import TransformerCall, layer_sensitivity, record_calls
 from .sharing import push_mhla
+from .sparse_calibration import calibrate_sparse
 from .stream import VideoStream
 from .token_grid import token_grid
 

@@ -76,7 +76,7 @@ class MHLACache(Cache):
         return layer.go_on(attn)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused, before any layer is touched: a summary does not tell what each of its tokens has added.
+        """Refused, before any layer is touched: a KV state does not tell what each of its tokens has added.
 
         Raises:
             ValueError: any number but 0.

@@ -1,5 +1,6 @@
 """Change the settings of a patched model in place."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -7,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..families import get_family
+from ..families import Family, get_family
 from .denoising_steps import StepHooks
 from .finding import attentions_of, find_transformers, hook_of, mhla_layers, require_layers
 from .layer import MHLALayer, layer_of
@@ -22,13 +23,13 @@ Model = TypeVar("Model")
 
 
 def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) -> Model:
-    """Change blocks, layers, exact tiles, backend or other settings of a patched model, without loading it again.
+    """Change blocks, layers, density, backend or other settings of a patched model, without loading it again.
 
-    What the layers that stay patched have learned is kept: mixing matrices are interpolated to other blocks and
-    calibrated tiles chosen anew for another share, as :func:`load_mhla` does it; a layer that is patched now starts
-    fresh, and one that is no longer patched gets its processor of before. Layers have new parameters afterwards, so
-    make optimizers after it. Where something else has set processors, MHLA runs again. If anything is refused the model
-    is unchanged.
+    What the layers that stay patched have learned is kept: mixing matrices are interpolated to other blocks, as
+    :func:`load_mhla` does it; a layer that is patched now starts fresh, and one that is no longer patched gets its
+    processor of before. A warning tells what was learned and has no place with other settings, or was learned with
+    other uniform blocks. Layers have new parameters afterwards, so make optimizers after it. Where something else has
+    set processors, MHLA runs again. If anything is refused the model is unchanged.
 
     Args:
         model: patched pipeline or transformer.
@@ -45,6 +46,8 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     patched = [part for part in find_transformers(model).values() if mhla_layers(part)]
     changes = [make_change(part, backend, settings) for part in patched]
     for change in changes:
+        if change.loss is not None:
+            warnings.warn(change.loss, stacklevel=2)
         carry_out_change(change, model)
     return model
 
@@ -57,6 +60,8 @@ class Change:
     processor: MHLAProcessor
     layers: dict[str, MHLALayer]
     """Name of every attention that is to be patched, with its new layer."""
+    loss: str | None = None
+    """What to tell of weights that were learned and have no place any more, or are not for the new settings."""
 
 
 def make_change(transformer: nn.Module, backend: str | None, settings: Mapping[str, Any]) -> Change:
@@ -95,7 +100,7 @@ def make_change(transformer: nn.Module, backend: str | None, settings: Mapping[s
     layers = {name: make_layer(attn, config, family) for name, attn in chosen.items()}
     kept = {name: before[name] for name in chosen if name in before}
     tensors = {f"{name}.mhla.{key}": x for name, layer in kept.items() for key, x in layer.state_dict().items()}
-    fitting = resized(tensors, some_layer.config, config, some_layer.heads)
+    fitting = resized(tensors, some_layer.config, config)
     for name, layer in layers.items():
         layer.original_processor = before[name].original_processor if name in before else attentions[name].processor
     for name, old in kept.items():
@@ -105,14 +110,29 @@ def make_change(transformer: nn.Module, backend: str | None, settings: Mapping[s
     processor = MHLAProcessor(config, grid=old_processor.grid, backend=backend or old_processor.backend)
     if "_attention_backend" in vars(old_processor):  # set since it was patched, and not the class's None
         processor._attention_backend = old_processor._attention_backend
-    return Change(transformer, processor, layers)
+    loss = _loss({name: (attentions[name], old, layers[name]) for name, old in kept.items()}, family)
+    return Change(transformer, processor, layers, loss)
 
 
-def as_it_is(transformer: nn.Module) -> Change:
-    """What puts the layers of now back, whatever is carried out in between."""
-    attentions = get_family(transformer).self_attentions(transformer)
-    layers = {name: layer for name, attn in attentions.items() if (layer := layer_of(attn)) is not None}
-    return Change(transformer, _processor(transformer, hook_of(transformer, ProcessorWatch)), layers)
+def _loss(layers: Mapping[str, tuple[Any, MHLALayer, MHLALayer]], family: Family) -> str | None:
+    """What to tell of what some layers have learned, given each with its attention and the layer after it."""
+    dropped, learned = set(), set()
+    for attn, old, new in layers.values():
+        fresh = make_layer(attn, old.config, family).state_dict()
+        names = {key for key, x in old.state_dict().items() if not x.is_meta and not torch.equal(x, fresh[key])}
+        dropped |= names - set(new.state_dict())
+        learned |= names
+    if not learned:
+        return None
+    _, old, new = next(iter(layers.values()))
+    before, after = old.config, new.config
+    tells = [f"what the patch has learned of {', '.join(sorted(dropped))} is dropped"] if dropped else []
+    if (before.sparse, before.block_size) != (after.sparse, after.block_size):
+        was, now = (f"sparse={c.sparse!r}, block_size={c.block_size}" for c in (before, after))
+        tells.append(f"its other weights were trained with {was} and run with {now} now")
+    if not tells:
+        return None
+    return f"{'; '.join(tells).capitalize()}. Adapt the patch again, or load it anew with load_mhla()."
 
 
 def _processor(transformer: nn.Module, watch: ProcessorWatch | None) -> MHLAProcessor:
@@ -145,8 +165,6 @@ def _carry_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping
             )
         with torch.no_grad():
             state[key].copy_(tensors[key])
-    if after.sparse is not None:
-        after.sparse.make_lists()
     old = dict(before.named_parameters())
     for key, parameter in after.named_parameters():
         is_set_anew = key == "mixing" and before.config.mixing_learnable != after.config.mixing_learnable

@@ -1,11 +1,11 @@
-"""What the attention of a layer costs on a token grid, told from shapes alone."""
+"""What the attention of a layer costs on a token grid, counted from shapes alone."""
 
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..attention.costs import AttentionSizes
-from ..attention.tiles import tile_count
+from ..attention.layout import block_count
 from ..config import MHLAConfig
 from ..families import Family
 from ..reporting import scaled
@@ -18,12 +18,12 @@ class AttentionCost:
     flops: int = 0
     softmax_flops: int = 0
     """Of softmax attention in its place."""
-    exact_pairs: int = 0
-    """Pairs of a query and a key that a head attends to with softmax."""
+    listed_pairs: int = 0
+    """Pairs of a query and a key that a head attends to with softmax, one by one."""
     all_pairs: int = 0
     """Of all such pairs, which softmax attention in its place sees."""
     held_bytes: int = 0
-    """Held beside query, key, value and output: KV summaries and means of tiles, in float32."""
+    """Held beside query, key, value and output: KV states and pooled keys and values, in float32."""
     softmax_bytes: int = 0
     """What softmax attention holds where its weights are written out, in float32; a fused kernel holds next to none."""
 
@@ -32,18 +32,18 @@ class AttentionCost:
         return AttentionCost(
             self.flops + other.flops,
             self.softmax_flops + other.softmax_flops,
-            self.exact_pairs + other.exact_pairs,
+            self.listed_pairs + other.listed_pairs,
             self.all_pairs + other.all_pairs,
             max(self.held_bytes, other.held_bytes),
             max(self.softmax_bytes, other.softmax_bytes),
         )
 
     def __str__(self) -> str:
-        exact = f", {self.exact_pairs / self.all_pairs:.1%} of all pairs exact" if self.exact_pairs else ""
+        listed = f", softmax over {self.listed_pairs / self.all_pairs:.1%} of all pairs" if self.listed_pairs else ""
         flops, softmax_flops = (scaled(one, 1000, "FLOP") for one in (self.flops, self.softmax_flops))
         held, softmax_bytes = (scaled(one, 1024, "B") for one in (self.held_bytes, self.softmax_bytes))
         return (
-            f"{flops} (softmax {softmax_flops}){exact}\n"
+            f"{flops} (softmax {softmax_flops}){listed}\n"
             f"a layer holds {held} beside query, key, value and output (softmax, written out, {softmax_bytes})"
         )
 
@@ -58,7 +58,7 @@ def attention_sizes(
         grid: token grid.
         heads: H.
         head_dim: D.
-        outside: extra tokens.
+        extra: extra tokens.
         in_order: whether the attention before the patch sees no later token,
             :attr:`mhla_diffusers.families.Family.own_attention_is_causal`.
     """
@@ -68,11 +68,7 @@ def attention_sizes(
         return _causal_sizes(sizes, config, grid)
     if config.sparse == "none":
         return sizes
-    tiles = math.prod(min(count, size) for count, size in zip(config.tiles, grid, strict=True))
-    if config.block_size is not None:
-        tiles = tile_count(grid, config.block_size)
-    equal_lists = config.sparse != "calibrated"
-    return sizes.with_exact_tiles(tiles, config.share, pooled=config.pooled, equal_lists=equal_lists)
+    return sizes.with_exact_tiles(block_count(grid, config.block_size), config.listed_on(grid), pooled=config.pooled)
 
 
 def _in_order(sizes: AttentionSizes) -> AttentionSizes:
@@ -101,7 +97,7 @@ def sizes_of(
         family: whose own attention a layer without a patch has.
         config: of its patch; None without one.
         grid: token grid.
-        outside: extra tokens.
+        extra: extra tokens.
     """
     heads, head_dim = family.form_of(attn).heads(attn)
     if config is not None:
@@ -116,7 +112,7 @@ def sizes_of(
     return replace(sizes, tile_pairs=sizes.pairs)
 
 
-def own_block_share(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> float:
+def own_block_density(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> float:
     """Part of the pairs that a causal patch attends to with softmax, those within frame blocks.
 
     Args:
@@ -124,7 +120,7 @@ def own_block_share(config: MHLAConfig, family: Family, grid: tuple[int, ...] | 
         family: whose own attention sees all of them, or those of earlier tokens.
         grid: token grid; None for that of the longest sequence without ``beyond``.
     """
-    longest = config.tiles[0] * int(config.block_length or 1), *(1 for _ in config.tiles[1:])
+    longest = config.blocks[0] * int(config.block_length or 1), *(1 for _ in config.blocks[1:])
     sizes = attention_sizes(config, grid or longest, 1, 1, in_order=family.own_attention_is_causal)
     return sizes.exact_pairs / sizes.pairs
 

@@ -6,34 +6,43 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..attention.blocks import check_blocks, check_layout, smallest_and_largest
-from ..attention.tile_scores import list_length
-from ..attention.tiles import Cut, tile_count
+from ..attention.layout import block_count
 from ..config import MHLAConfig
 from ..families import Family, get_family
 from ..reporting import from_to, text_table, times
-from .costs import AttentionCost, attention_cost, own_block_share
+from .costs import AttentionCost, attention_cost, own_block_density
 from .finding import find_transformers, hook_of, trunk_of
-from .layer import MHLALayer, layer_of
+from .layer import layer_of
 from .planning import grids_of_size
 from .processor import MHLAProcessor
 from .token_grid import TokenGridHooks
 
 
 @dataclass(frozen=True)
-class ExactDescription:
-    """The exact tiles of one self-attention."""
+class SparseDescription:
+    """The sparse branch of one self-attention."""
 
     kind: str
-    """own, calibrated or content."""
-    tiles: Cut
-    """Tile counts; of "content" the tokens of a tile."""
-    tokens_per_tile: tuple[int, int] | None
-    """Smallest and largest tile; None while the grid is unknown."""
-    share: float | None
-    """Part of all pairs of tiles that is exact; None before they are calibrated. Of a causal patch, part of the pairs
-    of tokens that the attention before it sees."""
+    """"content", or "own" of a causal patch."""
+    block_size: int | None
+    """Tokens of a uniform block; None of "own", whose blocks are MHLA's along the first axis."""
+    blocks: int | None
+    """T, how many there are on the grid; None while it is unknown, and of "own"."""
+    density: float
+    """Part of all pairs of blocks that is listed; of "own", part of the pairs of tokens that the attention before the
+    patch sees."""
     pooled: bool
-    """Whether the other tiles take part through their means."""
+    """Whether the other blocks take part through their pooled keys."""
+
+    def __str__(self) -> str:
+        if self.kind == "own":
+            return f"sparse branch: the own block of the first axis, {self.density:.1%} of the pairs"
+        count = "" if self.blocks is None else f", {self.blocks} of them"
+        others = "the others through pooled keys" if self.pooled else "the others not at all"
+        if self.density == 1:
+            others = "which is softmax attention"
+        size = f"uniform blocks of {self.block_size} tokens along a curve{count}"
+        return f"sparse branch: {size}; {self.density:.1%} of their pairs listed by content, {others}"
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,8 @@ class LayerDescription:
     """Smallest and largest block; None while the grid is unknown."""
     extra_parameters: int
     """Parameters that MHLA adds."""
-    exact: ExactDescription | None = None
-    """None without exact tiles."""
+    sparse: SparseDescription | None = None
+    """None without a sparse branch."""
     processor: str = ""
     """Class of the processor that runs."""
     cost: AttentionCost | None = None
@@ -72,20 +81,19 @@ class Description(list[LayerDescription]):
     """The layers of a model; printed, it is a table."""
 
     def __str__(self) -> str:
-        header = ["layer", "attention", "grid", "blocks", "tokens per block", "extra parameters"]
+        header = ["layer", "attention", "grid", "MHLA blocks", "tokens per block", "extra parameters"]
         rows = [_cells(layer) for layer in self]
         # what all layers have in common stands below, so that the table fits a terminal
-        has_exact = any(layer.sparse is not None for layer in self)
-        if has_exact:
-            header.insert(-1, "exact")
-            rows = [(*row[:-1], _share(layer), row[-1]) for row, layer in zip(rows, self, strict=True)]
+        if any(layer.sparse is not None for layer in self):
+            header.insert(-1, "density")
+            rows = [(*row[:-1], _density(layer), row[-1]) for row, layer in zip(rows, self, strict=True)]
         replaced, off = sum(layer.replaced for layer in self), sum(layer.is_off for layer in self)
         extra = sum(layer.extra_parameters for layer in self)
         total = f"{replaced} of {len(self)} self-attentions replaced, {extra:,} extra parameters"
         if off:
             total += f"; MHLA does not run in {off} of them now"
         return "\n".join(
-            [text_table(header, rows), *self._exact_lines(), *self._step_lines(), *self._cost_lines(), total]
+            [text_table(header, rows), *self._sparse_lines(), *self._step_lines(), *self._cost_lines(), total]
         )
 
     @property
@@ -105,24 +113,9 @@ class Description(list[LayerDescription]):
         texts = [f"{one:.0%} of the denoising steps" if isinstance(one, float) else f"{one} steps" for one in steps]
         return [f"as before the patch in the first {text}" for text in texts]
 
-    def _exact_lines(self) -> list[str]:
-        """A line for every layout of exact tiles that layers have."""
-        layers: dict[tuple[Any, ...], list[ExactDescription]] = {}
-        for one in (layer.sparse for layer in self if layer.sparse is not None):
-            layers.setdefault((one.kind, one.tiles, one.tokens_per_tile, one.pooled), []).append(one)
-        lines = []
-        for (kind, tiles, tokens, means), found in layers.items():
-            shares = [one.share for one in found if one.share is not None]
-            share = f"{sum(shares) / len(shares):.1%} of their pairs" if shares else "not calibrated yet"
-            size = f" of {from_to(tokens)} tokens" if tokens is not None else ""
-            others = "others through their means" if means else "without the means of others"
-            cut = (
-                f"blocks of {tiles} tokens along a curve"
-                if isinstance(tiles, int)
-                else f"{times(tiles)} = {math.prod(tiles)}{size}"
-            )
-            lines.append(f"exact tiles: {kind}, {cut}, {share}, {others}")
-        return lines
+    def _sparse_lines(self) -> list[str]:
+        """A line for every sparse branch that layers have."""
+        return list(dict.fromkeys(str(layer.sparse) for layer in self if layer.sparse is not None))
 
 
 def describe(
@@ -181,18 +174,15 @@ def _describe_layer(
     if grid is not None:
         config.check_whole(grid)
         check_layout(config.grid_from(grid), config.blocks_on(grid), is_causal=config.causal is not None)
-        # tiles by content are never more than tokens, and those of a causal patch are its blocks
-        if config.sparse not in ("none", "content") and config.causal is None:
-            check_layout(grid, config.tiles, "exact_tiles")
     else:
         grid = getattr(processor, "grid", None) or (hooks.latest if hooks is not None else None)
     extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
     cut, blocks = _cut(config, grid)
     tokens = _tokens_per_block(cut, blocks)
-    exact, running = _describe_exact(config, family, layer, grid), isinstance(processor, MHLAProcessor)
+    sparse, running = _describe_sparse(config, family, grid), isinstance(processor, MHLAProcessor)
     kind = type(processor).__name__
     return LayerDescription(
-        name, True, grid, blocks, tokens, extra, exact, kind, softmax_steps=config.softmax_steps, runs_mhla=running
+        name, True, grid, blocks, tokens, extra, sparse, kind, softmax_steps=config.softmax_steps, runs_mhla=running
     )
 
 
@@ -214,33 +204,17 @@ def _cut(config: MHLAConfig, grid: tuple[int, ...] | None) -> tuple[tuple[int, .
         return None, config.blocks
 
 
-def _describe_exact(
-    config: MHLAConfig, family: Family, layer: MHLALayer | None, grid: tuple[int, ...] | None
-) -> ExactDescription | None:
+def _describe_sparse(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> SparseDescription | None:
     if config.sparse == "none":
         return None
-    if config.causal is not None:
-        return _describe_own_blocks(config, family, grid)
-    if config.block_size is not None:
-        share, tokens = config.share, None
-        if grid is not None:
-            tiles = tile_count(grid, config.block_size)
-            share = list_length(config.share, tiles) / tiles
-            tokens = (math.prod(grid) - config.block_size * (tiles - 1), min(config.block_size, math.prod(grid)))
-        return ExactDescription(config.sparse, config.block_size, tokens, share, config.pooled)
-    chosen = layer.sparse.share if layer is not None and layer.sparse is not None else None
-    boxes = config.tiles
-    if grid is not None and config.sparse == "content":
-        boxes = tuple(min(count, size) for count, size in zip(boxes, grid, strict=True))
-    return ExactDescription(config.sparse, boxes, _tokens_per_block(grid, boxes), chosen, config.pooled)
-
-
-def _describe_own_blocks(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> ExactDescription:
-    """Of a causal patch, whose frame blocks follow each other in the sequence."""
-    cut, blocks = _cut(config, grid)
-    tiles = blocks[0], *config.tiles[1:]
-    share = own_block_share(config, family, grid if cut is not None else None)
-    return ExactDescription("own", tiles, _tokens_per_block(cut, tiles), share, False)
+    if config.sparse == "own":
+        cut, _ = _cut(config, grid)
+        density = own_block_density(config, family, grid if cut is not None else None)
+        return SparseDescription("own", None, None, density, False)
+    density, blocks = config.listed, None
+    if grid is not None:
+        density, blocks = config.listed_on(grid), block_count(grid, config.block_size)
+    return SparseDescription("content", config.block_size, blocks, density, config.pooled)
 
 
 def _tokens_per_block(grid: tuple[int, ...] | None, counts: tuple[int, ...]) -> tuple[int, int] | None:
@@ -257,7 +231,5 @@ def _cells(layer: LayerDescription) -> tuple[str, ...]:
     return layer.name, kind, times(layer.grid), blocks, tokens, f"{layer.extra_parameters:,}"
 
 
-def _share(layer: LayerDescription) -> str:
-    if layer.sparse is None:
-        return "-"
-    return "?" if layer.sparse.share is None else f"{layer.sparse.share:.1%}"
+def _density(layer: LayerDescription) -> str:
+    return "-" if layer.sparse is None else f"{layer.sparse.density:.1%}"

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..attention import (
     Call,
+    ContentRule,
     MHLAState,
     clip_mixing_,
     extend_mixing,
@@ -16,27 +17,25 @@ from ..attention import (
     reference_weights,
     resize_mixing,
 )
-from ..attention.by_content import with_chosen_tiles
 from ..attention.extra import Extra, of_grid
 from ..attention.parallel.halo import rows_around
 from ..attention.parallel.place import Parallel
 from ..attention.rope import Rotary, rotary_table
-from ..attention.tiles import ContentRule
+from ..attention.sparse import with_lists
 from ..config import MHLAConfig
 from ..families.forms import AttentionForm
 from .attended import Attended
 from .gate_and_convolution import Convolution, Gate
-from .tile_choice import TileChoice
 
 FLOAT32_PARAMETERS = ("mixing", "linear_log_weight", "pooled_bias")
 """Parameters of a layer that stay in float32 whatever the attention computes in."""
 
-_FAR_LOG_WEIGHT = {True: -3.0, False: 0.0}
-"""Of the far field at first, with and without tile means, which leave it little to add."""
+_LINEAR_LOG_WEIGHT = {True: -3.0, False: 0.0}
+"""Log of λ at first, with and without pooled keys, which leave the linear branch little to add."""
 
 
-def _without_tiles(head_dim: int) -> float:
-    """Log of a λ with which a token of the grid weighs about as much as one outside, to which softmax is attended.
+def _beside_extra_tokens(head_dim: int) -> float:
+    """Log of a λ with which a token of the grid weighs about as much as an extra token, attended to with softmax.
 
     Where channels are normed, φ(q) · φ(k) is of the order of D times a number near 1/6, and exp(q · k / √D) near 1.6.
     """
@@ -44,12 +43,12 @@ def _without_tiles(head_dim: int) -> float:
 
 
 class MHLALayer(nn.Module):
-    """Mixing matrix and, where configured, exact tiles, output norm, gate and convolution of one attention.
+    """Mixing matrix and, where configured, λ and β, output norm, gate and convolution of one attention.
 
     Each is initialised so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is
-    1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. Beside exact tiles λ
-    is 1, or e⁻³ where the others take part through their means, whose β is 0; :func:`calibrate_sparse` fits both.
-    Beside extra tokens alone it is 1 / √D; :func:`calibrate_mixing` fits it.
+    1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. Beside the sparse
+    branch λ is e⁻³, or 1 without pooled keys, and β, where it is a parameter, 0; :func:`calibrate_sparse` fits both.
+    Beside extra tokens alone λ is 1 / √D; :func:`calibrate_mixing` fits it.
 
     Args:
         config: settings.
@@ -76,18 +75,13 @@ class MHLALayer(nn.Module):
         if config.mixing_per_head:
             mixing = mixing.repeat(heads, 1, 1)
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
-        has_tiles = config.sparse != "none" and config.causal is None
-        self.exact = TileChoice(config, heads) if has_tiles else None
         self.linear_log_weight: nn.Parameter | None = None
-        """Log of λ, (H,); of layers that attend to anything with softmax, exact tiles or extra tokens."""
-        self.pooled_bias: nn.Parameter | None = None
-        """β, (H,)."""
+        """Log of λ, (H,); of layers that attend to anything with softmax, by the sparse branch or to extra tokens."""
         if config.sparse != "none" or self.form.has_extra:
-            has_means = self.exact is not None and config.pooled
-            log_weight = _FAR_LOG_WEIGHT[has_means] if config.sparse != "none" else _without_tiles(head_dim)
-            self.linear_log_weight = nn.Parameter(torch.full((heads,), log_weight))
-            learns_bias = has_means and not config.fits_pooled_bias
-            self.pooled_bias = nn.Parameter(torch.zeros(heads)) if learns_bias else None
+            begin = self._first_log_weight if config.sparse != "none" else _beside_extra_tokens(head_dim)
+            self.linear_log_weight = nn.Parameter(torch.full((heads,), begin))
+        self.pooled_bias = nn.Parameter(torch.zeros(heads)) if config.learns_pooled_bias else None
+        """β, (H,); None where it is fitted at every call."""
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, inner_size) if config.output_gate else None
         self.convolution: Convolution | None = None
@@ -116,12 +110,12 @@ class MHLALayer(nn.Module):
             key: (B, N, H, D); with a fresh ``state``, those of tokens before may stand in front.
             value: like ``key``.
             hidden_states: (B, tokens, hidden size), input of the attention, for the gate: of all N tokens, or without
-                those outside the grid.
+                the extra ones.
             grid: token grid; N is its product and the extra tokens.
             rotary: (cos, sin), each (1 or B, N, 1, D).
             key_mask: (B, N), see :func:`mhla_attention`.
             backend: see :func:`mhla_attention`.
-            outside: how many tokens stand before and after those of the grid.
+            extra: how many tokens stand before and after those of the grid.
             parallel: the processes between which the tokens are split; all above is of the own ones then.
             state: of :meth:`new_state`, whose sequence these tokens go on; all above is of them alone then.
             keep: whether they belong to its past from now on.
@@ -157,7 +151,7 @@ class MHLALayer(nn.Module):
             backend=backend,
             extra=extra,
             parallel=parallel,
-            **self._settings(grid, any(extra), parallel),
+            **self._settings(grid, any(extra)),
         )
         if self.convolution is not None:
             added = self._convolved(self.convolution, here.value.flatten(2), grid, parallel)
@@ -241,9 +235,8 @@ class MHLALayer(nn.Module):
     def call(self, given: Attended) -> Call:
         """The call of :meth:`forward` without norm and gate, for what looks at the attention itself."""
         here = given.of_grid()
-        settings = self._settings(given.grid, bool(any(given.extra)))
-        if isinstance(settings.get("exact"), ContentRule):
-            settings["by_content"] = settings.pop("exact")
+        settings = self._settings(given.grid, any(given.extra))
+        settings["rule"] = settings.pop("sparse", None)
         call = Call(
             here.query,
             here.key,
@@ -256,7 +249,7 @@ class MHLALayer(nn.Module):
             extra=given.others(),
             **settings,
         )
-        return with_chosen_tiles(call)
+        return with_lists(call)
 
     def _mixing_on(self, grid: tuple[int, ...]) -> torch.Tensor:
         """The mixing matrix of the blocks that a grid is cut into."""
@@ -265,18 +258,20 @@ class MHLALayer(nn.Module):
             return extend_mixing(self.mixing, self.config.blocks, blocks[0])
         return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
 
-    def _settings(self, grid: tuple[int, ...], has_extra: bool, parallel: Parallel | None = None) -> dict[str, Any]:
+    def _settings(self, grid: tuple[int, ...], has_extra: bool) -> dict[str, Any]:
         """Arguments of the attention besides tensors that the input brings."""
         config, log_weight = self.config, self.linear_log_weight
         settings = self._common_settings()
         if config.causal is not None:
             return settings | {"causal": config.causal, "linear_weight": self._own_block_weight()}
-        if self.exact is not None:
-            settings["exact"] = self.exact(grid, parallel)
-        # else nothing is left for a far field or means to add, or the far field is alone and its weight without effect
-        if log_weight is not None and config.share < 1 and (self.exact is not None or has_extra):
-            settings |= {"linear_weight": log_weight.exp(), "pooled_bias": self.pooled_bias}
-        return settings
+        if config.sparse == "content":
+            if config.listed_on(grid) == 1:  # nothing is left for pooled keys and the linear branch to add
+                return settings | {"sparse": ContentRule(config.block_size, 1.0)}
+            settings["sparse"] = ContentRule(config.block_size, config.listed, config.fits_pooled_bias)
+        if log_weight is not None and (config.sparse == "content" or has_extra):
+            settings["linear_weight"] = log_weight.exp()
+        # where β is fitted at every call there is none to hand over
+        return settings | ({} if self.pooled_bias is None else {"pooled_bias": self.pooled_bias})
 
     def _common_settings(self) -> dict[str, Any]:
         """Those of every attention, which are no weights."""
@@ -294,14 +289,16 @@ class MHLALayer(nn.Module):
         return log_weight.exp() if self.config.sparse == "own" and log_weight is not None else None
 
     @property
+    def _first_log_weight(self) -> float:
+        return _LINEAR_LOG_WEIGHT[self.config.sparse == "content" and self.config.pooled]
+
+    @property
     def needs_calibration(self) -> bool:
-        """Whether exact tiles are yet to be chosen, or λ and β are still those of a fresh layer."""
-        if self.exact is None or self.config.share == 1 or self.linear_log_weight is None:
+        """Whether λ and β are still those of a fresh layer, which nothing fits within the call."""
+        if self.config.sparse != "content" or self.config.listed == 1 or self.config.fits_pooled_bias:
             return False
-        if self.config.fits_pooled_bias:
-            return False
-        is_fresh = bool((self.linear_log_weight == _FAR_LOG_WEIGHT[self.config.pooled]).all())
-        return not self.exact.is_ready or is_fresh and (self.pooled_bias is None or not self.pooled_bias.any())
+        is_fresh = self.linear_log_weight is None or bool((self.linear_log_weight == self._first_log_weight).all())
+        return is_fresh and (self.pooled_bias is None or not self.pooled_bias.any())
 
     @torch.no_grad()
     def clip_mixing_(self) -> None:

@@ -1,5 +1,6 @@
 """Load a saved patch from a folder or the Hub."""
 
+import warnings
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,11 +14,13 @@ from ..families import get_family
 from .base_weights import base_weights, check_writable, is_restorable, replace_weights
 from .finding import find_transformers, is_patched
 from .layer import MHLALayer
+from .old_format import new_tensors
 from .plan import Plan, carry_out, make_plan
 from .processor import MHLAProcessor
 from .record import (
     CONFIG_NAME,
     PICKLE_SUFFIXES,
+    UNIFORM_BLOCKS_SINCE,
     PatchRecord,
     TransformerRecord,
     Weights,
@@ -36,7 +39,6 @@ def load_mhla(
     patch: str | Path,
     *,
     blocks: tuple[int, ...] | None = None,
-    exact_tiles: tuple[int, ...] | None = None,
     block_size: int | None = None,
     density: float | None = None,
     backend: str = "auto",
@@ -51,11 +53,11 @@ def load_mhla(
 
     Args:
         model: unpatched pipeline or transformer of the kind that the patch was made for.
-        patch: folder, Hub id, or the name of an adapted patch that ships, such as "tiny-wan-exact".
+        patch: folder, Hub id, or the name of an adapted patch that ships, such as "tiny-wan-mhla".
         blocks: other block counts to open the patch at; mixing matrices are interpolated.
-        exact_tiles: other tile counts; the scores of calibrated tiles are interpolated, and tiles chosen anew.
-        block_size: tokens of every tile along the curve, of a patch that has such tiles.
-        density: another part of all pairs of tiles to be exact; calibrated tiles are chosen anew.
+        block_size: other tokens of every uniform block, of a patch with a sparse branch; it was not trained with them,
+            which a warning says.
+        density: another part of all pairs of blocks to list.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         revision: of a Hub repository; with it a folder here of the owner's name does not count.
         token: for a private Hub repository.
@@ -75,20 +77,23 @@ def load_mhla(
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
-    wanted = {"blocks": blocks, "exact_tiles": exact_tiles, "block_size": block_size, "density": density}
+    wanted = {"blocks": blocks, "block_size": block_size, "density": density}
     changes = {name: value for name, value in wanted.items() if value is not None}
     prepared = []
     for name, transformer in transformers.items():
         saved = record.transformers[name]
         before = MHLAConfig.from_dict(saved.mhla)
-        if block_size is not None and before.block_size is None:
-            raise ValueError(
-                f"block_size={block_size} needs a patch whose tiles stand along the curve, and the weights of this one "
-                "were trained without them; leave it out, or apply_mhla(..., block_size=...) and adapt."
-            )
         opened = before.replace(**changes)
+        if opened.block_size != before.block_size and record.format_version >= UNIFORM_BLOCKS_SINCE:
+            warnings.warn(
+                f"This patch was trained with blocks of {before.block_size} tokens and opens with blocks of "
+                f"{opened.block_size}; adapt it, or fit its weights with calibrate_sparse(model, run).",
+                stacklevel=2,
+            )
         plan = make_plan(transformer, MHLAProcessor(opened, backend=backend))
-        part = _part(tensors, name, saved, opened)
+        prefix = f"{name}."
+        part = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        part = resized(part, before, opened)
         _check_tensors(plan, part, record.weights, saved)
         prepared.append((plan, part))
     try:
@@ -116,8 +121,6 @@ def _fill(layer: MHLALayer, tensors: dict[str, torch.Tensor]) -> None:
     state = layer.state_dict(keep_vars=True)
     for key, tensor in tensors.items():
         state[key].copy_(tensor)
-    if layer.sparse is not None:
-        layer.sparse.make_lists()
 
 
 def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> Path:
@@ -185,7 +188,7 @@ def _read_tensors(folder: Path, record: PatchRecord) -> dict[str, torch.Tensor]:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     for name, tensor in tensors.items():
         check_finite(f"{path}: {name}", tensor)
-    return tensors
+    return tensors if record.format_version >= UNIFORM_BLOCKS_SINCE else new_tensors(tensors)
 
 
 def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -219,29 +222,6 @@ def _check_transformer(name: str, transformer: nn.Module, record: PatchRecord) -
                 f"The patch does not fit the {name}: it was made for {what}={getattr(saved, what)!r}, the model "
                 f"has {value!r}. Base model of the patch: {record.base_model or 'not recorded'}."
             )
-
-
-def _part(
-    tensors: dict[str, torch.Tensor], component: str, record: TransformerRecord, opened: MHLAConfig
-) -> dict[str, torch.Tensor]:
-    """One transformer's tensors, brought to the wanted block counts, tile counts and share."""
-    prefix, saved = f"{component}.", MHLAConfig.from_dict(record.mhla)
-    part = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    if record.mhla.get("near_field") == "softmax":
-        part = _without_near_field(part, record.heads)
-    return resized(part, saved, opened, record.heads)
-
-
-def _without_near_field(part: dict[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
-    """Tensors of a patch from before there were exact tiles, whose far field left a query's own block out."""
-    part = dict(part)
-    for key in [key for key in part if key.endswith(".mhla.mixing")]:
-        if part[key].shape[-1] > 1:  # all of a single block is exact, and its matrix says nothing
-            part[key] = part[key].clone()
-            part[key].diagonal(dim1=-2, dim2=-1).zero_()
-        # a single block had no far field, and no weight of it
-        part.setdefault(key.replace(".mixing", ".linear_log_weight"), torch.zeros(heads))
-    return part
 
 
 def _check_tensors(plan: Plan, tensors: dict[str, torch.Tensor], weights: Weights, saved: TransformerRecord) -> None:

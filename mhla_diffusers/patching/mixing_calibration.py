@@ -1,4 +1,4 @@
-"""Fit the mixing matrices of a patch without exact tiles to the softmax attention that it replaces."""
+"""Fit the mixing matrices of a patch without a sparse branch to the softmax attention that it replaces."""
 
 import math
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from torch import nn
 from ..attention.mixing_fit import BlockInput, fit_mixing
 from ..families import get_family
 from .calibration import check_reached
-from .exact_calibration import fit_weights, head_projections, spread_calls
 from .finding import find_transformers, is_patched, mhla_layers, refuse_causal, refuse_language
 from .other_processors import other_processors_wanted
 from .processor import attended
 from .removal import mhla_disabled
 from .sensitivity import TransformerCall, patched_pairs, record_calls, repeat_calls
+from .sparse_calibration import fit_weights, head_projections, spread_calls
 
 _FLOAT32 = 4
 _MOST_BYTES = 16 * 2**30
@@ -26,11 +26,11 @@ _QUERIES = 16
 
 @torch.no_grad()
 def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
-    """Set the mixing matrices of a patch without exact tiles to what brings its output closest to softmax attention's.
+    """Set the mixing matrices of MHLA alone to what brings its output closest to softmax attention's.
 
     ``run`` is called once with the patch switched off. Then the layers are fitted one after another, on what they get
     from those before, which are patched already: see :mod:`mhla_diffusers.attention.mixing_fit`. In joint attention λ
-    is fitted as well, to weigh the tokens of the grid beside those outside. Nothing else of the patch changes. Without
+    is fitted as well, to weigh the tokens of the grid beside the extra ones. Nothing else of the patch changes. Without
     training it helps much, and is still far from what adaptation reaches.
 
     Args:
@@ -38,9 +38,9 @@ def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
         run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
 
     Raises:
-        ValueError: if the model is not patched, is patched causally, has exact tiles or an output norm, was not patched
-            in place of softmax attention or without a normaliser, has too many blocks or is run at fewer, or ``run``
-            did not reach every layer.
+        ValueError: if the model is not patched, is patched causally, has a sparse branch or an output norm, was not
+            patched in place of softmax attention or without a normaliser, has too many blocks or is run at fewer, or
+            ``run`` did not reach every layer.
     """
     refuse_language(model, "calibrate_mixing()")
     transformers = {name: part for name, part in find_transformers(model).items() if is_patched(part)}
@@ -71,7 +71,7 @@ def _check(transformer: nn.Module) -> None:
             raise ValueError(
                 "calibrate_mixing() fits MHLA alone, sparse='none', normalize=True and output_norm=False; got "
                 f"sparse={config.sparse!r}, normalize={config.normalize}, output_norm={config.output_norm}. "
-                "calibrate_sparse() fits what goes with exact tiles, calibrate_output_norm() a norm."
+                "calibrate_sparse() fits what goes with a sparse branch, calibrate_output_norm() a norm."
             )
         size = _FLOAT32 * attn.mhla.mixing[..., 0, 0].numel() * math.prod(config.blocks) ** 3
         if size > _MOST_BYTES:

@@ -33,10 +33,6 @@ def parallel_of(config: Any) -> Parallel | None:
     return Parallel(ring, ulysses, whole, settings.ring_anything or settings.ulysses_anything)
 
 
-_CONSTANTS = "meet", "prepare"
-"""Functions of :class:`Processes` that belong to one instance."""
-
-
 class Processes:
     """What the hooks of one patched transformer know of the processes that it runs on."""
 
@@ -45,29 +41,25 @@ class Processes:
         self.parallel: Parallel | None = None
         self._met: Any = None
         """Configuration under which the processes have compared their patches."""
-        self._set_constants()
+        self._set_constant()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copied or pickled transformer."""
-        return {name: value for name, value in vars(self).items() if name not in _CONSTANTS}
+        return {name: value for name, value in vars(self).items() if name != "meet"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of such a one."""
         vars(self).update(state)
-        self._set_constants()
+        self._set_constant()
 
-    def _set_constants(self) -> None:
-        """:meth:`_meet` and :meth:`_prepare`, which torch.compile runs once, while it traces a graph, and not in it."""
+    def _set_constant(self) -> None:
+        """:meth:`_meet`, which torch.compile runs once, while it traces a graph, and not in it."""
 
         def meet() -> None:
             self._meet()
 
-        def prepare(grid: tuple[int, ...]) -> None:
-            self._prepare(grid)
-
-        self.meet, self.prepare = meet, prepare
-        for function in (meet, prepare):
-            vars(function)["_dynamo_marked_constant"] = True
+        self.meet = meet
+        vars(meet)["_dynamo_marked_constant"] = True
 
     def _meet(self) -> None:
         """At the first call under a configuration: learn who the processes are, and that they are patched alike."""
@@ -79,14 +71,8 @@ class Processes:
             compare_patches(self.transformer, self.parallel)
         self._met = config
 
-    def _prepare(self, grid: tuple[int, ...]) -> None:
-        """For a token grid: work out of lists of exact tiles what each process sends, which needs their values."""
-        for _, layer in _layers(self.transformer) if self.parallel is not None else ():
-            if layer.sparse is not None and self.parallel is not None:
-                layer.sparse.prepare(grid, self.parallel)
-
     def check(self, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
-        """Of one call, before which lists of exact tiles are prepared.
+        """Of one call.
 
         Raises:
             ValueError: tokens or heads that the processes do not divide, or a call that cannot be split.
@@ -107,7 +93,6 @@ class Processes:
             parallel.head_counts(layer.heads)
             if layer.form.has_extra and isinstance(context, torch.Tensor):
                 parallel.shares(context.shape[1], "tokens of text")
-        self.prepare(grid)
 
 
 def _layers(transformer: nn.Module) -> Iterable[tuple[str, MHLALayer]]:

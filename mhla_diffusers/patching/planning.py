@@ -66,8 +66,8 @@ def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = 
     """Block counts for a size in pixels.
 
     Blocks as long along every axis as those of the family's default at its default size, since how far a block reaches
-    is what its summary has to hold: three latent frames and ten tokens each way for Wan. But no more than about √(2 N)
-    blocks of N tokens, where mixing M² pairs of blocks costs as much as making and reading the summaries; beyond it
+    is what its KV state has to hold: three latent frames and ten tokens each way for Wan. But no more than about √(2 N)
+    blocks of N tokens, where mixing M² pairs of blocks costs as much as making and reading the KV states; beyond it
     the cost would no longer be linear. Start from it, and look at a layer's attention or the loss for more. A warning
     says where a size is too small for more than one block, with which MHLA is plain linear attention.
 

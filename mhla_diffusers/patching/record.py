@@ -5,8 +5,9 @@ changed by hand is noticed.
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -15,13 +16,16 @@ from safetensors import SafetensorError, safe_open
 
 from ..config import MHLAConfig, check, check_choice, check_names
 from ..files import check_hash, read_json
+from .old_format import new_settings, note_of
 
 Weights = Literal["mhla", "changed", "all"]
 """What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
 
 CONFIG_NAME = "mhla_config.json"
-FORMAT_VERSION = 2
-_READABLE_VERSIONS = (1, 2)
+FORMAT_VERSION = 3
+UNIFORM_BLOCKS_SINCE = 3
+"""Version before which :mod:`mhla_diffusers.patching.old_format` translates."""
+_READABLE_VERSIONS = (1, 2, 3)
 """Version 1 had neither settings in the safetensors file nor a list of the base weights."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Files that are never loaded."""
@@ -78,12 +82,16 @@ class PatchRecord:
             f"{self.file} was written anew without its settings, so nothing tells whether those in {CONFIG_NAME} "
             "belong to its tensors; keep the metadata of the safetensors file, or save with save_mhla().",
         )
-        path, now, saved = next(_differences(self.settings(), json.loads(metadata["mhla"]), ""), ("", None, None))
+        settings = json.loads(metadata["mhla"])
+        if self.format_version < UNIFORM_BLOCKS_SINCE:
+            for part in settings["transformers"].values():
+                part["mhla"] = new_settings(part["mhla"])
+        path, now, saved = next(_differences(self.settings(), settings, ""), ("", None, None))
         check(
             not path,
             f"{CONFIG_NAME} was changed after saving: {path} is {now!r}, and the weights were saved with {saved!r}. "
             "They belong together, so put it back. What may differ are the arguments of load_mhla: blocks, "
-            "exact_tiles, density; other settings need other weights: apply_mhla() and an adaptation.",
+            "block_size, density; other settings need other weights: apply_mhla() and an adaptation.",
         )
 
 
@@ -150,11 +158,22 @@ def read_record(folder: Path) -> PatchRecord:
         )
         record = _parse(PatchRecord, content, "")
         check(bool(record.transformers), "transformers is empty, but a patch is for at least one.")
+        if record.format_version < UNIFORM_BLOCKS_SINCE:
+            record = _translated(record, path)
         for part in record.transformers.values():
             MHLAConfig.from_dict(part.mhla)
         return record
     except ValueError as error:
         raise ValueError(f"{path} is no valid patch: {error}") from error
+
+
+def _translated(record: PatchRecord, path: Path) -> PatchRecord:
+    """A record of an old format with today's settings."""
+    notes = {note for part in record.transformers.values() if (note := note_of(part.mhla)) is not None}
+    for note in notes:
+        warnings.warn(f"{path}: {note}", stacklevel=4)
+    parts = {name: replace(part, mhla=new_settings(part.mhla)) for name, part in record.transformers.items()}
+    return replace(record, transformers=parts)
 
 
 def check_file(folder: Path, record: PatchRecord) -> Path:

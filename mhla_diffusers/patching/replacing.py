@@ -9,13 +9,13 @@ from torch import nn
 
 from ..config import MHLAConfig, Patch, is_automatic, load_patch
 from ..families import Family, get_family
-from .exact_calibration import calibrate_sparse
 from .finding import attentions_of, find_transformers, refuse_causal, refuse_language
 from .mixing_calibration import calibrate_mixing
 from .plan import automatic_count, carry_out, make_plan, refuse_order
 from .processor import MHLAProcessor
 from .removal import remove_mhla
 from .sensitivity import check_run, measure_sensitivity, patched_pairs, record_calls, repeat_calls
+from .sparse_calibration import calibrate_sparse
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
@@ -40,8 +40,8 @@ def apply_mhla(
         patch: settings, the name of a ready patch, or the path of a patch YAML; None for the family's defaults.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         calibration: makes the patch as good as it is without training: runs the model on typical inputs, for example
-            ``lambda: pipe("a cat", num_inference_steps=4)``. It says which tiles every head needs and how the rest is
-            weighed, see :func:`calibrate_sparse`; without exact tiles it fits the mixing matrices, see
+            ``lambda: pipe("a cat", num_inference_steps=4)``. It fits how the linear branch weighs beside the sparse
+            branch, see :func:`calibrate_sparse`; without a sparse branch it fits the mixing matrices, see
             :func:`calibrate_mixing`. With ``layers="auto:2/3"`` those layers are replaced whose replacement alone moves
             the output least, which costs one run of each call per layer; their list is recorded in the configuration,
             and mixing matrices are left as they are.
@@ -72,8 +72,8 @@ def apply_mhla(
     if calibration is not None:
         refuse_causal(configs.values(), "calibration")
     automatic = any(is_automatic(config.layers) for config in configs.values())
-    has_exact = any(config.sparse != "none" for config in configs.values())
-    calibrate = calibrate_sparse if has_exact else None if automatic else calibrate_mixing
+    is_sparse = any(config.sparse != "none" for config in configs.values())
+    calibrate = calibrate_sparse if is_sparse else None if automatic else calibrate_mixing
     if calibration is not None and automatic:
         configs = _choose_automatically(transformers, configs, calibration, backend)
     plans = [make_plan(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
