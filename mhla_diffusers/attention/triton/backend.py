@@ -14,7 +14,7 @@ from ..causal import CausalAttention
 from ..merge import LinearAttention, merged_attention
 from ..parallel.sparse import ring_sparse_attention
 from ..sparse import with_lists
-from .operators import BY_READ, BY_SUMMARIES, read, summaries
+from .linear_operators import linear_attention, linear_read, linear_states
 from .own_block import triton_own_block_attention
 from .sparse import BLOCK_SIZES, sparse_attention
 
@@ -65,10 +65,10 @@ def triton_attention(call: Call) -> torch.Tensor:
     """
     usable = usable_call(call)
     if usable.lists is None and usable.rule is None:
-        return THROUGHOUT(usable)
+        return linear_attention(usable) if usable.group is None else LINEAR(usable)
     if usable.group is None:
         return sparse_attention(usable)
-    return merged_attention(with_lists(usable), ring_sparse_attention, BESIDE_SPARSE)
+    return merged_attention(with_lists(usable), ring_sparse_attention, LINEAR)
 
 
 def usable_call(call: Call) -> Call:
@@ -90,27 +90,12 @@ def usable_call(call: Call) -> Call:
     )
 
 
-def _summaries(call: Call) -> torch.Tensor:
-    return summaries(*BY_SUMMARIES.flat(call))
-
-
-def _read(call: Call, summary: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return read(True, summary, *BY_READ.flat(call))
-
-
-def _read_output(call: Call, summary: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return read(False, summary, *BY_READ.flat(call))[:1]
-
-
-BESIDE_SPARSE = LinearAttention(_summaries, _read)
+LINEAR = LinearAttention(linear_states, linear_read)
 """Of calls that :func:`usable_call` gave."""
-THROUGHOUT = LinearAttention(_summaries, _read_output)
-"""The same without the normaliser, which is then not written."""
-
 
 TRITON_CAUSAL = CausalAttention(
     LinearAttention(
-        lambda call: _summaries(usable_call(call)), lambda call, summary: _read(usable_call(call), summary)
+        lambda call: linear_states(usable_call(call)), lambda call, states: linear_read(usable_call(call), states)
     ),
     lambda call: triton_own_block_attention(usable_call(call)),
 )

@@ -1,9 +1,9 @@
-"""The linear branch: KV states of the MHLA blocks, mixing them, and reading them; backward in :mod:`.linear_backward`.
+"""The linear branch: KV states of the MHLA blocks, and reading their mixtures; backward in :mod:`.linear_backward`.
 
 With f = φ(q), S and z the mixed KV state and normaliser state of the query's block, the output is fᵀS / fᵀz. Beside
 block-sparse attention it is one of up to three branches under one denominator: with n = fᵀS and d = fᵀz,
 
-    o = (exp(lse_listed) o_listed + exp(lse_pooled + β) o_pooled + λ n) / (exp(lse_listed) + exp(lse_pooled + β) + λ d)
+    o = (exp(lse_listed) o_listed + exp(lse_pooled) o_pooled + λ n) / (exp(lse_listed) + exp(lse_pooled) + λ d)
 
 Then come output norm and gate. Kernels find the tokens of a block through tables, so that the same kernels read raster
 tokens, which they rotate themselves, and prepared rows (B * H, R, D), seen as (B, R, H, D).
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .launch import Launch, allocate, architecture_of, power_of_two, precision_of, processors_of
-from .linear_features import Features, load_features, load_tile, read_state, softmax_scale, store_tile
+from .linear_features import Features, load_features, load_tile, read_state, source_of, store_tile
 
 
 @dataclass(frozen=True)
@@ -30,41 +30,78 @@ class Blocks:
     members: torch.Tensor
     """(N,) Where the tokens stand in query, key and value, MHLA block after MHLA block."""
     places: torch.Tensor
-    """(N,) Where the same tokens stand in the sequence: in output, gate, key mask, cos and sin. For raster tokens these
+    """(N,) Where the same tokens stand in the sequence: in output, gate, key mask and angles. For raster tokens these
     are the members themselves."""
     starts: torch.Tensor
     """(M + 1,) Where each block begins in the two tables, and where the last one ends."""
     longest: int
     """Tokens in the longest block."""
 
+    def __len__(self) -> int:
+        """M."""
+        return len(self.starts) - 1
+
     @property
     def arguments(self) -> dict[str, Any]:
         """Of the kernels."""
-        return {"members": self.members, "places": self.places, "starts": self.starts, "tokens": len(self.members)}
+        tables = {"members": self.members, "places": self.places, "starts": self.starts}
+        return {**tables, "tokens": len(self.members), "blocks": len(self)}
 
 
 class Branches(NamedTuple):
     """What the linear branch is merged with: block-sparse attention's branches by row; outputs contiguous."""
 
-    listed: torch.Tensor
-    """(B * H, R, D) like the query."""
-    listed_lse: torch.Tensor
+    listed: torch.Tensor | None = None
+    """(B * H, R, D) like the query; None where MHLA is alone."""
+    listed_lse: torch.Tensor | None = None
     """float32 (B * H, R), natural logarithm."""
-    pooled: torch.Tensor | None
-    """(B * H, R, D) like the query, or None."""
-    pooled_lse: torch.Tensor | None
-    """float32 (B * H, R)."""
-    pooled_bias: torch.Tensor | None
-    """β: float32 (H,)."""
-    linear_weight: torch.Tensor
+    pooled: torch.Tensor | None = None
+    """Like ``listed``, or None."""
+    pooled_lse: torch.Tensor | None = None
+    """Like ``listed_lse``, with β in it."""
+    linear_weight: torch.Tensor | None = None
     """λ: float32 (H,), not negative."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What queries read, and what becomes of it."""
+
+    query: torch.Tensor
+    """(B, N, H, D) of any strides but the last, which is 1."""
+    states: torch.Tensor
+    """Mixed, (B, H, M, D, D), contiguous."""
+    sums: torch.Tensor | None
+    """Mixed normaliser states, float32 (B, H, M, D), contiguous; None for no normaliser, which the merge needs."""
+    blocks: Blocks
+    features: Features
+    """Of the query."""
+    branches: Branches = Branches()
+    output_norm: torch.Tensor | None = None
+    """Weight of an RMSNorm over channels, (D,)."""
+    norm_eps: float = 1e-6
+    gate: torch.Tensor | None = None
+    """(B, N, H, D), contiguous: the output is multiplied by its SiLU."""
+
+    def arguments(self, kernel: str, architecture: str) -> tuple[dict[str, Any], "Tile", tuple[int, int, int]]:
+        """What reading and its backward share: arguments, tile and programs."""
+        tile = tile_of(kernel, self.query, self.blocks.longest, architecture)
+        batch, rows, heads, _ = self.query.shape
+        arguments = {
+            **{"query": self.query, "states": self.states, "sums": self.sums, **self.branches._asdict()},
+            **{"output_norm": self.output_norm, "norm_eps": self.norm_eps, "gate": self.gate},
+            **{"heads": heads, "rows": rows, "BLOCK_T": tile.tokens, "BLOCK_C": tile.channels},
+            **self.blocks.arguments,
+            **self.features.arguments,
+            **constants_of(self.query, architecture),
+        }
+        return arguments, tile, (batch * heads, triton.cdiv(self.blocks.longest, tile.tokens), len(self.blocks))
 
 
 class Tile(NamedTuple):
     """How a kernel is cut."""
 
     tokens: int
-    """Or rows and columns of the gradient of a mixing matrix."""
     channels: int
     """Columns of a state that a program adds up; rows of a state that it holds at a time where it reads one."""
     warps: int
@@ -76,15 +113,13 @@ _LARGE = {
     "read": Tile(64, 128, 8, 1),
     "query_gradient": Tile(32, 128, 8, 1),
     "key_gradient": Tile(64, 128, 8, 1),
-    "mixing_gradient": Tile(128, 64, 4, 3),
     "wide_states": Tile(32, 64, 8, 2),
     "wide_read": Tile(32, 64, 8, 1),
     "wide_query_gradient": Tile(32, 32, 8, 1),
     "wide_key_gradient": Tile(32, 32, 8, 1),
-    "wide_mixing_gradient": Tile(64, 32, 4, 1),
 }
 """227 KiB of shared memory. Wide: float32, or more than 128 channels."""
-_AMPERE = _LARGE | {"states": Tile(32, 128, 8, 3), "mixing_gradient": Tile(64, 64, 4, 3)}
+_AMPERE = _LARGE | {"states": Tile(32, 128, 8, 3)}
 """163 KiB, and fewer registers where 4 warps multiply."""
 _SMALL = _AMPERE | {
     "states": Tile(32, 128, 8, 2),
@@ -100,7 +135,7 @@ _TILES = {"sm_80": _AMPERE, "sm_90": _LARGE, "sm_100": _LARGE, "gfx942": _AMD, "
 
 
 def tile_of(kernel: str, like: torch.Tensor, longest: int, architecture: str) -> Tile:
-    """Of a kernel over tokens or states ``like`` these, with D channels last."""
+    """Of a kernel over tokens ``like`` these, with D channels last."""
     padded = power_of_two(like.shape[-1])
     wide = like.dtype == torch.float32 or padded > 128
     tile = _TILES.get(architecture, _SMALL)[f"wide_{kernel}" if wide else kernel]
@@ -120,8 +155,8 @@ def constants_of(like: torch.Tensor, architecture: str) -> dict[str, Any]:
     return {"HEAD_DIM": like.shape[-1], "BLOCK_D": power_of_two(like.shape[-1]), "PRECISION": precision}
 
 
-def strides_of(features: Features, **tensors: torch.Tensor) -> dict[str, int]:
-    """Strides of tensors (B, N, H, D) and of the angles, in units of ALIGNMENT channels.
+def strides_of(**tensors: torch.Tensor) -> dict[str, int]:
+    """Strides of tensors (B, N, H, D) in units of ALIGNMENT channels.
 
     So the compiler sees that rows begin where a thread may load 8 channels at once, at any resolution.
     """
@@ -130,47 +165,9 @@ def strides_of(features: Features, **tensors: torch.Tensor) -> dict[str, int]:
         for name, x in tensors.items()
         for i, axis in enumerate(("batch", "token", "head"))
     }
-    angles = features.cos
-    strides["angle_batch"] = 0 if angles is None or len(angles) == 1 else angles.stride(0)
-    strides["angle_token"] = 0 if angles is None else angles.stride(1)
     head_dims = [x.shape[-1] for x in tensors.values()]
     alignment = 8 if all(stride % 8 == 0 for stride in (*strides.values(), *head_dims)) else 1
     return {name: stride // alignment for name, stride in strides.items()} | {"ALIGNMENT": alignment}
-
-
-def states_forward(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    blocks: Blocks,
-    features: Features,
-    key_mask: torch.Tensor | None,
-    normalize: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """KV state Σ w φ(k) vᵀ and normaliser state Σ w φ(k) of every MHLA block.
-
-    Args:
-        key: (B, N, H, D) of any strides but the last, which is 1.
-        value: likewise.
-        blocks: the tables.
-        features: of the key.
-        key_mask: w, float32 (B, N), contiguous, in the order of the sequence; or None.
-        normalize: whether the normaliser is wanted.
-
-    Returns:
-        States (B, H, M, D, D), bfloat16 for such inputs, else float32; and normaliser states float32 (B, H, M, D), or
-        None.
-    """
-    launch = states_launch(key, value, blocks, features, key_mask, normalize)
-    launch.run()
-    return finished_states(launch, states_dtype(key.dtype))
-
-
-def finished_states(launch: Launch, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a launch of :func:`states_launch` wrote, parts added in their order: (B, H, M, D, D) and (B, H, M, D)."""
-    states, sums = launch.arguments["states"], launch.arguments["sums"]
-    if states.shape[0] == 1:
-        return states[0], None if sums is None else sums[0]
-    return states.sum(0).to(dtype), None if sums is None else sums.sum(0)
 
 
 def states_launch(
@@ -183,186 +180,85 @@ def states_launch(
     sum_weight: torch.Tensor | None = None,
     architecture: str | None = None,
 ) -> Launch:
-    """Parts of the states of all blocks, as many as fill the card: see :func:`states_forward`.
+    """KV state Σ w φ(k) vᵀ and normaliser state Σ w φ(k) of every block, in as many parts as fill the card.
 
     Args:
-        key: see there.
+        key: (B, N, H, D) of any strides but the last, which is 1.
         value: likewise; or any rows to be added up by the features of the key.
-        blocks: see there.
-        features: see there.
-        key_mask: see there.
-        normalize: see there.
+        blocks: the tables.
+        features: of the key.
+        key_mask: w, float32 (B, N), contiguous, in the order of the sequence; or None.
+        normalize: whether the normaliser is wanted.
         sum_weight: of a token and head in the normaliser state, float32 (B, H, N) in the order of ``blocks.members``.
         architecture: of a card that is not there.
     """
     architecture = architecture or architecture_of(key.device)
     batch, _, heads, head_dim = key.shape
-    count = len(blocks.starts) - 1
     tile = tile_of("states", value if value.dtype == torch.float32 else key, blocks.longest, architecture)
     columns = triton.cdiv(head_dim, tile.channels)
     # four tiles at least, or writing parts would be most of the work
-    wanted = triton.cdiv(2 * processors_of(key.device, architecture), batch * heads * count * columns)
+    wanted = triton.cdiv(2 * processors_of(key.device, architecture), batch * heads * len(blocks) * columns)
     parts = max(1, min(wanted, blocks.longest // (4 * tile.tokens)))
     dtype = states_dtype(key.dtype) if parts == 1 else torch.float32
-    shape = (parts, batch, heads, count, head_dim)
+    shape = (parts, batch, heads, len(blocks), head_dim)
     arguments = {
-        "key": key,
-        "value": value,
-        "key_mask": key_mask,
-        "sum_weight": sum_weight,
+        **{"key": key, "value": value, "key_mask": key_mask, "sum_weight": sum_weight},
         "states": allocate((*shape, head_dim), dtype, key.device),
         "sums": allocate(shape, torch.float32, key.device) if normalize else None,
-        "heads": heads,
-        "blocks": count,
-        "parts": parts,
-        "BLOCK_T": tile.tokens,
-        "BLOCK_E": tile.channels,
+        **{"heads": heads, "parts": parts, "BLOCK_T": tile.tokens, "BLOCK_E": tile.channels},
         **blocks.arguments,
         **features.arguments,
-        **strides_of(features, key=key, value=value),
+        **strides_of(key=key, value=value),
         **constants_of(key, architecture),
     }
-    return Launch(states_kernel, (batch * heads, columns, count * parts), arguments, tile.warps, tile.stages)
+    return Launch(states_kernel, (batch * heads, columns, len(blocks) * parts), arguments, tile.warps, tile.stages)
 
 
-def mix(
-    mixing: torch.Tensor, states: torch.Tensor, sums: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Multi-Head Mixing: Σ_j m_ij S_j, in the type of the states, and Σ_j m_ij z_j.
-
-    Args:
-        mixing: (M, M) or (H, M, M).
-        states: (B, H, M, D, D), contiguous.
-        sums: float32 (B, H, M, D), or None.
+def states_of(launch: Launch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a launch of :func:`states_launch` and add up its parts, always in the same order.
 
     Returns:
-        In the shapes of ``states`` and ``sums``.
+        States (B, H, M, D, D), bfloat16 for such keys, else float32; and normaliser states float32 (B, H, M, D), or
+        None.
     """
-    with torch.autocast(states.device.type, enabled=False):
-        mixing = mixing.expand(*states.shape[:2], -1, -1)
-        mixed = torch.matmul(mixing.to(states.dtype), states.flatten(3)).view_as(states)
-        return mixed, None if sums is None else torch.matmul(mixing.float(), sums)
+    launch.run()
+    states, sums = launch.arguments["states"], launch.arguments["sums"]
+    if len(states) == 1:
+        return states[0], None if sums is None else sums[0]
+    return states.sum(0).to(states_dtype(launch.arguments["key"].dtype)), None if sums is None else sums.sum(0)
 
 
-def read_forward(
-    query: torch.Tensor,
-    states: torch.Tensor,
-    sums: torch.Tensor | None,
-    blocks: Blocks,
-    features: Features,
-    branches: Branches | None = None,
-    output_norm: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    gate: torch.Tensor | None = None,
-) -> torch.Tensor:
+def read_launch(reading: Reading, with_normaliser: bool = False, architecture: str | None = None) -> Launch:
     """What the queries read from the mixed states of their blocks, merged with the sparse branches.
 
-    Args:
-        query: (B, N, H, D) of any strides but the last, which is 1.
-        states: mixed, (B, H, M, D, D), contiguous.
-        sums: mixed, float32 (B, H, M, D), contiguous; None for no normaliser.
-        blocks: the tables.
-        features: of the query.
-        branches: of block-sparse attention; the merge needs the normaliser.
-        output_norm: weight of an RMSNorm over channels, (D,).
-        norm_eps: of the norm.
-        gate: (B, N, H, D), contiguous: the output is multiplied by its SiLU.
-
     Returns:
-        (B, N, H, D) like the query, in the order of the sequence, contiguous.
+        The launch that writes ``output`` (B, N, H, D) like the query, in the order of the sequence, contiguous, and
+        ``normalisers``, d of the linear branch alone, float32 (B, N, H, 1), or None.
 
     Raises:
         ValueError: branches without a normaliser.
     """
-    launch = read_launch(query, states, sums, blocks, features, branches, output_norm, norm_eps, gate)
-    launch.run()
-    output: torch.Tensor = launch.arguments["output"]
-    return output
-
-
-def read_arguments(
-    kernel: str,
-    query: torch.Tensor,
-    states: torch.Tensor,
-    sums: torch.Tensor | None,
-    blocks: Blocks,
-    features: Features,
-    branches: Branches | None,
-    output_norm: torch.Tensor | None,
-    norm_eps: float,
-    gate: torch.Tensor | None,
-    architecture: str,
-) -> tuple[dict[str, Any], Tile]:
-    """Arguments that reading and its backward share, and the tile: see :func:`read_forward`."""
-    if branches is not None and sums is None:
+    if reading.branches.listed is not None and reading.sums is None:
         raise ValueError("The linear branch beside block-sparse attention needs its normaliser: pass sums.")
-    tile = tile_of(kernel, query, blocks.longest, architecture)
-    merged = Branches(None, None, None, None, None, None) if branches is None else branches  # type: ignore[arg-type]
-    arguments = {
-        "query": query,
-        "states": states,
-        "sums": sums,
-        **merged._asdict(),
-        "output_norm": output_norm,
-        "gate": gate,
-        "heads": query.shape[2],
-        "rows": query.shape[1],
-        "blocks": len(blocks.starts) - 1,
-        "norm_eps": norm_eps,
-        "BLOCK_T": tile.tokens,
-        "BLOCK_C": tile.channels,
-        **blocks.arguments,
-        **features.arguments,
-        **constants_of(query, architecture),
-    }
-    return arguments, tile
-
-
-def read_launch(
-    query: torch.Tensor,
-    states: torch.Tensor,
-    sums: torch.Tensor | None,
-    blocks: Blocks,
-    features: Features,
-    branches: Branches | None = None,
-    output_norm: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    gate: torch.Tensor | None = None,
-    architecture: str | None = None,
-) -> Launch:
-    """A tile of one block's queries each: see :func:`read_forward`."""
-    architecture = architecture or architecture_of(query.device)
-    batch, _, heads, head_dim = query.shape
-    arguments, tile = read_arguments(
-        "read", query, states, sums, blocks, features, branches, output_norm, norm_eps, gate, architecture
-    )
-    arguments |= strides_of(features, query=query)
-    arguments["output"] = allocate((batch, len(blocks.members), heads, head_dim), query.dtype, query.device)
-    programs = (batch * heads, triton.cdiv(blocks.longest, tile.tokens), arguments["blocks"])
-    return Launch(read_kernel, programs, arguments, tile.warps, tile.stages)
+    query, device = reading.query, reading.query.device
+    architecture = architecture or architecture_of(device)
+    arguments, tile, programs = reading.arguments("read", architecture)
+    shape = len(query), len(reading.blocks.members), query.shape[2]
+    arguments["output"] = allocate((*shape, query.shape[3]), query.dtype, device)
+    arguments["normalisers"] = allocate((*shape, 1), torch.float32, device) if with_normaliser else None
+    return Launch(read_kernel, programs, arguments | strides_of(query=query), tile.warps, tile.stages)
 
 
 @triton.jit(
     do_not_specialize=[
-        "heads",
-        "tokens",
-        "blocks",
-        "parts",
-        "key_batch",
-        "key_token",
-        "key_head",
-        "value_batch",
-        "value_token",
-        "value_head",
-        "angle_batch",
-        "angle_token",
+        *("heads", "tokens", "blocks", "parts", "angle_tokens"),
+        *("key_batch", "key_token", "key_head", "value_batch", "value_token", "value_head"),
     ]
 )
 def states_kernel(
     key,
     value,
-    cos,
-    sin,
+    angles,
     key_mask,
     sum_weight,
     members,
@@ -380,8 +276,7 @@ def states_kernel(
     value_batch,
     value_token,
     value_head,
-    angle_batch,
-    angle_token,
+    angle_tokens,
     eps,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -394,9 +289,8 @@ def states_kernel(
 ):
     """BLOCK_E columns of the state of one part of one block."""
     TYPE: tl.constexpr = value.dtype.element_ty
-    whole = tl.program_id(0).to(
-        tl.int64
-    )  # batch row and head; heads run side by side, and share angles and cache lines
+    # batch row and head; heads run side by side, and share angles and cache lines
+    whole = tl.program_id(0).to(tl.int64)
     batch, head = whole // heads, whole % heads
     block, part = tl.program_id(2) // parts, tl.program_id(2) % parts
     begin, end = tl.load(starts + block), tl.load(starts + block + 1)
@@ -414,27 +308,23 @@ def states_kernel(
         there = index < end
         member = tl.load(members + index, mask=there, other=0).to(tl.int64)
         place = tl.load(places + index, mask=there, other=0).to(tl.int64)
-        rows = member * key_token * ALIGNMENT
-        angle_rows = (batch * angle_batch + place * angle_token) * ALIGNMENT
-        largest, total = softmax_scale(
-            key, rows, cos, sin, angle_rows, there, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE_BEFORE
-        )
-        features, plain = load_features(
-            key, rows, cos, sin, angle_rows, there, d, largest, total, eps, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE, TYPE
-        )
+        turn = None
+        if angles is not None:
+            turn = angles + (batch * angle_tokens + place) * HEAD_DIM
+        rows = key + member * key_token * ALIGNMENT
+        source = source_of(rows, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE_BEFORE)
+        features, plain = load_features(source, d, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE, TYPE)
+        weight = there.to(tl.float32)
         if key_mask is not None:
             weight = tl.load(key_mask + batch * tokens + place, mask=there, other=0.0)
             features = (features.to(tl.float32) * weight[:, None]).to(TYPE)
-        values = load_tile(value, member * value_token * ALIGNMENT, there, e, HEAD_DIM)
+        values = load_tile(value + member * value_token * ALIGNMENT, there, e, HEAD_DIM)
         state = tl.dot(tl.trans(features), values, state, input_precision=PRECISION)
         if sums is not None:
-            weight = there.to(tl.float32)
-            if key_mask is not None:
-                weight = tl.load(key_mask + batch * tokens + place, mask=there, other=0.0)
             if sum_weight is not None:
                 weight *= tl.load(sum_weight + whole * tokens + index, mask=there, other=0.0)
             normaliser += tl.sum(plain * weight[:, None], 0)
-    base = (part * (tl.num_programs(0)) + whole) * blocks + block
+    base = (part * tl.num_programs(0) + whole) * blocks + block
     mask = (d < HEAD_DIM)[:, None] & (e < HEAD_DIM)[None, :]
     at = states + base * HEAD_DIM * HEAD_DIM + d[:, None] * HEAD_DIM + e[None, :]
     tl.store(at, state.to(states.dtype.element_ty), mask=mask)
@@ -450,7 +340,6 @@ def merge(
     listed_lse,
     pooled,
     pooled_lse,
-    pooled_bias,
     linear_weight,
     row,
     head,
@@ -481,7 +370,7 @@ def merge(
         near = tl.load(listed_lse + row, mask=there, other=0.0)
         largest = tl.maximum(log_linear, near)
         if pooled is not None:
-            means = tl.load(pooled_lse + row, mask=there, other=0.0) + tl.load(pooled_bias + head)
+            means = tl.load(pooled_lse + row, mask=there, other=0.0)
             largest = tl.maximum(largest, means)
         of_listed = tl.exp(near - largest)
         total = of_listed + tl.exp(log_linear - largest)
@@ -491,25 +380,17 @@ def merge(
         of_listed /= total
         slope = tl.exp(log_weight - largest) / total
         output = product * slope[:, None]
-        output += load_tile(listed, row * HEAD_DIM, there, d, HEAD_DIM).to(tl.float32) * of_listed[:, None]
+        output += load_tile(listed + row * HEAD_DIM, there, d, HEAD_DIM).to(tl.float32) * of_listed[:, None]
         if pooled is not None:
             of_pooled /= total
-            output += load_tile(pooled, row * HEAD_DIM, there, d, HEAD_DIM).to(tl.float32) * of_pooled[:, None]
+            output += load_tile(pooled + row * HEAD_DIM, there, d, HEAD_DIM).to(tl.float32) * of_pooled[:, None]
         lse = largest + tl.log(total)
     return output, slope, of_listed, of_pooled, lse
 
 
 @triton.jit(
     do_not_specialize=[
-        "heads",
-        "tokens",
-        "rows",
-        "blocks",
-        "query_batch",
-        "query_token",
-        "query_head",
-        "angle_batch",
-        "angle_token",
+        *("heads", "tokens", "rows", "blocks", "query_batch", "query_token", "query_head", "angle_tokens"),
     ]
 )
 def read_kernel(
@@ -520,16 +401,15 @@ def read_kernel(
     listed_lse,
     pooled,
     pooled_lse,
-    pooled_bias,
     linear_weight,
     output_norm,
     gate,
     output,
+    normalisers,
     members,
     places,
     starts,
-    cos,
-    sin,
+    angles,
     heads,
     tokens,
     rows,
@@ -537,8 +417,7 @@ def read_kernel(
     query_batch,
     query_token,
     query_head,
-    angle_batch,
-    angle_token,
+    angle_tokens,
     eps,
     norm_eps,
     HEAD_DIM: tl.constexpr,
@@ -551,6 +430,7 @@ def read_kernel(
     PRECISION: tl.constexpr,
 ):
     """Output of one tile of the queries of one block."""
+    NORMALIZE: tl.constexpr = sums is not None
     whole = tl.program_id(0).to(tl.int64)
     batch, head = whole // heads, whole % heads
     block = tl.program_id(2)
@@ -560,53 +440,27 @@ def read_kernel(
         there = index < end
         member = tl.load(members + index, mask=there, other=0).to(tl.int64)
         place = tl.load(places + index, mask=there, other=0).to(tl.int64)
-        at = (batch * query_batch + head * query_head + member * query_token) * ALIGNMENT
-        angle = (batch * angle_batch + place * angle_token) * ALIGNMENT
-        largest, total = softmax_scale(query, at, cos, sin, angle, there, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE_BEFORE)
+        turn = None
+        if angles is not None:
+            turn = angles + (batch * angle_tokens + place) * HEAD_DIM
+        at = query + (batch * query_batch + head * query_head + member * query_token) * ALIGNMENT
+        source = source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE_BEFORE)
+        base, row = whole * blocks + block, whole * rows + member
         product, normaliser = read_state(
-            query,
-            at,
-            cos,
-            sin,
-            angle,
-            there,
-            largest,
-            total,
-            states,
-            sums,
-            whole * blocks + block,
-            eps,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_C,
-            BLOCK_T,
-            FEATURE_MAP,
-            ROPE_BEFORE,
-            PRECISION,
+            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE_BEFORE, PRECISION
         )
-        values, _, _, _, _ = merge(
-            product,
-            normaliser,
-            listed,
-            listed_lse,
-            pooled,
-            pooled_lse,
-            pooled_bias,
-            linear_weight,
-            whole * rows + member,
-            head,
-            there,
-            sums is not None,
-            HEAD_DIM,
-            BLOCK_D,
-        )
+        branches = (listed, listed_lse, pooled, pooled_lse, linear_weight)
+        values, _, _, _, _ = merge(product, normaliser, *branches, row, head, there, NORMALIZE, HEAD_DIM, BLOCK_D)
         d = tl.arange(0, BLOCK_D)
-        here = ((batch * tokens + place) * heads + head) * HEAD_DIM
+        here = (batch * tokens + place) * heads + head
+        if normalisers is not None:
+            tl.store(normalisers + here, normaliser, mask=there)
+        here *= HEAD_DIM
         if output_norm is not None:
             weight = tl.load(output_norm + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
             root = tl.rsqrt(tl.sum(values * values, 1) / HEAD_DIM + norm_eps)
             values = values * root[:, None] * weight[None, :]
         if gate is not None:
-            gates = load_tile(gate, here, there, d, HEAD_DIM).to(tl.float32)
+            gates = load_tile(gate + here, there, d, HEAD_DIM).to(tl.float32)
             values *= gates * tl.sigmoid(gates)
-        store_tile(output, here, there, d, values, HEAD_DIM)
+        store_tile(output + here, there, d, values, HEAD_DIM)

@@ -14,6 +14,7 @@ Triton, which the first call does.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,8 +27,7 @@ from ..eager import finish
 from ..layout import Layout, block_count, layout_of
 from ..merge import least_mixing, linear_branch, under_common_sum, with_least_mask
 from ..sparse import best_bias, fitting_rows, given_lists
-from .linear_operators import block_states, mix_states, read_states
-from .operators import BY_READ, BY_SUMMARIES, read, readable_gradient, refuse_second_derivative, summaries
+from .linear_operators import linear_beside, linear_read, linear_states, refuse_second_derivative
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """That the kernels take."""
@@ -562,19 +562,18 @@ class Branches(NamedTuple):
     pooled_lse: torch.Tensor | None
 
 
+def readable_gradient(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
+    """As kernels read it, contiguous; 0 like ``of`` for none."""
+    return torch.zeros_like(of) if gradient is None else gradient.contiguous()
+
+
 def _read_merged(
     call: Call, block_size: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, branches: Branches
 ) -> torch.Tensor:
     """All branches under one denominator, with norm and gate, in raster order: (B, N, H, D)."""
-    batch, heads = len(call.query), call.query.shape[2]
-    place = list(call.grid), list(call.blocks), block_size, call.feature_map, call.eps
-    mask, weight = with_least_mask(call).key_mask, torch.as_tensor(call.linear_weight)
-    tokens = (x.view(batch, heads, -1, x.shape[-1]) for x in (key, value))
-    states, sums = block_states(*tokens, mask, *place)
-    mixed, mixed_sums = mix_states(least_mixing(call.mixing), states, sums)
-    query = query.view(batch, heads, -1, query.shape[-1])
-    weights = weight.float(), call.output_norm, call.output_gate
-    return read_states(query, mixed, mixed_sums, *branches, *weights, *place)
+    weighed = replace(with_least_mask(call), mixing=least_mixing(call.mixing))
+    rows = (x.unflatten(0, (len(call.query), -1)) for x in (query, key, value))
+    return linear_beside(weighed, *rows, block_size, branches)
 
 
 def _merged(call: Call, block_size: int, branches: Branches) -> torch.Tensor:
@@ -588,7 +587,7 @@ def _merged(call: Call, block_size: int, branches: Branches) -> torch.Tensor:
     output, lse = (x[:, rows].unflatten(0, (batch, -1)).transpose(1, 2) for x in (output, lse[..., None]))
     if call.linear_weight is not None:
         all_else = linear_branch(call)
-        far, normaliser = read(True, summaries(*BY_SUMMARIES.flat(all_else)), *BY_READ.flat(all_else))
+        far, normaliser = linear_read(all_else, linear_states(all_else))
         log_far = (call.linear_weight.float()[:, None] * normaliser).log()
         output = under_common_sum(output, lse, far.float(), log_far)
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
