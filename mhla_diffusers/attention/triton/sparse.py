@@ -572,8 +572,8 @@ def _read_merged(
 ) -> torch.Tensor:
     """All branches under one denominator, with norm and gate, in raster order: (B, N, H, D)."""
     weighed = replace(with_least_mask(call), mixing=least_mixing(call.mixing))
-    rows = (x.unflatten(0, (len(call.query), -1)) for x in (query, key, value))
-    return linear_beside(weighed, *rows, block_size, branches)
+    query, key, value = (x.unflatten(0, (len(call.query), -1)) for x in (query, key, value))
+    return linear_beside(weighed, query, key, value, block_size, branches)
 
 
 def _merged(call: Call, block_size: int, branches: Branches) -> torch.Tensor:
