@@ -5,12 +5,13 @@ python pipelines/generate_wan.py "a cat surfing" --patch wan2.1-t2v-1.3b-hybrid 
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from diffusers import WanPipeline
-from diffusers.utils import export_to_video
 
 from mhla_diffusers import apply_mhla, load_mhla
+from mhla_diffusers.generation.record import write_video
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("prompt")
@@ -41,4 +42,4 @@ video = pipe(
     num_inference_steps=arguments.steps,
     generator=torch.Generator().manual_seed(0),
 ).frames[0]
-export_to_video(video, arguments.output, fps=16)
+write_video(video, Path(arguments.output), frames_per_second=16)

@@ -9,12 +9,13 @@ Every process loads the whole pipeline and makes the same noise; the first one w
 import argparse
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from diffusers import ContextParallelConfig, WanPipeline
-from diffusers.utils import export_to_video
 
 from mhla_diffusers import apply_mhla, load_mhla
+from mhla_diffusers.generation.record import write_video
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("prompt")
@@ -22,7 +23,7 @@ parser.add_argument("--model", default="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", help=
 which = parser.add_mutually_exclusive_group(required=True)
 which.add_argument("--weights", help="what mhla finetune left, or folder or Hub id of a patch")
 which.add_argument("--patch", help="name or YAML file of a patch")
-parser.add_argument("--ring", type=int, default=1, help="processes that exchange summaries")
+parser.add_argument("--ring", type=int, default=1, help="processes that exchange KV states")
 parser.add_argument("--ulysses", type=int, default=1, help="processes that exchange tokens for heads")
 parser.add_argument("--output", default="video.mp4")
 parser.add_argument("--frames", type=int, default=81)
@@ -60,5 +61,5 @@ video = pipe(
     generator=torch.Generator().manual_seed(0),
 ).frames[0]
 if torch.distributed.get_rank() == 0:
-    export_to_video(video, arguments.output, fps=16)
+    write_video(video, Path(arguments.output), frames_per_second=16)
 torch.distributed.destroy_process_group()

@@ -7,12 +7,13 @@ mhla finetune; see docs/stream.md. Without weights the tiny Wan pipeline and its
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from diffusers import WanPipeline
-from diffusers.utils import export_to_video
 
 from mhla_diffusers import load_mhla
+from mhla_diffusers.generation.record import write_video
 from mhla_diffusers.generation.streaming import decode_latents, stream_latents
 from mhla_diffusers.tiny import load_tiny
 
@@ -53,4 +54,4 @@ for latents in stream_latents(
 
 # the autoencoder sees all latents at once; cut them into several calls where its memory does not do
 video = decode_latents(pipe, torch.cat(done, dim=2).to(device))[0]
-export_to_video(video.numpy(), arguments.output, fps=16)
+write_video(video, Path(arguments.output), frames_per_second=16)

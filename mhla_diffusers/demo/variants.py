@@ -35,13 +35,13 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
     if own != "softmax":
         return [Variant(f"own {own} attention", "control", None), Variant("MHLA", "mhla", mhla)]
     one_block = (1,) * len(tiny.blocks)
-    exact = mhla.replace(mixing_per_head=True, sparse="content", exact_tiles=tiny.exact_tiles)
+    exact = mhla.replace(mixing_per_head=True, sparse="content", block_size=tiny.block_size)
     return [
         Variant("softmax", "control", None),
         Variant("plain linear", "linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
         Variant("MHLA", "mhla", mhla),
         Variant("MHLA hybrid 2/3", "hybrid", mhla.replace(layers="2/3")),
-        Variant("MHLA, exact tiles", "exact", exact),
+        Variant("MHLA, block-sparse", "exact", exact),
     ]
 
 

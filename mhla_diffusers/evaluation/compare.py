@@ -11,13 +11,14 @@ import torch
 
 from ..files import read_json
 from ..generation.record import RECORD_NAME
+from ..generation.sample_list import Sample
 from .description import Description, Progress, check_one_each, describe_images, describe_reference
 from .extractors import FeatureExtractor
 from .fid import score_description, too_few
 from .images import FolderImages, read_sample
 from .metrics import FeatureStatistics, frechet_distance
 from .published import SCORE_FILES, PaperRows, known_scores, paper_rows
-from .sets import Sample, require_samples
+from .sets import require_samples
 from .similarity import Similarity
 
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_json_lines, write_text
-from .sets import Sample
+from ..generation.sample_list import Sample
 
 GENEVAL_SAMPLES = 4
 """Pictures per prompt."""

@@ -3,11 +3,20 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..files import check_writable
 from ..generation import PipelineChoice, generator_for
-from ..generation.record import RECORD_NAME, first_sample, import_imageio, is_whole, record_choices, write_sample
-from .sets import Sample, read_sample_list, write_sample_list
+from ..generation.record import (
+    RECORD_NAME,
+    check_choices,
+    first_sample,
+    import_imageio,
+    is_whole,
+    record_choices,
+    write_sample,
+)
+from ..generation.sample_list import Sample, read_sample_list, write_sample_list
 
 
 @dataclass(frozen=True)
@@ -62,12 +71,15 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
     done = len(own) - len(missing)
     yield done
     if not missing:
+        _record(config)
         return
     pipe = config.load(sorted({sample.text for sample in config.samples}))
     for start in range(0, len(missing), config.batch_size):
         batch = missing[start : start + config.batch_size]
         noise = [generator_for(config.seed, "sample", sample.file) for sample in batch]
         results = config.generate(pipe, [sample.text for sample in batch], noise)
+        if not start:  # before the first file and not earlier, so that a run that fails leaves nothing
+            _record(config)
         for sample, result in zip(batch, results, strict=True):
             write_sample(result, config.output / sample.file, config.video_rate)
         done += len(batch)
@@ -75,9 +87,9 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
 
 
 def prepare_folder(config: SampleConfig) -> None:
-    """Make the folder and write down what goes into it. One process calls this before any generates.
+    """Make the folder, and make sure that the set may go into it. One process calls this before any generates.
 
-    A longer set may go on in the folder of a shorter one. What is written down holds for files that are there.
+    A longer set may go on in the folder of a shorter one. What is written down there holds for files that are there.
 
     Raises:
         OSError: the folder cannot be written.
@@ -86,7 +98,7 @@ def prepare_folder(config: SampleConfig) -> None:
     check_writable(config.output)
     config.check()
     _check_foreign_files(config.output)
-    record_choices(config.output, {**config.choices, "seed": config.seed})
+    check_choices(config.output, _choices(config))
     planned = {sample.file: sample.text for sample in config.samples}
     for sample in read_sample_list(config.output) or ():
         if planned.get(sample.file) != sample.text and (config.output / sample.file).is_file():
@@ -94,6 +106,15 @@ def prepare_folder(config: SampleConfig) -> None:
                 f"{config.output} holds another set: {sample.file} shows {sample.text!r}, but this one has "
                 f"{planned.get(sample.file, 'no such file')!r} there. Choose another output folder."
             )
+
+
+def _choices(config: SampleConfig) -> dict[str, Any]:
+    return {**config.choices, "seed": config.seed}
+
+
+def _record(config: SampleConfig) -> None:
+    """Write down what goes into the folder; every process writes the same."""
+    record_choices(config.output, _choices(config))
     write_sample_list(config.samples, config.output)
 
 

@@ -12,6 +12,7 @@ import torch
 from ..files import folder_for_results
 from .pipelines import PipelineChoice
 from .record import check_choices, import_imageio, is_whole, record_choices, write_sample
+from .sample_list import Sample, read_sample_list, write_sample_list
 
 MAX_SEED = 2**63 - 1
 """Of torch's generators, which take a few more, but map negative ones to others."""
@@ -79,12 +80,14 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
     """
     with folder_for_results(config.output):
         config.check()
-        choices = config.choices
+        # seeds stand in the names of the files; a set of mhla eval samples, which has one, is not to be mixed with them
+        choices = {**config.choices, "seed": None}
         check_choices(config.output, choices)
         if config.of_family.makes_videos:
             import_imageio()
         pipe: Any = None
-        for task in plan_tasks(config):
+        tasks = plan_tasks(config)
+        for task in tasks:
             if is_whole(task.file):
                 yield task, False
                 continue
@@ -94,6 +97,14 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
             record_choices(config.output, choices)
             write_sample(sample, task.file, config.video_rate)
             yield task, True
+        _list_samples(tasks, config.output)
+
+
+def _list_samples(tasks: list[Task], folder: Path) -> None:
+    """List what a folder shows, by which ``mhla eval`` takes it for a set, with what earlier runs have listed."""
+    own = {task.file.name: Sample(task.file.name, task.prompt) for task in tasks}
+    earlier = {sample.file: sample for sample in read_sample_list(folder) or () if is_whole(folder / sample.file)}
+    write_sample_list([sample for _, sample in sorted((earlier | own).items())], folder)
 
 
 def name_of_prompt(prompt: str) -> str:

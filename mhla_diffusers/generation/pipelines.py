@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
@@ -20,8 +19,6 @@ from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES_PER_SECOND
 from .names import check_settings
 from .record import identity_of_weights
-
-logger = logging.getLogger(__name__)
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """Name under which diffusers looks for LoRA."""
@@ -122,8 +119,6 @@ class PipelineChoice:
     def load(self, prompts: Sequence[str] = ()) -> Any:
         """The pipeline, patched where that is asked for, on its device.
 
-        A patch whose exact tiles are yet to be calibrated is calibrated on one run of the first prompt.
-
         Args:
             prompts: what it will be asked for, checked before anything is generated.
 
@@ -137,20 +132,10 @@ class PipelineChoice:
         for prompt in prompts:
             self.of_family.check_prompt(pipe, prompt)
         if self.patch is not None:
-            self._apply_patch(pipe, self.patch, prompts)
+            apply_mhla(pipe, self.patch)
         if self.weights is not None:
             load_result(pipe, self.weights)
         return pipe
-
-    def _apply_patch(self, pipe: Any, patch: str, prompts: Sequence[str]) -> None:
-        if load_patch(patch).config.sparse != "calibrated":
-            apply_mhla(pipe, patch)
-            return
-        if not prompts:
-            raise ValueError(f"The exact tiles of patch={patch!r} are calibrated on a prompt, and none is given.")
-        logger.info("Calibrating the exact tiles of %s on one run of %r.", patch, prompts[0])
-        generators = [torch.Generator().manual_seed(0)]
-        apply_mhla(pipe, patch, calibration=lambda: self.generate(pipe, prompts[:1], generators))
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
         """See :meth:`Family.call`; a tiny pipeline has the settings that it was trained for."""

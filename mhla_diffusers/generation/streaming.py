@@ -31,7 +31,7 @@ def stream_latents(
     """Latents of one frame block after another, each as soon as it is done.
 
     A frame block begins as noise and is denoised by the pipeline's scheduler, seeing the frame blocks before it, which
-    are clean. Then it is run once more at time 0, whose summaries later ones see. So a frame block costs one forward
+    are clean. Then it is run once more at time 0, whose KV states later ones see. So a frame block costs one forward
     more than its steps, and as much as the first one wherever in the video it is. The call itself checks all that it
     is given and encodes the text.
 

@@ -3,7 +3,7 @@
     python -m mhla_diffusers.models.counts
 
 What the paper calls FLOPs are multiply-adds, and of weights alone: what attention multiplies with each other, queries,
-keys, values and summaries, is not in them. DeiT-S says so: 4.2 G are its projections, feed-forwards and patches, and
+keys, values and KV states, is not in them. DeiT-S says so: 4.2 G are its projections, feed-forwards and patches, and
 with softmax attention's own products they are 4.6 G. Both are told here.
 """
 
@@ -35,14 +35,13 @@ class Counts:
     weight_macs: int
     """Multiply-adds of projections, feed-forwards and convolutions."""
     attention_macs: int
-    """Multiply-adds between queries, keys, values and summaries."""
+    """Multiply-adds between queries, keys, values and KV states."""
 
 
 def count(model: nn.Module, height: int, width: int) -> Counts:
     """Count the parameters of a classifier, and the multiply-adds of a forward, operator by operator.
 
-    A copy on the meta device is called, where nothing is computed and no kernel hides its products. Of exact tiles
-    eager operations fill short lists up, which is counted; sums, such as those of keys, are none.
+    A copy on the meta device is called, where nothing is computed and no kernel hides its products. Sums, such as those of keys, are none.
 
     Args:
         model: takes ``pixel_values`` of three channels.

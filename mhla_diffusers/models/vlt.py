@@ -19,7 +19,6 @@ from transformers.utils.output_capturing import capture_outputs
 from ..config import check, check_names
 from ..patching.gate_and_convolution import Convolution, Gate
 from ..patching.layer import FLOAT32_PARAMETERS, MHLALayer
-from ..patching.tile_choice import TileChoice
 from .vlt_config import VLTConfig
 from .vlt_parts import VLTLayer, VLTStage
 
@@ -46,10 +45,9 @@ class VLTPreTrainedModel(PreTrainedModel):
             init.constant_(module.scale1, self.config.layer_scale_init_value)
             init.constant_(module.scale2, self.config.layer_scale_init_value)
         elif (fresh := _fresh(module)) is not None:
-            for kind in ("named_parameters", "named_buffers"):
-                found = dict(getattr(module, kind)(recurse=False))
-                for name, value in getattr(fresh, kind)(recurse=False):
-                    init.copy_(found[name], value)
+            found = dict(module.named_parameters(recurse=False))
+            for name, value in fresh.named_parameters(recurse=False):
+                init.copy_(found[name], value)
 
 
 _ASKED = ("output_hidden_states", "output_attentions", "use_cache")
@@ -57,14 +55,9 @@ _ASKED = ("output_hidden_states", "output_attentions", "use_cache")
 
 
 def _fresh(module: nn.Module) -> nn.Module | None:
-    """A fresh module of MHLA with the settings of another, to take weights of; None for what belongs to no MHLA.
-
-    Lists of exact tiles are buffers that are not saved, which ``from_pretrained`` leaves empty.
-    """
+    """A fresh module of MHLA with the settings of another, to take weights of; None for what belongs to no MHLA."""
     if isinstance(module, MHLALayer):
         return MHLALayer(module.config, module.heads, module.head_dim, module.heads * module.head_dim)
-    if isinstance(module, TileChoice):
-        return TileChoice(module.config, module.heads)
     if isinstance(module, Gate):
         inner_size, hidden_size = module.weight.shape
         return Gate(hidden_size, inner_size)

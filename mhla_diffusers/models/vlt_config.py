@@ -29,14 +29,14 @@ class VLTConfig(PreTrainedConfig):
     Settings of a stage in ``mhla`` are fields of :class:`mhla_diffusers.MHLAConfig`, beside which ``convolution`` and
     ``output_gate`` are those of the model unless a stage has its own, and ``clamp_blocks`` is True. So::
 
-        exact = {"blocks": [7, 7], "sparse": "content", "density": 0.1}
-        VLTConfig.vlt_t(mhla=[exact, {"blocks": [4, 4]}, None, None])
+        sparse = {"blocks": [7, 7], "sparse": "content", "density": 0.1}
+        VLTConfig.vlt_t(mhla=[sparse, {"blocks": [4, 4]}, None, None])
         VLTConfig.vlt_t(mhla=[{"blocks": [1, 1]}, {"blocks": [1, 1]}, None, None])  # one block: plain linear attention
         VLTConfig.vlt_t(mhla=[None] * 4)  # softmax attention everywhere
 
     Raises:
         ValueError: lists of unlike length, channels that the heads do not divide, settings of a stage that MHLA does
-            not have, or of those a causal order, a choice of layers or steps, and ``sparse="calibrated"``.
+            not have, or of those a causal order, a choice of layers or steps.
     """
 
     model_type = "mhla_vlt"
@@ -113,11 +113,6 @@ class VLTConfig(PreTrainedConfig):
             len(settings.blocks) == 2,
             f"mhla[{stage}] has blocks={settings.blocks}; the tokens of an image lie on rows and columns, so give two "
             "counts, such as [7, 7].",
-        )
-        check(
-            settings.exact != "calibrated",
-            f"mhla[{stage}] has sparse='calibrated', and nothing can be calibrated before the model is trained; choose "
-            "'content', which finds the tiles at every call, or 'own'.",
         )
         return settings
 

@@ -64,8 +64,8 @@ class TinyPipeline(ABC):
     """Block counts that suit its token grid."""
     mixing_per_head: ClassVar[bool] = False
     """Whether its MHLA has a mixing matrix for every head, as the ready patches of the family have it."""
-    exact_tiles: ClassVar[tuple[int, ...] | None] = None
-    """Tile counts that suit its token grid; None for the blocks."""
+    block_size: ClassVar[int | None] = None
+    """Tokens of a block of the sparse branch that suit its token grid; None where its own attention is not softmax."""
     batch_size: ClassVar[int] = 16
     """Samples per update when a patch is adapted."""
 

@@ -20,7 +20,7 @@ class TinyDiT(TinyPipeline):
     most_digits = 1
     call_settings: ClassVar[dict[str, Any]] = {"num_inference_steps": 30, "guidance_scale": 4.0}
     phases = (Phase("whole", 6000, 32, 1.5e-3),)
-    exact_tiles = (8, 4)
+    block_size = 2
 
     def prompt(self, scene: Scene) -> str:
         """The number of its class."""
@@ -173,7 +173,7 @@ class TinyWan(TinyPipeline):
         Phase("last", 2500, 8, 1e-3),
     )
     blocks = (3, 4, 4)
-    exact_tiles = (9, 4, 4)
+    block_size = 4
     mixing_per_head = True
     batch_size = 4
 

@@ -56,7 +56,7 @@ class StageConfig:
     trainable: Trainable
     objectives: ObjectiveWeights
     mixing_learning_rate: float | None = None
-    """Learning rate of the mixing matrices and the far field's weights; None for that of the rest."""
+    """Learning rate of the mixing matrices and of λ and β; None for that of the rest."""
     lora_rank: int | None = None
     """Rank of LoRA; needed with ``trainable: lora`` and only there."""
     scheduler: Literal["constant", "cosine"] = "constant"
@@ -109,7 +109,7 @@ class ContextParallel:
     """Over how many processes the tokens of a batch are spread: ``ring`` times ``ulysses``, a group of the run's."""
 
     ring: int = 1
-    """Processes that keep their tokens and exchange KV summaries; where attention is softmax, keys and values."""
+    """Processes that keep their tokens and exchange KV states; where attention is softmax, keys and values."""
     ulysses: int = 1
     """Processes that exchange tokens for heads."""
 

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import Sample, get_family
-from ..patching import mhla_layers
 from .config import ContextParallel, StageConfig, TrainingConfig
 from .objectives import Objectives
 from .sharding import parts_gathered
@@ -98,9 +97,6 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
     for stage in config.stages:
         if stage.lora_rank is not None:
             add_adapters(transformer, stage.lora_rank, config.seed)
-    for layer in mhla_layers(transformer).values():
-        if layer.sparse is not None:
-            layer.sparse.make_lists()  # of the length that calibration gives them, without values
     transformer.train()
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing(_checkpointed)

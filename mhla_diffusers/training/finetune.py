@@ -61,14 +61,20 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
         processes: over which FSDP2 is to spread weights, gradients and optimizer state; None for no sharding.
 
     Raises:
-        ValueError: what :meth:`ResolvedRun.of` and :func:`estimate` raise.
+        ValueError: what :meth:`ResolvedRun.of` and :func:`estimate` raise; of encoded data, fewer samples than a batch
+            takes.
         FileNotFoundError: no such model.
     """
     run = ResolvedRun.of(config)
     transformer = run.without_weights()
-    sample = run.open_data()[0] if run.is_encoded else run.sample_shapes(transformer.config)
-    check_fits(transformer, InMemoryData([sample]), config)
-    return estimate(transformer, sample, config, processes)
+    data: LatentCache | InMemoryData
+    if run.is_encoded:
+        data = run.open_data()
+        check_enough(data, config)
+    else:
+        data = InMemoryData([run.sample_shapes(transformer.config)])
+    check_fits(transformer, data, config)
+    return estimate(transformer, data[0], config, processes)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Recipe:
     learning_rate: float
     """At its peak: it grows during the warm-up and falls by a cosine to 0."""
     mixing_learning_rate: float | None = None
-    """Of mixing matrices and far field weights; None for that of all others."""
+    """Of mixing matrices, λ and β; None for that of all others."""
     weight_decay: float = 0.01
     """Of matrices; norms, biases, positions and what is MHLA's own but for its projections do not decay."""
     clip: float = 1.0

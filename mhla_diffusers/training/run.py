@@ -15,7 +15,6 @@ from ..attention.blocks import check_layout
 from ..devices import launched_on_cpus, launched_processes
 from ..families import get_family
 from ..patching import mhla_layers
-from .calibration import calibrate_fresh_tiles
 from .config import TrainingConfig
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
@@ -130,8 +129,6 @@ class Run:
             training_samples=self.batches.training_samples,
             config=config.to_dict(),
         )
-        if start.checkpoint is None:
-            calibrate_fresh_tiles(transformer, data, self.process, config, only_lists=self.sharded)
         self._validation = ValidationLoss(data, self.process, config)
         self._validation_loss: float | None = None
         self._sampler = sampler
@@ -154,7 +151,7 @@ class Run:
             self._unsharded = meta_copy(self.transformer)
             make_trainable(self.transformer, self._changed)
             shard(self.transformer, self.accelerator.device, self.accelerator.num_processes)
-        if self.groups.size > 1:  # after exact tiles were chosen, which takes whole attentions
+        if self.groups.size > 1:
             split(self.transformer, config.context_parallel, self.accelerator.device, self.groups)
         self._teacher = Teacher(self.transformer, self._changed) if config.needs_teacher else None
 
@@ -171,16 +168,7 @@ class Run:
                     parameters[name].copy_(placed_like(value, parameters[name]))
                 else:  # frozen so far, perhaps in bfloat16, while the trained values are float32
                     parameters[name].data = value.to(parameters[name].device)
-        for name, choice in self._tile_choices():
-            prefix = f"{name}."
-            tiles = {key: tensor for key, tensor in self._loaded["tiles"].items() if key.startswith(prefix)}
-            choice.load_state_dict({key.removeprefix(prefix): tensor for key, tensor in tiles.items()})
         logger.info("Resuming from %s.", checkpoint)
-
-    def _tile_choices(self) -> list[tuple[str, nn.Module]]:
-        """What is saved of exact tiles: no weights, so not among those that change."""
-        layers = mhla_layers(self.transformer).items()
-        return [(name, layer.sparse) for name, layer in layers if layer.sparse is not None and layer.sparse.state_dict()]
 
     @property
     def step(self) -> int:
@@ -304,8 +292,6 @@ class Run:
         if self.accelerator.is_main_process or training.in_parts:
             parameters = dict(self.transformer.named_parameters())
             tensors = {"weights": {name: gathered(parameters[name]) for name in self._changed}, **training.state()}
-            tiles = {f"{name}.{k}": x for name, choice in self._tile_choices() for k, x in choice.state_dict().items()}
-            tensors |= {"tiles": tiles} if tiles else {}
         if self.accelerator.is_main_process:
             try:
                 self.folder.save(self.state, tensors, self.config.keep_checkpoints)

@@ -11,7 +11,7 @@ from mhla_diffusers.evaluation.images import open_images
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.evaluation.published import paper_rows
 from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
-from mhla_diffusers.evaluation.sets import Sample, write_sample_list
+from mhla_diffusers.generation.sample_list import Sample, write_sample_list
 from mhla_diffusers.tiny import tiny_pipeline
 from mhla_diffusers.tiny.digits import Scene, compose, load_digits
 

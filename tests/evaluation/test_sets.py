@@ -2,7 +2,8 @@
 
 import pytest
 
-from mhla_diffusers.evaluation.sets import Sample, class_samples, prompt_samples
+from mhla_diffusers.evaluation.sets import class_samples, prompt_samples
+from mhla_diffusers.generation.sample_list import Sample
 
 
 def test_classes_are_balanced_or_drawn():

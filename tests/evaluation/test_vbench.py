@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from mhla_diffusers.evaluation.sets import Sample
 from mhla_diffusers.evaluation.vbench import (
     DIMENSIONS,
     read_augmented,
@@ -17,6 +16,7 @@ from mhla_diffusers.evaluation.vbench import (
     total_scores,
 )
 from mhla_diffusers.evaluation.vbench_run import VBenchConfig, VBenchError, run_vbench
+from mhla_diffusers.generation.sample_list import Sample
 
 from .pictures import mhla
 

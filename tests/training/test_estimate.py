@@ -32,9 +32,7 @@ def dry_run(**patch: object) -> Estimate:
 def test_exact_tiles_cost_their_pairs_and_means(exact: str) -> None:
     """A forward of two products and a backward of five, for every query with its tokens and with every mean."""
     without = dry_run().stages[0]
-    counted = {
-        share: dry_run(sparse=exact, exact_tiles=TILES, density=share).stages[0].flops for share in (0.125, 0.5)
-    }
+    counted = {share: dry_run(sparse=exact, exact_tiles=TILES, density=share).stages[0].flops for share in (0.125, 0.5)}
     product = 2 * TOKENS * WIDTH * LAYERS
     added = 7 * product * (TOKENS / 8 + math.prod(TILES))
     assert counted[0.125] - without.flops == pytest.approx(added, rel=0.05)
