@@ -52,7 +52,9 @@ def require_samples(folder: Path) -> list[Sample]:
     """
     samples = read_sample_list(folder)
     if samples is None:
-        raise FileNotFoundError(f"{folder} has no {SAMPLE_LIST}; generate the set with mhla eval samples.")
+        raise FileNotFoundError(
+            f"{folder} has no {SAMPLE_LIST}; generate the set with mhla eval samples or mhla generate."
+        )
     if not samples:
         raise ValueError(f"{folder / SAMPLE_LIST} lists no samples.")
     missing = [sample.file for sample in samples if not (folder / sample.file).is_file()]

@@ -11,6 +11,8 @@ from mhla_diffusers.evaluation.images import open_images
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.evaluation.published import paper_rows
 from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
+from mhla_diffusers.evaluation.samples import SampleConfig, prepare_folder
+from mhla_diffusers.generation.generate import GenerationConfig, generate
 from mhla_diffusers.generation.sample_list import Sample, write_sample_list
 from mhla_diffusers.tiny import tiny_pipeline
 from mhla_diffusers.tiny.digits import Scene, compose, load_digits
@@ -164,6 +166,24 @@ def test_sets_that_are_not_paired_are_refused(folders, tmp_path):
         read_variants(folders)
     with pytest.raises(ValueError, match="belong together"):
         compare_sets(folders, reference=folders[0])
+
+
+def test_what_mhla_generate_wrote_is_compared(tmp_path):
+    for name, patch in (("softmax", None), ("linear", "dit-xl-2-256")):
+        for seeds in ((0,), (5, 0)):  # one after the other into a folder, whose list then holds both
+            asked = {"seeds": seeds, "patch": patch, "settings": {"num_inference_steps": 1}}
+            list(generate(GenerationConfig("dit", ("a seven", "3"), tmp_path / name, **asked)))
+    variants = read_variants([tmp_path / "softmax", tmp_path / "linear"])
+    texts = {sample.file: sample.text for sample in variants[0].samples}
+    assert texts == {
+        f"000{n}-{s}-{name}.png": text for n, name, text in ((0, "a-seven", "a seven"), (1, "3", "3")) for s in (0, 5)
+    }
+    with pytest.raises(ValueError, match="seed=None, now 0"):
+        prepare_folder(
+            SampleConfig(
+                "dit", samples=variants[0].samples, output=tmp_path / "softmax", settings={"num_inference_steps": 1}
+            )
+        )
 
 
 def test_nothing_to_compare_by_is_said(tmp_path):

@@ -73,11 +73,12 @@ def test_a_run_that_failed_does_not_bind_the_folder(tmp_path):
     for changes in (
         {"settings": {"num_inference_step": 2}},
         {"patch": "nope"},
+        {"weights": str(tmp_path / "nowhere")},
         {"seed": 3, "samples": [Sample("000000.png", "7"), Sample("000001.png", "5000")]},
     ):
         with pytest.raises((ValueError, OSError)):
             make(config(tmp_path, **changes))
-    assert not list(tmp_path.glob("*.png"))
+    assert not list(tmp_path.iterdir())
     assert make(config(tmp_path, count=1)) == [0, 1]
 
 

@@ -31,6 +31,7 @@ def test_images_are_written_once_and_kept(tmp_path):
         "0001-0-3.png",
         "0001-5-3.png",
         "generation.json",
+        "samples.json",
     ]
     first = (config.output / "0000-0-a-seven.png").read_bytes()
     assert [done for _, done in generate(config)] == [False] * 4
