@@ -134,7 +134,7 @@ class BlockLists:
         place = torch.arange(self.longest, device=self.keys.device)
         entries = self.keys[(self.offsets[:-1, None] + place).clamp_max(len(self.keys) - 1)]
         entries = entries.where(place < self.offsets.diff()[:, None], -1)
-        return entries.view(-1, self.heads, self.blocks, self.longest)
+        return entries.view(self.samples, self.heads, self.blocks, self.longest)
 
     def mask(self) -> torch.Tensor:
         """The inverse of :meth:`from_mask`: bool (S, H, T, T)."""

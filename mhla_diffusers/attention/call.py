@@ -64,8 +64,7 @@ class Call:
     """"token", "block" or None; see :mod:`mhla_diffusers.attention.causal`. The tokens then begin with the grid and may
     end before it does."""
     rule: ContentRule | None = None
-    """By which :attr:`lists` are chosen where they are not known yet, :func:`mhla_diffusers.attention.sparse.with_lists`.
-    """
+    """By which :attr:`lists` are chosen where they are not known yet."""
 
     @property
     def lists_everything(self) -> bool:

@@ -84,6 +84,8 @@ def block_count(grid: Sequence[int], block_size: int) -> int:
 class BlockTable:
     """The tokens of a sequence block by block, or of a share of it as a process holds: Q of T blocks, L rows each."""
 
+    count: int
+    """T."""
     blocks: torch.Tensor
     """int64 (Q,): which blocks these are, ascending."""
     tokens: torch.Tensor
@@ -92,8 +94,6 @@ class BlockTable:
     """Bool (Q, L): whether a row holds a token."""
     rows: torch.Tensor
     """int64 (tokens,): the row of every token, of Q L."""
-    count: int
-    """T."""
 
     def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """(B, N, H, C) block by block: (B, H, Q, L, C); rows without a token hold any."""
@@ -130,7 +130,7 @@ def block_table(
         exists, tokens = exists[blocks], (order[blocks] - first).where(exists[blocks], 0)
         rows = torch.empty(count, dtype=torch.int64)
         rows[tokens[exists]] = exists.flatten().nonzero().flatten()
-        return BlockTable(*(x.to(device) for x in (blocks, tokens, exists, rows)), count=len(order))
+        return BlockTable(len(order), *(x.to(device) for x in (blocks, tokens, exists, rows)))
 
 
 @lru_cache(maxsize=64)
@@ -147,7 +147,7 @@ def mhla_block_table(grid: Shape, blocks: Shape, device: torch.device) -> BlockT
         tokens = torch.zeros(len(lengths) * length, dtype=torch.int64)
         tokens[rows] = torch.arange(len(rows))
         found = torch.arange(len(lengths)), tokens.view(-1, length), torch.arange(length) < lengths[:, None], rows
-        return BlockTable(*(x.to(device) for x in found), count=len(lengths))
+        return BlockTable(len(lengths), *(x.to(device) for x in found))
 
 
 @lru_cache(maxsize=16)

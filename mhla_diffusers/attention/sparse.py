@@ -74,8 +74,8 @@ def _attend_to_all_tokens(
 ) -> torch.Tensor:
     """Softmax attention of (B, Q, H, D) to all of (B, K, H, D), with weights of the keys (B, K)."""
     bias = None if mask is None else mask.to(query.dtype).log()[:, None, None]
-    of_heads = (x.transpose(1, 2) for x in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(*of_heads, attn_mask=bias).transpose(1, 2)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2)
 
 
 def sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,28 +96,76 @@ def sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         if call.extra is not None:
             query, key, value, mask = call.extra.after(query, key, value, mask)
             extra = call.extra.count
-        tokens, of_grid = call.query.shape[1], block_table(call.grid, lists.block_size, query.device)
-        table = block_table(call.grid, lists.block_size, query.device, extra)
+        tokens, place = call.query.shape[1], (call.grid, lists.block_size, extra)
+        mask_or_ones = key.new_ones(1, key.shape[1]) if mask is None else mask.to(dtype)
         scaled = query[:, :tokens] * query.shape[-1] ** -0.5
-        key_blocks, value_blocks = table.in_blocks(key), table.in_blocks(value)
-        weights = table.weights(mask, dtype)
+        key_blocks, value_blocks = in_blocks(key, *place), in_blocks(value, *place)
+        weights = in_blocks(mask_or_ones[..., None, None], *place)[:, 0, ..., 0]
         pooled: PooledKeys | None = None
         if call.pooled_bias is not None:
-            grid_blocks = (x[:, :, : lists.blocks] for x in (key_blocks, value_blocks))
-            pooled = pooled_keys(weights[:, : lists.blocks], *grid_blocks, call.pooled_bias)
+            grid_key, grid_value = (x[:, :, : lists.blocks] for x in (key_blocks, value_blocks))
+            pooled = pooled_keys(weights[:, : lists.blocks], grid_key, grid_value, call.pooled_bias)
         output, lse = attend_to_lists(
-            of_grid.in_blocks(scaled).contiguous(),
-            key_blocks.contiguous(),
-            value_blocks.contiguous(),
+            in_blocks(scaled, call.grid, lists.block_size, 0),
+            key_blocks,
+            value_blocks,
             weights.log(),
             *(pooled or (None, None, None)),
             lists.padded(),
-            len(table.tokens) - lists.blocks,
+            key_blocks.shape[2] - lists.blocks,
         )
-        output, lse = of_grid.in_order(output), of_grid.in_order(lse[..., None])
+        output, lse = (in_order(x, call.grid, lists.block_size, 0) for x in (output, lse[..., None]))
         if extra:
             output = torch.cat([output, _attend_to_all_tokens(query[:, tokens:], key, value, mask)], dim=1)
         return output, lse
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::in_blocks",
+    mutates_args=(),
+    schema="(Tensor x, SymInt[] grid, SymInt block_size, SymInt extra) -> Tensor",
+)
+def in_blocks(x: torch.Tensor, grid: Sequence[int], block_size: int, extra: int) -> torch.Tensor:
+    """(B, N + n, H, C) block by block: (B, H, T + E, L, C), 0 in rows without a token.
+
+    An operator, as the inverse, so that torch.compile need not look into the tables of the layout.
+    """
+    table = block_table(tuple(grid), block_size, x.device, extra)
+    found = table.in_blocks(x).contiguous()
+    return found.masked_fill_(~table.exists[..., None], 0)
+
+
+@in_blocks.register_fake
+def _shape_in_blocks(x: torch.Tensor, grid: Sequence[int], block_size: int, extra: int) -> torch.Tensor:
+    blocks = block_count(grid, block_size) + block_count((extra,), block_size)
+    return x.new_empty(x.shape[0], x.shape[2], blocks, block_size, x.shape[3])
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::in_order",
+    mutates_args=(),
+    schema="(Tensor x, SymInt[] grid, SymInt block_size, SymInt extra) -> Tensor",
+)
+def in_order(x: torch.Tensor, grid: Sequence[int], block_size: int, extra: int) -> torch.Tensor:
+    """The inverse of :func:`in_blocks`, and what its gradient is."""
+    return block_table(tuple(grid), block_size, x.device, extra).in_order(x).contiguous()
+
+
+@in_order.register_fake
+def _shape_in_order(x: torch.Tensor, grid: Sequence[int], block_size: int, extra: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], math.prod(list(grid)) + extra, x.shape[1], x.shape[4])
+
+
+def _save_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, *ctx.place = inputs
+
+
+in_blocks.register_autograd(
+    lambda ctx, gradient: (in_order(gradient, *ctx.place), None, None, None), setup_context=_save_place
+)
+in_order.register_autograd(
+    lambda ctx, gradient: (in_blocks(gradient, *ctx.place), None, None, None), setup_context=_save_place
+)
 
 
 def given_lists(call: Call) -> BlockLists:
@@ -175,8 +223,9 @@ def block_means(
     """
     total = total_of_blocks(weights.sum(dim=-1, keepdim=True), table, group)[:, None]
     total = total.clamp_min(torch.finfo(weights.dtype).tiny)
-    rows = weights[:, None, :, None]
-    return [total_of_blocks((rows @ x).squeeze(-2), table, group) / total for x in some]
+    rows = weights[:, None, :, :, None]
+    # no product of matrices, whose backward pass autocast would lower where backward() is called under it
+    return [total_of_blocks((rows * x).sum(dim=-2), table, group) / total for x in some]
 
 
 def attend_to_all(
@@ -354,6 +403,8 @@ def _parts(
     batch, heads, query_blocks, length, _ = query.shape
     count, rows = key.shape[2:4]
     total = batch * heads
+    if not lists.shape[-1] and not always:
+        lists = torch.nn.functional.pad(lists, (0, 1), value=-1)  # a softmax over nothing is not defined
     last = torch.arange(count - always, count, device=lists.device).expand(*lists.shape[:-1], -1)
     lists = torch.cat([lists, last], dim=-1).expand(batch, -1, -1, -1).flatten(0, 1)
     bias = bias[:, None].expand(batch, heads, -1, -1).reshape(-1, rows)
@@ -375,15 +426,15 @@ def _parts(
             own_bias = bias[listed].masked_fill((here < 0)[..., None], -math.inf).flatten(2)
             own_query = query.flatten(0, 1)[groups, blocks]
             logits = own_query @ own_key.mT + own_bias[:, :, None]
-            of_means = None, None
+            own_mean_key = own_mean_value = None
             if mean_key is not None and mean_value is not None and mean_bias is not None:
-                of_means = mean_key[groups], mean_value[groups]
+                own_mean_key, own_mean_value = mean_key[groups], mean_value[groups]
                 is_listed = mask_of_lists(here[..., : here.shape[-1] - always], count - always)
                 far_bias = mean_bias[groups, None].masked_fill(is_listed, -math.inf)
                 # one product of all blocks, since a broadcast one would copy the means for each
-                far = (own_query.flatten(1, 2) @ of_means[0].mT).view(*own_query.shape[:-1], -1)
+                far = (own_query.flatten(1, 2) @ own_mean_key.mT).view(*own_query.shape[:-1], -1)
                 logits = torch.cat([logits, far + far_bias[:, :, None]], dim=-1)
-            yield _Part(groups, blocks, listed, own_key, own_value, *of_means, logits)
+            yield _Part(groups, blocks, listed, own_key, own_value, own_mean_key, own_mean_value, logits)
 
 
 @attend_to_lists.register_fake

@@ -56,8 +56,16 @@ class Problem:
         return {"output": output.detach()} | gradients
 
 
-def call_of(rotary: Any = None, rotary_axes: Any = None, extra: tuple[int, int] = (0, 0), **arguments: Any) -> Call:
+def call_of(
+    rotary: Any = None,
+    rotary_axes: Any = None,
+    extra: tuple[int, int] = (0, 0),
+    sparse: BlockLists | ContentRule | None = None,
+    **arguments: Any,
+) -> Call:
     """The call that ``mhla_attention`` makes of its arguments; that RoPE is of axes changes nothing."""
+    if sparse is not None:
+        arguments["lists" if isinstance(sparse, BlockLists) else "rule"] = sparse
     table = rotary_table(rotary) if rotary is not None else None
     if any(extra):
         arguments, table = split_arguments(arguments, table, extra)

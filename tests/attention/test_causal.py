@@ -280,9 +280,7 @@ def test_no_sample_is_none(causal: Any) -> None:
         ({"extra": (0, 1)}, "outside does not go with causal='token'"),
         ({"extra": (3, 0), "grid": (9,), "blocks": (3,)}, "outside does not go with causal='token'"),
         ({"extra": (3, 0), "grid": (9,), "causal": "block"}, "outside does not go with causal='block'"),
-        (
-            "exact does not go with causal='token'",
-        ),
+        ("exact does not go with causal='token'",),
         ({"eps": 0.0}, "see nothing in its own block, which causal='token'"),
         ({"linear_weight": torch.ones(2), "normalize": False}, "needs normalize=True"),
     ],

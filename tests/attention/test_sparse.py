@@ -1,26 +1,245 @@
-"""Tiles along the curve, and β, that are found by query and key at every call."""
+"""Block lists, pooled keys and the linear branch against the float64 reference; lists and β found at every call."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_diffusers.attention import (
+    BlockLists,
     Call,
     ContentRule,
-    BlockLists,
     initial_mixing,
     mhla_attention,
     reference_attention,
+    with_lists,
 )
-from mhla_diffusers.attention.sparse import BIASES, with_lists
-from mhla_diffusers.attention.layout import layout_of
-from mhla_diffusers.attention.rope import rotary_table
+from mhla_diffusers.attention.layout import block_count, layout_of
+from mhla_diffusers.attention.rope import rotary_table, rotated
+from mhla_diffusers.attention.sparse import BIASES, attend_to_lists, sparse_attention
+
+from .problems import errors_against_reference, make_problem
+
+# as in test_eager.py
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+SUMS = ("linear_weight", "pooled_bias", "output_norm")
+"""Their gradients are sums over all tokens of products of both signs, of which rounded halves leave too little to hold
+them to the bound of one rounding; float32 and float64 do."""
+LAYOUTS = [((12,), 3), ((7, 9), 8), ((5, 6), 1), ((5, 7, 3), 16), ((4, 4, 6), 128)]
+"""Grid and block size: even and ragged, single tokens, one block for all."""
+
+
+def random_lists(grid, size, heads=2, density=0.3, at_least_one=False, seed=0):
+    blocks = block_count(grid, size)
+    mask = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(seed)) < density
+    if at_least_one:
+        mask |= torch.eye(blocks, dtype=torch.bool)
+    return BlockLists.from_mask(size, mask)
+
+
+def make(grid, size, *, pooled=True, linear=True, density=0.3, blocks=None, head_dim=8, seed=0, **options):
+    """A problem with block lists: the tensors of ``make_problem`` with λ, β and lists that are empty in places."""
+    blocks = blocks or tuple(min(2, length) for length in grid)
+    lists = random_lists(grid, size, density=density, at_least_one=not (pooled or linear), seed=seed)
+    problem = make_problem(grid, blocks, linear_branch=linear, head_dim=head_dim, seed=seed, sparse=lists, **options)
+    if pooled:
+        problem.tensors["pooled_bias"] = 0.3 * torch.randn(2, generator=torch.Generator().manual_seed(seed))
+    return problem
+
+
+def check(problem, dtype=torch.float32):
+    for name, error in errors_against_reference(problem, dtype, "eager").items():
+        if dtype.itemsize > 2 or name not in SUMS:
+            assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize(("grid", "size"), LAYOUTS)
+@pytest.mark.parametrize("parts", ["listed", "pooled", "linear", "pooled and linear"])
+def test_parts_on_even_and_ragged_blocks(grid, size, parts):
+    check(make(grid, size, pooled="pooled" in parts, linear="linear" in parts))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("option", ["rotary", "mask", "norm", "gate", "per_head"])
+def test_options(dtype, option):
+    check(make((5, 7, 3), 16, **{option: True}), dtype)
+
+
+@st.composite
+def problems(draw):
+    grid = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    names = "rotary", "mask", "norm", "gate", "per_head", "pooled", "linear"
+    flags = {name: draw(st.booleans()) for name in names}
+    # listed blocks alone may all be masked for a query; the reference divides 0 by 0 then
+    flags["mask"] &= flags["pooled"]
+    density = draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+    return make(grid, draw(st.integers(1, 12)), density=density, seed=draw(st.integers(0, 99)), **flags)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_drawn_problems(problem):
+    check(problem, torch.float64)
+
+
+@pytest.mark.parametrize("sparse", ["lists", "rule"])
+@pytest.mark.parametrize("options", [{}, {"rotary": True}, {"mask": True}, {"extra": (2, 3)}], ids=str)
+def test_all_pairs_listed_is_softmax_attention(options, sparse):
+    """Of everything, whatever λ and β are: nothing is left to them."""
+    problem = make((5, 6), 4, density=1.1, **options)
+    given = problem.options | ({"sparse": ContentRule(4, 1.0)} if sparse == "rule" else {})
+    rotary, mask = given.get("rotary"), given.get("key_mask")
+    query, key, value = (problem.tensors[name] for name in ("query", "key", "value"))
+    if rotary is not None:
+        query, key = (rotated(x, rotary_table(rotary)) for x in (query, key))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (query, key, value)), attn_mask=None if mask is None else mask[:, None, None]
+    )
+    found = mhla_attention(**problem.tensors, grid=problem.grid, blocks=problem.blocks, **given)
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+def test_lse_agrees_with_flex_attention():
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    problem = make((4, 6), 4, pooled=False, linear=False)
+    lists = problem.options["sparse"]
+    block_of, mask = layout_of((4, 6), 4).rows // 4, lists.mask()[0]
+
+    def is_listed(batch, head, query, key):
+        return mask[head, block_of[query], block_of[key]]
+
+    shapes = create_block_mask(is_listed, None, 2, 24, 24, device="cpu")
+    inputs = [problem.tensors[name].transpose(1, 2) for name in ("query", "key", "value")]
+    expected, aux = flex_attention(*inputs, block_mask=shapes, return_aux=AuxRequest(lse=True))
+    output, lse = sparse_attention(Call(**problem.tensors, grid=(4, 6), blocks=(2, 2), lists=lists))
+    torch.testing.assert_close(output, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.squeeze(-1), aux.lse.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_sum_to_one_and_large_logits_stay_finite():
+    problem = make((7, 9), 8)
+    tensors = problem.tensors | {"value": torch.ones_like(problem.tensors["value"])}
+    for scale in (1, 300):
+        scaled = tensors | {"query": scale * tensors["query"]}
+        found = mhla_attention(**scaled, grid=problem.grid, blocks=problem.blocks, **problem.options)
+        torch.testing.assert_close(found, torch.ones_like(found), rtol=1e-5, atol=1e-5)
+
+
+def test_work_in_parts_is_the_same(monkeypatch):
+    problem = make((5, 7, 3), 16, mask=True)
+    whole = problem.run(mhla_attention)
+    for most in (1, 3000):
+        monkeypatch.setattr("mhla_diffusers.attention.sparse._LOGITS", most)
+        for name, found in problem.run(mhla_attention).items():
+            torch.testing.assert_close(found, whole[name], rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_lowers_neither_the_sums_nor_the_gradients():
+    """Attention transfer calls backward() in the middle of a forward, where autocast is on."""
+    problem = make((5, 6), 4, linear=False)
+    plain = problem.run(mhla_attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = problem.run(mhla_attention)
+    for name, expected in plain.items():
+        assert torch.equal(cast[name], expected), name
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_operator_of_lists(pooled):
+    """Its gradients, its shapes, and its FLOPs: 2 samples, 3 heads, 4 + 1 blocks of 5 rows, lists of up to 2 blocks."""
+    make = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, 4, 5, 8), (2, 3, 5, 5, 8), (2, 3, 5, 5, 8)]
+    query, key, value = (torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes)
+    means = [torch.randn(shape, generator=make, dtype=torch.float64) for shape in [(2, 3, 4, 8)] * 2 + [(1, 3, 4)]]
+    lists = torch.tensor([[0, 3], [1, -1], [-1, -1], [2, 3]]).expand(1, 3, -1, -1)
+    given = [x.requires_grad_() for x in (query, key, value, *(means if pooled else ()))]
+    inputs = *given[:3], torch.zeros(1, 5, 5, dtype=torch.float64), *(given[3:] or (None,) * 3), lists, 1
+    torch.library.opcheck(attend_to_lists, inputs)
+    with FlopCounterMode(display=False) as counter:
+        output, lse = attend_to_lists(*inputs)
+    pairs = 2 * 3 * 4 * 5 * (3 * 5 + (4 if pooled else 0))
+    assert counter.get_total_flops() == 2 * 2 * 8 * pairs, "two products"
+    with FlopCounterMode(display=False) as counter:
+        (output.sum() + lse.sum()).backward()
+    assert counter.get_total_flops() == 5 * 2 * 8 * pairs, "five products"
+
+
+def test_masked_samples_attend_to_nothing_without_nan():
+    problem = make((6, 4), 4, mask=True)
+    problem.options["key_mask"] = torch.zeros(2, 24, dtype=torch.bool)
+    assert all(x.isfinite().all() for x in problem.run(mhla_attention, torch.float32).values())
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 6), (2, 3, 6, 6)])
+def test_lists_and_masks_are_the_same_thing(shape):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    lists = BlockLists.from_mask(4, mask)
+    assert torch.equal(lists.mask().view(shape), mask)
+    assert (lists.heads, lists.blocks, lists.longest) == (3, 6, int(mask.sum(dim=-1).max()))
+    assert lists.density == pytest.approx(float(mask.float().mean()))
+
+
+def test_lists_wait_for_no_device():
+    """Reading a value on the meta device is an error."""
+    lists = random_lists((4, 6), 4)
+    on_meta = BlockLists(4, 2, lists.offsets.to("meta"), lists.keys.to("meta"), 6, lists.longest)
+    assert on_meta.padded().shape == lists.padded().shape and on_meta.mask().shape == lists.mask().shape
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sparse": BlockLists.from_mask(4, torch.ones(2, 5, 5))}, r"lists of 5 blocks, but the grid \(4, 6\) is .* 6"),
+        ({"sparse": BlockLists.from_mask(6, torch.ones(3, 4, 4))}, "lists for 3 heads, but query has 2"),
+        ({"sparse": BlockLists.from_mask(6, torch.zeros(2, 4, 4))}, "attend to nothing; give linear_weight"),
+        ({"sparse": None, "pooled_bias": torch.zeros(2)}, "pooled_bias weighs .*give sparse"),
+        ({"sparse": None, "linear_weight": torch.ones(2)}, "linear_weight weighs .*give sparse"),
+        ({"sparse": BlockLists.from_mask(6, torch.ones(3, 2, 4, 4))}, "lists for 3 samples, but query has 2"),
+        ({"sparse": "content"}, "sparse='content' must be BlockLists, ContentRule or None"),
+        ({"sparse": ContentRule(4, 0.5, True), "pooled_bias": torch.zeros(2)}, "would fit another"),
+        ({"pooled_bias": torch.zeros(3)}, r"pooled_bias must have shape \(2,\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, words):
+    problem = make((4, 6), 6, pooled=False, linear=False)
+    arguments = {**problem.tensors, "grid": problem.grid, "blocks": problem.blocks, **problem.options, **change}
+    with pytest.raises(ValueError, match=words):
+        mhla_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("make_lists", "words"),
+    [
+        (lambda: BlockLists.from_mask(4, torch.ones(2, 3, 4)), r"mask must be \(H, T, T\) or"),
+        (lambda: BlockLists(4, 1, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([4]), 4), "keys must be from 0 to 3"),
+        (
+            lambda: BlockLists(4, 1, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([0, 1]), 4),
+            "from 0 to 2, the number of pairs; they go from 0 to 1",
+        ),
+        (
+            lambda: BlockLists(4, 3, torch.tensor([0, 1, 1, 1, 1]), torch.tensor([0]), 4),
+            "4 lists do not fit 3 heads with 4 query blocks",
+        ),
+        (lambda: BlockLists.from_mask(0, torch.ones(2, 3, 3)), "positive number of tokens"),
+        (lambda: ContentRule(0, 0.1), "positive number of tokens"),
+        (lambda: ContentRule((2, 2), 0.1), "block_size"),
+        (lambda: ContentRule(64, 0.0), "density"),
+        (lambda: ContentRule(64, 1.5), "density"),
+    ],
+)
+def test_lists_and_rules_that_cannot_be_are_named(make_lists, words):
+    with pytest.raises(ValueError, match=words):
+        make_lists()
+
 
 GRID, BLOCKS, SIZE = (3, 5, 7), (1, 2, 2), 8
 
 
-def problem(heads=2, head_dim=8, batch=2, *, mask=False, extra=0, seed=0):
+def content_problem(heads=2, head_dim=8, batch=2, *, mask=False, extra=0, seed=0):
     make = torch.Generator().manual_seed(seed)
     tokens = math.prod(GRID) + extra
     query, key, value = (
@@ -42,13 +261,11 @@ def call_of(tensors, settings, **changes):
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_the_blocks_are_those_that_their_mean_stands_for_worst(mask):
-    tensors, settings = problem(mask=mask)
+    tensors, settings = content_problem(mask=mask)
     call = call_of(tensors, settings)
     lists = with_lists(call_of(tensors, settings, rule=ContentRule(SIZE, 0.3))).lists.mask()
     layout, blocks = layout_of(GRID, SIZE), -(-math.prod(GRID) // SIZE)
     assert lists.shape == (2, 2, blocks, blocks) and bool((lists.sum(dim=-1) == round(0.3 * blocks)).all())
-    from mhla_diffusers.attention.rope import rotated
-
     query, key = (rotated(x, call.rotary) for x in tensors[:2])
     weights = torch.ones(2, math.prod(GRID)) if call.key_mask is None else call.key_mask.double()
     for sample in range(2):
@@ -75,7 +292,7 @@ def test_the_blocks_are_those_that_their_mean_stands_for_worst(mask):
 @pytest.mark.parametrize("options", [{}, {"mask": True}, {"extra": 5}], ids=["plain", "mask", "text"])
 def test_the_fitted_bias_is_the_best_of_those_tried(options):
     """By brute force: every β, on all queries that it is fitted on, against softmax attention."""
-    tensors, settings = problem(**options)
+    tensors, settings = content_problem(**options)
     extra = settings["extra"][1]
 
     def attend(bias, rule):
@@ -104,7 +321,7 @@ def test_the_fitted_bias_is_the_best_of_those_tried(options):
 
 
 def test_lists_along_the_curve_are_those_of_the_reference():
-    tensors, settings = problem(mask=True)
+    tensors, settings = content_problem(mask=True)
     chosen = with_lists(
         call_of(tensors, settings, rule=ContentRule(SIZE, 0.3, True), linear_weight=torch.tensor([0.1, 0.3]))
     )
@@ -120,24 +337,3 @@ def test_lists_along_the_curve_are_those_of_the_reference():
         **settings,
     )
     torch.testing.assert_close(found, reference_attention(chosen), rtol=1e-9, atol=1e-9)
-
-
-def test_lists_of_another_grid_are_refused():
-    tensors, settings = problem()
-    lists = BlockLists.from_mask(SIZE, torch.ones(2, 5, 5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="lists of 5 blocks, but the grid"):
-        mhla_attention(*tensors, initial_mixing(BLOCKS), GRID, BLOCKS, sparse=lists, backend="eager", **settings)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((0, 0.1), "positive number of tokens"),
-        (((2, 2), 0.1), "block_size"),
-        ((64, 0.0), "density"),
-        ((64, 1.5), "density"),
-    ],
-)
-def test_rules_that_cannot_be_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        ContentRule(*arguments)

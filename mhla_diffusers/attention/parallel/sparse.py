@@ -37,8 +37,9 @@ def ring_sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         both = torch.cat([rotated(call.key, rotary), call.value], dim=-1)
         pooled = None
         if call.pooled_bias is not None:
-            own_blocks = own.in_blocks(both.to(dtype)).chunk(2, dim=-1)
-            pooled = pooled_keys(own.weights(call.key_mask, dtype), *own_blocks, call.pooled_bias, own, call.group)
+            own_key, own_value = own.in_blocks(both.to(dtype)).chunk(2, dim=-1)
+            weights = own.weights(call.key_mask, dtype)
+            pooled = pooled_keys(weights, own_key, own_value, call.pooled_bias, own, call.group)
         key, value = everyone.in_blocks(_fetched(call, both, own)).to(dtype).chunk(2, dim=-1)
         weights = everyone.weights(_mask_of_all(call), dtype)
         if extra is not None:

@@ -58,7 +58,7 @@ class _Segment:
         return self.shares[0][0], sum(count for _, count in self.shares)
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, own tokens, H, C) to (B, all tokens, own heads, C), those outside the grid before and after others."""
+        """(B, own tokens, H, C) to (B, all tokens, own heads, C), the extra ones before and after others."""
         group, own = self.parallel.ulysses, self.heads[self.parallel.ulysses.rank]
         rows = x.permute(2, 1, 0, 3).flatten(0, 1)
         sent = [heads * x.shape[1] for heads in self.heads]
@@ -159,7 +159,7 @@ def attend_by_heads(
         call: of the own tokens and all heads, without RoPE.
         rotary: RoPE of the own tokens.
         axes: channels that turn with each axis of the grid.
-        outside: how many of the own tokens stand before and after those of the grid.
+        extra: how many of the own tokens stand before and after those of the grid.
         parallel: the processes.
         attend: attends with what it is given.
 

@@ -108,7 +108,7 @@ def _listed_blocks(lists: BlockLists, batch: int, blocks: int) -> tuple[torch.Te
     counts = (counts + len(extra)).flatten()
     # numbers of 32 bits with the last one set are negative
     words = torch.where(words < 2**31, words, words - 2**32)
-    return tuple(x.int().contiguous() for x in (indices, counts, words))
+    return indices.int().contiguous(), counts.int(), words.int().contiguous()
 
 
 def _of_others(
