@@ -12,27 +12,15 @@ by blocks of ``n // b`` tokens, so that nothing is ever cropped or padded.
 import math
 import operator
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, product
-from typing import Any, NamedTuple
+from functools import lru_cache
+from itertools import accumulate, product
+from typing import Any
 
 import torch
 
 Shape = tuple[int, ...]
-Box = tuple[slice, ...]
-"""Of the token grid, one slice per axis."""
 
 _AXIS_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
-
-
-class Region(NamedTuple):
-    """A box of the token grid in which all token blocks, or the parts of one row of blocks, have the same shape."""
-
-    tokens: tuple[slice, ...]
-    """One slice per axis of the token grid."""
-    blocks: tuple[slice, ...]
-    """One slice per axis of the block grid."""
-    block_shape: Shape
-    """Tokens per block, or per part of a block, along each axis."""
 
 
 def axis_names(dimensions: int) -> tuple[str, ...]:
@@ -153,163 +141,115 @@ def block_index(grid: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
     return index
 
 
-def boxes_of_range(grid: Sequence[int], first: int, count: int) -> list[Box]:
-    """The boxes that a run of tokens, in raster order, fills one after the other; at most five of three axes.
-
-    Args:
-        grid: token grid.
-        first: place of the run's first token.
-        count: its length.
-    """
-    row = math.prod(grid[1:])
-    if len(grid) == 1 or count == 0:
-        return [(slice(first, first + count), *(slice(0, size) for size in grid[1:]))] if count else []
-    start, stop = -(-first // row), (first + count) // row
-    if start > stop or first + count < start * row:  # within one row of the first axis
-        return _in_row(grid, stop, first - stop * row, count)
-    boxes = _in_row(grid, start - 1, first - (start - 1) * row, start * row - first)
-    if stop > start:
-        boxes.append((slice(start, stop), *(slice(0, size) for size in grid[1:])))
-    return boxes + _in_row(grid, stop, 0, first + count - stop * row)
-
-
-def _in_row(grid: Sequence[int], row: int, first: int, count: int) -> list[Box]:
-    return [(slice(row, row + 1), *box) for box in boxes_of_range(grid[1:], first, count)]
-
-
-def regular_regions(
-    grid: Sequence[int],
-    blocks: Sequence[int],
-    max_rows: int | None = None,
-    max_length: int | None = None,
-    box: Box | None = None,
-) -> list[Region]:
-    """Cut the grid into boxes whose blocks all have one shape.
-
-    A grid that its block counts divide is one region; another has at most ``2 ** axes``.
+@lru_cache(maxsize=64)
+def _order(
+    grid: Shape, blocks: Shape, first: int, count: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The order of some tokens by block, on a device.
 
     Args:
         grid: token grid.
         blocks: block count per axis.
-        max_rows: cut further, so that no region has more blocks than this along the first axis.
-        max_length: cut blocks too, so that no region of one row of blocks is longer along the first axis.
-        box: cut this box of the grid alone, whose tokens the regions then count from its corner; blocks at its border
-            may be there in part.
-    """
-    runs_per_axis = []
-    for axis, (tokens, count) in enumerate(zip(grid, blocks, strict=True)):
-        shortest, longer = divmod(tokens, count)
-        step = max_rows if max_rows is not None and axis == 0 else count
-        runs = []
-        for first, last, length in ((0, longer, shortest + 1), (longer, count, shortest)):
-            offset = min(first, longer)
-            for start in range(first, last, step):
-                stop = min(start + step, last)
-                runs.append((slice(start * length + offset, stop * length + offset), slice(start, stop), length))
-        if box is not None:
-            runs = [part for run in runs for part in _within(*run, box[axis])]
-        if axis == 0 and max_length is not None:
-            runs = [part for run in runs for part in _cut_run(*run, max_length)]
-        runs_per_axis.append(runs)
-    return [Region(*(tuple(part) for part in zip(*runs, strict=True))) for runs in product(*runs_per_axis)]
-
-
-def _within(tokens: slice, blocks: slice, length: int, box: slice) -> list[tuple[slice, slice, int]]:
-    """What a box, from whose start places are counted, holds of a run: part of a block, whole blocks, part of one."""
-    start, stop = max(tokens.start, box.start), min(tokens.stop, box.stop)
-    cuts = {start, stop} if start < stop else set()
-    for at in (start, stop) if cuts else ():
-        inside = (at - tokens.start) // length * length + tokens.start
-        cuts |= {cut for cut in (inside, inside + length) if start < cut < stop}
-    parts = []
-    for a, b in pairwise(sorted(cuts)):
-        index = blocks.start + (a - tokens.start) // length
-        whole = (b - a) // length
-        parts.append((slice(a - box.start, b - box.start), slice(index, index + max(1, whole)), min(b - a, length)))
-    return parts
-
-
-def _cut_run(tokens: slice, blocks: slice, length: int, max_length: int) -> list[tuple[slice, slice, int]]:
-    """The parts of a run of one block that is too long."""
-    if blocks.stop - blocks.start > 1 or length <= max_length:
-        return [(tokens, blocks, length)]
-    starts = range(tokens.start, tokens.stop, max_length)
-    parts = [slice(start, min(start + max_length, tokens.stop)) for start in starts]
-    return [(part, blocks, part.stop - part.start) for part in parts]
-
-
-def to_blocks(x: torch.Tensor, region: Region, dtype: torch.dtype) -> torch.Tensor:
-    """Gather one region's tokens block by block.
-
-    Args:
-        x: (B, *grid, H, D), tokens on their grid.
-        region: one of :func:`regular_regions`.
-        dtype: type of the result.
+        first: place on the grid of the first of the tokens.
+        count: N, how many they are.
+        device: for the tables.
 
     Returns:
-        (B, H, *block counts, tokens per block, D): always a new contiguous tensor, which the caller may overwrite.
+        int64 (b * L,), which token stands in a row, b the blocks of :func:`blocks_of_range` and L the most tokens that
+        one of them has here, shorter ones filled up with one of their own; int64, the rows so filled; and int64 (N,),
+        in which row a token stands.
     """
-    axes = len(region.block_shape)
-    box = x[(slice(None), *region.tokens)]
-    for axis, length in enumerate(region.block_shape):
-        box = box.unflatten(1 + 2 * axis, (-1, length))
-    block_axes = range(1, 1 + 2 * axes, 2)
-    token_axes = range(2, 2 + 2 * axes, 2)
-    box = box.permute(0, -2, *block_axes, *token_axes, -1)
-    gathered = torch.empty(box.shape, dtype=dtype, device=x.device).copy_(box)
-    return gathered.flatten(2 + axes, 1 + 2 * axes)
+    # kept for calls that take gradients, and made on the CPU whatever the default device is
+    with torch.inference_mode(False), torch.device("cpu"):
+        own = blocks_of_range(grid, blocks, first, count)
+        index = block_index(grid, blocks)[first : first + count] - own.start
+        sizes = torch.bincount(index, minlength=own.stop - own.start)
+        tokens, length = index.argsort(stable=True), int(sizes.max())
+        starts = sizes.cumsum(0) - sizes
+        within = torch.arange(length).expand(len(sizes), -1)
+        # of a block without a token any will do
+        filled = tokens[(starts[:, None] + within.minimum(sizes[:, None] - 1).clamp_min(0)).clamp_max(count - 1)]
+        rows = torch.empty_like(tokens)
+        rows[tokens] = index[tokens] * length + torch.arange(count) - starts[index[tokens]]
+        padding = (within >= sizes[:, None]).flatten().nonzero().flatten()
+        return filled.flatten().to(device), padding.to(device), rows.to(device)
 
 
-def from_blocks(y: torch.Tensor, region: Region) -> torch.Tensor:
-    """Put one region's tokens back on the grid: the inverse of :func:`to_blocks`.
+@lru_cache(maxsize=256)
+def longest_block(grid: Shape, blocks: Shape, first: int, count: int) -> tuple[int, int]:
+    """b and L of :func:`to_blocks`."""
+    own = blocks_of_range(grid, blocks, first, count)
+    if count == math.prod(grid):
+        return own.stop - own.start, smallest_and_largest(grid, blocks)[1]
+    return own.stop - own.start, len(_order(grid, blocks, first, count, torch.device("cpu"))[0]) // (
+        own.stop - own.start
+    )
+
+
+_PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first"
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::to_blocks", mutates_args=(), schema=f"(Tensor x, {_PLACE}, bool zeros) -> Tensor"
+)
+def to_blocks(x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], first: int, zeros: bool) -> torch.Tensor:
+    """Tokens in the order of their blocks. An operator, so that torch.compile does not trace what reads the tables.
 
     Args:
-        y: (B, H, *block counts, tokens per block, D).
-        region: the region that the tokens came from.
+        x: (B, N, ...), a run of the grid's tokens in raster order.
+        grid: token grid.
+        blocks: block count per axis.
+        first: place on the grid of the first token.
+        zeros: whether rows that a block lacks are 0; else they are one of its tokens once more, and what uses them must
+            give them no gradient.
 
     Returns:
-        (B, *tokens of the region, H, D).
+        (B, b, L, ...): the b blocks that :func:`blocks_of_range` gives, L tokens long as the longest.
     """
-    axes = len(region.block_shape)
-    y = y.unflatten(2 + axes, region.block_shape)
-    pairs = [axis for pair in zip(range(2, 2 + axes), range(2 + axes, 2 + 2 * axes), strict=True) for axis in pair]
-    y = y.permute(0, *pairs, 1, -1)
-    for axis in range(axes):
-        y = y.flatten(1 + axis, 2 + axis)
-    return y
+    order, padding, _ = _order(tuple(grid), tuple(blocks), first, x.shape[1], x.device)
+    rows = x.index_select(1, order)
+    if zeros and len(padding):
+        rows.index_fill_(1, padding, 0)
+    return rows.unflatten(1, longest_block(tuple(grid), tuple(blocks), first, x.shape[1]))
 
 
-def join_tokens(pieces: list[torch.Tensor], regions: list[Region], first_axis: int) -> torch.Tensor:
-    """Concatenate one piece per region, whose token axes begin at ``first_axis``, to the whole grid."""
-    return _join(pieces, [region.tokens for region in regions], first_axis)
+@torch.library.custom_op(
+    "mhla_diffusers::from_blocks", mutates_args=(), schema=f"(Tensor rows, {_PLACE}, SymInt count) -> Tensor"
+)
+def from_blocks(rows: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], first: int, count: int) -> torch.Tensor:
+    """The inverse of :func:`to_blocks`: (B, b, L, ...) to (B, N, ...) for N = ``count``."""
+    _, _, places = _order(tuple(grid), tuple(blocks), first, count, rows.device)
+    return rows.flatten(1, 2).index_select(1, places)
 
 
-def join_blocks(pieces: list[torch.Tensor], regions: list[Region], blocks: Shape, first_axis: int) -> torch.Tensor:
-    """Concatenate sums over blocks, one piece per region, whose block axes begin at ``first_axis``.
-
-    Sums over parts of the same blocks are added; blocks of which no region holds a part are 0.
-    """
-    sums: dict[tuple[int, ...], torch.Tensor] = {}
-    places = {}
-    for piece, region in zip(pieces, regions, strict=True):
-        start = tuple(axis.start for axis in region.blocks)
-        sums[start] = sums[start] + piece if start in sums else piece
-        places[start] = region.blocks
-    joined = _join(list(sums.values()), list(places.values()), first_axis)
-    missing = [
-        (min(place[axis].start for place in places.values()), count - max(p[axis].stop for p in places.values()))
-        for axis, count in enumerate(blocks)
-    ]
-    if not any(map(any, missing)):
-        return joined
-    behind = joined.ndim - first_axis - len(blocks)
-    return torch.nn.functional.pad(joined, (0, 0) * behind + tuple(n for pair in reversed(missing) for n in pair))
+@to_blocks.register_fake
+def _to_blocks_shape(
+    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], first: int, zeros: bool
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], *longest_block(tuple(grid), tuple(blocks), first, x.shape[1]), *x.shape[2:])
 
 
-def _join(pieces: list[torch.Tensor], places: list[tuple[slice, ...]], first_axis: int) -> torch.Tensor:
-    for axis in reversed(range(len(places[0]))):
-        runs = len({place[axis].start for place in places})
-        if runs > 1:
-            groups = range(0, len(pieces), runs)
-            pieces = [torch.cat(pieces[i : i + runs], dim=first_axis + axis) for i in groups]
-    return pieces[0]
+@from_blocks.register_fake
+def _from_blocks_shape(
+    rows: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], first: int, count: int
+) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], count, *rows.shape[3:])
+
+
+def _save_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    tensor, *place = inputs
+    ctx.place, ctx.tokens = place, tensor.shape[1]
+
+
+def _to_blocks_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grid, blocks, first, _ = ctx.place
+    return from_blocks(gradient.contiguous(), grid, blocks, first, ctx.tokens), None, None, None, None
+
+
+def _from_blocks_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grid, blocks, first, _ = ctx.place
+    return to_blocks(gradient.contiguous(), grid, blocks, first, True), None, None, None, None
+
+
+to_blocks.register_autograd(_to_blocks_gradient, setup_context=_save_place)
+from_blocks.register_autograd(_from_blocks_gradient, setup_context=_save_place)
