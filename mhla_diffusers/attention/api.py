@@ -14,10 +14,10 @@ from .blocks import Shape, check_layout
 from .call import Call, split_call, with_rotary
 from .causal import Causal, CausalAttention, check_causal
 from .checks import check_axes, check_beside_causal, check_call, check_rotary, check_tensors, tokens_in_order
-from .eager import eager_read, eager_summaries
 from .extra import Extra, check_extra
 from .feature_maps import get_feature_map
 from .layout import block_count
+from .linear import block_states, read_states
 from .merge import LinearAttention, merged_attention
 from .own_block import own_block_attention
 from .parallel.collectives import summed
@@ -31,7 +31,7 @@ from .triton import TRITON_CAUSAL, triton_attention, why_not
 
 logger = logging.getLogger(__name__)
 
-_EAGER = LinearAttention(eager_summaries, eager_read)
+_EAGER = LinearAttention(block_states, read_states)
 
 
 def _attend_eagerly(call: Call) -> torch.Tensor:

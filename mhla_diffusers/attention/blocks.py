@@ -11,9 +11,10 @@ by blocks of ``n // b`` tokens, so that nothing is ever cropped or padded.
 
 import math
 import operator
+from bisect import bisect
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
@@ -175,15 +176,32 @@ def _order(
         return filled.flatten().to(device), padding.to(device), rows.to(device)
 
 
-@lru_cache(maxsize=256)
-def longest_block(grid: Shape, blocks: Shape, first: int, count: int) -> tuple[int, int]:
-    """b and L of :func:`to_blocks`."""
-    own = blocks_of_range(grid, blocks, first, count)
+def block_rows(grid: Sequence[int], blocks: Sequence[int], first: int, count: int) -> tuple[int, int]:
+    """B and L of :func:`to_blocks`: how many blocks a run of N = ``count`` tokens may lie in, and the longest there."""
+    grid, blocks = tuple(map(int, grid)), tuple(map(int, blocks))
+    own = blocks_of_range(grid, blocks, int(first), int(count))
     if count == math.prod(grid):
         return own.stop - own.start, smallest_and_largest(grid, blocks)[1]
-    return own.stop - own.start, len(_order(grid, blocks, first, count, torch.device("cpu"))[0]) // (
-        own.stop - own.start
-    )
+    return own.stop - own.start, _longest(grid, blocks, int(first), int(count))
+
+
+@lru_cache(maxsize=256)
+def _longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
+    """Most tokens of a run that lie in one block, counted in Python, as shapes are known where no tensor is."""
+    row, ends = grid[-1], list(accumulate(block_lengths(grid[-1], blocks[-1])))
+    sizes: dict[tuple[int, ...], int] = {}
+    for line in range(first // row, -(-(first + count) // row)):
+        block: tuple[int, ...] = ()
+        rest = line
+        for size, number in zip(reversed(grid[:-1]), reversed(blocks[:-1]), strict=True):
+            rest, place = divmod(rest, size)
+            block = (*block, bisect(list(accumulate(block_lengths(size, number))), place))
+        start, stop = max(first - line * row, 0), min(first + count - line * row, row)
+        for last, (begin, end) in enumerate(pairwise([0, *ends])):
+            inside = min(end, stop) - max(begin, start)
+            if inside > 0:
+                sizes[*block, last] = sizes.get((*block, last), 0) + inside
+    return max(sizes.values(), default=0)
 
 
 _PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first"
@@ -210,7 +228,7 @@ def to_blocks(x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], first
     rows = x.index_select(1, order)
     if zeros and len(padding):
         rows.index_fill_(1, padding, 0)
-    return rows.unflatten(1, longest_block(tuple(grid), tuple(blocks), first, x.shape[1]))
+    return rows.unflatten(1, block_rows(grid, blocks, first, x.shape[1]))
 
 
 @torch.library.custom_op(
@@ -226,7 +244,7 @@ def from_blocks(rows: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], 
 def _to_blocks_shape(
     x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], first: int, zeros: bool
 ) -> torch.Tensor:
-    return x.new_empty(x.shape[0], *longest_block(tuple(grid), tuple(blocks), first, x.shape[1]), *x.shape[2:])
+    return x.new_empty(x.shape[0], *block_rows(grid, blocks, first, x.shape[1]), *x.shape[2:])
 
 
 @from_blocks.register_fake

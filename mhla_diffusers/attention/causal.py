@@ -22,7 +22,7 @@ import torch
 
 from .blocks import Shape, frame_block_starts
 from .call import Call
-from .eager import finish
+from .linear import finish
 from .merge import LinearAttention, least_mixing, under_common_sum, with_least_mask
 from .mixing import causal_mixing
 from .own_block import Own

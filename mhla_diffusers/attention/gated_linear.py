@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid, pad
 
-from .eager import sum_dtype, without_autocast
+from .precision import sum_dtype, without_autocast
 
 GATE_RANK = 16
 """Of the projection of the gate, in all of its authors' models."""

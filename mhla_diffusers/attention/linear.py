@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import torch
 
-from .blocks import from_blocks, longest_block, to_blocks
+from .blocks import block_rows, from_blocks, to_blocks
 from .call import Call
 from .feature_maps import get_feature_map
 from .precision import sum_dtype, without_autocast
 from .reference import OUTPUT_NORM_EPS
-from .rotary import apply_rotary
+from .rope import apply_rotary
 
 _CACHED_BYTES = 2**19
 """Of query, key or value, as the sums are kept, that are worked on at once on a CPU, if that is a block or more."""
@@ -30,13 +30,17 @@ def block_states(call: Call) -> torch.Tensor:
         (B, H, M, D + normalize, D), the key sum after the rows of the state; float32 (float64 for float64 inputs).
     """
     with without_autocast(call.query.device):
-        key, value, table = (_in_blocks(call, x) for x in (call.key, call.value, call.rotary_of_tokens))
-        weight, states = _weights(call), []
+        key, value, table, weight = (
+            _in_blocks(call, call.key),
+            _in_blocks(call, call.value),
+            _table(call),
+            _weights(call),
+        )
+        states: list[torch.Tensor] = []
         for blocks, tokens in _parts(key):
-            turned, plain = _features(call, _part(key, blocks, tokens), _part(table, blocks, tokens))
+            turned, plain = _features(call, key, table, blocks, tokens)
             if weight is not None:
-                of_part = _part(weight, blocks, tokens)
-                turned, plain = turned * of_part, plain * of_part
+                turned, plain = (x * _part(weight, blocks, tokens) for x in (turned, plain))
             state = turned.mT @ _part(value, blocks, tokens)
             if call.normalize:
                 state = torch.cat([state, plain.sum(dim=-2, keepdim=True)], dim=-2)
@@ -61,10 +65,10 @@ def read_states(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     head_dim = call.query.shape[3]
     with without_autocast(call.query.device):
-        query, table = _in_blocks(call, call.query), _in_blocks(call, call.rotary_of_tokens)
-        mixed, found = _mix(call, states), []
+        query, table, mixed = _in_blocks(call, call.query), _table(call), _mix(call, states)
+        found: list[list[torch.Tensor]] = []
         for blocks, tokens in _parts(query):
-            turned, plain = _features(call, _part(query, blocks, tokens), _part(table, blocks, tokens))
+            turned, plain = _features(call, query, table, blocks, tokens)
             here = mixed[:, :, blocks]
             output = turned @ here[..., :head_dim, :]
             normaliser = [plain @ here[..., head_dim:, :].mT] if call.normalize else []
@@ -80,9 +84,15 @@ def linear_attention(call: Call) -> tuple[torch.Tensor, ...]:
     return read_states(call, block_states(call))
 
 
-def _in_blocks(call: Call, x: torch.Tensor | None) -> torch.Tensor | None:
+def _in_blocks(call: Call, x: torch.Tensor) -> torch.Tensor:
     """(B, N, H, D) block by block: (B, b, L, H, D), shorter blocks filled up with one of their tokens."""
-    return None if x is None else to_blocks(x, call.grid, call.blocks, call.first, False)
+    return to_blocks(x, call.grid, call.blocks, call.first, False)
+
+
+def _table(call: Call) -> torch.Tensor | None:
+    """RoPE's table block by block, if there is one."""
+    table = call.rotary_of_tokens
+    return None if table is None else _in_blocks(call, table)
 
 
 def _weights(call: Call) -> torch.Tensor | None:
@@ -90,7 +100,7 @@ def _weights(call: Call) -> torch.Tensor | None:
     mask = call.key_mask
     if mask is None:
         count = call.query.shape[1]
-        if math.prod(longest_block(call.grid, call.blocks, call.first, count)) == count:
+        if math.prod(block_rows(call.grid, call.blocks, call.first, count)) == count:
             return None
         mask = torch.ones(1, count, device=call.query.device)
     return to_blocks(mask.to(sum_dtype(call.query.dtype)), call.grid, call.blocks, call.first, True)[..., None, None]
@@ -109,9 +119,9 @@ def _parts(x: torch.Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(block, min(block + step, blocks)), slice(token, min(token + within, length))
 
 
-def _part(x: torch.Tensor | None, blocks: slice, tokens: slice) -> torch.Tensor | None:
+def _part(x: torch.Tensor, blocks: slice, tokens: slice) -> torch.Tensor:
     """(B, H, blocks, tokens, D) of (B, b, L, H, D), in the type of sums."""
-    return None if x is None else x[:, blocks, tokens].permute(0, 3, 1, 2, 4).to(sum_dtype(x.dtype))
+    return x[:, blocks, tokens].permute(0, 3, 1, 2, 4).to(sum_dtype(x.dtype))
 
 
 def _in_raster(call: Call, pieces: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
@@ -121,14 +131,20 @@ def _in_raster(call: Call, pieces: list[torch.Tensor], shape: torch.Size) -> tor
     return from_blocks(rows, call.grid, call.blocks, call.first, call.query.shape[1])
 
 
-def _features(call: Call, x: torch.Tensor, table: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features for the numerator and for the normaliser, in the shape of ``x``."""
-    if table is not None and call.rope == "before":
-        x = apply_rotary(x, table)
-    features = get_feature_map(call.feature_map)(x, call.eps)
-    if table is not None and call.rope == "after":
-        return apply_rotary(features, table), features
-    return features, features
+def _features(
+    call: Call, rows: torch.Tensor, table: torch.Tensor | None, blocks: slice, tokens: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of a part of the rows for the numerator and for the normaliser, each (B, H, blocks, tokens, D)."""
+    phi = get_feature_map(call.feature_map)
+    # a copy, which a feature map may overwrite, and which the product needs anyway
+    x = _part(rows, blocks, tokens).clone(memory_format=torch.contiguous_format)
+    if table is None:
+        return (features := phi(x, call.eps)), features
+    angles = _part(table, blocks, tokens)
+    if call.rope == "before":
+        return (features := phi(apply_rotary(x, angles), call.eps)), features
+    features = phi(x, call.eps)
+    return apply_rotary(features, angles), features
 
 
 def _mix(call: Call, states: torch.Tensor) -> torch.Tensor:

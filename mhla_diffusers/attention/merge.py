@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from .call import Call
-from .eager import finish, sum_dtype
+from .linear import finish
 from .parallel.collectives import finished_sum, started_sum, summed
+from .precision import sum_dtype
 from .reference import LEAST_MASK, LEAST_MIXING
 
 SparseAttention = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
@@ -27,7 +28,7 @@ class LinearAttention:
 
     summaries: Callable[[Call], torch.Tensor]
     """Of the tokens of a call, (B, H, M, D + normalize, D), float32 (float64 for float64 inputs);
-    :func:`mhla_diffusers.attention.eager.eager_summaries`."""
+    :func:`mhla_diffusers.attention.linear.block_states`."""
     read: Callable[[Call, torch.Tensor], tuple[torch.Tensor, ...]]
     """Output (B, N, H, D) and, with ``normalize``, normaliser (B, N, H, 1), given the summaries of all tokens."""
 

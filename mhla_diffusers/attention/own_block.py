@@ -11,10 +11,12 @@ import torch
 
 from .blocks import frame_block_starts
 from .call import Call
-from .eager import budget, sum_dtype, without_autocast
 from .feature_maps import get_feature_map
+from .precision import sum_dtype, without_autocast
 from .rope import apply_rotary
 
+_BYTES = 2**23
+"""Of scores, or of query, key or value, that are formed at once."""
 Own = tuple[torch.Tensor, torch.Tensor | None]
 """Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), None without normaliser; in float32 (float64 for
 float64 inputs)."""
@@ -49,7 +51,7 @@ def _of_blocks(call: Call, blocks: slice, tokens: slice) -> Own:
     """Of blocks that are equally long, a few of them at a time."""
     count = blocks.stop - blocks.start
     length, (batch, _, heads, head_dim) = (tokens.stop - tokens.start) // count, call.query.shape
-    at_once = max(1, budget(call.query) // (4 * batch * heads * length * max(length, head_dim)))
+    at_once = max(1, _BYTES // (4 * batch * heads * length * max(length, head_dim)))
     parts = []
     for first in range(0, count, at_once):
         last = min(first + at_once, count)

@@ -22,9 +22,10 @@ from torch.utils.flop_counter import register_flop_formula
 from .block_lists import BlockLists, list_length, mask_of_lists
 from .blocks import Shape
 from .call import Call
-from .eager import finish, sum_dtype, without_autocast
 from .layout import BlockTable, block_count, block_table, layout_of
+from .linear import finish
 from .parallel.collectives import gathered, summed
+from .precision import sum_dtype, without_autocast
 from .rope import rotated
 
 BIASES = (-3.0, 3.0, 25)

@@ -25,10 +25,10 @@ from .causal import (
     with_causal_mixing,
 )
 from .checks import check_call, check_rotary, check_tensors
-from .eager import sum_dtype, without_autocast
 from .feature_maps import get_feature_map
 from .merge import least_mixing, with_least_mask
 from .own_block import Own, softmax_up_to_itself
+from .precision import sum_dtype, without_autocast
 from .rope import Rotary, rotated
 
 Beyond = Literal["error", "relative"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.eager import without_autocast
+from ..attention.precision import without_autocast
 from ..families import DiffusionProcess, NoisedBatch, get_family, predict
 from ..patching import token_grid
 from ..patching.parallel import parallel_of

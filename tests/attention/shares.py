@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import Call
-from mhla_diffusers.attention.eager import sum_dtype
 from mhla_diffusers.attention.merge import LinearAttention
+from mhla_diffusers.attention.precision import sum_dtype
 
 from .problems import call_of, make_problem
 

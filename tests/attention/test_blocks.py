@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention.blocks import (
     block_index,
     block_lengths,
+    block_rows,
     block_sizes,
     blocks_of_range,
     check_layout,
     from_blocks,
-    join_blocks,
-    join_tokens,
-    regular_regions,
     to_blocks,
 )
 
@@ -42,44 +40,51 @@ def test_every_token_has_one_block_of_the_stated_size(layout):
     assert torch.bincount(index).tolist() == block_sizes(*layout)
 
 
-@given(layouts(), st.none() | st.integers(1, 3), st.none() | st.integers(1, 3))
-def test_regions_cover_the_grid_and_are_put_back(layout, max_rows, max_length):
-    grid, blocks = layout
-    x = torch.arange(2 * torch.Size(grid).numel() * 3 * 2.0).view(2, *grid, 3, 2)
-    regions = regular_regions(grid, blocks, max_rows, max_length)
-    pieces = [from_blocks(to_blocks(x, region, torch.float64), region) for region in regions]
-    assert torch.equal(join_tokens(pieces, regions, first_axis=1), x.double())
+@st.composite
+def runs(draw):
+    """A layout and a run of its tokens."""
+    grid, blocks = draw(layouts())
+    first = draw(st.integers(0, torch.Size(grid).numel() - 1))
+    return grid, blocks, first, draw(st.integers(1, torch.Size(grid).numel() - first))
 
 
-@given(layouts(), st.none() | st.integers(1, 3), st.none() | st.integers(1, 3))
-def test_sums_over_blocks_are_those_of_their_tokens(layout, max_rows, max_length):
-    grid, blocks = layout
-    numbers = torch.arange(torch.Size(grid).numel())
-    regions = regular_regions(grid, blocks, max_rows, max_length)
-    x = numbers.view(1, *grid, 1, 1)
-    sums = [to_blocks(x, region, torch.int64).sum(dim=-2) for region in regions]
-    expected = torch.zeros(torch.Size(blocks).numel(), dtype=torch.int64).index_add_(
-        0, block_index(grid, blocks), numbers
-    )
-    assert torch.equal(join_blocks(sums, regions, blocks, first_axis=2).flatten(), expected)
+@settings(deadline=None)  # the first call of an operator takes seconds
+@given(runs())
+def test_blocks_hold_their_tokens_in_raster_order_and_give_them_back(run):
+    grid, blocks, first, count = run
+    x = torch.arange(2 * count * 3).view(2, count, 3) + 1
+    rows = to_blocks(x, grid, blocks, first, True)
+    index, own = block_index(grid, blocks)[first : first + count], blocks_of_range(grid, blocks, first, count)
+    assert rows.shape[1] == own.stop - own.start
+    for number, block in enumerate(rows.unbind(1), own.start):
+        held = x[:, index == number]
+        assert torch.equal(block[:, : held.shape[1]], held)
+        assert not block[:, held.shape[1] :].any()
+    assert torch.equal(from_blocks(rows, grid, blocks, first, count), x)
+    filled = to_blocks(x, grid, blocks, first, False)
+    assert torch.equal(from_blocks(filled, grid, blocks, first, count), x)
+    assert bool(filled.all())
 
 
-@given(layouts(), st.integers(1, 3))
-def test_no_region_of_one_row_of_blocks_is_longer_than_asked(layout, max_length):
-    for region in regular_regions(*layout, max_rows=1, max_length=max_length):
-        assert region.tokens[0].stop - region.tokens[0].start == region.block_shape[0] <= max_length
+@settings(deadline=None)  # the first call of an operator takes seconds
+@given(runs())
+def test_as_many_rows_as_are_counted(run):
+    grid, blocks, first, count = run
+    index, own = block_index(grid, blocks)[first : first + count], blocks_of_range(grid, blocks, first, count)
+    assert block_rows(*run) == (own.stop - own.start, int(torch.bincount(index).max()))
 
 
-@given(layouts())
-def test_a_block_gathers_its_tokens_in_raster_order(layout):
-    grid, blocks = layout
-    tokens = torch.arange(torch.Size(grid).numel()).view(1, *grid, 1, 1)
-    index = block_index(grid, blocks)
-    for region in regular_regions(grid, blocks):
-        gathered = to_blocks(tokens, region, torch.int64)[0, 0, ..., 0].flatten(0, -2)
-        numbers = torch.arange(torch.Size(blocks).numel()).view(blocks)[region.blocks].flatten()
-        for number, found in zip(numbers, gathered, strict=True):
-            assert found.tolist() == torch.nonzero(index == number).flatten().tolist()
+@pytest.mark.parametrize("run", [((5, 4), (2, 3), 0, 20), ((5, 4), (2, 3), 3, 11)], ids=str)
+def test_operators_of_the_order(run):
+    grid, blocks, first, count = run
+    x = torch.randn(2, count, 3, 4, dtype=torch.float64, requires_grad=True)
+    rows = to_blocks(x, grid, blocks, first, True).detach().requires_grad_()
+    for operator, inputs in (
+        (to_blocks, (x, grid, blocks, first, True)),
+        (from_blocks, (rows, grid, blocks, first, count)),
+    ):
+        torch.library.opcheck(operator, inputs)
+        assert torch.autograd.gradgradcheck(lambda given, f=operator, rest=inputs[1:]: f(given, *rest), inputs[:1])
 
 
 def test_too_few_tokens_name_the_axis_and_both_numbers():

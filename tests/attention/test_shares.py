@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 
 from mhla_diffusers.attention.blocks import block_index
-from mhla_diffusers.attention.eager import eager_read, eager_summaries
+from mhla_diffusers.attention.linear import block_states, read_states
 from mhla_diffusers.attention.merge import LinearAttention
 
 from .problems import call_of, errors_of, make_problem
 from .shares import CUTS, cut_problems, in_shares, shares_of
-from .test_eager import TOLERANCE
+from .test_linear import TOLERANCE
 
-EAGER = LinearAttention(eager_summaries, eager_read)
+EAGER = LinearAttention(block_states, read_states)
 
 
 def check(problem, lengths, dtype):
@@ -42,21 +42,11 @@ def test_drawn_problems(drawn):
         assert error <= 1e-9, f"{name}: relative error {error:.2e}"
 
 
-def test_heads_and_rows_are_processed_in_groups_without_a_trace(monkeypatch):
-    problem = make_problem((5, 7, 3), (3, 3, 2), heads=3, rotary=True, mask=True, gate=True)
-    attend = in_shares(EAGER, (2, 46, 55, 2))
-    whole = problem.run(attend, torch.float64)
-    monkeypatch.setattr("mhla_diffusers.attention.eager._CPU_BYTES", 1)
-    pieces = problem.run(attend, torch.float64)
-    for name in whole:
-        torch.testing.assert_close(pieces[name], whole[name], rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)
 def test_without_gradients_every_element_is_written_and_the_same(grid, blocks, lengths, monkeypatch):
     """Without gradients the pieces are written into one tensor, which is filled with NaN first here."""
     problem = make_problem(grid, blocks, heads=3, norm=True, gate=True)
-    monkeypatch.setattr("mhla_diffusers.attention.eager._CPU_BYTES", 1000)
+    monkeypatch.setattr("mhla_diffusers.attention.linear._CPU_BYTES", 1000)
     attend = in_shares(EAGER, lengths)
     expected = problem.run(attend)["output"]
     empty = torch.empty
@@ -74,4 +64,4 @@ def test_blocks_of_which_a_share_has_nothing_have_no_summary(grid, blocks, lengt
     for share in shares_of(call_of(**problem.tensors, grid=grid, blocks=blocks), lengths):
         there = torch.zeros(len(problem.tensors["mixing"]), dtype=torch.bool)
         there[index[share.first : share.first + share.query.shape[1]]] = True
-        assert torch.equal(eager_summaries(share).ne(0).any(dim=-1).any(dim=-1)[0, 0], there)
+        assert torch.equal(block_states(share).ne(0).any(dim=-1).any(dim=-1)[0, 0], there)

@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-
-from mhla_diffusers.attention import Call, BlockLists, initial_mixing, mhla_attention
-from mhla_diffusers.attention.blocks import block_index
-from mhla_diffusers.attention.eager import eager_attention
-from mhla_diffusers.attention.merge import linear_branch
-from mhla_diffusers.attention.extra import ExtraTokens, of_grid
-from mhla_diffusers.attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from mhla_diffusers.attention.tiles import tokens_of_tiles
+
+from mhla_diffusers.attention import BlockLists, Call, initial_mixing, mhla_attention
+from mhla_diffusers.attention.blocks import block_index
+from mhla_diffusers.attention.extra import ExtraTokens, of_grid
+from mhla_diffusers.attention.linear import linear_attention
+from mhla_diffusers.attention.merge import linear_branch
+from mhla_diffusers.attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 
 GRIDS = [((8, 6), (4, 3)), ((7, 5), (3, 2)), ((3, 5, 4), (2, 2, 3))]
 HEADS, DIM = 2, 8
@@ -140,7 +140,7 @@ def test_the_error_of_a_candidate_is_that_of_the_attention(grid, counts, mask, c
     exact = torch.rand(HEADS, tiles, tiles, generator=torch.Generator().manual_seed(3)) < 0.3
     mixing = initial_mixing((2,) * len(grid))
     call = Call(query, key, value, mixing, grid, (2,) * len(grid), key_mask=key_mask)
-    output, normaliser = eager_attention(linear_branch(call))
+    output, normaliser = linear_attention(linear_branch(call))
     tokens, _ = tokens_of_tiles(grid, counts)
     in_tiles = output[:, tokens].permute(0, 3, 1, 2, 4), normaliser[:, tokens, :, 0].log().permute(0, 3, 1, 2)
     whole, whole_mask, extra, others = with_extra(query, key, value, key_mask, count)
@@ -179,7 +179,7 @@ def test_candidates_of_a_linear_branch_beside_tokens_outside_alone():
     whole, _, extra, others = with_extra(query, key, value)
     mixing = initial_mixing((2, 2))
     call = Call(query, key, value, mixing, grid, (2, 2))
-    output, normaliser = eager_attention(linear_branch(call))
+    output, normaliser = linear_attention(linear_branch(call))
     tokens, _ = tokens_of_tiles(grid, counts)
     far = output[:, tokens].permute(0, 3, 1, 2, 4), normaliser[:, tokens, :, 0].log().permute(0, 3, 1, 2)
     given = TiledInput.of(query, key, value, grid, counts, None, others)

@@ -11,8 +11,8 @@ import math
 import torch
 
 from ..call import Call
-from ..eager import sum_dtype, without_autocast
 from ..layout import BlockTable, block_table
+from ..precision import sum_dtype, without_autocast
 from ..rope import rotated
 from ..sparse import attend_to_all, attend_to_lists, filled_blocks, given_lists, pooled_keys
 from .collectives import exchanged, gathered

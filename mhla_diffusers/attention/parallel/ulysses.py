@@ -12,8 +12,8 @@ import torch
 
 from ..blocks import Shape
 from ..call import Call
-from ..eager import finish
 from ..extra import Extra, of_grid
+from ..linear import finish
 from ..rope import Rotary
 from .collectives import counts_of, exchanged, gathered, summed
 from .place import Parallel, Share

@@ -23,8 +23,8 @@ import torch
 from ..block_lists import BlockLists, list_length
 from ..blocks import Shape
 from ..call import Call
-from ..eager import finish
 from ..layout import Layout, block_count, layout_of
+from ..linear import finish
 from ..merge import least_mixing, linear_branch, under_common_sum, with_least_mask
 from ..sparse import best_bias, fitting_rows, given_lists
 from .linear_operators import linear_beside, linear_read, linear_states, refuse_second_derivative

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from mhla_diffusers.attention import Call, BlockLists, mhla_attention
 from mhla_diffusers.attention.exact import exact_attention
-from mhla_diffusers.attention.triton import backend, exact
 from mhla_diffusers.attention.triton.exact import triton_exact_attention
 from mhla_diffusers.attention.triton.exact_lists import ExactCall, bitmap, lists_of_queries
+
+from mhla_diffusers.attention import BlockLists, Call, mhla_attention
+from mhla_diffusers.attention.triton import backend, exact
 
 from ..problems import Problem, call_of, errors_against_reference, make_problem, relative_error
 from ..test_exact import LAYOUTS, SUMS, TOLERANCE, make, random_tiles
@@ -314,9 +314,9 @@ def test_normaliser_and_its_gradient():
     def with_normaliser(call):
         return backend.BESIDE_EXACT.read(call, backend.BESIDE_EXACT.summaries(call))
 
-    from mhla_diffusers.attention.eager import eager_attention
+    from mhla_diffusers.attention.linear import linear_attention
 
-    found, expected = run(with_normaliser, torch.float32), run(eager_attention, torch.float64)
+    found, expected = run(with_normaliser, torch.float32), run(linear_attention, torch.float64)
     assert found[1].shape == (2, 35, 2, 1)
     for tensor, truth in zip(found, expected, strict=True):
         assert relative_error(tensor, truth) <= TOLERANCE[torch.float32]

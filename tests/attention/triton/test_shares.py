@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from mhla_diffusers.attention.blocks import block_index
-from mhla_diffusers.attention.eager import eager_attention
+from mhla_diffusers.attention.linear import linear_attention
 from mhla_diffusers.attention.triton import launches
 from mhla_diffusers.attention.triton.backend import BESIDE_EXACT, THROUGHOUT, usable_call
 
@@ -82,7 +82,7 @@ def test_normaliser_and_its_gradient():
         found = zip(*(BESIDE_EXACT.read(share, summary) for share in shares), strict=True)
         return [torch.cat(pieces, dim=1) for pieces in found]
 
-    for tensor, truth in zip(run(over_shares, torch.float32), run(eager_attention, torch.float64), strict=True):
+    for tensor, truth in zip(run(over_shares, torch.float32), run(linear_attention, torch.float64), strict=True):
         assert relative_error(tensor, truth) <= FLOAT32_TOLERANCE
 
 

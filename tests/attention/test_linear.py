@@ -90,13 +90,20 @@ def test_non_contiguous_inputs_are_not_changed():
     assert torch.equal(views, copies)
 
 
-def test_heads_and_rows_are_processed_in_groups_without_a_trace(monkeypatch):
+@pytest.mark.parametrize("most", [1, 8 * 8 * 3 * 4])
+def test_without_gradients_blocks_are_worked_on_in_parts_without_a_trace(most, monkeypatch):
+    """A token, and four tokens at once."""
     problem = make_problem((5, 7, 3), (3, 3, 2), heads=3, rotary=True, mask=True, gate=True)
-    whole = problem.run(mhla_attention, torch.float64)
-    monkeypatch.setattr("mhla_diffusers.attention.eager._CPU_BYTES", 1)
-    pieces = problem.run(mhla_attention, torch.float64)
-    for name in whole:
-        torch.testing.assert_close(pieces[name], whole[name], rtol=1e-10, atol=1e-12)
+    inputs = {name: x.double() if x.is_floating_point() else x for name, x in problem.tensors.items()}
+
+    def run():
+        with torch.no_grad():
+            return mhla_attention(**inputs, grid=(5, 7, 3), blocks=(3, 3, 2), **problem.options)
+
+    whole = run()
+    monkeypatch.setattr("mhla_diffusers.attention.linear._CACHED_BYTES", most)
+    monkeypatch.setattr("mhla_diffusers.attention.linear._MOST_BYTES", most)
+    torch.testing.assert_close(run(), whole, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("tokens", [32, 64, 128])
@@ -108,11 +115,13 @@ def test_a_sequence_shorter_than_its_grid_keeps_to_the_budget(tokens, monkeypatc
         phi = get_feature_map(name)
         return lambda x, eps: (seen.append(x.numel() * x.element_size()), phi(x, eps))[1]
 
-    monkeypatch.setattr("mhla_diffusers.attention.eager.get_feature_map", counted)
-    for budget in (4 * 8 * 4, 4 * 8 * 64):  # 4 and 64 tokens of one head
-        monkeypatch.setattr("mhla_diffusers.attention.eager._CPU_BYTES", budget)
+    monkeypatch.setattr("mhla_diffusers.attention.linear.get_feature_map", counted)
+    for budget in (4 * 8 * 2 * 4, 4 * 8 * 2 * 64):  # 4 and 64 tokens
+        for name in ("_CACHED_BYTES", "_MOST_BYTES"):
+            monkeypatch.setattr(f"mhla_diffusers.attention.linear.{name}", budget)
         query = torch.randn(1, tokens, 2, 8)
-        mhla_attention(query, query, query, torch.rand(4, 4), (64, 2), (4, 1), causal="block", backend="eager")
+        with torch.no_grad():
+            mhla_attention(query, query, query, torch.rand(4, 4), (64, 2), (4, 1), causal="block", backend="eager")
         assert max(seen) <= budget
         seen.clear()
 
@@ -121,7 +130,7 @@ def test_a_sequence_shorter_than_its_grid_keeps_to_the_budget(tokens, monkeypatc
 def test_without_gradients_every_element_is_written_and_the_same(grid, blocks, monkeypatch):
     """Without gradients the pieces are written into one tensor, which is filled with NaN first here."""
     problem = make_problem(grid, blocks, heads=3, norm=True, gate=True)
-    monkeypatch.setattr("mhla_diffusers.attention.eager._CPU_BYTES", 1000)
+    monkeypatch.setattr("mhla_diffusers.attention.linear._CACHED_BYTES", 1000)
     expected = problem.run(mhla_attention)["output"]
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
