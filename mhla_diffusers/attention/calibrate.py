@@ -11,8 +11,8 @@ import torch
 
 from .block_lists import ContentRule
 from .call import Call
-from .eager import eager_attention
 from .layout import block_count, layout_of
+from .linear import linear_attention
 from .merge import linear_branch
 from .rope import rotated
 from .sparse import with_lists
@@ -169,7 +169,7 @@ def candidate_errors(
     blocks = block_count(call.grid, block_size)
     none = torch.zeros(1, heads, len(tokens), blocks, dtype=torch.bool, device=device)
     mask = none if call.lists is None else call.lists.mask()[:, :, block]
-    linear, normaliser = (x[:, tokens].float() for x in eager_attention(linear_branch(call)))
+    linear, normaliser = (x[:, tokens].float() for x in linear_attention(linear_branch(call)))
     weight = sampled.weight[:, : len(member)]
     sums = weight.new_zeros(len(weight), blocks).index_add_(1, member, weight)
     shares = (weight / sums.clamp_min(torch.finfo(torch.float32).tiny)[:, member])[..., None]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.calibrate import weight_held
-from ..attention.eager import without_autocast
+from ..attention.precision import without_autocast
 from ..patching.attended import Attended
 from ..patching.calibration import check_reached, tokens_of_grid
 from ..patching.denoising_steps import Step, StepHooks

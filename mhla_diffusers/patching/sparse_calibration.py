@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..attention.calibrate import Candidates, candidate_errors
-from ..attention.eager import without_autocast
+from ..attention.precision import without_autocast
 from .attended import Attended
 from .calibration import check_reached, patched_attentions, run_unpatched
 from .finding import find_transformers, mhla_layers, refuse_causal, refuse_language

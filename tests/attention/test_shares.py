@@ -46,7 +46,7 @@ def test_drawn_problems(drawn):
 def test_without_gradients_every_element_is_written_and_the_same(grid, blocks, lengths, monkeypatch):
     """Without gradients the pieces are written into one tensor, which is filled with NaN first here."""
     problem = make_problem(grid, blocks, heads=3, norm=True, gate=True)
-    monkeypatch.setattr("mhla_diffusers.attention.linear._CPU_BYTES", 1000)
+    monkeypatch.setattr("mhla_diffusers.attention.linear._CACHED_BYTES", 1000)
     attend = in_shares(EAGER, lengths)
     expected = problem.run(attend)["output"]
     empty = torch.empty

@@ -210,7 +210,7 @@ def test_settings_that_do_not_go(settings: dict[str, Any], message: str) -> None
 
 
 def test_an_unknown_setting() -> None:
-    with pytest.raises(TypeError, match="unknown arguments exact"):
+    with pytest.raises(TypeError, match="unknown arguments sparse"):
         new_state(sparse=None)
 
 

@@ -13,8 +13,8 @@ import torch
 
 from ..blocks import Shape, block_index, blocks_of_range
 from ..call import Call
-from ..eager import without_autocast
 from ..layout import layout_of
+from ..precision import without_autocast
 from ..reference import OUTPUT_NORM_EPS
 
 if TYPE_CHECKING:
