@@ -1,6 +1,6 @@
 """How fast each kind of attention adapts: the tiny Wan pipeline on clips of moving digits, on a CPU.
 
-python finetune/compare.py tiles        # how exact tiles are chosen, and how large they are
+python finetune/compare.py sparse       # block-sparse attention: block size, density, pooled keys, β fitted or learned
 python finetune/compare.py recipes      # the diffusion loss alone, with distillation, attention transfer first
 python finetune/compare.py settings     # MHLA's own settings
 python finetune/compare.py per-head     # a mixing matrix for every head, and what goes with it
@@ -29,10 +29,8 @@ from mhla_diffusers.tiny import TINY, load_tiny
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""
-SMALL = (9, 4, 4)
-"""144 tiles of 4 tokens."""
 _PER_HEAD = MHLAConfig(blocks=FINE, mixing_per_head=True)
-_EXACT = _PER_HEAD.replace(sparse="calibrated", exact_tiles=SMALL)
+_SPARSE = _PER_HEAD.replace(sparse="content", block_size=4)
 ATTENTIONS: dict[str, MHLAConfig | None] = {
     "softmax, trained on": None,
     "plain linear": MHLAConfig(blocks=(1, 1, 1), mixing_learnable=False, mixing_clip=False),
@@ -47,13 +45,12 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
     "MHLA, output norm and gate": MHLAConfig(blocks=FINE, output_norm=True, output_gate=True),
     "MHLA hybrid 2/3, per head": MHLAConfig(blocks=FINE, layers="2/3", mixing_per_head=True),
     "MHLA, per head, blocks of 4": MHLAConfig(blocks=(9, 4, 4), mixing_per_head=True),
-    "exact tiles": _EXACT,
-    "exact tiles, no means": _EXACT.replace(tile_means=False),
-    "exact tiles by content": _EXACT.replace(sparse="content"),
-    "exact tiles of 12": _EXACT.replace(exact_tiles=FINE),
-    "own tile of 12": _PER_HEAD.replace(sparse="own"),
-    "exact tiles, 2.5 %": _EXACT.replace(density=0.025),
-    "exact tiles, 10 %": _EXACT.replace(density=0.1),
+    "sparse": _SPARSE,
+    "sparse, no pooled keys": _SPARSE.replace(pooled=False),
+    "sparse, β learned": _SPARSE.replace(fit_pooled_bias=False),
+    "sparse, blocks of 8": _SPARSE.replace(block_size=8),
+    "sparse, 2.5 %": _SPARSE.replace(density=0.025),
+    "sparse, 10 %": _SPARSE.replace(density=0.1),
 }
 
 
@@ -83,18 +80,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         *(("diffusion", attention) for attention in _FOUR),
         *((recipe, attention) for recipe in ("distillation", "transfer first") for attention in _FOUR[1:]),
     ],
-    "tiles": [
-        ("transfer first, gentle", name)
-        for name in (
-            "exact tiles",
-            "exact tiles, no means",
-            "exact tiles by content",
-            "exact tiles of 12",
-            "own tile of 12",
-            "exact tiles, 2.5 %",
-            "exact tiles, 10 %",
-        )
-    ],
+    "sparse": [("transfer first, gentle", name) for name in ATTENTIONS if name.startswith("sparse")],
     "per-head": [
         ("distillation", "MHLA, mixing per head"),
         ("transfer first", "MHLA, mixing per head"),
@@ -145,7 +131,7 @@ class Comparison:
         return self.output / f"{words}-{seed}"
 
     def patched(self, attention: str) -> Any:
-        """A fresh pipeline; automatic hybrids and exact tiles are chosen on a fixed batch."""
+        """A fresh pipeline; automatic hybrids are chosen, and λ and β fitted, on a fixed batch."""
         return self.adaptation.patched(
             ATTENTIONS[attention], lambda pipe: predict(pipe.transformer, self.batch(pipe.transformer, 16))
         )

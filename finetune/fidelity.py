@@ -4,11 +4,11 @@ python finetune/fidelity.py untrained                        # all three pipelin
 python finetune/fidelity.py untrained --family dit --scenes 200
 python finetune/fidelity.py steps --family wan               # untrained and adapted, 0 to 30 % of the steps softmax
 
-Every row is patched anew and calibrated on training samples, of which none is among those that it is measured on, or an
-adapted patch that ships. All rows see the same held-out samples and noise. Held-out loss, digits recognised, Fréchet
-distance to real digits, and the distance of every picture to the unpatched pipeline's for the same noise, means with
-their standard error, go to <table>-<family>.csv and .md. Rows that are finished are kept, so a command goes on where it
-was stopped.
+Every row is patched anew, and where it says so calibrated on training samples, of which none is among those that it is
+measured on, or an adapted patch that ships. All rows see the same held-out samples and noise. Held-out loss, digits
+recognised, Fréchet distance to real digits, and the distance of every picture to the unpatched pipeline's for the same
+noise, means with their standard error, go to <table>-<family>.csv and .md. Rows that are finished are kept, so a command
+goes on where it was stopped.
 """
 
 import argparse
@@ -17,12 +17,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from mhla_diffusers import MHLAConfig, calibrate_mixing, change_mhla, load_mhla, mhla_layers
+from mhla_diffusers import MHLAConfig, calibrate_mixing, calibrate_sparse, change_mhla, load_mhla, mhla_layers
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.examining import Yardstick
 from mhla_diffusers.demo.fidelity import HEADER, Fidelity, measure_fidelity
@@ -33,13 +33,12 @@ from mhla_diffusers.generation.pipelines import family_named
 from mhla_diffusers.reporting import write_table
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
 
-SHARES = (0.05, 0.1, 0.15, 0.25)
-"""Parts of all pairs of tiles that are exact."""
+DENSITIES = (0.05, 0.1, 0.15, 0.25)
 STEPS = (0.0, 0.1, 0.2, 0.3)
 """Parts of the denoising steps that keep softmax."""
 CALIBRATION_SAMPLES = 16
-_NO_FAR_FIELD = -80.0
-"""log λ: a far field that no float32 sum sees."""
+_NO_LINEAR_BRANCH = -80.0
+"""log λ of a linear branch that no float32 sum sees."""
 SCENES = {"wan": 32, "dit": 200, "sana": 200}
 """As many as one core generates in about a minute."""
 
@@ -50,19 +49,17 @@ class Row:
 
     name: str
     settings: dict[str, Any]
-    """Fields of :class:`MHLAConfig` besides blocks and tile counts; of an adapted patch those that change."""
-    is_fitted: bool = True
-    """Whether means and MHLA weigh what calibration found; else means weigh as they are, and beside exact tiles there
-    is no MHLA.
-    """
+    """Fields of :class:`MHLAConfig` besides blocks and block size; of an adapted patch those that change."""
+    weights: Literal["fresh", "calibrated", "sparse alone"] = "fresh"
+    """Whether λ, β and the mixing matrices are those of a fresh patch or calibrated, or there is no linear branch."""
     adapted: str | None = None
     """What comes after ``tiny-<family>-`` in the name of an adapted patch that ships."""
 
     @property
-    def share(self) -> str:
+    def density(self) -> str:
         """As the table has it."""
-        share = self.settings.get("density")
-        return "" if share is None else f"{share:.0%}"
+        density = self.settings.get("density")
+        return "" if density is None else f"{density:.0%}"
 
     @property
     def steps(self) -> str:
@@ -76,16 +73,14 @@ class Row:
             return change_mhla(load_mhla(load_tiny(tiny.family), f"tiny-{tiny.family}-{self.adapted}"), **self.settings)
         config = MHLAConfig(blocks=tiny.blocks, mixing_per_head=True, **self.settings)
         if config.sparse != "none":
-            config = config.replace(exact_tiles=tiny.exact_tiles)
-        pipe = adaptation.patched(config, lambda pipe: calibration_run(adaptation, pipe))
-        if config.sparse == "none" and self.is_fitted:
-            calibrate_mixing(pipe, lambda: calibration_run(adaptation, pipe))
-        elif config.sparse != "none" and not self.is_fitted:
-            with torch.no_grad():
-                for layer in mhla_layers(pipe).values():
-                    layer.linear_log_weight.fill_(_NO_FAR_FIELD)
-                    if layer.pooled_bias is not None:
-                        layer.pooled_bias.zero_()
+            config = config.replace(block_size=tiny.block_size)
+        pipe = adaptation.patched(config)
+        if self.weights == "calibrated":
+            calibrate = calibrate_mixing if config.sparse == "none" else calibrate_sparse
+            calibrate(pipe, lambda: calibration_run(adaptation, pipe))
+        elif self.weights == "sparse alone":
+            for layer in mhla_layers(pipe).values():
+                torch.nn.init.constant_(layer.linear_log_weight, _NO_LINEAR_BRANCH)
         return pipe
 
 
@@ -97,31 +92,31 @@ def calibration_run(adaptation: Adaptation, pipe: Any) -> None:
 
 
 def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
-    """The rows of a pipeline. SANA's own attention is linear, so there is nothing to attend to exactly."""
-    yield Row("MHLA, every block alike", {"mixing_init": "uniform"}, is_fitted=False)
-    yield Row("MHLA", {}, is_fitted=False)
+    """The rows of a pipeline. SANA's own attention is linear, so there is no softmax to be sparse."""
+    yield Row("MHLA, every block alike", {"mixing_init": "uniform"})
+    yield Row("MHLA", {})
     if family_named(tiny.family).own_attention != "softmax":
         return
-    yield Row("MHLA, calibrated", {})
-    for share in SHARES:
-        tiles = {"sparse": "calibrated", "density": share}
-        if share == SHARES[0]:  # what each part brings
-            yield Row("exact tiles alone", {**tiles, "pooled": False}, is_fitted=False)
-            yield Row("exact tiles and means", tiles, is_fitted=False)
-        yield Row("exact tiles, means and MHLA, calibrated", tiles)
-        by_content = {**tiles, "sparse": "content"}
-        yield Row("the same, tiles by content", by_content)
-        yield Row("by content, softmax in the first 20 % of steps", {**by_content, "softmax_steps": 0.2})
+    yield Row("MHLA, calibrated", {}, "calibrated")
+    for density in DENSITIES:
+        sparse = {"sparse": "content", "density": density}
+        if density == DENSITIES[0]:  # what each part brings
+            yield Row("sparse alone", {**sparse, "pooled": False}, "sparse alone")
+            yield Row("sparse and pooled keys", {**sparse, "fit_pooled_bias": False}, "sparse alone")
+            yield Row("sparse and pooled keys, β fitted", sparse, "sparse alone")
+        yield Row("sparse and MHLA", sparse)
+        yield Row("sparse and MHLA, calibrated", sparse, "calibrated")
+        yield Row("sparse and MHLA, softmax in the first 20 % of steps", {**sparse, "softmax_steps": 0.2})
 
 
 def rows_of_steps(tiny: TinyPipeline) -> Iterator[Row]:
     """The rows of a pipeline whose own attention is softmax, untrained and adapted."""
-    tiles = {"sparse": "content", "density": 0.05}
+    sparse = {"sparse": "content", "density": DENSITIES[0]}
     for steps in STEPS:
-        yield Row("MHLA, calibrated, untrained", {"softmax_steps": steps})
-        yield Row("exact tiles by content, calibrated, untrained", {**tiles, "softmax_steps": steps})
+        yield Row("MHLA, calibrated, untrained", {"softmax_steps": steps}, "calibrated")
+        yield Row("sparse and MHLA, untrained", {**sparse, "softmax_steps": steps})
         yield Row("MHLA, adapted", {"softmax_steps": steps}, adapted="mhla")
-        yield Row("exact tiles by content, adapted", {"softmax_steps": steps}, adapted="exact")
+        yield Row("sparse and MHLA, adapted", {"softmax_steps": steps}, adapted="exact")
 
 
 @dataclass(frozen=True)
@@ -135,7 +130,7 @@ class Kind:
 
 
 TABLES = {
-    "untrained": Kind(rows_of, "exact pairs", lambda row: row.share),
+    "untrained": Kind(rows_of, "density", lambda row: row.density),
     "steps": Kind(rows_of_steps, "softmax in the first", lambda row: row.steps),
 }
 
@@ -164,7 +159,7 @@ class Table:
     def measure(self, row: Row, unpatched: list[torch.Tensor]) -> Fidelity:
         """One row; what was measured before is taken from its file."""
         steps = row.steps if row.settings.get("softmax_steps") and row.steps not in row.name else ""
-        name = f"{row.name} {row.share} {steps}".strip().translate({ord(","): None, ord(" "): "-", ord("%"): None})
+        name = f"{row.name} {row.density} {steps}".strip().translate({ord(","): None, ord(" "): "-", ord("%"): None})
         found = self._kept(name)
         if found is None:
             found, _ = measure_fidelity(row.patched(self.adaptation), self.yardstick, unpatched)

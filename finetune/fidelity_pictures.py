@@ -1,7 +1,7 @@
 """The pictures of docs/fidelity.md, one per step, from the tiny pipelines on a CPU.
 
 python finetune/fidelity_pictures.py                   # all of them, into assets/fidelity; minutes on one core
-python finetune/fidelity_pictures.py --only audit lora
+python finetune/fidelity_pictures.py --only audit dial
 
 The one of the first steps is drawn from the table that fidelity.py steps has written.
 """
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fidelity import CALIBRATION_SAMPLES, Row, calibration_run
-from peft import LoraConfig
+from fidelity import CALIBRATION_SAMPLES, Row
 
 from mhla_diffusers import apply_mhla, audit, densify, mhla_disabled, set_density
 from mhla_diffusers.analysis import draw_audit
@@ -32,7 +31,7 @@ from mhla_diffusers.tiny import TINY, load_tiny
 
 FOLDER = Path("assets/fidelity")
 STEPS_TABLE = Path("assets/adaptation/steps-wan.csv")
-SHARES = (0.25, 0.15, 0.1, 0.05)
+DENSITIES = (0.25, 0.15, 0.1, 0.05)
 DIAL = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1)
 MODELS = (
     ("dit-xl-2", "256", None),
@@ -40,8 +39,7 @@ MODELS = (
     ("wan2.1-1.3b", "480x832", 81),
     ("wan2.1-1.3b", "720x1280", 81),
 )
-STRENGTHS = (0.0, 1.0, 2.0, 4.0, 6.0, 8.0)
-_CALIBRATED = {"sparse": "calibrated", "density": 0.05}
+_SPARSE = {"sparse": "content", "density": 0.05}
 
 
 def adaptation_of(family: str) -> Adaptation:
@@ -88,19 +86,20 @@ def draw_forecast(plt: Any) -> Any:
 
 
 def draw_untrained(plt: Any) -> Any:
-    """The same noise unpatched and at several shares, calibrated; of clips the middle frame."""
+    """The same noise unpatched and at several densities, nothing trained; of clips the middle frame."""
     families, count = ("wan", "dit"), 8
     figure, axes = plt.subplots(
-        len(families) * (1 + len(SHARES)), count, figsize=(9, 11.4), layout="constrained", squeeze=False
+        len(families) * (1 + len(DENSITIES)), count, figsize=(9, 11.4), layout="constrained", squeeze=False
     )
     rows = iter(axes)
     for family in families:
         adaptation, generate = adaptation_of(family), scenes_of(family, count)
-        for share in (None, *SHARES):
-            settings = _CALIBRATED | {"density": share}
-            pipe = load_tiny(family) if share is None else Row("", settings).patched(adaptation)
+        for density in (None, *DENSITIES):
+            settings = _SPARSE | {"density": density}
+            pipe = load_tiny(family) if density is None else Row("", settings).patched(adaptation)
             row = next(rows)
-            row[0].set_ylabel(f"{family}, {'unpatched' if share is None else f'{share:.0%} exact'}", fontsize=8)
+            name = "unpatched" if density is None else f"density {density:.0%}"
+            row[0].set_ylabel(f"{family}, {name}", fontsize=8)
             for axis, picture in zip(row, generate(pipe), strict=True):
                 axis.imshow(picture[len(picture) // 2], cmap="gray", vmin=0, vmax=1)
                 axis.set(xticks=[], yticks=[])
@@ -128,60 +127,34 @@ def output_error(pipe: Any, run: Callable[[Any], object]) -> float:
 
 
 def draw_dial(plt: Any) -> Any:
-    """Error of the transformer's output on other clips than those that were calibrated on and audited."""
+    """Error of the transformer's output on other clips than those that were audited."""
     adaptation, judged = adaptation_of("wan"), scenes_of("wan", 2)
-    one, other = (Row("", _CALIBRATED | {"density": 0.1}).patched(adaptation) for _ in range(2))
+    one, other = (Row("", _SPARSE | {"density": 0.1}).patched(adaptation) for _ in range(2))
     found = audit(other, partial(scenes_of("wan", 2, seed=6), other))
     turns = {"set_density": partial(set_density, one), "densify": partial(densify, other, found)}
     errors: dict[str, list[float]] = {name: [] for name in turns}
-    for share in DIAL:
+    for density in DIAL:
         for name, turn in turns.items():
-            errors[name].append(output_error(turn(share), judged))
-        sys.stdout.write(f"{share:.0%}: {', '.join(f'{name} {found[-1]:.2%}' for name, found in errors.items())}\n")
+            errors[name].append(output_error(turn(density), judged))
+        sys.stdout.write(f"{density:.0%}: {', '.join(f'{name} {found[-1]:.2%}' for name, found in errors.items())}\n")
         sys.stdout.flush()
     figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for name, values in errors.items():
-        axis.plot([100 * share for share in DIAL], [100 * x for x in values], "o-", label=name, markersize=4)
-    axis.set(xlabel="share of all pairs, %", ylabel="error of the output, %", ylim=(0, None))
+        axis.plot([100 * density for density in DIAL], [100 * x for x in values], "o-", label=name, markersize=4)
+    axis.set(xlabel="density, %", ylabel="error of the output, %", ylim=(0, None))
     axis.legend()
     return figure
 
 
 def draw_audit_of_wan(plt: Any) -> Any:
-    """Of tiles that were calibrated on the same two clips."""
+    """Of a patch by content, on two clips."""
     generate, pipe = scenes_of("wan", 2), load_tiny("wan")
     run = partial(generate, pipe)
     tiny = TINY["wan"]
-    settings = {"blocks": tiny.blocks, "mixing_per_head": True, "exact_tiles": tiny.exact_tiles, **_CALIBRATED}
-    found = audit(apply_mhla(pipe, **settings, calibration=run), run)
+    settings = {"blocks": tiny.blocks, "mixing_per_head": True, "block_size": tiny.block_size, **_SPARSE}
+    found = audit(apply_mhla(pipe, **settings), run)
     sys.stdout.write(f"{found}\n")
     return found
-
-
-def draw_lora(plt: Any) -> Any:
-    """What exact tiles are expected to leave under a LoRA drawn at random, by its strength."""
-    adaptation = adaptation_of("wan")
-    pipe = Row("", _CALIBRATED).patched(adaptation)
-    run = partial(calibration_run, adaptation, pipe)
-    torch.manual_seed(2)
-    adapter = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=["to_q", "to_k"])
-    pipe.transformer.add_adapter(adapter, "style")
-    fits = {}
-    for strength in STRENGTHS:
-        pipe.transformer.set_adapters("style", strength)
-        fits[strength] = audit(pipe, run).fit
-        sys.stdout.write(f"{strength}: {fits[strength]}\n")
-    figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    for name, label in (("left", "with the lists that there are"), ("anew", "with lists chosen anew")):
-        axis.plot(STRENGTHS, [100 * getattr(fit, name) for fit in fits.values()], "o-", label=label, markersize=4)
-    for strength, fit in fits.items():
-        if fit.is_stale:
-            axis.annotate(
-                "stale", (strength, 100 * fit.left), (0, 6), textcoords="offset points", ha="center", fontsize=8
-            )
-    axis.set(xlabel="strength of the LoRA", ylabel="expected change of the output, %", ylim=(0, None))
-    axis.legend(fontsize=8)
-    return figure
 
 
 def draw_steps(plt: Any) -> Any:
@@ -217,7 +190,6 @@ PICTURES: dict[str, Callable[[Any], Any]] = {
     "audit": draw_audit_of_wan,
     "dial": draw_dial,
     "steps": draw_steps,
-    "lora": draw_lora,
 }
 
 

@@ -89,12 +89,12 @@ class Adaptation:
 
         Args:
             patch: settings; None for the pipeline as it ships.
-            calibration: for a patch that chooses layers or exact tiles: runs the pipeline on typical inputs. Without it
-                the training loop calibrates exact tiles on its data.
+            calibration: for a patch that chooses layers or has a sparse branch: runs the pipeline on typical inputs, on
+                which λ and β are fitted.
         """
         pipe = load_tiny(self.tiny.family, self.device)
         if patch is not None:
-            is_open = is_automatic(patch.layers) or patch.exact != "none"
+            is_open = is_automatic(patch.layers) or patch.sparse != "none"
             apply_mhla(pipe, patch, calibration=partial(calibration, pipe) if calibration and is_open else None)
         return pipe
 

@@ -41,7 +41,8 @@ class Counts:
 def count(model: nn.Module, height: int, width: int) -> Counts:
     """Count the parameters of a classifier, and the multiply-adds of a forward, operator by operator.
 
-    A copy on the meta device is called, where nothing is computed and no kernel hides its products. Sums, such as those of keys, are none.
+    A copy on the meta device is called, where nothing is computed and no kernel hides its products. Sums, such
+    as those of keys, are none.
 
     Args:
         model: takes ``pixel_values`` of three channels.

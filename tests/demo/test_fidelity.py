@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def run(script, monkeypatch, folder, family):
     script.main()
     with (folder / f"untrained-{family}.csv").open() as file:
         header, *rows = csv.reader(file)
-    assert header[:3] == ["self-attention", "exact pairs", "held-out loss ↓"]
+    assert header[:3] == ["self-attention", "density", "held-out loss ↓"]
     return {(row[0], row[1]): row[2:] for row in rows}
 
 
@@ -44,7 +45,7 @@ def test_means_come_with_their_error():
 
 @pytest.mark.slow
 def test_linear_attention_is_mhla_with_every_block_alike(script, monkeypatch, tmp_path):
-    """SANA has nothing to be exact about; a uniform matrix is its own attention."""
+    """SANA has no softmax to be sparse; a uniform matrix is its own attention."""
     rows = run(script, monkeypatch, tmp_path, "sana")
     assert list(rows) == [("own linear attention", ""), ("MHLA, every block alike", ""), ("MHLA", "")]
     own, alike, mhla = rows.values()
@@ -54,16 +55,16 @@ def test_linear_attention_is_mhla_with_every_block_alike(script, monkeypatch, tm
 
 @pytest.mark.slow
 def test_the_more_takes_part_the_nearer_the_pictures(script, monkeypatch, tmp_path):
-    monkeypatch.setattr(script, "SHARES", (0.1, 0.25))
+    names = ("sparse alone", "sparse and pooled keys, β fitted", "sparse and MHLA, calibrated")
+    monkeypatch.setattr(script, "DENSITIES", (0.1, 0.25))
+    chosen = [row for row in script.rows_of(script.TINY["dit"]) if row.name in ("MHLA", *names)]
+    monkeypatch.setitem(script.TABLES, "untrained", replace(script.TABLES["untrained"], rows=lambda _: iter(chosen)))
     rows = run(script, monkeypatch, tmp_path, "dit")
-    fitted = "exact tiles, means and MHLA, calibrated"
-    alone, means, calibrated = (
-        number(rows[name, "10%"][3]) for name in ("exact tiles alone", "exact tiles and means", fitted)
-    )
-    assert calibrated < means < min(alone, number(rows["MHLA", ""][3]))
-    assert number(rows[fitted, "25%"][3]) < calibrated
-    by_content = "the same, tiles by content"
-    assert number(rows[by_content, "25%"][3]) < number(rows[by_content, "10%"][3])
+    alone, pooled, calibrated = (number(rows[name, "10%"][3]) for name in names)
+    assert calibrated < alone
+    assert pooled < min(alone, number(rows["MHLA", ""][3]))
+    for name in names[2:]:
+        assert number(rows[name, "25%"][3]) < number(rows[name, "10%"][3])
     # what is finished is kept
     kept = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.json")}
     assert run(script, monkeypatch, tmp_path, "dit") == rows
