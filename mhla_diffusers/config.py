@@ -149,7 +149,12 @@ class MHLAConfig:
             object.__setattr__(self, "rope", "before" if self.sparse == "content" else "after")
         check_choice("rope", self.rope, ("after", "before"))
         check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
-        check_choice("sparse", self.sparse, ("none", "content" if self.causal is None else "own"))
+        check_choice("sparse", self.sparse, ("none", "content", "own"))
+        check(
+            self.sparse != ("own" if self.causal is None else "content"),
+            f"sparse={self.sparse!r} does not go with causal={self.causal!r}: 'own', the own block of the first axis, is "
+            "for causal patches, and 'content', lists chosen from all blocks, for the others.",
+        )
         _check_type("eps", self.eps, int | float, "a number")
         check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, a floor such as 1e-6.")
         _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")

@@ -21,7 +21,7 @@ def test_round_trip_and_immutability():
 def test_numbers_and_arrays_of_numpy_and_torch():
     """Kept as Python's own, so that they can be saved."""
     plain = MHLAConfig(
-        blocks=(7, 3), layers=(1, 2), eps=0.5, convolution=3, sparse="content", exact_tiles=(8, 8), density=0.25
+        blocks=(7, 3), layers=(1, 2), eps=0.5, convolution=3, sparse="content", block_size=16, density=0.25
     )
     config = MHLAConfig(
         blocks=(np.int64(7), torch.tensor(3)),
@@ -29,7 +29,7 @@ def test_numbers_and_arrays_of_numpy_and_torch():
         eps=np.float32(0.5),
         convolution=np.int32(3),
         sparse="content",
-        exact_tiles=torch.tensor([8, 8]),
+        block_size=np.int64(16),
         density=np.float64(0.25),
         normalize=np.True_,
     )
@@ -79,11 +79,8 @@ def test_bad_settings_are_named(settings, words):
             {"causal": "token", "block_length": 4, "blocks": (2, 2)},
             "such as blocks=\\(2,\\) for a text, or choose causal='block'",
         ),
-        ({"causal": "token", "block_length": 4, "sparse": "content"}, "allowed are sparse='none', and sparse='own'"),
-        (
-            {"causal": "token", "block_length": 4, "sparse": "own", "exact_tiles": (2,)},
-            "does not go with causal",
-        ),
+        ({"causal": "token", "block_length": 4, "sparse": "content"}, "sparse='content' does not go with causal='token'"),
+        ({"sparse": "own"}, "sparse='own' does not go with causal=None"),
         ({"causal": "token", "block_length": 4, "convolution": 3}, "A convolution sees later tokens"),
         ({"causal": "token", "block_length": 4, "clamp_blocks": True}, "are not clamped"),
         ({"causal": "token", "block_length": 4, "blocks": (1,), "beyond": "relative"}, "needs at least two blocks"),
@@ -117,3 +114,42 @@ def test_a_causal_patch_has_blocks_of_one_length_on_every_grid():
 )
 def test_signed_matrices_may_be_causal_where_they_weigh_no_sums(settings):
     assert not MHLAConfig(blocks=(4,), block_length=4, mixing_clip=False, **settings).mixing_clip
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sparse": "window"}, "sparse='window' is unknown; allowed: 'none', 'content', 'own'"),
+        ({"normalize": False, "output_norm": True}, "needs normalize=True"),
+        ({"eps": 0.0}, "eps=0.0"),
+        ({"sparse": "none", "block_size": 16}, "block_size=16 has no effect with sparse='none'"),
+        ({"sparse": "none", "density": 0.1}, "density=0.1 has no effect with sparse='none'"),
+        ({"block_size": 0}, "positive number of tokens"),
+        ({"block_size": 10**9}, "at most 1024"),
+        ({"block_size": True}, "positive number of tokens"),
+        ({"block_size": "64"}, "positive number of tokens"),
+        ({"block_size": None}, "positive number of tokens"),
+        ({"density": 0.0}, r"must be in \(0, 1\]"),
+        ({"density": "5%"}, "must be a number"),
+        ({"pooled": 1}, "pooled=1 must be True or False"),
+        ({"pooled": False, "fit_pooled_bias": True}, "pooled=False"),
+        ({"exact_tiles": (2, 2)}, "Unknown MHLA setting 'exact_tiles'"),
+    ],
+    ids=str,
+)
+def test_settings_of_the_sparse_branch_that_do_not_go(settings, words):
+    with pytest.raises(ValueError, match=words):
+        MHLAConfig.from_dict({"blocks": (2, 2), "sparse": "content"} | settings)
+
+
+def test_what_says_more_of_a_sparse_branch_goes_with_it():
+    config = MHLAConfig(blocks=(2, 2), sparse="content", block_size=16, density=0.25)
+    assert (config.rope, config.listed, config.fits_pooled_bias) == ("before", 0.25, True)
+    assert (config.listed_on((8, 8)), config.listed_on((4, 4)), config.listed_on((8, 9))) == (0.25, 1, 0.2)
+    plain = config.replace(sparse="none")
+    assert plain == MHLAConfig(blocks=(2, 2))
+    assert not config.replace(pooled=False).fits_pooled_bias
+    assert config.replace(fit_pooled_bias=False).learns_pooled_bias
+    causal = config.replace(causal="block", block_length=2)
+    assert (causal.sparse, causal.block_size) == ("own", 64)
+    assert causal.replace(causal=None).sparse == "none"

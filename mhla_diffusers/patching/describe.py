@@ -37,12 +37,12 @@ class SparseDescription:
     def __str__(self) -> str:
         if self.kind == "own":
             return f"sparse branch: the own block of the first axis, {self.density:.1%} of the pairs"
-        count = "" if self.blocks is None else f", {self.blocks} of them"
-        others = "the others through pooled keys" if self.pooled else "the others not at all"
         if self.density == 1:
-            others = "which is softmax attention"
-        size = f"uniform blocks of {self.block_size} tokens along a curve{count}"
-        return f"sparse branch: {size}; {self.density:.1%} of their pairs listed by content, {others}"
+            return "sparse branch: all pairs listed, which is softmax attention"
+        count = "" if self.blocks is None else f"{self.blocks} "
+        others = "others as pooled keys" if self.pooled else "others left out"
+        size = f"{count}blocks of {self.block_size} tokens along a curve"
+        return f"sparse branch: {size}, {self.density:.1%} of their pairs listed, {others}"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def test_class_is_short_enough_to_be_read():
 def test_patch_changes_the_picture_and_removing_restores_it():
     pipe = auraflow_pipeline()
     before = generate(pipe)
-    apply_mhla(pipe, sparse="none", exact_tiles=None, blocks=(2, 3))
+    apply_mhla(pipe, sparse="none", blocks=(2, 3))
     assert len(mhla_layers(pipe)) == 4
     assert_changed(generate(pipe), before)
     remove_mhla(pipe)
@@ -47,13 +47,13 @@ def test_patch_changes_the_picture_and_removing_restores_it():
 def test_one_exact_tile_is_its_own_attention():
     pipe = auraflow_pipeline()
     before = generate(pipe, output_type="latent")
-    apply_mhla(pipe, blocks=(1, 1), sparse="own", exact_tiles=None)
+    apply_mhla(pipe, blocks=(1, 1), sparse="content", density=1.0)
     # float32 sums in another order, through all denoising steps
     assert relative_change(generate(pipe, output_type="latent"), before) < 1e-4
 
 
 def test_saved_patch_gives_the_same_picture(tmp_path):
-    pipe = apply_mhla(auraflow_pipeline(), sparse="none", exact_tiles=None, blocks=(4, 2), layers="2/3")
+    pipe = apply_mhla(auraflow_pipeline(), sparse="none", blocks=(4, 2), layers="2/3")
     with torch.no_grad():
         for layer in mhla_layers(pipe).values():
             layer.mixing.uniform_(0.1, 0.9)
@@ -66,9 +66,9 @@ def test_patch_rests_in_the_first_step():
     """Which the timestep tells, σ here."""
     pipe = auraflow_pipeline()
     before = generate(pipe, output_type="latent")
-    apply_mhla(pipe, sparse="none", exact_tiles=None, blocks=(2, 2), softmax_steps=1)
+    apply_mhla(pipe, sparse="none", blocks=(2, 2), softmax_steps=1)
     assert relative_change(generate(pipe, output_type="latent"), before) > 1e-4  # of one short step
-    apply_mhla(remove_mhla(pipe), sparse="none", exact_tiles=None, blocks=(2, 2), softmax_steps=2)
+    apply_mhla(remove_mhla(pipe), sparse="none", blocks=(2, 2), softmax_steps=2)
     torch.testing.assert_close(generate(pipe, output_type="latent"), before, rtol=0, atol=0)
 
 
@@ -94,7 +94,7 @@ def test_shapes_of_the_conditioning_are_those_that_it_has(family):
 
 def test_training_loss_reaches_every_weight(family):
     pipe = auraflow_pipeline()
-    transformer = apply_mhla(pipe.transformer, sparse="none", exact_tiles=None, blocks=(2, 2))
+    transformer = apply_mhla(pipe.transformer, sparse="none", blocks=(2, 2))
     process = get_family(transformer).process(transformer, flow_shift=1.73)
     assert isinstance(process, FlowMatching)
     clip = Clip(frames=1, fps=1.0, sizes=((64, 96),))

@@ -22,7 +22,7 @@ CLIP = Clip(9, 8.0, ((64, 96),))
 def test_softmax_in_place_of_mhla_where_a_token_has_two_latent_frames(ragged):
     model, arguments = TWO_FRAMES_CASE.transformer(), TWO_FRAMES_CASE.inputs(ragged=ragged)
     expected = output(model, arguments)
-    mhla.apply_mhla(model, blocks=(1, 1, 1), sparse="own", exact_tiles=None)
+    mhla.apply_mhla(model, blocks=(1, 1, 1), sparse="content", density=1.0)
     assert relative_change(output(model, arguments), expected) < ROUNDING
     grid = TWO_FRAMES_CASE.ragged_grid if ragged else TWO_FRAMES_CASE.grid
     assert {layer.grid for layer in mhla.describe(model)} == {grid}
@@ -32,7 +32,7 @@ def test_softmax_in_place_of_mhla_without_rope():
     """CogVideoX-2B, whose positions are added to the tokens."""
     model, arguments = transformer(**NO_ROPE), CASE.inputs() | {"image_rotary_emb": None}
     expected = output(model, arguments)
-    mhla.apply_mhla(model, blocks=(1, 1, 1), sparse="own", exact_tiles=None)
+    mhla.apply_mhla(model, blocks=(1, 1, 1), sparse="content", density=1.0)
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
@@ -107,7 +107,7 @@ def test_rope_turns_channels_with_one_axis_each(head_dim):
 
 def test_grid_of_a_size():
     for case, grid in ((CASE, (3, 4, 6)), (TWO_FRAMES_CASE, (2, 4, 6))):
-        pipe = mhla.apply_mhla(case.pipeline(), blocks=(1, 2, 2), sparse="none", exact_tiles=None)
+        pipe = mhla.apply_mhla(case.pipeline(), blocks=(1, 2, 2), sparse="none")
         assert {layer.grid for layer in mhla.describe(pipe, height=64, width=96, num_frames=9)} == {grid}
     assert mhla.suggest_blocks(pipeline(), height=480, width=720) == (4, 3, 5)
 
@@ -124,7 +124,7 @@ def test_image_to_video_is_patched_but_not_trained():
     arguments = CASE.inputs()
     arguments["hidden_states"] = torch.cat([arguments["hidden_states"]] * 2, dim=2)
     expected = output(pipe.transformer, arguments)
-    mhla.apply_mhla(pipe, blocks=(1, 1, 1), sparse="own", exact_tiles=None)
+    mhla.apply_mhla(pipe, blocks=(1, 1, 1), sparse="content", density=1.0)
     assert relative_change(output(pipe.transformer, arguments), expected) < ROUNDING
     for refused in (lambda: family.encode_prompt(pipe, "a"), lambda: family.process(pipe.transformer, 1.0)):
         with pytest.raises(ValueError, match="conditioned on pictures"):

@@ -24,7 +24,7 @@ ROUNDING = 2e-5
 """Relative: float32 sums in another order, through all layers."""
 _TEXT_TOKENS = 24
 """Of texts to train on, which are cut to it."""
-PLAIN = {"sparse": "none", "exact_tiles": None}
+PLAIN = {"sparse": "none"}
 
 every_family = pytest.mark.parametrize("name", NAMES)
 # no setting of a patch is the gated linear attention of DiG
@@ -45,7 +45,7 @@ def all_exact(name: str) -> dict[str, Any]:
     if name == "sana_video":
         # what MHLA adds to every feature as small as what SANA adds to its normaliser
         return {"blocks": ones, "eps": 1e-15, **PLAIN}
-    return {"blocks": ones, "sparse": "own", "exact_tiles": None}
+    return {"blocks": ones, "sparse": "content", "density": 1.0}
 
 
 def plain(name: str, **settings: Any) -> dict[str, Any]:

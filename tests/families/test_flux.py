@@ -98,7 +98,7 @@ def test_rope_turns_channels_with_one_axis_each():
 @torch.no_grad()
 def test_ids_that_change_in_place_are_read_again():
     """As where a graph or a server has one buffer for all sizes."""
-    model = mhla.apply_mhla(flux.CASE.transformer(), blocks=(2, 2), sparse="none", exact_tiles=None)
+    model = mhla.apply_mhla(flux.CASE.transformer(), blocks=(2, 2), sparse="none")
     arguments = flux.CASE.inputs()
     places = torch.cartesian_prod(torch.zeros(1), torch.arange(4).float(), torch.arange(16).float())
     expected = model(**arguments | {"img_ids": places}).sample
@@ -109,7 +109,7 @@ def test_ids_that_change_in_place_are_read_again():
 
 @torch.no_grad()
 def test_arguments_by_place():
-    model = mhla.apply_mhla(flux.CASE.transformer(), blocks=(2, 2), sparse="none", exact_tiles=None)
+    model = mhla.apply_mhla(flux.CASE.transformer(), blocks=(2, 2), sparse="none")
     arguments = flux.CASE.inputs()
     names = get_family(model).forward_names
     assert torch.equal(model(*(arguments[name] for name in names))[0], model(**arguments)[0])

@@ -12,7 +12,7 @@ from mhla_diffusers.families.processes import VelocityDDPM
 from ..models import assert_changed, output, relative_change, seeded
 from .tiny.hunyuan_dit import CALL, CASE
 
-PLAIN = {"blocks": (4, 2), "sparse": "none", "exact_tiles": None}
+PLAIN = {"blocks": (4, 2), "sparse": "none"}
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 96), (96, 64), (128, 128)])
@@ -51,7 +51,7 @@ def test_a_model_without_rope_tables():
     """Which its forward takes."""
     model, arguments = CASE.transformer(), {**CASE.inputs(), "image_rotary_emb": None}
     expected = output(model, arguments)
-    mhla.apply_mhla(model, blocks=(1, 1), sparse="own", exact_tiles=None)
+    mhla.apply_mhla(model, blocks=(1, 1), sparse="content", density=1.0)
     assert relative_change(output(model, arguments), expected) < 2e-5  # float32 sums in another order
 
 

@@ -13,7 +13,7 @@ from .recording import forwards
 from .test_every_family import ROUNDING, output
 from .tiny.hunyuan_video import CASE, pipeline, transformer
 
-ALL_EXACT = {"blocks": (1, 1, 1), "sparse": "own", "exact_tiles": None}
+ALL_EXACT = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 CLIP = Clip(9, 24.0, ((64, 96),))
 
 
@@ -74,13 +74,13 @@ def test_rope_turns_channels_with_one_axis_each():
 
 
 def test_grid_of_a_size():
-    pipe = mhla.apply_mhla(pipeline(), blocks=(1, 2, 2), sparse="none", exact_tiles=None)
+    pipe = mhla.apply_mhla(pipeline(), blocks=(1, 2, 2), sparse="none")
     assert {layer.grid for layer in mhla.describe(pipe, height=64, width=96, num_frames=9)} == {(3, 4, 6)}
     assert mhla.suggest_blocks(pipe, height=720, width=1280) == (11, 3, 5)
 
 
 def test_text_refiner_is_left_alone():
-    model = mhla.apply_mhla(transformer(), blocks=(1, 2, 2), sparse="none", exact_tiles=None)
+    model = mhla.apply_mhla(transformer(), blocks=(1, 2, 2), sparse="none")
     kinds = {name: type(processor).__name__ for name, processor in model.attn_processors.items()}
     assert {kinds[name] for name in kinds if "refiner" in name} == {"AttnProcessor2_0"}
 

@@ -15,7 +15,7 @@ from .recording import forwards
 from .test_every_family import ROUNDING, output
 from .tiny.hunyuan_video15 import CASE, pipeline, transformer
 
-ALL_EXACT = {"blocks": (1, 1, 1), "sparse": "own", "exact_tiles": None}
+ALL_EXACT = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 CLIP = Clip(7, 24.0, ((16, 24),))
 
 
@@ -68,7 +68,7 @@ def test_softmax_in_place_of_mhla_with_an_image(masked):
 
 @torch.no_grad()
 def test_masked_text_has_no_part():
-    model = mhla.apply_mhla(transformer(), blocks=(2, 2, 3), sparse="none", exact_tiles=None)
+    model = mhla.apply_mhla(transformer(), blocks=(2, 2, 3), sparse="none")
     arguments = CASE.inputs()
     expected = output(model, arguments)
     kept = arguments["encoder_attention_mask"].bool()
@@ -113,7 +113,7 @@ def test_rope_turns_channels_with_one_axis_each():
 
 
 def test_grid_of_a_size():
-    pipe = mhla.apply_mhla(pipeline(), blocks=(1, 2, 2), sparse="none", exact_tiles=None)
+    pipe = mhla.apply_mhla(pipeline(), blocks=(1, 2, 2), sparse="none")
     assert {layer.grid for layer in mhla.describe(pipe, height=16, width=24, num_frames=7)} == {(4, 4, 6)}
 
 
@@ -130,7 +130,7 @@ def test_as_many_tokens_without_values_as_with_them():
 
 
 def test_training_is_estimated_without_values():
-    model = mhla.apply_mhla(transformer(), blocks=(2, 2, 3), sparse="none", exact_tiles=None).to("meta")
+    model = mhla.apply_mhla(transformer(), blocks=(2, 2, 3), sparse="none").to("meta")
     sample = {"latents": torch.empty(CASE.latents), **get_family(model).conditioning_shapes(model.config)}
     stage = StageConfig(1, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
     assert estimate(model, sample, TrainingConfig("unused", (stage,))).stages[0].flops > 0

@@ -15,7 +15,7 @@ from ..models import assert_changed, output, relative_change
 from ..training.models import one_stage
 from .tiny.latte import CASE
 
-PLAIN = {"blocks": (4, 2), "sparse": "none", "exact_tiles": None}
+PLAIN = {"blocks": (4, 2), "sparse": "none"}
 
 
 def test_temporal_attentions_stay_as_they_are():
@@ -29,7 +29,7 @@ def test_temporal_attentions_stay_as_they_are():
     single = {**arguments, "hidden_states": arguments["hidden_states"][:, :, :1]}
     for changed in ({**arguments, "enable_temporal_attentions": False}, single):
         expected = output(model, changed)
-        mhla.apply_mhla(model, blocks=(1, 1), sparse="own", exact_tiles=None)
+        mhla.apply_mhla(model, blocks=(1, 1), sparse="content", density=1.0)
         assert relative_change(output(model, changed), expected) < 2e-5  # float32 sums in another order
         mhla.remove_mhla(model)
         mhla.apply_mhla(model, **PLAIN)

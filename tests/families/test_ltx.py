@@ -15,9 +15,9 @@ from ..models import assert_changed, output, relative_change
 from ..pipelines import quiet
 from .tiny.ltx import CALL, CASE
 
-ONE_TILE = {"blocks": (1, 1, 1), "sparse": "own", "exact_tiles": None}
+ONE_TILE = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 """A patch with the attention that it replaces; of conditions as well, which are attended to with softmax anyway."""
-PLAIN = {"blocks": (2, 2, 3), "sparse": "none", "exact_tiles": None}
+PLAIN = {"blocks": (2, 2, 3), "sparse": "none"}
 
 
 def coordinates(*frames: list[float], batch: int = 2) -> torch.Tensor:

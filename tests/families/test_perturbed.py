@@ -40,10 +40,10 @@ def test_perturbed_attention_guidance(kind, case, layer, guidance):
     pipe, run = generator_of(kind, case, layer, guidance)
     own, expected = run(0.0), run(2.0)
     assert_changed(expected, own)
-    mhla.apply_mhla(pipe, blocks=(1, 1), sparse="own", exact_tiles=None)
+    mhla.apply_mhla(pipe, blocks=(1, 1), sparse="content", density=1.0)
     assert relative_change(run(2.0), expected) < 1e-4  # float32 sums in another order, through two steps
     mhla.remove_mhla(pipe)
-    mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none", exact_tiles=None)
+    mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none")
     patched = run(0.0)
     assert_changed(patched, own)
     # at a scale of nearly nothing all branches but the perturbed one count

@@ -9,7 +9,7 @@ from mhla_diffusers.families.pixart import PixArtFamily
 from ..models import assert_changed, output, relative_change
 from .tiny.pixart import CALL, CASE, SIGMA_CASE, pipeline
 
-ONE_TILE = {"blocks": (1, 1), "sparse": "own", "exact_tiles": None}
+ONE_TILE = {"blocks": (1, 1), "sparse": "content", "density": 1.0}
 
 
 @pytest.mark.parametrize(("sample_size", "width"), [(128, 64), (128, 192), (64, 192)])
@@ -30,7 +30,7 @@ def test_sigma():
     assert relative_change(output(model, arguments), expected) < 2e-5  # float32 sums in another order
     pipe = SIGMA_CASE.pipeline()
     before = pipe(**SIGMA_CASE.call, generator=torch.Generator().manual_seed(3)).images
-    mhla.apply_mhla(pipe, blocks=(4, 2), sparse="none", exact_tiles=None)
+    mhla.apply_mhla(pipe, blocks=(4, 2), sparse="none")
     assert_changed(pipe(**SIGMA_CASE.call, generator=torch.Generator().manual_seed(3)).images, before)
 
 
@@ -48,5 +48,5 @@ def test_cross_attention_is_its_own_in_the_single_instance_form():
     found = output(model, arguments)
     mhla.remove_mhla(model)
     assert {path: type(processor) for path, processor in mhla.attn_processors(model).items()} == kinds
-    patched = mhla.apply_mhla(model, blocks=(2, 2), sparse="none", exact_tiles=None)
+    patched = mhla.apply_mhla(model, blocks=(2, 2), sparse="none")
     assert torch.equal(found, output(patched, arguments))

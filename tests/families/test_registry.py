@@ -33,7 +33,7 @@ def test_a_new_family_is_patched_once_it_is_registered(added):
         mhla.apply_mhla(model)
     before, expected = footprint(model), output(model, arguments)
     mhla.register_family(AuraFlowFamily())
-    mhla.apply_mhla(model, layers="2/3", sparse="none", exact_tiles=None)
+    mhla.apply_mhla(model, layers="2/3", sparse="none")
     assert_changed(output(model, arguments), expected)
     found = [(layer.replaced, layer.grid) for layer in mhla.describe(model)]
     assert found == [(replaced, (8, 6)) for replaced in (False, True, True, False)]

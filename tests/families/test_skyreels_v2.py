@@ -14,7 +14,7 @@ from ..models import assert_changed, output, relative_change, wan
 from .tiny.skyreels_v2 import CASE, FORCING_CALL, FORCING_CASE, IMAGE_CASE
 
 _PLAIN = {"blocks": CASE.blocks, "sparse": "none"}
-_ALL_EXACT = {"blocks": (1, 1, 1), "sparse": "own", "exact_tiles": None}
+_ALL_EXACT = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 _REFUSED = r"(?s)SkyReels-V2.*differs between queries.*causal_block_size=1.*layers=\[\.\.\.\]"
 
 
@@ -64,7 +64,7 @@ def test_the_block_causal_mask_is_refused_with_the_way_out() -> None:
     assert torch.equal(_generate(pipe), with_mask)
 
 
-_CAUSAL = {"causal": "block", "block_length": 2, "sparse": "own", "exact_tiles": None}
+_CAUSAL = {"causal": "block", "block_length": 2, "sparse": "own"}
 """Frame blocks as long as those of the pipeline's call."""
 
 

@@ -267,7 +267,7 @@ def test_what_the_dial_cannot_turn_is_refused(name):
 
 def test_a_causal_patch_gives_no_layer_back_to_attention_that_sees_later_frames():
     model = models.wan()
-    mhla.apply_mhla(model, blocks=(2, 2, 3), causal="block", block_length=2, sparse="own", exact_tiles=None)
+    mhla.apply_mhla(model, blocks=(2, 2, 3), causal="block", block_length=2, sparse="own")
     audit, before = mhla.audit(model, run_of(model, "wan")), footprint(model)
     for turn in (mhla.set_density, lambda model, share: mhla.densify(model, audit, share)):
         for share in (0.3, 1):

@@ -18,7 +18,7 @@ NAMES = ("wan", "chronoedit", "flux", "ltx", "qwenimage")
 """Families of which diffusers tells how their tokens are split."""
 FEATURES = {"output_norm": True, "output_gate": True, "convolution": 3, "mixing_per_head": True}
 """All that a layer may have besides."""
-PLAIN = {"sparse": "none", "exact_tiles": None}
+PLAIN = {"sparse": "none"}
 
 
 def case(name: str, ragged: bool = False) -> tuple[nn.Module, dict[str, Any]]:

@@ -19,7 +19,7 @@ from mhla_diffusers.tiny import pipeline_folder
 from ..models import FAMILIES, inputs, patched
 from ..pipelines import PIPELINES, dit_pipeline, wan22_pipeline, wan_pipeline
 
-CAUSAL = {"blocks": (9, 2, 1), "causal": "block", "block_length": 1, "sparse": "none", "exact_tiles": None}
+CAUSAL = {"blocks": (9, 2, 1), "causal": "block", "block_length": 1, "sparse": "none"}
 _RUN = r"must be a function without arguments that runs the model"
 
 
@@ -89,8 +89,8 @@ REFUSED = {
         f"calibration=3 {_RUN}",
     ),
     "sensitivity without a run": (lambda: mhla.layer_sensitivity(patched("dit"), 3), f"run=3 {_RUN}"),
-    "exact tiles without a run": (
-        lambda: mhla.calibrate_sparse(patched("dit", sparse="content", exact_tiles=(2, 2)), 3),
+    "sparse branch without a run": (
+        lambda: mhla.calibrate_sparse(patched("dit", sparse="content", block_size=4), 3),
         f"run=3 {_RUN}",
     ),
     "output norm without a run": (

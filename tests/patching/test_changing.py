@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 
 import pytest
 import torch
@@ -58,25 +59,39 @@ def test_layers_are_added_and_taken_away():
 
 
 def test_backend_and_density():
-    model = trained("wan", sparse="content", exact_tiles=(2, 2, 3), density=0.1)
+    model = trained("wan", sparse="content", block_size=8, density=0.1)
     expected = output(model, inputs("wan"))
     mhla.change_mhla(model, backend="eager")
     assert {processor.backend for path, processor in model.attn_processors.items() if "attn1" in path} == {"eager"}
     assert torch.equal(output(model, inputs("wan")), expected)
     mhla.change_mhla(model, density=0.5)
-    assert mhla.describe(model)[0].exact.share == pytest.approx(0.5)
+    assert mhla.describe(model)[0].sparse.density == pytest.approx(0.5)
     assert_changed(output(model, inputs("wan")), expected)
-    mhla.change_mhla(model, sparse="none")
-    assert mhla.describe(model)[0].exact is None
 
 
-def test_calibrated_tiles_are_chosen_anew_as_load_mhla_does(tmp_path):
-    model = patched("wan", sparse="calibrated", exact_tiles=(2, 2, 3), density=0.2)
-    mhla.calibrate_sparse(model, lambda: output(model, inputs("wan")))
-    mhla.save_mhla(model, tmp_path)
-    mhla.change_mhla(model, density=0.4, exact_tiles=(2, 4, 3))
-    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, density=0.4, exact_tiles=(2, 4, 3))
-    assert torch.equal(output(model, inputs("wan")), output(loaded, inputs("wan")))
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sparse": "none"}, "linear_log_weight, pooled_bias is dropped.*run with sparse='none'"),
+        ({"pooled": False}, "learned of pooled_bias is dropped"),
+        ({"fit_pooled_bias": None}, "learned of pooled_bias is dropped"),
+        ({"block_size": 4}, "trained with sparse='content', block_size=8 and run with sparse='content', block_size=4"),
+    ],
+    ids=str,
+)
+def test_a_change_tells_what_is_lost_of_what_was_learned(settings, words):
+    model = patched("wan", sparse="content", block_size=8, fit_pooled_bias=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mhla.change_mhla(model, **settings)  # nothing was learned
+    model = trained("wan", sparse="content", block_size=8, fit_pooled_bias=False)
+    for layer in mhla.mhla_layers(model).values():
+        torch.nn.init.ones_(layer.pooled_bias)
+    with pytest.warns(UserWarning, match=words):
+        mhla.change_mhla(model, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mhla.change_mhla(model, mixing_learnable=False)
 
 
 def test_both_transformers_of_a_pipeline_and_diffusers_own_form():
@@ -143,17 +158,6 @@ def test_models_that_cannot_be_changed():
     with pytest.raises(ValueError, match="An adapter has copies"):
         mhla.change_mhla(model, blocks=(1, 1, 1))
     assert math.prod(mhla.describe(model)[0].blocks) == 12
-
-
-def test_tiles_that_were_never_calibrated_stay_so(tmp_path):
-    """Of scores that were not measured no tiles can be chosen: the error that says so still comes."""
-    model = patched("wan", sparse="calibrated", exact_tiles=(2, 2, 3), density=0.1)
-    mhla.save_mhla(model, tmp_path)
-    mhla.change_mhla(model, density=0.3)
-    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, density=0.3)
-    for one in (model, loaded):
-        with pytest.raises(ValueError, match="does not know yet which tiles the heads need"):
-            output(one, inputs("wan"))
 
 
 @pytest.mark.parametrize("how", ["other processors", "switched off"])

@@ -81,7 +81,7 @@ def test_the_patch_rests_in_the_first_steps_of_every_pipeline(name):
     """DiT's DDIM counts no steps, SANA's solver does, Wan tells diffusers' cache context; of Wan 2.2 both models."""
     pipe = PIPELINES[name].build()
     before = pictures(name, pipe)
-    mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks, sparse="none", exact_tiles=None)
+    mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks, sparse="none")
     every = steps_with_mhla(pipe, run_of(name, pipe))
     assert len(every) == 4 and all(every)
     found = {0: pictures(name, pipe)}
@@ -103,7 +103,7 @@ def test_timesteps_that_are_told_in_bfloat16(name):
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.bfloat16()
-    mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none", exact_tiles=None)
+    mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none")
 
     def run():
         pipe(**{**case.call, "num_inference_steps": 20}, generator=torch.Generator().manual_seed(3))
@@ -125,7 +125,7 @@ def test_steps_that_bfloat16_rounds_to_one_timestep(shift):
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.bfloat16()
-    mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none", exact_tiles=None, softmax_steps=3)
+    mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none", softmax_steps=3)
     ran: list[bool] = []  # of every forward, whether MHLA ran
     pipe.transformer.register_forward_pre_hook(lambda *_: ran.append(False))
     next(iter(mhla.mhla_layers(pipe).values())).register_forward_pre_hook(lambda *_: ran.__setitem__(-1, True))
@@ -235,7 +235,7 @@ def test_a_step_is_one_of_num_inference_steps(name, scheduler):
     own = {} if "Flow" in scheduler.__name__ else pipe.scheduler.config
     pipe.scheduler = scheduler.from_config(own, **settings)
     for steps in (2, 0.5):
-        mhla.apply_mhla(pipe, blocks=blocks, sparse="none", exact_tiles=None, softmax_steps=steps)
+        mhla.apply_mhla(pipe, blocks=blocks, sparse="none", softmax_steps=steps)
         for _ in range(2):  # another call begins anew
             assert forwards_at_rest(pipe, lambda: pipe(**call, generator=torch.Generator().manual_seed(3))) == expected
         mhla.remove_mhla(pipe)
@@ -322,7 +322,7 @@ def test_training_and_measuring_are_no_steps(caplog):
     """Whatever the pipeline did last: its scheduler still holds timesteps that a forward could meet by chance."""
     pipe = PIPELINES["dit"].build()
     run = run_of("dit", pipe)
-    mhla.apply_mhla(pipe, blocks=(4, 2), sparse="none", exact_tiles=None)
+    mhla.apply_mhla(pipe, blocks=(4, 2), sparse="none")
     expected = mhla.layer_sensitivity(pipe, run)
     mhla.change_mhla(pipe, softmax_steps=1.0)
     run()

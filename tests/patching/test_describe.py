@@ -36,12 +36,12 @@ def test_describe_tells_what_was_done_to_every_layer(name):
 def test_describe_prints_a_table():
     model = patched("wan", layers=[1, 2, 3])
     assert str(mhla.describe(model, grid=(4, 4, 5))).splitlines() == [
-        "layer           attention  grid   blocks      tokens per block  extra parameters",
-        "blocks.0.attn1  kept       4x4x5  -           -                 0",
-        "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            144",
-        "blocks.2.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            144",
-        "blocks.3.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            144",
-        "attention of 80 tokens: 1.18 MFLOP (softmax 2.46 MFLOP), 25.0% of all pairs exact",
+        "layer           attention  grid   MHLA blocks  tokens per block  extra parameters",
+        "blocks.0.attn1  kept       4x4x5  -            -                 0",
+        "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            144",
+        "blocks.2.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            144",
+        "blocks.3.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            144",
+        "attention of 80 tokens: 1.18 MFLOP (softmax 2.46 MFLOP), softmax over 25.0% of all pairs",
         "a layer holds 29.2 KiB beside query, key, value and output (softmax, written out, 50 KiB)",
         "3 of 4 self-attentions replaced, 432 extra parameters",
     ]
@@ -49,67 +49,55 @@ def test_describe_prints_a_table():
     assert {layer.name.partition(".")[0] for layer in mhla.describe(pipe)} == {"transformer", "transformer_2"}
 
 
-def test_describe_tells_of_exact_tiles():
-    model = patched("wan", layers=[1, 2, 3], sparse="calibrated", exact_tiles=(4, 2, 2), density=0.25)
+def test_describe_tells_of_the_sparse_branch():
+    model = patched("wan", layers=[1, 2, 3], sparse="content", block_size=4, density=0.26)
     assert str(mhla.describe(model, grid=(4, 4, 5))).splitlines() == [
-        "layer           attention  grid   blocks      tokens per block  exact  extra parameters",
-        "blocks.0.attn1  kept       4x4x5  -           -                 -      0",
-        "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            ?      148",
-        "blocks.2.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            ?      148",
-        "blocks.3.attn1  MHLA       4x4x5  2x2x3 = 12  4 to 8            ?      148",
-        "exact tiles: calibrated, 4x2x2 = 16 of 4 to 6 tokens, not calibrated yet, others through their means",
-        "attention of 80 tokens: 2.01 MFLOP (softmax 2.46 MFLOP), 43.8% of all pairs exact",
-        "a layer holds 32.2 KiB beside query, key, value and output (softmax, written out, 50 KiB)",
-        "3 of 4 self-attentions replaced, 444 extra parameters",
+        "layer           attention  grid   MHLA blocks  tokens per block  density  extra parameters",
+        "blocks.0.attn1  kept       4x4x5  -            -                 -        0",
+        "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            25.0%    146",
+        "blocks.2.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            25.0%    146",
+        "blocks.3.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            25.0%    146",
+        "sparse branch: 20 blocks of 4 tokens along a curve, 25.0% of their pairs listed, others as pooled keys",
+        "attention of 80 tokens: 2.04 MFLOP (softmax 2.46 MFLOP), softmax over 43.8% of all pairs",
+        "a layer holds 33 KiB beside query, key, value and output (softmax, written out, 50 KiB)",
+        "3 of 4 self-attentions replaced, 438 extra parameters",
     ]
-    arguments = inputs("wan")
-    mhla.calibrate_sparse(model, lambda: output(model, arguments))
-    found = mhla.describe(model)
-    exact = [layer.sparse for layer in found[1:]]
-    assert found[0].exact is None
-    assert {(one.kind, one.tiles, one.pooled) for one in exact} == {("calibrated", (4, 2, 2), True)}
-    assert sum(one.share for one in exact) / 3 == pytest.approx(0.25, abs=0.005)
-    assert f"{exact[0].share:.1%}" in str(found).splitlines()[2]
-    assert "25.0% of their pairs" in str(found)
-    assert max(map(len, str(found).splitlines())) <= 100
-
-
-@pytest.mark.parametrize(("settings", "share"), [({"sparse": "own"}, 1 / 12), ({"sparse": "content"}, 1 / 12)])
-def test_describe_tells_the_share_of_lists_that_need_no_calibration(settings, share):
-    """At least one of twelve tiles, though five percent were asked for."""
-    model = patched("wan", **settings, pooled=False)
-    (line,) = [line for line in str(mhla.describe(model)).splitlines() if line.startswith("exact tiles")]
-    assert line == f"exact tiles: {settings['exact']}, 2x2x3 = 12, 8.3% of their pairs, without the means of others"
-    assert mhla.describe(model)[0].exact.share == pytest.approx(share)
+    (line,) = [line for line in str(mhla.describe(model)).splitlines() if line.startswith("sparse branch")]
+    assert line == "sparse branch: blocks of 4 tokens along a curve, 26.0% of their pairs listed, others as pooled keys"
+    output(model, inputs("wan"))
+    kept, patched_one, *_ = mhla.describe(model)
+    assert kept.sparse is None and (patched_one.sparse.blocks, patched_one.sparse.density) == (24, 0.25)
     with mhla.mhla_disabled(model):
-        assert mhla.describe(model)[0].exact.share == pytest.approx(share)
+        assert mhla.describe(model)[1].sparse == patched_one.sparse
 
 
-def test_describe_refuses_tiles_that_do_not_fit():
-    with pytest.raises(ValueError, match="height axis .* 4 tokens, too few for 5 exact_tiles"):
-        mhla.describe(patched("wan", sparse="own", exact_tiles=(1, 5, 1)), grid=(4, 4, 5))
+@pytest.mark.parametrize(
+    ("settings", "density", "words"),
+    [
+        ({"block_size": 8, "pooled": False}, 1 / 12, "8.3% of their pairs listed, others left out"),
+        ({"block_size": 96}, 1, "all pairs listed, which is softmax attention"),
+    ],
+)
+def test_describe_tells_the_density_that_is_reached(settings, density, words):
+    """At least one of the blocks, though five percent were asked for."""
+    found = mhla.describe(patched("wan", sparse="content", **settings), grid=(4, 4, 6))
+    assert found[0].sparse.density == pytest.approx(density)
+    assert words in str(found)
 
 
-def test_tiles_by_content_are_told_as_they_are_clamped():
-    """A run on this grid is not refused, so neither is the question."""
-    model = patched("wan", sparse="content", exact_tiles=(4, 9, 10))
-    (layer, *_) = mhla.describe(model, grid=(2, 4, 6))
-    assert (layer.sparse.tiles, layer.sparse.tokens_per_tile) == ((2, 4, 6), (1, 1))
-
-
-_CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2, "sparse": "own", "exact_tiles": None}
+_CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2, "sparse": "own"}
 
 
 def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
     """Blocks have one length, and softmax attention of before saw all frames."""
     model = mhla.apply_mhla(wan(), **_CAUSAL)
-    assert mhla.describe(model)[0].exact.share == 1 / 3
+    assert mhla.describe(model)[0].sparse.density == 1 / 3
     for frames in (2, 4, 6):
         (layer, *_) = found = mhla.describe(model, grid=(frames, 4, 6))
         assert (layer.blocks, layer.tokens_per_block) == ((3, 2, 2), (12, 12))
-        assert (layer.sparse.tiles, layer.sparse.tokens_per_tile) == ((3, 1, 1), (48, 48))
-        assert layer.sparse.share == pytest.approx(2 / frames)
-        assert found.cost.exact_pairs / found.cost.all_pairs == pytest.approx(2 / frames)
+        assert (layer.sparse.kind, layer.sparse.block_size) == ("own", None)
+        assert layer.sparse.density == pytest.approx(2 / frames)
+        assert found.cost.listed_pairs / found.cost.all_pairs == pytest.approx(2 / frames)
         assert found.cost.softmax_flops == 4 * 4 * 12 * 2 * (24 * frames) ** 2
         assert found.cost.softmax_bytes == 4 * 2 * (24 * frames) ** 2
     with pytest.raises(ValueError, match="8 tokens, more than the 3 blocks of 2"):
@@ -118,7 +106,7 @@ def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
         mhla.describe(model, grid=(4, 4, 1))
     mhla.change_mhla(model, beyond="relative")
     (layer, *_) = mhla.describe(model, grid=(8, 4, 6))
-    assert (layer.blocks, layer.sparse.tiles, layer.sparse.tokens_per_tile) == ((4, 2, 2), (4, 1, 1), (48, 48))
+    assert layer.blocks == (4, 2, 2)
 
 
 def test_describe_after_a_video_that_was_too_long():
@@ -126,8 +114,8 @@ def test_describe_after_a_video_that_was_too_long():
     with pytest.raises(ValueError, match="more than the 2 blocks of 1"):
         output(model, inputs("wan"))
     (layer, *_) = mhla.describe(model)
-    assert (layer.blocks, layer.tokens_per_block, layer.sparse.tokens_per_tile) == ((2, 2, 2), None, None)
-    assert layer.sparse.share == 1 / 2
+    assert (layer.blocks, layer.tokens_per_block) == ((2, 2, 2), None)
+    assert layer.sparse.density == 1 / 2
 
 
 def test_describe_refuses_a_grid_that_does_not_fit():

@@ -99,7 +99,7 @@ def test_a_fresh_gate_and_convolution_change_nothing(name, option):
     assert_changed(output(model, inputs(name)), expected)
 
 
-@pytest.mark.parametrize("settings", [{}, {"sparse": "content", "exact_tiles": (2, 4, 3)}], ids=["mhla", "exact"])
+@pytest.mark.parametrize("settings", [{}, {"sparse": "content", "block_size": 4}], ids=["mhla", "sparse"])
 def test_blocks_clamp_to_a_small_grid_where_the_setting_says_so(settings, tmp_path):
     """As the patch opened at fewer blocks, and with gradients; on a large grid nothing changes."""
     model = patched("wan", blocks=(6, 2, 3), clamp_blocks=True, **settings)

@@ -20,7 +20,7 @@ SOFTMAX = ["wan", "dit"]
 
 
 def patched(name, **settings):
-    return models.patched(name, sparse="none", exact_tiles=None, **settings)
+    return models.patched(name, sparse="none", **settings)
 
 
 @pytest.mark.parametrize("per_head", [True, False])
@@ -44,7 +44,7 @@ def test_a_patch_without_lists_is_fitted_as_it_is_applied():
     arguments, model = models.inputs("dit"), patched("dit", mixing_per_head=True)
     calibrate_mixing(model, lambda: models.output(model, arguments))
     other = models.FAMILIES["dit"].build()
-    settings = {"blocks": models.FAMILIES["dit"].blocks, "sparse": "none", "exact_tiles": None, "mixing_per_head": True}
+    settings = {"blocks": models.FAMILIES["dit"].blocks, "sparse": "none", "mixing_per_head": True}
     apply_mhla(other, **settings, calibration=lambda: models.output(other, arguments))
     assert torch.equal(models.output(other, arguments), models.output(model, arguments))
     sana = models.sana()
@@ -66,25 +66,25 @@ def test_what_cannot_be_fitted_is_refused():
             calibrate_mixing(model, lambda: None)
 
 
-_CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2, "exact_tiles": None}
+_CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2}
 
 
-@pytest.mark.parametrize(("exact", "calibrate"), [("none", calibrate_mixing), ("own", calibrate_sparse)])
-def test_what_sees_later_frames_calibrates_no_causal_patch(exact, calibrate):
+@pytest.mark.parametrize(("sparse", "calibrate"), [("none", calibrate_mixing), ("own", calibrate_sparse)])
+def test_what_sees_later_frames_calibrates_no_causal_patch(sparse, calibrate):
     message = r"causal='block' is not to see later ones.*trained, as docs/stream.md"
-    model = apply_mhla(models.wan(), **_CAUSAL, sparse=exact)
+    model = apply_mhla(models.wan(), **_CAUSAL, sparse=sparse)
     with pytest.raises(ValueError, match=calibrate.__name__ + r"\(\) goes by .*" + message):
         calibrate(model, lambda: models.output(model, models.inputs("wan")))
     other, ran = models.wan(), []
     for layers in ("all", "auto:1/2"):
         with pytest.raises(ValueError, match="calibration goes by .*" + message):
-            apply_mhla(other, **_CAUSAL, sparse=exact, layers=layers, calibration=lambda: ran.append(1))
+            apply_mhla(other, **_CAUSAL, sparse=sparse, layers=layers, calibration=lambda: ran.append(1))
     assert not ran and not is_patched(other)
 
 
 def test_a_grid_of_fewer_blocks_is_refused_and_leaves_the_model_patched():
     model = models.wan()
-    apply_mhla(model, blocks=(99, 2, 2), clamp_blocks=True, sparse="none", exact_tiles=None)
+    apply_mhla(model, blocks=(99, 2, 2), clamp_blocks=True, sparse="none")
     arguments = models.inputs("wan")
     patched_output = models.output(model, arguments)
     with pytest.raises(ValueError, match="the matrix is for \\(99, 2, 2\\)"):

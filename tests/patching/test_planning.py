@@ -34,35 +34,35 @@ def test_frames_are_rounded_as_the_pipeline_does(num_frames):
     assert mhla.describe(pipe)[0].grid == told
 
 
-@pytest.mark.parametrize(("settings", "exact"), [({}, 0), ({"layers": [1, 2]}, 2 * 2 * 96**2)])
-def test_costs_count_what_is_computed(settings, exact):
-    """Two products for every pair of softmax attention; of MHLA those with summaries, the normaliser a column more."""
+@pytest.mark.parametrize(("settings", "listed"), [({}, 0), ({"layers": [1, 2]}, 2 * 2 * 96**2)])
+def test_costs_count_what_is_computed(settings, listed):
+    """Two products for every pair of softmax attention; of MHLA those with KV states, the normaliser a column more."""
     described = mhla.describe(patched("wan", **settings), grid=(4, 4, 6))
-    assert described.cost.exact_pairs == exact
+    assert described.cost.listed_pairs == listed
     assert described.cost.all_pairs == 4 * 2 * 96**2
     assert described.cost.softmax_flops == 4 * 4 * 96**2 * 2 * 12
     layer = next(layer for layer in described if layer.replaced)
-    # each head: summaries and reading of 96 tokens, D (D + 1), and 12 x 12 pairs of blocks
+    # each head: KV states and reading of 96 tokens, D (D + 1), and 12 x 12 pairs of blocks
     assert layer.cost.flops == 2 * (4 * 96 + 2 * 12**2) * 12 * 13
-    # the summaries and their mixtures, in float32
+    # the KV states and their mixtures, in float32
     assert layer.cost.held_bytes == 2 * 4 * 12 * 2 * 12 * 13
 
 
-def test_costs_of_exact_tiles_grow_with_their_share():
+def test_costs_of_the_sparse_branch_grow_with_its_density():
     costs = []
-    for share in (0.1, 0.5):
-        model = patched("wan", sparse="content", exact_tiles=(2, 2, 3), density=share)
+    for density in (0.1, 0.5):
+        model = patched("wan", sparse="content", block_size=8, density=density)
         costs.append(mhla.describe(model, grid=(4, 4, 6)).cost)
-    assert [cost.exact_pairs / cost.all_pairs for cost in costs] == pytest.approx([1 / 12, 0.5])
-    assert costs[1].flops - costs[0].flops == 4 * (costs[1].exact_pairs - costs[0].exact_pairs) * 12
+    assert [cost.listed_pairs / cost.all_pairs for cost in costs] == pytest.approx([1 / 12, 0.5])
+    assert costs[1].flops - costs[0].flops == 4 * (costs[1].listed_pairs - costs[0].listed_pairs) * 12
     with mhla.mhla_disabled(model):
         assert mhla.describe(model, grid=(4, 4, 6)).cost.flops == costs[0].softmax_flops
 
 
-def test_at_a_share_of_1_softmax_attention_is_all_that_is_computed():
-    for exact in ("content", "calibrated"):
-        cost = mhla.describe(patched("wan", sparse=exact, exact_tiles=(2, 2, 3), density=1), grid=(4, 4, 6)).cost
-        assert (cost.flops, cost.exact_pairs, cost.held_bytes) == (cost.softmax_flops, cost.all_pairs, 0)
+@pytest.mark.parametrize("settings", [{"density": 1.0}, {"block_size": 96}], ids=["density 1", "one block"])
+def test_where_all_is_listed_softmax_attention_is_all_that_is_computed(settings):
+    cost = mhla.describe(patched("wan", sparse="content", **settings), grid=(4, 4, 6)).cost
+    assert (cost.flops, cost.listed_pairs, cost.held_bytes) == (cost.softmax_flops, cost.all_pairs, 0)
 
 
 def test_own_attention_of_sana_is_linear():

@@ -70,8 +70,8 @@ def test_a_causal_patch_beside_text_in_the_sequence_is_refused_before_it_runs():
         model = case_of(name).transformer()
         before = footprint(model)
         blocks = (2,) * get_family(model).axes
-        for exact in ("none", "own"):
-            settings = {"blocks": blocks, "causal": "block", "block_length": 2, "exact": exact, "exact_tiles": None}
+        for sparse in ("none", "own"):
+            settings = {"blocks": blocks, "causal": "block", "block_length": 2, "sparse": sparse}
             with pytest.raises(ValueError, match="causal='block' .* extra tokens it too.* leave it at None"):
                 mhla.apply_mhla(model, **settings)
         assert_same_footprint(model, before)
@@ -221,12 +221,12 @@ def test_a_layer_whose_mask_differs_between_queries_is_left_out_with_layers():
 
     model.blocks[1].attn1.register_forward_pre_hook(mask)
     expected = output(model, arguments)
-    mhla.apply_mhla(model, sparse="own", blocks=(1, 1, 1), exact_tiles=None)
+    mhla.apply_mhla(model, sparse="content", density=1.0, blocks=(1, 1, 1))
     with pytest.raises(ValueError, match=r"differs between queries.*layers=\[\.\.\.\]"):
         output(model, arguments)
     mhla.remove_mhla(model)
-    mhla.apply_mhla(model, sparse="own", blocks=(1, 1, 1), exact_tiles=None, layers=[0, 2, 3])
-    # softmax over one exact tile: float32 sums in another order
+    mhla.apply_mhla(model, sparse="content", density=1.0, blocks=(1, 1, 1), layers=[0, 2, 3])
+    # softmax attention, float32 sums in another order
     assert relative_change(output(model, arguments), expected) < 2e-5
 
 
@@ -245,7 +245,7 @@ def test_more_text_than_a_model_was_trained_with_is_taken_as_by_the_model(name):
     if "txt_ids" in arguments:
         arguments["txt_ids"] = torch.zeros(LONG_TEXT, 3)
     expected = output(model, arguments)
-    mhla.apply_mhla(model, sparse="own", blocks=(1,) * get_family(model).axes, exact_tiles=None)
+    mhla.apply_mhla(model, sparse="content", density=1.0, blocks=(1,) * get_family(model).axes)
     # float32 sums in another order, through all layers
     assert relative_change(output(model, arguments), expected) < 2e-5
 

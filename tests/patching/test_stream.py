@@ -18,7 +18,7 @@ from ..models import assert_changed, bytes_alive, output, relative_change, wan
 _SIDES = (4, 6)
 _TOKENS = _SIDES[0] * _SIDES[1]
 _LENGTH = 2
-_SETTINGS: dict[str, Any] = {"blocks": (4, 2, 3), "causal": "block", "block_length": _LENGTH, "exact_tiles": None}
+_SETTINGS: dict[str, Any] = {"blocks": (4, 2, 3), "causal": "block", "block_length": _LENGTH}
 
 # float32 sums in another order, through all layers
 _ROUNDING = 1e-5
@@ -70,13 +70,13 @@ def _streamed(stream: VideoStream, arguments: dict[str, Any], cuts: tuple[int, .
 
 
 @pytest.mark.parametrize("build", [_wan, _skyreels], ids=["wan", "skyreels_v2"])
-@pytest.mark.parametrize("exact", ["none", "own"])
+@pytest.mark.parametrize("sparse", ["none", "own"])
 @pytest.mark.parametrize("per_frame", [False, True], ids=["one-time", "own-times"])
 def test_frame_blocks_one_after_another_are_all_frames_at_once(
-    build: Callable[[], Any], exact: str, per_frame: bool
+    build: Callable[[], Any], sparse: str, per_frame: bool
 ) -> None:
     model = build()
-    mhla.apply_mhla(model, **_SETTINGS, sparse=exact, mixing_per_head=True)
+    mhla.apply_mhla(model, **_SETTINGS, sparse=sparse, mixing_per_head=True)
     arguments = _arguments(model, 8, per_frame)
     stream = VideoStream(model)
     found = _streamed(stream, arguments, (2,) * 4, tries=1)
@@ -84,10 +84,10 @@ def test_frame_blocks_one_after_another_are_all_frames_at_once(
     assert stream.frames == 8
 
 
-@pytest.mark.parametrize("exact", ["none", "own"])
-def test_a_video_longer_than_the_blocks_of_the_patch(exact: str) -> None:
+@pytest.mark.parametrize("sparse", ["none", "own"])
+def test_a_video_longer_than_the_blocks_of_the_patch(sparse: str) -> None:
     model = _wan()
-    mhla.apply_mhla(model, **_SETTINGS, sparse=exact, beyond="relative")
+    mhla.apply_mhla(model, **_SETTINGS, sparse=sparse, beyond="relative")
     arguments = _arguments(model, 16)
     assert relative_change(_streamed(VideoStream(model), arguments, (2,) * 8), output(model, arguments)) < _ROUNDING
 

@@ -31,7 +31,7 @@ def test_save_pretrained_writes_the_weights_and_from_pretrained_opens_the_unpatc
     assert not mhla.is_patched(opened)
     assert torch.equal(output(opened, inputs(name)), output(base, inputs(name)))
     # patched again, it takes the whole state dict
-    mhla.apply_mhla(opened, blocks=FAMILIES[name].blocks, mixing_per_head=False, sparse="none", exact_tiles=None)
+    mhla.apply_mhla(opened, blocks=FAMILIES[name].blocks, mixing_per_head=False, sparse="none")
     opened.load_state_dict(saved)
     assert torch.equal(output(opened, inputs(name)), output(model, inputs(name)))
 

@@ -42,8 +42,8 @@ from .models import (
 
 ROUNDING = 2e-5
 """Relative: float32 sums in another order, through all layers."""
-PLAIN = {"blocks": BLOCKS, "sparse": "none", "exact_tiles": None}
-ALL_EXACT = {"blocks": (1, 1), "sparse": "own", "exact_tiles": None}
+PLAIN = {"blocks": BLOCKS, "sparse": "none"}
+ALL_EXACT = {"blocks": (1, 1), "sparse": "content", "density": 1.0}
 """Settings with which a patch computes softmax attention."""
 
 every_family = pytest.mark.parametrize("name", CASES)

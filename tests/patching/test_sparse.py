@@ -1,0 +1,214 @@
+"""The sparse branch of patched models: uniform blocks listed by content, all others as pooled keys."""
+
+import math
+
+import pytest
+import torch
+
+import mhla_diffusers.attention.merge as merge
+from mhla_diffusers import (
+    apply_mhla,
+    calibrate_sparse,
+    change_mhla,
+    load_mhla,
+    mhla_disabled,
+    mhla_layers,
+    patch_names,
+    remove_mhla,
+    save_mhla,
+    set_density,
+)
+from mhla_diffusers.config import load_patch
+
+from .. import models
+
+SOFTMAX = ["wan", "dit"]
+SETTINGS = {"sparse": "content", "block_size": 4, "density": 0.2}
+
+
+def patched(name, **settings):
+    model, arguments = models.FAMILIES[name].build(), models.inputs(name)
+    before = models.output(model, arguments)
+    return apply_mhla(model, blocks=models.FAMILIES[name].blocks, **SETTINGS | settings), arguments, before
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_the_higher_the_density_the_smaller_the_change(name):
+    model, arguments, before = patched(name, density=0.05)
+    changes = [models.relative_change(models.output(model, arguments), before)]
+    for density in (0.1, 0.3, 0.6, 0.9, 1.0):
+        set_density(model, density)
+        changes.append(models.relative_change(models.output(model, arguments), before))
+    assert changes == sorted(changes, reverse=True)
+    assert changes[-1] < 1e-6 < 1e-3 < changes[0]
+    remove_mhla(model)
+    assert torch.equal(models.output(model, arguments), before)
+
+
+@pytest.mark.parametrize("settings", [{"density": 1.0}, {"block_size": 1024}, {"density": 0.99}], ids=str)
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_where_all_pairs_are_listed_nothing_of_mhla_is_computed(name, settings, monkeypatch):
+    """As with density 1, so on a grid of one block, or at a density that lists every block."""
+    model, arguments, before = patched(name, **settings)
+    monkeypatch.setattr(merge, "linear_branch", None)  # calling it would raise
+    # the same sums in another order
+    torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_of_one_token_are_their_own_pooled_keys():
+    """So that nothing of softmax attention is left out."""
+    model, arguments, before = patched("wan", block_size=1, density=0.05, fit_pooled_bias=False)
+    with torch.no_grad():
+        for layer in mhla_layers(model).values():
+            layer.linear_log_weight.fill_(-30.0)
+    torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fitted_bias_is_no_parameter():
+    fitted, arguments, before = patched("wan")
+    assert not any("pooled_bias" in key for key in fitted.state_dict())
+    learned, _, _ = patched("wan", fit_pooled_bias=False)
+    assert all(layer.pooled_bias is not None for layer in mhla_layers(learned).values())
+    changes = [models.relative_change(models.output(model, arguments), before) for model in (fitted, learned)]
+    assert changes[0] != changes[1]
+    change_mhla(learned, fit_pooled_bias=None)
+    assert torch.equal(models.output(learned, arguments), models.output(fitted, arguments))
+
+
+@pytest.mark.parametrize("settings", [{}, {"fit_pooled_bias": False}, {"pooled": False}], ids=str)
+def test_saved_loaded_and_resized(settings, tmp_path):
+    model, arguments, _ = patched("wan", **settings)
+    expected = models.output(model, arguments)
+    save_mhla(model, tmp_path / "patch")
+    opened = load_mhla(models.wan(), tmp_path / "patch")
+    assert torch.equal(models.output(opened, arguments), expected)
+    save_mhla(opened, tmp_path / "again")  # since what is loaded can be saved
+    assert torch.equal(models.output(load_mhla(models.wan(), tmp_path / "again"), arguments), expected)
+    with pytest.warns(UserWarning, match="trained with blocks of 4 tokens and opens with blocks of 8"):
+        larger = load_mhla(models.wan(), tmp_path / "patch", block_size=8, density=0.5)
+    assert {(layer.config.block_size, layer.config.density) for layer in mhla_layers(larger).values()} == {(8, 0.5)}
+    wide = arguments | {"hidden_states": arguments["hidden_states"].repeat(1, 1, 1, 2, 1)}
+    assert models.output(larger, wide).isfinite().all(), "another resolution"
+    other = apply_mhla(models.wan(), next(iter(mhla_layers(model).values())).config)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(models.output(other, arguments), expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fit_pooled_bias": False}, {"pooled": False}], ids=str)
+def test_gradients_reach_the_weights(settings):
+    model, arguments, _ = patched("wan", **settings)
+    with torch.no_grad():
+        for layer in mhla_layers(model).values():
+            layer.linear_log_weight.zero_()
+    model(**arguments).sample.square().mean().backward()
+    for layer in mhla_layers(model).values():
+        learned = [layer.mixing, layer.linear_log_weight, layer.pooled_bias]
+        assert all(weight.grad.abs().sum() > 0 for weight in learned if weight is not None)
+
+
+def test_compiles_to_one_graph():
+    model, arguments, _ = patched("wan")
+    del model.blocks[1:]
+    expected = models.output(model, arguments)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(models.output(compiled, arguments), expected, rtol=1e-4, atol=1e-5)
+
+
+def heads_of(attn, run):
+    """What every head of an attention adds to its output: (B, N, H, channels)."""
+    found = []
+    handle = attn.to_out[0].register_forward_pre_hook(lambda _, args: found.append(args[0].detach()))
+    run()
+    handle.remove()
+    weight = attn.to_out[0].weight.unflatten(1, (attn.heads, -1))
+    return torch.einsum("bnhd,chd->bnhc", found[0].unflatten(-1, (attn.heads, -1)), weight)
+
+
+@pytest.mark.parametrize("settings", [{}, {"fit_pooled_bias": False}, {"pooled": False}], ids=str)
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_fitted_weights_bring_heads_closer(name, settings):
+    """Than other ones do, on the run that they were fitted on and with the same lists."""
+    model, arguments, _ = patched(name, layers=[1], **settings)
+
+    def run():
+        return models.output(model, arguments)
+
+    layer = next(iter(mhla_layers(model).values()))
+    assert layer.needs_calibration == bool(settings), "β that is fitted in the call needs none"
+    calibrate_sparse(model, run)
+    assert not layer.needs_calibration
+    attn = model.get_submodule(next(iter(mhla_layers(model))).removesuffix(".mhla"))
+    with mhla_disabled(model):
+        softmax = heads_of(attn, run)
+
+    def error():
+        return (heads_of(attn, run) - softmax).square().sum(dim=(0, 1, 3))
+
+    fitted = error()
+    for pooled_bias in (-1.0, 0.0, 1.0) if layer.pooled_bias is not None else (0.0,):
+        for log_weight in (-3.0, 0.0, 3.0):
+            with torch.no_grad():
+                layer.linear_log_weight.fill_(log_weight)
+                if layer.pooled_bias is not None:
+                    layer.pooled_bias.fill_(pooled_bias)
+            assert (fitted < 1.01 * error()).all()
+
+
+def test_calibration_finds_the_weights_that_were_hidden():
+    """Where every token looks alike, pooled keys miss nothing, and a linear branch adds nothing that is not there."""
+    model, arguments = models.FAMILIES["dit"].build(), models.inputs("dit")
+    for block in model.transformer_blocks:
+        for projection in (block.attn1.to_q, block.attn1.to_k):
+            torch.nn.init.zeros_(projection.weight)
+            torch.nn.init.constant_(projection.bias, 2.0)
+    before = models.output(model, arguments)
+    blocks = models.FAMILIES["dit"].blocks
+    apply_mhla(model, blocks=blocks, **SETTINGS, fit_pooled_bias=False, mixing_init="uniform")
+    with torch.no_grad():
+        for layer in mhla_layers(model).values():
+            layer.pooled_bias.fill_(3.0)
+    assert models.relative_change(models.output(model, arguments), before) > 1e-6
+    calibrate_sparse(model, lambda: models.output(model, arguments))
+    torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_calibrated_is_refused():
+    for model in (models.wan(), models.patched("wan")):
+        with pytest.raises(ValueError, match="no sparse branch to calibrate"):
+            calibrate_sparse(model, lambda: None)
+    model, arguments, before = patched("wan")
+    with pytest.raises(ValueError, match=r"run\(\) did not run transformer"):
+        calibrate_sparse(model, lambda: None)
+    with mhla_disabled(model), pytest.raises(ValueError, match="switched off in some layers"):
+        calibrate_sparse(model, lambda: None)
+    remove_mhla(model)
+    with pytest.raises(ValueError, match="did not run transformer"):
+        apply_mhla(model, sparse="content", blocks=(2, 2, 3), calibration=lambda: None)
+    assert not mhla_layers(model), "a calibration that fails leaves the model as it was"
+    assert torch.equal(models.output(model, arguments), before)
+    with pytest.raises(ValueError, match="own attention of SanaTransformer2DModel is linear"):
+        models.patched("sana", sparse="content")
+
+
+def test_automatic_layers_with_a_sparse_branch():
+    model, arguments = models.wan(), models.inputs("wan")
+    run = lambda: models.output(model, arguments)  # noqa: E731
+    apply_mhla(model, blocks=(2, 2, 3), **SETTINGS, layers="auto:2/4", calibration=run)
+    assert len(mhla_layers(model)) == 2
+
+
+@pytest.mark.parametrize("name", models.FAMILIES)
+def test_nothing_but_the_model_gives_a_sparse_branch_where_softmax_is_replaced(name):
+    model = models.FAMILIES[name].build()
+    blocks = (1,) * len(models.FAMILIES[name].blocks)
+    (config,) = {layer.config for layer in mhla_layers(apply_mhla(model, blocks=blocks)).values()}
+    assert config.sparse == ("none" if name.startswith("sana") else "content")
+    assert math.prod(config.blocks) == 1
+
+
+def test_softmax_patches_come_with_a_sparse_branch_too():
+    names = set(patch_names())
+    for name in names:
+        if load_patch(name).config.sparse == "none" and not name.startswith("sana"):
+            assert f"{name}-exact" in names
+    assert not [name for name in names if name.startswith("sana") and name.endswith("-exact")]
