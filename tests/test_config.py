@@ -79,7 +79,10 @@ def test_bad_settings_are_named(settings, words):
             {"causal": "token", "block_length": 4, "blocks": (2, 2)},
             "such as blocks=\\(2,\\) for a text, or choose causal='block'",
         ),
-        ({"causal": "token", "block_length": 4, "sparse": "content"}, "sparse='content' does not go with causal='token'"),
+        (
+            {"causal": "token", "block_length": 4, "sparse": "content"},
+            "sparse='content' does not go with causal='token'",
+        ),
         ({"sparse": "own"}, "sparse='own' does not go with causal=None"),
         ({"causal": "token", "block_length": 4, "convolution": 3}, "A convolution sees later tokens"),
         ({"causal": "token", "block_length": 4, "clamp_blocks": True}, "are not clamped"),

@@ -126,13 +126,14 @@ def _loss(layers: Mapping[str, tuple[Any, MHLALayer, MHLALayer]], family: Family
         return None
     _, old, new = next(iter(layers.values()))
     before, after = old.config, new.config
-    tells = [f"what the patch has learned of {', '.join(sorted(dropped))} is dropped"] if dropped else []
+    tells = [f"What the patch has learned of {', '.join(sorted(dropped))} is dropped."] if dropped else []
     if (before.sparse, before.block_size) != (after.sparse, after.block_size):
-        was, now = (f"sparse={c.sparse!r}, block_size={c.block_size}" for c in (before, after))
-        tells.append(f"its other weights were trained with {was} and run with {now} now")
-    if not tells:
-        return None
-    return f"{'; '.join(tells).capitalize()}. Adapt the patch again, or load it anew with load_mhla()."
+        was, now = (
+            f"blocks of {config.block_size} tokens" if config.sparse == "content" else f"sparse={config.sparse!r}"
+            for config in (before, after)
+        )
+        tells.append(f"The patch has learned with {was}, and runs with {now} now; adapt it again.")
+    return " ".join(tells) or None
 
 
 def _processor(transformer: nn.Module, watch: ProcessorWatch | None) -> MHLAProcessor:

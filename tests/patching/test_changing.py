@@ -72,10 +72,13 @@ def test_backend_and_density():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sparse": "none"}, "linear_log_weight, pooled_bias is dropped.*run with sparse='none'"),
+        (
+            {"sparse": "none"},
+            "of linear_log_weight, pooled_bias is dropped. The patch has learned with blocks of 8 tokens, and runs with sparse='none'",
+        ),
         ({"pooled": False}, "learned of pooled_bias is dropped"),
         ({"fit_pooled_bias": None}, "learned of pooled_bias is dropped"),
-        ({"block_size": 4}, "trained with sparse='content', block_size=8 and run with sparse='content', block_size=4"),
+        ({"block_size": 4}, "has learned with blocks of 8 tokens, and runs with blocks of 4 tokens now"),
     ],
     ids=str,
 )

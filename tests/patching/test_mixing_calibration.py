@@ -5,8 +5,8 @@ import torch
 
 from mhla_diffusers import (
     apply_mhla,
-    calibrate_sparse,
     calibrate_mixing,
+    calibrate_sparse,
     is_patched,
     load_mhla,
     mhla_layers,
