@@ -11,25 +11,23 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from ..attention.tile_scores import list_length
-from ..config import DEFAULT_DENSITY
+from ..attention.block_lists import list_length
+from ..config import MHLAConfig
 from ..families import Family, Model, find_family, get_family
-from ..patching import apply_mhla, mhla_layers
-from .lists import draw_mask
-from .shapes import SOFTMAX_BACKENDS, exact_tiles, why_no_softmax
+from ..patching import apply_mhla
+from .shapes import SOFTMAX_BACKENDS, why_no_softmax
 from .timing import Outcome, Variant
 
 PLAIN = "plain linear"
 HYBRID = "MHLA hybrid 2/3"
-EXACT = "MHLA, exact tiles"
-CONTENT = "MHLA, exact tiles by content"
-"""Chosen at every call, where ``EXACT`` is given its lists; timed by itself on some cards only."""
+CONTENT = "MHLA, sparse, by content"
+"""Beside MHLA the sparse branch, whose lists are chosen at every call."""
 COMPILED = " + torch.compile"
 """Ends the name of a candidate whose repeated blocks are compiled."""
 LINEAR_KINDS = (PLAIN, "MHLA", HYBRID)
 """Patches; the hybrid keeps the model's own attention in every third layer."""
-PATCHES = (*LINEAR_KINDS, EXACT)
-"""All of them; exact tiles are for models whose own attention is softmax."""
+PATCHES = (*LINEAR_KINDS, CONTENT)
+"""All of them; the sparse branch is for models whose own attention is softmax."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,6 @@ class Choice:
     """
     absent: str | None = None
     """Why it cannot run here."""
-    tiles: tuple[int, ...] | None = None
-    """Tile counts of exact tiles."""
     note: str = ""
     """What is to be known of its times."""
 
@@ -140,8 +136,10 @@ def attention_choices(
         Choice("MHLA", "MHLA", baseline=False, blocks=count),
         Choice(HYBRID, HYBRID, baseline=False, blocks=count, absent=cut if too_few else None),
     ]
-    exact = exact_choice(model, grid)
-    return choices if exact is None else [*choices, exact]
+    if not softmax_is_own:
+        return choices
+    config = family.default_config.replace(**patch_settings(CONTENT, model.blocks))
+    return [*choices, Choice(CONTENT, CONTENT, baseline=False, blocks=count, note=content_note(config, tokens))]
 
 
 def softmax_choices(
@@ -165,25 +163,16 @@ def softmax_choices(
     return choices
 
 
-def exact_choice(model: Model, grid: tuple[int, ...]) -> Choice | None:
-    """MHLA with exact tiles on a token grid; None where the model's own attention is linear."""
-    tiles = exact_tiles(model, grid)
-    if tiles is None:
-        return None
-    note = exact_note(tiles, "drawn at random instead of calibrated")
-    return Choice(EXACT, EXACT, baseline=False, blocks=math.prod(model.blocks), tiles=tiles, note=note)
-
-
-def exact_note(tiles: tuple[int, ...], how: str) -> str:
-    """What is to be known of the times of exact tiles; where tiles are few, one for every query tile is more than 5 %.
+def content_note(config: MHLAConfig, tokens: int) -> str:
+    """What is to be known of the times of the sparse branch; of few blocks one for every query block is more than 5 %.
 
     Args:
-        tiles: their counts.
-        how: how they were chosen.
+        config: of the patch.
+        tokens: N.
     """
-    count = math.prod(tiles)
-    share = list_length(DEFAULT_DENSITY, count) / count
-    return f"{share:.1%} of the pairs of {'x'.join(map(str, tiles))} tiles are exact, {how}"
+    blocks = -(-tokens // config.block_size)
+    density = list_length(config.listed, blocks) / blocks
+    return f"{density:.1%} of the pairs of {blocks} blocks of {config.block_size} tokens, chosen at every call"
 
 
 def why_no_backend(name: str) -> str | None:
@@ -219,9 +208,7 @@ def make_variant(transformer: Any, model: Model, choice: Choice) -> Any:
         for attn in family.self_attentions(variant).values():
             attn.set_processor(family.softmax_processor())
     if choice.kind in PATCHES:
-        apply_mhla(variant, **patch_settings(choice.kind, model.blocks, choice.tiles))
-    if choice.kind == EXACT:
-        _draw_lists(variant)
+        apply_mhla(variant, **patch_settings(choice.kind, model.blocks))
     if choice.backend is not None and family.dispatches_attention:
         from diffusers.models.attention_dispatch import attention_backend
 
@@ -230,31 +217,17 @@ def make_variant(transformer: Any, model: Model, choice: Choice) -> Any:
     return variant
 
 
-def patch_settings(kind: str, blocks: tuple[int, ...], tiles: tuple[int, ...] | None = None) -> dict[str, Any]:
+def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
     """Arguments of :func:`apply_mhla`.
 
     Args:
         kind: one of ``PATCHES``.
         blocks: block counts of MHLA; plain linear attention has one block.
-        tiles: tile counts of exact tiles; calibrating them is left to the caller.
     """
-    if kind == EXACT:
-        return {"blocks": blocks, "sparse": "calibrated", "exact_tiles": tiles}
+    if kind == CONTENT:
+        return {"blocks": blocks, "sparse": "content"}
     layers = "2/3" if kind == HYBRID else "all"
     return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": layers, "sparse": "none"}
-
-
-def _draw_lists(patched: Any) -> None:
-    """Give exact tiles random lists: calibration would run softmax attention once, and each layer once more."""
-    masks: dict[int, torch.Tensor] = {}
-    for layer in mhla_layers(patched).values():
-        if layer.sparse is not None:
-            if layer.heads not in masks:
-                masks[layer.heads] = draw_mask(layer.config.tiles, layer.heads, layer.config.share)
-            layer.sparse.choose(masks[layer.heads].to(layer.mixing.device))
-            if layer.mixing.is_meta:  # which has no values that tell how many there are
-                count = int(masks[layer.heads].sum())
-                layer.sparse.keys = torch.empty(count, dtype=torch.int64, device="meta")
 
 
 def _hand_on(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

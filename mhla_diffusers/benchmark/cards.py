@@ -33,9 +33,9 @@ def find_card(device: str | Path) -> Path:
         raise ValueError(f"--device {device} is a part of {' and of '.join(found)}; give more of the name.")
     if not found:
         raise FileNotFoundError(
-            f"--device {device} is no file; give the JSON that mhla bench transformer has written, such as "
-            "outputs/benchmark/DEVICE/transformer.json, or a part of the name of a card whose times ship with the "
-            f"package: {', '.join(cards)}."
+            f"--device {device} is no file and no card whose times ship; those are {', '.join(cards)} (a part of the "
+            "name will do). Else give the JSON that mhla bench transformer has written, such as "
+            "outputs/benchmark/DEVICE/transformer.json."
         )
     return cards[found[0]]
 
@@ -54,6 +54,6 @@ def held_against(card: Path) -> str:
         ratios = [float(row["ratio"]) for row in csv.DictReader(file)]
     return (
         f"Held against {len(ratios)} whole forwards on this card that they do not know (cuDNN's softmax, MHLA, hybrid, "
-        f"and 5 % exact tiles by lists), forecasts were {min(ratios):.2f} to {max(ratios):.2f} times the measured. "
-        "No whole forward with FlashAttention-3 or with tiles by content was measured."
+        f"and the earlier sparse branch at 5 %), forecasts were {min(ratios):.2f} to {max(ratios):.2f} times the "
+        "measured. No whole forward with FlashAttention-3 or with blocks chosen by content was measured."
     )

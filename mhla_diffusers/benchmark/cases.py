@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import torch
 
 from ..families import Model, get_family
-from .candidates import Candidate, Choice, attention_choices, exact_choice, make_variant, why_not_compiled
+from .candidates import Candidate, Choice, attention_choices, make_variant, why_not_compiled
 from .conditions import Rates
-from .correctness import check_patched
+from .correctness import check_operation, check_patched
 from .models import Size, build_transformer, make_forward_inputs, small_size
 from .parts import count_parts, time_parts
 from .results import Row, make_row
-from .shapes import Cost
+from .operation import fastest_backend
+from .shapes import Cost, shape_of
 from .timing import Absent, Outcome, Timing
 
 
@@ -99,7 +100,7 @@ class Case(ABC):
 
     @abstractmethod
     def check(self, model: Any) -> None:
-        """Compare MHLA in the model, without and with exact tiles, with the reference on a small input.
+        """Compare MHLA in the model, and the sparse branch where it is measured, with the reference on a small input.
 
         Raises:
             IncorrectAttentionError: it is wrong here.
@@ -185,12 +186,14 @@ class TransformerCase(Case):
         return Counts(math.prod(grid), weights, choices, costs)
 
     def check(self, model: Any) -> None:
-        """Compare the patched self-attention with the reference."""
-        inputs = self.inputs(model, small_size(self.model))
-        grid = get_family(model).grid_of_arguments(model, inputs)
-        for choice in (Choice("MHLA", "MHLA", baseline=False), exact_choice(self.model, grid)):
-            if choice is not None:
-                check_patched(self.variant(model, choice), inputs)
+        """Compare MHLA in a patched transformer, and the sparse branch with lists given, with the reference."""
+        check_patched(
+            self.variant(model, Choice("MHLA", "MHLA", baseline=False)), self.inputs(model, small_size(self.model))
+        )
+        shape = shape_of(self.model, self.model.blocks, self.model.name)
+        if shape.block_size is not None:
+            backend = fastest_backend(shape, self.device, self.dtype)
+            check_operation(shape, self.device, self.dtype, backend, sparse=True)
 
     def variant(self, model: Any, choice: Choice) -> Any:
         """A copy that shares all weights."""

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..attention.tiles import square_tiles
-from .candidates import EXACT, PLAIN, Choice, exact_note, softmax_choices
+from .candidates import CONTENT, PLAIN, Choice, softmax_choices
 from .cases import Case, Counts
 from .correctness import check_patched
 from .models import Size, cast_weights, parse_size
@@ -119,12 +118,11 @@ class ClassifierCase(Case):
             counts = count(self._build(kind, torch.device("meta")), self.size.height, self.size.width)
             costs[kind] = {"all": Cost(2 * self.size.batch * (counts.weight_macs + counts.attention_macs), 0)}
         weights = sum(one.numel() * one.itemsize for one in self.build(torch.device("meta")).parameters())
-        return Counts(math.prod(self._grids()[0]), weights, choices, costs)
+        return Counts(math.prod(self._first_grid), weights, choices, costs)
 
     def check(self, model: Any) -> None:
         """Compare MHLA of a fresh model with the reference."""
-        for kind in ("MHLA", EXACT):
-            check_patched(self.variant(model, Choice(kind, kind, baseline=False)), self.inputs(model, _SMALL))
+        check_patched(self.variant(model, Choice("MHLA", "MHLA", baseline=False)), self.inputs(model, _SMALL))
 
     def variant(self, model: Any, choice: Choice) -> "VLTForImageClassification":
         """A model with another attention, which shares the weights that both have."""
@@ -158,34 +156,25 @@ class ClassifierCase(Case):
 
     def _mhla(self, kind: str) -> list[dict[str, Any] | None]:
         """The setting of every stage with which the model has a kind of attention."""
-        stages = zip(self.model.config().mhla, self._grids(), strict=True)
         if kind == "softmax":
-            return [None for _ in stages]
-        return [None if own is None else dict(own) | self._more(kind, grid) for own, grid in stages]
+            return [None for _ in self.model.config().mhla]
+        more = {PLAIN: {"blocks": [1, 1]}, CONTENT: {"sparse": "content"}}.get(kind, {})
+        return [None if own is None else dict(own) | more for own in self.model.config().mhla]
 
-    @staticmethod
-    def _more(kind: str, grid: tuple[int, int]) -> dict[str, Any]:
-        if kind == PLAIN:
-            return {"blocks": [1, 1]}
-        return {"sparse": "content", "exact_tiles": list(square_tiles(grid))} if kind == EXACT else {}
-
-    def _grids(self) -> list[tuple[int, int]]:
-        """Rows and columns of tokens of every stage: a quarter of the pixels, and half of the stage before."""
-        strides = [4 * 2**stage for stage in range(len(self.model.config().depths))]
-        return [(math.ceil(self.size.height / one), math.ceil(self.size.width / one)) for one in strides]
+    @property
+    def _first_grid(self) -> tuple[int, int]:
+        """Rows and columns of tokens of the first stage: a quarter of the pixels."""
+        return math.ceil(self.size.height / 4), math.ceil(self.size.width / 4)
 
     def _choices(self) -> list[Choice]:
         """All attentions; the blocks of linear ones are the first stage's."""
-        config, grids = self.model.config(), self._grids()
-        with_mhla = [(own, grid) for own, grid in zip(config.mhla, grids, strict=True) if own is not None]
-        counts = [math.prod(own["blocks"]) for own, _ in with_mhla]
-        tiles = square_tiles(with_mhla[0][1])
-        softmax = softmax_choices(math.prod(grids[0]), config.num_attention_heads[0] * self.size.batch, self.device)
-        blocks = f"{' and '.join(map(str, counts))} blocks in the first stages, softmax in the others"
-        exact = f"of the first stage {exact_note(tiles, 'found at every call')}"
+        config, tokens = self.model.config(), math.prod(self._first_grid)
+        counts = [math.prod(own["blocks"]) for own in config.mhla if own is not None]
+        softmax = softmax_choices(tokens, config.num_attention_heads[0] * self.size.batch, self.device)
+        others = f"{' and '.join(map(str, counts))} blocks in the first stages, softmax in the others"
         return [
             *softmax,
             Choice(PLAIN, PLAIN, baseline=False, blocks=1, note="in the stages that have MHLA, softmax in the others"),
-            Choice("MHLA", "MHLA", baseline=False, blocks=counts[0], note=blocks),
-            Choice(EXACT, EXACT, baseline=False, blocks=counts[0], note=exact),
+            Choice("MHLA", "MHLA", baseline=False, blocks=counts[0], note=others),
+            Choice(CONTENT, CONTENT, baseline=False, blocks=counts[0], note="lists chosen at every call"),
         ]

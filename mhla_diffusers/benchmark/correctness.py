@@ -44,18 +44,18 @@ def too_large(errors: Mapping[str, float], limits: Mapping[str, float]) -> str:
 
 
 def check_operation(
-    shape: Shape, device: torch.device, dtype: torch.dtype, backend: str, *, exact: bool = False
+    shape: Shape, device: torch.device, dtype: torch.dtype, backend: str, *, sparse: bool = False
 ) -> float:
     """Compare output and gradients with the float64 reference, on some blocks of a shape.
 
-    Blocks, up to 1024 tokens, and exact tiles are as long as the shape's: kernels cut whole tiles.
+    MHLA blocks, up to 1024 tokens, are as long as the shape's, and uniform blocks have as many tokens.
 
     Args:
-        shape: the attention; with tile counts where ``exact`` is set.
+        shape: the attention; with a block size where ``sparse`` is set.
         device: where.
         dtype: of query, key and value.
         backend: of :func:`mhla_attention`.
-        exact: check MHLA with exact tiles as long as the shape's, their means, and the far field.
+        sparse: check the sparse branch with lists given, pooled keys, and the linear branch beside it.
 
     Returns:
         Relative error of the output.
@@ -63,9 +63,10 @@ def check_operation(
     Raises:
         IncorrectAttentionError: it, or that of a gradient, is too large.
     """
-    problem = draw_problem(cut(shape, _MOST_TOKENS), device, dtype, "exact tiles" if exact else "plain")
+    problem = draw_problem(cut(shape, _MOST_TOKENS), device, dtype, "sparse" if sparse else "plain")
     errors = errors_of(problem.attend(backend), problem.reference())
-    _require(errors, limits_of(errors, dtype), f"MHLA{' with exact tiles' if exact else ''} {backend}", device, dtype)
+    what = f"MHLA{' with the sparse branch' if sparse else ''} {backend}"
+    _require(errors, limits_of(errors, dtype), what, device, dtype)
     return errors[OUTPUT]
 
 

@@ -9,10 +9,10 @@ import torch
 
 from ..config import MHLAConfig
 from ..families import Model
-from ..patching import apply_mhla, mhla_layers
+from ..patching import apply_mhla
 from ..patching.denoising_steps import Step
 from ..patching.plan import choose_layers
-from .candidates import CONTENT, EXACT, PLAIN
+from .candidates import CONTENT, PLAIN
 from .models import Size, build_transformer, make_forward_inputs
 from .parts import PARTS, count_parts
 from .shapes import Cost
@@ -62,7 +62,7 @@ class Question:
     def kind(self) -> str:
         """Of the patch, as ``mhla bench`` names it."""
         if self.config.sparse != "none":
-            return CONTENT if self.config.sparse == "content" else EXACT
+            return CONTENT if self.config.sparse == "content" else "MHLA, sparse, own blocks"
         return PLAIN if math.prod(self.config.blocks) == 1 else "MHLA"
 
     @property
@@ -72,7 +72,7 @@ class Question:
 
     @property
     def softmax_steps(self) -> int:
-        """First steps in which the patch rests."""
+        """First steps in which the patch is disabled."""
         steps = [Step(index, self.steps) for index in range(self.steps)]
         return sum(step.is_among_first(self.config.softmax_steps) for step in steps)
 
@@ -165,9 +165,6 @@ def _count(question: Question, dtype: torch.dtype, layers: int) -> Counts:
     inputs = make_forward_inputs(model, transformer, size, meta, dtype)
     unpatched = count_parts(transformer, inputs)
     apply_mhla(transformer, question.config.replace(layers="all", softmax_steps=0))
-    for layer in mhla_layers(transformer).values():
-        if layer.sparse is not None:
-            layer.sparse.make_lists()  # of the length that calibration gives them, without values
     return Counts(unpatched, count_parts(transformer, inputs), layers)
 
 
@@ -193,7 +190,10 @@ def _mixed(patched: Cost, unpatched: Cost, share: float, forwards: int) -> Cost:
 def forward_seconds(counts: Counts, speeds: Speeds) -> tuple[dict[str, float], dict[str, float]]:
     """Of one forward without and with the patch."""
     layers = counts.layers
-    return speeds.unpatched_seconds(counts.unpatched, layers), speeds.patched_seconds(counts.patched, layers)
+    return (
+        speeds.seconds(counts.unpatched, layers, patched=False),
+        speeds.seconds(counts.patched, layers, patched=True),
+    )
 
 
 def _break_even(question: Question, dtype: torch.dtype, speeds: Speeds) -> Question | None:
@@ -210,9 +210,8 @@ def _break_even(question: Question, dtype: torch.dtype, speeds: Speeds) -> Quest
         return sum(other.values()) < sum(one.values())
 
     def fits(rows: int) -> bool:
-        grid, config = at(rows).grid, question.config
-        counts = [config.blocks_on(grid), *([config.tiles] if config.sparse in ("own", "calibrated") else [])]
-        return all(count <= tokens for shape in counts for count, tokens in zip(shape, grid, strict=True))
+        grid = at(rows).grid
+        return all(count <= size for count, size in zip(question.config.blocks_on(grid), grid, strict=True))
 
     most = math.isqrt(int(_MOST_TOKENS / math.prod(frames) * height / width))
     tried = range(bisect_left(range(height), True, key=fits), max(most, height) + 1)

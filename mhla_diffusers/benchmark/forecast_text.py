@@ -33,8 +33,8 @@ class Options:
     height: int | None = None
     width: int | None = None
     frames: int | None = None
-    share: float | None = None
-    """Of exact pairs of tiles, with the family's patch."""
+    density: float | None = None
+    """Of the block lists, with the family's patch."""
     steps: int | None = None
     passes: int | None = None
     softmax_steps: str | None = None
@@ -72,11 +72,11 @@ def forecast_text(name: str, patch: tuple[str, MHLAConfig] | None, options: Opti
 
     Args:
         name: of a model that ``mhla bench transformer`` knows.
-        patch: name of the family that it is for, and its settings; None for the family's with ``share``.
+        patch: name of the family that it is for, and its settings; None for the family's with ``density``.
         options: of the command line.
 
     Raises:
-        ValueError: an unknown model, a size, a patch or a share that it does not take, or results without what is
+        ValueError: an unknown model, a size, a patch or a density that it does not take, or results without what is
             needed.
         OSError: no such results.
     """
@@ -105,17 +105,17 @@ def _config(model: Model, patch: tuple[str, MHLAConfig] | None, options: Options
     family = family_of_model(model)
     if patch is None:
         config = family.default_config.replace(blocks=model.blocks)
-        if options.share is None:
+        if options.density is None:
             return config
         if family.own_attention != "softmax":
             raise ValueError(
-                f"--share {options.share} is of exact pairs of tiles, and the own attention of {model.name} is "
-                f"{family.own_attention}, with nothing to be exact about; leave it out."
+                f"--density {options.density} is of a sparse branch, and the own attention of {model.name} is "
+                f"{family.own_attention}, whose patch has none; leave it out."
             )
-        return config.replace(density=options.share)
+        return config.replace(density=options.density)
     name, config = patch
-    if options.share is not None:
-        raise ValueError(f"--share {options.share} and --patch both say how much is exact; give one of them.")
+    if options.density is not None:
+        raise ValueError(f"--density {options.density} and --patch both give a density; give one of them.")
     if name != family.name:
         raise ValueError(f"The patch is for the {name!r} family, but {model.name} belongs to {family.name!r}.")
     return config.replace(layers=str(config.layers).removeprefix(AUTOMATIC)) if is_automatic(config.layers) else config
@@ -144,7 +144,6 @@ def _heading(question: Question) -> list[str]:
     family = family_of_model(model)
     patch = f"MHLA of {times(config.blocks_on(question.grid))} blocks"
     if config.sparse != "none":
-        with_text = ", those with the text's tokens among them" if family.extra_tokens else ""
         sizes = attention_sizes(
             config,
             question.grid,
@@ -153,12 +152,9 @@ def _heading(question: Question) -> list[str]:
             family.extra_tokens,
             in_order=family.own_attention_is_causal,
         )
-        tiles = (
-            f"blocks of {config.block_size} tokens along a curve"
-            if isinstance(config.cut, int)
-            else f"tiles {times(config.cut)}"
-        )
-        patch += f", {tiles}, {sizes.exact_pairs / sizes.pairs:.1%} of all pairs exact{with_text}"
+        where = f"in blocks of {config.block_size} chosen by content" if config.sparse == "content" else "in own blocks"
+        with_text = ", those of the text among them" if family.extra_tokens else ""
+        patch += f" and softmax over {sizes.exact_pairs / sizes.pairs:.1%} of all pairs {where}{with_text}"
     share = question.layers / model.layers
     layers = f"{share:.0%} of all layers" if model.more_layers else f"{question.layers} of {model.layers} layers"
     softmax = f", the first {question.softmax_steps} of them unpatched" if question.softmax_steps else ""
@@ -195,20 +191,26 @@ def _findings(forecast: Forecast, speeds: Speeds) -> list[str]:
     else:
         took, takes = _time(one[ATTENTION]), _time(other[ATTENTION])
         lines = [f"No gain at this size: {attention}, {took}, and the patch takes {takes} for it."]
-    is_scaled = speeds.is_measured and question.config.sparse in ("calibrated", "content")
-    is_scaled = is_scaled and question.config.share != DEFAULT_DENSITY
-    # a share that was not timed tells the size at which two lines cross worst of all
-    lines += [] if is_scaled else [_break_even(forecast.break_even, question)]
+    sparse = question.config.sparse == "content"
+    is_scaled = speeds.is_measured and sparse and question.config.listed != DEFAULT_DENSITY
+    # what was not timed as it is asked about tells the size at which two lines cross worst of all
+    if not is_scaled and not speeds.of_earlier_branch:
+        lines.append(_break_even(forecast.break_even, question))
     lines.append(f"Times {speeds.source}")
+    if speeds.of_earlier_branch:
+        lines.append(
+            "The sparse branch by content over uniform blocks has not been timed on this device: in its place stands "
+            "the one before it (exact tiles), so the patched time is not that of the present kernels."
+        )
     if speeds.is_measured:
         lines.append("Other sizes meet other caches and clocks.")
-        if not any(speeds.fixed_patched.values()):
+        if not any(pace.fixed for pace in speeds.patched.values()):
             lines.append("What a forward takes whatever its size is not told apart: results of two sizes would tell.")
-        if is_scaled:
-            lines.append(
-                f"Exact tiles were timed at {DEFAULT_DENSITY:.0%} of all pairs. Of other shares the time is scaled, so "
-                "no size is named from which on the patch is faster."
-            )
+    if is_scaled:
+        lines.append(
+            f"The sparse branch was timed at a density of {DEFAULT_DENSITY:.0%}. At other densities the time is "
+            "scaled, so no size is named from which on the patch is faster."
+        )
     return lines
 
 

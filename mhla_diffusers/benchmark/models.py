@@ -3,10 +3,12 @@
 import inspect
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
+from ..config import load_patch, patch_names
 from ..families import Family, Model, families, get_family
 
 
@@ -57,11 +59,22 @@ def find_models(names: Sequence[str] | None, device_type: str, others: Collectio
     known = models()
     for name in names or ():
         if name not in known and name not in others:
-            raise ValueError(f"Unknown model {name!r}; allowed: {', '.join((*known, *others))}.")
+            raise ValueError(_unknown(name, (*known, *others)))
     if names:
         return [known[name] for name in names if name in known]
     real = models_unasked()
     return real if device_type != "cpu" else [min(real, key=_weights_of_layers)]
+
+
+def _unknown(name: str, allowed: Sequence[str]) -> str:
+    """A sentence with the nearest names; presets of patches, which have names of their own, are told apart."""
+    if name in patch_names():
+        family = load_patch(name).family
+        own = ", ".join(model.name for model in models().values() if family_of_model(model).name == family)
+        return f"{name!r} is a preset, which --patch takes, and no model; models of its family are {own}."
+    begin = [one for one in allowed if one.startswith(name)] if name else []
+    near = dict.fromkeys([*begin, *get_close_matches(name, allowed, n=3, cutoff=0.4)])
+    return f"Unknown model {name!r}; the nearest names are {', '.join(list(near or allowed)[:5])}."
 
 
 def models_unasked() -> list[Model]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,46 +10,38 @@ import torch
 
 from ..attention import initial_mixing, mhla_attention
 from ..attention.triton import why_not
-from .candidates import EXACT, PLAIN
+from .candidates import CONTENT, PLAIN
 from .conditions import Rates
 from .correctness import check_agreement, check_operation
-from .lists import draw_tiles, flex_over_tiles, why_no_flex
-from .packages import CHUNKED, FLASH, chunked_linear_attention, flash_attention, why_no_package
-from .problems import beside_exact_tiles, make_inputs
+from .lists import draw_lists, flex_over_lists, why_no_flex
+from .packages import CHUNKED, FLASH, FLASH3, PACKAGES, why_no_package
+from .problems import branch_weights, make_inputs, random_rotary, rule_of
 from .results import Row, make_row
-from .shapes import (
-    SOFTMAX_BACKENDS,
-    Cost,
-    Shape,
-    exact_cost,
-    linear_cost,
-    listed_cost,
-    softmax_attention,
-    softmax_cost,
-    why_no_softmax,
-)
+from .shapes import SOFTMAX_BACKENDS, Shape, Work, cost_of, softmax_attention, why_no_softmax
 from .timing import Absent, Budget, Outcome, Variant, time_interleaved
 
 STAGES = ("forward", "forward+backward")
-LISTED = "exact tiles alone"
-"""Without means and far field, which FlexAttention does not know."""
+GIVEN = "MHLA, sparse, lists given"
+"""What is left of ``CONTENT`` when nothing is chosen and no β fitted."""
+LISTED = "listed blocks alone"
+"""Without pooled keys and linear branch, which FlexAttention does not know."""
 CAUSAL = "causal linear"
 """Without a normaliser: the nearest to plain linear attention that flash-linear-attention has."""
 _BACKENDS = ("eager", "triton")
 _COMPILED, _FLEX = "torch.compile", "FlexAttention"
-_PACKAGES = {FLASH: flash_attention, CHUNKED: chunked_linear_attention}
+_KINDS: dict[str, tuple[Work, tuple[str, ...]]] = {
+    "MHLA": ("linear", (*_BACKENDS, _COMPILED)),
+    CONTENT: ("sparse", _BACKENDS),
+    GIVEN: ("sparse", _BACKENDS),
+    PLAIN: ("linear", _BACKENDS),
+    LISTED: ("lists", (_FLEX,)),
+    CAUSAL: ("linear", (CHUNKED,)),
+    "softmax": ("softmax", (*SOFTMAX_BACKENDS, FLASH, FLASH3)),
+}
+"""Kind of a variant → what it computes, and its backends; the name of a variant is its kind and its backend."""
+_SPARSE = (CONTENT, GIVEN, LISTED)
 
 Attend = Callable[[], torch.Tensor]
-CostOf = Callable[[Shape, int, bool], Cost]
-_COSTS: dict[str, CostOf] = {
-    "MHLA": linear_cost,
-    EXACT: exact_cost,
-    PLAIN: linear_cost,
-    LISTED: listed_cost,
-    CAUSAL: linear_cost,
-    "softmax": softmax_cost,
-}
-"""Kind of a variant → what it costs; the name of a variant is its kind and its backend."""
 
 
 def choose_stages(names: Sequence[str] | None) -> Sequence[str]:
@@ -64,6 +56,27 @@ def choose_stages(names: Sequence[str] | None) -> Sequence[str]:
     return names or STAGES
 
 
+@dataclass(frozen=True)
+class Attention:
+    """One variant of an attention: what is timed, or why it cannot be."""
+
+    kind: str
+    shape: Shape
+    """With the blocks of this variant."""
+    attend: Attend | Absent
+    inputs: tuple[torch.Tensor, ...] = ()
+    """That take gradients."""
+
+    def run(self, backward: bool) -> Variant:
+        """The forward alone, or with the gradients of its inputs."""
+        if isinstance(self.attend, Absent):
+            return self.attend
+        if not backward:
+            return torch.no_grad()(self.attend)
+        attend, upstream = self.attend, torch.ones_like(self.inputs[0])
+        return lambda: torch.autograd.grad(attend(), self.inputs, upstream)
+
+
 def benchmark_operation(
     shape: Shape,
     device: torch.device,
@@ -75,6 +88,9 @@ def benchmark_operation(
     compile: bool,
 ) -> list[Row]:
     """Check every MHLA backend against the reference, then time all variants in turns.
+
+    MHLA is timed as a model calls it: with a mixing matrix per head, RoPE where the model has it, and choosing and
+    fitting where lists are chosen by content. Softmax attention is timed without RoPE.
 
     Args:
         shape: which attention.
@@ -94,30 +110,26 @@ def benchmark_operation(
     absent = {} if (reason := why_no_triton(shape, device, dtype)) is None else {"triton": reason}
     for backend in _BACKENDS:
         if backend not in absent:
-            for exact in (False, True) if shape.tiles is not None else (False,):
-                check_operation(shape, device, dtype, backend, sparse=exact)
+            for sparse in (False, True) if shape.block_size is not None else (False,):
+                check_operation(shape, device, dtype, backend, sparse=sparse)
     if not compile:
         absent |= dict.fromkeys((_COMPILED, _FLEX), "not asked for; add --compile")
     rows = []
     for stage in stages:
         backward = stage == "forward+backward"
         torch.compiler.reset()
-        attends = _attends(shape, device, dtype, absent, backward)
-        if not backward:
-            _check_at_full_size(attends, device)
-        variants: dict[str, Variant] = {
-            name: attend if isinstance(attend, Absent) else _stage(attend, inputs, backward)
-            for name, (attend, inputs) in attends.items()
-        }
-        rows += [
-            operation_row(_with_blocks(shape, name), name, stage, dtype, outcome, rates, _COSTS[_kind(name)])
-            for name, outcome in time_interleaved(variants, device, budget).items()
-        ]
+        attentions = _attentions(shape, device, dtype, absent, backward)
+        if not backward and device.type == "cuda":
+            _check_at_full_size(attentions)
+        outcomes = time_interleaved({name: one.run(backward) for name, one in attentions.items()}, device, budget)
+        for name, outcome in outcomes.items():
+            one = attentions[name]
+            rows.append(operation_row(one.shape, name, stage, dtype, outcome, rates, _KINDS[one.kind][0]))
     return rows
 
 
 def operation_row(
-    shape: Shape, variant: str, stage: str, dtype: torch.dtype, outcome: Outcome, rates: Rates, count: CostOf
+    shape: Shape, variant: str, stage: str, dtype: torch.dtype, outcome: Outcome, rates: Rates, work: Work
 ) -> Row:
     """The row of one attention, with FLOPs and bytes counted.
 
@@ -128,10 +140,10 @@ def operation_row(
         dtype: of query, key and value.
         outcome: what was measured.
         rates: of the device.
-        count: its cost; what costs as much as softmax attention is what the others are compared with.
+        work: what it computes; softmax is what the others are compared with.
     """
-    backward = stage == "forward+backward"
-    cost, softmax = count(shape, dtype.itemsize, backward), count is softmax_cost
+    cost = cost_of(shape, work, dtype.itemsize, stage == "forward+backward")
+    softmax = work == "softmax"
     return make_row(
         outcome,
         rates,
@@ -143,7 +155,8 @@ def operation_row(
         baseline=softmax,
         dtype=str(dtype).removeprefix("torch."),
         tokens=shape.tokens,
-        blocks=None if softmax or count is listed_cost else math.prod(shape.blocks),
+        blocks=None if work in ("softmax", "lists") else math.prod(shape.blocks),
+        note="without RoPE" if softmax and shape.rotary_axes is not None else "",
     )
 
 
@@ -160,8 +173,8 @@ def linear_attention(
         shape: grid and blocks.
         inputs: query, key and value.
         backend: of :func:`mhla_attention`, or "torch.compile" of the eager one.
-        mixing: (M, M); the initial one if left out.
-        **options: further arguments of :func:`mhla_attention`, such as those of exact tiles.
+        mixing: (M, M) or (H, M, M); the initial one if left out.
+        **options: further arguments of :func:`mhla_attention`, such as those of the sparse branch.
     """
     matrix = initial_mixing(shape.blocks).to(inputs[0].device) if mixing is None else mixing
     query, key, value = inputs
@@ -183,76 +196,54 @@ def fastest_backend(shape: Shape, device: torch.device, dtype: torch.dtype) -> s
     return "triton" if why_no_triton(shape, device, dtype) is None else "eager"
 
 
-def _attends(
+def _attentions(
     shape: Shape, device: torch.device, dtype: torch.dtype, absent: dict[str, str], backward: bool
-) -> dict[str, tuple[Attend | Absent, tuple[torch.Tensor, ...]]]:
-    """Name → attention, and the tensors that take gradients."""
+) -> dict[str, Attention]:
+    """Name → attention."""
     inputs = tuple(x.requires_grad_(backward) for x in make_inputs(shape, device, dtype))
+    lists = draw_lists(shape, device) if shape.block_size is not None else None
+    rotary: dict[str, Any] = {}
+    if shape.rotary_axes is not None:
+        rotary = {"rotary": random_rotary(shape, device), "rotary_axes": shape.rotary_axes}
 
-    lists = draw_tiles(shape, device) if shape.tiles is not None else None
-
-    def linear(kind: str, backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
-        one = _with_blocks(shape, kind)
-        # learnable in both stages, as in a patched model: what takes gradients may be computed in another way
-        mixing = initial_mixing(one.blocks).to(device).requires_grad_()
-        if kind != EXACT:
-            return linear_attention(one, inputs, backend, mixing), (*inputs, mixing)
-        weights = {name: x.requires_grad_() for name, x in beside_exact_tiles(shape.heads, device).items()}
-        attend = linear_attention(one, inputs, backend, mixing, sparse=lists, **weights)
-        return attend, (*inputs, mixing, *weights.values())
-
-    def attend(kind: str, backend: str) -> tuple[Attend | Absent, tuple[torch.Tensor, ...]]:
-        reason = absent.get(backend)
-        if backend in _PACKAGES:
-            reason = why_no_package(backend, device)
-        elif kind == "softmax":
-            reason = why_no_softmax(backend, device, shape.tokens, shape.heads)
-        if kind == LISTED:
-            reason = reason or why_no_flex(device, backward)
-        if reason is not None:
-            return Absent(reason), ()
-        if backend in _PACKAGES:
-            return partial(_PACKAGES[backend], *inputs), inputs
+    def why_not_timed(kind: str, backend: str) -> str | None:
+        if backend in PACKAGES:
+            return why_no_package(backend, device)
         if kind == "softmax":
-            return lambda: softmax_attention(backend, *inputs), inputs
+            return why_no_softmax(backend, device, shape.tokens, shape.heads)
+        return absent.get(backend) or (why_no_flex(device, backward) if backend == _FLEX else None)
+
+    def attention(kind: str, backend: str) -> Attention:
+        one = replace(shape, blocks=(1,) * len(shape.blocks)) if kind in (PLAIN, CAUSAL) else shape
+        if (reason := why_not_timed(kind, backend)) is not None:
+            return Attention(kind, one, Absent(reason))
+        if backend in PACKAGES:
+            return Attention(kind, one, partial(PACKAGES[backend], *inputs), inputs)
+        if kind == "softmax":
+            return Attention(kind, one, partial(softmax_attention, backend, *inputs), inputs)
         if kind == LISTED and lists is not None:
-            return flex_over_tiles(shape, inputs, lists), inputs
-        return linear(kind, backend)
+            return Attention(kind, one, flex_over_lists(shape, inputs, lists), inputs)
+        # learnable in both stages, as in a patched model: what takes gradients may be computed in another way
+        mixing = initial_mixing(one.blocks).to(device).repeat(shape.heads, 1, 1).requires_grad_()
+        weights, options = {}, dict(rotary)
+        if kind in _SPARSE:
+            weights = {name: x.requires_grad_() for name, x in branch_weights(shape.heads, device).items()}
+            options |= {"rope": "before", "sparse": lists}
+        if kind == CONTENT:
+            del weights["pooled_bias"]
+            options["sparse"] = rule_of(shape, fit_pooled_bias=True)
+        attend = linear_attention(one, inputs, backend, mixing, **options, **weights)
+        return Attention(kind, one, attend, (*inputs, mixing, *weights.values()))
 
-    kinds = {
-        "MHLA": (*_BACKENDS, _COMPILED),
-        PLAIN: _BACKENDS,
-        "softmax": (*SOFTMAX_BACKENDS, FLASH),
-        CAUSAL: (CHUNKED,),
-    }
-    if lists is not None:
-        kinds |= {EXACT: _BACKENDS, LISTED: (_FLEX,)}
-    return {f"{kind} {backend}": attend(kind, backend) for kind in _COSTS for backend in kinds.get(kind, ())}
-
-
-def _stage(attend: Attend, inputs: tuple[torch.Tensor, ...], backward: bool) -> Callable[[], object]:
-    """The forward alone, or with the gradients of its inputs."""
-    if not backward:
-        return torch.no_grad()(attend)
-    upstream = torch.ones_like(inputs[0])
-    return lambda: torch.autograd.grad(attend(), inputs, upstream)
+    kinds = [kind for kind in _KINDS if shape.block_size is not None or kind not in _SPARSE]
+    return {f"{kind} {backend}": attention(kind, backend) for kind in kinds for backend in _KINDS[kind][1]}
 
 
 @torch.no_grad()
-def _check_at_full_size(
-    attends: dict[str, tuple[Attend | Absent, tuple[torch.Tensor, ...]]], device: torch.device
-) -> None:
+def _check_at_full_size(attentions: dict[str, Attention]) -> None:
     """The small grid of the first check cannot show a fault that needs many tokens."""
-    for kind in ("MHLA", EXACT):
-        attend, eager = (attends.get(f"{kind} {backend}", (Absent(""), ()))[0] for backend in ("triton", "eager"))
-        if device.type == "cuda" and not isinstance(attend, Absent) and not isinstance(eager, Absent):
-            check_agreement(attend(), eager(), f"{kind} triton")
-
-
-def _kind(variant: str) -> str:
-    return variant.rpartition(" ")[0]
-
-
-def _with_blocks(shape: Shape, variant: str) -> Shape:
-    """The shape of a variant: plain linear attention has one block."""
-    return replace(shape, blocks=(1,) * len(shape.blocks)) if variant.startswith((PLAIN, CAUSAL)) else shape
+    for kind in ("MHLA", GIVEN):
+        found, expected = (attentions.get(f"{kind} {backend}") for backend in ("triton", "eager"))
+        if found is None or expected is None or isinstance(found.attend, Absent) or isinstance(expected.attend, Absent):
+            continue
+        check_agreement(found.attend(), expected.attend(), f"{kind} triton")

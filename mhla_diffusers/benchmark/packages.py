@@ -1,40 +1,54 @@
 """Attentions of other packages, where these are installed."""
 
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 FLASH = "flash-attn"
+FLASH3 = "FlashAttention-3"
 CHUNKED = "flash-linear-attention"
-_MODULES = {FLASH: "flash_attn", CHUNKED: "fla"}
+_MODULES = {FLASH: ("flash_attn",), FLASH3: ("fa3_fwd_interface", "flash_attn_interface"), CHUNKED: ("fla",)}
+"""Of which the first that is there is taken: FlashAttention-3 is in fa3-fwd and in flash-attn-3."""
+_INSTALL = {FLASH3: " (fa3-fwd or flash-attn-3)"}
 
 
 def why_no_package(name: str, device: torch.device) -> str | None:
     """Why a package is not to be tried; None if it is, which does not mean that it can run the call.
 
     Args:
-        name: ``FLASH`` or ``CHUNKED``.
+        name: a key of ``PACKAGES``.
         device: where.
     """
     if device.type == "cpu":
         return f"{name} runs on GPUs only"
-    return None if find_spec(_MODULES[name]) is not None else f"{name} is not installed"
+    is_there = any(find_spec(module) is not None for module in _MODULES[name])
+    return None if is_there else f"{name}{_INSTALL.get(name, '')} is not installed"
 
 
-def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Softmax attention of (B, N, H, D) tensors by flash-attn."""
-    from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+def _flash(name: str, *inputs: torch.Tensor) -> torch.Tensor:
+    """Softmax attention of (B, N, H, D) tensors; some versions return the log-sum-exp too."""
+    module = next(module for module in _MODULES[name] if find_spec(module) is not None)
+    output: Any = import_module(module).flash_attn_func(*inputs)
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
 
-    output: torch.Tensor = flash_attn_func(query, key, value)
-    return output
 
+def _chunked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal linear attention of (B, N, H, D) tensors, φ = ReLU, without a normaliser.
 
-def chunked_linear_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal linear attention of (B, N, H, D) tensors by flash-linear-attention, φ = ReLU, without a normaliser.
-
-    The nearest to plain linear attention that the package has: a query sees the keys before it.
+    The nearest to plain linear attention that flash-linear-attention has: a query sees the keys before it.
     """
-    from fla.ops.linear_attn import chunk_linear_attn  # type: ignore[import-not-found]
-
-    output: torch.Tensor = chunk_linear_attn(query.relu(), key.relu(), value, normalize=False)[0]
+    linear: Any = import_module("fla.ops.linear_attn")
+    output: torch.Tensor = linear.chunk_linear_attn(query.relu(), key.relu(), value, normalize=False)[0]
     return output
+
+
+PACKAGES: dict[str, Callable[..., torch.Tensor]] = {
+    FLASH: lambda *inputs: _flash(FLASH, *inputs),
+    FLASH3: lambda *inputs: _flash(FLASH3, *inputs),
+    CHUNKED: _chunked,
+}
+"""Name → attention of query, key and value, each (B, N, H, D)."""

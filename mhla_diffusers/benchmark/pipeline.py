@@ -10,9 +10,9 @@ import torch
 
 from ..devices import FLOAT_TYPES, choose_device
 from ..generation import PipelineChoice, family_of, generator_for
-from ..patching import TransformerCall, apply_mhla, find_transformers, mhla_layers, remove_mhla
+from ..patching import apply_mhla, find_transformers, remove_mhla
 from ..tiny import tiny_pipeline
-from .candidates import EXACT, LINEAR_KINDS, exact_note, patch_settings
+from .candidates import CONTENT, LINEAR_KINDS, patch_settings
 from .classifiers import CLASSIFIERS
 from .conditions import Rates
 from .correctness import check_operation
@@ -55,8 +55,8 @@ class PipelineCase(PipelineChoice):
     @property
     def variants(self) -> tuple[str, ...]:
         """Attentions that the pipeline is called with."""
-        exact = (EXACT,) if self.of_family.own_attention == "softmax" else ()
-        return (UNPATCHED, *LINEAR_KINDS, *exact)
+        sparse = (CONTENT,) if self.of_family.own_attention == "softmax" else ()
+        return (UNPATCHED, *LINEAR_KINDS, *sparse)
 
     @property
     def place(self) -> torch.device:
@@ -68,7 +68,7 @@ class PipelineCase(PipelineChoice):
         prompt = "3" if self.of_family.prompts_are_classes else "a seven"
         self.call(pipe, [prompt], [generator_for(0)])
 
-    def row(self, outcome: Outcome, rates: Rates, stage: str, variant: str, note: str = "") -> Row:
+    def row(self, outcome: Outcome, rates: Rates, stage: str, variant: str) -> Row:
         """A row of this case."""
         settings = {**self.settings, **({"softmax_steps": self.softmax_steps} if self.softmax_steps else {})}
         described = ", ".join(f"{name}={value}" for name, value in settings.items())
@@ -81,7 +81,6 @@ class PipelineCase(PipelineChoice):
             baseline=variant == UNPATCHED,
             dtype=self.dtype,
             model=self.name,
-            note=note,
             **{name: self.settings.get(key) for name, key in _SIZES.items()},
         )
 
@@ -142,10 +141,6 @@ class Calls:
     variant: str
     settings: dict[str, Any] = field(default_factory=dict)
     """Arguments of :func:`apply_mhla`."""
-    calibrated: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Layer → its state dict with exact tiles, since a call is patched anew."""
-    note: str = ""
-    """What is to be known of the times."""
     seconds: list[dict[str, float]] = field(default_factory=list)
     """Of every call: the whole and its parts."""
     peak_bytes: int | None = None
@@ -170,24 +165,22 @@ def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
     Raises:
         IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
         OSError: no such pipeline.
-        ValueError: it is of another family, or the call is refused or fails before any attention is reached.
+        ValueError: it is of another family, or the call is refused or fails with every attention.
     """
     pipe = case.load()
     _check(pipe, case)
     blocks = case.of_family.default_config.blocks
-    found = [Calls(name, {} if name in (UNPATCHED, EXACT) else patch_settings(name, blocks)) for name in case.variants]
-    with _noted_grids(pipe) as grids:
-        for calls in found:
-            try:
-                if calls.variant == EXACT:
-                    _calibrate(pipe, case, calls, grids[0])
-                with _patched(pipe, case, calls):
-                    case.run(pipe)
-                    calls.peak_bytes = peak_bytes(lambda: case.run(pipe), case.place)
-            except RuntimeError as error:
-                calls.refused = outcome_of(error)
-                if not grids:  # the unpatched call, which is the first
-                    raise ValueError(f"{case.name} fails before it reaches its transformer: {error}") from error
+    found = [Calls(name, {} if name == UNPATCHED else patch_settings(name, blocks)) for name in case.variants]
+    for calls in found:
+        try:
+            with _patched(pipe, case, calls):
+                case.run(pipe)
+                calls.peak_bytes = peak_bytes(lambda: case.run(pipe), case.place)
+        except RuntimeError as error:
+            calls.refused = outcome_of(error)
+    reasons = [calls.refused.reason for calls in found if calls.refused is not None]
+    if len(reasons) == len(found):
+        raise ValueError(f"{case.name} fails with every attention: {reasons[0]}.")
     for _ in range(case.repetitions):
         for calls in found:
             if calls.refused is None:
@@ -201,7 +194,7 @@ def _rows(case: PipelineCase, calls: Calls, rates: Rates) -> list[Row]:
         return [case.row(calls.refused, rates, WHOLE, calls.variant)]
     whole = Outcome("measured", calls.timing(WHOLE), calls.peak_bytes)
     parts = [(PART + part, Outcome("measured", calls.timing(part))) for part in PARTS]
-    return [case.row(outcome, rates, stage, calls.variant, calls.note) for stage, outcome in ((WHOLE, whole), *parts)]
+    return [case.row(outcome, rates, stage, calls.variant) for stage, outcome in ((WHOLE, whole), *parts)]
 
 
 @contextmanager
@@ -212,40 +205,9 @@ def _patched(pipe: Any, case: PipelineCase, calls: Calls) -> Iterator[None]:
         return
     apply_mhla(pipe, softmax_steps=case.softmax_steps, **calls.settings)
     try:
-        layers = mhla_layers(pipe)
-        for name, state in calls.calibrated.items():
-            layers[name].load_state_dict(state)
         yield
     finally:
         remove_mhla(pipe)
-
-
-@contextmanager
-def _noted_grids(pipe: Any) -> Iterator[list[tuple[int, ...]]]:
-    """The token grids that transformers are given within the context."""
-    grids: list[tuple[int, ...]] = []
-
-    def note(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        grids.append(TransformerCall(args, kwargs).grid(transformer))
-
-    transformers = find_transformers(pipe).values()
-    handles = [transformer.register_forward_pre_hook(note, with_kwargs=True) for transformer in transformers]
-    try:
-        yield grids
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _calibrate(pipe: Any, case: PipelineCase, calls: Calls, grid: tuple[int, ...]) -> None:
-    """Check exact tiles on a grid, and calibrate them on one call with the attention that they replace."""
-    tiles = case.of_family.exact_tiles(grid)
-    _check(pipe, case, grid, tiles)
-    calls.settings = patch_settings(EXACT, case.of_family.default_config.blocks, tiles)
-    apply_mhla(pipe, **calls.settings, calibration=lambda: case.run(pipe))
-    calls.calibrated = {name: layer.state_dict() for name, layer in mhla_layers(pipe).items()}
-    remove_mhla(pipe)
-    calls.note = exact_note(tiles, "calibrated on one unpatched call")
 
 
 def _timed_call(pipe: Any, case: PipelineCase) -> dict[str, float]:
@@ -295,13 +257,13 @@ def _put_back(owner: Any, name: str, own: Any) -> None:
         setattr(owner, name, own)
 
 
-def _check(
-    pipe: Any, case: PipelineCase, grid: tuple[int, ...] | None = None, tiles: tuple[int, ...] | None = None
-) -> None:
-    """MHLA, or exact tiles of a grid, with the heads of the pipeline's transformer against the reference."""
+def _check(pipe: Any, case: PipelineCase) -> None:
+    """MHLA, and the sparse branch with lists given, with the heads of the pipeline's transformer."""
     transformer = next(iter(find_transformers(pipe).values()))
     attn = next(iter(case.of_family.self_attentions(transformer).values()))
-    blocks, dtype = case.of_family.default_config.blocks, FLOAT_TYPES[case.dtype]
-    shape = Shape(case.name, grid or blocks, blocks, attn.heads, attn.inner_dim // attn.heads, tiles)
+    heads, head_dim = case.of_family.form_of(attn).heads(attn)
+    config, dtype = case.of_family.default_config, FLOAT_TYPES[case.dtype]
+    shape = Shape(case.name, config.blocks, config.blocks, heads, head_dim, config.block_size)
     backend = fastest_backend(shape, case.place, dtype)
-    check_operation(shape, case.place, dtype, backend, sparse=tiles is not None)
+    for sparse in (False, CONTENT in case.variants):
+        check_operation(shape, case.place, dtype, backend, sparse=sparse)

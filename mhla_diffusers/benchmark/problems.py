@@ -10,14 +10,14 @@ import torch
 
 from ..attention import Call, ContentRule, initial_mixing, mhla_attention, reference_attention
 from ..attention.rope import rotary_table, table_of_tokens
-from .lists import draw_tiles
+from .lists import draw_lists
 from .shapes import Shape
 
 OUTPUT = "output"
 """Name of the output beside the gradients."""
 CUT_HEADS = 2
-_CHECKED_SHARE = 0.25
-"""Of exact pairs of tiles, which are few on a small grid."""
+_CHECKED_DENSITY = 0.25
+"""On a small grid, which has few uniform blocks."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Problem:
     def reference(self) -> dict[str, torch.Tensor]:
         """Output and gradients of the reference, in float64."""
         settings = {name: x for name, x in self.settings.items() if name != "rotary_axes"}
+        settings["lists"] = settings.pop("sparse", None)
         if (rotary := settings.pop("rotary", None)) is not None:
             settings["rotary"] = rotary_table(rotary)
         doubles = {name: x.double() for name, x in self.tensors.items()}
@@ -48,11 +49,11 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
     """A seeded call of :func:`mhla_attention`, with RoPE where the model has it.
 
     Args:
-        shape: the attention; with tile counts where the kind has exact tiles.
+        shape: the attention; with a block size where the kind is sparse.
         device: where.
         dtype: of query, key, value, gate and the output's gradient.
-        kind: one of plain, exact tiles, exact tiles by content (for which there is no reference), everything, exact
-            tiles and everything, causal, causal softmax. Everything: RoPE for images too, key mask, output norm and
+        kind: one of plain, sparse (with lists given), sparse by content (for which there is no reference), everything,
+            sparse and everything, causal, causal softmax. Everything: RoPE for images too, key mask, output norm and
             output gate. Causal: :func:`_causal_problem`.
     """
     torch.manual_seed(0)
@@ -68,10 +69,10 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
         tensors["output_norm"] = 1 + 0.3 * torch.randn(shape.head_dim, device=device)
         tensors["output_gate"] = torch.randn_like(tensors["query"])
         settings["key_mask"] = torch.rand(1, shape.tokens, device=device) > 0.3
-    if "exact" in kind:
-        tensors |= beside_exact_tiles(shape.heads, device)
-        lists = draw_tiles(shape, device)
-        settings["exact"] = ContentRule(lists.counts, shape.share) if "by content" in kind else lists
+    if "sparse" in kind:
+        tensors |= branch_weights(shape.heads, device)
+        by_content = "by content" in kind
+        settings["sparse"] = rule_of(shape, fit_pooled_bias=False) if by_content else draw_lists(shape, device)
     return Problem(tensors, settings, torch.randn_like(tensors["query"]))
 
 
@@ -96,12 +97,17 @@ def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple
     return tuple(torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(3))
 
 
-def beside_exact_tiles(heads: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """λ and β of exact tiles, each (H,): weights of the far field and of means."""
+def branch_weights(heads: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """λ of the linear branch and β of pooled keys, each (H,)."""
     return {
         "linear_weight": torch.ones(heads, device=device),
         "pooled_bias": torch.zeros(heads, device=device),
     }
+
+
+def rule_of(shape: Shape, *, fit_pooled_bias: bool) -> ContentRule:
+    """By which lists are chosen at every call, and β is fitted if so asked."""
+    return ContentRule(int(shape.block_size or 0), shape.density, fit_pooled_bias)
 
 
 def random_rotary(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,11 +138,11 @@ def differentiate(
 
 
 def cut(shape: Shape, most_tokens: int) -> Shape:
-    """Two heads of a shape on a grid of fewer blocks, each as long as the real ones, and so are exact tiles.
+    """Two heads of a shape on a grid of fewer MHLA blocks, each as long as the real ones; uniform blocks stay.
 
     Args:
         shape: of a real model; a block of it has two tokens per axis at least.
-        most_tokens: of the cut grid, unless two exact tiles have more; a block that is longer is shortened.
+        most_tokens: of the cut grid, unless two uniform blocks have more; a block that is longer is shortened.
     """
     lengths = [max(2, size // count) for size, count in zip(shape.grid, shape.blocks, strict=True)]
     while math.prod(lengths) > max(most_tokens, 2 ** len(lengths)):
@@ -144,13 +150,10 @@ def cut(shape: Shape, most_tokens: int) -> Shape:
         lengths[longest] //= 2
     counts = _most_blocks(shape.blocks, most_tokens // math.prod(lengths))
     grid = tuple(count * length for count, length in zip(counts, lengths, strict=True))
-    tiles = None
-    if shape.tiles is not None:
-        tile_lengths = [math.ceil(size / count) for size, count in zip(shape.grid, shape.tiles, strict=True)]
-        if math.prod(grid) <= math.prod(tile_lengths):  # at least two, so that not all are exact
-            grid = (*grid[:-1], 2 * tile_lengths[-1])
-        tiles = tuple(math.ceil(size / length) for size, length in zip(grid, tile_lengths, strict=True))
-    return replace(shape, grid=grid, blocks=counts, heads=CUT_HEADS, tiles=tiles, share=_CHECKED_SHARE)
+    rows = math.prod(grid[:-1])
+    if shape.block_size is not None and math.prod(grid) <= shape.block_size:  # at least two, so that not all is listed
+        grid = (*grid[:-1], shape.block_size // rows + 1)
+    return replace(shape, grid=grid, blocks=counts, heads=CUT_HEADS, density=_CHECKED_DENSITY)
 
 
 def _most_blocks(blocks: tuple[int, ...], most: int) -> tuple[int, ...]:

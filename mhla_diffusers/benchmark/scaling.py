@@ -15,7 +15,7 @@ from .operation import fastest_backend, linear_attention, operation_row
 from .problems import make_inputs
 from .recorder import console
 from .results import Row, Run
-from .shapes import Shape, linear_cost, softmax_cost
+from .shapes import Shape
 from .timing import Absent, Budget, Variant, time_interleaved
 
 SOFTMAX = "softmax"
@@ -98,7 +98,7 @@ def benchmark_scaling(
     outcomes = time_interleaved({SOFTMAX: _softmax(config, tokens, inputs)} | variants, device, budget)
     return [
         operation_row(
-            shapes[name], name, "forward", dtype, outcome, rates, softmax_cost if name == SOFTMAX else linear_cost
+            shapes[name], name, "forward", dtype, outcome, rates, "softmax" if name == SOFTMAX else "linear"
         )
         for name, outcome in outcomes.items()
     ]

@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attention.costs import AttentionSizes
-from ..config import DEFAULT_DENSITY
+from ..config import DEFAULT_BLOCK_SIZE, DEFAULT_DENSITY, MHLAConfig
 from ..families import Model
+from ..patching.costs import attention_sizes
 from .models import family_of_model, models, models_unasked
 from .timing import free_bytes
 
@@ -23,12 +25,10 @@ class Shape:
     blocks: tuple[int, ...]
     heads: int
     head_dim: int
-    tiles: tuple[int, ...] | None = None
-    """Tile counts of exact tiles; None where there are none."""
-    share: float = DEFAULT_DENSITY
-    """Part of all pairs of tiles that is exact."""
-    pooled: bool = True
-    """Whether the other tiles take part through their means."""
+    block_size: int | None = None
+    """Tokens of the uniform blocks of the sparse branch; None where it is not measured."""
+    density: float = DEFAULT_DENSITY
+    """Part of all pairs of uniform blocks that is in the lists."""
     rotary_axes: tuple[int, ...] | None = None
     """Channels that RoPE turns with each axis of the grid; None where the model has none."""
 
@@ -38,40 +38,51 @@ class Shape:
         return math.prod(self.grid)
 
     @property
+    def uniform_blocks(self) -> int:
+        """T.
+
+        Raises:
+            ValueError: the shape has no uniform blocks.
+        """
+        if self.block_size is None:
+            raise ValueError(f"Shape {self.name!r} has no sparse branch; give it a block_size, such as 64.")
+        return -(-self.tokens // self.block_size)
+
+    @property
+    def config(self) -> MHLAConfig:
+        """The patch that has this attention."""
+        if self.block_size is None:
+            return MHLAConfig(self.blocks)
+        return MHLAConfig(self.blocks, sparse="content", density=self.density, block_size=self.block_size)
+
+    @property
     def sizes(self) -> AttentionSizes:
-        """What its cost depends on; where tiles differ in length, on average."""
-        sizes = AttentionSizes(self.tokens, self.heads, self.head_dim, math.prod(self.blocks))
-        if self.tiles is None:
-            return sizes
-        return sizes.with_exact_tiles(math.prod(self.tiles), self.share, pooled=self.pooled)
+        """What its cost depends on."""
+        return attention_sizes(self.config, self.grid, self.heads, self.head_dim)
 
 
-TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, tiles=(2, 3, 3), rotary_axes=(8, 4, 4))
+TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, block_size=16, rotary_axes=(8, 4, 4))
 """For trying the command out."""
 
 
 def shapes() -> dict[str, Shape]:
     """Name → attention: the tiny one, and those of the models of all families, such as wan2.1-1.3b-480p."""
-    found = [
-        Shape(
-            f"{model.name}-{label}",
-            grid,
-            model.blocks,
-            model.heads,
-            model.head_dim,
-            exact_tiles(model, grid),
-            rotary_axes=family_of_model(model).rotary_axes(model.head_dim),
-        )
-        for model in models().values()
-        for label, grid in model.grids.items()
-    ]
+    found = [shape_of(model, grid, f"{model.name}-{label}") for model in models().values() for label, grid in model.grids.items()]
     return {shape.name: shape for shape in (TINY, *found)}
 
 
-def exact_tiles(model: Model, grid: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Tile counts that a model is measured with; None for one whose own attention is not softmax."""
+def shape_of(model: Model, grid: tuple[int, ...], name: str) -> Shape:
+    """The self-attention of a model on a token grid, with the block counts that it is measured with."""
     family = family_of_model(model)
-    return family.exact_tiles(grid) if family.own_attention == "softmax" else None
+    return Shape(
+        name,
+        grid,
+        tuple(min(pair) for pair in zip(model.blocks, grid, strict=True)),
+        model.heads,
+        model.head_dim,
+        DEFAULT_BLOCK_SIZE if family.own_attention == "softmax" else None,
+        rotary_axes=family.rotary_axes(model.head_dim),
+    )
 
 
 def choose_shapes(names: list[str] | None, device_type: str) -> list[Shape]:
@@ -87,11 +98,7 @@ def choose_shapes(names: list[str] | None, device_type: str) -> list[Shape]:
     if names:
         return [known[name] for name in names]
     real = [known[f"{model.name}-{label}"] for model in models_unasked() for label in model.grids]
-    return real if device_type != "cpu" else [min(real, key=lambda shape: softmax_cost(shape, 1, False).flops)]
-
-
-# Costs. The backward pass counts twice the forward, for every attention
-# alike; what a kernel computes again is not counted.
+    return real if device_type != "cpu" else [min(real, key=lambda shape: shape.sizes.softmax_flops)]
 
 
 @dataclass(frozen=True)
@@ -100,49 +107,35 @@ class Cost:
 
     flops: int
     bytes: int
-    """The least that must move: inputs are read once and outputs written once, and so are KV summaries."""
+    """The least that must move: inputs are read once and outputs written once, and so are block states."""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
 
-def softmax_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
-    """Two products of N x D with D x N for each head.
+Work = Literal["softmax", "linear", "lists", "sparse"]
+"""Softmax over all pairs, the linear branch, softmax over listed pairs alone, or sparse and linear branch together."""
+
+
+def cost_of(shape: Shape, work: Work, itemsize: int, backward: bool) -> Cost:
+    """Count an attention. The backward pass counts twice the forward; what a kernel computes again is not counted.
 
     Args:
-        shape: the attention.
+        shape: the attention; with a block size for lists and sparse.
+        work: what is computed.
         itemsize: bytes per element of query, key and value.
         backward: count forward and backward.
     """
-    return Cost(shape.sizes.softmax_flops * _passes(backward), _moved(shape, itemsize, backward))
-
-
-def linear_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
-    """KV summaries, Multi-Head Mixing and reading; plain linear attention has one block and mixes nothing."""
-    sizes = shape.sizes
-    summaries = 2 * sizes.summary_bytes * (2 if backward else 1)
-    return Cost(sizes.linear_flops * _passes(backward), _moved(shape, itemsize, backward) + summaries)
-
-
-def listed_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
-    """Softmax attention over the exact tiles alone: two products for every pair of a query and a key."""
-    return Cost(shape.sizes.listed_flops * _passes(backward), _moved(shape, itemsize, backward))
-
-
-def exact_cost(shape: Shape, itemsize: int, backward: bool) -> Cost:
-    """Exact tiles and the means of all tiles on top of MHLA, whose query, key and value are those that MHLA reads."""
-    sizes = shape.sizes
-    moved = _moved(shape, itemsize, backward) + sizes.moved_bytes * (2 if backward else 1)
-    return Cost(sizes.flops * _passes(backward), moved)
-
-
-def _passes(backward: bool) -> int:
-    return 3 if backward else 1
-
-
-def _moved(shape: Shape, itemsize: int, backward: bool) -> int:
-    """Query, key, value and output; in the backward pass query, key, value and four gradients."""
-    return (4 + 7 * backward) * shape.tokens * shape.heads * shape.head_dim * itemsize
+    sizes, ends = shape.sizes, shape.tokens * shape.heads * shape.head_dim * itemsize
+    flops = {
+        "softmax": sizes.softmax_flops,
+        "linear": sizes.linear_flops,
+        "lists": sizes.listed_flops,
+        "sparse": sizes.flops,
+    }[work]
+    between = {"linear": 2 * sizes.summary_bytes, "sparse": sizes.moved_bytes}.get(work, 0)
+    # query, key, value and output; in the backward pass query, key, value and four gradients
+    return Cost(flops * (3 if backward else 1), (11 if backward else 4) * ends + between * (2 if backward else 1))
 
 
 SOFTMAX_BACKENDS = {

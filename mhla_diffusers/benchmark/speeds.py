@@ -2,23 +2,33 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from ..families import Model
-from .candidates import CONTENT, EXACT
+from .candidates import CONTENT
 from .conditions import Rates
 from .models import models
 from .parts import ATTENTION, PARTS, REST
 from .results import Row, Run
 from .shapes import Cost
 
-Reached = Mapping[str, float]
-"""Part → how fast it is, as a fraction of what the device's rates allow; a part that is not there reaches them."""
 _NEAR = 4
 """Times as many tokens, or as few, up to which nobody is told to measure nearer."""
 _COMMANDS = ("transformer", "op")
 """Whose results tell speeds: of whole forwards with their parts, and of self-attention alone."""
+EARLIER = ("MHLA, exact tiles by content", "MHLA, exact tiles")
+"""Of the sparse branch before this one, over boxes of the grid, as results that ship name it."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a part of a forward is."""
+
+    reached: float = 1.0
+    """What of the device's rates it reaches."""
+    fixed: float = 0.0
+    """Seconds of every layer whatever the size; told by two measured sizes, else none."""
 
 
 @dataclass(frozen=True)
@@ -26,34 +36,30 @@ class Speeds:
     """Rates of a device, and how near the parts of a forward come to them."""
 
     rates: Rates
-    unpatched: Reached
-    patched: Reached
+    unpatched: Mapping[str, Pace]
+    """A part that is not there reaches the rates."""
+    patched: Mapping[str, Pace]
     source: str
     """Where they come from, as a line for people."""
-    fixed_unpatched: Mapping[str, float] = field(default_factory=dict)
-    fixed_patched: Mapping[str, float] = field(default_factory=dict)
-    """Part → seconds that it takes in every layer whatever the size; told by two measured sizes, else none."""
+    around: tuple[float, float] = (0.0, 0.0)
+    """Norms and RoPE around self-attention, unpatched and patched: seconds that belong to self-attention for every
+    second that the rates allow the rest, with which they grow. 0 where self-attention was timed with them."""
+    of_earlier_branch: bool = False
+    """Whether the patch was timed with the sparse branch before this one."""
 
     @property
     def is_measured(self) -> bool:
         """Whether there is a measurement behind them; if not, times are the least that the rates allow."""
         return bool(self.unpatched)
 
-    def unpatched_seconds(self, costs: Mapping[str, Cost], layers: int) -> dict[str, float]:
-        """Part → time of its cost in a forward of so many layers, without the patch."""
-        return self._seconds(costs, layers, self.unpatched, self.fixed_unpatched)
-
-    def patched_seconds(self, costs: Mapping[str, Cost], layers: int) -> dict[str, float]:
-        """The same with the patch."""
-        return self._seconds(costs, layers, self.patched, self.fixed_patched)
-
-    def _seconds(
-        self, costs: Mapping[str, Cost], layers: int, reached: Reached, fixed: Mapping[str, float]
-    ) -> dict[str, float]:
-        return {
-            part: layers * fixed.get(part, 0.0) + least_seconds(cost, self.rates) / reached.get(part, 1.0)
-            for part, cost in costs.items()
-        }
+    def seconds(self, costs: Mapping[str, Cost], layers: int, *, patched: bool) -> dict[str, float]:
+        """Part → time of its cost in a forward of so many layers."""
+        paces, found = self.patched if patched else self.unpatched, {}
+        for part, cost in costs.items():
+            pace = paces.get(part, Pace())
+            found[part] = layers * pace.fixed + least_seconds(cost, self.rates) / pace.reached
+        found[ATTENTION] += self.around[patched] * least_seconds(costs[REST], self.rates)
+        return found
 
 
 def least_seconds(cost: Cost, rates: Rates) -> float:
@@ -87,14 +93,14 @@ def measured_speeds(runs: Sequence[Run], model: Model, tokens: int, kind: str) -
 
     Every part is as fast as at the measured size that is nearest in tokens; a second size tells what it takes whatever
     the size. Self-attention has a speed of its own with and without the patch, all other parts share theirs. Where
-    self-attention was measured alone as well, that tells its speed; what whole forwards take beyond it goes to the
-    rest, with which it grows: norms and RoPE.
+    self-attention was measured alone as well, that tells its speed, and whole forwards tell the norms and RoPE around
+    it. Where the sparse branch was not measured, the one before it stands for it.
 
     Args:
         runs: of one device, by ``mhla bench transformer`` or ``mhla bench op``, which holds self-attention alone.
         model: that is asked about.
         tokens: N that is asked about.
-        kind: of the patch, one of :data:`mhla_diffusers.benchmark.candidates.PATCHES`, or tiles chosen by content.
+        kind: of the patch, one of :data:`mhla_diffusers.benchmark.candidates.PATCHES`.
 
     Raises:
         ValueError: another command's results, or results without what is needed.
@@ -111,23 +117,15 @@ def measured_speeds(runs: Sequence[Run], model: Model, tokens: int, kind: str) -
     )
     if not whole and not alone:
         raise ValueError(_what_is_missing(runs, model, kind))
-    rates, around = runs[0].rates, _around(whole, alone)
+    rates, around = runs[0].rates, _around(whole, alone, runs[0].rates)
     attention = alone if around is not None or not whole else whole
-    layers = {ATTENTION: attention[0].layers}
-    common: dict[str, _Pace] = {}
-    if whole:
-        common = _paces([case.common for case in whole], rates)
-        layers |= dict.fromkeys(common, 2 * whole[0].layers)  # of two forwards
-    sides = []
-    for side in (0, 1):
-        paces = common | _paces([{ATTENTION: case.sides[side][ATTENTION]} for case in attention], rates)
-        if around is not None:
-            rest = whole[0].common[REST]
-            paces[REST] = _pace(replace(rest, seconds=rest.seconds + 2 * whole[0].layers * around[side]), None, rates)
-        sides.append(paces)
-    unpatched, patched = ({part: pace.reached for part, pace in paces.items()} for paces in sides)
-    fixed = [{part: pace.fixed / layers[part] for part, pace in paces.items()} for paces in sides]
-    return Speeds(rates, unpatched, patched, _source(whole, alone, attention, runs[0], tokens, kind), *fixed)
+    common = _paces([case.common for case in whole], rates, 2 * whole[0].layers) if whole else {}  # of two forwards
+    unpatched, patched = (
+        common | _paces([{ATTENTION: case.sides[side][ATTENTION]} for case in attention], rates, attention[0].layers)
+        for side in (0, 1)
+    )
+    source = _source(whole, alone, attention, runs[0], tokens)
+    return Speeds(rates, unpatched, patched, source, around or (0.0, 0.0), attention[0].patch in EARLIER)
 
 
 def _what_is_missing(runs: Sequence[Run], model: Model, kind: str) -> str:
@@ -153,38 +151,32 @@ def _is_related(one: Model | None, other: Model) -> bool:
     return one is not None and (one.transformer, one.head_dim) == (other.transformer, other.head_dim)
 
 
-def _around(whole: "Sequence[_Case]", alone: "Sequence[_Case]") -> tuple[float, float] | None:
-    """Seconds that a layer's self-attention takes in a whole forward beyond what it takes alone, unpatched and patched.
-
-    None where the two were not measured at the same size.
-    """
+def _around(whole: "Sequence[_Case]", alone: "Sequence[_Case]", rates: Rates) -> tuple[float, float] | None:
+    """:attr:`Speeds.around`; None where whole forwards and attentions alone were not measured at the same size."""
     for case in alone if whole else ():
         names = (whole[0].baseline, whole[0].patch)
         if case.tokens == whole[0].tokens and case.model == whole[0].model and set(names) <= case.times.keys():
             one, other = (
-                whole[0].times[name][ATTENTION].seconds / whole[0].layers - case.times[name][ATTENTION].seconds
-                for name in names
+                (parts[ATTENTION].seconds - whole[0].layers * case.times[name][ATTENTION].seconds)
+                / least_seconds(parts[REST].cost, rates)
+                for name, parts in zip(names, whole[0].sides, strict=True)
             )
             return max(0.0, one), max(0.0, other)
     return None
 
 
 def _source(
-    whole: "Sequence[_Case]", alone: "Sequence[_Case]", attention: "Sequence[_Case]", run: Run, tokens: int, kind: str
+    whole: "Sequence[_Case]", alone: "Sequence[_Case]", attention: "Sequence[_Case]", run: Run, tokens: int
 ) -> str:
     cases, conditions = whole or alone, run.conditions
     near = cases[0].tokens
     text = f"as measured at {_names(cases)}, {near:,} tokens{_compared(near, tokens)}, on {conditions.device}"
     if not whole:
-        text += " of self-attention alone; all else is at the rates of the same file, a bound"
-    elif attention is alone:
-        text += (
-            f" ({conditions.date});\nself-attention ({alone[0].baseline} and {alone[0].patch}) as alone at "
-            f"{_names(alone)}, the norms and RoPE around it in the rest"
-        )
-    if kind == CONTENT and attention[0].patch == EXACT:
-        text += ".\nChoosing tiles by content is counted, and taken for as fast as the lists that were timed"
-    return text + "."
+        return f"{text} of self-attention alone; all else is at the rates of the same file, a bound."
+    if attention is alone:
+        text += f" ({conditions.date});\nself-attention ({alone[0].baseline} and {alone[0].patch}) as alone at "
+        text += f"{_names(alone)}, with the norms and RoPE that whole forwards take around it"
+    return f"{text}."
 
 
 def _names(cases: "Sequence[_Case]") -> str:
@@ -208,14 +200,6 @@ class _Time:
 
     def __add__(self, other: "_Time") -> "_Time":
         return _Time(self.cost + other.cost, self.seconds + other.seconds)
-
-
-@dataclass(frozen=True)
-class _Pace:
-    """Of a part: what of the rates it reaches, and seconds that come to it whatever the size."""
-
-    reached: float
-    fixed: float
 
 
 @dataclass(frozen=True)
@@ -263,8 +247,9 @@ def _cases(run: Run, kind: str) -> Iterator[_Case]:
             times[variant], fastest[variant] = parts, seconds
             if row.baseline:
                 own.append(variant)
-        patch = EXACT if kind == CONTENT and CONTENT not in times else kind
-        if model is not None and own and patch in times:
+        names = (CONTENT, *EARLIER) if kind == CONTENT else (kind,)
+        patch = next((one for one in names if one in times), None)
+        if model is not None and own and patch is not None:
             tokens = next(row.tokens for row in rows if row.tokens)
             layers = max((row.layers or 1 for row in rows), default=1)
             yield _Case(name, model, tokens, layers, times, min(own, key=fastest.__getitem__), patch)
@@ -284,20 +269,20 @@ def _nearest(cases: Sequence[_Case], model: Model, tokens: int) -> list[_Case]:
     return first + alike[:1]
 
 
-def _paces(cases: Sequence[Mapping[str, _Time]], rates: Rates) -> dict[str, _Pace]:
+def _paces(cases: Sequence[Mapping[str, _Time]], rates: Rates, layers: int) -> dict[str, Pace]:
     near, *others = cases
-    return {part: _pace(time, others[0].get(part) if others else None, rates) for part, time in near.items()}
+    return {part: _pace(time, others[0].get(part) if others else None, rates, layers) for part, time in near.items()}
 
 
-def _pace(near: _Time, other: _Time | None, rates: Rates) -> _Pace:
+def _pace(near: _Time, other: _Time | None, rates: Rates, layers: int) -> Pace:
     """A line through two times where they lie on one that means something, else through nothing and the nearer."""
     least = least_seconds(near.cost, rates)
     if other is not None and (more := least_seconds(other.cost, rates) - least):
         slope = (other.seconds - near.seconds) / more
         fixed = near.seconds - slope * least
         if slope >= 1 and fixed > 0:
-            return _Pace(1 / slope, fixed)
-    return _Pace(least / near.seconds, 0.0)
+            return Pace(1 / slope, fixed / layers)
+    return Pace(least / near.seconds)
 
 
 def _parts(whole: Row, rows: list[Row]) -> dict[str, _Time]:
