@@ -155,7 +155,7 @@ def bench_pipeline(
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
     softmax_steps: Annotated[
-        str, typer.Option(help="First steps in which patches rest: a number such as 3, or 20%.")
+        str, typer.Option(help="First steps in which patches are disabled: a number such as 3, or 20%.")
     ] = "0",
     repetitions: Annotated[int, typer.Option(help="Calls of each variant, after one to warm up.")] = 3,
     device: _DEVICE = "auto",
@@ -184,43 +184,6 @@ def bench_pipeline(
     recorder.finish()
 
 
-@bench.command("kernels")
-def bench_kernels(
-    shape: Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b-480p, …; several times.")] = None,
-    architecture: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90, gfx942, …; several times.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of query, key and value.")] = "bfloat16",
-    batch: Annotated[int, typer.Option(help="Samples per call.")] = 2,
-    everything: Annotated[bool, typer.Option(help="With RoPE, key mask, output norm and gate.")] = False,
-    output: Annotated[Path, typer.Option(help="JSON, a line per kernel.")] = _FOLDER / "kernels.jsonl",
-) -> None:
-    """Registers, shared memory, waves, bytes and FLOPs of every kernel: compiled and counted, on any machine."""
-    from .kernels_table import write_kernels
-    from .shapes import choose_shapes
-
-    shapes = choose_shapes(shape or ["wan2.1-1.3b-480p"], "cpu")
-    _, precision = _place("cpu", dtype)
-    write_kernels(shapes, architecture or ["sm_90"], precision, batch, everything=everything, output=output)
-
-
-@bench.command("tune")
-def bench_tune(
-    shape: Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b-480p, …; several times.")] = None,
-    device: _DEVICE = "auto",
-    dtype: Annotated[str, typer.Option(help="Of query, key and value.")] = "bfloat16",
-    seconds: Annotated[float, typer.Option(help="Spent on each kernel; compiling takes most of it.")] = 60.0,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON; the table that the kernels read, unless you choose.")
-    ] = None,
-) -> None:
-    """Search the fastest tiles of every kernel on this GPU, and write them where the kernels look for them."""
-    from ..attention.triton.tilings import TABLE
-    from .shapes import choose_shapes
-    from .tuning import tune
-
-    place, precision = _place(device, dtype)
-    tune(choose_shapes(shape or ["wan2.1-1.3b-480p"], place.type), precision, seconds, place, output or TABLE)
-
-
 @bench.command("gpu-check")
 def bench_gpu_check(
     output: Annotated[Path, typer.Option(help="Gets a file per step and summary.md.")] = Path("outputs/gpu-check"),
@@ -229,10 +192,9 @@ def bench_gpu_check(
     ] = None,
     device: _DEVICE = "auto",
 ) -> None:
-    """What to run first on a new GPU: right, within limits, fast? At most 25 minutes; run again, it goes on."""
+    """What to run first on a new GPU: right, within limits, how fast each kernel? Run again, it goes on."""
     from ..devices import choose_device
-    from .gpu_check.run import check_gpu
-    from .gpu_check.steps import choose_steps
+    from .gpu_check.run import check_gpu, choose_steps
 
     if not check_gpu(choose_steps(steps), choose_device(device), output):
         raise typer.Exit(1)

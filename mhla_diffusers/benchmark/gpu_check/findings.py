@@ -4,18 +4,17 @@ import gc
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from ...files import read_json, write_json
-from ..launched import context_is_lost
 
 Status = Literal["ok", "failed", "skipped"]
 
-_LONGEST_REASON = 500
+_LONGEST_TEXT = 500
 
 
 @dataclass(frozen=True)
@@ -24,21 +23,20 @@ class Finding:
 
     name: str
     status: Status
-    reason: str = ""
-    """Why it failed or was skipped."""
-    telling: str = ""
-    """The most telling number, in a few words."""
+    text: str = ""
+    """Why it failed or was skipped, or the most telling number."""
     seconds: float = 0.0
     numbers: dict[str, Any] = field(default_factory=dict)
-    """Everything that was measured; what was not is not there."""
+    """Everything that was measured."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """What an attempt gives back."""
 
-    numbers: dict[str, Any]
-    telling: str = ""
+    text: str
+    """The most telling number."""
+    numbers: dict[str, Any] = field(default_factory=dict)
     wrong: str = ""
     """What is not as it should be; such an attempt failed, and its numbers are kept."""
 
@@ -48,21 +46,16 @@ class NotHereError(Exception):
 
 
 class Notebook:
-    """The file of one process's findings, and the attempts that fill it.
+    """The file of a step's findings, and the attempts that fill it.
 
     A process that is started anew passes over the attempts that stand in the file.
 
     Args:
         file: a JSON list of findings; read if it is there.
-        share: which of the processes that share the attempts this is, counted from 0.
-        shares: how many there are.
     """
 
-    def __init__(self, file: Path, share: int = 0, shares: int = 1) -> None:
+    def __init__(self, file: Path) -> None:
         self.file = file
-        self.shares = shares
-        self._share = share
-        self._asked = 0
         self._found = {finding.name: finding for finding in read_findings(file)}
 
     def attempt(self, name: str, measure: Callable[[], Measured]) -> None:
@@ -75,23 +68,22 @@ class Notebook:
         Raises:
             SystemExit: the CUDA context is lost, in which every further call would fail.
         """
-        mine = self._asked % self.shares == self._share
-        self._asked += 1
-        if not mine or name in self._found:
+        if name in self._found:
             return
         # stands for the process that ends in the middle of it, and is replaced otherwise
         self._write(Finding(name, "failed", "the process ended, or was ended, in the middle of it"))
         start, lost = time.perf_counter(), False
         try:
             found = measure()
-            finding = Finding(name, "failed" if found.wrong else "ok", found.wrong, found.telling, 0.0, found.numbers)
+            status: Status = "failed" if found.wrong else "ok"
+            finding = Finding(name, status, found.wrong or found.text, numbers=found.numbers)
         except NotHereError as error:
             finding = Finding(name, "skipped", str(error))
         except Exception as error:  # noqa: BLE001 - written down with its reason; the other attempts go on
             traceback.print_exc()
-            lost = context_is_lost(error)
-            finding = Finding(name, "failed", f"{type(error).__name__}: {error}"[:_LONGEST_REASON])
-        self._write(_timed(finding, time.perf_counter() - start))
+            finding = Finding(name, "failed", f"{type(error).__name__}: {error}"[:_LONGEST_TEXT])
+            lost = any(words in str(error) for words in ("CUDA error", "Triton Error [CUDA]"))
+        self._write(replace(finding, seconds=time.perf_counter() - start))
         if lost:
             raise SystemExit(1)
         gc.collect()
@@ -110,7 +102,3 @@ def read_findings(file: Path) -> list[Finding]:
         ValueError: the file is damaged.
     """
     return [Finding(**found) for found in read_json(file)] if file.is_file() else []
-
-
-def _timed(finding: Finding, seconds: float) -> Finding:
-    return Finding(**{**asdict(finding), "seconds": seconds})
