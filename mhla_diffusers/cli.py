@@ -50,11 +50,13 @@ def info(
     height: Annotated[int | None, typer.Option(help="Of the forecast, in pixels; the model's first size.")] = None,
     width: Annotated[int | None, typer.Option(help="In pixels.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    share: Annotated[float | None, typer.Option(help="Of exact pairs of tiles, 0.05; or give a --patch.")] = None,
+    density: Annotated[float | None, typer.Option(help="Of the sparse branch, 0.05; or give a --patch.")] = None,
     steps: Annotated[int | None, typer.Option(help="Of the sampler, 50.")] = None,
     passes: Annotated[int | None, typer.Option(help="Forwards per step: 2, and 1 without guidance.")] = None,
-    softmax_steps: Annotated[str | None, typer.Option(help="First steps in which it rests: 3, or 20%.")] = None,
-    device: Annotated[Path | None, typer.Option(help="JSON of mhla bench transformer: as fast as that.")] = None,
+    softmax_steps: Annotated[str | None, typer.Option(help="First steps in which it is disabled: 3, or 20%.")] = None,
+    device: Annotated[
+        Path | None, typer.Option(help="As fast as h100, whose times ship, or as a JSON of mhla bench transformer.")
+    ] = None,
     matmul_rate: Annotated[float | None, typer.Option(help="FLOP/s, for a bound; with --copy-rate.")] = None,
     copy_rate: Annotated[float | None, typer.Option(help="Bytes/s, for a bound.")] = None,
 ) -> None:
@@ -65,7 +67,7 @@ def info(
         "height": height,
         "width": width,
         "frames": frames,
-        "share": share,
+        "density": density,
         "steps": steps,
         "passes": passes,
         "softmax_steps": softmax_steps,

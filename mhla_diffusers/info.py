@@ -1,4 +1,4 @@
-"""``mhla info``: versions, devices, backends, supported models, ready patches and saved ones."""
+"""``mhla info``: versions, devices, backends, supported models, presets and saved patches."""
 
 import importlib.metadata
 import math
@@ -11,8 +11,7 @@ import typer
 from safetensors import safe_open
 
 from .attention import backend_names, feature_map_names
-from .attention.blocks import smallest_and_largest
-from .attention.tile_scores import list_length
+from .attention.layout import block_count
 from .benchmark.cards import known_cards, what_was_measured
 from .config import (
     MHLAConfig,
@@ -26,7 +25,7 @@ from .config import (
 from .families import families
 from .patching.costs import attention_sizes
 from .patching.record import check_file, read_record
-from .reporting import from_to, text_table, times
+from .reporting import text_table, times
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 
@@ -34,7 +33,7 @@ _AXES = ("frames", "height", "width")
 
 
 def print_any_patch(patch: str) -> None:
-    """A ready patch by its name or YAML path, or a saved one by its folder."""
+    """A preset by its name or YAML path, or a saved one by its folder."""
     if (folder := _saved_folder(patch)) is not None:
         print_saved(folder)
     else:
@@ -56,10 +55,10 @@ def print_info() -> None:
     patches = []
     for name in patch_names():
         patch = load_patch(name)
-        blocks, exact = times(patch.config.blocks), patch.config.sparse
-        patches.append((name, blocks, str(patch.config.layers), "-" if exact == "none" else exact, patch.base_model))
+        blocks, sparse = times(patch.config.blocks), patch.config.sparse
+        patches.append((name, blocks, str(patch.config.layers), "-" if sparse == "none" else sparse, patch.base_model))
     typer.echo()
-    _print_table("Ready patches", ["name", "blocks", "layers", "exact", "base model"], patches)
+    _print_table("Presets, for --patch", ["name", "blocks", "layers", "sparse", "base model"], patches)
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
@@ -128,7 +127,7 @@ def _describe_gpu(index: int) -> str:
 
 
 def print_patch(name: str) -> None:
-    """Every setting of a ready patch, and what a layer costs at the sizes that its family is measured at."""
+    """Every setting of a preset, and what a layer costs at the sizes that its family is measured at."""
     patch = load_patch(name)
     _print_settings(f"{name}: {patch.description}", patch)
     _print_costs(patch)
@@ -177,31 +176,20 @@ def _print_settings(title: str, patch: Patch) -> None:
     rows += [(field, str(value)) for field, value in config.to_dict().items()]
     rows.append(("M", str(math.prod(config.blocks))))
     if config.sparse != "none":
-        count = math.prod(config.tiles)
-        rows.append(("tiles", f"{times(config.tiles)} = {count}"))
-        rows.append(("exact pairs of tiles", f"{list_length(config.share, count) / count:.1%}"))
+        rows.append(("density", f"{config.listed:.1%}"))
     _print_table(title, ["setting", "value"], rows)
 
 
 def _print_costs(patch: Patch) -> None:
     """FLOPs of a layer at every grid that a model of the family is measured at, and that the patch fits."""
     config = patch.config
-    has_exact = config.sparse != "none"
-    header = [
-        "at",
-        "pixels",
-        "grid",
-        *(["tiles"] if has_exact else []),
-        "softmax",
-        "MHLA",
-        *(["exact"] if has_exact else []),
-    ]
-    counts = [config.blocks, config.tiles] if has_exact else [config.blocks]
+    has_sparse = config.sparse != "none"
+    header = ["at", "pixels", "grid", "softmax", "MHLA", *(["uniform blocks", "with sparse"] if has_sparse else [])]
     rows = []
     family = next(family for family in families() if family.name == patch.family)
     for model in family.models:
         for label, grid in model.grids.items():
-            if all(count <= size for shape in counts for count, size in zip(shape, grid, strict=True)):
+            if all(count <= size for count, size in zip(config.blocks_on(grid), grid, strict=True)):
                 sizes = attention_sizes(
                     config,
                     grid,
@@ -210,11 +198,12 @@ def _print_costs(patch: Patch) -> None:
                     family.extra_tokens,
                     in_order=family.own_attention_is_causal,
                 )
-                flops = [sizes.softmax_flops, sizes.linear_flops, *([sizes.flops] if has_exact else [])]
-                tiles = [f"{math.prod(config.tiles)} of {from_to(smallest_and_largest(grid, config.tiles))}"]
-                cells = [*(tiles if has_exact else []), *map(_giga, flops)]
                 pixels = times([count * model.stride * model.patch for count in grid[-2:]])
-                rows.append((f"{model.name}-{label}", pixels, times(grid), *cells))
+                cells = [f"{model.name}-{label}", pixels, times(grid)]
+                cells += [_giga(sizes.softmax_flops), _giga(sizes.linear_flops)]
+                if has_sparse:
+                    cells += [f"{block_count(grid, config.block_size):,}", _giga(sizes.flops)]
+                rows.append(cells)
     if rows:
         typer.echo()
         _print_table("GFLOP of a self-attention's forward", header, rows, right=True)

@@ -60,7 +60,7 @@ def audit(
     output: Annotated[Path, typer.Option(help="Folder for audit.json and audit.png.")] = Path("outputs/audit"),
     seed: _SEED = 0,
 ) -> None:
-    """What a patch costs: error of every layer, head and step, and whether calibrated exact tiles still fit."""
+    """What a patch costs: error of every layer, head and step, and what the block lists hold of the weight."""
     if options.patch is None and options.weights is None:
         raise ValueError("There is nothing to audit without a patch; give --patch or --weights.")
     from ..fidelity import audit as audit_model

@@ -180,8 +180,8 @@ def analyze_layers(
 def rank_bound(attn: Any, form: AttentionForm, grid: tuple[int, ...], kind: str) -> int:
     """The largest rank that the attention matrix can have.
 
-    N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With exact
-    tiles the softmax over a query tile's own tokens alone can have their full rank, so there it is N again.
+    N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With a
+    sparse branch the softmax over listed keys alone can have their full rank, so there it is N again.
 
     Args:
         attn: the self-attention.

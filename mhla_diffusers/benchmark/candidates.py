@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from ..attention.block_lists import list_length
+from ..attention.layout import block_count
 from ..config import MHLAConfig
 from ..families import Family, Model, find_family, get_family
 from ..patching import apply_mhla
@@ -139,7 +139,7 @@ def attention_choices(
     if not softmax_is_own:
         return choices
     config = family.default_config.replace(**patch_settings(CONTENT, model.blocks))
-    return [*choices, Choice(CONTENT, CONTENT, baseline=False, blocks=count, note=content_note(config, tokens))]
+    return [*choices, Choice(CONTENT, CONTENT, baseline=False, blocks=count, note=content_note(config, grid))]
 
 
 def softmax_choices(
@@ -163,16 +163,15 @@ def softmax_choices(
     return choices
 
 
-def content_note(config: MHLAConfig, tokens: int) -> str:
-    """What is to be known of the times of the sparse branch; of few blocks one for every query block is more than 5 %.
+def content_note(config: MHLAConfig, grid: tuple[int, ...]) -> str:
+    """What is to be known of the times of the sparse branch.
 
     Args:
         config: of the patch.
-        tokens: N.
+        grid: token grid; of few blocks, one for every query block is more than the density.
     """
-    blocks = -(-tokens // config.block_size)
-    density = list_length(config.listed, blocks) / blocks
-    return f"{density:.1%} of the pairs of {blocks} blocks of {config.block_size} tokens, chosen at every call"
+    blocks = block_count(grid, config.block_size)
+    return f"{config.listed_on(grid):.1%} of the pairs of {blocks} blocks of {config.block_size} tokens, chosen at every call"
 
 
 def why_no_backend(name: str) -> str | None:

@@ -13,9 +13,9 @@ from .candidates import Candidate, Choice, attention_choices, make_variant, why_
 from .conditions import Rates
 from .correctness import check_operation, check_patched
 from .models import Size, build_transformer, make_forward_inputs, small_size
+from .operation import fastest_backend
 from .parts import count_parts, time_parts
 from .results import Row, make_row
-from .operation import fastest_backend
 from .shapes import Cost, shape_of
 from .timing import Absent, Outcome, Timing
 

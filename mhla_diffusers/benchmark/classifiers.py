@@ -158,7 +158,8 @@ class ClassifierCase(Case):
         """The setting of every stage with which the model has a kind of attention."""
         if kind == "softmax":
             return [None for _ in self.model.config().mhla]
-        more = {PLAIN: {"blocks": [1, 1]}, CONTENT: {"sparse": "content"}}.get(kind, {})
+        settings: dict[str, dict[str, Any]] = {PLAIN: {"blocks": [1, 1]}, CONTENT: {"sparse": "content"}}
+        more = settings.get(kind, {})
         return [None if own is None else dict(own) | more for own in self.model.config().mhla]
 
     @property

@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..reporting import require_matplotlib
-from .candidates import COMPILED, EXACT, HYBRID, PLAIN
-from .operation import LISTED
+from .candidates import COMPILED, CONTENT, HYBRID, PLAIN
+from .operation import GIVEN, LISTED
 from .results import Row
 from .scaling import SOFTMAX
 
 Figure = Any
+EARLIER = "MHLA, exact tiles"
+"""In results of the sparse branch before this one."""
 COLOURS = {
     SOFTMAX: "#555555",
     "own linear": "#009e73",
@@ -17,7 +19,9 @@ COLOURS = {
     PLAIN: "#e69f00",
     HYBRID: "#56b4e9",
     "MHLA": "#0072b2",
-    EXACT: "#cc79a7",
+    CONTENT: "#cc79a7",
+    GIVEN: "#e5b8d0",
+    EARLIER: "#cc79a7",
     LISTED: "#d55e00",
     "unpatched": "#555555",
     "self-attention": "#0072b2",
@@ -36,7 +40,14 @@ _COLUMNS = 2
 def group_of(variant: str) -> str:
     """What a variant is drawn as: all softmax backends are one."""
     name = variant.removesuffix(COMPILED)
-    return next((group for group in (SOFTMAX, HYBRID, EXACT, "MHLA", LISTED, PLAIN) if name.startswith(group)), name)
+    return next(
+        (
+            group
+            for group in (SOFTMAX, HYBRID, CONTENT, GIVEN, EARLIER, "MHLA", LISTED, PLAIN)
+            if name.startswith(group)
+        ),
+        name,
+    )
 
 
 def colour_of(variant: str) -> str:

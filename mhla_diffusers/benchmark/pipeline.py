@@ -39,7 +39,7 @@ class PipelineCase(PipelineChoice):
     repetitions: int = 3
     """Calls of each variant, after one to warm up."""
     softmax_steps: int | float = 0
-    """First denoising steps in which every patch rests, see :class:`MHLAConfig`."""
+    """First denoising steps in which every patch is disabled, see :class:`MHLAConfig`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +105,7 @@ def choose_pipeline(
         dtype: of its weights.
         repetitions: calls of each variant.
         settings: arguments of the call, such as num_inference_steps, guidance_scale, height, width, num_frames.
-        softmax_steps: first denoising steps in which patches rest.
+        softmax_steps: first denoising steps in which patches are disabled.
 
     Raises:
         FileNotFoundError: no such pipeline.

@@ -97,9 +97,7 @@ def benchmark_scaling(
     }
     outcomes = time_interleaved({SOFTMAX: _softmax(config, tokens, inputs)} | variants, device, budget)
     return [
-        operation_row(
-            shapes[name], name, "forward", dtype, outcome, rates, "softmax" if name == SOFTMAX else "linear"
-        )
+        operation_row(shapes[name], name, "forward", dtype, outcome, rates, "softmax" if name == SOFTMAX else "linear")
         for name, outcome in outcomes.items()
     ]
 

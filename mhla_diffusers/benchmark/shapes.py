@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attention.costs import AttentionSizes
+from ..attention.layout import block_count
 from ..config import DEFAULT_BLOCK_SIZE, DEFAULT_DENSITY, MHLAConfig
 from ..families import Model
 from ..patching.costs import attention_sizes
@@ -46,7 +47,7 @@ class Shape:
         """
         if self.block_size is None:
             raise ValueError(f"Shape {self.name!r} has no sparse branch; give it a block_size, such as 64.")
-        return -(-self.tokens // self.block_size)
+        return block_count(self.grid, self.block_size)
 
     @property
     def config(self) -> MHLAConfig:
@@ -67,7 +68,11 @@ TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, block_size=16, rotary_axes=(8,
 
 def shapes() -> dict[str, Shape]:
     """Name → attention: the tiny one, and those of the models of all families, such as wan2.1-1.3b-480p."""
-    found = [shape_of(model, grid, f"{model.name}-{label}") for model in models().values() for label, grid in model.grids.items()]
+    found = [
+        shape_of(model, grid, f"{model.name}-{label}")
+        for model in models().values()
+        for label, grid in model.grids.items()
+    ]
     return {shape.name: shape for shape in (TINY, *found)}
 
 

@@ -198,8 +198,8 @@ def _run_sanitizer(device: torch.device) -> Measured:
     if device.type != "cuda" or shutil.which("compute-sanitizer") is None:
         raise NotHereError("there is no NVIDIA GPU with compute-sanitizer installed")
     program = (
-        f"import torch; from {__name__} import SMALL, draw_problem; "
-        f"draw_problem(SMALL, torch.device({str(device)!r}), torch.bfloat16, 'sparse and everything').attend('triton'); "
+        f"import torch; from {__name__} import SMALL, draw_problem; device = torch.device({str(device)!r}); "
+        "draw_problem(SMALL, device, torch.bfloat16, 'sparse and everything').attend('triton'); "
         "torch.cuda.synchronize()"
     )
     command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-P", "-c", program]

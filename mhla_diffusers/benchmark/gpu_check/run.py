@@ -160,7 +160,9 @@ def _summary(reports: Iterable[Report], device: str) -> str:
     for report in reports:
         lines += ["", f"## {report.step}", ""]
         lines += [report.reason, ""] if report.reason else []
-        lines += [_in_one_line(f"- {one.name}: {one.status}, {one.seconds:.1f} s; {one.text}") for one in report.findings]
+        lines += [
+            _in_one_line(f"- {one.name}: {one.status}, {one.seconds:.1f} s; {one.text}") for one in report.findings
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -6,15 +6,14 @@ from typing import Any
 import torch
 
 from ...attention import initial_mixing, mhla_attention
-from ..problems import beside_exact_tiles, random_rotary
+from ..candidates import CONTENT
+from ..problems import branch_weights, random_rotary, rule_of
 from ..shapes import Shape
-from .listed import lists_of
 from .world import World
 
 SOFTMAX, MHLA = "softmax", "MHLA"
-NEAR, FAR = "MHLA, exact tiles near by", "MHLA, exact tiles at random"
-"""With the lists of :func:`.listed.lists_of`; a patch's lie between."""
-ATTENTIONS = (SOFTMAX, MHLA, NEAR, FAR)
+ATTENTIONS = (SOFTMAX, MHLA, CONTENT)
+"""Of which the last one sends what its lists hold, so that it cannot be counted without values."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,9 @@ def attend(attention: str, share: OwnShare) -> torch.Tensor:
         return _softmax(share)
     shape = share.shape
     given: dict[str, Any] = {**share.tensors, "grid": shape.grid, "blocks": shape.blocks}
-    if attention != MHLA:
-        query = share.tensors["query"]
-        given |= beside_exact_tiles(shape.heads, query.device)
-        given["exact"] = lists_of(shape, share.world, query.device, attention == NEAR)
+    if attention == CONTENT:
+        weights = branch_weights(shape.heads, share.tensors["query"].device)
+        given |= {"sparse": rule_of(shape, fit_pooled_bias=True), "linear_weight": weights["linear_weight"]}
     if share.rotary is not None:
         given |= {"rotary": share.rotary, "rotary_axes": shape.rotary_axes}
     return mhla_attention(**given, parallel=share.world.parallel)

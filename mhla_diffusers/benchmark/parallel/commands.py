@@ -29,12 +29,11 @@ def bench_parallel(
     ] = True,
     timed_size: Annotated[str, typer.Option(help="Of what is timed.")] = _TIMED_SIZE,
     timed_frames: Annotated[list[int] | None, typer.Option(help="Of what is timed; several times.")] = None,
-    output: Annotated[Path, typer.Option(help="Gets tables as Markdown and CSV, and sent.png.")] = _FOLDER,
+    output: Annotated[Path, typer.Option(help="Gets tables as Markdown and CSV.")] = _FOLDER,
 ) -> None:
     """Counted: bytes that one process sends for one self-attention, MHLA beside diffusers' softmax. Timed: on gloo."""
     from ..models import choose_sizes
     from .counting import count, crossings, shape_of
-    from .figure import draw_sent
     from .gloo import time_processes, why_no_processes
     from .tables import write_crossings, write_sent, write_timed
 
@@ -49,7 +48,6 @@ def bench_parallel(
         typer.echo(f"counting {done} of {len(asked)}: {one.name} at {chosen}, {number} processes", err=True)
         found.append(count(one, shape_of(one, chosen), number))
     typer.echo(write_sent(found, output))
-    draw_sent(found, output / "sent.png")
     crossed = []
     for one in models:
         for number in many if one.is_video else ():

@@ -10,23 +10,17 @@ import torch
 from ...families import Model
 from ..forecast import Question
 from ..models import Size, family_of_model
-from ..shapes import Shape, exact_tiles
-from .attentions import FAR, MHLA, NEAR, SOFTMAX, attend, make_share
+from ..shapes import Shape
+from ..shapes import shape_of as shape_on
+from .attentions import MHLA, SOFTMAX, attend, make_share
 from .traffic import Traffic
 from .world import Layout, pretended
 
 Variant = tuple[str, bool]
 """One of ``ATTENTIONS``, and whether by heads (Ulysses), not round a ring."""
-VARIANTS: tuple[Variant, ...] = (
-    *((name, by_heads) for name in (SOFTMAX, MHLA) for by_heads in (False, True)),
-    (NEAR, False),
-    (FAR, False),
-)
-"""Of which tables have a column; by heads MHLA sends the same with exact tiles."""
-
+VARIANTS: tuple[Variant, ...] = tuple((name, by_heads) for name in (SOFTMAX, MHLA) for by_heads in (False, True))
+"""Of which tables have a column."""
 _MOST_TOKENS = 2**20
-_MOST_LISTED = 2**17
-"""Tokens up to which exact tiles are counted, since lists grow with the square of their number."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +55,8 @@ def layout_of(variant: Variant, processes: int) -> Layout:
 
 def shape_of(model: Model, size: Size) -> Shape:
     """The self-attention of a model at a size, with the block counts that it is measured with."""
-    family = family_of_model(model)
-    grid = Question(model, size, family.default_config).grid
-    blocks = tuple(min(pair) for pair in zip(model.blocks, grid, strict=True))
-    axes = family.rotary_axes(model.head_dim)
-    tiles = exact_tiles(model, grid)
-    return Shape(f"{model.name}-{size}", grid, blocks, model.heads, model.head_dim, tiles, rotary_axes=axes)
+    question = Question(model, size, family_of_model(model).default_config)
+    return shape_on(model, question.grid, f"{model.name}-{size}")
 
 
 @dataclass(frozen=True)
@@ -88,14 +78,12 @@ class Sent:
 
 @cache
 def sent(attention: str, shape: Shape, layout: Layout, backward: bool) -> Sent:
-    """What the process in the middle sends for one attention, of which shapes alone are computed.
-
-    All send the same but of exact tiles, of which it has some for the processes before and after it.
+    """What the process in the middle sends for one attention, of which shapes alone are computed; all send the same.
 
     Query, key and value are bfloat16.
 
     Args:
-        attention: one of ``ATTENTIONS``.
+        attention: softmax or MHLA.
         shape: of the whole.
         layout: at least two processes.
         backward: forward and backward.
@@ -138,11 +126,8 @@ def count(model: Model, shape: Shape, processes: int) -> Counts:
 
 
 def is_looked_at(variant: Variant, shape: Shape, processes: int) -> bool:
-    """Whether so many processes can share an attention so, and its lists are not too long."""
-    attention, by_heads = variant
-    if by_heads and shape.heads % processes:
-        return False
-    return attention in (SOFTMAX, MHLA) or (shape.tiles is not None and shape.tokens <= _MOST_LISTED)
+    """Whether so many processes can share an attention so."""
+    return not variant[1] or shape.heads % processes == 0
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..candidates import CONTENT
 from ..shapes import Shape
 from .attentions import attend, make_share
 from .counting import VARIANTS, Variant, is_looked_at, layout_of
 from .world import make_world
 
 _spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+TIMED: tuple[Variant, ...] = (*VARIANTS, (CONTENT, False))
 _REPETITIONS = 3
 _PATIENCE = timedelta(minutes=10)
 """That processes wait for each other."""
@@ -82,8 +84,8 @@ def time_variants(shape: Shape, processes: int) -> list[tuple[str, bool, str, fl
     """In a process of the default group: attention, whether by heads, pass and seconds of every variant."""
     return [
         (*variant, name, seconds)
-        for variant in VARIANTS
-        if is_looked_at(variant, shape, processes)
+        for variant in TIMED
+        if is_looked_at(variant, shape, processes) and (variant[0] != CONTENT or shape.block_size is not None)
         for name, seconds in _time(variant, shape, processes)
     ]
 

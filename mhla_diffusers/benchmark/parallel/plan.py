@@ -130,7 +130,7 @@ class _Case:
 
 
 def _case(model: Model, size: Size, config: MHLAConfig) -> _Case:
-    for name, none in (("exact", "none"), ("convolution", None)):
+    for name, none in (("sparse", "none"), ("convolution", None)):
         if getattr(config, name) != none:
             raise ValueError(
                 f"What a patch with {name}={getattr(config, name)!r} sends is not counted; the plan takes patches with "

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from ...reporting import write_table
 from .counting import VARIANTS, Counts, Crossing, name_of
-from .gloo import Timed
+from .gloo import TIMED, Timed
 from .plan import Planned
 
 _PASSES = {"forward": "forward", "forward+backward": "with_backward"}
 _SENT = ("model", "processes", "tokens", "pass", *(f"{name_of(variant)}, MB" for variant in VARIANTS))
 _FROM = ("model", "processes", "softmax", "less from, forward", "less from, forward+backward")
-_TIMED = ("model", "processes", "tokens", "pass", *(f"{name_of(variant)}, s" for variant in VARIANTS))
+_TIMED = ("model", "processes", "tokens", "pass", *(f"{name_of(variant)}, s" for variant in TIMED))
 
 _PLAN = (
     "model",
@@ -59,7 +59,7 @@ def write_timed(found: Iterable[Timed], folder: Path) -> str:
     rows = []
     for one in found:
         for name in _PASSES:
-            seconds = (one.seconds.get((variant, name)) for variant in VARIANTS)
+            seconds = (one.seconds.get((variant, name)) for variant in TIMED)
             cells = ("-" if value is None else f"{value:.3g}" for value in seconds)
             rows.append((one.model, str(one.processes), f"{one.shape.tokens:,}", name, *cells))
     return write_table(_TIMED, rows, folder, "timed")
