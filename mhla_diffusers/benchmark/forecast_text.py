@@ -191,17 +191,18 @@ def _findings(forecast: Forecast, speeds: Speeds) -> list[str]:
     else:
         took, takes = _time(one[ATTENTION]), _time(other[ATTENTION])
         lines = [f"No gain at this size: {attention}, {took}, and the patch takes {takes} for it."]
+    if speeds.of_earlier_branch:
+        lines.insert(
+            0,
+            "The patched time is that of the sparse branch before this one (exact tiles): the present one, by content "
+            "over uniform blocks, has not been timed on this device.",
+        )
     sparse = question.config.sparse == "content"
     is_scaled = speeds.is_measured and sparse and question.config.listed != DEFAULT_DENSITY
     # what was not timed as it is asked about tells the size at which two lines cross worst of all
     if not is_scaled and not speeds.of_earlier_branch:
         lines.append(_break_even(forecast.break_even, question))
     lines.append(f"Times {speeds.source}")
-    if speeds.of_earlier_branch:
-        lines.append(
-            "The sparse branch by content over uniform blocks has not been timed on this device: in its place stands "
-            "the one before it (exact tiles), so the patched time is not that of the present kernels."
-        )
     if speeds.is_measured:
         lines.append("Other sizes meet other caches and clocks.")
         if not any(pace.fixed for pace in speeds.patched.values()):
