@@ -116,8 +116,8 @@ def refuse_order(transformer: nn.Module, causal: object) -> None:
     """
     if causal is not None and get_family(transformer).form.has_extra:
         raise ValueError(
-            f"causal={causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to tokens "
-            "outside it too, such as text or a class token, which have no place in that order; leave it at None."
+            f"causal={causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to extra "
+            "tokens too, such as text or a class token, which have no place in that order; leave it at None."
         )
 
 

@@ -169,10 +169,9 @@ def read_record(folder: Path) -> PatchRecord:
 
 def _translated(record: PatchRecord, path: Path) -> PatchRecord:
     """A record of an old format with today's settings."""
-    notes = {note for part in record.transformers.values() if (note := note_of(part.mhla)) is not None}
-    for note in notes:
-        warnings.warn(f"{path}: {note}", stacklevel=4)
     parts = {name: replace(part, mhla=new_settings(part.mhla)) for name, part in record.transformers.items()}
+    for note in {note for part in record.transformers.values() if (note := note_of(part.mhla)) is not None}:
+        warnings.warn(f"{path}: {note}", stacklevel=4)
     return replace(record, transformers=parts)
 
 

@@ -72,7 +72,7 @@ def test_a_causal_patch_beside_text_in_the_sequence_is_refused_before_it_runs():
         blocks = (2,) * get_family(model).axes
         for sparse in ("none", "own"):
             settings = {"blocks": blocks, "causal": "block", "block_length": 2, "sparse": sparse}
-            with pytest.raises(ValueError, match="causal='block' .* extra tokens it too.* leave it at None"):
+            with pytest.raises(ValueError, match="causal='block' .* extra tokens too.* leave it at None"):
                 mhla.apply_mhla(model, **settings)
         assert_same_footprint(model, before)
 
