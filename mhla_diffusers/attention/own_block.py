@@ -29,14 +29,14 @@ def own_block_attention(call: Call) -> Own:
         call: whose tokens begin with the grid, and may end before it does. With ``linear_weight`` the weights are
             those of softmax, exp(q · k / √D), and without it those of MHLA, m_ii φ(q) · φ(k).
     """
-    count = call.query.shape[1]
-    ends = [min(start, count) for start in frame_block_starts(call.grid, call.blocks)]
     with without_autocast(call.query.device):
-        return joined([_of_blocks(call, blocks, tokens) for blocks, tokens in _runs(ends)])
+        return joined([_of_blocks(call, blocks, tokens) for blocks, tokens in block_runs(call)])
 
 
-def _runs(starts: list[int]) -> list[tuple[slice, slice]]:
-    """Blocks that follow each other and are equally long, and their tokens."""
+def block_runs(call: Call) -> list[tuple[slice, slice]]:
+    """Frame blocks that follow each other and are equally long as far as the sequence goes, and their tokens."""
+    count = call.query.shape[1]
+    starts = [min(start, count) for start in frame_block_starts(call.grid, call.blocks)]
     runs: list[tuple[slice, slice]] = []
     for block, (start, end) in enumerate(pairwise(starts)):
         blocks, tokens = runs[-1] if runs else (slice(0, 0), slice(0, 0))

@@ -124,7 +124,7 @@ def _check(call: Call) -> None:
 def _try_import() -> str | None:
     """Why the kernels cannot be imported, said in the log too; None if they can."""
     try:
-        from . import listed, mixing_kernels, own_block_backward, pooled, prepare  # noqa: F401
+        from . import choose, linear_backward, listed, pooled, prepare  # noqa: F401
     except Exception as error:  # noqa: BLE001 - another version of Triton raises what it likes
         reason = f"{type(error).__name__}: {error}"
         logger.warning("The Triton kernels cannot be imported, so eager operations take their place: %s", reason)

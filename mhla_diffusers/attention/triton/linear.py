@@ -283,7 +283,7 @@ def states_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
-    ROPE_BEFORE: tl.constexpr,
+    ROPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -308,12 +308,12 @@ def states_kernel(
         there = index < end
         member = tl.load(members + index, mask=there, other=0).to(tl.int64)
         place = tl.load(places + index, mask=there, other=0).to(tl.int64)
-        turn = None
+        rows = key + member * key_token * ALIGNMENT
+        turn = rows
         if angles is not None:
             turn = angles + (batch * angle_tokens + place) * HEAD_DIM
-        rows = key + member * key_token * ALIGNMENT
-        source = source_of(rows, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE_BEFORE)
-        features, plain = load_features(source, d, HEAD_DIM, FEATURE_MAP, ROPE_BEFORE, TYPE)
+        source = source_of(rows, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE)
+        features, plain = load_features(source, d, HEAD_DIM, FEATURE_MAP, ROPE, TYPE)
         weight = there.to(tl.float32)
         if key_mask is not None:
             weight = tl.load(key_mask + batch * tokens + place, mask=there, other=0.0)
@@ -425,7 +425,7 @@ def read_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
-    ROPE_BEFORE: tl.constexpr,
+    ROPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -440,14 +440,14 @@ def read_kernel(
         there = index < end
         member = tl.load(members + index, mask=there, other=0).to(tl.int64)
         place = tl.load(places + index, mask=there, other=0).to(tl.int64)
-        turn = None
+        at = query + (batch * query_batch + head * query_head + member * query_token) * ALIGNMENT
+        turn = at
         if angles is not None:
             turn = angles + (batch * angle_tokens + place) * HEAD_DIM
-        at = query + (batch * query_batch + head * query_head + member * query_token) * ALIGNMENT
-        source = source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE_BEFORE)
+        source = source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE)
         base, row = whole * blocks + block, whole * rows + member
         product, normaliser = read_state(
-            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE_BEFORE, PRECISION
+            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE, PRECISION
         )
         branches = (listed, listed_lse, pooled, pooled_lse, linear_weight)
         values, _, _, _, _ = merge(product, normaliser, *branches, row, head, there, NORMALIZE, HEAD_DIM, BLOCK_D)

@@ -209,7 +209,7 @@ def query_gradient_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
-    ROPE_BEFORE: tl.constexpr,
+    ROPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -226,14 +226,14 @@ def query_gradient_kernel(
         there = index < end
         member = tl.load(members + index, mask=there, other=0).to(tl.int64)
         place = tl.load(places + index, mask=there, other=0).to(tl.int64)
-        turn = None
+        at = query + (batch * query_batch + head * query_head + member * query_token) * ALIGNMENT
+        turn = at
         if angles is not None:
             turn = angles + (batch * angle_tokens + place) * HEAD_DIM
-        at = query + (batch * query_batch + head * query_head + member * query_token) * ALIGNMENT
-        source = source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE_BEFORE)
+        source = source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE)
         base, row = whole * blocks + block, whole * rows + member
         product, normaliser = read_state(
-            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE_BEFORE, PRECISION
+            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE, PRECISION
         )
         branches = (listed, listed_lse, pooled, pooled_lse, linear_weight)
         values, slope, of_listed, of_pooled, lse = merge(
@@ -288,7 +288,7 @@ def query_gradient_kernel(
         store_tile(product_gradient + out, there, d, gradient, HEAD_DIM)
         out += query_gradient
         of_read = (out, source, gradient, of_normaliser, row_product, states, sums, base)
-        store_input_gradient(*of_read, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE_BEFORE, PRECISION)
+        store_input_gradient(*of_read, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE, PRECISION)
     if output_norm is not None:
         program = (whole * tl.num_programs(1) + tl.program_id(1)) * blocks + block
         tl.store(norm_gradients + program * HEAD_DIM + d, norm_gradient, mask=d < HEAD_DIM)
@@ -331,7 +331,7 @@ def key_gradient_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
-    ROPE_BEFORE: tl.constexpr,
+    ROPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -345,14 +345,14 @@ def key_gradient_kernel(
         there = index < end
         member = tl.load(members + index, mask=there, other=0).to(tl.int64)
         place = tl.load(places + index, mask=there, other=0).to(tl.int64)
-        turn = None
+        at = key + (batch * key_batch + head * key_head + member * key_token) * ALIGNMENT
+        turn = at
         if angles is not None:
             turn = angles + (batch * angle_tokens + place) * HEAD_DIM
-        at = key + (batch * key_batch + head * key_head + member * key_token) * ALIGNMENT
-        source = source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE_BEFORE)
+        source = source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE)
         base = whole * blocks + block
         of_value, of_sum = read_state(
-            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE_BEFORE, PRECISION
+            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE, PRECISION
         )
         weight = there.to(tl.float32)
         if key_mask is not None:
@@ -367,4 +367,4 @@ def key_gradient_kernel(
             row_product += of_sum
         values = (values * weight[:, None]).to(states.dtype.element_ty)
         of_state = (key_gradient + out, source, values, weight, weight * row_product, states, sums, base)
-        store_input_gradient(*of_state, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE_BEFORE, PRECISION)
+        store_input_gradient(*of_state, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE, PRECISION)

@@ -34,7 +34,7 @@ class Features:
             "angle_tokens": 0 if angles is None or len(angles) == 1 else angles.shape[1],
             "eps": self.eps,
             "FEATURE_MAP": self.name,
-            "ROPE_BEFORE": self.rope_before,
+            "ROPE": "none" if angles is None else "before" if self.rope_before else "after",
         }
 
 
@@ -44,7 +44,7 @@ class Source(NamedTuple):
     x: Any
     """Pointers to the first channel of each token, (tokens,)."""
     angles: Any
-    """Likewise; None for no RoPE."""
+    """Likewise, of RoPE; without it they are not read."""
     there: Any
     """Whether there is such a token, (tokens,)."""
     largest: Any
@@ -88,10 +88,10 @@ def rotate(x, source, channels, HEAD_DIM: tl.constexpr, BACK: tl.constexpr):
 
 
 @triton.jit
-def load_input(source, channels, HEAD_DIM: tl.constexpr, MAP: tl.constexpr, BEFORE: tl.constexpr):
-    """What the feature map is applied to: some channels of query or key, rotated if BEFORE: float32."""
+def load_input(source, channels, HEAD_DIM: tl.constexpr, MAP: tl.constexpr, ROPE: tl.constexpr):
+    """What the feature map is applied to: some channels of query or key, rotated before it or not: float32."""
     values = load_tile(source.x, source.there, channels, HEAD_DIM).to(tl.float32)
-    if source.angles is not None and BEFORE:
+    if ROPE == "before":
         values = rotate(values, source, channels, HEAD_DIM, False)
     if MAP == "softmax":  # a padded channel has no exponential: 0 may lie far above the largest
         values = tl.where((channels < HEAD_DIM)[None, :], values, float("-inf"))
@@ -100,12 +100,12 @@ def load_input(source, channels, HEAD_DIM: tl.constexpr, MAP: tl.constexpr, BEFO
 
 @triton.jit
 def source_of(
-    x, angles, there, eps, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MAP: tl.constexpr, BEFORE: tl.constexpr
+    x, angles, there, eps, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MAP: tl.constexpr, ROPE: tl.constexpr
 ):
     """The tile that begins at pointers ``x``."""
     source = Source(x, angles, there, 0.0, 0.0, eps)
     if MAP == "softmax":
-        values = load_input(source, tl.arange(0, BLOCK_D), HEAD_DIM, MAP, BEFORE)
+        values = load_input(source, tl.arange(0, BLOCK_D), HEAD_DIM, MAP, ROPE)
         largest = tl.max(values, 1)
         source = Source(x, angles, there, largest, tl.sum(tl.exp(values - largest[:, None]), 1), eps)
     return source
@@ -125,16 +125,14 @@ def apply_map(values, source, MAP: tl.constexpr):
 
 
 @triton.jit
-def load_features(
-    source, channels, HEAD_DIM: tl.constexpr, MAP: tl.constexpr, BEFORE: tl.constexpr, TYPE: tl.constexpr
-):
+def load_features(source, channels, HEAD_DIM: tl.constexpr, MAP: tl.constexpr, ROPE: tl.constexpr, TYPE: tl.constexpr):
     """Features of a tile for the state, rounded to TYPE, and for the normaliser, float32.
 
     They differ otherwise by RoPE after the map alone.
     """
-    plain = apply_map(load_input(source, channels, HEAD_DIM, MAP, BEFORE), source, MAP)
+    plain = apply_map(load_input(source, channels, HEAD_DIM, MAP, ROPE), source, MAP)
     features = plain
-    if source.angles is not None and not BEFORE:
+    if ROPE == "after":
         features = rotate(plain, source, channels, HEAD_DIM, False)
     return features.to(TYPE), plain
 
@@ -149,7 +147,7 @@ def read_state(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
     MAP: tl.constexpr,
-    BEFORE: tl.constexpr,
+    ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Features times the state of number ``base``, float32 (tokens, channels), and times its normaliser state, or 1."""
@@ -160,7 +158,7 @@ def read_state(
     for first in range(0, HEAD_DIM, BLOCK_C):
         c = first + tl.arange(0, BLOCK_C)
         state = load_state(states, base, c, e, HEAD_DIM)
-        features, plain = load_features(source, c, HEAD_DIM, MAP, BEFORE, state.dtype)
+        features, plain = load_features(source, c, HEAD_DIM, MAP, ROPE, state.dtype)
         product = tl.dot(features, state, product, input_precision=PRECISION)
         if sums is not None:
             normaliser_state = tl.load(sums + base * HEAD_DIM + c, mask=c < HEAD_DIM, other=0.0)
@@ -184,7 +182,7 @@ def store_input_gradient(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
     MAP: tl.constexpr,
-    BEFORE: tl.constexpr,
+    ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Gradient of query or key, to pointers ``out``, from that of what was read with them, or was added to a state.
@@ -199,18 +197,18 @@ def store_input_gradient(
         c = first + tl.arange(0, BLOCK_C)
         state = load_state(states, base, c, d, HEAD_DIM)
         gradient = tl.dot(upstream, tl.trans(state), input_precision=PRECISION)
-        if source.angles is not None and not BEFORE:
+        if ROPE == "after":
             gradient = rotate(gradient, source, c, HEAD_DIM, True)
         if sums is not None:
             normaliser_state = tl.load(sums + base * HEAD_DIM + c, mask=c < HEAD_DIM, other=0.0)
             gradient += of_normaliser[:, None] * normaliser_state[None, :]
-        values = load_input(source, c, HEAD_DIM, MAP, BEFORE)
+        values = load_input(source, c, HEAD_DIM, MAP, ROPE)
         if MAP == "relu":
             gradient = tl.where(values < 0, 0.0, gradient)
         elif MAP == "elu+1":
             gradient = tl.where(values > 0, gradient, gradient * tl.exp(values))
         elif MAP == "softmax":
             gradient = apply_map(values, source, MAP) * (gradient - row_product[:, None])
-        if source.angles is not None and BEFORE:
+        if ROPE == "before":
             gradient = rotate(gradient, source, c, HEAD_DIM, True)
         store_tile(out, source.there, c, gradient, HEAD_DIM)

@@ -53,14 +53,14 @@ def sparse_attention(call: Call) -> torch.Tensor:
     place = list(call.grid), block_size, extra
     rows = prepare(query, key, value, table, mask, *place)
     (query, key, value), (pooled_query, pooled_key, pooled_value, spread) = rows[:3], rows[3:]
-    bias, pooled_bias, weight = _log_weights(mask, len(call.query), *place, query.device)
+    bias, pooled_bias, weight = log_weights(mask, len(call.query), *place, query.device)
     with torch.no_grad():
         if rule is None:
             indices, counts, bits = _listed_blocks(given_lists(call), len(call.query), key.shape[1] // block_size)
         else:
             indices, counts, bits = choose(pooled_query, pooled_key, spread, weight, rule.density, scale, *place)
     of_grid = query[:, : pooled_key.shape[1] * block_size].contiguous()
-    near, near_lse = listed(of_grid, key, value, bias, indices, counts, scale, *place)
+    near, near_lse = listed(of_grid, key, value, bias, indices, counts, scale, *place, False)
     far: torch.Tensor | None = None
     far_lse: torch.Tensor | None = None
     fits_bias = rule is not None and rule.fit_pooled_bias
@@ -126,7 +126,7 @@ def _of_others(
     everything = torch.arange(groups * blocks, dtype=torch.int32, device=query.device).view(groups, 1, blocks)
     indices = everything.expand(-1, query.shape[1] // block_size, -1).flatten(0, 1).contiguous()
     counts = torch.full_like(indices[:, 0], blocks)
-    return listed(query, key, value, bias, indices, counts, scale, grid, block_size, extra)[0]
+    return listed(query, key, value, bias, indices, counts, scale, grid, block_size, extra, False)[0]
 
 
 def _sequence(
@@ -145,7 +145,7 @@ def _sequence(
     return query, key, value, table, mask, others.count
 
 
-def _log_weights(
+def log_weights(
     mask: torch.Tensor | None, batch: int, grid: Sequence[int], block_size: int, extra: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Logs of the weights of all rows (B, R), None without a mask; and of the grid's blocks (1 or B, T), and these."""
@@ -316,7 +316,10 @@ def _list_shapes(
     return tuple(query.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-_LISTED = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor indices, Tensor counts, float scale, " + _GRID
+_LISTED = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor indices, Tensor counts, float scale, "
+    f"{_GRID}, bool causal"
+)
 
 
 @torch.library.custom_op("mhla_diffusers::listed", mutates_args=(), schema=f"({_LISTED}) -> (Tensor, Tensor)")
@@ -331,6 +334,7 @@ def listed(
     grid: Sequence[int],
     block_size: int,
     extra: int,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over the keys of listed blocks: output (G, Q, D) and LSE (G, Q).
 
@@ -345,11 +349,12 @@ def listed(
         grid: token grid.
         block_size: rows of a block.
         extra: extra tokens.
+        causal: also hide keys whose row is beyond the query's, of queries that have all rows.
     """
     from .listed import listed_forward
 
     valid, bias = _flat_weights(query, bias, grid, block_size, extra)
-    output, lse = listed_forward(_flat(query), _flat(key), _flat(value), valid, bias, indices, counts, scale)
+    output, lse = listed_forward(_flat(query), _flat(key), _flat(value), valid, bias, indices, counts, scale, causal)
     return output.view(query.shape), lse.view(query.shape[:2])
 
 
@@ -388,6 +393,7 @@ def listed_backward(
     grid: Sequence[int],
     block_size: int,
     extra: int,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value."""
     from .listed import listed_backward as backward
@@ -406,6 +412,7 @@ def listed_backward(
         _flat(output),
         lse.flatten(),
         scale,
+        causal,
     )
     of_query, of_key, of_value = found
     return of_query.view(query.shape), of_key.view(key.shape), of_value.view(value.shape)
@@ -427,11 +434,11 @@ def _differentiate_listed(
     ctx: Any, output_gradient: torch.Tensor | None, lse_gradient: torch.Tensor | None
 ) -> tuple[Any, ...]:
     if output_gradient is None and lse_gradient is None:
-        return (None,) * 10
+        return (None,) * 11
     output, *others = ctx.saved_tensors
     upstream = readable_gradient(output_gradient, output).contiguous()
     lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
-    return *listed_backward(upstream, lse_gradient, output, *others, *ctx.settings), *(None,) * 7
+    return *listed_backward(upstream, lse_gradient, output, *others, *ctx.settings), *(None,) * 8
 
 
 listed.register_autograd(_differentiate_listed, setup_context=_save_branch)
@@ -583,7 +590,7 @@ def _merged(call: Call, block_size: int, branches: Branches) -> torch.Tensor:
         share = torch.sigmoid(branches.pooled_lse - lse)[..., None]
         output = (1 - share) * output + share * branches.pooled.float()
         lse = torch.logaddexp(lse, branches.pooled_lse)
-    rows, batch = _raster_rows(call.grid, block_size, call.query.device), len(call.query)
+    rows, batch = raster_rows(call.grid, block_size, call.query.device), len(call.query)
     output, lse = (x[:, rows].unflatten(0, (batch, -1)).transpose(1, 2) for x in (output, lse[..., None]))
     if call.linear_weight is not None:
         all_else = linear_branch(call)
@@ -594,6 +601,6 @@ def _merged(call: Call, block_size: int, branches: Branches) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _raster_rows(grid: Shape, block_size: int, device: torch.device) -> torch.Tensor:
+def raster_rows(grid: Shape, block_size: int, device: torch.device) -> torch.Tensor:
     """int64 (N,): the row of every token of the grid."""
     return layout_of(grid, block_size).rows.long().to(device)

@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from mhla_diffusers.attention.triton import (
-    arguments,
-    launches,
-    mixing_kernels,
-    own_block_forward,
-)
+from mhla_diffusers.attention.triton import linear, linear_backward, listed, pooled, prepare
 
 from .interpreter import make_interpreter_fast
 
@@ -18,8 +13,7 @@ make_interpreter_fast()
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch):
     def allocate(shape, dtype, device):
-        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+        return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
 
-    modules = arguments, launches, mixing_kernels, own_block_forward
-    for module in modules:
+    for module in (linear, linear_backward, listed, pooled, prepare):
         monkeypatch.setattr(module, "allocate", allocate)

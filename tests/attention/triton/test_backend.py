@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from mhla_diffusers.attention import BlockLists, backend_names, check_backend, mhla_attention, register_feature_map
 from mhla_diffusers.attention.call import with_rotary
 from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
-from mhla_diffusers.attention.triton import backend, operators, why_not
+from mhla_diffusers.attention.triton import backend, linear_operators, why_not
 
 from ..problems import call_of, make_problem
 from ..shares import shares_of
@@ -37,7 +37,7 @@ def test_it_is_a_backend():
 
 def test_importing_the_package_does_not_make_kernels():
     """Diffusers itself imports Triton, through torch; the modules that need it here wait for the first call."""
-    kernels = "any('kernel' in name or 'exact_forward' in name for name in sys.modules if name.startswith('mhla_'))"
+    kernels = "any('mhla_diffusers.attention.triton.' + name in sys.modules for name in ('linear', 'listed', 'pooled'))"
     script = f"import sys, mhla_diffusers; sys.exit({kernels})"
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -130,25 +130,47 @@ def operator_arguments(everything):
     call = call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
     if everything:
         call = backend.usable_call(shares_of(call, (11, 24))[1])
-    summary = torch.rand(1, 1, 2, 9, 8, device=DEVICE, requires_grad=True)
-    return operators.BY_SUMMARIES.flat(call), (everything, summary, *operators.BY_READ.flat(call))
+    states = torch.rand(1, 1, 2, 8, 8, device=DEVICE, requires_grad=True)
+    sums = torch.rand(1, 1, 2, 8, device=DEVICE, requires_grad=True)
+    others = *(None,) * 5, call.output_norm, call.output_gate, call.rotary_of_tokens
+    place = list(call.grid), list(call.blocks), call.first, 0, call.feature_map, call.eps, False
+    of_states = call.key, call.value, call.key_mask, call.rotary_of_tokens, *place, True
+    return of_states, (call.query, states, sums, *others, *place, everything)
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_opcheck(everything):
-    of_summaries, of_read = operator_arguments(everything)
-    torch.library.opcheck(operators.summaries, of_summaries)
-    torch.library.opcheck(operators.read, of_read)
+def beside_arguments():
+    """Of both operators beside the sparse branch, whose rows are padded."""
+    rows, output = torch.randn(2, 1, 2, 48, 16, device=DEVICE)
+    lse = torch.randn(2, 48, device=DEVICE)
+    leaves = [rows, torch.rand(1, 2, 2, 16, 16), torch.rand(1, 2, 2, 16), output[0].clone(), lse, torch.rand(2)]
+    query, states, sums, listed, listed_lse, weight = (x.to(DEVICE).requires_grad_() for x in leaves)
+    place = [5, 7], [2, 1], 0, 16, "relu", 1e-6, False
+    of_states = query, query, None, None, *place, True
+    return of_states, (query, states, sums, listed, listed_lse, None, None, weight, None, None, None, *place, False)
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_opcheck_of_the_backward(everything):
-    of_summaries, of_read = tree_map_only(torch.Tensor, torch.Tensor.detach, operator_arguments(everything))
-    summary = operators.summaries(*of_summaries)
-    torch.library.opcheck(operators.summaries_backward, (torch.randn_like(summary), *of_summaries))
-    output, normaliser = operators.read(*of_read)
-    of_normaliser = torch.randn_like(normaliser) if everything else None
-    torch.library.opcheck(operators.read_backward, (torch.randn_like(output), of_normaliser, *of_read[1:]))
+ARGUMENTS = {
+    "alone": lambda: operator_arguments(False),
+    "everything": lambda: operator_arguments(True),
+    "beside": beside_arguments,
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_opcheck(kind):
+    of_states, of_read = ARGUMENTS[kind]()
+    torch.library.opcheck(linear_operators.block_states, of_states)
+    torch.library.opcheck(linear_operators.read_states, of_read)
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_opcheck_of_the_backward(kind):
+    of_states, of_read = tree_map_only(torch.Tensor, torch.Tensor.detach, ARGUMENTS[kind]())
+    upstream = [torch.randn_like(x) for x in linear_operators.block_states(*of_states)]
+    torch.library.opcheck(linear_operators.block_states_backward, (*upstream, *of_states))
+    output, normaliser = linear_operators.read_states(*of_read)
+    of_normaliser = torch.randn_like(normaliser) if of_read[-1] else None
+    torch.library.opcheck(linear_operators.read_states_backward, (torch.randn_like(output), of_normaliser, *of_read))
 
 
 def test_compile_in_one_graph_where_channels_are_not_last():
@@ -160,11 +182,11 @@ def test_compile_in_one_graph_where_channels_are_not_last():
     assert torch.equal(found, attend(*inputs))
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_second_derivative_is_refused(exact):
-    query = torch.randn(1, 24, 1, 8, device=DEVICE, requires_grad=True)
-    mask = torch.ones(1, 4, 4, dtype=torch.bool, device=DEVICE)
-    options = {"sparse": BlockLists.from_mask((2, 2), mask)} if exact else {}
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_second_derivative_is_refused(sparse):
+    query = torch.randn(1, 24, 1, 16, device=DEVICE, requires_grad=True)
+    mask = torch.eye(2, dtype=torch.bool, device=DEVICE)[None]
+    options = {"sparse": BlockLists.from_mask(16, mask)} if sparse else {}
     output = mhla_attention(query, query, query, **LAYOUT, **options, backend="triton")
     (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)
     with pytest.raises(NotImplementedError, match='backend="eager"'):
@@ -236,9 +258,11 @@ def test_autocast_does_not_lower_the_accumulation():
 
 
 def test_shapes_propagate_without_running():
-    of_summaries, of_read = tree_map_only(torch.Tensor, lambda x: x.to("meta"), operator_arguments(True))
-    output, normaliser = operators.read(*of_read)
+    of_states, of_read = tree_map_only(torch.Tensor, lambda x: x.to("meta"), operator_arguments(True))
+    output, normaliser = linear_operators.read_states(*of_read)
     assert output.shape == (1, 24, 1, 8) and output.dtype == torch.float32
     assert normaliser.shape == (1, 24, 1, 1) and normaliser.dtype == torch.float32
-    summary = operators.summaries(*of_summaries)
-    assert summary.shape == (1, 1, 2, 9, 8) and summary.dtype == torch.float32
+    states, sums = linear_operators.block_states(*of_states)
+    assert states.shape == (1, 1, 2, 8, 8) and sums.shape == (1, 1, 2, 8)
+    half = of_states[0].bfloat16(), of_states[1].bfloat16(), *of_states[2:]
+    assert linear_operators.block_states(*half)[0].dtype == torch.bfloat16

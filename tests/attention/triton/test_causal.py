@@ -1,24 +1,18 @@
-"""The own block's Triton kernels, and causal attention of which they are a part, against the float64 reference."""
-
-import math
+"""Causal attention on the kernels of the linear and the sparse branch against the float64 reference."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._pytree import tree_map_only
 
 from mhla_diffusers.attention.causal import with_causal_mixing
 from mhla_diffusers.attention.own_block import own_block_attention
-from mhla_diffusers.attention.triton import backend, own_block
+from mhla_diffusers.attention.triton import backend
 from mhla_diffusers.attention.triton.own_block import triton_own_block_attention
-from mhla_diffusers.attention.triton.tilings import PairTiling, tiles_of
-from mhla_diffusers.attention.triton.tuning import OWN_BLOCK_KERNELS
 
 from ..problems import call_of, errors_against_reference, make_problem, reference
 from ..test_causal import of_length, streamed
-from ..test_exact import SUMS, TOLERANCE
-from .test_kernels import DEVICE, FLOAT32_TOLERANCE, HALF_TO_EAGER, TRITON, on_device
+from .test_kernels import FLOAT32_TOLERANCE, HALF_TO_EAGER, TRITON, on_device
 
 pytestmark = pytest.mark.gpu
 
@@ -33,14 +27,9 @@ def check(problem, dtype=torch.float32):
     problem = on_device(problem)
     eager = errors_against_reference(problem, dtype, "eager")
     for name, error in errors_against_reference(problem, dtype, "triton").items():
-        # a result in half precision is rounded once, and of few numbers the eager backend may by luck round none
-        least = FLOAT32_TOLERANCE if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+        # queries and keys are rounded after RoPE too
+        least = FLOAT32_TOLERANCE if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
         allowed = max(least, HALF_TO_EAGER * eager[name])
-        if dtype != torch.float32 and "linear_weight" in problem.tensors and "rotary" in problem.options:
-            # queries and keys are rounded after RoPE too, as in the kernels of exact tiles
-            allowed = HALF_TO_EAGER * TOLERANCE[dtype]
-            if name in (*SUMS, "mixing"):
-                continue
         assert error <= allowed, f"{name}: relative error {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -60,14 +49,10 @@ def test_lengths(tokens, whole, blocks, own):
     check(sequence(tokens, blocks, whole=whole, **own))
 
 
-@pytest.mark.parametrize("tiles", [(16, 16), (16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("options", [AFTER, {"linear_branch": True}], ids=["linear", "softmax"])
-def test_blocks_of_several_tiles(options, tiles):
-    """71 and 70 tokens, of which the sequence has the first block and a part of the second."""
-    problem = sequence(110, 2, whole=141, mask=True, **options)
-    one, another, last = (tiles_of(kernel, PairTiling(*tiles, 4, 1)) for kernel in OWN_BLOCK_KERNELS)
-    with one, another, last:
-        check(problem)
+def test_blocks_of_several_tiles(options):
+    """141 and 140 tokens, of which the sequence has the first block and a part of the second."""
+    check(sequence(220, 2, whole=281, mask=True, head_dim=16, **options))
 
 
 @pytest.mark.parametrize("feature_map", ["relu", "elu+1", "softmax"])
@@ -112,8 +97,7 @@ def test_head_dims(head_dim, options):
     "options", [{}, {"linear_branch": True, "rotary": True, "norm": True}], ids=["linear", "softmax"]
 )
 def test_frame_blocks(options):
-    """Which take the kernels of MHLA, and of exact tiles for the own frame block."""
-    check(of_length(make_problem((5, 3, 4), (3, 2, 1), causal="block", batch=1, heads=1, **options), 48))
+    check(of_length(make_problem((5, 3, 4), (3, 2, 1), causal="block", batch=2, heads=1, **options), 48))
 
 
 @pytest.mark.parametrize("causal", ["token", "block"])
@@ -152,13 +136,13 @@ def own_call(options, tokens=11, grid=(14,), blocks=(3,)):
 
 @pytest.mark.parametrize(
     "options",
-    [{"rotary": True, "feature_map": "elu+1", "per_head": True}, {"normalize": False}, {"linear_branch": True}],
-    ids=["normalised", "not normalised", "softmax"],
+    [{"linear_branch": True, "rotary": True}, {"linear_branch": True, "mask": True}],
+    ids=["RoPE", "key mask"],
 )
 def test_the_own_part_is_that_of_the_eager_backend(options):
     """Output, log of the sum of weights and their gradients."""
     call = own_call(options)
-    leaves = [call.query, call.key, call.value, call.mixing]  # of the causal matrix
+    leaves = [call.query, call.key, call.value]
     upstream: list[torch.Tensor] = []
 
     def run(attend):
@@ -176,54 +160,12 @@ def test_the_own_part_is_that_of_the_eager_backend(options):
             assert (found - expected).norm() <= FLOAT32_TOLERANCE * expected.norm()
 
 
-def operator_arguments(kind):
-    options = {
-        "linear": {"rotary": True, "mask": True},
-        "softmax": {"feature_map": "identity"},
-        "not normalised": {"normalize": False},
-    }[kind]
-    call = backend.usable_call(own_call(options | {"heads": 1}, 5, (6,), (2,)))
-    return kind == "softmax", *own_block.BY_OWN_BLOCK.flat(call)
-
-
-@pytest.mark.parametrize("kind", ["linear", "softmax", "not normalised"])
-def test_opcheck(kind):
-    torch.library.opcheck(own_block.own_block, operator_arguments(kind))
-
-
-@pytest.mark.parametrize("kind", ["linear", "softmax", "not normalised"])
-def test_opcheck_of_the_backward(kind):
-    arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, operator_arguments(kind))
-    output, log_sum = own_block.own_block(*arguments)
-    of_log_sum = torch.randn_like(log_sum) if kind == "linear" else None
-    torch.library.opcheck(
-        own_block.own_block_backward, (torch.randn_like(output), of_log_sum, output, log_sum, *arguments)
-    )
-
-
-def test_a_second_derivative_is_refused():
-    arguments = operator_arguments("linear")
-    output, _ = own_block.own_block(*arguments)
-    (gradient,) = torch.autograd.grad(output.sum(), arguments[1], create_graph=True)
-    with pytest.raises(NotImplementedError, match='backend="eager"'):
-        gradient.sum().backward()
-
-
 @pytest.mark.parametrize("scale", [1e2, 1e4])
 def test_huge_scores(scale):
-    """Softmax that is one key's alone, beside a far field that is nothing: no infinity meets another."""
+    """Softmax that is one key's alone, beside a linear branch that is nothing: no infinity meets another."""
     problem = sequence(12, 3, linear_branch=True)
     problem.tensors["query"] *= scale
     found = on_device(problem).run(TRITON)
     assert all(x.isfinite().all() for x in found.values())
     expected = on_device(problem).run(reference, torch.float64)["output"]
     assert (found["output"] - expected).norm() <= scale * FLOAT32_TOLERANCE * expected.norm()
-
-
-def test_only_the_blocks_that_have_tokens_are_run():
-    from mhla_diffusers.attention.triton.own_block_forward import own_block_launch
-
-    launches = [own_block_launch(backend.usable_call(own_call({}, tokens)), False)[0] for tokens in (4, 11, 14)]
-    assert [launch.programs // launches[0].programs for launch in launches] == [1, 3, 3]
-    assert math.prod(launches[0].arguments["output"].shape) == 4 * 2 * 8
-    assert DEVICE.type == "cuda" or launches[0].tiles.own == 16

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.attention import ContentRule, BlockLists, mhla_attention
+from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
 from mhla_diffusers.attention.triton import (
     backend,
     exact_tile,

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mhla_diffusers.attention.tiles import lists_with_extra
+from mhla_diffusers.attention.triton.exact_lists import ExactCall, bitmap, lists_of_queries
 
 from mhla_diffusers.attention import BlockLists, mhla_attention
-from mhla_diffusers.attention.tiles import lists_with_extra
 from mhla_diffusers.attention.triton import exact
-from mhla_diffusers.attention.triton.exact_lists import ExactCall, bitmap, lists_of_queries
 
 from ..problems import errors_against_reference
 from ..test_exact import TOLERANCE

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from mhla_diffusers.attention.blocks import block_index
 from mhla_diffusers.attention.linear import linear_attention
-from mhla_diffusers.attention.triton import launches
-from mhla_diffusers.attention.triton.backend import BESIDE_EXACT, THROUGHOUT, usable_call
+from mhla_diffusers.attention.triton.backend import LINEAR, usable_call
 
 from ..problems import call_of, errors_against_reference, errors_of, make_problem, relative_error
 from ..shares import CUTS, cut_problems, in_shares, shares_of
@@ -17,7 +16,7 @@ from .test_kernels import EVERYTHING, FLOAT32_TOLERANCE, HALF_TO_EAGER, check, o
 
 
 def check_cut(problem, lengths, dtype=torch.float32):
-    check(problem, dtype, attend=in_shares(THROUGHOUT, lengths, usable_call))
+    check(problem, dtype, attend=in_shares(LINEAR, lengths, usable_call))
 
 
 @pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)
@@ -46,14 +45,6 @@ def test_one_long_block_is_shared_out_within_a_share():
     check_cut(make_problem((2, 1187), (1, 2), batch=1, heads=1, head_dim=16, mask=True, gate=True), (1500, 874))
 
 
-def test_a_block_of_which_a_share_has_little_has_one_part():
-    """A part each would begin and end with a whole summary for a handful of tokens."""
-    problem = on_device(make_problem((1187,), (1,), batch=1, heads=1, head_dim=16))
-    call = call_of(**problem.tensors, grid=problem.grid, blocks=problem.blocks)
-    parts = [launches.summary_launch(share)[1].shape[3] for share in shares_of(call, (1100, 87))]
-    assert parts[0] > 1 == parts[1]
-
-
 @pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)
 def test_blocks_of_which_a_share_has_nothing_have_no_summary(grid, blocks, lengths):
     problem = on_device(make_problem(grid, blocks, batch=1, heads=1))
@@ -61,12 +52,12 @@ def test_blocks_of_which_a_share_has_nothing_have_no_summary(grid, blocks, lengt
     for share in shares_of(call_of(**problem.tensors, grid=grid, blocks=blocks), lengths):
         there = torch.zeros(len(problem.tensors["mixing"]), dtype=torch.bool)
         there[index[share.first : share.first + share.query.shape[1]]] = True
-        summary = THROUGHOUT.summaries(share)
+        summary = LINEAR.summaries(share)
         assert torch.equal(summary.ne(0).any(dim=-1).any(dim=-1)[0, 0].cpu(), there)
 
 
 def test_normaliser_and_its_gradient():
-    """Which the merge with exact tiles differentiates."""
+    """Which the merge with the sparse branch differentiates."""
     problem = on_device(make_problem((5, 7), (2, 2), batch=1, rotary=True, mask=True))
 
     def run(attend, dtype):
@@ -78,8 +69,8 @@ def test_normaliser_and_its_gradient():
 
     def over_shares(call):
         shares = [usable_call(share) for share in shares_of(call, (3, 18, 14))]
-        summary = sum(BESIDE_EXACT.summaries(share) for share in shares)
-        found = zip(*(BESIDE_EXACT.read(share, summary) for share in shares), strict=True)
+        summary = sum(LINEAR.summaries(share) for share in shares)
+        found = zip(*(LINEAR.read(share, summary) for share in shares), strict=True)
         return [torch.cat(pieces, dim=1) for pieces in found]
 
     for tensor, truth in zip(run(over_shares, torch.float32), run(linear_attention, torch.float64), strict=True):
@@ -89,18 +80,18 @@ def test_normaliser_and_its_gradient():
 def test_all_tokens_as_one_share_are_a_whole_call_to_the_bit():
     problem = on_device(make_problem((5, 7), (2, 2), batch=1, heads=1))
     call = usable_call(call_of(**problem.tensors, grid=problem.grid, blocks=problem.blocks))
-    whole = THROUGHOUT.summaries(call)
+    whole = LINEAR.summaries(call)
     (share,) = shares_of(call, (35,))
-    assert torch.equal(THROUGHOUT.summaries(share), whole)
-    pieces = [THROUGHOUT.read(share, whole)[0] for share in shares_of(call, (4, 20, 11))]
-    assert torch.equal(torch.cat(pieces, dim=1), THROUGHOUT(call))
+    assert torch.equal(LINEAR.summaries(share), whole)
+    pieces = [LINEAR.read(share, whole)[0] for share in shares_of(call, (4, 20, 11))]
+    assert torch.equal(torch.cat(pieces, dim=1), LINEAR(call))
 
 
 @pytest.mark.parametrize("needed", ["query", "key", "output_norm"])
 def test_what_takes_no_gradient_gets_none(needed):
     problem = on_device(make_problem((5, 7), (2, 2), batch=1, heads=1, norm=True))
     leaves = {name: x.clone().requires_grad_(name == needed) for name, x in problem.tensors.items()}
-    attend = in_shares(THROUGHOUT, (4, 20, 11), usable_call)
+    attend = in_shares(LINEAR, (4, 20, 11), usable_call)
     attend(**leaves, grid=problem.grid, blocks=problem.blocks).sum().backward()
     assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [needed]
 
@@ -110,7 +101,7 @@ def test_what_takes_no_gradient_gets_none(needed):
 @given(cut_problems(most_blocks=6, most_channels=32))
 def test_drawn_problems(drawn):
     problem, lengths = on_device(drawn[0]), drawn[1]
-    found = errors_of(problem, torch.float32, in_shares(THROUGHOUT, lengths, usable_call))
+    found = errors_of(problem, torch.float32, in_shares(LINEAR, lengths, usable_call))
     eager = errors_against_reference(problem, torch.float32, "eager")
     for name, error in found.items():
         allowed = max(FLOAT32_TOLERANCE, HALF_TO_EAGER * eager[name])
@@ -121,9 +112,9 @@ def test_summaries_and_their_gradient_may_have_any_strides():
     problem = on_device(make_problem((5, 7), (2, 2), batch=1))
     leaves = {name: x.clone().requires_grad_() for name, x in problem.tensors.items()}
     call = usable_call(call_of(**leaves, grid=problem.grid, blocks=problem.blocks))
-    summary = THROUGHOUT.summaries(call)
+    summary = LINEAR.summaries(call)
     strided = summary.mT.contiguous().mT
-    assert torch.equal(THROUGHOUT.read(call, strided)[0], THROUGHOUT.read(call, summary)[0])
+    assert torch.equal(LINEAR.read(call, strided)[0], LINEAR.read(call, summary)[0])
     upstream = torch.randn_like(summary)
     for gradient in (upstream, upstream.mT.contiguous().mT):
         summary.backward(gradient, retain_graph=True)
