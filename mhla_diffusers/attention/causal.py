@@ -6,7 +6,7 @@ block and earlier ones in full. With ``causal="token"`` it sees earlier frame bl
 of the mixing matrix then hold what is seen alone.
 
 With λ (``linear_weight``) the own frame block is attended to with softmax instead, and earlier ones through mixed
-summaries, under one denominator::
+states, under one denominator::
 
     o = [ Σ_{t own} exp(q · k_t / √D) v_t + λ φ(q)ᵀ Σ_{b earlier} m_ib S_b ] / [ the same without v ]
 
@@ -44,14 +44,14 @@ class CausalAttention:
         """The output (B, N, H, D) of a sequence from its begin."""
         call = with_causal_mixing(call)
         if not has_own_part(call):
-            return self.linear.read(call, self.linear.summaries(call))[0]
+            return self.linear.read(call, self.linear.states(call))[0]
         starts, count = frame_block_starts(call.grid, call.blocks), call.query.shape[1]
         last = max(start for start in starts if start < count)
         if not last:
             return beside_earlier(call, self.own(call), None)
         # the first frame block has none before it, and the last is before none
         later = linear_branch(part_of(call, slice(starts[1], count)))
-        earlier = self.linear.summaries(linear_branch(part_of(call, slice(0, last))))
+        earlier = self.linear.states(linear_branch(part_of(call, slice(0, last))))
         return beside_earlier(call, self.own(call), self.linear.read(later, earlier))
 
 
@@ -71,7 +71,7 @@ def check_causal(causal: str, grid: Shape, blocks: Shape) -> None:
 
 
 def has_own_part(call: Call) -> bool:
-    """Whether the own frame block is attended to otherwise than through its summaries."""
+    """Whether the own frame block is attended to otherwise than through its states."""
     return call.causal == "token" or call.linear_weight is not None
 
 

@@ -64,7 +64,7 @@ def check_beside_causal(causal: str, extra: Extra, **others: object) -> None:
     for name in (name for name, is_given in given.items() if is_given):
         raise ValueError(
             f"{name} does not go with causal={causal!r}, which attends to its own block with softmax if "
-            "linear_weight is given, to earlier ones through their summaries, and runs in one process."
+            "linear_weight is given, to earlier ones through their states, and runs in one process."
         )
 
 

@@ -26,15 +26,15 @@ SparseAttention = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
 class LinearAttention:
     """A backend's MHLA throughout, in the two steps between which processes add up what each knows."""
 
-    summaries: Callable[[Call], torch.Tensor]
+    states: Callable[[Call], torch.Tensor]
     """Of the tokens of a call, (B, H, M, D + normalize, D), float32 (float64 for float64 inputs);
     :func:`mhla_diffusers.attention.linear.block_states`."""
     read: Callable[[Call, torch.Tensor], tuple[torch.Tensor, ...]]
-    """Output (B, N, H, D) and, with ``normalize``, normaliser (B, N, H, 1), given the summaries of all tokens."""
+    """Output (B, N, H, D) and, with ``normalize``, normaliser (B, N, H, 1), given the states of all tokens."""
 
     def __call__(self, call: Call) -> torch.Tensor:
         """The output (B, N, H, D)."""
-        return self.read(call, summed(self.summaries(call), call.group))[0]
+        return self.read(call, summed(self.states(call), call.group))[0]
 
 
 def merged_attention(call: Call, sparse: SparseAttention, linear: LinearAttention) -> torch.Tensor:
@@ -51,12 +51,12 @@ def merged_attention(call: Call, sparse: SparseAttention, linear: LinearAttentio
     """
     all_else = linear_branch(call) if call.linear_weight is not None else None
     # begun before the sparse branch, which needs no sum, so that it is on its way meanwhile
-    summaries = None if all_else is None else started_sum(linear.summaries(all_else), call.group)
+    states = None if all_else is None else started_sum(linear.states(all_else), call.group)
     output, lse = sparse(call)
     tokens = call.query.shape[1]
     of_grid = output[:, :tokens]
-    if all_else is not None and summaries is not None and call.linear_weight is not None:
-        far, normaliser = linear.read(all_else, finished_sum(summaries, call.group))
+    if all_else is not None and states is not None and call.linear_weight is not None:
+        far, normaliser = linear.read(all_else, finished_sum(states, call.group))
         log_far = (call.linear_weight.to(normaliser.dtype)[:, None] * normaliser).log()
         of_grid = under_common_sum(of_grid, lse, far, log_far)
     of_grid = finish(of_grid, call.output_norm, call.output_gate).to(call.query.dtype)

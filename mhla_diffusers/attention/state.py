@@ -1,7 +1,7 @@
 """Causal MHLA of a sequence that goes on: what is kept of the past instead of its keys and values.
 
-Of every frame block that is over (see :mod:`mhla_diffusers.attention.causal`) the summaries are kept, and of the one
-that is not, its summary so far, or where the own block is attended to with softmax, its keys and values.
+Of every frame block that is over (see :mod:`mhla_diffusers.attention.causal`) the KV states are kept, and of the one
+that is not, its state so far, or where the own block is attended to with softmax, its keys and values.
 """
 
 import math
@@ -40,7 +40,7 @@ class MHLAState:
     """What a sequence has left behind, from which :meth:`step` goes on.
 
     Equal to ``mhla_attention(..., causal=...)`` of the whole sequence, but for rounding, however it is cut. With F
-    frame blocks on the grid it keeps the summaries of at most F + 1, of D (D + 1) numbers for every block and head,
+    frame blocks on the grid it keeps the KV states of at most F + 1, of D (D + 1) numbers for every block and head,
     whatever the length of the sequence, and with ``linear_weight`` less than a frame block of keys and values. A
     cache of keys and values keeps 2 N D.
 
@@ -51,7 +51,7 @@ class MHLAState:
         causal: "token" or "block".
         beyond: what comes behind the grid's last token: "error", or "relative", by which a later block sees what the
             last one of the matrix sees, by how far back it lies, and all that lies farther back counts as one block,
-            the mean of its summaries (:func:`mhla_diffusers.attention.mixing.extend_mixing`). It needs two blocks of
+            the mean of its states (:func:`mhla_diffusers.attention.mixing.extend_mixing`). It needs two blocks of
             one length, or more, along the first axis.
         backend: see :func:`mhla_attention`.
         **settings: feature_map, rope, normalize, eps, output_norm and linear_weight of :func:`mhla_attention`.
@@ -97,7 +97,7 @@ class MHLAState:
         self._earlier: torch.Tensor | None = None
         """Their mixture for the open frame block, (B, H, blocks of a frame block, D + normalize, D)."""
         self._open: torch.Tensor | None = None
-        """Like ``_earlier``, the summaries of the frame block that is not over."""
+        """Like ``_earlier``, the states of the frame block that is not over."""
         self._keys: torch.Tensor | None = None
         """Its keys after RoPE, for softmax among tokens, (B, H, n, D)."""
         self._values: torch.Tensor | None = None
@@ -167,7 +167,7 @@ class MHLAState:
         if query.numel() == 0:
             return torch.empty_like(query)
         attend = CAUSAL_BACKENDS[chosen_backend(self.backend, query, call.feature_map)]
-        with without_autocast(query.device):  # summaries and their mixtures stay as precise as they are kept
+        with without_autocast(query.device):  # states and their mixtures stay as precise as they are kept
             if self._earlier is None and not torch.is_grad_enabled():
                 self._mix_earlier(self._row_of(call))  # before what is put back, as every denoising step needs it
             before = vars(self).copy()
@@ -281,11 +281,11 @@ class MHLAState:
     def _attend(self, attend: CausalAttention, piece: Call, earlier: torch.Tensor | None, keep: bool) -> torch.Tensor:
         seen = replace(piece, mixing=torch.eye(piece.mixing.shape[-1], device=piece.query.device))
         if not has_own_part(piece):
-            summaries = attend.linear.summaries(piece)
-            own = _mixed(piece.mixing, summaries)
+            states = attend.linear.states(piece)
+            own = _mixed(piece.mixing, states)
             output = attend.linear.read(seen, own if earlier is None else earlier + own)[0]
             if keep:
-                self._keep(piece, summaries)
+                self._keep(piece, states)
             return output
         own_part = self._own(attend, piece)
         if self._open is not None and piece.linear_weight is None:
@@ -295,7 +295,7 @@ class MHLAState:
         far = None if earlier is None else attend.linear.read(seen, earlier)
         output = beside_earlier(piece, own_part, far)
         if keep:
-            self._keep(piece, attend.linear.summaries(piece))
+            self._keep(piece, attend.linear.states(piece))
         return output
 
     def _own(self, attend: CausalAttention, piece: Call) -> Own:
@@ -310,10 +310,10 @@ class MHLAState:
         output, log_sum = softmax_up_to_itself(query, key, value, weight)
         return output.transpose(1, 2), log_sum.transpose(1, 2)
 
-    def _keep(self, piece: Call, summaries: torch.Tensor) -> None:
+    def _keep(self, piece: Call, states: torch.Tensor) -> None:
         """The piece belongs to the past."""
         _, offset, length = self._place()
-        self._open = summaries if self._open is None else self._open + summaries
+        self._open = states if self._open is None else self._open + states
         self.length += piece.query.shape[1]
         if offset + piece.query.shape[1] == length:
             self._close(self._open[:, :, None])
@@ -332,7 +332,7 @@ class MHLAState:
         """The past that the begin of a sequence leaves."""
         count = begin.query.shape[1]
         over = sum(start <= count for start in self._starts) - 1
-        by_frame_block = attend.linear.summaries(begin).unflatten(2, (self.blocks[0], -1))
+        by_frame_block = attend.linear.states(begin).unflatten(2, (self.blocks[0], -1))
         self.length = count
         self._close(by_frame_block[:, :, :over])
         rest = count - self._starts[over]
@@ -342,9 +342,9 @@ class MHLAState:
                 _, self._keys, self._values, self._weights = _by_head(part_of(begin, slice(count - rest, count)))
 
 
-def _mixed(mixing: torch.Tensor, summaries: torch.Tensor) -> torch.Tensor:
+def _mixed(mixing: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Multi-Head Mixing of (B, H, M, D + normalize, D)."""
-    return (mixing.to(summaries.dtype) @ summaries.flatten(3)).unflatten(3, summaries.shape[3:])
+    return (mixing.to(states.dtype) @ states.flatten(3)).unflatten(3, states.shape[3:])
 
 
 def _by_head(call: Call) -> tuple[torch.Tensor, ...]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mhla_diffusers.attention import (
+    BlockLists,
     Call,
     ContentRule,
-    BlockLists,
     initial_mixing,
     mhla_attention,
     reference_attention,

@@ -1,4 +1,4 @@
-"""One attention over shares of its tokens, as processes hold them, by one process that adds up the summaries itself."""
+"""One attention over shares of its tokens, as processes hold them, by one process that adds up the states itself."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -56,8 +56,8 @@ def in_shares(
             if (tensor := getattr(whole, name)) is not None:
                 whole = replace(whole, **{name: tensor.to(sum_dtype(tensor.dtype))})
         shares = [prepare(share) for share in shares_of(whole, lengths)]
-        summary = torch.stack([linear.summaries(share) for share in shares]).sum(dim=0)
-        return torch.cat([linear.read(share, summary)[0] for share in shares], dim=1)
+        states = torch.stack([linear.states(share) for share in shares]).sum(dim=0)
+        return torch.cat([linear.read(share, states)[0] for share in shares], dim=1)
 
     return attend
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from mhla_diffusers.attention import (
-    Call,
     BlockLists,
+    Call,
     feature_map_names,
     initial_mixing,
     mhla_attention,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mhla_diffusers.attention import BlockLists, mhla_attention, reference_attention, reference_weights
 from mhla_diffusers.attention.layout import block_table
 
-from .problems import call_of, errors_against_reference, make_problem
+from .problems import call_of, make_problem
 from .test_sparse import TOLERANCE, check
 from .test_sparse import make as make_with_lists
 

@@ -58,7 +58,7 @@ def test_without_gradients_every_element_is_written_and_the_same(grid, blocks, l
 
 
 @pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)
-def test_blocks_of_which_a_share_has_nothing_have_no_summary(grid, blocks, lengths):
+def test_blocks_of_which_a_share_has_nothing_have_no_states(grid, blocks, lengths):
     problem = make_problem(grid, blocks)
     index = block_index(grid, blocks)
     for share in shares_of(call_of(**problem.tensors, grid=grid, blocks=blocks), lengths):

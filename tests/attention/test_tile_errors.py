@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from mhla_diffusers.attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 from mhla_diffusers.attention.tiles import tokens_of_tiles
 
 from mhla_diffusers.attention import BlockLists, Call, initial_mixing, mhla_attention
@@ -11,7 +12,6 @@ from mhla_diffusers.attention.blocks import block_index
 from mhla_diffusers.attention.extra import ExtraTokens, of_grid
 from mhla_diffusers.attention.linear import linear_attention
 from mhla_diffusers.attention.merge import linear_branch
-from mhla_diffusers.attention.tile_errors import Candidates, TiledInput, candidate_errors, pair_errors
 
 GRIDS = [((8, 6), (4, 3)), ((7, 5), (3, 2)), ((3, 5, 4), (2, 2, 3))]
 HEADS, DIM = 2, 8

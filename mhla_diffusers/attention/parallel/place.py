@@ -26,7 +26,7 @@ class Parallel:
     """
 
     ring: Group
-    """Those that keep their tokens and exchange summaries."""
+    """Those that keep their tokens and exchange states."""
     ulysses: Group
     """Those that exchange tokens for heads."""
     whole: Group

@@ -57,12 +57,16 @@ def read_backward(
     launch.run()
     of, query = launch.arguments, reading.query
     products = of["product_gradient"], reading.blocks, reading.features, None, reading.sums is not None
-    of_states = states_of(states_launch(query, *products, of["product_normaliser_gradient"]))
+    of_states, of_sums = states_of(states_launch(query, *products, of["product_normaliser_gradient"]))
     of_weight, of_norm = of["linear_weight_gradients"], of["norm_gradients"]
     return ReadGradients(
         of["query_gradient"],
-        *of_states,
-        *(of[f"{name}_gradient"] for name in ("listed", "listed_lse", "pooled", "pooled_lse")),
+        of_states,
+        of_sums,
+        of["listed_gradient"],
+        of["listed_lse_gradient"],
+        of["pooled_gradient"],
+        of["pooled_lse_gradient"],
         None if of_weight is None else of_weight.view(len(query), query.shape[2], -1).sum((0, 2)),
         None if of_norm is None else of_norm.sum((0, 1, 2)),
         of["gate_gradient"],

@@ -10,7 +10,6 @@ from ..call import Call
 from ..own_block import Own, block_runs, joined, own_block_attention
 from .sparse import listed, log_weights, prepare, raster_rows
 
-
 _BLOCK_SIZES = 16, 64
 """The least and the most rows of a block."""
 

@@ -46,14 +46,14 @@ def test_one_long_block_is_shared_out_within_a_share():
 
 
 @pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)
-def test_blocks_of_which_a_share_has_nothing_have_no_summary(grid, blocks, lengths):
+def test_blocks_of_which_a_share_has_nothing_have_no_states(grid, blocks, lengths):
     problem = on_device(make_problem(grid, blocks, batch=1, heads=1))
     index = block_index(grid, blocks)
     for share in shares_of(call_of(**problem.tensors, grid=grid, blocks=blocks), lengths):
         there = torch.zeros(len(problem.tensors["mixing"]), dtype=torch.bool)
         there[index[share.first : share.first + share.query.shape[1]]] = True
-        summary = LINEAR.summaries(share)
-        assert torch.equal(summary.ne(0).any(dim=-1).any(dim=-1)[0, 0].cpu(), there)
+        states = LINEAR.states(share)
+        assert torch.equal(states.ne(0).any(dim=-1).any(dim=-1)[0, 0].cpu(), there)
 
 
 def test_normaliser_and_its_gradient():
@@ -69,8 +69,8 @@ def test_normaliser_and_its_gradient():
 
     def over_shares(call):
         shares = [usable_call(share) for share in shares_of(call, (3, 18, 14))]
-        summary = sum(LINEAR.summaries(share) for share in shares)
-        found = zip(*(LINEAR.read(share, summary) for share in shares), strict=True)
+        states = sum(LINEAR.states(share) for share in shares)
+        found = zip(*(LINEAR.read(share, states) for share in shares), strict=True)
         return [torch.cat(pieces, dim=1) for pieces in found]
 
     for tensor, truth in zip(run(over_shares, torch.float32), run(linear_attention, torch.float64), strict=True):
@@ -80,9 +80,9 @@ def test_normaliser_and_its_gradient():
 def test_all_tokens_as_one_share_are_a_whole_call_to_the_bit():
     problem = on_device(make_problem((5, 7), (2, 2), batch=1, heads=1))
     call = usable_call(call_of(**problem.tensors, grid=problem.grid, blocks=problem.blocks))
-    whole = LINEAR.summaries(call)
+    whole = LINEAR.states(call)
     (share,) = shares_of(call, (35,))
-    assert torch.equal(LINEAR.summaries(share), whole)
+    assert torch.equal(LINEAR.states(share), whole)
     pieces = [LINEAR.read(share, whole)[0] for share in shares_of(call, (4, 20, 11))]
     assert torch.equal(torch.cat(pieces, dim=1), LINEAR(call))
 
@@ -108,16 +108,16 @@ def test_drawn_problems(drawn):
         assert error <= allowed, f"{name}: relative error {error:.2e}"
 
 
-def test_summaries_and_their_gradient_may_have_any_strides():
+def test_states_and_their_gradient_may_have_any_strides():
     problem = on_device(make_problem((5, 7), (2, 2), batch=1))
     leaves = {name: x.clone().requires_grad_() for name, x in problem.tensors.items()}
     call = usable_call(call_of(**leaves, grid=problem.grid, blocks=problem.blocks))
-    summary = LINEAR.summaries(call)
-    strided = summary.mT.contiguous().mT
-    assert torch.equal(LINEAR.read(call, strided)[0], LINEAR.read(call, summary)[0])
-    upstream = torch.randn_like(summary)
+    states = LINEAR.states(call)
+    strided = states.mT.contiguous().mT
+    assert torch.equal(LINEAR.read(call, strided)[0], LINEAR.read(call, states)[0])
+    upstream = torch.randn_like(states)
     for gradient in (upstream, upstream.mT.contiguous().mT):
-        summary.backward(gradient, retain_graph=True)
+        states.backward(gradient, retain_graph=True)
     found = leaves["key"].grad.clone()
-    summary.backward(-2 * upstream)
+    states.backward(-2 * upstream)
     assert found.any() and not leaves["key"].grad.any()
