@@ -7,8 +7,9 @@ import torch
 from diffusers import SanaPAGPipeline, SanaPipeline
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.tile_scores import spend
+from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.families import get_family
+from mhla_diffusers.fidelity.audit_result import DENSITIES
 from mhla_diffusers.patching.processor import attended
 
 from .. import models
@@ -16,7 +17,7 @@ from ..patching.shared import PROJECTIONS, assert_same_footprint, footprint, wit
 from ..pipelines import PIPELINES, generate, quiet, sana_pipeline, wan22_pipeline
 
 NAMES = ["wan", "wan_vace", "sana", "dit"]
-TILES = {"wan": (2, 4, 3), "dit": (4, 4)}
+SPARSE = {"sparse": "content", "block_size": 4}
 
 
 def audited(name, **settings):
@@ -72,10 +73,10 @@ def test_moves_are_what_single_layers_and_the_whole_patch_change(name):
 
 
 def test_a_patch_that_changes_nothing_has_no_error():
-    _, found = audited("wan", sparse="content", exact_tiles=TILES["wan"], density=1.0)
+    _, found = audited("wan", **SPARSE, density=1.0)
     # the same sums in another order
     assert all(found.error_of_layer(layer) < 1e-5 for layer in found.layers)
-    assert all(layer.tiles.mass == pytest.approx(1, abs=1e-5) for layer in found.layers)
+    assert all(layer.mass_kept == pytest.approx(1, abs=1e-5) for layer in found.layers)
     assert found.moves < 1e-10
 
 
@@ -90,11 +91,9 @@ def test_lora_is_part_of_both_attentions(name):
     torch.testing.assert_close(first.squares[0], expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("exact", ["own", "content"])
-def test_mass_is_the_softmax_weight_of_the_exact_pairs_of_every_call(exact):
-    """With two tokens of a tile and all of them looked at, the measured weight is the whole truth."""
-    share = {} if exact == "own" else {"density": 0.2}
-    model, found = audited("dit", sparse=exact, exact_tiles=(8, 4), **share)
+def test_mass_is_the_softmax_weight_of_the_listed_pairs():
+    """With all queries looked at the measured weight is the whole truth; longer lists hold more of it."""
+    model, found = audited("dit", **SPARSE, density=0.2)
     attn = model.transformer_blocks[0].attn1
     weights = {}
 
@@ -102,21 +101,24 @@ def test_mass_is_the_softmax_weight_of_the_exact_pairs_of_every_call(exact):
         given = attended(attn, args, kwargs)
         query, key, *_ = given
         logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
-        tiles = attn.mhla.call(given).exact.mask()
-        tile = (torch.arange(64) // 8) * 4 + torch.arange(64) % 8 // 2
-        weights["kept"] = (logits.softmax(dim=-1) * tiles[:, :, tile][..., tile]).sum(dim=-1).mean()
+        listed, block = attn.mhla.call(given).lists.mask(), layout_of(given.grid, 4).rows.long() // 4
+        weights["kept"] = (logits.softmax(dim=-1) * listed[:, :, block][..., block]).sum(dim=-1).mean()
 
     handle = attn.register_forward_pre_hook(note, with_kwargs=True)
     models.output(model, models.inputs("dit"))
     handle.remove()
-    assert found.layers[0].tiles.mass == pytest.approx(float(weights["kept"]), rel=1e-4)
-    assert found.layers[0].tiles.share == pytest.approx(1 / 32 if exact == "own" else 6 / 32)
+    first = found.layers[0]
+    assert first.mass_kept == pytest.approx(float(weights["kept"]), rel=1e-4)
+    assert first.density == pytest.approx(3 / 16)
+    assert list(first.mass_at) == sorted(first.mass_at) and len(first.mass_at) == len(DENSITIES)
+    assert first.mass_at[-1] == pytest.approx(1, abs=1e-5)
+    assert first.mass_at[DENSITIES.index(0.2)] == pytest.approx(first.mass_kept)
 
 
-def test_without_tiles_there_is_nothing_to_fit():
+def test_without_lists_there_is_no_mass():
     for name in ("wan", "sana"):
         _, found = audited(name)
-        assert found.fit is None and all(layer.tiles is None for layer in found.layers)
+        assert all(layer.density is None and layer.mass_kept is None for layer in found.layers)
         assert "mass" not in str(found)
 
 
@@ -176,53 +178,6 @@ def test_forwards_without_steps_are_numbered():
     assert "forward  error" in str(found)
 
 
-def sharp():
-    """Attention that is sharp enough for it to matter which tiles are exact."""
-    model = models.wan()
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn1.norm_q.weight.mul_(10)
-    return model
-
-
-CALIBRATED = {"blocks": (2, 2, 3), "sparse": "calibrated", "exact_tiles": (2, 4, 6), "density": 0.1}
-
-
-def test_fresh_lists_fit_and_a_lora_makes_them_stale():
-    model = sharp()
-    run = lambda: [models.output(model, models.inputs("wan", seed=seed)) for seed in range(4)]  # noqa: E731
-    mhla.apply_mhla(model, **CALIBRATED, calibration=run)
-    fresh = mhla.audit(model, run)
-    assert not fresh.fit.is_stale, str(fresh.fit)
-    assert "the calibration fits" in str(fresh)
-    with_lora(model, "to_q", "to_k")
-    stale = mhla.audit(model, run)
-    assert stale.fit.is_stale, str(stale.fit)
-    assert "the calibration is stale" in str(stale) and "calibrate_sparse(pipe, run)" in str(stale)
-    mhla.calibrate_sparse(model, run)
-    again = mhla.audit(model, run)
-    assert not again.fit.is_stale, str(again.fit)
-    assert again.fit.left < stale.fit.left
-    kept = [sum(layer.tiles.mass for layer in found.layers) / 4 for found in (fresh, stale, again)]
-    assert kept[1] < 0.7 * kept[0] and kept[1] < 0.7 * kept[2]
-
-
-def test_lists_chosen_anew_are_those_of_this_run():
-    model = sharp()
-    run = lambda: models.output(model, models.inputs("wan"))  # noqa: E731
-    mhla.apply_mhla(model, **CALIBRATED, calibration=run)
-    found = mhla.audit(model, run)
-    scores = [layer.gain * layer.tiles.pair_errors.sum(dim=0) for layer in found.layers]
-    anew = sum(float((score * ~mask).sum()) for score, mask in zip(scores, spend(scores, 0.1), strict=True))
-    assert found.fit.anew == pytest.approx(anew**0.5, rel=1e-5)
-    assert found.fit.left == pytest.approx(sum(layer.moves for layer in found.layers) ** 0.5, rel=1e-5)
-    for layer in found.layers:
-        exact = mhla.mhla_layers(model)[f"{layer.attention}.mhla"].exact.mask
-        left = float((layer.tiles.pair_errors.sum(dim=0) * ~exact).sum())
-        assert float(layer.tiles.left.sum()) == pytest.approx(left, rel=1e-4)
-        assert layer.tiles.share == pytest.approx(float(exact.float().mean()))
-
-
 def test_a_compiled_model_is_audited():
     model = models.patched("dit")
     compiled = torch.compile(model, backend="eager")
@@ -235,12 +190,11 @@ def test_a_compiled_model_is_audited():
 
 
 def test_figures_as_json():
-    _, found = audited("dit", sparse="content", exact_tiles=(4, 4), density=0.1)
+    _, found = audited("dit", **SPARSE, density=0.1)
     written = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     first = written["layers"][0]
     assert first["error"] == found.error_of_layer(found.layers[0])
-    assert len(first["errors_of_heads"]) == 2 and first["exact"]["mass_kept"] > 0.1
-    assert written["fit"]["is_stale"] is False
+    assert len(first["errors_of_heads"]) == 2 and first["mass_kept"] > 0.1
     for layer, row in zip(found.layers, str(found).splitlines()[1:], strict=False):
         worst = f"{layer.worst_head}: {layer.errors_of_heads[layer.worst_head]:.1%}"
         cells = [layer.name, f"{layer.error:.1%}", worst, f"{layer.density:.1%}", f"{layer.mass_kept:.1%}"]
@@ -259,8 +213,4 @@ def test_what_cannot_be_audited_is_refused():
         mhla.audit(model, lambda: None)
     with mhla.mhla_disabled(model), pytest.raises(ValueError, match="leave mhla_disabled"):
         mhla.audit(model, lambda: None)
-    model = models.patched("wan", sparse="content", exact_tiles=(4, 4, 6))
-    sizes = [models.inputs("wan"), models.inputs("wan", ragged=True)] * 2
-    with pytest.raises(ValueError, match="audit one size at a time"):
-        mhla.audit(model, lambda: [models.output(model, size) for size in sizes])
     assert not any(len(attn._forward_hooks) for attn in model.modules() if hasattr(attn, "to_out"))

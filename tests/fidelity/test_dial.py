@@ -1,16 +1,11 @@
-"""Exactness turned up and down in place, and spent where an audit has found the error."""
+"""The density turned up and down in place, and a budget spent where an audit has found the error."""
 
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import mhla_diffusers as mhla
-import mhla_diffusers.attention.merge as merge
-from mhla_diffusers.attention.tile_scores import budget_of, spend
 from mhla_diffusers.families import get_family
-from mhla_diffusers.fidelity import dial
 from mhla_diffusers.fidelity.spending import plan_spending
 from mhla_diffusers.patching import mhla_disabled
 from mhla_diffusers.tiny import load_tiny
@@ -20,8 +15,7 @@ from ..analysis.tiny import run_tiny
 from ..patching.shared import assert_same_footprint, footprint
 from ..pipelines import PIPELINES, generate, wan22_pipeline
 
-SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 1)
-TILES = {"wan": (2, 4, 3), "dit": (4, 4), "sana": None}
+DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 1)
 SOFTMAX = ["wan", "dit"]
 
 
@@ -29,120 +23,35 @@ def run_of(model, name):
     return lambda: models.output(model, models.inputs(name))
 
 
-def patched(name, exact, share=0.1):
-    """A model with exact tiles that are calibrated or have β and λ fitted to what they replace."""
-    model = models.FAMILIES[name].build()
-    tiles = {"exact": exact, "exact_tiles": TILES[name], "density": share}
-    return mhla.apply_mhla(model, blocks=models.FAMILIES[name].blocks, **tiles, calibration=run_of(model, name))
+def patched(name, density=0.1):
+    settings = {"sparse": "content", "block_size": 4, "density": density}
+    return mhla.apply_mhla(models.FAMILIES[name].build(), blocks=models.FAMILIES[name].blocks, **settings)
 
 
 def error(model, name):
     return models.relative_change(run_of(model, name)(), run_of(models.FAMILIES[name].build(), name)())
 
 
-def lists(model):
-    return {name: layer.sparse.mask for name, layer in mhla.mhla_layers(model).items()}
-
-
-@pytest.mark.parametrize("exact", ["calibrated", "content"])
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_the_error_falls_with_the_share(name, exact):
-    model = patched(name, exact)
-    errors = [error(mhla.set_density(model, share), name) for share in SHARES]
-    assert errors == sorted(errors, reverse=True)
-    # at 1 softmax attention's sums in another order
-    assert errors[-1] < 1e-6 < 1e-3 < errors[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "exact"),
-    [(name, exact) for name in SOFTMAX for exact in ("calibrated", "content", "none")] + [("sana", "none")],
-)
-def test_the_error_falls_with_what_is_spent(name, exact):
-    model = models.patched(name) if exact == "none" else patched(name, exact)
+@pytest.mark.parametrize(("name", "sparse"), [("wan", True), ("dit", True), ("wan", False), ("sana", False)])
+def test_the_error_falls_with_what_is_spent(name, sparse):
+    model = patched(name) if sparse else models.patched(name)
     audit = mhla.audit(model, run_of(model, name))
-    errors = [error(mhla.densify(model, audit, share), name) for share in SHARES]
+    errors = [error(mhla.densify(model, audit, density), name) for density in DENSITIES]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] == 0 < errors[0], "as before the patch, bit for bit"
-    assert len(set(errors)) >= (3 if exact == "none" else 9)
+    assert len(set(errors)) >= (8 if sparse else 3)
 
 
-@pytest.mark.parametrize("exact", ["calibrated", "content"])
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_what_is_spent_by_an_audit_leaves_less_than_the_dial(name, exact):
-    """It knows what every pair is worth, not only the heaviest fifth, and fits β and λ to the new share."""
-    model = patched(name, exact)
-    audit = mhla.audit(model, run_of(model, name))
-    by_dial = error(mhla.set_density(model, 0.5), name)
-    assert error(mhla.densify(model, audit, 0.5), name) < 0.95 * by_dial
-
-
-@pytest.mark.parametrize("how", ["dial", "densify"])
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_at_a_share_of_one_no_linear_branch_is_computed(name, how, monkeypatch):
-    model = patched(name, "calibrated")
-    audit = mhla.audit(model, run_of(model, name))
-    calls = []
-
-    def counted(call):
-        calls.append(call)
-        return linear_branch(call)
-
-    linear_branch = merge.linear_branch
-    monkeypatch.setattr(merge, "linear_branch", counted)
-    run_of(model, name)()
-    assert len(calls) == len(mhla.mhla_layers(model)), "of every layer, as long as the share is below 1"
-    calls.clear()
-    mhla.set_density(model, 1) if how == "dial" else mhla.densify(model, audit, 1)
-    run_of(model, name)()
-    assert not calls
-
-
-def test_one_and_back_gives_the_lists_of_before(tmp_path):
-    model = patched("wan", "calibrated", 0.3)
-    before, expected = lists(model), run_of(model, "wan")()
-    mhla.set_density(model, 1)
-    mhla.save_mhla(model, tmp_path)
-    for one in (model, mhla.load_mhla(models.wan(), tmp_path)):
-        mhla.set_density(one, 0.3)
-        assert all(torch.equal(mask, before[name]) for name, mask in lists(one).items())
-        assert torch.equal(run_of(one, "wan")(), expected)
-    mhla.set_density(model, 0.6)
-    mhla.set_density(model, 1)
-    other = mhla.set_density(patched("wan", "calibrated", 0.3), 0.5)
-    mhla.set_density(model, 0.5)
-    assert all(torch.equal(mask, lists(other)[name]) for name, mask in lists(model).items())
-
-
-@pytest.mark.parametrize("share", [0.3, 0.55, 0.9])
-def test_beyond_what_is_known_a_budget_is_spread_evenly(share):
-    """Rows of all heads and layers get one pair in turn, and no key tile is preferred."""
-    scores = [torch.zeros(2, 8, 8) for _ in range(3)]
-    masks = spend(scores, share)
-    of_rows = torch.stack(masks).sum(dim=-1)
-    assert int(of_rows.max()) - int(of_rows.min()) <= 1
-    of_keys = torch.stack(masks).sum(dim=2)
-    assert int(of_keys.max()) - int(of_keys.min()) <= 1
-    assert int(of_rows.sum()) == round(share * 3 * 128)
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    share=st.floats(0.01, 1),
-    seed=st.integers(0, 99),
-    known=st.floats(0, 1),
-    layers=st.integers(1, 3),
-    tiles=st.integers(1, 7),
-)
-def test_a_budget_is_spent_to_the_last_pair(share, seed, known, layers, tiles):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (layers, 2, tiles, tiles)
-    scores = torch.rand(shape, generator=generator) * (torch.rand(shape, generator=generator) < known)
-    masks = torch.stack(spend(list(scores), share))
-    assert int(masks.sum()) == budget_of([layer.shape for layer in scores], share)
-    assert masks.any(dim=-1).all()
-    best = scores.amax(dim=-1)
-    assert torch.equal((scores * masks).amax(dim=-1), best), "every query tile has its best key tile"
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["wan", "dit", "sana"])
+def test_the_error_of_trained_pipelines_falls_with_what_is_spent(family):
+    sparse = {} if family == "sana" else {"sparse": "content", "block_size": 4, "density": 0.1}
+    pipe = mhla.apply_mhla(load_tiny(family), **sparse)
+    run = run_tiny(pipe, steps=2 if family == "wan" else 4)
+    audit = mhla.audit(pipe, run)
+    errors = [Along(mhla.densify(pipe, audit, density), run).error for density in DENSITIES]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] == 0 < errors[0]
 
 
 class Along:
@@ -166,31 +75,6 @@ class Along:
         found = output[0] if isinstance(output, tuple) else output.sample
         self.sums[0] += float((found - expected).double().square().sum())
         self.sums[1] += float(expected.double().square().sum())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "tiles"), [("wan", {"exact_tiles": (3, 4, 4)}), ("dit", {"exact_tiles": (4, 4)}), ("sana", {})]
-)
-def test_the_error_of_trained_pipelines_falls_with_what_is_spent(family, tiles):
-    pipe = mhla.apply_mhla(load_tiny(family), **tiles)
-    run = run_tiny(pipe, steps=2 if family == "wan" else 4)
-    audit = mhla.audit(pipe, run)
-    errors = [Along(mhla.densify(pipe, audit, share), run).error for share in SHARES]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] == 0 < errors[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "tiles"), [("wan", (3, 4, 4)), ("dit", (4, 4))])
-@pytest.mark.parametrize("exact", ["calibrated", "content"])
-def test_the_error_of_trained_pipelines_falls_with_the_share(family, tiles, exact):
-    pipe = load_tiny(family)
-    run = run_tiny(pipe, steps=2 if family == "wan" else 4)
-    mhla.apply_mhla(pipe, sparse=exact, exact_tiles=tiles, calibration=run)
-    errors = [Along(mhla.set_density(pipe, share), run).error for share in SHARES]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < 1e-5 < 1e-2 < errors[0]
 
 
 def test_steps_whose_error_is_largest_are_given_back_first():
@@ -218,16 +102,15 @@ def test_layers_whose_error_moves_most_get_their_attention_back():
     assert all(layer.replaced for layer in mhla.describe(model)), "a smaller budget takes it away again"
 
 
-@pytest.mark.parametrize("exact", ["calibrated", "content"])
-def test_no_more_is_spent_than_there_is(exact):
-    model = patched("dit", exact)
+def test_about_as_much_is_spent_as_there_is():
+    model = patched("dit")
     audit = mhla.audit(model, run_of(model, "dit"))
-    for share in (0.1, 0.35, 0.8):
-        mhla.densify(model, audit, share)
+    for density in (0.1, 0.35, 0.8):
+        mhla.densify(model, audit, density)
+        run_of(model, "dit")()
         found = mhla.describe(model)
-        spent = sum(layer.sparse.share if layer.replaced else 1 for layer in found) / len(found)
-        # a pair more or less in a layer of 512
-        assert share - 0.07 <= spent <= share + 0.002
+        spent = sum(layer.sparse.density if layer.replaced else 1 for layer in found) / len(found)
+        assert spent == pytest.approx(density, abs=0.5 / 16), "half a block of 16 in every list"
 
 
 def test_both_transformers_spend_in_their_own_steps():
@@ -245,7 +128,7 @@ def test_both_transformers_spend_in_their_own_steps():
 
 
 def test_a_densified_patch_is_saved_and_loaded(tmp_path):
-    model = patched("wan", "content")
+    model = patched("wan")
     mhla.densify(model, mhla.audit(model, run_of(model, "wan")), 0.3)
     mhla.save_mhla(model, tmp_path)
     loaded = mhla.load_mhla(models.wan(), tmp_path)
@@ -258,7 +141,7 @@ def test_a_densified_patch_is_saved_and_loaded(tmp_path):
 def test_what_the_dial_cannot_turn_is_refused(name):
     model = models.patched(name)
     before = footprint(model)
-    with pytest.raises(ValueError, match="sparse='none' has no share to set.*densify"):
+    with pytest.raises(ValueError, match="sparse='none' has no density to set.*densify"):
         mhla.set_density(model, 0.1)
     assert_same_footprint(model, before)
     with pytest.raises(ValueError, match="not patched"):
@@ -269,21 +152,21 @@ def test_a_causal_patch_gives_no_layer_back_to_attention_that_sees_later_frames(
     model = models.wan()
     mhla.apply_mhla(model, blocks=(2, 2, 3), causal="block", block_length=2, sparse="own")
     audit, before = mhla.audit(model, run_of(model, "wan")), footprint(model)
-    for turn in (mhla.set_density, lambda model, share: mhla.densify(model, audit, share)):
-        for share in (0.3, 1):
+    for turn in (mhla.set_density, lambda model, density: mhla.densify(model, audit, density)):
+        for density in (0.3, 1):
             with pytest.raises(ValueError, match=r"causal='block' is not to see later ones"):
-                turn(model, share)
+                turn(model, density)
     assert_same_footprint(model, before)
 
 
-@pytest.mark.parametrize("share", [0, -0.1, 1.01, True, "5%", float("nan")])
-def test_shares_that_are_none_are_refused(share):
-    model = patched("dit", "calibrated")
+@pytest.mark.parametrize("density", [0, -0.1, 1.01, True, "5%", float("nan")])
+def test_densities_that_are_none_are_refused(density):
+    model = patched("dit")
     audit = mhla.audit(model, run_of(model, "dit"))
     before = footprint(model)
-    for turn in (mhla.set_density, lambda model, share: mhla.densify(model, audit, share)):
+    for turn in (mhla.set_density, lambda model, density: mhla.densify(model, audit, density)):
         with pytest.raises(ValueError, match=r"must be (in \(0, 1\]|a number|a part)"):
-            turn(model, share)
+            turn(model, density)
         assert_same_footprint(model, before)
 
 
@@ -304,22 +187,8 @@ def test_the_audit_of_another_model_is_refused():
         mhla.densify(model, audit, 0.5)
 
 
-def test_an_interruption_leaves_the_model_as_it_was(monkeypatch):
-    model = patched("wan", "content")
-    found, before, layers = mhla.audit(model, run_of(model, "wan")), run_of(model, "wan")(), mhla.mhla_layers(model)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(dial, "fit_weights", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        mhla.densify(model, found, 0.5)
-    assert mhla.mhla_layers(model) == layers
-    assert torch.equal(run_of(model, "wan")(), before)
-
-
-def test_a_share_without_a_step_to_matter_in_is_refused():
-    model = patched("dit", "calibrated")
+def test_a_density_without_a_step_to_matter_in_is_refused():
+    model = patched("dit")
     found = mhla.audit(model, run_of(model, "dit"))
     mhla.densify(model, found, 1)
     assert "rest, which it does in every step" in str(mhla.audit(model, run_of(model, "dit")))
@@ -330,14 +199,12 @@ def test_a_share_without_a_step_to_matter_in_is_refused():
         mhla.densify(model, None, 0.2)
     with pytest.raises(ValueError, match="run='a cat' must be a function"):
         mhla.audit(model, "a cat")
-    with mhla.mhla_disabled(model), pytest.raises(ValueError, match="switched off in some layers"):
-        mhla.calibrate_sparse(model, run_of(model, "dit"))
 
 
 def test_the_dial_keeps_the_backend_that_was_set_before_patching():
     model = models.wan()
     model.set_attention_backend("_native_math")
-    mhla.apply_mhla(model, blocks=(2, 2, 3), sparse="content", exact_tiles=(2, 4, 3))
+    mhla.apply_mhla(model, blocks=(2, 2, 3), sparse="content", block_size=4)
     mhla.remove_mhla(mhla.set_density(model, 0.5))
     assert {attn.processor._attention_backend for attn in get_family(model).self_attentions(model).values()} == {
         AttentionBackendName._NATIVE_MATH

@@ -74,7 +74,7 @@ def test_backend_and_density():
     [
         (
             {"sparse": "none"},
-            "of linear_log_weight, pooled_bias is dropped. The patch .* blocks of 8 tokens, and runs with sparse='none'",
+            "of linear_log_weight, pooled_bias is dropped. The patch .* blocks of 8 tokens, .* sparse='none'",
         ),
         ({"pooled": False}, "learned of pooled_bias is dropped"),
         ({"fit_pooled_bias": None}, "learned of pooled_bias is dropped"),
