@@ -423,8 +423,11 @@ def _parts(
             blocks = slice(block, block + at_once)
             here = lists[groups, blocks]
             listed = here.clamp_min(0) + first
-            own_key, own_value = (x[listed].flatten(2, 3) for x in (all_keys, all_values))
-            own_bias = bias[listed].masked_fill((here < 0)[..., None], -math.inf).flatten(2)
+            own_key, own_value, own_bias = (
+                x.index_select(0, listed.flatten()).view(*listed.shape, *x.shape[1:]).flatten(2, 3)
+                for x in (all_keys, all_values, bias)
+            )
+            own_bias = own_bias.masked_fill((here < 0).repeat_interleave(rows, dim=-1), -math.inf)
             own_query = query.flatten(0, 1)[groups, blocks]
             logits = own_query @ own_key.mT + own_bias[:, :, None]
             own_mean_key = own_mean_value = None
@@ -540,7 +543,7 @@ def choose_by_content(
     if key_mask is not None:
         is_masked = total_of_blocks(weights.sum(dim=-1, keepdim=True), own, group) == 0
         scores = scores.masked_fill(is_masked.mT[:, None], torch.finfo(dtype).min)
-    return scores.topk(list_length(density, own.count), dim=-1).indices.sort(dim=-1).values
+    return scores.topk(list_length(density, own.count), dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
 @choose_by_content.register_fake
