@@ -7,8 +7,8 @@ python finetune/fidelity.py steps --family wan               # untrained and ada
 Every row is patched anew, and where it says so calibrated on training samples, of which none is among those that it is
 measured on, or an adapted patch that ships. All rows see the same held-out samples and noise. Held-out loss, digits
 recognised, Fréchet distance to real digits, and the distance of every picture to the unpatched pipeline's for the same
-noise, means with their standard error, go to <table>-<family>.csv and .md. Rows that are finished are kept, so a command
-goes on where it was stopped.
+noise, means with their standard error, go to <table>-<family>.csv and .md. Rows that are finished are kept, so a
+command goes on where it was stopped.
 """
 
 import argparse

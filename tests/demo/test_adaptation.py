@@ -34,16 +34,6 @@ def test_curve_begins_with_the_patched_model_and_ends_with_the_adapted_one(adapt
     assert not pipe.transformer.training
 
 
-def test_fresh_exact_tiles_are_calibrated_before_the_first_update_and_only_then(adaptation, tmp_path, caplog):
-    caplog.set_level("INFO", "mhla_diffusers.training.calibration")
-    pipe = adaptation.patched(MHLA.replace(mixing_per_head=True, sparse="content", exact_tiles=(8, 4)))
-    adaptation.adapt(pipe, Recipe(1), tmp_path / "first")
-    assert "Calibrating exact tiles on 8 training samples" in caplog.text
-    caplog.clear()
-    adaptation.adapt(pipe, Recipe(1), tmp_path / "second")
-    assert "Calibrating" not in caplog.text
-
-
 def test_unpatched_pipeline_trains_on(adaptation, tmp_path):
     pipe = adaptation.patched(None)
     assert not is_patched(pipe)

@@ -23,8 +23,8 @@ def test_what_ships_is_judged_against_the_control(tmp_path):
     arguments = ("dit", "--scenes", 4, "--only", "exact", "--output", tmp_path)
     printed = call(script, *arguments).stdout
     results = json.loads((tmp_path / "quality.json").read_text())
-    assert list(results) == ["softmax", "MHLA, exact tiles", "softmax, as shipped"]
-    exact = results["MHLA, exact tiles"]
+    assert list(results) == ["softmax", "MHLA, block-sparse", "softmax, as shipped"]
+    exact = results["MHLA, block-sparse"]
     assert set(exact["differences"]) == {"held-out loss", "digits recognised", "Fréchet distance"}
     for interval in exact["differences"].values():
         assert interval["low"] <= interval["value"] <= interval["high"]

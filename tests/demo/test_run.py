@@ -40,7 +40,7 @@ def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
         rows = run_demo(config)
         tables.append([{**vars(row), "seconds_per_step": None} for row in rows])
     assert tables[0] == tables[1]
-    names = ["softmax", "plain linear", "MHLA", "MHLA hybrid 2/3", "MHLA, exact tiles"]
+    names = ["softmax", "plain linear", "MHLA", "MHLA hybrid 2/3", "MHLA, block-sparse"]
     assert [row["name"] for row in tables[0]] == names
     files = {path.name for path in (tmp_path / "first").iterdir()}
     assert {"index.html", "results.json", "samples.png", "loss.png", "mixing-MHLA.png"} <= files

@@ -16,7 +16,6 @@ from ..pipelines import wan22_pipeline, wan_pipeline
 _CAUSAL: dict[str, Any] = {
     "blocks": (2, 2, 1),
     "sparse": "own",
-    "exact_tiles": None,
     "causal": "block",
     "block_length": 2,
     "beyond": "relative",

@@ -1,4 +1,4 @@
-"""What the recipes combine, at tiny size: precision, exact tiles, losses, and LoRA or all weights."""
+"""What the recipes combine, at tiny size: precision, the sparse branch, losses, and LoRA or all weights."""
 
 import math
 from collections.abc import Callable
@@ -24,22 +24,25 @@ LORA = (StageConfig(1, 1e-3, "mhla", TRANSFER), StageConfig(1, 1e-3, "lora", BOT
 CAUSAL = MHLAConfig(blocks=(2, 2, 2), causal="block", block_length=1, sparse="own", beyond="relative")
 
 
-def _patch(axes: int, exact: Literal["none", "own", "calibrated", "content"]) -> MHLAConfig:
-    tiles = None if exact == "none" else (2,) + (4,) * (axes - 1)
-    return MHLAConfig(blocks=(2,) * axes, mixing_per_head=True, sparse=exact, exact_tiles=tiles)
+def _patch(axes: int, **settings: Any) -> MHLAConfig:
+    return MHLAConfig(blocks=(2,) * axes, mixing_per_head=True, **settings)
+
+
+SPARSE: dict[str, Any] = {"sparse": "content", "block_size": 4}
+LEARNED = SPARSE | {"fit_pooled_bias": False}
 
 
 @pytest.mark.parametrize("stages", [WEIGHTS, LORA], ids=["weights", "lora"])
 @pytest.mark.parametrize(
     ("precision", "family", "make", "patch"),
     [
-        *(("no", "wan", tiny_wan, _patch(3, exact)) for exact in ("calibrated", "content")),
-        *(("bf16", "wan", tiny_wan, _patch(3, exact)) for exact in ("none", "own", "calibrated", "content")),
+        ("no", "wan", tiny_wan, _patch(3, **SPARSE)),
+        *(("bf16", "wan", tiny_wan, _patch(3, **settings)) for settings in ({}, SPARSE, LEARNED)),
         ("bf16", "wan", tiny_wan, CAUSAL),
-        *(("bf16", "dit", tiny_dit, _patch(2, exact)) for exact in ("none", "content")),
-        ("bf16", "sana", tiny_sana, _patch(2, "none")),
+        ("bf16", "dit", tiny_dit, _patch(2, **SPARSE)),
+        ("bf16", "sana", tiny_sana, _patch(2)),
     ],
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "exact", ""),
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "sparse", ""),
 )
 def test_any_recipe_goes_with_any_patch_and_precision(
     precision: Literal["no", "bf16"],

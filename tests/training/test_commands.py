@@ -72,6 +72,8 @@ def test_from_prompts_to_a_patch_that_loads(tmp_path: Path, model: str, config_f
     )
     assert "holds 2 samples" in made
     assert "stage 0: trains mhla" in _cli("finetune", "--config", config_file, "--dry-run")
+    with pytest.raises(ValueError, match="batch_size=3 is more than the 2 samples to train on"):
+        dry_run(TrainingConfig.from_yaml(config_file, ["batch_size=3"]))
     assert str(tmp_path / "run" / "result") in _cli("finetune", "--config", config_file)
     pipe = load_mhla(wan_pipeline(), tmp_path / "run" / "result")
     frames = pipe("a red ball", height=32, width=32, num_frames=5, num_inference_steps=2, output_type="pt").frames

@@ -1,6 +1,5 @@
-"""What a dry run counts of exact tiles."""
+"""What a dry run counts of the sparse branch."""
 
-import math
 from functools import cache
 
 import pytest
@@ -15,7 +14,7 @@ from .. import models
 
 FRAMES, SIDE, WIDTH, LAYERS = 8, 16, 24, 4
 TOKENS = FRAMES * (SIDE // 2) ** 2
-TILES = (4, 4, 4)
+BLOCK = 8
 
 
 @cache
@@ -28,21 +27,17 @@ def dry_run(**patch: object) -> Estimate:
     return estimate(transformer, sample, TrainingConfig("unused", (stage,)))
 
 
-@pytest.mark.parametrize("exact", ["content", "calibrated"])
-def test_exact_tiles_cost_their_pairs_and_means(exact: str) -> None:
-    """A forward of two products and a backward of five, for every query with its tokens and with every mean."""
+def test_listed_pairs_and_pooled_keys_are_counted() -> None:
+    """A forward of two products and a backward of five, for every query with its tokens and with every pooled key."""
     without = dry_run().stages[0]
-    counted = {share: dry_run(sparse=exact, exact_tiles=TILES, density=share).stages[0].flops for share in (0.125, 0.5)}
+    sparse = {"sparse": "content", "block_size": BLOCK, "fit_pooled_bias": False}
+    counted = {density: dry_run(**sparse, density=density).stages[0] for density in (0.125, 0.5)}
     product = 2 * TOKENS * WIDTH * LAYERS
-    added = 7 * product * (TOKENS / 8 + math.prod(TILES))
-    assert counted[0.125] - without.flops == pytest.approx(added, rel=0.05)
-    assert counted[0.5] - counted[0.125] == pytest.approx(7 * product * TOKENS * 3 / 8, rel=1e-6)
-
-
-def test_the_weights_beside_exact_tiles_are_counted() -> None:
-    plain, exact = (dry_run(**patch).stages[0] for patch in ({}, {"sparse": "calibrated", "exact_tiles": TILES}))
-    assert exact.trainable_parameters - plain.trainable_parameters == LAYERS * 2 * 2, "λ and β of two heads"
-    assert exact.activation_bytes > plain.activation_bytes
+    added = 7 * product * (TOKENS / 8 + TOKENS / BLOCK)
+    assert counted[0.125].flops - without.flops == pytest.approx(added, rel=0.05)
+    assert counted[0.5].flops - counted[0.125].flops == pytest.approx(7 * product * TOKENS * 3 / 8, rel=1e-6)
+    assert counted[0.125].trainable_parameters - without.trainable_parameters == LAYERS * 2 * 2, "λ and β of two heads"
+    assert counted[0.125].activation_bytes > without.activation_bytes
 
 
 @cache

@@ -20,7 +20,6 @@ from ...models import assert_changed, wan
 _CAUSAL: dict[str, Any] = {
     "blocks": (3, 2, 2),
     "sparse": "own",
-    "exact_tiles": None,
     "causal": "block",
     "block_length": 2,
 }
