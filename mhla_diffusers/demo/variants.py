@@ -53,8 +53,14 @@ def streamed_variant(tiny: TinyPipeline) -> Variant | None:
     """
     if not tiny.is_video:
         return None
-    mhla = MHLAConfig((_STREAMED_ROWS, *tiny.blocks[1:]), mixing_per_head=True, sparse="own")
-    causal = mhla.replace(causal="block", block_length=_STREAMED_FRAMES, beyond="relative")
+    causal = MHLAConfig(
+        (_STREAMED_ROWS, *tiny.blocks[1:]),
+        mixing_per_head=True,
+        sparse="own",
+        causal="block",
+        block_length=_STREAMED_FRAMES,
+        beyond="relative",
+    )
     return Variant("MHLA, causal", "causal", causal)
 
 
