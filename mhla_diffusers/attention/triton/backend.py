@@ -37,8 +37,6 @@ def why_not(query: torch.Tensor, feature_map: str, block_size: int | None = None
     head_dim = query.shape[3]
     if block_size is not None and block_size not in BLOCK_SIZES:
         return f"the block size is {block_size}; allowed are {', '.join(map(str, BLOCK_SIZES))}"
-    if block_size is not None and head_dim < 16:
-        return f"the head dim is {head_dim}; block lists and extra tokens need at least 16"
     if query.device.type not in ("cuda", "cpu"):
         return f"the tensors are on {query.device}; Triton runs on CUDA and ROCm devices"
     if query.device.type == "cpu" and not _interpreting():

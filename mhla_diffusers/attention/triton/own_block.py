@@ -8,7 +8,8 @@ import torch
 
 from ..call import Call
 from ..own_block import Own, block_runs, joined, own_block_attention
-from .sparse import listed, log_weights, prepare, raster_rows
+from ..sparse import in_order
+from .sparse import all_blocks, listed, prepare, weights
 
 _BLOCK_SIZES = 16, 64
 """The least and the most rows of a block."""
@@ -41,13 +42,12 @@ def _of_blocks(call: Call, count: int, tokens: slice) -> Own:
         table = by_block(table.expand(batch, -1, -1, -1)).contiguous()
     query, key, value = (by_block(x) for x in (call.query, call.key, call.value))
     query, key, value, *_ = prepare(query, key, value, table, mask, *place)
-    bias, _, _ = log_weights(mask, batch * count, *place, device)
+    bias = None if mask is None else weights(key.detach(), mask, *place)[0]
     groups, blocks = len(query), query.shape[1] // block_size
-    number = torch.arange(groups * blocks, dtype=torch.int32, device=device)
-    indices = number.view(groups, 1, blocks).expand(-1, blocks, -1).flatten(0, 1).contiguous()
-    counts = number % blocks + 1 if is_causal else torch.full_like(number, blocks)
+    indices, counts = all_blocks(groups, blocks, blocks, device)
+    if is_causal:
+        counts = torch.arange(groups * blocks, dtype=torch.int32, device=device) % blocks + 1
     output, lse = listed(query, key, value, bias, indices, counts, head_dim**-0.5, *place, is_causal)
-    rows = raster_rows((length,), block_size, device)
-    in_order = (x[:, rows].unflatten(0, (batch, count, heads)) for x in (output.float(), lse[..., None]))
-    output, lse = (x.transpose(2, 3).flatten(1, 2) for x in in_order)
+    of_blocks = (x.view(-1, heads, blocks, block_size, x.shape[-1]) for x in (output.float(), lse[..., None]))
+    output, lse = (in_order(x, *place).unflatten(0, (batch, count)).flatten(1, 2) for x in of_blocks)
     return output, lse

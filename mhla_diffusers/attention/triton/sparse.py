@@ -1,7 +1,8 @@
-"""Block-sparse attention by content beside MHLA as fused kernels: the operators, and the order in which they run.
+"""Block-sparse attention beside MHLA as fused kernels: the operators, and the order in which they run.
 
 prepare     RoPE, the order of the blocks and their means: (B, N, H, D) to rows (B H, R, D), once for all that follows
-choose      the key blocks that every query block attends to
+weights     of all rows and blocks, by the key mask
+choose      the key blocks that every query block attends to, where no lists are given
 listed      softmax over the keys of the listed blocks
 pooled      softmax over the means of all other blocks
 states      KV states of MHLA's blocks, from the same rows
@@ -26,7 +27,7 @@ from ..call import Call
 from ..layout import Layout, block_count, layout_of
 from ..linear import finish
 from ..merge import least_mixing, linear_branch, under_common_sum, with_least_mask
-from ..sparse import best_bias, fitting_rows, given_lists
+from ..sparse import best_bias, fitting_rows, given_lists, in_order
 from .linear_operators import linear_beside, linear_read, linear_states, refuse_second_derivative
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -53,22 +54,23 @@ def sparse_attention(call: Call) -> torch.Tensor:
     place = list(call.grid), block_size, extra
     rows = prepare(query, key, value, table, mask, *place)
     (query, key, value), (pooled_query, pooled_key, pooled_value, spread) = rows[:3], rows[3:]
-    bias, pooled_bias, weight = log_weights(mask, len(call.query), *place, query.device)
     with torch.no_grad():
+        bias, weight = weights(key, mask, *place)
         if rule is None:
-            indices, counts, bits = _listed_blocks(given_lists(call), len(call.query), key.shape[1] // block_size)
+            indices, counts, bits = given_blocks(given_lists(call), len(call.query), key.shape[1] // block_size)
         else:
             indices, counts, bits = choose(pooled_query, pooled_key, spread, weight, rule.density, scale, *place)
     of_grid = query[:, : pooled_key.shape[1] * block_size].contiguous()
-    near, near_lse = listed(of_grid, key, value, bias, indices, counts, scale, *place, False)
+    keys = key, value, bias if mask is not None else None
+    near, near_lse = listed(of_grid, *keys, indices, counts, scale, *place, False)
     far: torch.Tensor | None = None
     far_lse: torch.Tensor | None = None
     fits_bias = rule is not None and rule.fit_pooled_bias
     if fits_bias or call.pooled_bias is not None:
-        far, far_lse = pooled(of_grid, pooled_key, pooled_value, pooled_bias, bits, scale)
+        far, far_lse = pooled(of_grid, pooled_key, pooled_value, weight.log(), bits, scale)
         if call.pooled_bias is None:
             with torch.no_grad():
-                beta = fit_bias(of_grid, key, value, bias, near, near_lse, far, far_lse, scale, *place)
+                beta = fit_bias(of_grid, *keys, near, near_lse, far, far_lse, scale, *place)
         else:
             beta = call.pooled_bias.float().expand(len(call.query), -1).flatten()
         far_lse = far_lse + beta[:, None]
@@ -79,12 +81,14 @@ def sparse_attention(call: Call) -> torch.Tensor:
         output = _read_merged(call, block_size, of_grid, key, value, branches)
     if call.extra is None:
         return output
-    of_others = _of_others(query[:, of_grid.shape[1] :].contiguous(), key, value, bias, scale, *place)
-    of_others = of_others[:, : call.extra.count].unflatten(0, (len(call.query), -1)).transpose(1, 2)
-    return call.extra.around(output, of_others)
+    of_extra = query[:, of_grid.shape[1] :].contiguous()
+    everything = all_blocks(len(query), of_extra.shape[1] // block_size, key.shape[1] // block_size, query.device)
+    of_extra, _ = listed(of_extra, *keys, *everything, scale, *place, False)
+    of_extra = of_extra[:, : call.extra.count].unflatten(0, (len(call.query), -1)).transpose(1, 2)
+    return call.extra.around(output, of_extra)
 
 
-def _listed_blocks(lists: BlockLists, batch: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def given_blocks(lists: BlockLists, batch: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Given lists as :func:`choose` returns those it finds, the extra blocks at the end of each.
 
     Args:
@@ -111,28 +115,19 @@ def _listed_blocks(lists: BlockLists, batch: int, blocks: int) -> tuple[torch.Te
     return indices.int().contiguous(), counts.int(), words.int().contiguous()
 
 
-def _of_others(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    grid: Sequence[int],
-    block_size: int,
-    extra: int,
-) -> torch.Tensor:
-    """What extra tokens get: softmax over all keys, (G, rows, D)."""
-    groups, blocks = len(query), key.shape[1] // block_size
-    everything = torch.arange(groups * blocks, dtype=torch.int32, device=query.device).view(groups, 1, blocks)
-    indices = everything.expand(-1, query.shape[1] // block_size, -1).flatten(0, 1).contiguous()
-    counts = torch.full_like(indices[:, 0], blocks)
-    return listed(query, key, value, bias, indices, counts, scale, grid, block_size, extra, False)[0]
+def all_blocks(
+    groups: int, query_blocks: int, key_blocks: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and counts of lists that hold all blocks of their group."""
+    everything = torch.arange(groups * key_blocks, dtype=torch.int32, device=device).view(groups, 1, key_blocks)
+    indices = everything.expand(-1, query_blocks, -1).flatten(0, 1).contiguous()
+    return indices, torch.full_like(indices[:, 0], key_blocks)
 
 
 def _sequence(
     call: Call,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]:
-    """Query, key, value, RoPE and key mask of the grid's tokens with those outside behind them, and their number."""
+    """Query, key, value, RoPE and key mask of the grid's tokens with the extra ones behind them, and their number."""
     query, key, value, table, mask = call.query, call.key, call.value, call.rotary_of_tokens, call.key_mask
     others = call.extra
     if others is None:
@@ -145,18 +140,30 @@ def _sequence(
     return query, key, value, table, mask, others.count
 
 
-def log_weights(
-    mask: torch.Tensor | None, batch: int, grid: Sequence[int], block_size: int, extra: int, device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Logs of the weights of all rows (B, R), None without a mask; and of the grid's blocks (1 or B, T), and these."""
-    layout = layout_of(tuple(grid), block_size, (0, extra), device=str(device))
-    if mask is None:
-        weight = layout.valid[None, : layout.grid_blocks].float()
-        return None, weight.log(), weight
-    positions = layout.order.clamp_min(0)
-    of_rows = mask.index_select(1, positions) * (layout.order >= 0)
-    weight = of_rows.view(batch, -1, block_size).sum(dim=-1)[:, : layout.grid_blocks].contiguous()
-    return of_rows.log(), weight.log(), weight
+@torch.library.custom_op(
+    "mhla_diffusers::block_weights",
+    mutates_args=(),
+    schema=f"(Tensor rows, Tensor? key_mask, {_GRID}) -> (Tensor, Tensor)",
+)
+def weights(
+    rows: torch.Tensor, key_mask: torch.Tensor | None, grid: Sequence[int], block_size: int, extra: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logs of the weights of rows (B, R), of none without a mask; and weights of the grid's blocks (1 or B, T)."""
+    layout = _layout(grid, block_size, extra, rows)
+    if key_mask is None:
+        return rows.new_empty(0, dtype=torch.float32), layout.valid[None, : layout.grid_blocks].float()
+    of_rows = key_mask.index_select(1, layout.order.clamp_min(0)) * (layout.order >= 0)
+    of_blocks = of_rows.unflatten(1, (-1, block_size)).sum(dim=-1)
+    return of_rows.log(), of_blocks[:, : layout.grid_blocks].contiguous()
+
+
+@weights.register_fake
+def _weight_shapes(
+    rows: torch.Tensor, key_mask: torch.Tensor | None, grid: Sequence[int], block_size: int, extra: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    samples, of_rows = (1, [0]) if key_mask is None else (len(key_mask), [len(key_mask), rows.shape[1]])
+    of_blocks = [samples, block_count(grid, block_size)]
+    return rows.new_empty(of_rows, dtype=torch.float32), rows.new_empty(of_blocks, dtype=torch.float32)
 
 
 def _layout(grid: Sequence[int], block_size: int, extra: int, like: torch.Tensor) -> Layout:
@@ -590,17 +597,12 @@ def _merged(call: Call, block_size: int, branches: Branches) -> torch.Tensor:
         share = torch.sigmoid(branches.pooled_lse - lse)[..., None]
         output = (1 - share) * output + share * branches.pooled.float()
         lse = torch.logaddexp(lse, branches.pooled_lse)
-    rows, batch = raster_rows(call.grid, block_size, call.query.device), len(call.query)
-    output, lse = (x[:, rows].unflatten(0, (batch, -1)).transpose(1, 2) for x in (output, lse[..., None]))
+    batch = len(call.query)
+    of_blocks = (x.unflatten(1, (-1, block_size)).unflatten(0, (batch, -1)) for x in (output, lse[..., None]))
+    output, lse = (in_order(x, call.grid, block_size, 0) for x in of_blocks)
     if call.linear_weight is not None:
         all_else = linear_branch(call)
         far, normaliser = linear_read(all_else, linear_states(all_else))
         log_far = (call.linear_weight.float()[:, None] * normaliser).log()
         output = under_common_sum(output, lse, far.float(), log_far)
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
-
-
-@lru_cache(maxsize=64)
-def raster_rows(grid: Shape, block_size: int, device: torch.device) -> torch.Tensor:
-    """int64 (N,): the row of every token of the grid."""
-    return layout_of(grid, block_size).rows.long().to(device)
