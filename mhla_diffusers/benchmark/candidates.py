@@ -171,7 +171,8 @@ def content_note(config: MHLAConfig, grid: tuple[int, ...]) -> str:
         grid: token grid; of few blocks, one for every query block is more than the density.
     """
     blocks = block_count(grid, config.block_size)
-    return f"{config.listed_on(grid):.1%} of the pairs of {blocks} blocks of {config.block_size} tokens, chosen at every call"
+    of_pairs = f"{config.listed_on(grid):.1%} of the pairs of {blocks} blocks of {config.block_size} tokens"
+    return f"{of_pairs}, chosen at every call"
 
 
 def why_no_backend(name: str) -> str | None:

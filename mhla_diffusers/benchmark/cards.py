@@ -6,7 +6,7 @@ from pathlib import Path
 from .results import read_run
 
 _HELD = "held.csv"
-"""Forecasts of whole forwards beside what was measured; ``python -m tests.benchmark.compare_forecast`` writes it."""
+"""Forecasts of whole forwards beside what was measured; ``python -m tests.benchmark.compare_forecast`` prints them."""
 
 
 def known_cards() -> dict[str, Path]:

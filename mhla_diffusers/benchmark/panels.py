@@ -21,7 +21,7 @@ COLOURS = {
     "MHLA": "#0072b2",
     CONTENT: "#cc79a7",
     GIVEN: "#e5b8d0",
-    EARLIER: "#cc79a7",
+    EARLIER: "#999933",
     LISTED: "#d55e00",
     "unpatched": "#555555",
     "self-attention": "#0072b2",

@@ -24,7 +24,7 @@ def mhla(*arguments):
 
 def test_files_hold_what_was_found(tmp_path):
     pytest.importorskip("matplotlib")
-    pipe = apply_mhla(load_tiny("dit"), exact_tiles=(4, 4))
+    pipe = apply_mhla(load_tiny("dit"), block_size=4)
     found = audit(pipe, run_tiny(pipe))
     assert [file.name for file in write_audit(found, tmp_path / "new")] == ["audit.json", "audit.png"]
     assert json.loads((tmp_path / "new" / "audit.json").read_text()) == found.to_dict()
@@ -56,7 +56,7 @@ def test_command(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "patch.yaml").write_text(
         "family: dit\nbase_model: tiny-dit\ndescription: half\n"
-        "mhla:\n  blocks: [4, 4]\n  exact: calibrated\n  exact_tiles: [4, 4]\n"
+        "mhla:\n  blocks: [4, 4]\n  sparse: content\n  block_size: 4\n"
     )
     shown = mhla("audit", "dit", "seven", "--patch", tmp_path / "patch.yaml", "--output", tmp_path / "out")
     assert shown.exit_code == 0, shown.output

@@ -43,16 +43,15 @@ PATCHES = {
     "none": None,
     "mhla": {},
     "rope before": {"rope": "before"},
-    "own tile": {"sparse": "own", "exact_tiles": None, "pooled": False},
-    "tiles by content": {"sparse": "content", "density": 0.2},
-    "all tiles": {"sparse": "content", "density": 1.0},
+    "sparse": {"sparse": "content", "density": 0.2, "block_size": 8},
+    "sparse, all pairs": {"sparse": "content", "density": 1.0},
     "no normaliser": {"normalize": False, "output_norm": True},
 }
 
 
 @pytest.mark.parametrize(
     ("name", "patch"),
-    [(name, patch) for name in ("dit", "sana", "wan") for patch in PATCHES if name != "sana" or "tile" not in patch],
+    [(name, patch) for name in ("dit", "sana", "wan") for patch in PATCHES if name != "sana" or "sparse" not in patch],
 )
 def test_the_matrix_times_the_value_is_what_the_attention_gives(name, patch):
     settings = PATCHES[patch]
@@ -73,8 +72,8 @@ def test_the_matrix_times_the_value_is_what_the_attention_gives(name, patch):
         torch.testing.assert_close(found[layer].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_exact_tiles_can_have_full_rank():
-    model = apply_mhla(models.wan(), blocks=(2, 2, 3), sparse="own", exact_tiles=(2, 2, 3))
+def test_a_sparse_branch_can_have_full_rank():
+    model = apply_mhla(models.wan(), blocks=(2, 2, 3), sparse="content", block_size=8)
     for layer in analyze_layers(model, TransformerCall((), models.inputs("wan"))):
         assert layer.rank_bound == layer.tokens == 96
         assert layer.rank <= layer.rank_bound

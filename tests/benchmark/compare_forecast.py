@@ -2,7 +2,7 @@
 
 mhla bench transformer --model dit-s-2 --size 256 --size 512 --output outputs/held
 python -m tests.benchmark.compare_forecast outputs/held/*/transformer.json
-python -m tests.benchmark.compare_forecast h100     # a card that ships, from its parts; into its held.csv
+python -m tests.benchmark.compare_forecast h100     # a card that ships, from its parts
 """
 
 import math
@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from mhla_diffusers.benchmark.candidates import COMPILED, EXACT, HYBRID, PATCHES, PLAIN, patch_settings
+from mhla_diffusers.benchmark.candidates import COMPILED, HYBRID, PATCHES, PLAIN, patch_settings
 from mhla_diffusers.benchmark.cards import find_card
 from mhla_diffusers.benchmark.forecast import Counts, Question, count_forwards, forward_seconds
 from mhla_diffusers.benchmark.models import Size, family_of_model, models
 from mhla_diffusers.benchmark.results import Row, Run, read_run
-from mhla_diffusers.benchmark.shapes import exact_tiles
 from mhla_diffusers.benchmark.speeds import measured_speeds
 from mhla_diffusers.devices import FLOAT_TYPES
 from mhla_diffusers.families import Model
-from mhla_diffusers.reporting import text_table, write_table
+from mhla_diffusers.reporting import text_table
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,15 @@ def compare_card(folder: Path) -> list[Held]:
 
 
 def _of_row(row: Row, runs: list[Run]) -> Iterator[Held]:
-    if row.variant.endswith(COMPILED) or row.variant not in ("softmax _native_cudnn", "MHLA", HYBRID, EXACT):
+    if row.variant.endswith(COMPILED) or row.variant not in ("softmax _native_cudnn", "MHLA", HYBRID):
         return
-    kind = row.variant if row.variant == EXACT else "MHLA"
     model = models()[str(row.model)]
     size = Size(int(row.height or 0), int(row.width or 0), row.frames)
     try:
-        speeds = measured_speeds(runs, model, int(row.tokens or 0), kind)
+        speeds = measured_speeds(runs, model, int(row.tokens or 0), "MHLA")
     except ValueError:  # a model of which no parts were timed, nor of a relative
         return
-    one, other = forward_seconds(counted(model.name, size, kind, row.dtype, None), speeds)
+    one, other = forward_seconds(counted(model.name, size, "MHLA", row.dtype, None), speeds)
     unpatched, patched = sum(one.values()), sum(other.values())
     forecast = {"softmax _native_cudnn": unpatched, HYBRID: (2 * patched + unpatched) / 3}.get(row.variant, patched)
     yield Held("parts", row.case, row.variant, forecast, float(row.median or 0))
@@ -103,8 +101,7 @@ def asked(model: Model, size: Size, kind: str) -> Question:
     """One forward, with the patch that ``mhla bench transformer`` measures under this name."""
     own = family_of_model(model).default_config
     plain = Question(model, size, own.replace(**patch_settings(PLAIN, model.blocks)), steps=1, passes=1)
-    settings = patch_settings(kind, model.blocks, exact_tiles(model, plain.grid))
-    return replace(plain, config=own.replace(exact_tiles=None, density=None).replace(**settings))
+    return replace(plain, config=own.replace(**patch_settings(kind, model.blocks)))
 
 
 HEADER = ("size", "attention", "forecast, ms", "measured, ms", "ratio")
@@ -119,7 +116,7 @@ def main(files: list[str]) -> None:
     """Print a table of all files, and the ratio that is farthest from 1."""
     if not Path(files[0]).is_file():
         card = find_card(Path(files[0]))
-        sys.stdout.write(write_table(HEADER, [cells(one) for one in compare_card(card)], card, "held") + "\n")
+        sys.stdout.write(text_table(HEADER, [cells(one) for one in compare_card(card)]) + "\n")
         return
     held = list(dict.fromkeys(one for file in files for one in compare(read_run(Path(file)))))
     rows = [

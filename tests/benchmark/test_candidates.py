@@ -6,9 +6,9 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from mhla_diffusers import is_patched, mhla_layers
+from mhla_diffusers import MHLAConfig, is_patched
 from mhla_diffusers.benchmark import shapes
-from mhla_diffusers.benchmark.candidates import EXACT, PATCHES, Choice, attention_choices, exact_note
+from mhla_diffusers.benchmark.candidates import CONTENT, PATCHES, Choice, attention_choices, content_note
 from mhla_diffusers.benchmark.cases import TransformerCase
 from mhla_diffusers.benchmark.models import Size, choose_sizes, models
 from mhla_diffusers.benchmark.timing import Absent
@@ -56,24 +56,19 @@ def test_candidates_share_weights_and_compute_what_they_say(name):
         if choice.kind == "softmax":
             assert change < 1e-4, choice
         if choice.kind in PATCHES:
-            assert is_patched(candidate.model) and change > 1e-5, choice
+            is_softmax = "100.0% of the pairs" in choice.note  # of a grid of one block
+            assert is_patched(candidate.model) and (change > 1e-5) != is_softmax, choice
     assert not is_patched(transformer)
     assert _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE
 
 
-@pytest.mark.parametrize(("name", "tiles"), [("tiny-wan", (1, 1, 2)), ("tiny-dit", (1, 1)), ("tiny-sana", None)])
-def test_exact_tiles_are_drawn_for_models_of_softmax_attention(name, tiles):
+@pytest.mark.parametrize(("name", "there"), [("tiny-wan", True), ("tiny-dit", True), ("tiny-sana", False)])
+def test_the_sparse_branch_is_for_models_of_softmax_attention(name, there):
     case = a_case(name)
     transformer = case.build()
     grid = token_grid(case, transformer)
-    found = [c for c in attention_choices(get_family(transformer), case.model, 3, grid, 1, CPU) if c.kind == EXACT]
-    assert [choice.tiles for choice in found] == ([tiles] if tiles else [])
-    for choice in found:
-        assert "drawn at random" in choice.note
-        layers = mhla_layers(case.candidate(transformer, choice).model).values()
-        assert len(layers) == case.model.layers
-        for layer in layers:
-            assert (layer.sparse.mask.sum(dim=-1) == 1).all()
+    found = [c for c in attention_choices(get_family(transformer), case.model, 3, grid, 1, CPU) if c.kind == CONTENT]
+    assert len(found) == there and all("chosen at every call" in choice.note for choice in found)
 
 
 def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):
@@ -84,9 +79,10 @@ def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):
     assert choice.absent is None
 
 
-def test_the_note_tells_the_share_that_there_is():
-    assert exact_note((7, 6, 10), "drawn") == "5.0% of the pairs of 7x6x10 tiles are exact, drawn"
-    assert exact_note((2, 4), "drawn").startswith("12.5% ")
+def test_the_note_tells_the_density_that_there_is():
+    config = MHLAConfig((2, 2), sparse="content")
+    assert content_note(config, (64, 64)).startswith("4.7% of the pairs of 64 blocks of 64 tokens")
+    assert content_note(config, (8, 16)).startswith("50.0% of the pairs of 2 ")
 
 
 def test_plain_linear_attention_is_what_sana_has():

@@ -8,14 +8,14 @@ import torch
 from typer.testing import CliRunner
 
 from mhla_diffusers import apply_mhla
-from mhla_diffusers.benchmark.candidates import EXACT, PLAIN
+from mhla_diffusers.benchmark.candidates import CONTENT, PLAIN
 from mhla_diffusers.benchmark.conditions import Rates, gather_conditions
 from mhla_diffusers.benchmark.forecast import Question, count_forwards, forward_seconds, make_forecast
 from mhla_diffusers.benchmark.forecast_text import Options, forecast_text
 from mhla_diffusers.benchmark.models import Size, build_transformer, family_of_model, make_forward_inputs, models
 from mhla_diffusers.benchmark.parts import ATTENTION, PARTS, count_parts
 from mhla_diffusers.benchmark.results import PART, Run, make_row, write_run
-from mhla_diffusers.benchmark.speeds import Speeds, least_seconds, measured_speeds, stated_speeds
+from mhla_diffusers.benchmark.speeds import Pace, Speeds, least_seconds, measured_speeds, stated_speeds
 from mhla_diffusers.benchmark.timing import Outcome, Timing
 from mhla_diffusers.cli import app
 from mhla_diffusers.config import MHLAConfig
@@ -24,12 +24,12 @@ from .commands import measure
 from .compare_forecast import asked, compare, counted
 
 RATES = Rates(1e11, "float32", 1e10)
-REACHED = {"softmax native": 0.6, PLAIN: 0.3, "MHLA": 0.2, EXACT: 0.4}
+REACHED = {"softmax native": 0.6, PLAIN: 0.3, "MHLA": 0.2, CONTENT: 0.4}
 """Variant → part of the rates that its self-attention reaches in made-up results; all other parts reach a half."""
 TINY = {"wan": Size(128, 192, 9), "dit": Size(128, 128, None), "sana": Size(512, 512, None)}
 
 
-def question(family="wan", size=None, *, kind=EXACT, **more):
+def question(family="wan", size=None, *, kind=CONTENT, **more):
     return replace(asked(models()[f"tiny-{family}"], size or TINY[family], kind), **more)
 
 
@@ -43,7 +43,7 @@ def made_up(*sizes):
     rows = []
     for size in sizes:
         for variant, reached in REACHED.items():
-            kind = EXACT if variant == "softmax native" else variant
+            kind = CONTENT if variant == "softmax native" else variant
             counts = counted("tiny-wan", size, kind, "float32", 3)
             costs = counts.unpatched if variant == "softmax native" else counts.patched
             what = {
@@ -72,27 +72,28 @@ def made_up(*sizes):
 @pytest.mark.slow
 def test_forecasts_of_results_with_the_same_speeds_are_exact():
     held = list(compare(made_up(Size(64, 96, 9), Size(256, 192, 17))))
-    assert {one.attention for one in held} > {PLAIN, "MHLA", EXACT} and len(held) == 2 * 3 * 2
+    assert {one.attention for one in held} > {PLAIN, "MHLA", CONTENT} and len(held) == 2 * 3 * 2
     assert [one.ratio for one in held] == pytest.approx([1] * len(held), rel=1e-3)  # lists are rounded to whole pairs
 
 
 def test_speeds_are_those_of_the_nearest_size_of_the_model():
     run = made_up(Size(64, 96, 9), Size(256, 384, 9))
     assert "tiny-wan 256x384x9 and tiny-wan 64x96x9, 1,152 tokens" in (
-        measured_speeds([run], models()["tiny-wan"], 900, EXACT).source
+        measured_speeds([run], models()["tiny-wan"], 900, CONTENT).source
     )
     assert (
-        "tiny-wan 64x96x9 and tiny-wan 256x384x9, 72" in measured_speeds([run], models()["tiny-wan"], 80, EXACT).source
+        "tiny-wan 64x96x9 and tiny-wan 256x384x9, 72"
+        in measured_speeds([run], models()["tiny-wan"], 80, CONTENT).source
     )
     assert "1,152 tokens, 6.56 times fewer than asked for (far: measure nearer)" in (
-        measured_speeds([run], models()["tiny-wan"], 7560, EXACT).source
+        measured_speeds([run], models()["tiny-wan"], 7560, CONTENT).source
     )
     others = [
         replace(row, case=row.case.replace("tiny-wan", "tiny-dit"), model="tiny-dit")
         for row in made_up(Size(128, 192, 9)).rows
     ]
     both = replace(run, rows=run.rows + others)
-    assert "tiny-dit" in measured_speeds([both], models()["tiny-dit"], 900, EXACT).source
+    assert "tiny-dit" in measured_speeds([both], models()["tiny-dit"], 900, CONTENT).source
 
 
 def test_two_sizes_tell_what_a_forward_takes_whatever_its_size():
@@ -108,14 +109,13 @@ def test_two_sizes_tell_what_a_forward_takes_whatever_its_size():
     held = [one for one in compare(replace(run, rows=slow)) if one.asked == asked_about]
     assert [one.ratio for one in held] == pytest.approx([1] * len(held), rel=1e-3)
     known = [row for row in slow if row.case != asked_about]
-    speeds = measured_speeds([replace(run, rows=known)], models()["tiny-wan"], 144, EXACT)
-    assert speeds.fixed_patched[ATTENTION] == pytest.approx(0.001, rel=1e-2)
-    assert speeds.fixed_unpatched["rest"] == pytest.approx(0.002, rel=1e-2)
+    speeds = measured_speeds([replace(run, rows=known)], models()["tiny-wan"], 144, CONTENT)
+    assert speeds.patched[ATTENTION].fixed == pytest.approx(0.001, rel=1e-2)
+    assert speeds.unpatched["rest"].fixed == pytest.approx(0.002, rel=1e-2)
     assert "as measured at tiny-wan 64x96x9 and tiny-wan 256x192x17, 72 tokens" in speeds.source
     one_size = [row for row in slow if row.case == f"tiny-wan {sizes[0]}"]
-    assert not any(
-        measured_speeds([replace(run, rows=one_size)], models()["tiny-wan"], 144, EXACT).fixed_patched.values()
-    )
+    alone = measured_speeds([replace(run, rows=one_size)], models()["tiny-wan"], 144, CONTENT)
+    assert not any(pace.fixed for pace in alone.patched.values())
 
 
 def test_parts_share_out_the_time_of_the_whole_forward():
@@ -125,14 +125,16 @@ def test_parts_share_out_the_time_of_the_whole_forward():
     before, after = (
         measured_speeds([one], models()["tiny-wan"], 72, "MHLA").patched for one in (run, replace(run, rows=slow))
     )
-    assert {part: 3 * reached for part, reached in after.items()} == pytest.approx(before)
+    assert {part: 3 * pace.reached for part, pace in after.items()} == pytest.approx(
+        {part: pace.reached for part, pace in before.items()}
+    )
 
 
 @pytest.mark.parametrize("family", TINY)
 def test_counts_are_those_of_the_rows_that_are_timed(tmp_path, family):
     run = measure(tmp_path, "transformer", "--model", f"tiny-{family}", "--layers", 2)
     size = Size(*(getattr(run.rows[0], name) for name in ("height", "width", "frames")))
-    kinds = ["MHLA", *([EXACT] if family != "sana" else [])]
+    kinds = ["MHLA", *([CONTENT] if family != "sana" else [])]
     for kind in kinds:
         counts = count_forwards(question(family, size, kind=kind), torch.float32, layers=2)
         own = next(row.variant for row in run.rows if row.baseline and row.median)
@@ -175,7 +177,7 @@ def test_counts_of_wan_are_those_told_from_sizes():
 
 def test_a_call_mixes_steps_and_layers():
     """A quarter of the layers and 3 of 10 steps are unpatched."""
-    speeds = Speeds(RATES, {ATTENTION: 0.5}, {ATTENTION: 0.1}, "")
+    speeds = Speeds(RATES, {ATTENTION: Pace(0.5)}, {ATTENTION: Pace(0.1)}, "")
     whole = question(steps=10, passes=2)
     config = whole.config.replace(layers=(0, 1, 3), softmax_steps=0.25)
     found = make_forecast(replace(whole, config=config), torch.float32, speeds)
@@ -190,7 +192,7 @@ def test_a_call_mixes_steps_and_layers():
 
 @pytest.mark.slow
 def test_from_the_break_even_size_on_the_patch_is_faster():
-    speeds = Speeds(RATES, {ATTENTION: 1.0}, {ATTENTION: 0.25}, "")
+    speeds = Speeds(RATES, {ATTENTION: Pace(1.0)}, {ATTENTION: Pace(0.25)}, "")
     whole = question(size=Size(256, 384, 9), kind="MHLA")
     found = make_forecast(whole, torch.float32, speeds).break_even
     assert found.size.frames == 9 and (found.size.height, found.size.width) == (128, 192)
@@ -214,8 +216,11 @@ def test_nothing_is_gained_where_the_own_attention_is_linear():
 
 
 def test_without_speeds_there_are_counts_and_no_time():
-    shown = forecast_text("wan2.1-1.3b", None, Options(height=720, width=1280, frames=81, share=0.1))
-    assert "21x45x80 = 75,600 tokens" in shown and "10.0% of all pairs exact, in 30 of 30 layers" in shown
+    shown = forecast_text("wan2.1-1.3b", None, Options(height=720, width=1280, frames=81, density=0.1))
+    assert (
+        "21x45x80 = 75,600 tokens" in shown
+        and "softmax over 10.0% of all pairs in blocks of 64 chosen by content, in 30 of 30 layers" in shown
+    )
     assert "time" not in shown.replace("No times", "") and "mhla bench transformer --model wan2.1-1.3b" in shown
     (attention,) = [line for line in shown.splitlines() if line.startswith("self-attention")]
     assert attention.split()[1:3] == ["105", "P"]  # 100 forwards of 30 times 35.1 TFLOP
@@ -233,7 +238,7 @@ def test_measured_speeds_give_times(tmp_path):
 def test_results_of_attentions_alone_bound_the_rest(tmp_path):
     run = measure(tmp_path, "op", "--shape", "tiny", "--stage", "forward")
     run = replace(run, rows=[replace(row, case="tiny-wan-small") for row in run.rows])  # which is named after a model
-    speeds = measured_speeds([run], models()["tiny-wan"], 144, EXACT)
+    speeds = measured_speeds([run], models()["tiny-wan"], 144, CONTENT)
     assert set(speeds.unpatched) == set(speeds.patched) == {ATTENTION}
     assert "of self-attention alone; all else is at the rates of the same file, a bound" in speeds.source
 
@@ -243,10 +248,10 @@ def test_results_without_what_is_needed_are_refused():
     with pytest.raises(
         ValueError, match="results of mhla bench transformer or mhla bench op; these are of .* pipeline"
     ):
-        measured_speeds([replace(run, command="pipeline")], model, 72, EXACT)
+        measured_speeds([replace(run, command="pipeline")], model, 72, CONTENT)
     uncounted = [replace(row, flops=None, bytes=None) for row in run.rows]
     with pytest.raises(ValueError, match="no case with FLOPs .*Measure anew: mhla bench transformer --model tiny-wan"):
-        measured_speeds([replace(run, rows=uncounted)], model, 72, EXACT)
+        measured_speeds([replace(run, rows=uncounted)], model, 72, CONTENT)
     patched = [row for row in run.rows if row.variant != "MHLA"]
     with pytest.raises(
         ValueError, match="of both 'MHLA' and of what it replaces.*; measured are softmax native, plain"
@@ -260,9 +265,9 @@ def test_measurements_of_another_model_tell_nothing():
     for name in ("wan2.1-1.3b", "tiny-dit"):
         message = f"for {name}, or for another .*measured are other models: tiny-wan. .* --model {name}"
         with pytest.raises(ValueError, match=message):
-            measured_speeds([run], models()[name], 72, EXACT)
+            measured_speeds([run], models()[name], 72, CONTENT)
     relative = replace(models()["tiny-wan"], name="tiny-wan-wide", heads=4, layers=7)
-    assert "as measured at tiny-wan 64x96x9" in measured_speeds([run], relative, 72, EXACT).source
+    assert "as measured at tiny-wan 64x96x9" in measured_speeds([run], relative, 72, CONTENT).source
 
 
 REFUSED = {
@@ -273,22 +278,30 @@ REFUSED = {
         ["--model", "tiny-wan", "--copy-rate", "1", "--matmul-rate", "1", "--device", "a.json"],
         "give one of both",
     ),
-    "an unknown card": (["--model", "tiny-wan", "--device", "a100"], "whose times ship.*: nvidia-h100-80gb-hbm3"),
+    "an unknown card": (["--model", "tiny-wan", "--device", "a100"], "no card whose times ship; those are nvidia-h100"),
     "a model that the card was not measured with": (
         ["--model", "flux-dev", "--device", "h100"],
         "no case with .* for flux-dev, or for another FluxTransformer2DModel.*mhla bench transformer --model flux-dev",
     ),
-    "no file": (["--model", "tiny-wan", "--device", "cuda"], "--device cuda is no file; give the JSON"),
+    "no file": (["--model", "tiny-wan", "--device", "cuda"], "--device cuda is no file and no card .* give the JSON"),
     "frames of an image": (["--model", "tiny-dit", "--frames", "9"], "tiny-dit makes images; leave it out"),
     "a size": (["--model", "tiny-wan", "--height", "65", "--width", "96"], "height=65.* near it are 64 and 80"),
     "frames": (["--model", "tiny-wan", "--frames", "8"], "frames=8.* near it are 5 and 9"),
-    "no model": (["--share", "0.1", "--steps", "3"], "--share, --steps belongs to a forecast: give --model as well"),
+    "no model": (
+        ["--density", "0.1", "--steps", "3"],
+        "--density, --steps belongs to a forecast: give --model as well",
+    ),
     "a report": (["--report", "--model", "tiny-wan"], "--report and --model ask for different things"),
-    "an unknown model": (["--model", "wan"], "Unknown model 'wan'; allowed: .*wan2.1-1.3b"),
-    "nothing to be exact about": (["--model", "tiny-sana", "--share", "0.1"], "tiny-sana is linear.* leave it out"),
-    "a share and a patch": (
-        ["--model", "tiny-dit", "--share", "0.1", "--patch", "dit-xl-2-256"],
-        "--share 0.1 and --patch both say",
+    "an unknown model": (
+        ["--model", "wan"],
+        "Unknown model 'wan'; the nearest names are wan2.1-1.3b, wan2.1-14b, .*n.$",
+    ),
+    "a misspelt model": (["--model", "flux-def"], "the nearest names are flux-dev"),
+    "a preset": (["--model", "wan2.1-t2v-1.3b"], "is a preset, which --patch takes, and no model; .* are wan2.1-1.3b"),
+    "no sparse branch": (["--model", "tiny-sana", "--density", "0.1"], "tiny-sana is linear.* leave it out"),
+    "a density and a patch": (
+        ["--model", "tiny-dit", "--density", "0.1", "--patch", "dit-xl-2-256"],
+        "--density 0.1 and --patch both give",
     ),
     "another family": (["--model", "tiny-dit", "--patch", "sana-0.6b"], "for the 'sana' family, but tiny-dit belongs"),
     "too small for the patch": (
@@ -348,5 +361,5 @@ def test_a_model_that_embeds_its_guidance_runs_once_a_step():
     """And its layers are of two kinds, of which the first alone are not all."""
     text = forecast_text("flux-dev", None, Options())
     assert "50 steps, 1 forward each" in text and "in 100% of all layers" in text
-    assert "those with the text's tokens among them" in text
+    assert "those of the text among them" in text
     assert "50 steps, 2 forwards each" in forecast_text("flux-dev", None, Options(passes=2))

@@ -1,31 +1,34 @@
 """``mhla bench op``."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mhla_diffusers.attention import initial_mixing, mhla_attention
-from mhla_diffusers.benchmark import correctness, problems
+from mhla_diffusers.benchmark import correctness, packages, problems
+from mhla_diffusers.benchmark.candidates import CONTENT
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operation
-from mhla_diffusers.benchmark.lists import draw_mask, draw_tiles, flex_over_tiles
+from mhla_diffusers.benchmark.lists import draw_lists, flex_over_lists
+from mhla_diffusers.benchmark.operation import GIVEN
 from mhla_diffusers.benchmark.problems import make_inputs
 from mhla_diffusers.benchmark.shapes import Shape, shapes
 
 from .commands import bench, measure, medians
 
 CPU = torch.device("cpu")
-FLEX = "exact tiles alone FlexAttention"
+FLEX = "listed blocks alone FlexAttention"
 
 
 def test_every_variant_has_a_row(tmp_path):
     run = measure(tmp_path, "op", "--shape", "tiny")
     for stage in ("forward", "forward+backward"):
         measured = set(medians(run, stage))
-        assert {"MHLA eager", "MHLA, exact tiles eager", "plain linear eager", "softmax flash"} <= measured
+        assert {"MHLA eager", f"{CONTENT} eager", f"{GIVEN} eager", "plain linear eager", "softmax flash"} <= measured
     absent = {row.variant: row.reason for row in run.rows if row.status == "absent"}
     assert "GPUs only" in absent["softmax cudnn"]
-    assert "--compile" in absent["MHLA torch.compile"] and "--compile" in absent["exact tiles alone FlexAttention"]
+    assert "--compile" in absent["MHLA torch.compile"] and "--compile" in absent[FLEX]
     assert "run on CUDA and ROCm" in absent["MHLA triton"]
     fastest = min(row.median for row in run.rows if row.baseline and row.median and row.stage == "forward")
     row = run.rows[0]
@@ -49,31 +52,46 @@ def test_what_compiles_is_timed_when_asked_for(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(8, 8), (7, 9)])
-def test_flex_attention_attends_to_the_same_tiles(grid):
-    shape = Shape("", grid, (2, 2), 2, 16, tiles=(2, 2), share=0.5)
-    inputs, tiles = make_inputs(shape, CPU, torch.float32), draw_tiles(shape, CPU)
+def test_flex_attention_attends_to_the_same_blocks(grid):
+    shape = Shape("", grid, (2, 2), 2, 16, block_size=16, density=0.5)
+    inputs, lists = make_inputs(shape, CPU, torch.float32), draw_lists(shape, CPU)
     with torch.no_grad():
-        found = flex_over_tiles(shape, inputs, tiles)()
-    expected = mhla_attention(*inputs, initial_mixing(shape.blocks), grid, shape.blocks, sparse=tiles)
+        found = flex_over_lists(shape, inputs, lists)()
+    expected = mhla_attention(*inputs, initial_mixing(shape.blocks), grid, shape.blocks, sparse=lists)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.compiler.reset()
 
 
 def test_lists_are_the_same_ones_every_time_and_of_one_length():
-    mask = draw_mask((5, 8), 3, 0.1)
-    assert (mask.sum(dim=-1) == 4).all() and torch.equal(mask, draw_mask((5, 8), 3, 0.1))
-    assert not torch.equal(mask[0], mask[1])
-    assert (draw_mask((2, 2), 1, 0.05).sum(dim=-1) == 1).all()
+    shape = Shape("", (5, 8), (1, 1), 3, 16, block_size=1, density=0.1)
+    mask = draw_lists(shape, CPU).mask()[0]
+    assert mask.shape == (3, 40, 40) and (mask.sum(dim=-1) == 4).all()
+    assert torch.equal(mask, draw_lists(shape, CPU).mask()[0]) and not torch.equal(mask[0], mask[1])
+    few = draw_lists(replace(shape, grid=(2, 2), density=0.05), CPU)
+    assert (few.mask().sum(dim=-1) == 1).all()
+
+
+def test_flash_attention_3_is_found_under_either_name(monkeypatch):
+    """fa3-fwd and flash-attn-3 install modules of different names."""
+    gpu = torch.device("cuda")
+    assert packages.why_no_package(packages.FLASH3, gpu) == (
+        "FlashAttention-3 (fa3-fwd or flash-attn-3) is not installed"
+    )
+    attend = SimpleNamespace(flash_attn_func=lambda query, key, value: (query + key + value, None))
+    monkeypatch.setattr(packages, "find_spec", lambda name: attend if name == "flash_attn_interface" else None)
+    monkeypatch.setattr(packages, "import_module", {"flash_attn_interface": attend}.__getitem__)
+    assert packages.why_no_package(packages.FLASH3, gpu) is None
+    assert packages.PACKAGES[packages.FLASH3](*torch.ones(3, 1)) == 3
 
 
 @pytest.mark.parametrize("wrong", ["output", "query"])
-@pytest.mark.parametrize("kind", ["MHLA", "MHLA with exact tiles"])
+@pytest.mark.parametrize("kind", ["MHLA", "MHLA with the sparse branch"])
 def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
     """The output, or the gradient of the query alone."""
     right = problems.mhla_attention
 
     def attend(query, *args, **options):
-        if (kind == "MHLA") == ("exact" in options):
+        if (kind == "MHLA") == ("sparse" in options):
             return right(query, *args, **options)
         twice = 2 * query - query.detach()  # the right value and a doubled gradient
         return right(twice, *args, **options) if wrong == "query" else 1.1 * right(query, *args, **options)
@@ -85,7 +103,7 @@ def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_check_passes_at_the_tiles_of_real_models(dtype):
+def test_the_check_passes_at_the_blocks_of_real_models(dtype):
     shape = replace(shapes()["dit-xl-2-1024px"], head_dim=16)
     assert 0 < check_operation(shape, CPU, dtype, "eager", sparse=True) < correctness.LARGEST_ERROR[dtype]
 

@@ -8,8 +8,9 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from mhla_diffusers.benchmark.candidates import CONTENT
 from mhla_diffusers.benchmark.models import Size, find_models
-from mhla_diffusers.benchmark.parallel.attentions import FAR, MHLA, NEAR, SOFTMAX
+from mhla_diffusers.benchmark.parallel.attentions import MHLA, SOFTMAX
 from mhla_diffusers.benchmark.parallel.counting import count, crossings, name_of, sent, shape_of
 from mhla_diffusers.benchmark.parallel.gloo import why_no_processes
 from mhla_diffusers.benchmark.parallel.world import Layout, pretended
@@ -59,27 +60,10 @@ def test_mhla_sends_the_same_however_many_tokens():
     assert sent(SOFTMAX, long, ring, True).bytes == 100 * sent(SOFTMAX, TINY, ring, True).bytes
 
 
-def test_exact_tiles_fetch_what_their_lists_hold():
-    """Between nothing beyond summaries and means, and the keys and values of everything that a process has."""
-    long = replace(TINY, grid=(36, *TINY.grid[1:]), tiles=(18, 3, 3))
-    ring, processes = Layout(ring=3), 3
-    means = 2 * (processes - 1) / processes * 4 * TINY.heads * 2 * TINY.head_dim * 18 * 9
-    everything = sent(SOFTMAX, long, ring, False).bytes
-    mhla = sent(MHLA, long, ring, False).bytes
-    fetched = {name: sent(name, long, ring, False).bytes - mhla - means for name in (NEAR, FAR)}
-    assert 0 < fetched[NEAR] < fetched[FAR] <= everything
-    # in the backward pass gradients go back; a process of three gets about as many as it sends
-    assert sent(NEAR, long, ring, True).bytes == pytest.approx(2 * sent(NEAR, long, ring, False).bytes, rel=0.1)
-
-
-def test_by_heads_exact_tiles_send_nothing_more():
-    assert sent(FAR, TINY, Layout(ulysses=2), True).bytes == sent(MHLA, TINY, Layout(ulysses=2), True).bytes
-
-
 def test_heads_that_cannot_be_exchanged_have_no_count():
     (model,) = find_models(["tiny-wan"], "cpu")
     found = count(model, shape_of(model, Size(64, 96, 9)), 4)
-    assert [name_of(variant).split(", ")[-1] for variant in found.sent] == ["ring"] * 4
+    assert [name_of(variant).split(", ")[-1] for variant in found.sent] == ["ring"] * 2
 
 
 def test_a_crossing_is_where_less_is_sent():
@@ -114,7 +98,6 @@ def test_command(tmp_path):
     rows = list(csv.DictReader((tmp_path / "sent.csv").read_text().splitlines()))
     assert [(row["tokens"], row["pass"]) for row in rows[:2]] == [("72", "forward"), ("72", "forward+backward")]
     assert len(rows) == 4 and len({row["MHLA, ring, MB"] for row in rows if row["pass"] == "forward"}) == 1
-    assert (tmp_path / "sent.png").stat().st_size > 10_000
     assert "| tiny-wan | 2 | softmax, ring |" in (tmp_path / "crossings.md").read_text()
     # it takes minutes for the real models, so it says where it is
     assert "counting 2 of 2: tiny-wan at 64x96x17, 2 processes" in result.stderr
@@ -128,7 +111,9 @@ def test_command_with_processes_that_are_there(tmp_path):
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader((tmp_path / "timed.csv").read_text().splitlines()))
     assert [row["pass"] for row in rows] == ["forward", "forward+backward"]
-    assert all(float(row[f"{name}, s"]) > 0 for row in rows for name in ("softmax, ring", "MHLA, ring"))
+    assert all(
+        float(row[f"{name}, s"]) > 0 for row in rows for name in ("softmax, ring", "MHLA, ring", f"{CONTENT}, ring")
+    )
     assert all(row["MHLA, Ulysses, s"] == "-" for row in rows)  # two processes do not divide three heads
 
 

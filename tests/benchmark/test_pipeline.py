@@ -1,11 +1,9 @@
 """``mhla bench pipeline`` on the tiny pipelines."""
 
 import pytest
-import torch
 
-from mhla_diffusers import is_patched, mhla_layers
-from mhla_diffusers.benchmark.candidates import EXACT
-from mhla_diffusers.benchmark.pipeline import PARTS, WHOLE, Calls, _calibrate, _patched, choose_pipeline
+from mhla_diffusers.benchmark.candidates import CONTENT
+from mhla_diffusers.benchmark.pipeline import PARTS, WHOLE
 from mhla_diffusers.benchmark.results import read_runs
 from mhla_diffusers.tiny import TINY, pipeline_folder
 
@@ -20,7 +18,7 @@ def test_a_call_and_its_parts(tmp_path, family):
     bench("pipeline", "--model", f"tiny-{family}", *options)
     (run,) = read_runs([tmp_path])
     whole = medians(run, WHOLE)
-    assert tuple(whole) == (*VARIANTS, *(() if family == "sana" else (EXACT,)))
+    assert tuple(whole) == (*VARIANTS, *(() if family == "sana" else (CONTENT,)))
     for variant in whole:
         parts = {row.stage: row.median for row in run.rows if row.variant == variant and row.stage != WHOLE}
         assert list(parts) == [f"part: {part}" for part in PARTS]
@@ -28,26 +26,6 @@ def test_a_call_and_its_parts(tmp_path, family):
         assert parts["part: denoising"] > 0 and parts["part: VAE"] > 0
         assert (parts["part: text encoding"] > 0) == bool(TINY[family].text_marks)
     assert "num_inference_steps=2" in run.rows[0].case
-    notes = {row.variant: row.reason for row in run.rows}
-    assert not notes["MHLA"] and "calibrated on one unpatched call" in notes.get(
-        EXACT, "calibrated on one unpatched call"
-    )
-
-
-def test_calls_are_patched_with_what_was_calibrated():
-    case = choose_pipeline("tiny-wan", torch.device("cpu"), torch.float32, 1, {"num_inference_steps": 1})
-    pipe, calls = case.load(), Calls(EXACT)
-    _calibrate(pipe, case, calls, (3, 8, 8))
-    assert not is_patched(pipe)
-    assert "1x2x3 tiles" in calls.note
-    with _patched(pipe, case, calls):
-        masks = [layer.sparse.mask for layer in mhla_layers(pipe).values()]
-        weights = [float(layer.linear_log_weight[0]) for layer in mhla_layers(pipe).values()]
-        case.run(pipe)
-    assert all(mask.any(dim=-1).all() for mask in masks)
-    assert any(not torch.equal(mask, masks[0]) for mask in masks), "each layer has its own"
-    assert weights != [-3.0] * len(weights), "fitted"
-    assert not is_patched(pipe)
 
 
 def test_unknown_pipelines_are_refused(tmp_path):
@@ -64,7 +42,7 @@ def test_unknown_pipelines_are_refused(tmp_path):
 
 def test_a_call_that_fails_is_no_result(tmp_path):
     """Of sizes that no machine has the memory for, torch raises a RuntimeError before any attention."""
-    with pytest.raises(ValueError, match="tiny-sana fails before it reaches its transformer: .*memory"):
+    with pytest.raises(ValueError, match="tiny-sana fails with every attention: .*memory"):
         bench("pipeline", "--model", "tiny-sana", "--size", 2**24, "--device", "cpu", "--output", tmp_path)
 
 
@@ -72,17 +50,17 @@ def test_a_folder_is_measured_like_the_pipeline_in_it(tmp_path):
     options = ("--steps", 1, "--repetitions", 1, "--device", "cpu", "--output", tmp_path)
     bench("pipeline", "--model", pipeline_folder("dit"), *options)
     (run,) = read_runs([tmp_path])
-    assert tuple(medians(run, WHOLE)) == (*VARIANTS, EXACT)
+    assert tuple(medians(run, WHOLE)) == (*VARIANTS, CONTENT)
     assert run.rows[0].model == str(pipeline_folder("dit"))
 
 
-def test_patches_rest_in_the_first_steps(tmp_path):
-    """The case says so, and with all steps at rest MHLA takes no part in the time."""
+def test_patches_are_disabled_in_the_first_steps(tmp_path):
+    """The case says so, and with all steps disabled MHLA takes no part in the time."""
     options = ("--steps", 2, "--softmax-steps", "50%", "--repetitions", 1, "--device", "cpu", "--output", tmp_path)
     bench("pipeline", "--model", "tiny-wan", *options)
     (run,) = read_runs([tmp_path])
     assert {row.case for row in run.rows} == {"tiny-wan, num_inference_steps=2, softmax_steps=0.5"}
-    assert set(medians(run, WHOLE)) == {*VARIANTS, EXACT}
+    assert set(medians(run, WHOLE)) == {*VARIANTS, CONTENT}
     for value, message in (("many", "write a number such as 3"), ("120%", "softmax_steps=1.2 must be")):
         with pytest.raises(ValueError, match=message):
             bench("pipeline", "--model", "tiny-wan", "--softmax-steps", value, "--device", "cpu", "--output", tmp_path)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mhla_diffusers.benchmark.candidates import CONTENT
 from mhla_diffusers.benchmark.conditions import Rates, gather_conditions
 from mhla_diffusers.benchmark.figures import FIGURES
 from mhla_diffusers.benchmark.panels import colour_of, fastest_by_group
@@ -48,7 +49,7 @@ def write_results(folder, device):
         )
         for side in (16, 32)
         for frames in (5, 9)
-        for name in ("softmax native", "MHLA", "MHLA, exact tiles", "MHLA + torch.compile")
+        for name in ("softmax native", "MHLA", CONTENT, "MHLA + torch.compile")
         for stage in ({}, {"stage": "part: projections"}, {"stage": "part: rest"})
         if not (stage and name.endswith("compile"))
     ]
@@ -62,18 +63,18 @@ def write_results(folder, device):
         write_run(Run(command, conditions, RATES, rows), folder)
 
 
-def test_exact_tiles_are_drawn_beside_mhla_and_not_as_one():
+def test_the_sparse_branch_is_drawn_beside_mhla_and_not_as_one():
     def row(variant, seconds):
         outcome = Outcome("measured", Timing(seconds, seconds, seconds, 3))
         return make_row(
             outcome, RATES, case="a", stage="forward", variant=variant, baseline=False, dtype="float32", tokens=1
         )
 
-    rows = [row("MHLA triton", 1.0), row("MHLA eager", 2.0), row("MHLA, exact tiles eager", 3.0)]
-    rows += [row("exact tiles alone FlexAttention", 4.0), row("MHLA, exact tiles", 2.5)]
+    rows = [row("MHLA triton", 1.0), row("MHLA eager", 2.0), row(f"{CONTENT} eager", 3.0), row(CONTENT, 2.5)]
+    rows += [row("listed blocks alone FlexAttention", 4.0), row("MHLA, exact tiles by content triton", 5.0)]
     found = {name: one.median for name, one in fastest_by_group(rows).items()}
-    assert found == {"MHLA": 1.0, "MHLA, exact tiles": 2.5, "exact tiles alone": 4.0}
-    assert len({colour_of(name) for name in found}) == 3
+    assert found == {"MHLA": 1.0, CONTENT: 2.5, "MHLA, exact tiles": 5.0, "listed blocks alone": 4.0}
+    assert len({colour_of(name) for name in found}) == 4
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mhla_diffusers import mhla_layers
-from mhla_diffusers.benchmark.candidates import EXACT, LINEAR_KINDS, PLAIN, Choice
+from mhla_diffusers.benchmark.candidates import CONTENT, LINEAR_KINDS, PLAIN, Choice
 from mhla_diffusers.benchmark.cases import TransformerCase
 from mhla_diffusers.benchmark.classifiers import CLASSIFIERS, ClassifierCase
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
@@ -49,8 +49,8 @@ def test_what_is_measured_are_the_papers_models(name, only, paper):
 def test_models_of_families_are_counted_without_weights(model):
     (size,) = choose_sizes(model, None, None, "cpu")
     case = TransformerCase(model, size, 1, CPU, torch.float32)
-    counts = case.count(["softmax native", "MHLA", EXACT])
-    assert set(counts.costs) == {"softmax", "MHLA", EXACT}
+    counts = case.count(["softmax native", "MHLA", CONTENT])
+    assert set(counts.costs) == {"softmax", "MHLA", CONTENT}
     assert 0 < counts.flops("MHLA") < counts.flops("softmax")
     other = {"deit-t-16": PooledViTConfig.deit_t, "deit-s-16": PooledViTConfig.deit_s}.get(model.name)
     if other is not None:
@@ -66,8 +66,8 @@ def test_every_attention_has_a_row_and_a_throughput(tmp_path):
             {variant: row for (model, height, variant), row in rows.items() if (model, height) == (name, side)}
             for name in ("tiny-pooled-vit", "tiny-vlt")
         )
-        assert {"softmax native", "softmax math", *LINEAR_KINDS, EXACT} <= set(patched)
-        assert {"softmax native", "softmax math", PLAIN, "MHLA", EXACT} <= set(built_in)
+        assert {"softmax native", "softmax math", *LINEAR_KINDS, CONTENT} <= set(patched)
+        assert {"softmax native", "softmax math", PLAIN, "MHLA", CONTENT} <= set(built_in)
         for found in (patched, built_in):
             assert found["softmax cudnn"].status == "absent"
             assert found["softmax native"].baseline and not found["MHLA"].baseline
@@ -95,7 +95,7 @@ def test_a_step_of_every_attention_with_checkpointing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PreTrainedModel, "activation_checkpointing_enable", watched)
     run = measure(tmp_path, "train", *BOTH, "--checkpointing")
-    assert {"softmax native", PLAIN, "MHLA", EXACT} <= set(medians(run, TRAINING_STEP))
+    assert {"softmax native", PLAIN, "MHLA", CONTENT} <= set(medians(run, TRAINING_STEP))
     assert set(asked) == {("PooledViTForImageClassification", True), ("VLTForImageClassification", True)}
 
 
@@ -103,14 +103,14 @@ def test_variants_of_vlt_differ_in_their_mhla_alone():
     case = ClassifierCase(CLASSIFIERS["tiny-vlt"], Size(64, 64, None), None, CPU, torch.bfloat16)
     model = case.build()
     weights = {name: parameter for name, parameter in model.named_parameters() if ".mhla." not in name}
-    blocks = {"softmax": [], PLAIN: [(1, 1)] * 2, "MHLA": [(2, 2)] * 2, EXACT: [(2, 2)] * 2}
+    blocks = {"softmax": [], PLAIN: [(1, 1)] * 2, "MHLA": [(2, 2)] * 2, CONTENT: [(2, 2)] * 2}
     for kind, expected in blocks.items():
         variant = case.variant(model, Choice(kind, kind, baseline=False))
         own = dict(variant.named_parameters())
         assert all(own[name] is parameter for name, parameter in weights.items())
         layers = mhla_layers(variant).values()
         assert [one.config.blocks for one in layers] == expected
-        assert all(one.exact is not None for one in layers) == (kind == EXACT or not expected)
+        assert all(one.config.sparse == "content" for one in layers) == (kind == CONTENT or not expected)
         assert all(one.mixing.dtype == torch.float32 for one in layers)
         assert {parameter.dtype for name, parameter in own.items() if "proj" in name} == {torch.bfloat16}
 
