@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.benchmark.ceilings import ceilings
 from mhla_diffusers.benchmark.models import Size, find_models
-from mhla_diffusers.benchmark.parallel.attentions import MHLA, SOFTMAX
-from mhla_diffusers.benchmark.parallel.counting import sent, shape_of
+from mhla_diffusers.benchmark.parallel.counting import MHLA, SOFTMAX, sent, shape_of
 from mhla_diffusers.benchmark.parallel.plan import Machines, layouts_of, plan
 from mhla_diffusers.benchmark.parallel.world import Layout
 from mhla_diffusers.cli import app
@@ -86,8 +85,8 @@ def test_wrong_numbers(wrong, message):
 def test_what_cannot_be_planned():
     with pytest.raises(ValueError, match="gpus=0 must be at least 1"):
         plan(tiny_wan(), [SIZE], [0], ROUND)
-    with pytest.raises(ValueError, match="sparse='own' sends is not counted"):
-        plan(tiny_wan(), [SIZE], [2], ROUND, MHLAConfig(blocks=(1, 2, 2), sparse="own"))
+    with pytest.raises(ValueError, match="sparse='content' sends is not counted"):
+        plan(tiny_wan(), [SIZE], [2], ROUND, MHLAConfig(blocks=(1, 2, 2), sparse="content"))
 
 
 def test_command(tmp_path):

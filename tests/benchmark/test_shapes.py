@@ -69,7 +69,11 @@ def test_the_sparse_branch_costs_its_pairs_and_pooled_keys():
 def test_flops_of_the_sparse_branch_are_those_that_pytorch_counts():
     shape = Shape("", (8, 12), (2, 2), 3, 16, block_size=8, density=0.25)
     inputs = make_inputs(shape, torch.device("cpu"), torch.float32)
-    sparse = {"sparse": draw_lists(shape, torch.device("cpu")), "pooled_bias": torch.zeros(3), "linear_weight": torch.ones(3)}
+    sparse = {
+        "sparse": draw_lists(shape, torch.device("cpu")),
+        "pooled_bias": torch.zeros(3),
+        "linear_weight": torch.ones(3),
+    }
     mixing = initial_mixing(shape.blocks)
     counted = []
     for given in (sparse, {}):

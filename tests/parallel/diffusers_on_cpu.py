@@ -15,9 +15,42 @@ import torch
 from diffusers.hooks import context_parallel
 from diffusers.models import attention_dispatch
 
-from mhla_diffusers.benchmark.parallel.attentions import cpu_backward, cpu_forward
-
 _FORWARD, _BACKWARD = attention_dispatch._native_attention_forward_op, attention_dispatch._native_attention_backward_op
+
+
+def cpu_forward(
+    ctx: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    _save_ctx: bool = True,
+    _parallel_config: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (B, N, H, D) and log of the sum of weights (B, N, H), as diffusers' ring asks its backends for them."""
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(1, 2) for x in (query, key, value)), dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    output, log_sum = output.transpose(1, 2).contiguous(), log_sum.transpose(1, 2).contiguous()
+    if _save_ctx:
+        ctx.save_for_backward(query, key, value, output, log_sum)
+    return output, log_sum
+
+
+def cpu_backward(
+    ctx: Any, gradient: torch.Tensor, *, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **of_ring: Any
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, key and value, given the output and log of the sum of weights of the whole ring."""
+    output, log_sum = of_ring["out"], of_ring["lse"]
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2) for x in (gradient, query, key, value, output)), log_sum.transpose(1, 2), 0.0, False
+    )
+    return tuple(x.transpose(1, 2) for x in found)
 
 
 def _forward(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,6 @@ _FRAMES = (25, 53, 81, 165, 333, 669, 1341, 2685)
 """At 480x832 7 to 672 frames of Wan's token grid, 10 920 to 1 048 320 tokens; with fewer there are fewer blocks."""
 _PLANNED_FRAMES, _GPUS = (81, 401, 4001), (1, 2, 4, 8, 16, 32, 64)
 _MODELS = ("wan2.1-1.3b", "wan2.1-14b")
-_TIMED_SIZE, _TIMED_FRAMES = "240x416", (29, 93)
 
 
 def bench_parallel(
@@ -24,18 +23,11 @@ def bench_parallel(
     size: Annotated[str, typer.Option(help="480x832, or 512 for a square.")] = "480x832",
     frames: Annotated[list[int] | None, typer.Option(help="Of videos; several times.")] = None,
     processes: Annotated[list[int] | None, typer.Option(help="Several times; 2, 4 and 8 if left out.")] = None,
-    time: Annotated[
-        bool, typer.Option(help="Time processes on this machine's cores too, at small sizes, through gloo.")
-    ] = True,
-    timed_size: Annotated[str, typer.Option(help="Of what is timed.")] = _TIMED_SIZE,
-    timed_frames: Annotated[list[int] | None, typer.Option(help="Of what is timed; several times.")] = None,
     output: Annotated[Path, typer.Option(help="Gets tables as Markdown and CSV.")] = _FOLDER,
 ) -> None:
-    """Counted: bytes that one process sends for one self-attention, MHLA beside diffusers' softmax. Timed: on gloo."""
+    """Counted: bytes that one process sends for one self-attention, MHLA beside diffusers' softmax."""
     from ..models import choose_sizes
-    from .counting import count, crossings, shape_of
-    from .gloo import time_processes, why_no_processes
-    from .tables import write_crossings, write_sent, write_timed
+    from .counting import count, crossings, shape_of, write_crossings, write_sent
 
     models = _that_can_be_split(model or _MODELS)
     many = processes or [2, 4, 8]
@@ -54,18 +46,6 @@ def bench_parallel(
             typer.echo(f"looking for where {one.name} sends less, {number} processes", err=True)
             crossed += crossings(one, cases[one.name][0], number)
     typer.echo(write_crossings(crossed, output))
-    if not time:
-        return
-    refused = {number: why for number in many if (why := why_no_processes(number))}
-    for number, why in refused.items():
-        typer.echo(f"{number} processes are not timed: {why}.")
-    shapes = [
-        (one.name, shape_of(one, chosen))
-        for one in models[:1]
-        for chosen in choose_sizes(one, [timed_size], timed_frames or _TIMED_FRAMES, "cpu")
-    ]
-    timed = [time_processes(name, shape, number) for number in many if number not in refused for name, shape in shapes]
-    typer.echo(write_timed(timed, output))
 
 
 def bench_plan(
@@ -86,8 +66,7 @@ def bench_plan(
     """Arithmetic, no measurement: counted FLOPs and bytes over stated rates, of one forward on many GPUs."""
     from ...config import load_patch
     from ..models import choose_sizes
-    from .plan import Machines, plan
-    from .tables import write_plan
+    from .plan import Machines, plan, write_plan
 
     machines = Machines(tflops, utilisation, nvlink, infiniband, gpus_per_machine)
     models = _that_can_be_split(model or _MODELS)

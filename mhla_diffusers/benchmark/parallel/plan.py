@@ -2,19 +2,32 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from ...config import MHLAConfig
 from ...families import Model
+from ...reporting import write_table
 from ..forecast import Question, count_forwards
 from ..models import Size, build_transformer
 from ..parts import ATTENTION
 from ..shapes import Shape
-from .attentions import MHLA, SOFTMAX
-from .counting import sent, shape_of
+from .counting import MHLA, SOFTMAX, sent, shape_of
 from .world import Layout
 
+_HEADER = (
+    "model",
+    "frames",
+    "GPUs",
+    "attention",
+    "shared by",
+    "computing, s",
+    "sending, s",
+    "sending",
+    "weights, GB",
+    "one attention, GB",
+)
 _ITEMSIZE = 2
 """Bytes of a bfloat16 number."""
 
@@ -191,3 +204,27 @@ def _on(case: _Case, attention: str, layout: Layout, machines: Machines) -> Plan
         weight_bytes=case.weight_bytes,
         attention_bytes=4 * own * shape.heads * shape.head_dim * _ITEMSIZE + delivered,
     )
+
+
+def write_plan(found: Iterable[Planned], folder: Path) -> str:
+    """Seconds of one forward and what a GPU holds, as ``plan.md`` and ``plan.csv``."""
+    rows = [
+        (
+            one.question.model.name,
+            str(one.question.size.frames or 1),
+            str(one.layout.processes),
+            one.attention,
+            str(one.layout),
+            _seconds(one.compute),
+            _seconds(one.sending),
+            f"{one.sending / one.seconds:.0%}",
+            f"{one.weight_bytes / 1e9:.1f}",
+            f"{one.attention_bytes / 1e9:.2f}",
+        )
+        for one in found
+    ]
+    return write_table(_HEADER, rows, folder, "plan")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
