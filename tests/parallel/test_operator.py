@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mhla_diffusers.attention import BlockLists, mhla_attention
+from mhla_diffusers.attention.layout import block_count
 from mhla_diffusers.attention.parallel.place import Parallel, parts
 from mhla_diffusers.benchmark.parallel.world import Layout, make_world
 
@@ -28,16 +29,16 @@ def axial_rotary(grid: tuple[int, ...], axes: tuple[int, ...]) -> tuple[torch.Te
     return turned.cos(), turned.sin()
 
 
-def random_tiles(counts: tuple[int, ...], heads: int, samples: int, share: float = 0.3) -> torch.Tensor:
-    """A mask whose lists differ in length, as those of calibration do; every query tile has one tile at least."""
-    tiles = math.prod(counts)
-    scores = torch.rand(samples, heads, tiles, tiles, generator=torch.Generator().manual_seed(2))
-    return (scores < share) | (scores == scores.amin(dim=-1, keepdim=True))
+def random_mask(grid: tuple[int, ...], block_size: int, samples: int, density: float = 0.3) -> torch.Tensor:
+    """Of lists that differ in length; every query block has one key block at least."""
+    blocks = block_count(grid, block_size)
+    scores = torch.rand(samples, HEADS, blocks, blocks, generator=torch.Generator().manual_seed(2))
+    return (scores < density) | (scores == scores.amin(dim=-1, keepdim=True))
 
 
-def lists_of(mask: torch.Tensor, counts: tuple[int, ...], heads: slice) -> BlockLists:
+def lists_of(mask: torch.Tensor, block_size: int, heads: slice) -> BlockLists:
     mask = mask[:, heads]
-    return BlockLists.from_mask(counts, mask if len(mask) > 1 else mask[0])
+    return BlockLists.from_mask(block_size, mask if len(mask) > 1 else mask[0])
 
 
 def own_tokens(place: Parallel, grid: tuple[int, ...], extra: tuple[int, int]) -> tuple[torch.Tensor, slice]:
@@ -76,9 +77,9 @@ def errors(
         leaves["output_norm"] = draw(HEAD_DIM)
     if settings.pop("gate", False):
         leaves["output_gate"] = draw(batch, on_grid, HEADS, HEAD_DIM)
-    if settings.pop("far", False):
+    if settings.pop("linear", False):
         leaves["linear_weight"] = draw(HEADS).exp()
-    if settings.pop("means", False):
+    if settings.pop("pooled", False):
         leaves["pooled_bias"] = draw(HEADS)
     if masked := settings.pop("mask", False):
         settings["key_mask"] = torch.rand(batch, tokens, generator=make) > 0.3
@@ -92,8 +93,8 @@ def errors(
             for x in turned
         )
         settings["rotary_axes"] = axes if settings.pop("tell_axes", True) else None
-    counts, samples = settings.pop("tiles", None), settings.pop("samples", 1)
-    mask = None if counts is None else random_tiles(counts, HEADS, samples)
+    size, samples = settings.pop("lists", None), settings.pop("samples", 1)
+    mask = None if size is None else random_mask(grid, size, samples)
     towards = draw(batch, tokens, HEADS, HEAD_DIM)
     here, grid_here = own_tokens(place, grid, extra)
 
@@ -101,7 +102,7 @@ def errors(
         given = {name: x.clone().requires_grad_() for name, x in leaves.items()}
         used: dict[str, Any] = {**given, **settings, "extra": extra}
         if mask is not None:
-            used["exact"] = lists_of(mask, counts, slice(None) if alone else place.heads(HEADS))
+            used["sparse"] = lists_of(mask, size, slice(None) if alone else place.heads(HEADS))
         if not alone:
             used |= {n: used[n][:, here] for n in ("query", "key", "value", "key_mask") if n in used}
             if "output_gate" in used:
@@ -111,7 +112,7 @@ def errors(
             used["extra"] = tuple(parts(n, place.whole.size)[place.whole.rank][1] for n in extra)
         output = mhla_attention(grid=grid, blocks=blocks, parallel=None if alone else place, **used)
         loss = (output * (towards if alone else towards[:, here])).sum()
-        # without a far field the mixing matrix takes no part
+        # without a linear branch the mixing matrix takes no part
         gradients = torch.autograd.grad(loss, list(given.values()), materialize_grads=True)
         return output, dict(zip(given, gradients, strict=True))
 

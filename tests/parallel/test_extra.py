@@ -6,19 +6,19 @@ import torch
 from mhla_diffusers.attention import ContentRule
 
 from .processes import Processes
-from .test_exact import COUNTS, GRID
 from .test_operator import errors
+from .test_sparse import GRID, SIZE
 
 ALL = {"norm": True, "gate": True, "mask": True, "axes": (4, 4, 4)}
 CASES = {
     "alone, before": {"extra": (6, 0)},
-    "alone, after": {"extra": (0, 6), "far": True},
+    "alone, after": {"extra": (0, 6), "linear": True},
     "alone, all": ALL | {"extra": (4, 2)},
-    "alone, more than fill a tile": {"extra": (0, 140)},
-    "tiles": {"extra": (2, 4), "tiles": COUNTS},
-    "tiles, all": ALL | {"extra": (6, 4), "tiles": COUNTS, "far": True, "means": True},
-    "content": ALL | {"extra": (0, 8), "sparse": ContentRule(COUNTS, 0.25), "far": True},
-    "fitted": ALL | {"extra": (2, 6), "sparse": ContentRule(8, 0.25, fit_pooled_bias=True), "far": True},
+    "alone, more than fill a block": {"extra": (0, 140)},
+    "lists": {"extra": (2, 4), "lists": SIZE},
+    "lists, all": ALL | {"extra": (6, 4), "lists": SIZE, "linear": True, "pooled": True},
+    "content": ALL | {"extra": (0, 8), "sparse": ContentRule(SIZE, 0.25), "linear": True},
+    "fitted": ALL | {"extra": (2, 6), "sparse": ContentRule(8, 0.25, fit_pooled_bias=True), "linear": True},
 }
 
 
@@ -30,7 +30,7 @@ def test_two_processes_equal_one(two: Processes, degrees: tuple[int, int], case:
             assert max(found.values()) < limit, found
 
 
-@pytest.mark.parametrize("case", ["alone, all", "tiles, all"])
+@pytest.mark.parametrize("case", ["alone, all", "lists, all"])
 @pytest.mark.parametrize("degrees", [(4, 1), (2, 2)])
 def test_four_processes_equal_one(four: Processes, degrees: tuple[int, int], case: str) -> None:
     settings = CASES[case] | {"extra": (8, 4)}
@@ -41,6 +41,6 @@ def test_four_processes_equal_one(four: Processes, degrees: tuple[int, int], cas
 @pytest.mark.parametrize("extra", [(5, 0), (0, 7), (4, 6)])
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4)])
 def test_shares_may_differ(four: Processes, degrees: tuple[int, int], extra: tuple[int, int]) -> None:
-    settings = CASES["tiles, all"] | {"extra": extra}
+    settings = CASES["lists, all"] | {"extra": extra}
     for found in four.run(errors, degrees, True, (5, 3, 7), (2, 2, 2), settings, torch.float64):
         assert max(found.values()) < 1e-12, found

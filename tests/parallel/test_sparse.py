@@ -1,4 +1,4 @@
-"""Exact tiles on shares of the tokens, over processes on gloo, against the whole in one process."""
+"""Block lists on shares of the tokens, over processes on gloo, against the whole in one process."""
 
 import itertools
 import math
@@ -9,25 +9,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhla_diffusers.attention import ContentRule, mhla_attention
-from mhla_diffusers.attention.blocks import block_index
+from mhla_diffusers.attention.layout import layout_of
 
 from .processes import Processes
-from .test_operator import HEAD_DIM, HEADS, errors, lists_of, parallel, random_tiles
+from .test_operator import HEAD_DIM, HEADS, errors, lists_of, parallel, random_mask
 
-GRID, COUNTS = (3, 5, 6), (2, 3, 2)
-"""Half of the tokens, or a quarter, ends within a tile."""
-ALL = {"norm": True, "gate": True, "mask": True, "axes": (4, 4, 4), "far": True, "means": True, "tiles": COUNTS}
+GRID, SIZE = (3, 5, 6), 8
+"""Half of the tokens, or a quarter, ends within a block, and a share holds tokens of many."""
+ALL = {"norm": True, "gate": True, "mask": True, "axes": (4, 4, 4), "linear": True, "pooled": True, "lists": SIZE}
 CASES = {
-    "alone": {"tiles": COUNTS},
-    "far": {"tiles": COUNTS, "far": True, "axes": (4, 4, 4)},
-    "means": {"tiles": COUNTS, "means": True, "axes": (4, 4, 4), "rope": "before"},
+    "alone": {"lists": SIZE},
+    "linear": {"lists": SIZE, "linear": True, "axes": (4, 4, 4)},
+    "pooled": {"lists": SIZE, "pooled": True, "axes": (4, 4, 4), "rope": "before"},
     "all": ALL,
     "lists of every sample": ALL | {"samples": 2},
-    "single tokens": ALL | {"tiles": GRID},
-    "one tile": ALL | {"tiles": (1, 1, 1)},
-    "content": ALL | {"tiles": None, "sparse": ContentRule(COUNTS, 0.25)},
-    "along the curve": ALL | {"tiles": None, "sparse": ContentRule(8, 0.25)},
-    "fitted": ALL | {"tiles": None, "means": False, "sparse": ContentRule(8, 0.25, fit_pooled_bias=True)},
+    "single tokens": ALL | {"lists": 1},
+    "one block": ALL | {"lists": 128},
+    "content": ALL | {"lists": None, "sparse": ContentRule(SIZE, 0.25)},
+    "fitted": ALL | {"lists": None, "pooled": False, "sparse": ContentRule(SIZE, 0.25, fit_pooled_bias=True)},
+    "everything": ALL | {"lists": None, "sparse": ContentRule(SIZE, 1.0)},
 }
 
 
@@ -68,18 +68,18 @@ class _Rows(TorchDispatchMode):
 
 def rows_sent(ring: int) -> tuple[list[tuple[torch.Size, list[int]]], list[int]]:
     """What the all-to-alls of a process are given, and the rows that each of the others needs of it, one by one."""
-    place, tokens, mask = parallel(ring, 1, anything=True), math.prod(GRID), random_tiles(COUNTS, HEADS, 1, 0.05)
+    place, tokens, mask = parallel(ring, 1, anything=True), math.prod(GRID), random_mask(GRID, SIZE, 1, 0.05)
     first, count = place.own_share(tokens)
     query = torch.randn(2, count, HEADS, HEAD_DIM, requires_grad=True)
-    exact = lists_of(mask, COUNTS, slice(None))
+    lists = lists_of(mask, SIZE, slice(None))
     with _Rows() as rows:
-        output = mhla_attention(query, query, query, torch.ones(1, 1), GRID, (1, 1, 1), sparse=exact, parallel=place)
+        output = mhla_attention(query, query, query, torch.ones(1, 1), GRID, (1, 1, 1), sparse=lists, parallel=place)
         output.sum().backward()
-    tile_of, needed = block_index(GRID, COUNTS).tolist(), []
+    block_of, needed = (layout_of(GRID, SIZE).rows // SIZE).tolist(), []
     for rank, (begin, length) in enumerate(place.shares(tokens)):
-        asking = set(tile_of[begin : begin + length])
+        asking = set(block_of[begin : begin + length])
         pairs = itertools.product(range(HEADS), range(first, first + count))
-        due = [any(mask[0, head, tile, tile_of[token]] for tile in asking) for head, token in pairs]
+        due = [any(mask[0, head, block, block_of[token]] for block in asking) for head, token in pairs]
         needed.append(sum(due) if rank != place.ring.rank else 0)
     return rows.found, needed
 
