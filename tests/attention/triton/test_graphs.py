@@ -18,19 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
-from mhla_diffusers.attention.triton import (
-    backend,
-    exact_tile,
-    launches,
-    mixing_kernels,
-    own_block_forward,
-    rotation,
-)
+from mhla_diffusers.attention.triton import backend
+from mhla_diffusers.attention.triton.launch import Launch
 from mhla_diffusers.patching.layer import MHLALayer
 
 from ..problems import make_problem
-from ..test_exact import make
-from ..test_outside import make as make_beside_text
+from ..test_extra import make as make_beside_text
+from ..test_sparse import make
 from .test_kernels import EVERYTHING
 
 MADE_FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor)
@@ -84,10 +78,7 @@ def watched(device: str) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_launched(monkeypatch):
     monkeypatch.setattr(backend, "why_not", lambda *_: None)
-    for module in (launches, exact_tile, mixing_kernels, own_block_forward, rotation):
-        monkeypatch.setattr(module, "architecture_of", lambda _: "sm_90")
-    with launches.launched_by(lambda launch: None):
-        yield
+    monkeypatch.setattr(Launch, "run", lambda launch: None)
 
 
 def set_at_indices(x, index):
@@ -126,64 +117,66 @@ def test_what_waits_is_seen(wait):
         wait(x, index)
 
 
-GRID, COUNTS, BLOCKS = (3, 4, 6), (1, 2, 3), (2, 2, 2)
+GRID, SIZE, BLOCKS = (3, 4, 6), 16, (2, 2, 2)
 AXES = {"rotary_axes": (4, 2, 2)}
-BY_CONTENT = ContentRule(COUNTS, 0.3)
 PROBLEMS = {
     "MHLA": make_problem(GRID, BLOCKS, **EVERYTHING),
-    "MHLA, RoPE of axes": make_problem(GRID, COUNTS, **AXES),
+    "MHLA, RoPE of axes": make_problem(GRID, BLOCKS, **AXES),
     "MHLA, RoPE before, not normalised": make_problem(GRID, BLOCKS, rotary=True, rope="before", normalize=False),
     "causal by token": make_problem((17,), (5,), causal="token", rotary=True, mask=True, feature_map="elu+1"),
     "causal by token, softmax": make_problem((17,), (5,), causal="token", rotary=True, linear_branch=True),
     "causal by block": make_problem(GRID, BLOCKS, causal="block", mask=True),
     "causal by block, softmax": make_problem(GRID, BLOCKS, causal="block", rotary=True, linear_branch=True),
-    "exact tiles alone": make(GRID, COUNTS, means=False, far=False),
-    "exact tiles": make(GRID, COUNTS, **EVERYTHING),
-    "exact tiles, RoPE of axes": make(GRID, COUNTS, **AXES),
-    "by content alone": make(GRID, COUNTS, means=False, far=False),
-    "by content": make(GRID, COUNTS, **EVERYTHING),
-    "by content, RoPE of axes": make(GRID, COUNTS, **AXES),
-    "text": make_beside_text(GRID, COUNTS, (2, 30), "alone", **EVERYTHING),
-    "text, exact tiles": make_beside_text(GRID, COUNTS, (0, 30), **EVERYTHING),
-    "text, by content": make_beside_text(GRID, COUNTS, (2, 3), **EVERYTHING),
+    "listed alone": make(GRID, SIZE, pooled=False, linear=False),
+    "listed": make(GRID, SIZE, **EVERYTHING),
+    "listed, RoPE of axes": make(GRID, SIZE, **AXES),
+    "all pairs listed": make(GRID, SIZE, density=1.1, **EVERYTHING),
+    "by content alone": make(GRID, SIZE, pooled=False, linear=False),
+    "by content": make(GRID, SIZE, **EVERYTHING),
+    "by content, RoPE of axes before": make(GRID, SIZE, rope="before", **AXES),
+    "by content, fitted": make(GRID, SIZE, pooled=False, **EVERYTHING),
+    "text": make_beside_text(GRID, SIZE, (2, 30), "alone", **EVERYTHING),
+    "text, listed": make_beside_text(GRID, SIZE, (0, 30), **EVERYTHING),
+    "text, by content": make_beside_text(GRID, SIZE, (2, 3), **EVERYTHING),
 }
-TILED = [name for name in PROBLEMS if name.startswith(("exact", "by content", "text", "causal by block, softmax"))]
-LISTS_ARE_READ = pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="the eager backend groups lists by their lengths, which it reads"
-)
 
 
 def on_meta(x):
     if isinstance(x, BlockLists):
-        return BlockLists(x.counts, x.heads, x.offsets.to("meta"), x.keys.to("meta"))
+        return BlockLists(x.block_size, x.heads, x.offsets.to("meta"), x.keys.to("meta"), x.blocks, x.longest)
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), x)
 
 
+@pytest.mark.parametrize("backend", ["triton", "eager"])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_nothing_waits_for_the_device(name):
-    nothing_waits(name, "triton")
+def test_nothing_waits_for_the_device(name, backend):
+    """Forward and backward."""
+    problem = PROBLEMS[name]
+    tensors = {key: x.to("meta").requires_grad_() for key, x in problem.tensors.items()}
+    options = {key: on_meta(x) for key, x in problem.options.items()}
+    if "by content" in name:
+        options["sparse"] = ContentRule(SIZE, 0.3, fit_pooled_bias="fitted" in name)
+
+    def attend():
+        output = mhla_attention(**tensors, grid=problem.grid, blocks=problem.blocks, **options, backend=backend)
+        torch.autograd.backward((output,), (torch.empty_like(output),))
+
+    twice(attend)
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[LISTS_ARE_READ] * (x in TILED)) for x in PROBLEMS])
-def test_nothing_waits_for_the_device_of_the_eager_backend(name):
-    nothing_waits(name, "eager")
-
-
-@pytest.mark.parametrize("exact", ["none", "own", "content"])
-def test_nothing_in_a_layer_waits(exact):
-    """Without "own", at a grid of fewer rows than blocks, for which the mixing matrix is carried over."""
-    rule = {"exact_tiles": COUNTS, "density": 0.3} if exact == "content" else {}
-    config = MHLAConfig(
-        blocks=(2, 4, 2), sparse=exact, output_gate=True, convolution=3, clamp_blocks=exact != "own", **rule
-    )
+@pytest.mark.parametrize("sparse", ["none", "content"])
+def test_nothing_in_a_layer_waits(sparse):
+    """At a grid of fewer rows than blocks, for which the mixing matrix is carried over."""
+    rule = {"block_size": SIZE, "density": 0.3} if sparse == "content" else {}
+    config = MHLAConfig(blocks=(2, 4, 2), sparse=sparse, output_gate=True, convolution=3, clamp_blocks=True, **rule)
     with torch.device("meta"):
         layer = MHLALayer(config, 2, 8, 16)
-        grid = (3, 4, 6) if exact == "own" else (3, 3, 6)
+        grid = (3, 3, 6)
         query, hidden_states = torch.empty(1, math.prod(grid), 2, 8), torch.empty(1, math.prod(grid), 16)
     twice(lambda: layer(query, query, query, hidden_states, grid, backend="triton"))
 
 
-def captured(exact):
+def captured(sparse):
     """The nodes of torch.compile's graph of a call of Wan's size at 480p."""
     graphs = []
 
@@ -195,20 +188,21 @@ def captured(exact):
     arguments = row, row, row, torch.empty(105, 105, device="meta"), (21, 30, 50), (7, 3, 5)
     compiled = torch.compile(mhla_attention, fullgraph=True, backend=collect)
     with torch.no_grad():
-        compiled(*arguments, sparse=exact, linear_weight=heads, pooled_bias=heads, backend="triton")
+        compiled(*arguments, sparse=sparse, linear_weight=heads, pooled_bias=heads, backend="triton")
     torch.compiler.reset()
     (graph,) = graphs
     return [node for node in graph.graph.nodes if node.op.startswith("call")]
 
 
-def test_a_compiler_meets_no_tables_of_tiles_by_content():
+def test_a_compiler_meets_no_tables_of_the_layout():
     """It would compile their making for the CPU, which takes longer than all the rest."""
-    counts, lists = (7, 6, 10), 12 * 420
-    offsets, keys = (torch.empty(n, dtype=torch.int64, device="meta") for n in (lists + 1, 21 * lists))
-    given, by_content = captured(BlockLists(counts, 12, offsets, keys)), captured(ContentRule(counts, 0.05))
-    values = [x for node in by_content for x in tree_leaves(node.meta["example_value"])]
-    assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"meta"}
-    assert len(by_content) <= len(given) + 6  # the choice, and offsets of equal lists
+    lists = 12 * 493
+    offsets, keys = (torch.empty(n, dtype=torch.int64, device="meta") for n in (lists + 1, 25 * lists))
+    given, by_content = captured(BlockLists(64, 12, offsets, keys, 493, 25)), captured(ContentRule(64, 0.05))
+    for nodes in (given, by_content):
+        values = [x for node in nodes for x in tree_leaves(node.meta["example_value"])]
+        assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"meta"}
+    assert len(by_content) <= len(given)
 
 
 def twice(run):
@@ -217,18 +211,3 @@ def twice(run):
         run()
     with watched("meta"):
         run()
-
-
-def nothing_waits(name, backend):
-    """Forward and backward."""
-    problem = PROBLEMS[name]
-    tensors = {key: x.to("meta").requires_grad_() for key, x in problem.tensors.items()}
-    options = {key: on_meta(x) for key, x in problem.options.items()}
-    if name.removeprefix("text, ").startswith("by content"):
-        options["exact"] = BY_CONTENT
-
-    def attend():
-        output = mhla_attention(**tensors, grid=problem.grid, blocks=problem.blocks, **options, backend=backend)
-        torch.autograd.backward((output,), (torch.empty_like(output),))
-
-    twice(attend)
