@@ -32,7 +32,7 @@ class AuraFlowFamily(Family):
     form = AuraFlowForm()
     extra_tokens = _REGISTER_TOKENS + _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context")
-    # at 1024 px 16 tokens a side of a block, and tiles of 8x8 tokens
+    # at 1024 px 16 tokens a side of a block
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     models = (
         Model(

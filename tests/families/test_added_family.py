@@ -44,7 +44,7 @@ def test_patch_changes_the_picture_and_removing_restores_it():
     torch.testing.assert_close(generate(pipe), before, rtol=0, atol=0)
 
 
-def test_one_exact_tile_is_its_own_attention():
+def test_all_pairs_listed_are_its_own_attention():
     pipe = auraflow_pipeline()
     before = generate(pipe, output_type="latent")
     apply_mhla(pipe, blocks=(1, 1), sparse="content", density=1.0)

@@ -13,7 +13,7 @@ from .recording import forwards
 from .test_every_family import ROUNDING, output
 from .tiny.hunyuan_video import CASE, pipeline, transformer
 
-ALL_EXACT = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
+ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 CLIP = Clip(9, 24.0, ((64, 96),))
 
 
@@ -94,7 +94,7 @@ def test_image_to_video_is_patched_but_not_trained(config):
     latents = arguments["hidden_states"]
     arguments["hidden_states"] = torch.cat([latents, latents, latents[:, :1]], dim=1)[:, : model.config.in_channels]
     expected = output(model, arguments)
-    mhla.apply_mhla(model, **ALL_EXACT)
+    mhla.apply_mhla(model, **ALL_LISTED)
     assert relative_change(output(model, arguments), expected) < ROUNDING
     pipe = pipeline()
     pipe.transformer = model

@@ -15,7 +15,7 @@ from .recording import forwards
 from .test_every_family import ROUNDING, output
 from .tiny.hunyuan_video15 import CASE, pipeline, transformer
 
-ALL_EXACT = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
+ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 CLIP = Clip(7, 24.0, ((16, 24),))
 
 
@@ -62,7 +62,7 @@ def test_softmax_in_place_of_mhla_with_an_image(masked):
     if masked:
         arguments["encoder_attention_mask_2"] = torch.zeros_like(arguments["encoder_attention_mask_2"])
     expected = output(model, arguments)
-    mhla.apply_mhla(model, **ALL_EXACT)
+    mhla.apply_mhla(model, **ALL_LISTED)
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
@@ -138,7 +138,7 @@ def test_training_is_estimated_without_values():
 
 def test_image_to_video_is_patched_but_not_trained():
     pipe = pipeline()
-    pipe.transformer = mhla.apply_mhla(transformer(task_type="i2v"), **ALL_EXACT)
+    pipe.transformer = mhla.apply_mhla(transformer(task_type="i2v"), **ALL_LISTED)
     family = get_family(pipe.transformer)
     for refused in (lambda: family.encode_prompt(pipe, "a"), lambda: family.process(pipe.transformer, 7.0)):
         with pytest.raises(ValueError, match="conditioned on pictures"):

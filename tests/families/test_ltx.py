@@ -15,7 +15,7 @@ from ..models import assert_changed, output, relative_change
 from ..pipelines import quiet
 from .tiny.ltx import CALL, CASE
 
-ONE_TILE = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
+ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 """A patch with the attention that it replaces; of conditions as well, which are attended to with softmax anyway."""
 PLAIN = {"blocks": (2, 2, 3), "sparse": "none"}
 
@@ -72,7 +72,7 @@ def test_rope_after_the_feature_map_is_refused():
 def test_frames_of_conditions_are_tokens_before_the_grid(pieces):
     arguments, model = told_by(coordinates(*pieces)), CASE.transformer()
     expected = output(model, arguments)
-    mhla.apply_mhla(model, **ONE_TILE)
+    mhla.apply_mhla(model, **ALL_LISTED)
     assert relative_change(output(model, arguments), expected) < 2e-5  # float32 sums in another order
     assert {layer.grid for layer in mhla.describe(model)} == {CASE.grid}
     mhla.remove_mhla(model)
@@ -84,7 +84,7 @@ def test_frames_behind_a_window_are_of_the_grid():
     """``LTXI2VLongMultiPromptPipeline`` repeats times there."""
     arguments, model = told_by(coordinates(GRID, [0.0, 1.0])), CASE.transformer()
     expected = output(model, arguments)
-    mhla.apply_mhla(model, **ONE_TILE)
+    mhla.apply_mhla(model, **ALL_LISTED)
     assert relative_change(output(model, arguments), expected) < 2e-5
     assert {layer.grid for layer in mhla.describe(model)} == {(6, 4, 6)}
 
@@ -157,7 +157,7 @@ def test_condition_pipeline():
         return pipe(**call, generator=torch.Generator().manual_seed(3)).frames
 
     expected = generate()
-    mhla.apply_mhla(pipe, **ONE_TILE)
+    mhla.apply_mhla(pipe, **ALL_LISTED)
     assert relative_change(generate(), expected) < 1e-4  # through two steps and the autoencoder
     mhla.remove_mhla(pipe)
     mhla.apply_mhla(pipe, **PLAIN, softmax_steps=1)
@@ -174,7 +174,7 @@ def test_image_to_video_pipeline():
         return pipe(**call, generator=torch.Generator().manual_seed(3)).frames
 
     expected = generate()
-    mhla.apply_mhla(pipe, **ONE_TILE)
+    mhla.apply_mhla(pipe, **ALL_LISTED)
     assert relative_change(generate(), expected) < 1e-4  # float32 sums in another order, through two steps
     mhla.remove_mhla(pipe)
     mhla.apply_mhla(pipe, **PLAIN)

@@ -36,7 +36,7 @@ def generator_of(kind: type, case: FamilyCase, layer: str, guidance: float) -> t
 
 @pytest.mark.parametrize(("kind", "case", "layer", "guidance"), CASES.values(), ids=CASES)
 def test_perturbed_attention_guidance(kind, case, layer, guidance):
-    """A patch of one exact tile gives what it replaces, in all branches; a real one stays in those not perturbed."""
+    """A patch that lists all pairs gives what it replaces, in all branches; a real one stays in those not perturbed."""
     pipe, run = generator_of(kind, case, layer, guidance)
     own, expected = run(0.0), run(2.0)
     assert_changed(expected, own)

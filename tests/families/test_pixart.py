@@ -9,7 +9,7 @@ from mhla_diffusers.families.pixart import PixArtFamily
 from ..models import assert_changed, output, relative_change
 from .tiny.pixart import CALL, CASE, SIGMA_CASE, pipeline
 
-ONE_TILE = {"blocks": (1, 1), "sparse": "content", "density": 1.0}
+ALL_LISTED = {"blocks": (1, 1), "sparse": "content", "density": 1.0}
 
 
 @pytest.mark.parametrize(("sample_size", "width"), [(128, 64), (128, 192), (64, 192)])
@@ -26,7 +26,7 @@ def test_size_of_the_picture_is_what_the_pipeline_tells(sample_size, width):
 def test_sigma():
     model, arguments = SIGMA_CASE.transformer(), SIGMA_CASE.inputs(ragged=True)
     expected = output(model, arguments)
-    mhla.apply_mhla(model, **ONE_TILE)
+    mhla.apply_mhla(model, **ALL_LISTED)
     assert relative_change(output(model, arguments), expected) < 2e-5  # float32 sums in another order
     pipe = SIGMA_CASE.pipeline()
     before = pipe(**SIGMA_CASE.call, generator=torch.Generator().manual_seed(3)).images

@@ -59,7 +59,7 @@ def test_softmax_in_place_of_the_own_attention_has_its_norms_and_rope():
         )
 
 
-def test_exact_tiles_are_refused():
+def test_a_sparse_branch_is_refused():
     with pytest.raises(ValueError, match="own attention of SanaVideoTransformer3DModel is linear"):
         mhla.apply_mhla(CASE.transformer(), blocks=(1, 2, 2), sparse="content")
 

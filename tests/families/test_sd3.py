@@ -26,11 +26,11 @@ def test_softmax_in_place_of_mhla_is_the_second_attention_as_well(ragged):
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
-@pytest.mark.parametrize("exact", [{}, {"sparse": "own", "exact_tiles": (4, 4)}, {"sparse": "content"}], ids=str)
-def test_the_second_attention_is_patched_and_restored(exact):
+@pytest.mark.parametrize("sparse", [{}, {"sparse": "content", "block_size": 4}], ids=str)
+def test_the_second_attention_is_patched_and_restored(sparse):
     model, arguments = sd3.dual(), sd3.inputs()
     before, expected = footprint(model), output(model, arguments)
-    mhla.apply_mhla(model, **{**SETTINGS, **exact})
+    mhla.apply_mhla(model, **{**SETTINGS, **sparse})
     layers = [name.removesuffix(".mhla") for name in mhla.mhla_layers(model)]
     assert layers == list(sd3.DUAL_CASE.attentions)
     all_patched = output(model, arguments)

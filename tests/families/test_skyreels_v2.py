@@ -14,7 +14,7 @@ from ..models import assert_changed, output, relative_change, wan
 from .tiny.skyreels_v2 import CASE, FORCING_CALL, FORCING_CASE, IMAGE_CASE
 
 _PLAIN = {"blocks": CASE.blocks, "sparse": "none"}
-_ALL_EXACT = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
+_ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 _REFUSED = r"(?s)SkyReels-V2.*differs between queries.*causal_block_size=1.*layers=\[\.\.\.\]"
 
 
@@ -35,7 +35,7 @@ def test_rope_turns_channels_with_one_axis_each_and_tells_the_grid() -> None:
 def test_softmax_in_place_of_mhla_is_the_own_attention_beside_a_picture(ragged: bool) -> None:
     model, arguments = IMAGE_CASE.transformer(), IMAGE_CASE.inputs(ragged=ragged)
     expected = output(model, arguments)
-    mhla.apply_mhla(model, **_ALL_EXACT)
+    mhla.apply_mhla(model, **_ALL_LISTED)
     # float32 sums in another order, through all layers
     assert relative_change(output(model, arguments), expected) < 2e-5
 
@@ -43,7 +43,7 @@ def test_softmax_in_place_of_mhla_is_the_own_attention_beside_a_picture(ragged: 
 def test_diffusion_forcing_without_a_mask_has_a_time_for_every_frame() -> None:
     model, arguments = CASE.transformer(), FORCING_CASE.inputs()
     expected = output(model, arguments)
-    mhla.apply_mhla(model, **_ALL_EXACT)
+    mhla.apply_mhla(model, **_ALL_LISTED)
     assert relative_change(output(model, arguments), expected) < 2e-5
 
 

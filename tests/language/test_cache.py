@@ -151,7 +151,7 @@ def test_what_a_state_takes_does_not_grow_with_the_text():
         logits(model, part, past_key_values=cache)
         sizes.append(cache.nbytes)
     heads, head_dim, closed = 4, 8, 5
-    # summaries (head_dim + 1) x head_dim of five blocks in float32, of every head, layer and text
+    # KV states (head_dim + 1) x head_dim of five blocks in float32, of every head, layer and text
     assert sizes == [3 * 2 * heads * closed * (head_dim + 1) * head_dim * 4] * 4
 
 

@@ -44,7 +44,9 @@ def test_layers_that_are_not_chosen_run_what_the_model_had():
     torch.testing.assert_close(logits(model, ids), expected, **ROUNDING)
 
 
-@pytest.mark.parametrize("settings", [{"sparse": "own"}, {"sparse": "none"}, {"sparse": "none", "mixing_per_head": True}])
+@pytest.mark.parametrize(
+    "settings", [{"sparse": "own"}, {"sparse": "none"}, {"sparse": "none", "mixing_per_head": True}]
+)
 def test_an_attention_is_the_reference_of_queries_and_keys_after_rope(settings):
     """Against float64, keys repeated for the heads that share them."""
     model, ids = patched(**settings), text(length=37)
@@ -67,9 +69,9 @@ def test_an_attention_is_the_reference_of_queries_and_keys_after_rope(settings):
     assert relative_change(seen["found"], expected) < 1e-5
 
 
-@pytest.mark.parametrize("exact", ["own", "none"])
-def test_no_token_sees_a_later_one(exact):
-    model, ids = patched(sparse=exact), text()
+@pytest.mark.parametrize("sparse", ["own", "none"])
+def test_no_token_sees_a_later_one(sparse):
+    model, ids = patched(sparse=sparse), text()
     other = ids.clone()
     other[:, 21:] = 5
     found, changed = logits(model, ids), logits(model, other)
@@ -126,8 +128,9 @@ def test_a_text_longer_than_the_blocks_needs_a_rule():
         ({"rope": "after"}, r"rope='after' would need the tables.*rope='before'"),
         ({"softmax_steps": 2}, "softmax_steps=2 counts denoising steps"),
         ({"blocks": (4, 2)}, r"causal='token' orders the tokens.*such as blocks=\(4,\) for a text"),
-        ({"sparse": "pwn"}, r"sparse='pwn' is unknown; allowed: 'none', 'own'\.$"),
-        ({"sparse": "own", "exact_tiles": (3,)}, "exact_tiles=\\(3,\\) does not go with.*without exact_tiles"),
+        ({"sparse": "pwn"}, r"sparse='pwn' is unknown; allowed: 'none', 'content', 'own'\.$"),
+        ({"sparse": "content"}, r"sparse='content' does not go with causal='token'"),
+        ({"sparse": "own", "block_size": 16}, r"block_size=16 has no effect with sparse='own'"),
     ],
 )
 def test_settings_that_a_language_model_has_no_place_for(settings, message):
@@ -240,12 +243,12 @@ def test_a_text_of_any_length_is_described_beside_attention_that_sees_no_later_t
     own = sum(n * (n + 1) // 2 for n in [BLOCK_LENGTH] * (length // BLOCK_LENGTH) + [length % BLOCK_LENGTH])
     kept, layer, _ = mhla.describe(model, grid=(length,))
     assert (layer.blocks, layer.tokens_per_block) == (BLOCKS, (BLOCK_LENGTH, BLOCK_LENGTH))
-    assert (layer.sparse.tiles, layer.sparse.tokens_per_tile) == (BLOCKS, (BLOCK_LENGTH, BLOCK_LENGTH))
-    assert layer.sparse.share == pytest.approx(own / seen)
-    assert (layer.cost.exact_pairs, layer.cost.all_pairs) == (4 * own, 4 * seen)
+    assert layer.sparse.kind == "own"
+    assert layer.sparse.density == pytest.approx(own / seen)
+    assert (layer.cost.listed_pairs, layer.cost.all_pairs) == (4 * own, 4 * seen)
     for cost in (kept.cost, layer.cost):
         assert (cost.softmax_flops, cost.softmax_bytes) == (4 * 8 * 4 * seen, 4 * 4 * seen)
-    assert (kept.cost.flops, kept.cost.exact_pairs) == (kept.cost.softmax_flops, kept.cost.all_pairs)
+    assert (kept.cost.flops, kept.cost.listed_pairs) == (kept.cost.softmax_flops, kept.cost.all_pairs)
 
 
 def test_bfloat16_is_near_float32():
@@ -393,9 +396,9 @@ def seeded_otherwise(**settings):
     return model
 
 
-@pytest.mark.parametrize("exact", ["own", "none"])
-def test_autocast_runs_with_and_without_a_cache(exact):
-    model, ids = patched(sparse=exact), text()
+@pytest.mark.parametrize("sparse", ["own", "none"])
+def test_autocast_runs_with_and_without_a_cache(sparse):
+    model, ids = patched(sparse=sparse), text()
     expected = logits(model, ids)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         found = [

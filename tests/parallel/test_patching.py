@@ -70,7 +70,7 @@ def test_heads_that_cannot_be_shared_out(four: Processes) -> None:
 
 @either
 def test_gradients_after_a_call_without_them(two: Processes, degrees: tuple[int, int]) -> None:
-    """Plans of exact tiles, which outlive a call, can be kept for a backward pass."""
+    """Tables of blocks, which outlive a call, can be kept for a backward pass."""
     for found in two.run(errors_after_inference_mode, degrees):
         assert max(found.values()) < ROUNDING, found
 

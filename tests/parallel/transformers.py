@@ -1,7 +1,6 @@
 """Real transformers on several processes against the same on one."""
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ def patched(model: Any, name: str, **settings: Any) -> Any:
     """With MHLA whose own weights are random, on blocks that fit."""
     blocks = (2, 2, 2) if name == "wan" else case_of(name).blocks
     mhla.apply_mhla(model, **{"blocks": blocks, **PLAIN, **settings})
-    choose_tiles(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for layer in mhla.mhla_layers(model).values():
@@ -73,15 +71,6 @@ def spread(model: Any, ring: int, ulysses: int, **options: Any) -> None:
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
-
-
-def choose_tiles(model: nn.Module) -> None:
-    """As calibration does: lists of the heads' own lengths."""
-    make = torch.Generator().manual_seed(5)
-    for layer in mhla.mhla_layers(model).values():
-        if layer.config.sparse == "calibrated":
-            tiles = math.prod(layer.config.tiles)
-            layer.sparse.choose(torch.rand(layer.heads, tiles, tiles, generator=make) < 0.4)
 
 
 def errors(
@@ -230,9 +219,9 @@ def of_masked_text(degrees: tuple[int, int]) -> tuple[float, str]:
 
 
 def errors_after_inference_mode(degrees: tuple[int, int]) -> dict[str, float]:
-    """Of a transformer with calibrated tiles that ran without gradients first."""
+    """Of a transformer with a sparse branch that ran without gradients first."""
     model, arguments = case("wan")
-    patched(model, "wan", sparse="calibrated", exact_tiles=(2, 2, 2))
+    patched(model, "wan", sparse="content", block_size=4)
     alone = copy.deepcopy(model)
     spread(model, *degrees)
     with torch.inference_mode():

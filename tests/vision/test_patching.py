@@ -16,7 +16,7 @@ from mhla_diffusers.patching import TransformerCall
 from ..language.models import llama, text
 from ..models import assert_changed, relative_change
 from .models import GRID, deit, output, pictures, siglip, vit
-from .test_families import ALL_EXACT, PLAIN, ROUNDING, patched
+from .test_families import ALL_LISTED, PLAIN, ROUNDING, patched
 
 
 def test_parts_of_a_patched_model_can_be_called_alone():
@@ -38,14 +38,14 @@ def test_parts_of_a_patched_model_can_be_called_alone():
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_patches_that_take_no_part_have_no_influence(implementation):
     """A mask of tokens, (B, N): in softmax, and in what is mixed."""
-    for settings in (PLAIN, ALL_EXACT):
+    for settings in (PLAIN, ALL_LISTED):
         model = vit(attn_implementation=implementation)
         mask = torch.ones(2, 1 + 64, dtype=torch.bool)
         mask[0, 10:20] = False
         expected = output(model, pictures(), attention_mask=mask)
         mhla.apply_mhla(model, **settings)
         found = output(model, pictures(), attention_mask=mask)
-        if settings is ALL_EXACT:
+        if settings is ALL_LISTED:
             assert relative_change(found, expected) < ROUNDING
         assert_changed(found[:1], output(model, pictures())[:1])
         changed = pictures()
@@ -110,7 +110,7 @@ def test_copies_threads_and_changes():
     for thread in threads:
         thread.join()
     assert torch.equal(found[1], expected) and not torch.equal(found[2], expected)
-    mhla.change_mhla(model, blocks=(4, 4), sparse="content", exact_tiles=(4, 4), density=1.0)
+    mhla.change_mhla(model, blocks=(4, 4), sparse="content", density=1.0)
     assert relative_change(output(model, pictures()), output(deit(), pictures())) < ROUNDING
 
 

@@ -1,0 +1,39 @@
+"""Patched transformers with a sparse branch over processes equal themselves on one process."""
+
+import pytest
+import torch
+
+import mhla_diffusers as mhla
+
+from .processes import Processes
+from .test_families import within
+from .test_operator import relative
+from .transformers import case, errors, spread
+
+SPARSE = {"sparse": "content", "block_size": 8, "density": 0.3}
+
+
+@pytest.mark.parametrize("settings", [{}, {"fit_pooled_bias": False}], ids=["fitted", "learned"])
+@pytest.mark.parametrize("name", ["wan", "flux"])
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
+def test_two_processes_equal_one(
+    two: Processes, name: str, degrees: tuple[int, int], settings: dict[str, bool]
+) -> None:
+    for found in two.run(errors, name, degrees, SPARSE | settings):
+        assert within(found), found
+
+
+def error_of_compiled_blocks(degrees: tuple[int, int]) -> float:
+    """Of the first call that there is."""
+    model, arguments = case("flux")
+    mhla.apply_mhla(model, blocks=(2, 2), **SPARSE)
+    with torch.no_grad():
+        expected = model(**arguments, return_dict=False)[0]
+        spread(model, *degrees)
+        model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+        return relative(model(**arguments, return_dict=False)[0], expected)
+
+
+def test_blocks_are_compiled_without_a_break(two: Processes) -> None:
+    """Extra tokens among them."""
+    assert max(two.run(error_of_compiled_blocks, (2, 1))) < 1e-5
