@@ -31,7 +31,12 @@ every_family = pytest.mark.parametrize("name", NAMES)
 families_that_mhla_can_be = pytest.mark.parametrize("name", [name for name in NAMES if name != "dig"])
 softmax_families = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dig", "sana_video")])
 # of what one family shows of all: RoPE, text in the sequence, class conditions
-few_families = pytest.mark.parametrize("name", [name for name in NAMES if name in ("flux", "ltx", "latte")])
+FEW = ("flux", "ltx", "latte")
+few_families = pytest.mark.parametrize("name", FEW)
+# what takes half a minute of each is for the long run of the tests, but for one
+every_family_slowly = pytest.mark.parametrize(
+    "name", [name if name == "flux" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 either_grid = pytest.mark.parametrize("ragged", [pytest.param(False, id="even"), pytest.param(True, id="ragged")])
 
 
@@ -100,7 +105,7 @@ def _with_second_of(argument: Any, other: Any) -> Any:
     return torch.stack([argument[0], other[1]]) if has_samples else argument
 
 
-@every_family
+@few_families
 def test_a_saved_patch_gives_the_same_output(name: str, tmp_path) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
@@ -114,7 +119,7 @@ def test_a_saved_patch_gives_the_same_output(name: str, tmp_path) -> None:
     assert torch.equal(output(mhla.load_mhla(case.transformer(), tmp_path), arguments), expected)
 
 
-@every_family
+@few_families
 def test_hybrid_and_automatic_layers(name: str) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
@@ -126,7 +131,7 @@ def test_hybrid_and_automatic_layers(name: str) -> None:
     assert 0 < len(mhla.mhla_layers(model)) < count
 
 
-@softmax_families
+@few_families
 def test_calibrated_mixing_comes_nearer_than_a_fresh_one(name: str) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
@@ -200,7 +205,7 @@ def test_lora_and_fused_projections_work_under_the_patch(name: str) -> None:
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
-@every_family
+@every_family_slowly
 def test_compiles_to_one_graph(name: str) -> None:
     case = case_of(name)
     model, arguments = mhla.apply_mhla(case.transformer(), **plain(name)), case.inputs()
@@ -275,7 +280,7 @@ def test_one_update_of_transfer_and_distillation_brings_the_student_nearer(name:
     assert process.loss(predict(model, batch), batch).isfinite().all()
 
 
-@softmax_families
+@few_families
 def test_transfer_has_nothing_to_do_where_the_student_is_the_teacher(name: str) -> None:
     """Also for masked text, whatever attentions make of what takes no part."""
     case = case_of(name)
@@ -300,7 +305,7 @@ def test_transfer_has_nothing_to_do_where_the_student_is_the_teacher(name: str) 
     assert len(losses) == len(case.attentions) and max(losses) < 1e-9
 
 
-@every_family
+@every_family_slowly
 def test_real_models_are_counted_without_weights(name: str) -> None:
     """FLOPs of softmax and of MHLA of every model that ``mhla bench transformer`` knows, on the meta device."""
     family = get_family(case_of(name).transformer())
