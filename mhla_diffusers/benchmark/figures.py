@@ -4,32 +4,128 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..reporting import require_matplotlib
-from .candidates import COMPILED
-from .panels import (
-    COLOURS,
-    Figure,
-    bar_panels,
-    colour_of,
-    fastest_by_group,
-    legend_below,
-    line_panels,
-    logarithmic,
-    make_panels,
-    thousands,
-)
+from .candidates import COMPILED, CONTENT, HYBRID, PLAIN
+from .operation import GIVEN, LISTED
 from .results import Row, Run
 from .scaling import SOFTMAX, fitted_exponent, mixing_overhead
+
+Figure = Any
+EARLIER = "MHLA, exact tiles"
+"""In results of the sparse branch before this one."""
+COLOURS = {
+    SOFTMAX: "#555555",
+    "own linear": "#009e73",
+    "own gated linear": "#009e73",
+    PLAIN: "#e69f00",
+    HYBRID: "#56b4e9",
+    "MHLA": "#0072b2",
+    CONTENT: "#cc79a7",
+    GIVEN: "#e5b8d0",
+    EARLIER: "#999933",
+    LISTED: "#d55e00",
+    "unpatched": "#555555",
+    "self-attention": "#0072b2",
+    "projections": "#56b4e9",
+    "cross-attention": "#e69f00",
+    "feed-forward": "#009e73",
+    "text encoding": "#e69f00",
+    "denoising": "#0072b2",
+    "VAE": "#009e73",
+    "rest": "#cccccc",
+}
+"""Of variants and parts; told apart by colour-blind people too."""
+_GROUPS = (SOFTMAX, HYBRID, CONTENT, GIVEN, EARLIER, "MHLA", LISTED, PLAIN)
+_COLUMNS = 2
+
+
+def group_of(variant: str) -> str:
+    """What a variant is drawn as: all softmax backends are one."""
+    name = variant.removesuffix(COMPILED)
+    return next((group for group in _GROUPS if name.startswith(group)), name)
+
+
+def colour_of(variant: str) -> str:
+    """Of a variant or part."""
+    return COLOURS.get(group_of(variant), "#cccccc")
+
+
+def fastest_by_group(rows: Sequence[Row]) -> dict[str, Row]:
+    """Group → its fastest measured row, compiled variants apart: of the softmax backends the best is shown."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row.median is None or row.layers == 0:
+            continue
+        name = group_of(row.variant) + (COMPILED if row.variant.endswith(COMPILED) else "")
+        if name not in best or row.median < (best[name].median or 0):
+            best[name] = row
+    order = {name: place for place, name in enumerate(COLOURS)}
+    return dict(sorted(best.items(), key=lambda item: order.get(group_of(item[0]), 0)))
+
+
+def make_panels(count: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+    """A figure of panels, two in a row."""
+    columns = min(count, _COLUMNS)
+    lines = -(-count // columns)
+    figure, axes = require_matplotlib().subplots(
+        lines, columns, figsize=(width * columns, height * lines), layout="constrained", squeeze=False
+    )
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    for spare in axes.flat[count:]:
+        spare.set_visible(False)
+    return figure, list(axes.flat[:count])
+
+
+def _logarithmic(axis: Any) -> None:
+    """A logarithmic y axis whose ticks are written as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _thousands(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
+def _milliseconds(row: Row) -> float:
+    return 1000 * (row.median or 0)
+
+
+def _bars(panels: list[tuple[str, list[Row]]]) -> Figure | None:
+    """Horizontal bars of milliseconds with their values, on a logarithmic axis where they differ much."""
+    panels = [panel for panel in panels if panel[1]]
+    if not panels:
+        return None
+    figure, axes = make_panels(len(panels), width=6.2, height=1.1 + 0.3 * max(len(rows) for _, rows in panels))
+    for axis, (title, rows) in zip(axes, panels, strict=True):
+        values = [_milliseconds(row) for row in rows]
+        bars = axis.barh([row.variant for row in rows], values, color=[colour_of(row.variant) for row in rows])
+        if max(values) > 20 * min(values):
+            axis.set_xscale("log")
+            axis.set_xlim(min(values) / 2, max(values) * 4)
+        else:
+            axis.set_xlim(0, max(values) * 1.2)
+        axis.bar_label(bars, [f"{x:.3g}" for x in values], padding=3, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_xlabel("milliseconds")
+    return figure
 
 
 def draw_operations(run: Run) -> Figure | None:
     """Milliseconds of every variant, a panel per shape and stage."""
-    panels = [
-        (f"{case}, {stage}", rows)
-        for case in _cases(run)
-        for stage in ("forward", "forward+backward")
-        if (rows := [row for row in _measured(run) if (row.case, row.stage) == (case, stage)])
-    ]
-    return bar_panels(panels, "milliseconds", lambda row: 1000 * (row.median or 0))
+    keys = dict.fromkeys((row.case, row.stage) for row in run.rows)
+    return _bars([(", ".join(key), [row for row in _measured(run) if (row.case, row.stage) == key]) for key in keys])
+
+
+def draw_steps(run: Run) -> Figure | None:
+    """Milliseconds of a training step, a panel per case."""
+    cases = dict.fromkeys(row.case for row in run.rows)
+    return _bars([(case, list(fastest_by_group([x for x in run.rows if x.case == case]).values())) for case in cases])
 
 
 def draw_growth(run: Run) -> Figure | None:
@@ -37,37 +133,33 @@ def draw_growth(run: Run) -> Figure | None:
     rows = _measured(run)
     if not rows:
         return None
-    panels: list[tuple[str, Callable[[Row], float | None]]] = [("milliseconds", lambda row: 1000 * (row.median or 0))]
+    panels: list[tuple[str, Callable[[Row], float | None]]] = [("milliseconds", _milliseconds)]
     if any(row.peak_bytes for row in rows):
         panels.append(("peak memory, GiB", lambda row: None if row.peak_bytes is None else row.peak_bytes / 2**30))
     figure, axes = make_panels(len(panels), width=6.2, height=4.2)
     counts = sorted({row.blocks for row in rows if row.blocks and row.blocks > 1})
+    tokens = sorted({row.tokens for row in rows if row.tokens})
     for axis, (label, value) in zip(axes, panels, strict=True):
         for variant in dict.fromkeys(row.variant for row in rows):
             mine = [row for row in rows if row.variant == variant]
             points = [(row.tokens, y) for row in mine if (y := value(row)) is not None]
+            exponent = fitted_exponent(rows, variant) if label == "milliseconds" else None
+            name = variant if exponent is None else f"{variant}, ~N^{exponent:.2f}"
+            style = {"color": colour_of(variant), "linestyle": "--"}
+            if mine[0].blocks in counts:  # more blocks are a darker blue
+                shade = 0.35 + 0.6 * (counts.index(mine[0].blocks or 0) + 1) / len(counts)
+                style = {"color": require_matplotlib().get_cmap("Blues")(shade)}
             if points:
-                exponent = fitted_exponent(rows, variant) if label == "milliseconds" else None
-                name = variant if exponent is None else f"{variant}, ~N^{exponent:.2f}"
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, **_line(mine[0], counts))
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, **style)
         axis.set_xscale("log", base=2)
-        tokens = sorted({row.tokens for row in rows if row.tokens})
-        axis.set_xticks(tokens, [thousands(n) for n in tokens], fontsize=8)
+        axis.set_xticks(tokens, [_thousands(n) for n in tokens], fontsize=8)
         axis.minorticks_off()
-        logarithmic(axis)
+        _logarithmic(axis)
         axis.set_xlabel("tokens N")
         axis.set_ylabel(label)
         axis.grid(alpha=0.25)
     axes[0].legend(frameon=False, fontsize=9)
     return figure
-
-
-def _line(row: Row, counts: Sequence[int]) -> dict[str, Any]:
-    """Colour of a line; more blocks are a darker blue."""
-    if row.variant == SOFTMAX or row.blocks == 1:
-        return {"color": colour_of(row.variant), "linestyle": "--"}
-    shade = 0.35 + 0.6 * (counts.index(row.blocks or 0) + 1) / len(counts)
-    return {"color": require_matplotlib().get_cmap("Blues")(shade)}
 
 
 def draw_overhead(run: Run) -> Figure | None:
@@ -88,10 +180,9 @@ def draw_overhead(run: Run) -> Figure | None:
                 value = grid[y][x]
                 axis.text(x, y, f"{value:+.0f} %", ha="center", va="center", color="white" if value > 150 else "black")
             if m**2 > n:
-                axis.add_patch(
-                    plt.Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="///", edgecolor="#00000030", lw=0)
-                )
-    axis.set_xticks(range(len(tokens)), [thousands(n) for n in tokens])
+                corner = (x - 0.5, y - 0.5)
+                axis.add_patch(plt.Rectangle(corner, 1, 1, fill=False, hatch="///", edgecolor="#00000030", lw=0))
+    axis.set_xticks(range(len(tokens)), [_thousands(n) for n in tokens])
     axis.set_yticks(range(len(counts)), [str(m) for m in counts])
     axis.set_xlabel("tokens N")
     axis.set_ylabel("token blocks M")
@@ -99,52 +190,94 @@ def draw_overhead(run: Run) -> Figure | None:
     return figure
 
 
+def _lines(
+    run: Run,
+    panel: Callable[[Row], str],
+    key: Callable[[Row], int],
+    label: Callable[[Row], str],
+    value: Callable[[Row], float | None],
+    names: tuple[str, str],
+) -> Figure | None:
+    """A line per attention over evenly spaced places, on a logarithmic axis, a panel per model.
+
+    Args:
+        run: of whole models.
+        panel: title of the panel of a row.
+        key: what orders the rows of a panel; panels of one place are left out.
+        label: of a place.
+        value: what is drawn.
+        names: of the axes.
+    """
+    panels: dict[str, list[Row]] = {}
+    for row in _measured(run):
+        if row.model is not None and row.stage == "forward" and panel(row):
+            panels.setdefault(panel(row), []).append(row)
+    panels = {title: rows for title, rows in panels.items() if len({key(row) for row in rows}) > 1}
+    if not panels:
+        return None
+    figure, axes = make_panels(len(panels), width=5.6, height=3.6)
+    for axis, (title, rows) in zip(axes, panels.items(), strict=True):
+        places = {number: place for place, number in enumerate(sorted({key(row) for row in rows}))}
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for number, place in places.items():
+            for name, row in fastest_by_group([row for row in rows if key(row) == number]).items():
+                if (y := value(row)) is not None:
+                    lines.setdefault(name, []).append((place, y))
+        for name, points in lines.items():
+            style = ":" if name.endswith(COMPILED) else "-"
+            axis.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=colour_of(name), label=name)
+        labels = {places[key(row)]: label(row) for row in rows}
+        axis.set_xticks(list(labels), list(labels.values()))
+        _logarithmic(axis)
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_xlabel(names[0])
+        axis.set_ylabel(names[1])
+        axis.grid(alpha=0.25, which="both", axis="y")
+        axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def draw_throughput(run: Run) -> Figure | None:
-    """Forwards per second against resolution, a panel per model."""
-    longest = {model: max((row.frames or 0 for row in rows), default=0) for model, rows in _by_model(run).items()}
-    panels = {
-        model: [row for row in rows if (row.frames or 0) == longest[model]] for model, rows in _by_model(run).items()
-    }
-    panels = {model: rows for model, rows in panels.items() if len({_pixels(row) for row in rows}) > 1}
-    return line_panels(
-        panels,
-        key=_pixels,
+    """Forwards per second against resolution, of the most frames, a panel per model."""
+    longest: dict[str | None, int] = {}
+    for row in _measured(run):
+        longest[row.model] = max(longest.get(row.model, 0), row.frames or 0)
+    return _lines(
+        run,
+        panel=lambda row: row.model or "" if (row.frames or 0) == longest[row.model] else "",
+        key=lambda row: (row.height or 0) * (row.width or 0),
         label=lambda row: f"{row.height}" if row.height == row.width else f"{row.height}x{row.width}",
         value=lambda row: row.samples_per_second,
-        xlabel="pixels",
-        ylabel="samples per second",
+        names=("pixels", "samples per second"),
     )
 
 
 def draw_frames(run: Run) -> Figure | None:
     """Seconds of a forward against frames, a panel per model and size."""
-    panels: dict[str, list[Row]] = {}
-    for model, rows in _by_model(run).items():
-        for row in rows:
-            if row.frames is not None:
-                panels.setdefault(f"{model} {row.height}x{row.width}", []).append(row)
-    panels = {name: rows for name, rows in panels.items() if len({row.frames for row in rows}) > 1}
-    return line_panels(
-        panels,
+    return _lines(
+        run,
+        panel=lambda row: "" if row.frames is None else f"{row.model} {row.height}x{row.width}",
         key=lambda row: row.frames or 0,
         label=lambda row: str(row.frames),
         value=lambda row: row.whole_seconds,
-        xlabel="frames",
-        ylabel="seconds per forward",
+        names=("frames", "seconds per forward"),
     )
 
 
 def draw_parts(run: Run) -> Figure | None:
-    """Milliseconds of each part, a panel per case, one bar per attention."""
+    """Milliseconds of each part, a panel per case, one bar per attention that is not compiled; of softmax the best."""
     rows = [row for row in _measured(run) if row.part is not None]
     cases = list(dict.fromkeys(row.case for row in rows))
     if not cases:
         return None
     parts = list(dict.fromkeys(row.part for row in rows if row.part is not None))
-    chosen = {case: _shown_variants(run, case) for case in cases}
+    chosen = {}
+    for case in cases:
+        best = fastest_by_group([row for row in run.rows if row.case == case and row.part is None])
+        chosen[case] = [row.variant for name, row in best.items() if not name.endswith(COMPILED)]
     figure, axes = make_panels(len(cases), width=6.2, height=1.4 + 0.36 * max(len(shown) for shown in chosen.values()))
     for axis, case in zip(axes, cases, strict=True):
-        medians = {(row.variant, row.part): 1000 * (row.median or 0) for row in rows if row.case == case}
+        medians = {(row.variant, row.part): _milliseconds(row) for row in rows if row.case == case}
         shown = [variant for variant in chosen[case] if (variant, parts[0]) in medians]
         left = [0.0] * len(shown)
         for part in parts:
@@ -154,43 +287,13 @@ def draw_parts(run: Run) -> Figure | None:
         axis.invert_yaxis()
         axis.set_title(case, fontsize=10, loc="left")
         axis.set_xlabel("milliseconds")
-    legend_below(figure, axes[0])
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
     return figure
-
-
-def draw_steps(run: Run) -> Figure | None:
-    """Milliseconds of a training step, a panel per case."""
-    panels = [
-        (case, list(fastest_by_group([row for row in run.rows if row.case == case]).values())) for case in _cases(run)
-    ]
-    return bar_panels([panel for panel in panels if panel[1]], "milliseconds", lambda row: 1000 * (row.median or 0))
-
-
-def _shown_variants(run: Run, case: str) -> list[str]:
-    """The fastest softmax, and everything else that is not compiled."""
-    rows = [row for row in run.rows if row.case == case and row.part is None]
-    return [row.variant for name, row in fastest_by_group(rows).items() if not name.endswith(COMPILED)]
 
 
 def _measured(run: Run) -> list[Row]:
     return [row for row in run.rows if row.median is not None]
-
-
-def _cases(run: Run) -> list[str]:
-    return list(dict.fromkeys(row.case for row in run.rows))
-
-
-def _by_model(run: Run) -> dict[str, list[Row]]:
-    """Model → its rows of whole forwards."""
-    found: dict[str, list[Row]] = {}
-    for row in _measured(run):
-        if row.model is not None and row.stage == "forward":
-            found.setdefault(row.model, []).append(row)
-    return found
-
-
-def _pixels(row: Row) -> int:
-    return (row.height or 0) * (row.width or 0)
 
 
 FIGURES: dict[str, dict[str, tuple[str, Callable[[Run], Figure | None]]]] = {

@@ -8,8 +8,7 @@ from typing import Any
 
 from ..files import write_text
 from ..reporting import html_media, html_page, html_table, html_table_of, require_matplotlib
-from .figures import FIGURES
-from .panels import COLOURS
+from .figures import COLOURS, FIGURES
 from .results import WORDS, Run, read_runs
 
 _INTRODUCTION = (

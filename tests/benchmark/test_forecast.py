@@ -157,15 +157,17 @@ def test_layers_are_extrapolated_exactly(family):
 
 
 def test_counts_of_wan_are_those_told_from_sizes():
-    """31 500 tokens of 12 heads of 128 in 30 layers; 420 tiles of 75 tokens, 21 of them exact, and 105 blocks."""
+    """31 500 tokens of 12 heads of 128 in 30 layers; 493 uniform blocks, of which 25 are listed, and 105 blocks."""
     model = models()["wan2.1-1.3b"]
-    config = MHLAConfig(blocks=(7, 3, 5), sparse="calibrated", exact_tiles=(7, 6, 10))
+    config = MHLAConfig(blocks=(7, 3, 5), sparse="content")
     counts = count_forwards(Question(model, Size(480, 800, 81), config), torch.bfloat16)
     tokens, width, layers = 31_500, 1536, 30
     softmax = layers * 4 * tokens**2 * width
     assert counts.unpatched[ATTENTION].flops == softmax
     far = layers * (4 * tokens + 2 * 105**2) * 129 * width
-    assert counts.patched[ATTENTION].flops == softmax // 20 + layers * 4 * tokens * 420 * width + far
+    assert counts.patched[ATTENTION].flops == pytest.approx(
+        softmax * 25 / 493 + layers * 4 * tokens * 493 * width + far
+    )
     assert (
         counts.unpatched["projections"].flops == counts.patched["projections"].flops == layers * 8 * tokens * width**2
     )
