@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mhla_diffusers.benchmark.candidates import COMPILED, CONTENT, EXACT, HYBRID, PLAIN
+from mhla_diffusers.benchmark.candidates import COMPILED, HYBRID, PLAIN
 from mhla_diffusers.benchmark.cards import find_card
 from mhla_diffusers.benchmark.results import read_run
 from mhla_diffusers.cli import app
@@ -17,6 +17,8 @@ from .snippets import PAGES, ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs/results.md").read_text(encoding="utf-8")
 FLASH = "softmax FlashAttention-3"
+EXACT, CONTENT = "MHLA, exact tiles", "MHLA, exact tiles by content"
+"""The sparse branch of the version that was measured, as its results name it."""
 ALONE = {
     "softmax, FlashAttention-3 (fa3-fwd 0.0.3)": FLASH,
     "softmax, cuDNN": "softmax cudnn",
@@ -26,7 +28,7 @@ ALONE = {
     "plain linear attention": f"{PLAIN} triton",
     "MHLA, without RoPE": "MHLA triton",
     "MHLA, exact, lists given": f"{EXACT} triton",
-    "MHLA, exact, tiles chosen by content (what `apply_mhla(pipe)` gives Wan)": f"{CONTENT} triton",
+    "MHLA, exact, tiles chosen by content": f"{CONTENT} triton",
 }
 CUDNN = "softmax _native_cudnn"
 WHOLE = {
@@ -101,7 +103,7 @@ def test_forecast_of_the_page_of_measuring():
     page = (ROOT / "docs/measure.md").read_text(encoding="utf-8")
     block = re.search(r"^The first prints.*?^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
     section = page.partition("## Before you patch")[2]
-    command = re.search(r"^mhla (info --model .* --share .*)$", section, re.MULTILINE)[1]
+    command = re.search(r"^mhla (info --model .* --density .*)$", section, re.MULTILINE)[1]
     assert block in CliRunner().invoke(app, command.split()).output
 
 
@@ -111,16 +113,17 @@ def test_table_of_known_cards():
     assert table in (ROOT / "docs/measure.md").read_text(encoding="utf-8")
 
 
-def test_table_of_exact_tiles():
+def test_table_of_the_sparse_branch():
     shown = CliRunner().invoke(app, ["info", "--patch", "wan2.1-t2v-1.3b-exact"]).output
-    page = (ROOT / "docs/exact-tiles.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/sparse.md").read_text(encoding="utf-8")
     rows = [cells(line) for line in page.splitlines() if line.startswith("| Wan2.1-")]
     assert len(rows) == 4
-    for name, tokens, tiles, *numbers in rows:
+    for name, tokens, *numbers in rows:
         model, pixels = name.split(",")[0].lower(), name.split()[-1]
         (line,) = [line for line in shown.splitlines() if line.startswith(f"{model}-") and f" {pixels} " in line]
-        assert line.split()[-3:] == [number.replace(" ", ",") for number in numbers]
-        assert f"{tiles} " in line and tokens.replace(" ", "") in ("31500", "75600")
+        softmax, mhla, sparse = numbers[1:]
+        assert line.split()[-4:] == [number.replace(" ", ",") for number in (softmax, mhla, numbers[0], sparse)]
+        assert tokens.replace(" ", "") in ("31500", "75600")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
