@@ -80,24 +80,20 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
         print_any_patch(str(tmp_path))
 
 
-def test_info_counts_what_exact_tiles_cost(tmp_path):
-    """Softmax attention is 4 N² D H; 21 of 420 tiles are exact; 1 of 105, without means."""
+def test_info_counts_what_the_sparse_branch_costs(tmp_path):
+    """Softmax attention is 4 N² D H; 5 % of the pairs are listed, and every query has 493 pooled keys."""
     path = tmp_path / "patch.yaml"
-    head = "family: wan\nbase_model: a\ndescription: b\nmhla:\n  blocks: [7, 3, 5]\n"
-    path.write_text(head + "  exact: calibrated\n  exact_tiles: [7, 6, 10]\n")
+    path.write_text("family: wan\nbase_model: a\ndescription: b\nmhla:\n  blocks: [7, 3, 5]\n  sparse: content\n")
     shown = mhla_here("info", "--patch", str(path))
-    assert "7x6x10 = 420" in shown and "5.0%" in shown
+    (density,) = [line for line in shown.splitlines() if line.startswith("density") and "%" in line]
+    assert density.split() == ["density", "5.0%"]
     (at_480p,) = [line for line in shown.splitlines() if "wan2.1-1.3b-480p" in line]
-    (at_720p,) = [line for line in shown.splitlines() if "wan2.1-1.3b-720p" in line]
-    assert "21x30x50" in at_480p and "420 of 75 " in at_480p
-    assert "420 of 168 to 192" in at_720p
-    softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split()[-3:])
+    assert "21x30x50" in at_480p
+    softmax, linear, blocks, sparse = (float(cell.replace(",", "")) for cell in at_480p.split()[-4:])
     assert softmax == pytest.approx(4 * 31_500**2 * 128 * 12 / 1e9, abs=1)
-    assert exact - linear == pytest.approx(softmax / 20 + 4 * 31_500 * 420 * 128 * 12 / 1e9, abs=1)
-    path.write_text(head + "  exact: own\n  pooled: false\n")
-    (at_480p,) = [line for line in mhla_here("info", "--patch", str(path)).splitlines() if "1.3b-480p" in line]
-    softmax, linear, exact = (float(cell.replace(",", "")) for cell in at_480p.split()[-3:])
-    assert exact - linear == pytest.approx(softmax / 105, abs=0.1)
+    assert blocks == -(-31_500 // 64)
+    pooled = 4 * 31_500 * blocks * 128 * 12 / 1e9
+    assert sparse - linear == pytest.approx(softmax / 20 + pooled, rel=0.02)
 
 
 def test_info_as_a_report(tmp_path):

@@ -1,6 +1,7 @@
 """A training run: what all of its stages share, and what it does between two updates."""
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from ..attention.blocks import check_layout
+from ..config import MHLAConfig, check
 from ..devices import launched_on_cpus, launched_processes
 from ..families import get_family
 from ..patching import mhla_layers
@@ -63,7 +65,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
 
     Raises:
         ValueError: patched or not, against the configuration; wrong number of channels or axes; fewer tokens than
-            blocks on an axis; or what :func:`frames_together` and :func:`check_splits` raise.
+            blocks on an axis, or no more than a uniform block holds; or what :func:`frames_together` and
+            :func:`check_splits` raise.
     """
     layers = mhla_layers(transformer)
     if layers and config.patch is None:
@@ -83,7 +86,17 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         for layer in layers.values():
             layer.config.check_whole(grid)
             check_layout(grid, layer.config.blocks_on(grid), is_causal=layer.config.causal is not None)
+            _check_blocks(math.prod(grid), layer.config)
     check_splits(transformer, data, config)
+
+
+def _check_blocks(tokens: int, config: MHLAConfig) -> None:
+    check(
+        config.sparse != "content" or tokens > config.block_size,
+        f"block_size={config.block_size} makes one block of the {tokens} tokens of a sample, which every query lists: "
+        "that is softmax attention, and nothing of the patch would be trained. Choose a smaller block_size, or "
+        "sparse='none'.",
+    )
 
 
 class Run:

@@ -36,7 +36,7 @@ def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
     pytest.importorskip("matplotlib")
     tables = []
     for name in ("first", "second"):
-        config = DemoConfig(tmp_path / name, "dit", updates=4, scenes=3, samples=32, held_out=4)
+        config = DemoConfig(tmp_path / name, "dit", updates=2, scenes=2, samples=16, held_out=2)
         rows = run_demo(config)
         tables.append([{**vars(row), "seconds_per_step": None} for row in rows])
     assert tables[0] == tables[1]
@@ -49,8 +49,8 @@ def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
     assert page.count("data:image/png;base64,") == 5
     results = json.loads((tmp_path / "first" / "results.json").read_text())
     assert len(results["rows"]) == 5
-    # two of attention transfer come before the four
-    assert {name: curve[-1][0] for name, curve in results["live"].items()} == {names[1]: 6, names[4]: 6}
+    # one of attention transfer comes before the two
+    assert {name: curve[-1][0] for name, curve in results["live"].items()} == {names[1]: 3, names[4]: 3}
     printed = capfd.readouterr()
     assert "Loading" not in printed.err
     assert "divisible" not in printed.err

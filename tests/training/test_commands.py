@@ -112,7 +112,7 @@ def test_bfloat16_keeps_frozen_weights_small_and_trains(
     how = ("--frames", 5, "--size", "32x32", "--steps", 2, "--dtype", "bfloat16")
     _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents", *how)
     changed = ["precision=bfloat16", f"stages.1.trainable={trainable}", "gradient_checkpointing=true", "ema_decay=0.9"]
-    changed += ["patch.sparse=content", "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"]
+    changed += ["patch.sparse=content", "patch.block_size=2", "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"]
     changed += ["validation={prompts: [a blue ball], every: 4, inference_steps: 1}"]
     changed += ["stages.1.lora_rank=2"] if trainable == "lora" else []
     config = TrainingConfig.from_yaml(config_file, changed)
@@ -286,12 +286,12 @@ def test_bad_input_is_refused_before_weights_are_read(tmp_path: Path, model: str
     refused("patch='sana-0.6b' is for the 'sana' family .* belongs to 'wan'", "patch=sana-0.6b")
     refused("The vae of .* is 'AutoencoderKLWan', which is not supported", "component=vae")
     refused("has no component 'transformer_2'; its transformers are: transformer", "component=transformer_2")
-    with pytest.raises(ValueError, match="too few for 9 blocks"):
-        dry_run(
-            TrainingConfig.from_yaml(
-                config_file, ["patch.blocks=[9,2,2]", "clip.frames=5", "clip.fps=8", "clip.sizes=[[32,32]]"]
-            )
-        )
+    for message, *overrides in (
+        ("too few for 9 blocks", "patch.blocks=[9,2,2]"),
+        ("block_size=64 makes one block of the 8 tokens", "patch.sparse=content"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dry_run(TrainingConfig.from_yaml(config_file, [*overrides, "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"]))
     header = {"family": "wan", "vae": "AutoencoderKLWan (configuration 0)", "text_encoder": "x", "settings": {}}
     (tmp_path / "latents").mkdir()
     sample = {"source": "a", "caption": "b", "shard": "shard-00000.safetensors", "shape": [4, 2, 4, 4]}
