@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from .blocks import Shape, block_index
+from .blocks import Shape
 
 Extra = tuple[int, int]
 """Tokens of the sequence before and after those of the grid."""
@@ -131,23 +131,6 @@ def block_table(
         rows = torch.empty(count, dtype=torch.int64)
         rows[tokens[exists]] = exists.flatten().nonzero().flatten()
         return BlockTable(len(order), *(x.to(device) for x in (blocks, tokens, exists, rows)))
-
-
-@lru_cache(maxsize=64)
-def mhla_block_table(grid: Shape, blocks: Shape, device: torch.device) -> BlockTable:
-    """The table of MHLA's blocks, which may differ in length: M blocks of L rows, the tokens of the longest."""
-    with torch.inference_mode(False), torch.device("cpu"):
-        block_of = block_index(grid, blocks)
-        lengths = torch.bincount(block_of)
-        order = block_of.argsort(stable=True)
-        within = torch.empty_like(order)
-        within[order] = torch.arange(len(order)) - (lengths.cumsum(dim=0) - lengths)[block_of[order]]
-        length = int(lengths.max())
-        rows = block_of * length + within
-        tokens = torch.zeros(len(lengths) * length, dtype=torch.int64)
-        tokens[rows] = torch.arange(len(rows))
-        found = torch.arange(len(lengths)), tokens.view(-1, length), torch.arange(length) < lengths[:, None], rows
-        return BlockTable(len(lengths), *(x.to(device) for x in found))
 
 
 @lru_cache(maxsize=16)

@@ -154,7 +154,7 @@ def _heading(question: Question) -> list[str]:
         )
         where = f"in blocks of {config.block_size} chosen by content" if config.sparse == "content" else "in own blocks"
         with_text = ", those of the text among them" if family.extra_tokens else ""
-        patch += f" and softmax over {sizes.exact_pairs / sizes.pairs:.1%} of all pairs {where}{with_text}"
+        patch += f" and softmax over {sizes.listed_pairs / sizes.pairs:.1%} of all pairs {where}{with_text}"
     share = question.layers / model.layers
     layers = f"{share:.0%} of all layers" if model.more_layers else f"{question.layers} of {model.layers} layers"
     softmax = f", the first {question.softmax_steps} of them unpatched" if question.softmax_steps else ""

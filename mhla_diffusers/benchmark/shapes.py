@@ -138,7 +138,7 @@ def cost_of(shape: Shape, work: Work, itemsize: int, backward: bool) -> Cost:
         "lists": sizes.listed_flops,
         "sparse": sizes.flops,
     }[work]
-    between = {"linear": 2 * sizes.summary_bytes, "sparse": sizes.moved_bytes}.get(work, 0)
+    between = {"linear": 2 * sizes.state_bytes, "sparse": sizes.moved_bytes}.get(work, 0)
     # query, key, value and output; in the backward pass query, key, value and four gradients
     return Cost(flops * (3 if backward else 1), (11 if backward else 4) * ends + between * (2 if backward else 1))
 

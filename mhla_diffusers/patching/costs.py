@@ -68,7 +68,7 @@ def attention_sizes(
         return _causal_sizes(sizes, config, grid)
     if config.sparse == "none":
         return sizes
-    return sizes.with_exact_tiles(block_count(grid, config.block_size), config.listed_on(grid), pooled=config.pooled)
+    return sizes.with_sparse(block_count(grid, config.block_size), config.listed_on(grid), pooled=config.pooled)
 
 
 def _in_order(sizes: AttentionSizes) -> AttentionSizes:
@@ -83,7 +83,7 @@ def _causal_sizes(sizes: AttentionSizes, config: MHLAConfig, grid: tuple[int, ..
     of_order = config.causal == "token"
     own = sizes.heads * sum(n * (n + 1) // 2 if of_order else n * n for n in lengths)
     if config.sparse == "own":
-        return replace(sizes, tile_pairs=own)
+        return replace(sizes, block_pairs=own)
     return replace(sizes, own_pairs=own if of_order else 0)
 
 
@@ -105,11 +105,11 @@ def sizes_of(
     sizes = AttentionSizes(math.prod(grid), heads, head_dim, extra=extra)
     if family.own_attention != "softmax":
         return sizes
-    sizes = sizes.with_exact_tiles(1, 1.0, pooled=False)
+    sizes = sizes.with_sparse(1, 1.0, pooled=False)
     if not family.own_attention_is_causal:
         return sizes
     sizes = _in_order(sizes)
-    return replace(sizes, tile_pairs=sizes.pairs)
+    return replace(sizes, block_pairs=sizes.pairs)
 
 
 def own_block_density(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> float:
@@ -122,7 +122,7 @@ def own_block_density(config: MHLAConfig, family: Family, grid: tuple[int, ...] 
     """
     longest = config.blocks[0] * int(config.block_length or 1), *(1 for _ in config.blocks[1:])
     sizes = attention_sizes(config, grid or longest, 1, 1, in_order=family.own_attention_is_causal)
-    return sizes.exact_pairs / sizes.pairs
+    return sizes.listed_pairs / sizes.pairs
 
 
 def attention_cost(
@@ -131,5 +131,5 @@ def attention_cost(
     """Cost of one self-attention, whose arguments are those of :func:`sizes_of`."""
     sizes = sizes_of(attn, family, config, grid, extra)
     return AttentionCost(
-        sizes.flops, sizes.softmax_flops, sizes.exact_pairs, sizes.pairs, sizes.held_bytes, sizes.weight_bytes
+        sizes.flops, sizes.softmax_flops, sizes.listed_pairs, sizes.pairs, sizes.held_bytes, sizes.weight_bytes
     )

@@ -1,5 +1,7 @@
 """What mhla_attention promises whatever the backend, and what it refuses."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from mhla_diffusers.attention import (
     BlockLists,
     Call,
+    ContentRule,
     feature_map_names,
     initial_mixing,
     mhla_attention,
@@ -182,19 +185,20 @@ def test_bad_input_is_named():
     five = torch.randn(2, 12, 2, 5)
     refused("head dim is 5; it must be even", query=five, key=five, value=five, rotary=(torch.randn(1, 12, 1, 5),) * 2)
     refused(r"key_mask must have shape \(2, 12\), got \(12,\)", key_mask=torch.ones(12, dtype=torch.bool))
-    tiles = BlockLists.from_mask((2, 2), torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
+    lists = BlockLists.from_mask(3, torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
     for far in ([1.0, -0.5], [1.0, float("nan")]):
-        refused(r"linear_weight=\[1.0, (-0.5|nan)\] holds what", sparse=tiles, linear_weight=torch.tensor(far))
+        refused(r"linear_weight=\[1.0, (-0.5|nan)\] holds what", sparse=lists, linear_weight=torch.tensor(far))
     refused(r"output_norm must have shape \(8,\), got \(16,\)", output_norm=torch.ones(16))
     refused(r"output_gate must have shape \(2, 12, 2, 8\), got \(2, 12, 16\)", output_gate=torch.ones(2, 12, 16))
 
 
 @pytest.mark.parametrize(("grid", "axes"), [((6,), (8,)), ((4, 5), (6, 2)), ((3, 4, 5), (4, 2, 2)), ((4, 5), (0, 8))])
 def test_rope_of_axes_is_that_of_tokens(grid, axes):
-    """That angles belong to axes is a help for kernels: with exact tiles and without, nothing else changes."""
+    """That angles belong to axes is a help for kernels: with block lists and without, nothing else changes."""
     problem = make_problem(grid, (2,) * len(grid), rotary_axes=axes)
-    exact = BlockLists.from_mask((2,) * len(grid), torch.eye(2 ** len(grid), dtype=torch.bool).expand(2, -1, -1))
-    for more in ({}, {"exact": exact, "linear_weight": torch.ones(2)}):
+    lists = BlockLists.from_mask(math.prod(grid), torch.ones(2, 1, 1))
+    rule = ContentRule(4, 0.3)
+    for more in ({}, {"sparse": lists}, {"sparse": rule, "linear_weight": torch.ones(2)}):
         given = problem.tensors | {"grid": problem.grid, "blocks": problem.blocks} | more
         of_axes = mhla_attention(**given, **problem.options)
         torch.testing.assert_close(of_axes, mhla_attention(**given, rotary=problem.options["rotary"]), rtol=0, atol=0)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import Call, MHLAState, extend_mixing, mhla_attention, reference_weights
+from mhla_diffusers.attention import BlockLists, Call, MHLAState, extend_mixing, mhla_attention, reference_weights
 from mhla_diffusers.attention.blocks import frame_block_starts
 
 from .problems import Problem, errors_against_reference, make_problem, reference
@@ -277,10 +277,10 @@ def test_no_sample_is_none(causal: Any) -> None:
         ({"grid": (11,)}, "N=12 tokens, more than the 11 of the grid"),
         ({"grid": (14,), "causal": "block"}, "allowed N .* are 4, 8, 11, 14, got 12"),
         ({"pooled_bias": torch.zeros(2)}, "pooled_bias does not go with causal='token'"),
-        ({"extra": (0, 1)}, "outside does not go with causal='token'"),
-        ({"extra": (3, 0), "grid": (9,), "blocks": (3,)}, "outside does not go with causal='token'"),
-        ({"extra": (3, 0), "grid": (9,), "causal": "block"}, "outside does not go with causal='block'"),
-        ("exact does not go with causal='token'",),
+        ({"extra": (0, 1)}, "extra does not go with causal='token'"),
+        ({"extra": (3, 0), "grid": (9,), "blocks": (3,)}, "extra does not go with causal='token'"),
+        ({"extra": (3, 0), "grid": (9,), "causal": "block"}, "extra does not go with causal='block'"),
+        ({"sparse": BlockLists.from_mask(4, torch.ones(2, 3, 3))}, "sparse does not go with causal='token'"),
         ({"eps": 0.0}, "see nothing in its own block, which causal='token'"),
         ({"linear_weight": torch.ones(2), "normalize": False}, "needs normalize=True"),
     ],
