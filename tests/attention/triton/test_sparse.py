@@ -1,7 +1,6 @@
-"""The sparse branch's kernels, one after the other, against the reference, and by content the eager form, in float64."""
+"""The sparse branch's kernels, one after the other, against the reference and the eager form in float64."""
 
 import functools
-import math
 
 import pytest
 import torch
