@@ -1,7 +1,9 @@
 """What the compiler makes of a launch for a GPU that is not there. Needs a process without TRITON_INTERPRET."""
 
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +77,15 @@ def compile_launch(launch, architecture):
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     stack = sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", report))
     return Compiled(_number(r"REG:(\d+)", report), stack, shared, compiled.asm["ptx"])
+
+
+def run_without_interpreter(arguments, folder=None):
+    """What Python prints, run with these arguments in a process of its own; ``folder`` is for a cache of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if folder is not None:
+        environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    command, root = [sys.executable, *arguments], Path(__file__).parents[3]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=root).stdout
 
 
 def _number(pattern, text):

@@ -1,14 +1,10 @@
 """The listed and the pooled attention compile for cards that are not there, fit into their memory, spill nothing."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from .compiled import SHARED_MEMORY
+from .compiled import SHARED_MEMORY, run_without_interpreter
 
 ALLOWED_STACK = {"listed_forward of 128": 112, "pooled_dkv": 16}
 """On an H100, whose tiles are those that were measured fastest, with about as many bytes in a thread's stack."""
@@ -16,10 +12,7 @@ ALLOWED_STACK = {"listed_forward of 128": 112, "pooled_dkv": 16}
 
 def run(argument):
     """Lines of JSON that compile_attention prints, in a process without the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.attention.triton.compile_attention", argument]
-    root = Path(__file__).parents[3]
-    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=root).stdout
+    text = run_without_interpreter(["-m", "tests.attention.triton.compile_attention", argument])
     print(text)
     return [json.loads(line) for line in text.splitlines()]
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from mhla_diffusers.attention.triton import choose
 from mhla_diffusers.attention.triton.choose import ALIGNMENT, TINY, Part, choose_blocks, choose_launches, select_launch
 
-from .compiled import SHARED_MEMORY, compile_launch, variant_of
-from .test_ahead_of_time import run_without_interpreter
+from .compiled import SHARED_MEMORY, compile_launch, run_without_interpreter, variant_of
 
 POISON = -123456
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from mhla_diffusers.attention.triton import prepare
 from mhla_diffusers.attention.triton.prepare import prepare_backward, prepare_forward
 
-from .compiled import SHARED_MEMORY, compile_launch, variant_of
-from .test_ahead_of_time import run_without_interpreter
+from .compiled import SHARED_MEMORY, compile_launch, run_without_interpreter, variant_of
 
 
 @pytest.fixture(autouse=True)
