@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import yaml
 
@@ -121,12 +121,14 @@ class MHLAConfig:
     beyond: Beyond = "error"
     """With ``causal``, what comes behind the last block: "error", or "relative", by which later blocks see what the
     last one sees, by how far back it lies, and all that lies farther back counts as one block, the mean of its
-    summaries (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
+    KV states (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
     """
     softmax_steps: int | float = 0
     """First denoising steps of a pipeline's call in which all layers attend as before the patch: a number of steps, or
     as a float a fraction of them, rounded up. 1 is one step, and 1.0 are all.
     """
+    _rope_is_default: ClassVar[bool] = False
+    """Of one object: whether ``rope`` was left to ``sparse``."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -146,14 +148,15 @@ class MHLAConfig:
         _check_type("feature_map", self.feature_map, str, "the name of a feature map")
         get_feature_map(self.feature_map)
         if self.rope is None:
+            object.__setattr__(self, "_rope_is_default", True)
             object.__setattr__(self, "rope", "before" if self.sparse == "content" else "after")
         check_choice("rope", self.rope, ("after", "before"))
         check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
         check_choice("sparse", self.sparse, ("none", "content", "own"))
         check(
             self.sparse != ("own" if self.causal is None else "content"),
-            f"sparse={self.sparse!r} does not go with causal={self.causal!r}: 'own', the own block of the first axis, is "
-            "for causal patches, and 'content', lists chosen from all blocks, for the others.",
+            f"sparse={self.sparse!r} does not go with causal={self.causal!r}: 'own', the own block of the first axis, "
+            "is for causal patches, and 'content', lists chosen from all blocks, for the others.",
         )
         _check_type("eps", self.eps, int | float, "a number")
         check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, a floor such as 1e-6.")
@@ -331,7 +334,7 @@ class MHLAConfig:
         """A copy with some fields changed.
 
         What says more of a choice that is given up goes with it: with another ``sparse`` than "content" its density and
-        block size. With ``causal`` the sparse branch becomes "own".
+        block size. With ``causal`` the sparse branch becomes "own". ``rope`` follows ``sparse`` unless it was given.
 
         Raises:
             ValueError: unknown field or value that is not allowed.
@@ -344,7 +347,7 @@ class MHLAConfig:
             given_up |= {"block_length": None, "beyond": "error"}
             given_up |= {"sparse": "none"} if self.sparse == "own" else {}
         sparse = settings.get("sparse", given_up.get("sparse", self.sparse))
-        if sparse != self.sparse:
+        if self._rope_is_default:
             given_up["rope"] = None
         if sparse != "content":
             given_up |= {"density": None, "block_size": DEFAULT_BLOCK_SIZE, "fit_pooled_bias": None}

@@ -156,3 +156,10 @@ def test_what_says_more_of_a_sparse_branch_goes_with_it():
     causal = config.replace(causal="block", block_length=2)
     assert (causal.sparse, causal.block_size) == ("own", 64)
     assert causal.replace(causal=None).sparse == "none"
+
+
+def test_where_rope_acts_follows_the_sparse_branch_unless_it_was_given():
+    config = MHLAConfig(blocks=(2, 2), sparse="content")
+    assert config.replace(eps=0.1).replace(sparse="none").rope == "after"
+    assert config.replace(rope="before").replace(sparse="none").rope == "before"
+    assert MHLAConfig.from_dict(config.to_dict()).replace(sparse="none").rope == "before", "as it was trained"

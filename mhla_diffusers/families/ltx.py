@@ -99,7 +99,7 @@ class LTXFamily(Family):
     block_lists = ("transformer_blocks",)
     form = LTXForm()
     # at 161 frames of 512x704 pixels 88 tokens a block, about as high as wide
-    default_config = MHLAConfig(blocks=(7, 3, 4), mixing_per_head=True, sparse="content")
+    default_config = MHLAConfig(blocks=(7, 3, 4), rope="before", mixing_per_head=True, sparse="content")
     dispatches_attention = True
     default_clip = Clip(frames=161, fps=25.0, sizes=((512, 704),))
     forward_names = (

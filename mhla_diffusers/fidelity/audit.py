@@ -1,6 +1,7 @@
 """Compare every patched self-attention with the one before the patch, on the same input, while a model runs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,9 +77,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         for component, part in transformers.items()
     }
     layers = tuple(
-        LayerAudit(
-            component, name, names[component, name], *watch.sums(), clock.rests, moves[component][name], *watch.lists()
-        )
+        watch.result(component, name, names[component, name], moves[component][name])
         for (component, name), watch in watches.items()
     )
     changes = [measure_change(part, calls[component]) for component, part in transformers.items()]
@@ -194,13 +193,12 @@ class _Watch:
         handed, self._handed = [*self._handed, form_of(self.attn).heads_output(returned)], []
         return handed[0]
 
-    def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Squared errors, and squares of what is handed on without the patch: each (S, H)."""
-        return self.clock.by_step(self.calls, self._errors), self.clock.by_step(self.calls, self._squares)
-
-    def lists(self) -> tuple[float | None, float | None, tuple[float, ...]]:
-        """Density, the softmax weight that the lists hold, and that of lists of other densities."""
+    def result(self, component: str, attention: str, name: str, moves: float) -> LayerAudit:
+        """What was found, given the names and the change of the transformer's output by this layer alone."""
+        errors, squares = (self.clock.by_step(self.calls, found) for found in (self._errors, self._squares))
+        layer = LayerAudit(component, attention, name, errors, squares, self.clock.rests, moves)
         if not self._held:
-            return None, None, ()
+            return layer
         mass, *mass_at = torch.stack(self._held).mean(dim=0).tolist()
-        return sum(self._densities) / len(self._densities), mass, tuple(mass_at)
+        density = sum(self._densities) / len(self._densities)
+        return replace(layer, density=density, mass_kept=mass, mass_at=tuple(mass_at))

@@ -13,7 +13,7 @@ from .denoising_steps import StepHooks
 from .finding import attentions_of, find_transformers, hook_of, mhla_layers, require_layers
 from .layer import MHLALayer, layer_of
 from .other_processors import ProcessorWatch
-from .plan import check_settings, choose_attentions, with_settings
+from .plan import check_settings, choose_attentions
 from .processor import MHLAProcessor, make_layer
 from .removal import original_processor
 from .resizing import resized
@@ -84,7 +84,7 @@ def make_change(transformer: nn.Module, backend: str | None, settings: Mapping[s
     attentions = family.self_attentions(transformer)
     before = {name: layer for name, attn in attentions.items() if (layer := layer_of(attn)) is not None}
     some_layer, old_processor = next(iter(before.values())), _processor(transformer, watch)
-    config = with_settings(family, some_layer.config, settings)
+    config = some_layer.config.replace(**settings)
     check_settings(transformer, config)
     if config.softmax_steps and watch is None:
         raise ValueError(

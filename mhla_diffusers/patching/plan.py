@@ -1,6 +1,5 @@
 """One transformer's patch: which layers, checked first, then carried out."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -70,13 +69,6 @@ def choose_attentions(transformer: nn.Module, config: MHLAConfig) -> dict[str, A
             f"would be lost. {way_out} the adapter away first, for example with pipe.unload_ip_adapter()."
         )
     return dict(found[index] for index in indices)
-
-
-def with_settings(family: Family, config: MHLAConfig, settings: Mapping[str, Any]) -> MHLAConfig:
-    """A configuration with some fields changed, and RoPE where the family's can act."""
-    if family.form.rope_by_head and "sparse" in settings:
-        settings = {"rope": config.rope, **settings}  # what a change of the sparse branch would set anew
-    return config.replace(**settings)
 
 
 def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:

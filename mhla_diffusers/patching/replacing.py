@@ -11,7 +11,7 @@ from ..config import MHLAConfig, Patch, is_automatic, load_patch
 from ..families import Family, get_family
 from .finding import attentions_of, find_transformers, refuse_causal, refuse_language
 from .mixing_calibration import calibrate_mixing
-from .plan import automatic_count, carry_out, make_plan, refuse_order, with_settings
+from .plan import automatic_count, carry_out, make_plan, refuse_order
 from .processor import MHLAProcessor
 from .removal import remove_mhla
 from .sensitivity import check_run, measure_sensitivity, patched_pairs, record_calls, repeat_calls
@@ -66,7 +66,7 @@ def apply_mhla(
         refuse_order(transformer, settings.get("causal"))
     chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
     configs = {
-        name: with_settings(family := get_family(transformer), _choose_config(family, chosen), settings)
+        name: _choose_config(get_family(transformer), chosen).replace(**settings)
         for name, transformer in transformers.items()
     }
     if calibration is not None:

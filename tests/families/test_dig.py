@@ -137,7 +137,7 @@ def test_what_dig_does_not_take_is_refused():
         with pytest.raises(ValueError, match=message):
             output(model, arguments | changed)
     with pytest.raises(ValueError, match="approximates softmax attention, and the own attention of .* is gated linear"):
-        mhla.apply_mhla(model, **BLOCKS, sparse="own")
+        mhla.apply_mhla(model, **BLOCKS, sparse="content")
 
 
 def test_norm_and_gate_stay_behind_mhla():
