@@ -76,12 +76,14 @@ def usable_call(call: Call) -> Call:
         ValueError: as :func:`triton_attention`.
     """
     _check(call)
+    angles = call.rotary_of_tokens
     return replace(
         call,
         query=_usable(call.query, "query"),
         key=_usable(call.key, "key"),
         value=_usable(call.value, "value"),
-        rotary=call.rotary.float().contiguous().detach() if call.rotary is not None else None,
+        rotary=None if angles is None else angles.float().contiguous().detach(),
+        rotary_axes=None,
         key_mask=call.key_mask.float().contiguous() if call.key_mask is not None else None,
         output_norm=call.output_norm.contiguous() if call.output_norm is not None else None,
         output_gate=_usable(call.output_gate, "output_gate") if call.output_gate is not None else None,

@@ -98,6 +98,13 @@ class Reading:
         return arguments, tile, (batch * heads, triton.cdiv(self.blocks.longest, tile.tokens), len(self.blocks))
 
 
+SIZES = [
+    *("heads", "tokens", "rows", "blocks", "parts", "angle_tokens"),
+    *(f"{name}_{axis}" for name in ("query", "key", "value", "gradient") for axis in ("batch", "token", "head")),
+]
+"""Arguments that change with the resolution, for any of which Triton would compile anew."""
+
+
 class Tile(NamedTuple):
     """How a kernel is cut."""
 
@@ -125,7 +132,7 @@ _SMALL = _AMPERE | {
     "states": Tile(32, 128, 8, 2),
     "read": Tile(32, 128, 8, 1),
     "query_gradient": Tile(32, 64, 8, 1),
-    "key_gradient": Tile(32, 64, 8, 1),
+    "key_gradient": Tile(32, 64, 4, 1),
 }
 """99 KiB."""
 _AMD = {name: Tile(32, 64, 4, 1) for name in _LARGE} | {"wide_states": Tile(32, 32, 4, 1)}
@@ -249,12 +256,7 @@ def read_launch(reading: Reading, with_normaliser: bool = False, architecture: s
     return Launch(read_kernel, programs, arguments | strides_of(query=query), tile.warps, tile.stages)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("heads", "tokens", "blocks", "parts", "angle_tokens"),
-        *("key_batch", "key_token", "key_head", "value_batch", "value_token", "value_head"),
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def states_kernel(
     key,
     value,
@@ -388,11 +390,7 @@ def merge(
     return output, slope, of_listed, of_pooled, lse
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("heads", "tokens", "rows", "blocks", "query_batch", "query_token", "query_head", "angle_tokens"),
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def read_kernel(
     query,
     states,

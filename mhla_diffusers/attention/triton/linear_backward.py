@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .launch import Launch, allocate, architecture_of
-from .linear import Blocks, Reading, constants_of, merge, states_launch, states_of, strides_of, tile_of
+from .linear import SIZES, Blocks, Reading, constants_of, merge, states_launch, states_of, strides_of, tile_of
 from .linear_features import Features, load_tile, read_state, source_of, store_input_gradient, store_tile
 
 
@@ -162,12 +162,7 @@ def key_gradient_launch(
     return Launch(key_gradient_kernel, programs, arguments, tile.warps, tile.stages)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("heads", "tokens", "rows", "blocks", "angle_tokens", "query_batch", "query_token", "query_head"),
-        *("gradient_batch", "gradient_token", "gradient_head"),
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
     output_gradient,
     of_normalisers,
@@ -298,12 +293,7 @@ def query_gradient_kernel(
         tl.store(norm_gradients + program * HEAD_DIM + d, norm_gradient, mask=d < HEAD_DIM)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("heads", "tokens", "blocks", "angle_tokens", "key_batch", "key_token", "key_head"),
-        *("value_batch", "value_token", "value_head", "gradient_batch", "gradient_token", "gradient_head"),
-    ]
-)
+@triton.jit(do_not_specialize=SIZES)
 def key_gradient_kernel(
     states,
     sums,

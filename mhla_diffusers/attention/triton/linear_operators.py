@@ -5,6 +5,7 @@ is a product of PyTorch between the two operators; processes that hold a share o
 there. Importing this file registers the operators without importing Triton, which the first call does.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,7 @@ _READ = (
     "Tensor? pooled_lse, Tensor? linear_weight, Tensor? output_norm, Tensor? gate, Tensor? angles, "
     f"{_PLACE}, bool with_normaliser"
 )
-_STATES_DIFFERENTIABLE, _STATES_TENSORS = 2, 4
-_READ_DIFFERENTIABLE, _READ_TENSORS = 10, 11
+_STATES_TENSORS, _READ_TENSORS, _READ_DIFFERENTIABLE = 4, 11, 10
 
 
 def linear_attention(call: Call) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _place(call: Call) -> tuple[Any, ...]:
 
 
 def _states(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    tensors = call.key, call.value, call.key_mask, call.rotary_of_tokens
+    tensors = call.key, call.value, call.key_mask, call.rotary
     states, sums = block_states(*tensors, *_place(call), call.normalize)
     return states, sums if call.normalize else None
 
@@ -97,7 +97,7 @@ def _read(
     call: Call, states: torch.Tensor, sums: torch.Tensor | None, with_normaliser: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mixture = mixed(call.mixing[..., call.own_blocks, :], states, sums)
-    tensors = *(None,) * 5, call.output_norm, call.output_gate, call.rotary_of_tokens
+    tensors = *(None,) * 5, call.output_norm, call.output_gate, call.rotary
     output, normaliser = read_states(call.query, *mixture, *tensors, *_place(call), with_normaliser)
     return output, normaliser
 
@@ -112,10 +112,34 @@ def mixed(
         states: (B, H, M, D, D).
         sums: float32 (B, H, M, D), or None.
     """
-    with without_autocast(states.device):
-        mixing = mixing.float().expand(*states.shape[:2], -1, -1)
-        mixture = torch.matmul(mixing.to(states.dtype), states.flatten(3)).unflatten(3, states.shape[3:])
-        return mixture, None if sums is None else torch.matmul(mixing, sums)
+    mixing = mixing.float().expand(*states.shape[:2], -1, -1)
+    mixture = _product(mixing, states.flatten(3)).unflatten(3, states.shape[3:])
+    return mixture, None if sums is None else _product(mixing, sums)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    function: type[torch.autograd.Function] = _Product
+    found: torch.Tensor = function.apply(left, right)
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """A float32 matrix times one of any type, in that type whatever autocast says, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """(..., m, M) and (..., M, n) to (..., m, n)."""
+        ctx.save_for_backward(left, right)
+        with without_autocast(right.device):
+            return torch.matmul(left.to(right.dtype), right)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of both."""
+        (upstream,), (left, right) = gradients, ctx.saved_tensors
+        with without_autocast(right.device):
+            of_left = torch.matmul(upstream, right.mT)
+            return of_left.to(left.dtype), torch.matmul(left.to(right.dtype).mT, upstream)
 
 
 @lru_cache(maxsize=64)
@@ -127,17 +151,13 @@ def _tables(
 
     # kept for calls that take gradients, and made on the CPU whatever the default device is
     with torch.inference_mode(False), torch.device("cpu"):
-        index = block_index(grid, blocks)
-        all_blocks = int(index.max()) + 1
-        index = index[first : first + count]
+        index = block_index(grid, blocks)[first : first + count]
         places = index.argsort(stable=True)
-        starts = torch.nn.functional.pad(index.bincount(minlength=all_blocks).cumsum(dim=0), (1, 0))
+        starts = torch.nn.functional.pad(index.bincount(minlength=math.prod(blocks)).cumsum(dim=0), (1, 0))
         members = places if not block_size else layout_of(grid, block_size).rows[places]
         longest = int(starts.diff().max())
         members, places, starts = (x.to(torch.int32).to(device) for x in (members, places, starts))
-    own = (
-        slice(0, all_blocks) if count == len(block_index(grid, blocks)) else blocks_of_range(grid, blocks, first, count)
-    )
+    own = blocks_of_range(grid, blocks, first, count)
     whole = Blocks(members, places, starts, longest)
     return whole, Blocks(members, places, starts[own.start : own.stop + 1], longest)
 
@@ -150,11 +170,7 @@ def _tables_and_features(
 
     grid, blocks, first, block_size, feature_map, eps, rope_before = place
     rows = _rows(x, block_size)
-    count = rows.shape[1]
-    if block_size:
-        count = 1
-        for size in grid:
-            count *= size
+    count = math.prod(grid) if block_size else rows.shape[1]
     tables = _tables(tuple(grid), tuple(blocks), first, count, block_size, x.device)
     return rows, *tables, Features(feature_map, eps, angles, rope_before)
 
@@ -218,9 +234,7 @@ def block_states_backward(
 def _state_shapes(key: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *_, blocks, _first, block_size, _map, _eps, _before, normalize = arguments
     batch, heads, head_dim = len(key), key.shape[1 if block_size else 2], key.shape[3]
-    count = 1
-    for size in blocks:
-        count = count * size
+    count = math.prod(list(blocks))
     dtype = torch.bfloat16 if key.dtype == torch.bfloat16 else torch.float32
     states = key.new_empty((batch, heads, count, head_dim, head_dim), dtype=dtype)
     return states, key.new_empty((batch, heads, count, head_dim) if normalize else (0,), dtype=torch.float32)
@@ -234,25 +248,12 @@ def _state_gradient_shapes(states: Any, sums: Any, key: torch.Tensor, *_: Any) -
 def _save_states(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:_STATES_TENSORS])
     ctx.settings = inputs[_STATES_TENSORS:]
-    ctx.set_materialize_grads(False)
-    ctx.states = output[0].shape, output[0].dtype
 
 
-def _differentiate_states(
-    ctx: Any, states_gradient: torch.Tensor | None, sums_gradient: torch.Tensor | None
-) -> tuple[Any, ...]:
-    key, *others = ctx.saved_tensors
-    nothing = (None,) * (_STATES_TENSORS - _STATES_DIFFERENTIABLE + len(ctx.settings))
-    if states_gradient is None and sums_gradient is None:
-        return None, None, *nothing
-    shape, dtype = ctx.states
-    of_states = key.new_zeros(shape, dtype=dtype) if states_gradient is None else states_gradient.contiguous()
-    if ctx.settings[-1]:
-        sums_gradient = key.new_zeros(shape[:-1], dtype=torch.float32) if sums_gradient is None else sums_gradient
-        sums_gradient = sums_gradient.contiguous()
-    else:
-        sums_gradient = None
-    return *block_states_backward(of_states, sums_gradient, key, *others, *ctx.settings), *nothing
+def _differentiate_states(ctx: Any, of_states: torch.Tensor, of_sums: torch.Tensor) -> tuple[Any, ...]:
+    upstream = of_states.contiguous(), of_sums.contiguous() if ctx.settings[-1] else None
+    found = block_states_backward(*upstream, *ctx.saved_tensors, *ctx.settings)
+    return *found, *(None,) * (_STATES_TENSORS - len(found) + len(ctx.settings))
 
 
 block_states.register_autograd(_differentiate_states, setup_context=_save_states)
@@ -306,10 +307,7 @@ def _read_shapes(query: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, to
     grid, _blocks, _first, block_size, *_, with_normaliser = arguments[_READ_TENSORS - 1 :]
     shape = query.shape
     if block_size:
-        count = 1
-        for size in grid:
-            count = count * size
-        shape = torch.Size((shape[0], count, shape[1], shape[3]))
+        shape = torch.Size((shape[0], math.prod(list(grid)), shape[1], shape[3]))
     normaliser = (*shape[:3], 1) if with_normaliser else (0,)
     return query.new_empty(shape), query.new_empty(normaliser, dtype=torch.float32)
 
@@ -324,22 +322,14 @@ def _save_read(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, to
     ctx.save_for_backward(*inputs[:_READ_TENSORS])
     ctx.settings = inputs[_READ_TENSORS:]
     ctx.mark_non_differentiable(*(() if inputs[-1] else output[1:]))
-    ctx.set_materialize_grads(False)
-    ctx.output = output[0].shape
 
 
-def _differentiate_read(
-    ctx: Any, output_gradient: torch.Tensor | None, normaliser_gradient: torch.Tensor | None
-) -> tuple[Any, ...]:
+def _differentiate_read(ctx: Any, of_output: torch.Tensor, of_normaliser: torch.Tensor) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
-    nothing = (None,) * (_READ_TENSORS - _READ_DIFFERENTIABLE + len(ctx.settings))
-    if output_gradient is None and normaliser_gradient is None:
-        return *(None,) * _READ_DIFFERENTIABLE, *nothing
-    of_output = tensors[0].new_zeros(ctx.output) if output_gradient is None else output_gradient.contiguous()
-    of_normaliser = None if normaliser_gradient is None else normaliser_gradient.contiguous()
-    found = read_states_backward(of_output, of_normaliser, *tensors, *ctx.settings)
+    upstream = of_output.contiguous(), of_normaliser.contiguous() if ctx.settings[-1] else None
+    found = read_states_backward(*upstream, *tensors, *ctx.settings)
     present = (None if x is None else gradient for x, gradient in zip(tensors, found, strict=False))
-    return *present, *nothing
+    return *present, *(None,) * (_READ_TENSORS - len(found) + len(ctx.settings))
 
 
 read_states.register_autograd(_differentiate_read, setup_context=_save_read)

@@ -37,7 +37,7 @@ def _of_blocks(call: Call, count: int, tokens: slice) -> Own:
     def by_block(x: torch.Tensor) -> torch.Tensor:
         return x[:, tokens].unflatten(1, (count, -1)).flatten(0, 1)
 
-    table, mask = call.rotary_of_tokens, None if call.key_mask is None else by_block(call.key_mask).contiguous()
+    table, mask = call.rotary, None if call.key_mask is None else by_block(call.key_mask).contiguous()
     if table is not None:
         table = by_block(table.expand(batch, -1, -1, -1)).contiguous()
     query, key, value = (by_block(x) for x in (call.query, call.key, call.value))
