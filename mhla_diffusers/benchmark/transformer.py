@@ -1,11 +1,11 @@
 """A whole model with random weights, a forward or a training step: softmax against linear attentions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .candidates import REST, Candidate, Choice
+from .candidates import REST, Candidate
 from .cases import Case, Counts
 from .conditions import Rates
 from .results import PART, Row
@@ -21,9 +21,7 @@ _TRAINING_PASSES = 3
 """A backward pass counts two forwards."""
 
 
-def benchmark_transformer(
-    case: Case, rates: Rates, budget: Budget, *, compile: bool, only: Collection[str] | None = None
-) -> list[Row]:
+def benchmark_transformer(case: Case, rates: Rates, budget: Budget, *, compile: bool) -> list[Row]:
     """Check the patched attention, then time a forward of all variants in turns, and then the parts of each.
 
     Args:
@@ -31,7 +29,6 @@ def benchmark_transformer(
         rates: of the device.
         budget: how often.
         compile: time every variant with its repeated blocks compiled as well.
-        only: names of self-attentions; all for None.
 
     Returns:
         A row per variant, and one per variant and part.
@@ -39,27 +36,21 @@ def benchmark_transformer(
     Raises:
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
     """
-    counts = case.count(only)
+    counts = case.count()
     if (refused := _refuse_for_memory(case, counts.weight_bytes, rates, FORWARD)) is not None:
         return [refused]
-    model = case.build()
-    case.check(model)
-    inputs = case.inputs(model)
-    candidates = _make_candidates(case, model, counts.choices, compile=compile)
+    candidates, inputs = _make_candidates(case, counts, compile=compile)
     for candidate in _runnable(candidates):
         candidate.run = candidate.forward(inputs)
     with torch._dynamo.config.patch(cache_size_limit=_RECOMPILE_LIMIT):
-        _measure(candidates, case.device, budget)
-    rows = _rows(case, counts, candidates, rates, FORWARD, passes=1)
+        rows = _measure(case, counts, candidates, rates, budget, FORWARD)
     for candidate in show_progress(candidates, "looking at parts"):
         rows += _part_rows(case, counts, candidate, rates)
     torch.compiler.reset()
     return rows
 
 
-def benchmark_training(
-    case: Case, rates: Rates, budget: Budget, *, checkpointing: bool, only: Collection[str] | None = None
-) -> list[Row]:
+def benchmark_training(case: Case, rates: Rates, budget: Budget, *, checkpointing: bool) -> list[Row]:
     """Check the patched attention, then time a step of every variant in turns; all weights train.
 
     Args:
@@ -67,7 +58,6 @@ def benchmark_training(
         rates: of the device.
         budget: how often.
         checkpointing: compute activations again in the backward pass instead of keeping them.
-        only: names of self-attentions; all for None.
 
     Returns:
         A row per variant.
@@ -75,29 +65,19 @@ def benchmark_training(
     Raises:
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
     """
-    counts = case.count(only)
+    counts = case.count()
     if (refused := _refuse_for_memory(case, _TRAINING_COPIES * counts.weight_bytes, rates, TRAINING_STEP)) is not None:
         return [refused]
-    model = case.build()
-    case.check(model)
-    inputs = case.inputs(model)
-    candidates = _make_candidates(case, model, counts.choices, compile=False)
+    candidates, inputs = _make_candidates(case, counts, compile=False)
     weights = {id(weight): weight for one in _runnable(candidates) for weight in one.model.parameters()}
     # a learning rate of 0 moves the same bytes and leaves every repetition the same weights
     optimizer = torch.optim.AdamW(list(weights.values()), lr=0.0)
     for candidate in _runnable(candidates):
-        candidate.model.train()
-        if checkpointing:
-            _checkpoint_gradients(candidate.model)
+        model = candidate.model.train()
+        if checkpointing:  # by the method that diffusers gives its models, or transformers
+            (getattr(model, "enable_gradient_checkpointing", None) or model.activation_checkpointing_enable)()
         candidate.run = candidate.training_step(inputs, optimizer)
-    _measure(candidates, case.device, budget)
-    return _rows(case, counts, candidates, rates, TRAINING_STEP, _TRAINING_PASSES)
-
-
-def _checkpoint_gradients(model: Any) -> None:
-    """By the method that diffusers gives its models, or transformers."""
-    enable = getattr(model, "enable_gradient_checkpointing", None) or model.activation_checkpointing_enable
-    enable()
+    return _measure(case, counts, candidates, rates, budget, TRAINING_STEP)
 
 
 def _refuse_for_memory(case: Case, needed: int, rates: Rates, stage: str) -> Row | None:
@@ -111,43 +91,34 @@ def _refuse_for_memory(case: Case, needed: int, rates: Rates, stage: str) -> Row
     return case.row(Outcome("out of memory", reason=reason), rates, stage=stage, variant="all", baseline=False)
 
 
-def _make_candidates(case: Case, model: Any, choices: Sequence[Choice], *, compile: bool) -> list[Candidate]:
+def _make_candidates(case: Case, counts: Counts, *, compile: bool) -> tuple[list[Candidate], dict[str, Any]]:
+    """Of a model that was built and checked, with the inputs of its forward."""
+    model = case.build()
+    case.check(model)
     found = [
         case.candidate(model, choice, compiled=compiled)
-        for choice in choices
+        for choice in counts.choices
         for compiled in ((False, True) if compile else (False,))
     ]
-    return [*found, case.candidate(model, REST)] if case.is_cut else found
+    return [*found, case.candidate(model, REST)] if case.is_cut else found, case.inputs(model)
 
 
 def _runnable(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for candidate in candidates if candidate.model is not None]
 
 
-def _measure(candidates: Sequence[Candidate], device: torch.device, budget: Budget) -> None:
-    """Time all in turns and give each its outcome."""
-    outcomes = time_interleaved({candidate.name: candidate.run for candidate in candidates}, device, budget)
-    for candidate in candidates:
-        candidate.outcome = outcomes[candidate.name]
-
-
-def _rows(
-    case: Case, counts: Counts, candidates: Sequence[Candidate], rates: Rates, stage: str, passes: int
+def _measure(
+    case: Case, counts: Counts, candidates: Sequence[Candidate], rates: Rates, budget: Budget, stage: str
 ) -> list[Row]:
-    """A row per candidate; where layers are cut, with the time of all layers, extrapolated from the time of one.
+    """Time all in turns, give each its outcome, and make a row of each.
 
-    Args:
-        case: what was measured.
-        counts: of the case.
-        candidates: with their outcomes; ``REST`` among them where layers are cut.
-        rates: of the device.
-        stage: of the rows.
-        passes: how many times the arithmetic of a forward it is.
+    Where layers are cut, with the time of all layers, extrapolated from the time of one and of ``REST``.
     """
-    rest = next((one.outcome for one in candidates if one.choice == REST), None)
-    rows = []
+    outcomes = time_interleaved({candidate.name: candidate.run for candidate in candidates}, case.device, budget)
+    rest, rows = outcomes.get(REST.name), []
     for candidate in candidates:
         choice, flops = candidate.choice, counts.flops(candidate.choice.kind)
+        candidate.outcome = outcomes[candidate.name]
         whole = None if choice == REST else _whole_seconds(case, candidate.outcome, rest)
         notes = [choice.note] if choice.note else []
         if case.is_cut and whole is not None:
@@ -161,7 +132,7 @@ def _rows(
                 baseline=choice.baseline,
                 blocks=choice.blocks,
                 tokens=counts.tokens,
-                flops=None if flops is None else passes * flops,
+                flops=None if flops is None else flops * (_TRAINING_PASSES if stage == TRAINING_STEP else 1),
                 whole_seconds=whole,
                 note="; ".join(notes),
                 **({"layers": 0} if choice == REST else {}),
