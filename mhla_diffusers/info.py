@@ -184,7 +184,8 @@ def _print_costs(patch: Patch) -> None:
     """FLOPs of a layer at every grid that a model of the family is measured at, and that the patch fits."""
     config = patch.config
     has_sparse = config.sparse != "none"
-    header = ["at", "pixels", "grid", "softmax", "MHLA", *(["uniform blocks", "with sparse"] if has_sparse else [])]
+    header = ["at", "pixels", "grid", *(["uniform blocks"] if has_sparse else []), "softmax", "MHLA"]
+    header += ["with sparse"] if has_sparse else []
     rows = []
     family = next(family for family in families() if family.name == patch.family)
     for model in family.models:
@@ -200,10 +201,9 @@ def _print_costs(patch: Patch) -> None:
                 )
                 pixels = times([count * model.stride * model.patch for count in grid[-2:]])
                 cells = [f"{model.name}-{label}", pixels, times(grid)]
-                cells += [_giga(sizes.softmax_flops), _giga(sizes.linear_flops)]
-                if has_sparse:
-                    cells += [f"{block_count(grid, config.block_size):,}", _giga(sizes.flops)]
-                rows.append(cells)
+                cells += [f"{block_count(grid, config.block_size):,}"] if has_sparse else []
+                flops = [sizes.softmax_flops, sizes.linear_flops, *([sizes.flops] if has_sparse else [])]
+                rows.append([*cells, *map(_giga, flops)])
     if rows:
         typer.echo()
         _print_table("GFLOP of a self-attention's forward", header, rows, right=True)

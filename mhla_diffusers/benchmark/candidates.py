@@ -22,6 +22,8 @@ PLAIN = "plain linear"
 HYBRID = "MHLA hybrid 2/3"
 CONTENT = "MHLA, sparse, by content"
 """Beside MHLA the sparse branch, whose lists are chosen at every call."""
+EARLIER = ("MHLA, exact tiles by content", "MHLA, exact tiles")
+"""In results that ship: the sparse branch before this one, over boxes of the grid, by content and with lists given."""
 COMPILED = " + torch.compile"
 """Ends the name of a candidate whose repeated blocks are compiled."""
 LINEAR_KINDS = (PLAIN, "MHLA", HYBRID)

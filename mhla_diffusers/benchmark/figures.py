@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..reporting import require_matplotlib
-from .candidates import COMPILED, CONTENT, HYBRID, PLAIN
+from .candidates import COMPILED, CONTENT, EARLIER, HYBRID, PLAIN
 from .operation import GIVEN, LISTED
 from .results import Row, Run
 from .scaling import SOFTMAX, fitted_exponent, mixing_overhead
 
 Figure = Any
-EARLIER = "MHLA, exact tiles"
-"""In results of the sparse branch before this one."""
 COLOURS = {
     SOFTMAX: "#555555",
     "own linear": "#009e73",
@@ -21,7 +19,7 @@ COLOURS = {
     "MHLA": "#0072b2",
     CONTENT: "#cc79a7",
     GIVEN: "#e5b8d0",
-    EARLIER: "#999933",
+    EARLIER[1]: "#999933",
     LISTED: "#d55e00",
     "unpatched": "#555555",
     "self-attention": "#0072b2",
@@ -34,7 +32,7 @@ COLOURS = {
     "rest": "#cccccc",
 }
 """Of variants and parts; told apart by colour-blind people too."""
-_GROUPS = (SOFTMAX, HYBRID, CONTENT, GIVEN, EARLIER, "MHLA", LISTED, PLAIN)
+_GROUPS = (SOFTMAX, HYBRID, CONTENT, GIVEN, EARLIER[1], "MHLA", LISTED, PLAIN)
 _COLUMNS = 2
 
 

@@ -2,7 +2,6 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -128,8 +127,11 @@ def make_forecast(question: Question, dtype: torch.dtype, speeds: Speeds | None 
     forwards, patched = question.steps * question.passes, question.patched
     found = Forecast(
         question,
-        {part: _mixed(cost, cost, 0, forwards) for part, cost in counts.unpatched.items()},
-        {part: _mixed(counts.patched[part], cost, patched, forwards) for part, cost in counts.unpatched.items()},
+        {part: cost.times(forwards) for part, cost in counts.unpatched.items()},
+        {
+            part: counts.patched[part].times(forwards * patched) + cost.times(forwards * (1 - patched))
+            for part, cost in counts.unpatched.items()
+        },
     )
     if speeds is None:
         return found
@@ -155,8 +157,11 @@ def count_forwards(question: Question, dtype: torch.dtype, layers: int | None = 
     if not count:
         return one
     two = _count(question, dtype, 2)
-    unpatched = _extrapolated(one.unpatched, two.unpatched, count)
-    return Counts(unpatched, _extrapolated(one.patched, two.patched, count), count + 1)
+    unpatched, patched = (
+        {part: first[part].times(1 - count) + second[part].times(count) for part in first}
+        for first, second in ((one.unpatched, two.unpatched), (one.patched, two.patched))
+    )
+    return Counts(unpatched, patched, count + 1)
 
 
 def _count(question: Question, dtype: torch.dtype, layers: int) -> Counts:
@@ -166,25 +171,6 @@ def _count(question: Question, dtype: torch.dtype, layers: int) -> Counts:
     unpatched = count_parts(transformer, inputs)
     apply_mhla(transformer, question.config.replace(layers="all", softmax_steps=0))
     return Counts(unpatched, count_parts(transformer, inputs), layers)
-
-
-def _extrapolated(one: Mapping[str, Cost], two: Mapping[str, Cost], more: int) -> dict[str, Cost]:
-    """Cost of one layer, and of ``more`` layers beside it."""
-
-    def further(part: str, name: str) -> int:
-        first, second = (int(getattr(costs[part], name)) for costs in (one, two))
-        return first + more * (second - first)
-
-    return {part: Cost(further(part, "flops"), further(part, "bytes")) for part in one}
-
-
-def _mixed(patched: Cost, unpatched: Cost, share: float, forwards: int) -> Cost:
-    """Of forwards of which a share of the layers is patched."""
-    flops, moved = (
-        round(forwards * (share * getattr(patched, name) + (1 - share) * getattr(unpatched, name)))
-        for name in ("flops", "bytes")
-    )
-    return Cost(flops, moved)
 
 
 def forward_seconds(counts: Counts, speeds: Speeds) -> tuple[dict[str, float], dict[str, float]]:

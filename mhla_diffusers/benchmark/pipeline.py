@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -243,18 +244,9 @@ def _watch(pipe: Any, device: torch.device, seconds: dict[str, float]) -> Iterat
     with ExitStack() as stack:
         for owner, name, part in watched_methods:
             if hasattr(owner, name):
-                own = owner.__dict__.get(name)
-                setattr(owner, name, watched(getattr(owner, name), part))
-                stack.callback(_put_back, owner, name, own)
+                # which puts back a forward that accelerate's offloading has put on an instance
+                stack.enter_context(mock.patch.object(owner, name, watched(getattr(owner, name), part)))
         yield
-
-
-def _put_back(owner: Any, name: str, own: Any) -> None:
-    """Undo ``setattr``: accelerate's offloading has put a forward of its own on some instances."""
-    if own is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, own)
 
 
 def _check(pipe: Any, case: PipelineCase) -> None:

@@ -117,6 +117,10 @@ class Cost:
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
+    def times(self, factor: float) -> "Cost":
+        """Of so many."""
+        return Cost(round(factor * self.flops), round(factor * self.bytes))
+
 
 Work = Literal["softmax", "linear", "lists", "sparse"]
 """Softmax over all pairs, the linear branch, softmax over listed pairs alone, or sparse and linear branch together."""

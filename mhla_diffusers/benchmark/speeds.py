@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ..families import Model
-from .candidates import CONTENT
+from .candidates import CONTENT, EARLIER
 from .conditions import Rates
 from .models import models
 from .parts import ATTENTION, PARTS, REST
@@ -17,8 +17,6 @@ _NEAR = 4
 """Times as many tokens, or as few, up to which nobody is told to measure nearer."""
 _COMMANDS = ("transformer", "op")
 """Whose results tell speeds: of whole forwards with their parts, and of self-attention alone."""
-EARLIER = ("MHLA, exact tiles by content", "MHLA, exact tiles")
-"""Of the sparse branch before this one, over boxes of the grid, as results that ship name it."""
 
 
 @dataclass(frozen=True)
