@@ -32,24 +32,23 @@ SPARSE: dict[str, Any] = {"sparse": "content", "block_size": 4}
 LEARNED = SPARSE | {"fit_pooled_bias": False}
 
 
-@pytest.mark.parametrize("stages", [WEIGHTS, LORA], ids=["weights", "lora"])
 @pytest.mark.parametrize(
-    ("precision", "family", "make", "patch"),
+    ("stages", "precision", "family", "make", "patch"),
     [
-        ("no", "wan", tiny_wan, _patch(3, **SPARSE)),
-        *(("bf16", "wan", tiny_wan, _patch(3, **settings)) for settings in ({}, SPARSE, LEARNED)),
-        ("bf16", "wan", tiny_wan, CAUSAL),
-        ("bf16", "dit", tiny_dit, _patch(2, **SPARSE)),
-        ("bf16", "sana", tiny_sana, _patch(2)),
+        *((stages, "no", "wan", tiny_wan, _patch(3, **SPARSE)) for stages in (WEIGHTS, LORA)),
+        *((WEIGHTS, "bf16", "wan", tiny_wan, _patch(3, **settings)) for settings in ({}, SPARSE, LEARNED)),
+        *((stages, "bf16", "wan", tiny_wan, CAUSAL) for stages in (WEIGHTS, LORA)),
+        (LORA, "bf16", "dit", tiny_dit, _patch(2, **SPARSE)),
+        (WEIGHTS, "bf16", "sana", tiny_sana, _patch(2)),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "sparse", ""),
 )
 def test_any_recipe_goes_with_any_patch_and_precision(
+    stages: tuple[StageConfig, ...],
     precision: Literal["no", "bf16"],
     family: str,
     make: Callable[[], Any],
     patch: MHLAConfig,
-    stages: tuple[StageConfig, ...],
     tmp_path: Path,
 ) -> None:
     config = TrainingConfig(

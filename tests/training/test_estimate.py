@@ -12,7 +12,7 @@ from mhla_diffusers.training.estimate import Estimate, estimate
 
 from .. import models
 
-FRAMES, SIDE, WIDTH, LAYERS = 8, 16, 24, 4
+FRAMES, SIDE, WIDTH, LAYERS = 8, 16, 24, 2
 TOKENS = FRAMES * (SIDE // 2) ** 2
 BLOCK = 8
 
@@ -20,7 +20,7 @@ BLOCK = 8
 @cache
 def dry_run(**patch: object) -> Estimate:
     with torch.device("meta"):
-        transformer = models.wan()
+        transformer = models.wan(num_layers=LAYERS)
     apply_mhla(transformer, **{"blocks": (2, 2, 2), "mixing_per_head": False, "sparse": "none", **patch})
     sample = {"latents": torch.empty(16, FRAMES, SIDE, SIDE), "encoder_hidden_states": torch.empty(6, 32)}
     stage = StageConfig(1, 1e-3, "all", ObjectiveWeights(diffusion=1.0))
