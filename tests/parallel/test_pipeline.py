@@ -30,7 +30,7 @@ def _video() -> Any:
     with (
         diffusers_on_cpu(),
         patch.object(sys, "argv", line),
-        patch("diffusers.utils.export_to_video", lambda video, *_, **__: written.append(video)),
+        patch("mhla_diffusers.generation.record.write_video", lambda video, *_, **__: written.append(video)),
     ):
         runpy.run_path(str(_ROOT / "pipelines" / "generate_wan_parallel.py"), run_name="__main__")
     return written

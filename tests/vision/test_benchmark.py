@@ -129,7 +129,7 @@ def test_wrong_built_in_attention_is_not_timed(tmp_path, monkeypatch):
         (("transformer", "--model", "vlt-t", "--layers", 3), "layers=3: the layers of vlt-t differ"),
         (("transformer", "--model", "vlt-t", "--size", "16x64"), "size=16x64 must be at least 32 pixels for vlt-t"),
         (("transformer", "--model", "vlt-t", "--batch", 0), "batch=0 must be positive"),
-        (("transformer", "--model", "vlt"), "Unknown model 'vlt'; allowed: .*deit-s-16.*vlt-t"),
+        (("transformer", "--model", "vlt"), "Unknown model 'vlt'; the nearest names are vlt-t"),
         (("transformer", "--model", "deit-t-16", "--size", "200"), "height=200 is not divisible by 16 .*192 and 208"),
         (("pipeline", "--model", "deit-s-16"), "'deit-s-16' is a configuration .*bench transformer --model deit-s-16"),
         (("pipeline", "--model", "vlt-s"), "'vlt-s' is a configuration .*bench transformer --model vlt-s"),
