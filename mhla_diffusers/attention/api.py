@@ -132,8 +132,9 @@ def mhla_attention(
             for: beside ``sparse`` or extra tokens, the weights of MHLA over all blocks are multiplied with it; see
             :mod:`mhla_diffusers.attention.merge`. None for the sparse branch alone.
         sparse: blocks of keys that every head of every query block attends to with softmax, under one denominator with
-            the linear branch; see :mod:`mhla_diffusers.attention.sparse`. :class:`ContentRule` to choose
-            them by query and key. None for MHLA throughout.
+            the linear branch; see :mod:`mhla_diffusers.attention.sparse`. :class:`ContentRule` to choose them by query
+            and key. Where all pairs of blocks are listed, that is softmax attention, and ``linear_weight`` and
+            ``pooled_bias`` have no part. None for MHLA throughout.
         pooled_bias: β, (H,): every block that is not listed takes part in that softmax as one key, its mean, with β
             added to the logit; see :mod:`mhla_diffusers.attention.sparse`. None to leave these blocks to the linear
             branch.

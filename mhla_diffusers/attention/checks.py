@@ -128,7 +128,7 @@ def check_call(call: Call, extra: Extra, on_grid: int, parallel: Parallel | None
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
     if any(extra) and not call.normalize:
-        raise ValueError("Extra tokens share one denominator with those of it, which needs normalize=True.")
+        raise ValueError("Extra tokens share one denominator with those of the grid, which needs normalize=True.")
     far = call.linear_weight
     if far is not None and _is_free_to_read(far) and not bool((far >= 0).all()):
         raise ValueError(

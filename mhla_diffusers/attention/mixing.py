@@ -65,7 +65,7 @@ def extend_mixing(mixing: torch.Tensor, blocks: Sequence[int], count: int) -> to
     """A causal mixing matrix for more blocks along the first axis than it was made for.
 
     A later row sees what the last one does, by how far back it lies, for every pair of places on the other axes. All
-    that lies at least as far back as the oldest that the last row sees counts as one block, the mean of its summaries,
+    that lies at least as far back as the oldest that the last row sees counts as one block, the mean of its states,
     so that the past weighs as much as it did: with L the last place, m_ib = m_{L, L − (i − b)}, and for i − b ≥ L it is
     m_{L, 0} divided by the number i − L + 1 of such b.
 
@@ -101,7 +101,7 @@ def resize_mixing(mixing: torch.Tensor, blocks: Sequence[int], new_blocks: Seque
     """Carry a mixing matrix over to other block counts by linear interpolation over block positions.
 
     An entry weighs a pair of places on the grid, so the values are interpolated as they are: finer blocks hold
-    smaller KV summaries and the mixed summary keeps its scale. Rows therefore do not sum to 1 afterwards; Eq. 4
+    smaller KV states and the mixed state keeps its scale. Rows therefore do not sum to 1 afterwards; Eq. 4
     does not depend on the scale of a row.
 
     Args:

@@ -14,9 +14,9 @@ Triton, which the first call does.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -199,16 +199,8 @@ def prepare(
 
 
 @prepare.register_fake
-def _prepared_shapes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: Any,
-    key_mask: Any,
-    grid: Sequence[int],
-    block_size: int,
-    extra: int,
-) -> tuple[torch.Tensor, ...]:
+def _prepared_shapes(query: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    *_, grid, block_size, extra = arguments
     blocks, grid_blocks = _block_counts(grid, block_size, extra)
     batch, _, heads, head_dim = query.shape
     rows = [(batch * heads, blocks * block_size, head_dim)] * 3 + [(batch * heads, grid_blocks, head_dim)] * 4
@@ -284,7 +276,7 @@ prepare_backward.register_autograd(refuse_second_derivative)
 @torch.library.custom_op(
     "mhla_diffusers::choose_blocks",
     mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor spread, Tensor weight, float share, float scale, {_GRID}) -> "
+    schema=f"(Tensor query, Tensor key, Tensor spread, Tensor weight, float density, float scale, {_GRID}) -> "
     "(Tensor, Tensor, Tensor)",
 )
 def choose(
@@ -292,7 +284,7 @@ def choose(
     key: torch.Tensor,
     spread: torch.Tensor,
     weight: torch.Tensor,
-    share: float,
+    density: float,
     scale: float,
     grid: Sequence[int],
     block_size: int,
@@ -302,24 +294,15 @@ def choose(
     from .choose import choose_blocks
 
     blocks, of_grid = _block_counts(grid, block_size, extra)
-    return choose_blocks(query, key, spread, weight, list_length(share, of_grid), blocks - of_grid, scale, blocks)
+    return choose_blocks(query, key, spread, weight, list_length(density, of_grid), blocks - of_grid, scale, blocks)
 
 
 @choose.register_fake
-def _list_shapes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    spread: Any,
-    weight: Any,
-    share: float,
-    scale: float,
-    grid: Sequence[int],
-    block_size: int,
-    extra: int,
-) -> tuple[torch.Tensor, ...]:
+def _list_shapes(query: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    *_, density, _, grid, block_size, extra = arguments
     blocks, of_grid = _block_counts(grid, block_size, extra)
     lists = query.shape[0] * query.shape[1]
-    shapes = (lists, list_length(share, of_grid) + blocks - of_grid), (lists,), (lists, (of_grid + 31) // 32)
+    shapes = (lists, list_length(density, of_grid) + blocks - of_grid), (lists,), (lists, (of_grid + 31) // 32)
     return tuple(query.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
@@ -375,7 +358,7 @@ def _flat_weights(
 
 
 @listed.register_fake
-def _listed_shapes(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _branch_shapes(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
@@ -390,43 +373,20 @@ def listed_backward(
     lse_gradient: torch.Tensor | None,
     output: torch.Tensor,
     lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    scale: float,
-    grid: Sequence[int],
-    block_size: int,
-    extra: int,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value."""
+    *inputs: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, key and value, given the inputs of :func:`listed`."""
     from .listed import listed_backward as backward
 
-    valid, bias = _flat_weights(query, bias, grid, block_size, extra)
-    found = backward(
-        _flat(output_gradient),
-        None if lse_gradient is None else lse_gradient.flatten(),
-        _flat(query),
-        _flat(key),
-        _flat(value),
-        valid,
-        bias,
-        indices,
-        counts,
-        _flat(output),
-        lse.flatten(),
-        scale,
-        causal,
-    )
-    of_query, of_key, of_value = found
-    return of_query.view(query.shape), of_key.view(key.shape), of_value.view(value.shape)
+    query, key, value, bias, indices, counts, scale, *place, causal = inputs
+    rows = _flat(query), _flat(key), _flat(value), *_flat_weights(query, bias, *place), indices, counts
+    lse_gradient = None if lse_gradient is None else lse_gradient.flatten()
+    found = backward(_flat(output_gradient), lse_gradient, *rows, _flat(output), lse.flatten(), scale, causal)
+    return tuple(x.view(like.shape) for x, like in zip(found, inputs[:3], strict=True))
 
 
 @listed_backward.register_fake
-def _listed_backward_shapes(*arguments: Any) -> tuple[torch.Tensor, ...]:
+def _gradient_shapes(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty_like(x) for x in arguments[4:7])
 
 
@@ -437,18 +397,23 @@ def _save_branch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, 
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_listed(
-    ctx: Any, output_gradient: torch.Tensor | None, lse_gradient: torch.Tensor | None
-) -> tuple[Any, ...]:
+def _differentiate(
+    backward: Callable[..., tuple[torch.Tensor, ...]],
+    ctx: Any,
+    output_gradient: torch.Tensor | None,
+    lse_gradient: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of query, key and value, and None for all other inputs of a branch."""
+    output, lse, *inputs = ctx.saved_tensors
+    others = (None,) * (len(inputs) + len(ctx.settings) - 3)
     if output_gradient is None and lse_gradient is None:
-        return (None,) * 11
-    output, *others = ctx.saved_tensors
-    upstream = readable_gradient(output_gradient, output).contiguous()
+        return None, None, None, *others
+    output_gradient = torch.zeros_like(output) if output_gradient is None else output_gradient.contiguous()
     lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
-    return *listed_backward(upstream, lse_gradient, output, *others, *ctx.settings), *(None,) * 8
+    return *backward(output_gradient, lse_gradient, output, lse, *inputs, *ctx.settings), *others
 
 
-listed.register_autograd(_differentiate_listed, setup_context=_save_branch)
+listed.register_autograd(partial(_differentiate, listed_backward), setup_context=_save_branch)
 listed_backward.register_autograd(refuse_second_derivative)
 
 _POOLED = "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor bits, float scale"
@@ -469,9 +434,7 @@ def pooled(
     return pooled_forward(query, key, value, bias, bits, scale)
 
 
-@pooled.register_fake
-def _pooled_shapes(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+pooled.register_fake(_branch_shapes)
 
 
 @torch.library.custom_op(
@@ -485,36 +448,17 @@ def pooled_backward(
     lse_gradient: torch.Tensor | None,
     output: torch.Tensor,
     lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    bits: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value."""
+    *inputs: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, key and value, given the inputs of :func:`pooled`."""
     from .pooled import pooled_backward as backward
 
+    query, key, value, bias, bits, scale = inputs
     return backward(output_gradient, lse_gradient, query, key, value, bias, bits, output, lse, scale)
 
 
-@pooled_backward.register_fake
-def _pooled_backward_shapes(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in arguments[4:7])
-
-
-def _differentiate_pooled(
-    ctx: Any, output_gradient: torch.Tensor | None, lse_gradient: torch.Tensor | None
-) -> tuple[Any, ...]:
-    if output_gradient is None and lse_gradient is None:
-        return (None,) * 6
-    output, *others = ctx.saved_tensors
-    upstream = readable_gradient(output_gradient, output).contiguous()
-    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
-    return *pooled_backward(upstream, lse_gradient, output, *others, *ctx.settings), None, None, None
-
-
-pooled.register_autograd(_differentiate_pooled, setup_context=_save_branch)
+pooled_backward.register_fake(_gradient_shapes)
+pooled.register_autograd(partial(_differentiate, pooled_backward), setup_context=_save_branch)
 pooled_backward.register_autograd(refuse_second_derivative)
 
 
@@ -574,11 +518,6 @@ class Branches(NamedTuple):
     listed_lse: torch.Tensor
     pooled: torch.Tensor | None
     pooled_lse: torch.Tensor | None
-
-
-def readable_gradient(gradient: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
-    """As kernels read it, contiguous; 0 like ``of`` for none."""
-    return torch.zeros_like(of) if gradient is None else gradient.contiguous()
 
 
 def _read_merged(

@@ -334,7 +334,7 @@ def operator_calls(mask):
     q, k, v, pooled_key, pooled_value = (
         x.detach().contiguous().requires_grad_() for x in (rows[0][:, :48], *rows[1:3], *rows[4:6])
     )
-    listed = q, k, v, bias, indices, counts, scale, *place
+    listed = q, k, v, bias, indices, counts, scale, *place, False
     yield sparse.listed, listed
     pooled = q, pooled_key, pooled_value, of_blocks.log(), bits, scale
     yield sparse.pooled, pooled
