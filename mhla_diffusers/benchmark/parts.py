@@ -59,32 +59,34 @@ def time_parts(transformer: Any, run: Callable[[], object], device: torch.device
 def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
     """FLOPs of each part of one forward, and the bytes that it must move.
 
-    FLOPs are counted operator by operator, but of exact tiles those that their sizes tell: eager operations fill short
-    ones up, others need not.
+    FLOPs are counted operator by operator, but of a sparse branch from its sizes: eager operations fill short blocks
+    up, kernels do not.
 
     A module reads its weights and its inputs and writes its output once. Self-attention reads query, key and value and
-    writes the output of its heads, and summaries and means are written and read. In the rest, norms, modulation and
-    residuals, every operator of PyTorch reads and writes for itself.
+    writes the output of its heads, and block states and pooled keys are written and read. In the rest, norms,
+    modulation and residuals, every operator of PyTorch reads and writes for itself.
 
     Args:
         transformer: on the meta device, where nothing is computed.
         inputs: of its forward.
     """
     flops, moved = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
-    filled_up: list[int] = []
+    filled_up = 0
 
     def begin() -> tuple[int, int]:
         traffic.parts_open += 1
         return int(counter.get_total_flops()), flops[_PROJECTIONS]
 
     def end(part: str, module: nn.Module, begun: tuple[int, int], given: Any, output: Any) -> None:
+        nonlocal filled_up
         traffic.parts_open -= 1
         counted = int(counter.get_total_flops()) - begun[0]
         flops[part] += counted
         if part == ATTENTION:
-            sizes, tokens = attention_sizes_of(module, given)
-            if _has_exact_tiles(module):
-                filled_up.append(counted - (flops[_PROJECTIONS] - begun[1]) - len(tokens) * sizes.flops)
+            config = _patch_of(module)
+            sizes, tokens = attention_sizes_of(module, config, given)
+            if config is not None and config.sparse != "none":
+                filled_up += counted - (flops[_PROJECTIONS] - begun[1]) - len(tokens) * sizes.flops
             # query, key, value and output of the heads, and what MHLA holds between them
             ends = 4 * (sizes.tokens + sizes.extra) * sizes.heads * sizes.head_dim * tokens.itemsize
             moved[part] += len(tokens) * (ends + sizes.moved_bytes)
@@ -94,11 +96,10 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
     family = get_family(transformer)
     grid = family.grid_of_arguments(transformer, inputs)
 
-    def attention_sizes_of(attn: Any, given: Any) -> tuple[AttentionSizes, torch.Tensor]:
+    def attention_sizes_of(attn: Any, config: MHLAConfig | None, given: Any) -> tuple[AttentionSizes, torch.Tensor]:
         args, kwargs = given
         form = family.form_of(attn)
         read = form.read(attn, form.arguments(args, kwargs))
-        config = _patch_of(attn)
         extra = sum(form.extra(read, math.prod(grid)))
         return sizes_of(attn, family, config, grid, extra), read.hidden_states
 
@@ -106,7 +107,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         with _hooks(transformer, begin, end):
             transformer(**inputs)
         flops = _told_apart(flops, int(counter.get_total_flops()))
-    flops[ATTENTION] -= sum(filled_up)
+    flops[ATTENTION] -= filled_up
     moved[REST] = traffic.bytes
     return {part: Cost(flops[part], moved[part]) for part in PARTS}
 
@@ -132,11 +133,6 @@ def _patch_of(attn: Any) -> MHLAConfig | None:
     """Settings of the patch of an attention; those of transformers have no processor before they have one."""
     processor = getattr(attn, "processor", None)
     return processor.config if isinstance(processor, MHLAProcessor) else None
-
-
-def _has_exact_tiles(attn: Any) -> bool:
-    config = _patch_of(attn)
-    return config is not None and config.sparse != "none"
 
 
 def _bytes(tensors: Any) -> int:
