@@ -35,7 +35,8 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
     if own != "softmax":
         return [Variant(f"own {own} attention", "control", None), Variant("MHLA", "mhla", mhla)]
     one_block = (1,) * len(tiny.blocks)
-    exact = mhla.replace(mixing_per_head=True, sparse="content", block_size=tiny.block_size)
+    sparse = {"sparse": "content", "block_size": tiny.block_size, "fit_pooled_bias": False}
+    exact = mhla.replace(mixing_per_head=True, **sparse)
     return [
         Variant("softmax", "control", None),
         Variant("plain linear", "linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
