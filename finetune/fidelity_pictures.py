@@ -107,7 +107,7 @@ def draw_untrained(plt: Any) -> Any:
 
 
 def output_error(pipe: Any, run: Callable[[Any], object]) -> float:
-    """Relative error of the transformer's output along a pipeline's own way, by steps at rest too."""
+    """Relative error of the transformer's output along a pipeline's own way, in steps that keep softmax too."""
     sums, inside = [0.0, 0.0], []
 
     def compare(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -158,7 +158,7 @@ def draw_audit_of_wan(plt: Any) -> Any:
 
 
 def draw_steps(plt: Any) -> Any:
-    """From the table of fidelity.py: distance of the clips and digits recognised, by part of the steps at rest."""
+    """From the table of fidelity.py: distance of the clips and digits recognised, by the part of steps kept."""
     with STEPS_TABLE.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")

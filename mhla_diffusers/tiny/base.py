@@ -63,7 +63,7 @@ class TinyPipeline(ABC):
     blocks: ClassVar[tuple[int, ...]] = (4, 4)
     """Block counts that suit its token grid."""
     mixing_per_head: ClassVar[bool] = False
-    """Whether its MHLA has a mixing matrix for every head, as the ready patches of the family have it."""
+    """Whether its MHLA has a mixing matrix for every head, as the presets of the family have it."""
     block_size: ClassVar[int | None] = None
     """Tokens of a block of the sparse branch that suit its token grid; None where its own attention is not softmax."""
     batch_size: ClassVar[int] = 16

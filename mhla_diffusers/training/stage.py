@@ -190,7 +190,7 @@ def optimizer_class(name: OptimizerName) -> type[torch.optim.Optimizer]:
 def _make_optimizer(
     trained: dict[str, nn.Parameter], stage: StageConfig, config: TrainingConfig
 ) -> torch.optim.Optimizer:
-    """An optimizer of two parameter groups: the mixing matrices and far field weights are the second.
+    """An optimizer of two parameter groups: the mixing matrices, λ and β are the second.
 
     Args:
         trained: parameters by name.

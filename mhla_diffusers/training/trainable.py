@@ -29,7 +29,7 @@ _MIXING = (".mhla.mixing", ".mhla.linear_log_weight")
 
 
 def is_mixing(name: str) -> bool:
-    """Whether a parameter is a mixing matrix or far field weight, which may have a learning rate of its own."""
+    """Whether a parameter is a mixing matrix, λ or β, which may have a learning rate of its own."""
     return name.endswith(_MIXING)
 
 

@@ -1,4 +1,3 @@
-import csv
 import json
 import math
 import os
@@ -141,25 +140,6 @@ def test_script_trains_and_resumes(
     with pytest.raises(SystemExit) as ended:  # in this process: how the script starts and ends is seen above
         runpy.run_path(script[1], run_name="__main__")
     assert ended.value.code == 0
-
-
-@pytest.mark.slow
-def test_comparison_writes_its_table_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ["--samples", "5", "--held-out", "1", "--batch-size", "1", "--timing-seconds", "0.1"]
-    steps = ["--steps", "1", "--transfer-steps", "1", "--seeds", "1", "2"]
-    script = str(ROOT / "finetune" / "compare.py")
-    monkeypatch.setattr(sys, "argv", [script, "per-head", "--output", str(tmp_path), *sizes, *steps])
-    runpy.run_path(script, run_name="__main__")
-    rows = (tmp_path / "per-head.csv").read_text().splitlines()
-    assert rows[0] == "losses,attention,untrained,0,ms forward+backward"
-    losses = {(row[0], row[1]): float(row[2].split(" ± ")[0]) for row in csv.reader(rows[1:])}
-    hybrid, all_layers = (("transfer first", f"MHLA{which} per head") for which in (" hybrid 2/3,", ", mixing"))
-    assert losses[hybrid] < losses[all_layers]  # untrained: a third of the layers is as it was
-    runs = sorted(tmp_path.glob("*/metrics.jsonl"))
-    assert len(runs) == 2 * (len(rows) - 1)
-    before = [run.stat().st_mtime_ns for run in runs]
-    runpy.run_path(script, run_name="__main__")
-    assert [run.stat().st_mtime_ns for run in runs] == before
 
 
 def _environment() -> dict[str, str]:
