@@ -54,16 +54,10 @@ def rotate(x, cos, sin, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def load_angles(cos, sin, at, mask, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Cosines of even channels and sines of odd ones, float32 (BLOCK, CHUNK / 2).
-
-    Both are read whole: half of a row has as many sectors, and neighbours are loaded 16 bytes at a time.
-    """
-    all_cos = tl.load(cos + at, mask=mask, other=0.0).to(tl.float32)
-    all_sin = tl.load(sin + at, mask=mask, other=0.0).to(tl.float32)
-    even_cos, _ = tl.split(tl.reshape(all_cos, (BLOCK, CHUNK // 2, 2)))
-    _, odd_sin = tl.split(tl.reshape(all_sin, (BLOCK, CHUNK // 2, 2)))
-    return even_cos, odd_sin
+def load_angles(angles, at, mask, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Cosines and sines of channel pairs, float32 (BLOCK, CHUNK / 2) each."""
+    both = tl.load(angles + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.split(tl.reshape(both, (BLOCK, CHUNK // 2, 2)))
 
 
 @triton.jit
@@ -87,8 +81,7 @@ def prepare_kernel(
     query,
     key,
     value,
-    cos,
-    sin,
+    angles,
     key_mask,
     order,
     valid,
@@ -136,9 +129,9 @@ def prepare_kernel(
     count = tl.maximum(tl.load(valid + block), 1).to(tl.float32)
     of_query = exists.to(tl.float32) / count
     of_key = key_shares(key_mask, batch, tokens, token, exists, count)
-    if cos is not None:
+    if angles is not None:
         at = (batch * angle_tokens + token)[:, None] * D + channel[None, :]
-        even_cos, odd_sin = load_angles(cos, sin, at, mask, BLOCK, CHUNK)
+        cos, sin = load_angles(angles, at, mask, BLOCK, CHUNK)
     query_at = (batch * query_batch + token * query_token)[:, None] * ALIGNMENT + channel[None, :]
     key_at = (batch * key_batch + token * key_token)[:, None] * ALIGNMENT + channel[None, :]
     value_at = (batch * value_batch + token * value_token)[:, None] * ALIGNMENT + channel[None, :]
@@ -153,14 +146,14 @@ def prepare_kernel(
         rows_at = (group * blocks * BLOCK + row)[:, None] * D + channel[None, :]
         pooled_at = (group * grid_blocks + block) * D + channel
         turned = q.to(tl.float32)
-        if cos is not None:
-            turned = rotate(turned, even_cos, odd_sin, BLOCK, CHUNK)
+        if angles is not None:
+            turned = rotate(turned, cos, sin, BLOCK, CHUNK)
         tl.store(query_rows + rows_at, turned.to(q.dtype), mask=here)
         mean = tl.sum(turned * of_query[:, None], 0)
         tl.store(pooled_query + pooled_at, mean.to(q.dtype), mask=pooled_here)
         turned = k.to(tl.float32)
-        if cos is not None:
-            turned = rotate(turned, even_cos, odd_sin, BLOCK, CHUNK)
+        if angles is not None:
+            turned = rotate(turned, cos, sin, BLOCK, CHUNK)
         tl.store(key_rows + rows_at, turned.to(k.dtype), mask=here)
         mean = tl.sum(turned * of_key[:, None], 0)
         tl.store(pooled_key + pooled_at, mean.to(k.dtype), mask=pooled_here)
@@ -179,8 +172,7 @@ def prepare_backward_kernel(
     value_rows,
     pooled_key,
     pooled_value,
-    cos,
-    sin,
+    angles,
     key_mask,
     order,
     valid,
@@ -212,9 +204,9 @@ def prepare_backward_kernel(
         count = tl.maximum(tl.load(valid + block), 1).to(tl.float32)
         of_key = key_shares(key_mask, batch, tokens, token, exists, count)[:, None]
         pooled_mask = channel < tl.where(block < grid_blocks, D, 0)
-    if cos is not None:
+    if angles is not None:
         at = (batch * angle_tokens + token)[:, None] * D + channel[None, :]
-        even_cos, odd_sin = load_angles(cos, sin, at, mask, BLOCK, CHUNK)
+        cos, sin = load_angles(angles, at, mask, BLOCK, CHUNK)
     for head in range(first_head, tl.minimum(first_head + HEADS, heads)):
         group = batch * heads + head
         rows_at = (group * blocks * BLOCK + row)[:, None] * D + channel[None, :]
@@ -226,9 +218,9 @@ def prepare_backward_kernel(
             pooled_at = (group * grid_blocks + block) * D + channel
             k += of_key * tl.load(pooled_key + pooled_at, mask=pooled_mask, other=0.0).to(tl.float32)[None, :]
             v += of_key * tl.load(pooled_value + pooled_at, mask=pooled_mask, other=0.0).to(tl.float32)[None, :]
-        if cos is not None:
-            q = rotate(q, even_cos, -odd_sin, BLOCK, CHUNK)
-            k = rotate(k, even_cos, -odd_sin, BLOCK, CHUNK)
+        if angles is not None:
+            q = rotate(q, cos, -sin, BLOCK, CHUNK)
+            k = rotate(k, cos, -sin, BLOCK, CHUNK)
         out_at = ((batch * tokens + token) * heads + head)[:, None] * D + channel[None, :]
         tl.store(query + out_at, q.to(query.dtype.element_ty), mask=mask)
         tl.store(key + out_at, k.to(key.dtype.element_ty), mask=mask)
@@ -239,8 +231,7 @@ def prepare_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    angles: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     order: torch.Tensor,
     valid: torch.Tensor,
@@ -253,8 +244,8 @@ def prepare_forward(
         query: (B, N, H, D), float32, bfloat16 or float16, with any strides but the last, which is 1.
         key: as ``query``.
         value: as ``query``.
-        cos: (1 or B, N, 1, D), read at the even channel of every pair; None without RoPE.
-        sin: as ``cos``, read at the odd channel.
+        angles: (1 or B, N, 1, D), the cosine of a channel pair at its first channel and its sine at the second; None
+            without RoPE.
         key_mask: float32 (B, N), weights of the keys in the means; None for 1 everywhere.
         order: int32 (R,), position in the sequence of every row, -1 for padding, which stands at the end of a block.
         valid: int32 (T,), how many rows of every block hold a token.
@@ -264,7 +255,7 @@ def prepare_forward(
     Returns:
         Rows (B * H, R, D), 0 where they are padding, and pooled blocks (B * H, grid_blocks, D).
     """
-    launch, prepared = prepare_launch(query, key, value, cos, sin, key_mask, order, valid, blocks, grid_blocks)
+    launch, prepared = prepare_launch(query, key, value, angles, key_mask, order, valid, blocks, grid_blocks)
     launch.run()
     return prepared
 
@@ -275,8 +266,7 @@ def prepare_backward(
     value_rows: torch.Tensor,
     pooled_key: torch.Tensor | None,
     pooled_value: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    angles: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     order: torch.Tensor,
     valid: torch.Tensor,
@@ -293,8 +283,7 @@ def prepare_backward(
         value_rows: as ``query_rows``.
         pooled_key: gradient (B * H, grid_blocks, D), contiguous; None where nothing read the pooled blocks.
         pooled_value: as ``pooled_key``, and None with it.
-        cos: as in :func:`prepare_forward`, like the next four.
-        sin: the sines.
+        angles: as in :func:`prepare_forward`, like the next three.
         key_mask: weights of the keys.
         order: positions of the rows; together they hold all N tokens.
         valid: rows of every block that hold a token.
@@ -305,7 +294,7 @@ def prepare_backward(
         Three contiguous tensors (B, N, H, D).
     """
     launch, gradients = prepare_backward_launch(
-        query_rows, key_rows, value_rows, pooled_key, pooled_value, cos, sin, key_mask, order, valid, shape, dtype
+        query_rows, key_rows, value_rows, pooled_key, pooled_value, angles, key_mask, order, valid, shape, dtype
     )
     launch.run()
     return gradients
@@ -315,8 +304,7 @@ def prepare_launch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    angles: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     order: torch.Tensor,
     valid: torch.Tensor,
@@ -348,7 +336,7 @@ def prepare_launch(
         "ALIGNMENT": alignment,
         **{name: stride // alignment for name, stride in strides.items()},
     }
-    shared = _tokens(cos, sin, key_mask, order, valid, blocks, grid_blocks)
+    shared = _tokens(angles, key_mask, order, valid, blocks, grid_blocks)
     return _launch(
         prepare_kernel, arguments | shared, query.shape, architecture or architecture_of(query.device)
     ), prepared
@@ -360,8 +348,7 @@ def prepare_backward_launch(
     value_rows: torch.Tensor,
     pooled_key: torch.Tensor | None,
     pooled_value: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    angles: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     order: torch.Tensor,
     valid: torch.Tensor,
@@ -382,14 +369,13 @@ def prepare_backward_launch(
         "value": value,
     }
     grid_blocks = pooled_key.shape[1] if pooled_key is not None else 0
-    shared = _tokens(cos, sin, key_mask, order, valid, valid.shape[0], grid_blocks)
+    shared = _tokens(angles, key_mask, order, valid, valid.shape[0], grid_blocks)
     card = architecture or architecture_of(query_rows.device)
     return _launch(prepare_backward_kernel, arguments | shared, shape, card), (query, key, value)
 
 
 def _tokens(
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    angles: torch.Tensor | None,
     key_mask: torch.Tensor | None,
     order: torch.Tensor,
     valid: torch.Tensor,
@@ -398,9 +384,8 @@ def _tokens(
 ) -> dict[str, Any]:
     """What both kernels take about the tokens."""
     return {
-        "cos": cos.contiguous() if cos is not None else None,
-        "sin": sin.contiguous() if sin is not None else None,
-        "angle_tokens": cos.shape[1] if cos is not None and cos.shape[0] > 1 else 0,
+        "angles": angles.contiguous() if angles is not None else None,
+        "angle_tokens": angles.shape[1] if angles is not None and angles.shape[0] > 1 else 0,
         "key_mask": key_mask.contiguous() if key_mask is not None else None,
         "order": order,
         "valid": valid,

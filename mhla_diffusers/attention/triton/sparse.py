@@ -195,7 +195,7 @@ def prepare(
 
     layout = _layout(grid, block_size, extra, query)
     tables = layout.order, layout.valid, layout.blocks, layout.grid_blocks
-    return tuple(prepare_forward(query, key, value, table, table, key_mask, *tables))
+    return tuple(prepare_forward(query, key, value, table, key_mask, *tables))
 
 
 @prepare.register_fake
@@ -236,7 +236,7 @@ def prepare_backward(
     from .prepare import prepare_backward as backward
 
     layout = _layout(grid, block_size, extra, query)
-    angles = table, table, key_mask
+    angles = table, key_mask
     return backward(
         query, key, value, pooled_key, pooled_value, *angles, layout.order, layout.valid, shape, query.dtype
     )

@@ -30,16 +30,16 @@ def tokens_in_blocks(valid, block):
     return order.flatten(), torch.tensor(valid, dtype=torch.int32)
 
 
-def rotate(x, cos, sin):
-    even, odd, cos, sin = x[..., 0::2], x[..., 1::2], cos[..., 0::2], sin[..., 1::2]
+def rotate(x, angles):
+    even, odd, cos, sin = x[..., 0::2], x[..., 1::2], angles[..., 0::2], angles[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
-def definition(query, key, value, cos, sin, key_mask, order, valid, grid_blocks, number):
+def definition(query, key, value, angles, key_mask, order, valid, grid_blocks, number):
     """In the tensors' own type, but that rows are rounded to ``number``; all seven tensors."""
     batch, tokens, heads, head_dim = query.shape
-    if cos is not None:
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    if angles is not None:
+        query, key = rotate(query, angles), rotate(key, angles)
     place, exists = order.long().clamp(min=0), (order >= 0).to(query.dtype)
 
     def rows(x):
@@ -70,12 +70,12 @@ def make_problem(valid, block, batch, heads, head_dim, dtype, mask=False, angles
         inputs = list(torch.randn(batch, tokens, 3, heads, head_dim).to(dtype).unbind(2))
     else:
         inputs = [torch.randn(batch, heads, tokens, head_dim).to(dtype).transpose(1, 2) for _ in range(3)]
-    cos = sin = None
+    table = None
     if angles is not None:
-        angle = torch.randn(1 if angles == "shared" else batch, tokens, 1, head_dim // 2).repeat_interleave(2, -1)
-        cos, sin = angle.cos(), angle.sin()
+        angle = torch.randn(1 if angles == "shared" else batch, tokens, 1, head_dim // 2)
+        table = torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)
     key_mask = torch.rand(batch, tokens) * (torch.rand(batch, tokens) < 0.8) if mask else None
-    return [*inputs, cos, sin, key_mask, order, valid]
+    return [*inputs, table, key_mask, order, valid]
 
 
 def in_type(problem, dtype):
@@ -159,7 +159,7 @@ def test_any_size(valid, extra, heads, head_dim, mask):
 
 def test_blocks_without_weight_are_zero_and_pass_no_gradient_on():
     problem = make_problem((16, 9), 16, 1, 2, 16, torch.float32, mask=True)
-    problem[5][0, problem[6][16:25].long()] = 0.0
+    problem[4][0, problem[5][16:25].long()] = 0.0
     prepared = check_forward(problem, 2, torch.float32)
     for pooled in (prepared.pooled_key, prepared.pooled_value, prepared.spread):
         assert (pooled[:, 1] == 0).all() and (pooled[:, 0] != 0).any()
@@ -197,7 +197,7 @@ def launches_of(tokens, heads, head_dim, dtype, architecture):
     angles = empty(1, tokens, 1, head_dim, dtype=torch.float32)
     order, valid = empty(64 * blocks, dtype=torch.int32), empty(blocks, dtype=torch.int32)
     rows, pooled = empty(heads, 64 * blocks, head_dim), empty(heads, blocks - 8, head_dim)
-    about = angles, angles, None, order, valid
+    about = angles, None, order, valid
     yield prepare.prepare_launch(query, query, query, *about, blocks, blocks - 8, architecture)[0]
     yield prepare.prepare_backward_launch(
         rows, rows, rows, pooled, pooled, *about, query.shape, dtype, architecture=architecture
