@@ -4,6 +4,8 @@ Hooks of the transformer note it for their own thread, and a recomputation knows
 not to the layers, which two threads share and which PEFT, ``deepcopy`` and checkpointing copy or run again.
 """
 
+import logging
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +21,11 @@ from ..attention.parallel.place import Parallel
 from ..attention.rope import Rotary
 from ..families import Family, grid_of_attention
 from .compiling import allow_graphs, give_back_graphs
+from .costs import attention_sizes
 from .layer import MHLALayer, layer_of
 from .parallel import Processes, parallel_of
+
+logger = logging.getLogger(__name__)
 
 Grid = tuple[int, ...]
 
@@ -161,6 +166,7 @@ class TokenGridHooks:
         self.family = family
         self.latest: Grid | None = None
         """Grid of the latest input, to be shown; no attention reads it."""
+        self._has_told = False
         self._handles: list[RemovableHandle] = []
         self.processes: Processes | None = None
         allow_graphs(self)
@@ -208,11 +214,29 @@ class TokenGridHooks:
             self.processes.meet()
             self.processes.check(arguments, grid)
             _THREAD.forward.parallel = self.processes.parallel
+        if not torch.compiler.is_compiling() and not self._has_told and grid != self.latest:
+            self._tell_if_nothing_is_gained(transformer, grid)
         _THREAD.forward.grid = self.latest = grid
         for module in self._that_checkpoint(transformer):
             checkpoint = getattr(module, _CHECKPOINT, None)
             if checkpoint is not None and not isinstance(checkpoint, _Carrying):
                 setattr(module, _CHECKPOINT, _Carrying(checkpoint))
+
+    def _tell_if_nothing_is_gained(self, transformer: nn.Module, grid: Grid) -> None:
+        """Warn, once, of a grid on which the patch computes no less than the softmax attention that it replaces."""
+        layers = (layer_of(module) for module in transformer.modules() if hasattr(module, "mhla"))
+        layer = next((layer for layer in layers if layer is not None), None)
+        if layer is None or self.family.own_attention != "softmax" or layer.config.causal is not None:
+            return
+        sizes = attention_sizes(layer.config, grid, layer.heads, layer.head_dim, self.family.extra_tokens)
+        if layer.config.listed < 1 and sizes.flops >= sizes.softmax_flops:
+            self._has_told = True
+            logger.warning(
+                "On a grid of %d tokens this patch computes %.0f%% of what softmax attention does, so it gains nothing "
+                "here; larger sizes do, or take smaller blocks (block_size) or leave the model as it is.",
+                math.prod(grid),
+                100 * sizes.flops / sizes.softmax_flops,
+            )
 
     def _that_checkpoint(self, transformer: nn.Module) -> list[Any]:
         """Modules that may be told to run a block, or themselves, under gradient checkpointing."""

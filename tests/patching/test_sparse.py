@@ -212,3 +212,17 @@ def test_softmax_patches_come_with_a_sparse_branch_too():
         if load_patch(name).config.sparse == "none" and not name.startswith("sana"):
             assert f"{name}-exact" in names
     assert not [name for name in names if name.startswith("sana") and name.endswith("-exact")]
+
+
+def test_a_size_that_gains_nothing_is_told_once(caplog):
+    """What is computed does not fall where one block covers the grid; where it does, nothing is said."""
+    model, arguments, _ = patched("wan", block_size=1024)
+    for _ in range(2):
+        models.output(model, arguments)
+    (record,) = [record for record in caplog.records if "gains nothing" in record.getMessage()]
+    assert "On a grid of 96 tokens" in record.getMessage()
+    caplog.clear()
+    for settings in ({"block_size": 8, "density": 0.1}, {"density": 1.0}):
+        model, arguments, _ = patched("wan", **settings)
+        models.output(model, arguments)
+    assert not [record for record in caplog.records if "gains nothing" in record.getMessage()]
