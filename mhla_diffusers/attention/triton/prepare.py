@@ -227,7 +227,7 @@ def prepare_backward_kernel(
         tl.store(value + out_at, v.to(value.dtype.element_ty), mask=mask)
 
 
-def prepare_forward(
+def prepare_launch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -237,7 +237,8 @@ def prepare_forward(
     valid: torch.Tensor,
     blocks: int,
     grid_blocks: int,
-) -> Prepared:
+    architecture: str | None = None,
+) -> tuple[Launch, Prepared]:
     """Rotate query and key, put all three in the order of the blocks, and pool the blocks of the grid.
 
     Args:
@@ -251,68 +252,12 @@ def prepare_forward(
         valid: int32 (T,), how many rows of every block hold a token.
         blocks: T, a block being R / T rows: a power of two, 16 at least.
         grid_blocks: how many blocks are pooled, from the first on; the others hold extra tokens.
+        architecture: of a card that is not there.
 
     Returns:
-        Rows (B * H, R, D), 0 where they are padding, and pooled blocks (B * H, grid_blocks, D).
+        The launch, and what it writes: rows (B * H, R, D), 0 where they are padding, and pooled blocks
+        (B * H, grid_blocks, D).
     """
-    launch, prepared = prepare_launch(query, key, value, angles, key_mask, order, valid, blocks, grid_blocks)
-    launch.run()
-    return prepared
-
-
-def prepare_backward(
-    query_rows: torch.Tensor,
-    key_rows: torch.Tensor,
-    value_rows: torch.Tensor,
-    pooled_key: torch.Tensor | None,
-    pooled_value: torch.Tensor | None,
-    angles: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    order: torch.Tensor,
-    valid: torch.Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value from those of what :func:`prepare_forward` made of them.
-
-    Choosing blocks passes no gradient on, so there is none of the pooled query and the spread.
-
-    Args:
-        query_rows: gradient of the rows, (B * H, R, D), contiguous.
-        key_rows: as ``query_rows``.
-        value_rows: as ``query_rows``.
-        pooled_key: gradient (B * H, grid_blocks, D), contiguous; None where nothing read the pooled blocks.
-        pooled_value: as ``pooled_key``, and None with it.
-        angles: as in :func:`prepare_forward`, like the next three.
-        key_mask: weights of the keys.
-        order: positions of the rows; together they hold all N tokens.
-        valid: rows of every block that hold a token.
-        shape: of the gradients, (B, N, H, D).
-        dtype: of the gradients.
-
-    Returns:
-        Three contiguous tensors (B, N, H, D).
-    """
-    launch, gradients = prepare_backward_launch(
-        query_rows, key_rows, value_rows, pooled_key, pooled_value, angles, key_mask, order, valid, shape, dtype
-    )
-    launch.run()
-    return gradients
-
-
-def prepare_launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    angles: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    order: torch.Tensor,
-    valid: torch.Tensor,
-    blocks: int,
-    grid_blocks: int,
-    architecture: str | None = None,
-) -> tuple[Launch, Prepared]:
-    """The kernel of :func:`prepare_forward` and what it will fill."""
     batch, tokens, heads, head_dim = query.shape
     rows, pooled = (batch * heads, order.shape[0], head_dim), (batch * heads, grid_blocks, head_dim)
     prepared = Prepared(*(allocate(shape, query.dtype, query.device) for shape in [rows] * 3 + [pooled] * 4))
@@ -356,7 +301,27 @@ def prepare_backward_launch(
     dtype: torch.dtype,
     architecture: str | None = None,
 ) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The kernel of :func:`prepare_backward` and what it will fill."""
+    """Gradients of query, key and value from those of what :func:`prepare_launch` makes of them.
+
+    Choosing blocks passes no gradient on, so there is none of the pooled query and the spread.
+
+    Args:
+        query_rows: gradient of the rows, (B * H, R, D), contiguous.
+        key_rows: as ``query_rows``.
+        value_rows: as ``query_rows``.
+        pooled_key: gradient (B * H, grid_blocks, D), contiguous; None where nothing read the pooled blocks.
+        pooled_value: as ``pooled_key``, and None with it.
+        angles: as in :func:`prepare_launch`, like the next three.
+        key_mask: weights of the keys.
+        order: positions of the rows; together they hold all N tokens.
+        valid: rows of every block that hold a token.
+        shape: of the gradients, (B, N, H, D).
+        dtype: of the gradients.
+        architecture: of a card that is not there.
+
+    Returns:
+        The launch, and what it writes: three contiguous tensors (B, N, H, D).
+    """
     query, key, value = (allocate(shape, dtype, query_rows.device) for _ in range(3))
     arguments = {
         "query_rows": query_rows,

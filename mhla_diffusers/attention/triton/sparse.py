@@ -190,12 +190,14 @@ def prepare(
     block_size: int,
     extra: int,
 ) -> tuple[torch.Tensor, ...]:
-    """See :func:`mhla_diffusers.attention.triton.prepare.prepare_forward`; ``table`` is cosines and sines in one."""
-    from .prepare import prepare_forward
+    """See :func:`mhla_diffusers.attention.triton.prepare.prepare_launch`; ``table`` is cosines and sines in one."""
+    from .prepare import prepare_launch
 
     layout = _layout(grid, block_size, extra, query)
     tables = layout.order, layout.valid, layout.blocks, layout.grid_blocks
-    return tuple(prepare_forward(query, key, value, table, key_mask, *tables))
+    launch, prepared = prepare_launch(query, key, value, table, key_mask, *tables)
+    launch.run()
+    return tuple(prepared)
 
 
 @prepare.register_fake
@@ -233,13 +235,13 @@ def prepare_backward(
     shape: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value (B, N, H, D) from those of rows and means."""
-    from .prepare import prepare_backward as backward
+    from .prepare import prepare_backward_launch
 
     layout = _layout(grid, block_size, extra, query)
-    angles = table, key_mask
-    return backward(
-        query, key, value, pooled_key, pooled_value, *angles, layout.order, layout.valid, shape, query.dtype
-    )
+    about = table, key_mask, layout.order, layout.valid, shape, query.dtype
+    launch, gradients = prepare_backward_launch(query, key, value, pooled_key, pooled_value, *about)
+    launch.run()
+    return gradients
 
 
 @prepare_backward.register_fake

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention.triton import prepare
-from mhla_diffusers.attention.triton.prepare import prepare_backward, prepare_forward
+from mhla_diffusers.attention.triton.prepare import prepare_backward_launch, prepare_launch
 
 from .compiled import SHARED_MEMORY, compile_launch, run_without_interpreter, variant_of
 
@@ -92,8 +92,13 @@ def check(got, in_pytorch, truth, dtype):
         assert error <= allowed, (float(error), float(allowed))
 
 
+def written(launch, outputs):
+    launch.run()
+    return outputs
+
+
 def check_forward(problem, grid_blocks, dtype):
-    got = prepare_forward(*problem, len(problem[-1]), grid_blocks)
+    got = written(*prepare_launch(*problem, len(problem[-1]), grid_blocks))
     truth = definition(*in_type(problem, torch.float64), grid_blocks, torch.float64)
     check(got, definition(*in_type(problem, torch.float32), grid_blocks, dtype), truth, dtype)
     return got
@@ -111,7 +116,7 @@ def check_backward(problem, grid_blocks, dtype):
         *inputs, *in_type(problem, torch.float32)[3:], grid_blocks, torch.float32
     )
     in_pytorch = torch.autograd.grad([q, k, v, pooled_key, pooled_value], inputs, [x.float() for x in gradients])
-    got = prepare_backward(*gradients, *problem[3:], problem[0].shape, dtype)
+    got = written(*prepare_backward_launch(*gradients, *problem[3:], problem[0].shape, dtype))
     check(got, in_pytorch, truth, dtype)
     return got
 
@@ -176,8 +181,9 @@ def test_without_pooled_gradients():
     problem = make_problem((16, 5), 16, 1, 2, 16, torch.float32, mask=True)
     rows = [torch.randn(2, 32, 16) for _ in range(3)]
     zeros = torch.zeros(2, 2, 16)
-    with_zeros = prepare_backward(*rows, zeros, zeros, *problem[3:], problem[0].shape, torch.float32)
-    without = prepare_backward(*rows, None, None, *problem[3:], problem[0].shape, torch.float32)
+    about = *problem[3:], problem[0].shape, torch.float32
+    with_zeros = written(*prepare_backward_launch(*rows, zeros, zeros, *about))
+    without = written(*prepare_backward_launch(*rows, None, None, *about))
     assert all(map(torch.equal, with_zeros, without))
 
 
