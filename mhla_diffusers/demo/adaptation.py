@@ -90,7 +90,7 @@ class Adaptation:
         Args:
             patch: settings; None for the pipeline as it ships.
             calibration: for a patch that chooses layers or has a sparse branch: runs the pipeline on typical inputs, on
-                which λ and β are fitted.
+                which λ and β are fitted. Without it the training loop fits those that are learned.
         """
         pipe = load_tiny(self.tiny.family, self.device)
         if patch is not None:

@@ -17,6 +17,7 @@ from ..config import MHLAConfig, check
 from ..devices import launched_on_cpus, launched_processes
 from ..families import get_family
 from ..patching import mhla_layers
+from .calibration import calibrate_fresh
 from .config import TrainingConfig
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
@@ -142,6 +143,9 @@ class Run:
             training_samples=self.batches.training_samples,
             config=config.to_dict(),
         )
+        # a model to be sharded is still on the CPU, where it would take too long; it begins with λ and β as they are
+        if start.checkpoint is None and not self.sharded:
+            calibrate_fresh(transformer, data, self.process, config)
         self._validation = ValidationLoss(data, self.process, config)
         self._validation_loss: float | None = None
         self._sampler = sampler
@@ -164,7 +168,7 @@ class Run:
             self._unsharded = meta_copy(self.transformer)
             make_trainable(self.transformer, self._changed)
             shard(self.transformer, self.accelerator.device, self.accelerator.num_processes)
-        if self.groups.size > 1:
+        if self.groups.size > 1:  # after the calibration, which takes whole attentions
             split(self.transformer, config.context_parallel, self.accelerator.device, self.groups)
         self._teacher = Teacher(self.transformer, self._changed) if config.needs_teacher else None
 

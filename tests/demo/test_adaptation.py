@@ -34,6 +34,18 @@ def test_curve_begins_with_the_patched_model_and_ends_with_the_adapted_one(adapt
     assert not pipe.transformer.training
 
 
+def test_weights_that_are_learned_are_fitted_before_the_first_update_and_only_then(adaptation, tmp_path, caplog):
+    caplog.set_level("INFO", "mhla_diffusers.training.calibration")
+    sparse = {"mixing_per_head": True, "sparse": "content", "block_size": 2}
+    pipe = adaptation.patched(MHLA.replace(**sparse, fit_pooled_bias=False))
+    adaptation.adapt(pipe, Recipe(1), tmp_path / "first")
+    assert "Fitting λ and β on 8 training samples" in caplog.text
+    caplog.clear()
+    adaptation.adapt(pipe, Recipe(1), tmp_path / "second")
+    adaptation.adapt(adaptation.patched(MHLA.replace(**sparse)), Recipe(1), tmp_path / "fitted in the call")
+    assert "Fitting" not in caplog.text
+
+
 def test_unpatched_pipeline_trains_on(adaptation, tmp_path):
     pipe = adaptation.patched(None)
     assert not is_patched(pipe)
