@@ -51,9 +51,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
     (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
-    (r'sparse="calibrated", (?!exact_tiles)', 'sparse="calibrated", exact_tiles=(7, 4, 4), '),
-    # what needs a GPU
-    (r"^mhla bench tune .*", "mhla bench tune --help"),
     # generation
     (r"--device cuda|--dtype bfloat16", ""),
     (r"--set (height=480|width=832|num_frames=81|num_inference_steps=2)", ""),
@@ -96,7 +93,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--model deit-s-16 --model deit-t-16 --size 224 --size 512", "--model tiny-pooled-vit --size 32 --seconds 0.01"),
     (r"--model vlt-t --model vlt-s --size 224 --size 512", "--model tiny-vlt --size 64 --seconds 0.01"),
     (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
-    (r"^mhla bench parallel.*", "mhla bench parallel --model tiny-wan --size 64x96 --frames 9 --processes 2 --no-time"),
+    (r"^mhla bench parallel.*", "mhla bench parallel --model tiny-wan --size 64x96 --frames 9 --processes 2"),
     (r"^mhla bench plan$", r"\g<0> --model tiny-wan --size 64x96 --frames 9"),
     (r"--model wan2.1-14b --size 512x832 --frames 401", "--model tiny-wan --size 64x96 --frames 9"),
     (r"^mhla bench report results elsewhere", "mhla bench report outputs/benchmark outputs/benchmark"),
@@ -111,14 +108,13 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla finetune .* --dry-run --processes 8", "it reads a model of the Hub; tests/training counts tiny ones"),
     (r"^torchrun ", "it takes eight GPUs; tests/parallel runs the script on two processes"),
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
-    (r"^mhla bench kernels ", "nothing is compiled while the interpreter is on; the tests of the kernels run it"),
     (r"^mhla bench gpu-check ", "it takes minutes; tests/benchmark runs it"),
     (r"^mhla info .*--device ", "it reads what the reader's device has measured; tests/benchmark runs it"),
     (r"^mhla bench all ", "it is the commands below it in a row; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
     (
-        r"^python finetune/(quality|compare|compare_choices|fidelity|fidelity_pictures|gap|language|decoding)\.py",
+        r"^python finetune/(quality|compare|fidelity|fidelity_pictures|gap|language|decoding)\.py",
         "it takes minutes to hours",
     ),
     (
