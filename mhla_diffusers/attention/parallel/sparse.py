@@ -40,8 +40,13 @@ def ring_sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
             own_key, own_value = own.in_blocks(both.to(dtype)).chunk(2, dim=-1)
             weights = own.weights(call.key_mask, dtype)
             pooled = pooled_keys(weights, own_key, own_value, call.pooled_bias, own, call.group)
-        key, value = everyone.in_blocks(_fetched(call, both, own)).to(dtype).chunk(2, dim=-1)
-        weights = everyone.weights(_mask_of_all(call), dtype)
+        if lists.longest or pooled is not None:
+            key, value = everyone.in_blocks(_fetched(call, both, own)).to(dtype).chunk(2, dim=-1)
+            weights = everyone.weights(_mask_of_all(call), dtype)
+        else:  # lists that are empty for all, beside extra tokens: nothing of others is looked at
+            key = value = query.new_empty(len(query), query.shape[2], 0, size, query.shape[3])
+            weights = query.new_empty(1, 0, size)
+        of_grid = key.shape[2]
         if extra is not None:
             more = (filled_blocks(x.to(dtype), size) for x in (extra.key, extra.value))
             key, value = (torch.cat(pair, dim=2) for pair in zip((key, value), more, strict=True))
@@ -56,7 +61,7 @@ def ring_sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
             weights.log(),
             *(pooled or (None, None, None)),
             lists.padded()[:, :, own.blocks],
-            key.shape[2] - lists.blocks,
+            key.shape[2] - of_grid,
         )
         output, lse = own.in_order(output), own.in_order(lse[..., None])
         if extra is None:
