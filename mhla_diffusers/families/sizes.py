@@ -43,7 +43,9 @@ class Model:
     """A configuration of a transformer, and the sizes at which it is measured."""
 
     name: str
-    """For example "wan2.1-1.3b"; tiny ones, for trying commands out, begin with "tiny"."""
+    """For example "wan2.1-1.3b"; tiny ones, for trying commands out, begin with "tiny". Those are shapes with random
+    weights, of fewer layers than the trained pipeline of the same name; only tiny-wan's shape is the pipeline's.
+    """
     transformer: str
     """Class name."""
     settings: Mapping[str, Any]
