@@ -19,7 +19,15 @@ from mhla_diffusers.attention import (
 )
 from mhla_diffusers.attention.layout import block_count, layout_of
 from mhla_diffusers.attention.rope import rotary_table, rotated
-from mhla_diffusers.attention.sparse import BIASES, attend_to_lists, sparse_attention
+from mhla_diffusers.attention.sparse import (
+    BIASES,
+    attend_to_lists,
+    choose_by_content,
+    fit_pooled_bias,
+    in_blocks,
+    in_order,
+    sparse_attention,
+)
 
 from .problems import errors_against_reference, make_problem
 
@@ -337,3 +345,29 @@ def test_lists_along_the_curve_are_those_of_the_reference():
         **settings,
     )
     torch.testing.assert_close(found, reference_attention(chosen), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("extra", [0, 5])
+def test_blocks_and_the_order_of_the_sequence_are_each_others_inverse(extra):
+    x = torch.randn(2, 105 + extra, 3, 4, dtype=torch.float64, requires_grad=True)
+    place = [3, 5, 7], 8, extra
+    blocks = in_blocks(x, *place)
+    assert torch.equal(in_order(blocks, *place), x)
+    assert blocks.shape == (2, 3, 14 + (extra > 0), 8, 4) and int((blocks == 0).all(dim=-1).sum()) > 0
+    for operator, inputs in ((in_blocks, x), (in_order, blocks.detach().requires_grad_())):
+        torch.library.opcheck(operator, (inputs, *place))
+
+        def part(y, operator=operator):
+            return operator(y, *place)[:, :2]
+
+        assert torch.autograd.gradcheck(part, (inputs,), fast_mode=True)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_opcheck_of_what_is_found_in_a_call(mask):
+    query, key, value = (torch.randn(2, 105, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    given = query, key, None, torch.rand(2, 105) if mask else None, [3, 5, 7], 8, 0, None
+    tests = "test_schema", "test_faketensor"
+    torch.library.opcheck(choose_by_content, (*given, 0.3), test_utils=tests)
+    lists = choose_by_content(*given, 0.3)
+    torch.library.opcheck(fit_pooled_bias, (*given, value, None, None, None, lists, 0), test_utils=tests)
