@@ -22,9 +22,9 @@ def test_notebook_tells_what_is_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
     shown = {cell["id"]: run("".join(cell["source"]), names) for cell in CELLS if cell["cell_type"] == "code"}
-    moved = {name: names["moved"](names[name]) for name in ("softmax", "linear", "exact")}
+    moved = {name: names["moved"](names[name]) for name in ("softmax", "linear", "sparse")}
     # "fall apart", "the digits are back", and adapting helps
-    assert moved["softmax"] == 0 and moved["linear"] > 0.05 > 0.02 > moved["exact"] > 0
+    assert moved["softmax"] == 0 and moved["linear"] > 0.05 > 0.02 > moved["sparse"] > 0
     adapted, adapted_exact = map(float, shown["adapted"])
     assert moved["linear"] > 1.5 * adapted > 2 * adapted_exact > 0
     assert "31.2% of their pairs" in str(shown["exact-description"])
