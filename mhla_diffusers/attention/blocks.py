@@ -185,9 +185,18 @@ def block_rows(grid: Sequence[int], blocks: Sequence[int], first: int, count: in
     return own.stop - own.start, _longest(grid, blocks, int(first), int(count))
 
 
-@lru_cache(maxsize=256)
 def _longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
-    """Most tokens of a run that lie in one block, counted in Python, as shapes are known where no tensor is."""
+    """Most tokens of a run that lie in one block."""
+    return _counted_longest(grid, blocks, first, count)
+
+
+# torch.compile runs it while it traces a graph, and does not trace it
+vars(_longest)["_dynamo_marked_constant"] = True
+
+
+@lru_cache(maxsize=256)
+def _counted_longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
+    """The same, counted in Python, as shapes are known where no tensor is."""
     row, ends = grid[-1], list(accumulate(block_lengths(grid[-1], blocks[-1])))
     sizes: dict[tuple[int, ...], int] = {}
     for line in range(first // row, -(-(first + count) // row)):
