@@ -89,7 +89,7 @@ def test_info_counts_what_the_sparse_branch_costs(tmp_path):
     assert density.split() == ["density", "5.0%"]
     (at_480p,) = [line for line in shown.splitlines() if "wan2.1-1.3b-480p" in line]
     assert "21x30x50" in at_480p
-    softmax, linear, blocks, sparse = (float(cell.replace(",", "")) for cell in at_480p.split()[-4:])
+    blocks, softmax, linear, sparse = (float(cell.replace(",", "")) for cell in at_480p.split()[-4:])
     assert softmax == pytest.approx(4 * 31_500**2 * 128 * 12 / 1e9, abs=1)
     assert blocks == -(-31_500 // 64)
     pooled = 4 * 31_500 * blocks * 128 * 12 / 1e9

@@ -60,7 +60,7 @@ def test_command(tmp_path):
     )
     shown = mhla("audit", "dit", "seven", "--patch", tmp_path / "patch.yaml", "--output", tmp_path / "out")
     assert shown.exit_code == 0, shown.output
-    for text in ("worst head", "mass kept", "the calibration fits", "audit.png"):
+    for text in ("worst head", "mass kept", "together the patch moves", "audit.png"):
         assert text in shown.output
     assert len(json.loads((tmp_path / "out" / "audit.json").read_text())["rests"]) == 4
 

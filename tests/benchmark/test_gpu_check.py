@@ -38,7 +38,7 @@ def test_steps_are_chosen_by_name():
 def test_tests_that_take_the_device_that_is_there_carry_the_marker():
     texts = {path.name: path.read_text() for path in (_ROOT / TESTS).glob("test_*.py")}
     marked = {name for name, text in texts.items() if "pytestmark = pytest.mark.gpu" in text}
-    assert marked == {name for name, text in texts.items() if "DEVICE" in text} != set()
+    assert marked == {name for name, text in texts.items() if "DEVICE" in text or "on_device" in text} != set()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,12 @@ from mhla_diffusers.models.vlt_parts import DropPath, rotary_of_grid
 
 from .shared import MHLA, pictures, tiny_config, tiny_vlt
 
-EXACT = [{"blocks": [3, 3], "sparse": "content", "density": 0.3}, {"blocks": [2, 2], "sparse": "own"}, None, None]
+EXACT = [
+    {"blocks": [3, 3], "sparse": "content", "density": 0.3},
+    {"blocks": [2, 2], "sparse": "content", "block_size": 4},
+    None,
+    None,
+]
 LABELS = torch.tensor([1, 4])
 
 
@@ -197,7 +202,10 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
     [
         ({"mhla": MHLA[:3]}, "mhla=.* has 3 entries and depths=.* has 4"),
         ({"num_attention_heads": (1, 3, 2, 3)}, "Stage 1 has hidden_sizes=16 and num_attention_heads=3"),
-        ({"mhla": [{"blocks": [3, 3], "sparse": "calibrated"}, None, None, None]}, r"mhla\[0\].*calibrated.*'content'"),
+        (
+            {"mhla": [{"blocks": [3, 3], "sparse": "calibrated"}, None, None, None]},
+            "sparse='calibrated' is unknown; allowed: 'none', 'content'",
+        ),
         ({"mhla": [{"blocks": [3, 3], "layers": "1/2"}, None, None, None]}, "layers='1/2'; a stage says for itself"),
         ({"mhla": [{"blocks": [9]}, None, None, None]}, r"blocks=\(9,\).*two counts"),
         ({"mhla": [{"block": [3, 3]}, None, None, None]}, "block"),

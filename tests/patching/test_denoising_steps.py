@@ -363,7 +363,7 @@ def test_copies_belong_to_no_pipeline(caplog):
     for other in (copy.deepcopy(pipe.transformer), pickle.loads(pickle.dumps(pipe.transformer))):  # noqa: S301
         elsewhere = wan_pipeline(other)
         assert steps_with_mhla(elsewhere, run_of("wan", elsewhere))[:3] == [0, 0, 8]
-    assert not caplog.records
+    assert not [record for record in caplog.records if "gains nothing" not in record.getMessage()]
 
 
 def test_diffusers_own_form_is_refused():

@@ -14,6 +14,8 @@ from ..problems import call_of, errors_against_reference, errors_of, make_proble
 from ..shares import CUTS, cut_problems, in_shares, shares_of
 from .test_kernels import EVERYTHING, FLOAT32_TOLERANCE, HALF_TO_EAGER, check, on_device
 
+pytestmark = pytest.mark.gpu
+
 
 def check_cut(problem, lengths, dtype=torch.float32):
     check(problem, dtype, attend=in_shares(LINEAR, lengths, usable_call))
