@@ -233,7 +233,7 @@ class TokenGridHooks:
             self._has_told = True
             logger.warning(
                 "On a grid of %d tokens this patch computes %.0f%% of what softmax attention does, so it gains nothing "
-                "here. Fewer MHLA blocks (blocks), a lower density or larger uniform blocks (block_size) cost less, and "
+                "here. Fewer MHLA blocks (blocks), a lower density or larger uniform blocks (block_size) cost less; "
                 "softmax attention costs more at larger sizes.",
                 math.prod(grid),
                 100 * sizes.flops / sizes.softmax_flops,

@@ -45,7 +45,7 @@ def test_boxes_by_content_open_as_uniform_blocks_with_a_note(version, tmp_path):
     model = saved_then(tmp_path, version, old={"exact_tiles": [4, 4, 6]})
     with pytest.warns(
         UserWarning,
-        match="trained with boxes of the token grid, and opens with uniform blocks, which it was not trained with: of 64",
+        match="opens with uniform blocks, which it was not trained with: of 64",
     ):
         opened = load_mhla(models.wan(), tmp_path)
     (config,) = {layer.config for layer in mhla_layers(opened).values()}
