@@ -177,7 +177,7 @@ def _order(
 
 
 def block_rows(grid: Sequence[int], blocks: Sequence[int], first: int, count: int) -> tuple[int, int]:
-    """B and L of :func:`to_blocks`: how many blocks a run of N = ``count`` tokens may lie in, and the longest there."""
+    """The b and L of :func:`to_blocks`: how many blocks a run of N = ``count`` tokens may lie in, and the longest."""
     grid, blocks = tuple(map(int, grid)), tuple(map(int, blocks))
     own = blocks_of_range(grid, blocks, int(first), int(count))
     if count == math.prod(grid):

@@ -81,14 +81,6 @@ class Audit:
     moves: float
     """Relative squared change of the transformer's output by the whole patch, where it does not rest."""
 
-    def errors_of_layer(self, layer: LayerAudit) -> torch.Tensor:
-        """Relative error of every head over the run, ‖patched − before‖ / ‖before‖: (H,)."""
-        return layer.errors_of_heads
-
-    def error_of_layer(self, layer: LayerAudit) -> float:
-        """The same of all heads together."""
-        return layer.error
-
     @property
     def errors_of_steps(self) -> torch.Tensor:
         """Relative error of every layer and step: (layers, S); NaN where a layer does not run."""
@@ -98,7 +90,7 @@ class Audit:
     @property
     def errors_of_heads(self) -> torch.Tensor:
         """Relative error of every layer and head: (layers, H)."""
-        return torch.stack([self.errors_of_layer(layer) for layer in self.layers])
+        return torch.stack([layer.errors_of_heads for layer in self.layers])
 
     def __str__(self) -> str:
         lines = [self._table_of_layers(), "", self._table_of_steps(), ""]

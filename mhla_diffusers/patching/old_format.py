@@ -47,7 +47,7 @@ def note_of(settings: Mapping[str, Any]) -> str | None:
     if settings.get("exact") != "content" or settings.get("block_size") is not None:
         return None
     return (
-        f"this patch was trained with boxes of the token grid, and opens with uniform blocks, which it was not "
+        "this patch was trained with boxes of the token grid, and opens with uniform blocks, which it was not "
         f"trained with: of {DEFAULT_BLOCK_SIZE} tokens, or of as many as load_mhla(..., block_size=...) is told; "
         "calibrate_sparse(model, run) fits λ and β to them, and adapting it brings the rest."
     )

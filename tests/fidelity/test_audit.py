@@ -50,7 +50,7 @@ def test_the_first_layers_error_is_what_its_heads_hand_on(name):
     first = found.layers[0]
     expected = (patched[first.attention] - before[first.attention]).square().sum(dim=(0, 1, 3))
     expected = (expected / before[first.attention].square().sum(dim=(0, 1, 3))).sqrt()
-    torch.testing.assert_close(found.errors_of_layer(first).float(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(first.errors_of_heads.float(), expected, rtol=1e-5, atol=0)
     assert [layer.name for layer in found.layers] == list(get_family(model).self_attentions(model))
 
 
@@ -75,7 +75,7 @@ def test_moves_are_what_single_layers_and_the_whole_patch_change(name):
 def test_a_patch_that_changes_nothing_has_no_error():
     _, found = audited("wan", **SPARSE, density=1.0)
     # the same sums in another order
-    assert all(found.error_of_layer(layer) < 1e-5 for layer in found.layers)
+    assert all(layer.error < 1e-5 for layer in found.layers)
     assert all(layer.mass_kept == pytest.approx(1, abs=1e-5) for layer in found.layers)
     assert found.moves < 1e-10
 
@@ -164,7 +164,7 @@ def test_under_perturbed_attention_guidance_the_branches_that_attend_are_compare
         pipe = quiet((SanaPAGPipeline if pag else SanaPipeline)(**components, **of_layers))
         call = {**PIPELINES["sana"].call, **pag, "generator": torch.Generator().manual_seed(3)}
         found = mhla.audit(pipe, lambda pipe=pipe, call=call: pipe(**call))
-        assert all(found.error_of_layer(layer) < 1e-3 for layer in found.layers)
+        assert all(layer.error < 1e-3 for layer in found.layers)
         squares.append([layer.squares[0] for layer in found.layers])
     plain, guided = squares
     torch.testing.assert_close(guided[1], plain[1])
@@ -184,16 +184,14 @@ def test_a_compiled_model_is_audited():
     models.output(compiled, models.inputs("dit"))
     found = mhla.audit(model, lambda: models.output(compiled, models.inputs("dit")))
     expected = mhla.audit(model, lambda: models.output(model, models.inputs("dit")))
-    assert [found.error_of_layer(layer) for layer in found.layers] == [
-        expected.error_of_layer(layer) for layer in expected.layers
-    ]
+    assert [layer.error for layer in found.layers] == [layer.error for layer in expected.layers]
 
 
 def test_figures_as_json():
     _, found = audited("dit", **SPARSE, density=0.1)
     written = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     first = written["layers"][0]
-    assert first["error"] == found.error_of_layer(found.layers[0])
+    assert first["error"] == found.layers[0].error
     assert len(first["errors_of_heads"]) == 2 and first["mass_kept"] > 0.1
     for layer, row in zip(found.layers, str(found).splitlines()[1:], strict=False):
         worst = f"{layer.worst_head}: {layer.errors_of_heads[layer.worst_head]:.1%}"

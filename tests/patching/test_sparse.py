@@ -192,8 +192,13 @@ def test_what_cannot_be_calibrated_is_refused():
 
 def test_automatic_layers_with_a_sparse_branch():
     model, arguments = models.wan(), models.inputs("wan")
-    run = lambda: models.output(model, arguments)  # noqa: E731
-    apply_mhla(model, blocks=(2, 2, 3), **SETTINGS, layers="auto:2/4", calibration=run)
+    apply_mhla(
+        model,
+        blocks=(2, 2, 3),
+        **SETTINGS,
+        layers="auto:2/4",
+        calibration=lambda: models.output(model, arguments),
+    )
     assert len(mhla_layers(model)) == 2
 
 
