@@ -376,6 +376,7 @@ def test_the_same_bits_twice():
 @settings(
     max_examples=8,
     deadline=None,
+    derandomize=True,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
