@@ -142,6 +142,22 @@ def block_index(grid: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
     return index
 
 
+def tokens_by_block(
+    grid: Sequence[int], blocks: Sequence[int], first: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A run of tokens sorted by block: int64 (N,), counted from its first, and where each block begins, (M + 1,).
+
+    Args:
+        grid: token grid.
+        blocks: block count per axis.
+        first: place on the grid of the run's first token.
+        count: N, how many they are.
+    """
+    index = block_index(grid, blocks)[first : first + count]
+    sizes = torch.bincount(index, minlength=math.prod(blocks))
+    return index.argsort(stable=True), torch.nn.functional.pad(sizes.cumsum(dim=0), (1, 0))
+
+
 @lru_cache(maxsize=64)
 def _order(
     grid: Shape, blocks: Shape, first: int, count: int, device: torch.device
@@ -163,15 +179,15 @@ def _order(
     # kept for calls that take gradients, and made on the CPU whatever the default device is
     with torch.inference_mode(False), torch.device("cpu"):
         own = blocks_of_range(grid, blocks, first, count)
-        index = block_index(grid, blocks)[first : first + count] - own.start
-        sizes = torch.bincount(index, minlength=own.stop - own.start)
-        tokens, length = index.argsort(stable=True), int(sizes.max())
-        starts = sizes.cumsum(0) - sizes
+        tokens, starts = tokens_by_block(grid, blocks, first, count)
+        starts = starts[own.start : own.stop + 1]
+        sizes, starts = starts.diff(), starts[:-1]
+        length, block = int(sizes.max()), torch.repeat_interleave(sizes)
         within = torch.arange(length).expand(len(sizes), -1)
         # of a block without a token any will do
         filled = tokens[(starts[:, None] + within.minimum(sizes[:, None] - 1).clamp_min(0)).clamp_max(count - 1)]
         rows = torch.empty_like(tokens)
-        rows[tokens] = index[tokens] * length + torch.arange(count) - starts[index[tokens]]
+        rows[tokens] = block * length + torch.arange(count) - starts[block]
         padding = (within >= sizes[:, None]).flatten().nonzero().flatten()
         return filled.flatten().to(device), padding.to(device), rows.to(device)
 

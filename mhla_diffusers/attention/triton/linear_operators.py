@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..blocks import Shape, block_index, blocks_of_range
+from ..blocks import Shape, blocks_of_range, tokens_by_block
 from ..call import Call
 from ..layout import layout_of
 from ..precision import without_autocast
@@ -151,9 +151,7 @@ def _tables(
 
     # kept for calls that take gradients, and made on the CPU whatever the default device is
     with torch.inference_mode(False), torch.device("cpu"):
-        index = block_index(grid, blocks)[first : first + count]
-        places = index.argsort(stable=True)
-        starts = torch.nn.functional.pad(index.bincount(minlength=math.prod(blocks)).cumsum(dim=0), (1, 0))
+        places, starts = tokens_by_block(grid, blocks, first, count)
         members = places if not block_size else layout_of(grid, block_size).rows[places]
         longest = int(starts.diff().max())
         members, places, starts = (x.to(torch.int32).to(device) for x in (members, places, starts))
