@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..attention.blocks import block_sizes
-from ..families import AttentionForm, Family, get_family
+from ..families import AttentionAdapter, Family, get_family
 from ..patching import MHLAProcessor, TransformerCall, attended
 from ..patching.attended import Attended
 
@@ -52,7 +52,7 @@ def each_attention_matrix(
     grid = batch.grid(transformer)
     inputs = _attention_inputs(transformer, {name: attentions[name] for name in chosen}, batch)
     for name in chosen:
-        given = attended(attentions[name], *inputs[name], family.form_of(attentions[name]), grid)
+        given = attended(attentions[name], *inputs[name], family.adapter_of(attentions[name]), grid)
         before, tokens = given.extra[0], torch.Size(grid).numel()
         here = slice(before, before + tokens)
         yield name, _matrix(attentions[name], given, family)[:, :, here, here]
@@ -172,12 +172,12 @@ def analyze_layers(
             each(name, matrix)
         attn = attentions[name]
         kind = "MHLA" if isinstance(getattr(attn, "processor", None), MHLAProcessor) else family.own_attention
-        bound = rank_bound(attn, family.form_of(attn), grid, kind)
+        bound = rank_bound(attn, family.adapter_of(attn), grid, kind)
         layers.append(LayerAnalysis(name, kind, tokens, rank(matrix), bound, entropy(matrix)))
     return layers
 
 
-def rank_bound(attn: Any, form: AttentionForm, grid: tuple[int, ...], kind: str) -> int:
+def rank_bound(attn: Any, adapter: AttentionAdapter, grid: tuple[int, ...], kind: str) -> int:
     """The largest rank that the attention matrix can have.
 
     N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With a
@@ -185,11 +185,11 @@ def rank_bound(attn: Any, form: AttentionForm, grid: tuple[int, ...], kind: str)
 
     Args:
         attn: the self-attention.
-        form: of it.
+        adapter: of it.
         grid: token grid.
         kind: MHLA, linear or softmax.
     """
-    tokens, (_, head_dim) = torch.Size(grid).numel(), form.heads(attn)
+    tokens, (_, head_dim) = torch.Size(grid).numel(), adapter.heads(attn)
     if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.sparse != "none"):
         return tokens
     sizes = block_sizes(grid, attn.mhla.config.blocks_on(grid)) if kind == "MHLA" else [tokens]

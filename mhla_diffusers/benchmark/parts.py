@@ -98,9 +98,9 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
 
     def attention_sizes_of(attn: Any, config: MHLAConfig | None, given: Any) -> tuple[AttentionSizes, torch.Tensor]:
         args, kwargs = given
-        form = family.form_of(attn)
-        read = form.read(attn, form.arguments(args, kwargs))
-        extra = sum(form.extra(read, math.prod(grid)))
+        adapter = family.adapter_of(attn)
+        read = adapter.read(attn, adapter.arguments(args, kwargs))
+        extra = sum(adapter.extra(read, math.prod(grid)))
         return sizes_of(attn, family, config, grid, extra), read.hidden_states
 
     with torch.no_grad(), family.without_values(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:
@@ -202,7 +202,7 @@ def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
     family = get_family(transformer)
     for attn in family.self_attentions(transformer).values():
         yield ATTENTION, attn
-        yield from ((_PROJECTIONS, linear) for linear in family.form_of(attn).projections(attn))
+        yield from ((_PROJECTIONS, linear) for linear in family.adapter_of(attn).projections(attn))
     cross = ("attn2",) if "attn2" not in family.attentions else ()
     for block in family.blocks_of(transformer).values():
         for part, names in (("cross-attention", cross), ("feed-forward", family.feed_forwards)):

@@ -253,7 +253,7 @@ def _check(pipe: Any, case: PipelineCase) -> None:
     """MHLA, and the sparse branch with lists given, with the heads of the pipeline's transformer."""
     transformer = next(iter(find_transformers(pipe).values()))
     attn = next(iter(case.of_family.self_attentions(transformer).values()))
-    heads, head_dim = case.of_family.form_of(attn).heads(attn)
+    heads, head_dim = case.of_family.adapter_of(attn).heads(attn)
     config, dtype = case.of_family.default_config, FLOAT_TYPES[case.dtype]
     shape = Shape(case.name, config.blocks, config.blocks, heads, head_dim, config.block_size)
     backend = fastest_backend(shape, case.place, dtype)

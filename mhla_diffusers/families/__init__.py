@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..attention.rope import Rotary
+from .adapters import AttentionAdapter, AttentionInput, JointAdapter
 from .base import Family
 from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily
@@ -15,11 +16,9 @@ from .dig import DiGFamily
 from .dinov2 import Dinov2Family
 from .dit import DiTFamily
 from .flux import FluxFamily
-from .forms import AttentionForm, AttentionInput
 from .hunyuan_dit import HunyuanDiTFamily
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
-from .joint import JointForm
 from .latte import LatteFamily
 from .llama import LlamaFamily
 from .ltx import LTXFamily
@@ -248,14 +247,14 @@ def family_of_attention(attn: Any) -> Family | None:
 
 
 __all__ = [
-    "AttentionForm",
+    "AttentionAdapter",
     "AttentionInput",
     "Clip",
     "DiffusionProcess",
     "Family",
     "FlowMatching",
     "LearnedVarianceDDPM",
-    "JointForm",
+    "JointAdapter",
     "Model",
     "NoisedBatch",
     "Sample",

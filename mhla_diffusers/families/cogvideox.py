@@ -13,17 +13,11 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
+from .adapters import JointAdapter
 from .base import Family
-from .joint import JointForm
 from .processes import DiffusionProcess, VelocityDDPM
 from .sizes import Clip, Model
 from .structure import Sample
-
-
-class CogVideoXForm(JointForm):
-    """Text first."""
-
-    context_first = True
 
 
 def _model(
@@ -83,7 +77,7 @@ class CogVideoXFamily(Family):
     transformers = ("CogVideoXTransformer3DModel",)
     axes = 3
     block_lists = ("transformer_blocks",)
-    form = CogVideoXForm()
+    adapter = JointAdapter(context_first=True)
     extra_tokens = 226
     # of 13x30x45 tokens, 49 frames at 480x720: blocks of three latent frames by ten by nine tokens
     default_config = MHLAConfig(blocks=(4, 3, 5), mixing_per_head=True, sparse="content")

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
+from .adapters import AttentionAdapter, AttentionInput, finite
 from .dit import DiTFamily
-from .forms import AttentionForm, AttentionInput
-from .projecting import finite
 from .sizes import Model
 
 
@@ -40,14 +39,14 @@ _TINY = Model(
 )
 
 
-class DiGForm(AttentionForm):
-    """The form of attention beside which DiG has a norm over each head and a gate of the output."""
+class DiGAdapter(AttentionAdapter):
+    """The adapter of attention beside which DiG has a norm over each head and a gate of the output."""
 
     idle = ("to_decay",)
 
-    def hand_on(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """Norm, gate and output projection of the attention."""
-        return finite(attn.hand_on(output, given.hidden_states))
+        return finite(attn.project_output(output, given.hidden_states))
 
     def projections(self, attn: Any) -> list[nn.Module]:
         """All linear layers that the attention runs, those of the gate of the state too, which a patch does not."""
@@ -58,10 +57,10 @@ class _SoftmaxProcessor:
     """Softmax attention over all tokens in the place of gated linear attention, to be measured beside it."""
 
     def __call__(self, attn: Any, hidden_states: torch.Tensor) -> Any:
-        form, given = DiGFamily.form, AttentionInput(hidden_states)
-        query, key, value = (x.transpose(1, 2) for x in form.project(attn, given))
+        adapter, given = DiGFamily.adapter, AttentionInput(hidden_states)
+        query, key, value = (x.transpose(1, 2) for x in adapter.project(attn, given))
         attended = nn.functional.scaled_dot_product_attention(query, key, value)
-        return form.hand_on(attn, attended.transpose(1, 2), given)
+        return adapter.project_output(attn, attended.transpose(1, 2), given)
 
 
 class DiGFamily(DiTFamily):
@@ -70,7 +69,7 @@ class DiGFamily(DiTFamily):
     name = "dig"
     library = "mhla_diffusers.models.dig"
     transformers = ("DiGTransformer2DModel",)
-    form = DiGForm()
+    adapter = DiGAdapter()
     default_config = MHLAConfig(blocks=(4, 4))
     own_attention = "gated linear"
     lacks_processor_methods = False

@@ -1,6 +1,6 @@
 """DINOv2 of transformers, with and without registers."""
 
-from .vision import PrefixedForm, VisionFamily
+from .vision import PrefixedAdapter, VisionFamily
 
 
 class Dinov2Family(VisionFamily):
@@ -18,6 +18,6 @@ class Dinov2Family(VisionFamily):
     trunk_names = ("dinov2", "dinov2_with_registers")
     layers_path = "encoder.layer"
     attentions = ("attention",)
-    form = PrefixedForm()
+    adapter = PrefixedAdapter()
     extra_tokens = 5
     """A class token and the four registers of the published models."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .joint import JointForm
+from .adapters import JointAdapter
 from .kept import keep_with, kept_with
 from .packed import PackedFamily
 from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Model
@@ -20,12 +20,6 @@ from .structure import Sample
 _TEXT_TOKENS = 512
 _GUIDANCE = 3.5
 """Default of the pipeline, for models that embed it."""
-
-
-class FluxForm(JointForm):
-    """Text first."""
-
-    context_first = True
 
 
 def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
@@ -76,7 +70,7 @@ class FluxFamily(PackedFamily):
     transformers = ("FluxTransformer2DModel",)
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     attentions = ("attn",)
-    form = FluxForm()
+    adapter = JointAdapter(context_first=True)
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context", "proj_mlp", "proj_out")
     # at 1024 px 16 tokens a side of a block

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
+from .adapters import AttentionAdapter
 from .base import Family
-from .forms import AttentionForm
 from .processes import DiffusionProcess, VelocityDDPM
 from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Model
 from .structure import Sample
@@ -24,12 +24,6 @@ _BASE = 512
 """Pixels of the square in whose coordinates RoPE's places lie."""
 _USUAL = 1024
 """Height and width that the pipeline says a picture had before it was cropped."""
-
-
-class HunyuanDiTForm(AttentionForm):
-    """RoPE by another name."""
-
-    rotary_argument = "image_rotary_emb"
 
 
 _HUNYUAN_DIT = Model(
@@ -76,7 +70,7 @@ class HunyuanDiTFamily(Family):
     transformers = ("HunyuanDiT2DModel",)
     axes = 2
     block_lists = ("blocks",)
-    form = HunyuanDiTForm()
+    adapter = AttentionAdapter("image_rotary_emb")
     # at 1024 px 16 tokens a side of a block
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     forward_names = ("hidden_states", "timestep")

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..config import MHLAConfig
+from .adapters import JointAdapter
 from .base import Family
-from .joint import JointForm
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import Clip, Model
 from .structure import Sample
@@ -73,7 +73,7 @@ class HunyuanVideoFamily(Family):
     axes = 3
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks", "single_transformer_blocks")
     attentions = ("attn",)
-    form = JointForm()
+    adapter = JointAdapter()
     extra_tokens = _TEXT_TOKENS
     feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ff_context", "proj_mlp", "proj_out")
     # of 33x45x80 tokens, 129 frames at 720p: blocks of three latent frames by 15 by 16 tokens

@@ -13,9 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..config import MHLAConfig
-from .forms import AttentionArguments, AttentionInput
+from .adapters import AttentionArguments, AttentionInput, JointAdapter
 from .hunyuan_video import HunyuanVideoFamily
-from .joint import JointForm
 from .sizes import Clip, Model
 from .structure import Sample
 
@@ -23,18 +22,18 @@ _TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729
 """As the pipeline pads them; those of an image are masked where there is none."""
 
 
-class HunyuanVideo15Form(JointForm):
+class HunyuanVideo15Adapter(JointAdapter):
     """The mask is one of the text alone."""
 
     def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
         """(B, N) of all tokens, of which those of the video all take part."""
-        return self.mask_beside_grid(arguments, arguments.attention_mask)
+        return self.mask_of_context(arguments, arguments.attention_mask)
 
-    def hand_on(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """The model masks queries as well: heads give 0 for text that takes no part."""
         if given.key_mask is not None:
             output = output * given.key_mask[:, :, None, None]
-        return super().hand_on(attn, output, given)
+        return super().project_output(attn, output, given)
 
 
 _REAL = Model(
@@ -86,7 +85,7 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
     name = "hunyuan_video15"
     transformers = ("HunyuanVideo15Transformer3DModel",)
     block_lists = ("transformer_blocks",)
-    form = HunyuanVideo15Form()
+    adapter = HunyuanVideo15Adapter()
     extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
     feed_forwards = ("ff", "ff_context")
     # of 31x30x53 tokens, 121 frames at 480p: blocks of three latent frames by ten tokens each way

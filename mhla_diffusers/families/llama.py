@@ -8,10 +8,10 @@ it, and heads of grouped queries share keys and values, which MHLA repeats.
 from typing import Any
 
 from ..config import MHLAConfig
-from .of_transformers import TransformersFamily, TransformersForm
+from .of_transformers import TransformersAdapter, TransformersFamily
 
 
-class LlamaForm(TransformersForm):
+class LlamaAdapter(TransformersAdapter):
     """Llama's projections; the attention itself is run through transformers' attention interface."""
 
     def heads(self, attn: Any) -> tuple[int, int]:
@@ -29,7 +29,7 @@ class LlamaFamily(TransformersFamily):
     own_attention_is_causal = True
     block_lists = ("layers",)
     attentions = ("self_attn",)
-    form = LlamaForm()
+    adapter = LlamaAdapter()
     # the paper's 2 048 tokens in 32 blocks
     default_config = MHLAConfig(blocks=(32,), block_length=64, causal="token", sparse="own", rope="before")
 

@@ -13,8 +13,8 @@ import torch
 
 from ..attention.rope import Rotary
 from ..config import MHLAConfig
+from .adapters import AttentionAdapter, AttentionArguments, AttentionInput
 from .base import Family
-from .forms import AttentionArguments, AttentionForm, AttentionInput
 from .kept import kept_with
 from .packing import pack, unpack
 from .processes import DiffusionProcess, FlowMatching
@@ -26,10 +26,9 @@ _ROPE_SCALE = (8 / 25, 32, 32)
 """What the pipeline tells of its usual 25 frames per second, with 8 frames and 32x32 pixels to a latent."""
 
 
-class LTXForm(AttentionForm):
+class LTXAdapter(AttentionAdapter):
     """Frames that ``LTXConditionPipeline`` hangs on as conditions stand before the grid, with places of their own."""
 
-    rotary_argument = "image_rotary_emb"
     rope_by_head = True
 
     def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
@@ -97,7 +96,7 @@ class LTXFamily(Family):
     transformers = ("LTXVideoTransformer3DModel",)
     axes = 3
     block_lists = ("transformer_blocks",)
-    form = LTXForm()
+    adapter = LTXAdapter("image_rotary_emb")
     # at 161 frames of 512x704 pixels 88 tokens a block, about as high as wide
     default_config = MHLAConfig(blocks=(7, 3, 4), rope="before", mixing_per_head=True, sparse="content")
     dispatches_attention = True

@@ -6,15 +6,15 @@ from typing import Any
 from torch import nn
 
 from ..config import MHLAConfig
+from .adapters import AttentionAdapter
 from .attention_classes import OwnAttention
 from .base import Family
-from .forms import AttentionForm
 
 _NEEDED = (5, 23)
 """Of transformers, whose attentions, masks and caches were others before; the version that is tested."""
 
 
-class TransformersForm(AttentionForm):
+class TransformersAdapter(AttentionAdapter):
     """Attentions with ``q_proj``, ``k_proj``, ``v_proj``, and ``o_proj`` or ``out_proj``."""
 
     def query_projection(self, attn: Any) -> Any:

@@ -11,9 +11,8 @@ import torch
 
 from ..attention.rope import Rotary, rotary_of_complex
 from ..config import MHLAConfig
+from .adapters import AttentionArguments, JointAdapter
 from .encoding import of_unit_scale, padded_text
-from .forms import AttentionArguments
-from .joint import JointForm
 from .packed import PackedFamily
 from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Clip, Model
 from .structure import Sample
@@ -24,10 +23,8 @@ _NO_PROMPT = " "
 """What the pipeline's documentation gives as the negative prompt."""
 
 
-class QwenImageForm(JointForm):
+class QwenImageAdapter(JointAdapter):
     """Text first, with a mask and a table of RoPE of its own."""
-
-    context_first = True
 
     def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
         """(B, N): the tokens of the grid all take part.
@@ -39,7 +36,7 @@ class QwenImageForm(JointForm):
             raise ValueError(
                 "Qwen-Image masks its text with encoder_hidden_states_mask; an attention_mask beside it has no place."
             )
-        return self.mask_beside_grid(arguments, arguments.encoder_hidden_states_mask)
+        return self.mask_of_context(arguments, arguments.encoder_hidden_states_mask)
 
     def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
         """RoPE of image and text."""
@@ -91,7 +88,7 @@ class QwenImageFamily(PackedFamily):
     transformers = ("QwenImageTransformer2DModel",)
     block_lists = ("transformer_blocks",)
     attentions = ("attn",)
-    form = QwenImageForm()
+    adapter = QwenImageAdapter(context_first=True)
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("img_mlp", "txt_mlp")
     # at 1024 px 16 tokens a side of a block

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
+from .adapters import AttentionAdapter, JointAdapter
 from .base import Family
-from .forms import AttentionForm
-from .joint import JointForm
 from .processes import DiffusionProcess, FlowMatching
 from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Model
 from .structure import Sample
@@ -75,7 +74,7 @@ class SD3Family(Family):
     axes = 2
     block_lists = ("transformer_blocks",)
     attentions = ("attn", "attn2")
-    form = JointForm()
+    adapter = JointAdapter()
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context")
     models = (
@@ -86,9 +85,9 @@ class SD3Family(Family):
     # at 1024 px 16 tokens a side of a block
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
 
-    def form_of(self, attn: Any) -> AttentionForm:
+    def adapter_of(self, attn: Any) -> AttentionAdapter:
         """Of ``attn2`` that of an attention without text."""
-        return self.form if attn.add_q_proj is not None else AttentionForm()
+        return self.adapter if attn.add_q_proj is not None else AttentionAdapter()
 
     def self_attention_processor(self) -> Any:
         """``JointAttnProcessor2_0``."""

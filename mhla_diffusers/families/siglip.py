@@ -1,6 +1,6 @@
 """SigLIP's vision tower of transformers, alone, under a classifier, or beside the text tower, which is left alone."""
 
-from .vision import VisionFamily, VisionForm
+from .vision import VisionAdapter, VisionFamily
 
 
 class SiglipFamily(VisionFamily):
@@ -11,4 +11,4 @@ class SiglipFamily(VisionFamily):
     trunk_names = ("vision_model",)
     layers_path = "encoder.layers"
     attentions = ("self_attn",)
-    form = VisionForm()
+    adapter = VisionAdapter()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .forms import AttentionArguments, AttentionForm, AttentionInput
+from .adapters import AttentionAdapter, AttentionArguments, AttentionInput
 from .sizes import Clip, Model
 from .structure import Sample
 from .wan import WanFamily, grid_of_table, tiny_wan, wan_model
@@ -19,7 +19,7 @@ _AT_24_FPS = 1
 """What a model that is told frames per second is told for any but 16."""
 
 
-class SkyReelsV2Form(AttentionForm):
+class SkyReelsV2Adapter(AttentionAdapter):
     """Wan's, with the mask of diffusion forcing read as what it says."""
 
     def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
@@ -99,7 +99,7 @@ class SkyReelsV2Family(WanFamily):
     transformers = ("SkyReelsV2Transformer3DModel",)
     streamed = ("SkyReelsV2Transformer3DModel",)
     attention_class = "transformer_skyreels_v2.SkyReelsV2Attention"
-    form = SkyReelsV2Form()
+    adapter = SkyReelsV2Adapter()
     # blocks as long as Wan's, 354 tokens each at 540p and 97 frames
     default_config = MHLAConfig(blocks=(8, 3, 6), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=97, fps=24.0, sizes=((544, 960),))

@@ -10,7 +10,7 @@ import torch
 
 from ..attention.rope import Rotary
 from ..config import MHLAConfig
-from .forms import AttentionForm
+from .adapters import AttentionAdapter
 
 Sample = Mapping[str, torch.Tensor]
 """``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""
@@ -31,7 +31,7 @@ class Structure(ABC):
     """Attributes that hold transformer blocks; absent ones are passed."""
     attentions: ClassVar[tuple[str, ...]] = ("attn1",)
     """Attributes of a block that are self-attentions over the tokens of the grid; absent ones are passed."""
-    form: ClassVar[AttentionForm] = AttentionForm()
+    adapter: ClassVar[AttentionAdapter] = AttentionAdapter()
     """How these are called, what they attend with, and what they return."""
     extra_tokens: ClassVar[int] = 0
     """Extra tokens of the longest text that the pipeline takes unasked: what costs are told for."""
@@ -109,9 +109,9 @@ class Structure(ABC):
         """The module whose forward is given the pixels or latents and runs the blocks; by default all of it."""
         return transformer
 
-    def form_of(self, attn: Any) -> AttentionForm:
-        """The form of one of the self-attentions, by default :attr:`form`."""
-        return self.form
+    def adapter_of(self, attn: Any) -> AttentionAdapter:
+        """The adapter of one of the self-attentions, by default :attr:`adapter`."""
+        return self.adapter
 
     def self_attentions(self, transformer: Any) -> dict[str, Any]:
         """Name and module of every self-attention, in the order of the layer indices."""

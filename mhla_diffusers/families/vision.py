@@ -12,15 +12,14 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
+from .adapters import AttentionArguments, AttentionInput, Projected, finite, key_padding_mask, lowered
 from .attention_classes import give_classes, take_classes
-from .forms import AttentionArguments, AttentionInput, key_padding_mask
-from .of_transformers import TransformersFamily, TransformersForm
-from .projecting import Projected, finite, lowered
+from .of_transformers import TransformersAdapter, TransformersFamily
 from .sizes import Clip
 from .structure import Sample
 
 
-class VisionForm(TransformersForm):
+class VisionAdapter(TransformersAdapter):
     """Self-attention over the patches alone."""
 
     def heads(self, attn: Any) -> tuple[int, int]:
@@ -53,12 +52,12 @@ class VisionForm(TransformersForm):
         )
         return lowered((query, key, value))
 
-    def hand_on(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """The projected output, and None for the weights."""
         return finite(self.output_projection(attn)(output.flatten(2))), None
 
 
-class PrefixedForm(VisionForm):
+class PrefixedAdapter(VisionAdapter):
     """Self-attention over the patches and the tokens before them."""
 
     has_extra = True

@@ -6,7 +6,7 @@ import torch
 
 from .sizes import Model
 from .structure import Sample
-from .vision import PrefixedForm, VisionFamily, VisionForm
+from .vision import PrefixedAdapter, VisionAdapter, VisionFamily
 
 
 class ViTFamily(VisionFamily):
@@ -16,7 +16,7 @@ class ViTFamily(VisionFamily):
     transformers = ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
     trunk_names = ("vit",)
     attentions = ("attention",)
-    form = PrefixedForm()
+    adapter = PrefixedAdapter()
     extra_tokens = 1
 
 
@@ -32,7 +32,7 @@ class DeiTFamily(VisionFamily):
     )
     trunk_names = ("deit",)
     attentions = ("attention",)
-    form = PrefixedForm()
+    adapter = PrefixedAdapter()
     extra_tokens = 2
 
 
@@ -81,7 +81,7 @@ class PooledViTFamily(VisionFamily):
     library = "mhla_diffusers.models"
     transformers = ("PooledViTForImageClassification",)
     attentions = ("attention",)
-    form = VisionForm()
+    adapter = VisionAdapter()
     models = (_deit("deit-t-16", 3), _deit("deit-s-16", 6), _TINY)
 
     def forward_arguments(

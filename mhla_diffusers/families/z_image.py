@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from ..attention.rope import Rotary, rotary_of_complex
 from ..config import MHLAConfig
+from .adapters import JointAdapter
 from .base import Family
 from .encoding import padded_text
-from .forms import AttentionArguments
-from .joint import JointForm
 from .processes import DiffusionProcess, ReversedFlowMatching
 from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Model
 from .structure import Sample
@@ -24,16 +22,6 @@ _TEXT_TOKENS = 512
 """Default of the pipeline's call, which cuts text there."""
 _PATCH = 2
 """Latents per token along height and width, by default of the transformer's forward."""
-
-
-class ZImageForm(JointForm):
-    """All tokens in one sequence, those of the grid first."""
-
-    rotary_argument = "freqs_cis"
-
-    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
-        """RoPE of all tokens, of every sample its own: where the image begins depends on the text's length."""
-        return None if arguments.rotary_emb is None else rotary_of_complex(arguments.rotary_emb)
 
 
 _Z_IMAGE = Model(
@@ -75,7 +63,7 @@ class ZImageFamily(Family):
     axes = 2
     block_lists = ("layers",)
     attentions = ("attention",)
-    form = ZImageForm()
+    adapter = JointAdapter(rotary_argument="freqs_cis")
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("feed_forward",)
     # at 1024 px 16 tokens a side of a block

@@ -15,7 +15,7 @@ from ..patching.calibration import check_reached, tokens_of_grid
 from ..patching.denoising_steps import Step, StepHooks
 from ..patching.finding import find_transformers, hook_of, require_diffusion, require_layers
 from ..patching.layer import layer_of
-from ..patching.processor import attended, form_of
+from ..patching.processor import adapter_of, attended
 from ..patching.sensitivity import check_run, measure_change, measure_sensitivity, patched_pairs, record_calls
 from ..patching.sparse_calibration import spread_calls
 from ..patching.token_grid import attend_as_before, attends_as_before
@@ -145,7 +145,7 @@ class _Watch:
     def install(self) -> list[RemovableHandle]:
         """Put the hooks on."""
         handles = [self.attn.register_forward_hook(self._compare, with_kwargs=True)]
-        projection = form_of(self.attn).output_projection(self.attn)
+        projection = adapter_of(self.attn).output_projection(self.attn)
         if projection is not None:
             handles.append(projection.register_forward_pre_hook(lambda _, args: self._handed.append(args[0])))
         return handles
@@ -190,7 +190,7 @@ class _Watch:
 
     def _take(self, returned: Any) -> torch.Tensor:
         """What the heads gave: what went into their projection, or without one what the attention returned."""
-        handed, self._handed = [*self._handed, form_of(self.attn).heads_output(returned)], []
+        handed, self._handed = [*self._handed, adapter_of(self.attn).heads_output(returned)], []
         return handed[0]
 
     def result(self, component: str, attention: str, name: str, moves: float) -> LayerAudit:

@@ -67,7 +67,7 @@ class GatedLinearAttnProcessor:
         query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in attn.project(read))
         decay = log_decay(attn.to_decay(read)).unflatten(-1, (attn.heads, -1))
         output = gated_linear(query, key, value, decay, self.backend).flatten(2)
-        return attn.hand_on(turned(output, attn.direction).unflatten(-1, (attn.heads, -1)), hidden_states)
+        return attn.project_output(turned(output, attn.direction).unflatten(-1, (attn.heads, -1)), hidden_states)
 
 
 class DiGAttention(nn.Module, AttentionModuleMixin):
@@ -120,7 +120,7 @@ class DiGAttention(nn.Module, AttentionModuleMixin):
             return fused.split((keys, keys, self.inner_dim), dim=-1)
         return self.to_q(hidden_states), self.to_k(hidden_states), self.to_v(hidden_states)
 
-    def hand_on(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def project_output(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Norm, gate and output projection, which stay when MHLA takes the place of gated linear attention.
 
         Args:

@@ -11,7 +11,7 @@ from ..attention.extra import of_grid
 from ..families import get_family
 from .finding import find_transformers, refuse_language
 from .layer import MHLALayer
-from .processor import form_of
+from .processor import adapter_of
 from .removal import mhla_disabled
 from .sensitivity import check_run
 from .token_grid import grid_of_call
@@ -55,19 +55,19 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
 
 def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
     """Those of the grid, of what a patched self-attention computes (B, N, ...) for these arguments of its forward."""
-    form = form_of(attn)
-    given = form.read(attn, form.arguments(args, kwargs))
+    adapter = adapter_of(attn)
+    given = adapter.read(attn, adapter.arguments(args, kwargs))
     tokens = math.prod(grid_of_call(attn, given.rotary))
-    return of_grid(x, form.extra(given, tokens)) if x.shape[1] > tokens else x
+    return of_grid(x, adapter.extra(given, tokens)) if x.shape[1] > tokens else x
 
 
 def watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
     """Call ``note`` with what the heads of a patched self-attention hand on of the tokens of the grid: (B, N, H D)."""
     handed: list[torch.Tensor] = []
-    projection = form_of(attn).output_projection(attn)
+    projection = adapter_of(attn).output_projection(attn)
 
     def look(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        of_heads = handed.pop() if handed else form_of(attn).heads_output(returned)
+        of_heads = handed.pop() if handed else adapter_of(attn).heads_output(returned)
         note(tokens_of_grid(attn, args, kwargs, of_heads))
 
     handles = [attn.register_forward_hook(look, with_kwargs=True)]

@@ -99,7 +99,7 @@ def sizes_of(
         grid: token grid.
         extra: extra tokens.
     """
-    heads, head_dim = family.form_of(attn).heads(attn)
+    heads, head_dim = family.adapter_of(attn).heads(attn)
     if config is not None:
         return attention_sizes(config, grid, heads, head_dim, extra, in_order=family.own_attention_is_causal)
     sizes = AttentionSizes(math.prod(grid), heads, head_dim, extra=extra)

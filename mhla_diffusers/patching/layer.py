@@ -23,7 +23,7 @@ from ..attention.parallel.place import Parallel
 from ..attention.rope import Rotary, rotary_table
 from ..attention.sparse import with_lists
 from ..config import MHLAConfig
-from ..families.forms import AttentionForm
+from ..families.adapters import AttentionAdapter
 from .attended import Attended
 from .gate_and_convolution import Convolution, Gate
 
@@ -55,15 +55,15 @@ class MHLALayer(nn.Module):
         heads: H.
         head_dim: D.
         hidden_size: channels of the attention's input, which the gate projects.
-        form: of the attention.
+        adapter: of the attention.
     """
 
     def __init__(
-        self, config: MHLAConfig, heads: int, head_dim: int, hidden_size: int, form: AttentionForm | None = None
+        self, config: MHLAConfig, heads: int, head_dim: int, hidden_size: int, adapter: AttentionAdapter | None = None
     ) -> None:
         super().__init__()
         self.config = config
-        self.form = form if form is not None else AttentionForm()
+        self.adapter = adapter if adapter is not None else AttentionAdapter()
         self.heads = heads
         self.head_dim = head_dim
         self.original_processor: Any = None
@@ -77,7 +77,7 @@ class MHLALayer(nn.Module):
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
         self.linear_log_weight: nn.Parameter | None = None
         """Log of λ, (H,); of layers that attend to anything with softmax, by the sparse branch or to extra tokens."""
-        if config.sparse != "none" or self.form.has_extra:
+        if config.sparse != "none" or self.adapter.has_extra:
             begin = self._first_log_weight if config.sparse != "none" else _beside_extra_tokens(head_dim)
             self.linear_log_weight = nn.Parameter(torch.full((heads,), begin))
         self.pooled_bias = nn.Parameter(torch.zeros(heads)) if config.learns_pooled_bias else None

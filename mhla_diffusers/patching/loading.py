@@ -209,7 +209,7 @@ def _check_transformer(name: str, transformer: nn.Module, record: PatchRecord) -
     saved, family = record.transformers[name], get_family(transformer)
     attentions = family.self_attentions(transformer)
     attn: Any = next(iter(attentions.values()))
-    heads, head_dim = family.form_of(attn).heads(attn)
+    heads, head_dim = family.adapter_of(attn).heads(attn)
     found = {
         "transformer": type(transformer).__name__,
         "layers": len(attentions),

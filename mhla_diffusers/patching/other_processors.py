@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..families import Family
-from ..families.forms import AttentionInput
+from ..families.adapters import AttentionInput
 from .finding import hook_of
 from .layer import layer_of
-from .processor import MHLAProcessor, form_of
+from .processor import MHLAProcessor, adapter_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         mask = attention_mask[: -len(perturbed)] if attention_mask is not None else None
         others |= {"image_rotary_emb": image_rotary_emb}
         attended = super().__call__(attn, torch.cat(parts), encoder_hidden_states, mask, rotary_emb, **others)
-        form, alone = form_of(attn), AttentionInput(perturbed)
-        return torch.cat([attended, form.hand_on(attn, form.project(attn, alone)[2], alone)])
+        adapter, alone = adapter_of(attn), AttentionInput(perturbed)
+        return torch.cat([attended, adapter.project_output(attn, adapter.project(attn, alone)[2], alone)])
 
 
 class ProcessorWatch:

@@ -91,7 +91,7 @@ class Processes:
         context = arguments.get("encoder_hidden_states")
         for _, layer in _layers(self.transformer):
             parallel.head_counts(layer.heads)
-            if layer.form.has_extra and isinstance(context, torch.Tensor):
+            if layer.adapter.has_extra and isinstance(context, torch.Tensor):
                 parallel.shares(context.shape[1], "tokens of text")
 
 

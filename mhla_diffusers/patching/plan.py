@@ -88,13 +88,13 @@ def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
             f"sparse={config.sparse!r} approximates softmax attention, and the own attention of "
             f"{type(transformer).__name__} is {family.own_attention}; leave it at 'none'."
         )
-    if family.form.has_extra and not config.normalize:
+    if family.adapter.has_extra and not config.normalize:
         raise ValueError(
             f"normalize=False leaves {type(transformer).__name__} no common denominator with the softmax over its "
             "extra tokens; leave it at True."
         )
     refuse_order(transformer, config.causal)
-    if family.form.rope_by_head and config.rope != "before":
+    if family.adapter.rope_by_head and config.rope != "before":
         raise ValueError(
             f"rope={config.rope!r} would need one table for all heads, and {type(transformer).__name__} turns every "
             "head by other angles; set rope='before'."
@@ -114,7 +114,7 @@ def refuse_order(transformer: nn.Module, causal: object) -> None:
     Raises:
         ValueError: naming the way out.
     """
-    if causal is not None and get_family(transformer).form.has_extra:
+    if causal is not None and get_family(transformer).adapter.has_extra:
         raise ValueError(
             f"causal={causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to extra "
             "tokens too, such as text or a class token, which have no place in that order; leave it at None."

@@ -10,7 +10,7 @@ from ..attention import check_backend
 from ..attention.blocks import check_blocks
 from ..config import MHLAConfig
 from ..families import Family, cross_attention_processor, family_of_attention
-from ..families.forms import AttentionArguments, AttentionForm
+from ..families.adapters import AttentionAdapter, AttentionArguments
 from .attended import Attended
 from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
 from .past import attend_to_past
@@ -136,8 +136,8 @@ class MHLAProcessor:
         )
         layer = layer_of(attn)
         family = family_of_attention(attn) if layer is None else None
-        form = form_of(attn, family)
-        if form.is_cross_attention(arguments):
+        adapter = adapter_of(attn, family)
+        if adapter.is_cross_attention(arguments):
             if layer is None and family is None and getattr(attn, "is_cross_attention", True) is False:
                 raise _unknown_model(attn)
             processor = default_cross_attention_processor(attn)
@@ -147,16 +147,16 @@ class MHLAProcessor:
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask, **turned)
         self._check_layer(layer)
         if attends_as_before() and not _skips_scores(attn):
-            return form.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
-        given = form.read(attn, arguments)
-        form.check_order(given, self.config)
+            return adapter.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
+        given = adapter.read(attn, arguments)
+        adapter.check_order(given, self.config)
         grid = self.grid if self.grid is not None else grid_of_call(attn, given.rotary)
         parallel = parallel_of_call(self)
         tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
-        extra = form.extra(given, tokens)
+        extra = adapter.extra(given, tokens)
         if layer is None:
             attn.mhla = make_layer(attn, self.config, family)
-        query, key, value = form.project(attn, given)
+        query, key, value = adapter.project(attn, given)
         if _skips_scores(attn):
             output = value
         else:
@@ -175,7 +175,7 @@ class MHLAProcessor:
                 state=None if step is None else step.state_of(attn, grid),
                 keep=step is None or step.keep,
             )
-        return form.hand_on(attn, output, given)
+        return adapter.project_output(attn, output, given)
 
     def attend(
         self,
@@ -241,20 +241,20 @@ def with_backend_of(processor: MHLAProcessor, original: Any) -> Any:
     return original
 
 
-def form_of(attn: Any, family: Family | None = None) -> AttentionForm:
-    """The form of a self-attention: that of its layer, or if it has none, of a family, or else the common one.
+def adapter_of(attn: Any, family: Family | None = None) -> AttentionAdapter:
+    """The adapter of a self-attention: that of its layer, or if it has none, of a family, or else the common one.
 
     Raises:
-        ValueError: joint attention, of which nothing tells the form.
+        ValueError: joint attention, of which nothing tells the adapter.
     """
     layer = layer_of(attn)
     if layer is not None:
-        return layer.form
+        return layer.adapter
     if family is not None:
-        return family.form_of(attn)
+        return family.adapter_of(attn)
     if getattr(attn, "add_q_proj", None) is not None:
         raise _unknown_model(attn)
-    return AttentionForm()
+    return AttentionAdapter()
 
 
 def _unknown_model(attn: Any) -> ValueError:
@@ -285,14 +285,14 @@ def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALaye
                 f"This {type(attn).__name__} has a {norm}, which MHLA does not run; leave its layer as it is with "
                 "layers=[...]."
             )
-    form = form_of(attn, family)
-    projection, (heads, head_dim) = form.query_projection(attn), form.heads(attn)
+    adapter = adapter_of(attn, family)
+    projection, (heads, head_dim) = adapter.query_projection(attn), adapter.heads(attn)
     if hasattr(projection, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     weights = [tensor for tensor in (*attn.parameters(), *attn.buffers()) if tensor.is_floating_point()]
     # an attention that first runs under inference_mode must still get weights that can be trained
     with torch.inference_mode(False):
-        layer = MHLALayer(config, heads, head_dim, int(projection.in_features), form)
+        layer = MHLALayer(config, heads, head_dim, int(projection.in_features), adapter)
         if weights:
             layer.to(device=weights[0].device)
             for name, parameter in layer.named_parameters():
@@ -318,7 +318,7 @@ def _skip(
     **kwargs: Any,
 ) -> Any:
     """What diffusers' layer skipping runs in place of a patched attention: nothing."""
-    is_pair = encoder_hidden_states is not None and form_of(attn).has_extra
+    is_pair = encoder_hidden_states is not None and adapter_of(attn).has_extra
     return (hidden_states, encoder_hidden_states) if is_pair else hidden_states
 
 
@@ -355,7 +355,7 @@ def attended(
     attn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    form: AttentionForm | None = None,
+    adapter: AttentionAdapter | None = None,
     grid: tuple[int, ...] | None = None,
 ) -> Attended:
     """What a self-attention attends with, from the arguments of its forward, as a hook gets them.
@@ -364,13 +364,13 @@ def attended(
         attn: the attention.
         args: by place.
         kwargs: by name.
-        form: of the attention; None of a patched one, which knows.
+        adapter: of the attention; None of a patched one, which knows.
         grid: token grid; None within a forward of a patched transformer, which tells it.
     """
-    form = form if form is not None else form_of(attn)
-    given = form.read(attn, form.arguments(args, kwargs))
+    adapter = adapter if adapter is not None else adapter_of(attn)
+    given = adapter.read(attn, adapter.arguments(args, kwargs))
     layer = layer_of(attn)
-    form.check_order(given, None if layer is None else layer.config)
+    adapter.check_order(given, None if layer is None else layer.config)
     grid = grid if grid is not None else grid_of_call(attn, given.rotary)
-    extra = form.extra(given, math.prod(grid))
-    return Attended(*form.project(attn, given), grid, extra, given.rotary, given.key_mask)
+    extra = adapter.extra(given, math.prod(grid))
+    return Attended(*adapter.project(attn, given), grid, extra, given.rotary, given.key_mask)

@@ -14,7 +14,7 @@ from .attended import Attended
 from .calibration import check_reached, patched_attentions, run_unpatched
 from .finding import find_transformers, mhla_layers, refuse_causal, refuse_language
 from .layer import MHLALayer
-from .processor import MHLAProcessor, attended, form_of
+from .processor import MHLAProcessor, adapter_of, attended
 from .removal import mhla_disabled
 from .sensitivity import TransformerCall, record_calls, repeat_calls
 
@@ -66,11 +66,11 @@ def head_projections(attn: Any) -> torch.Tensor:
 
     Read off what the projection does, since its weights may be quantised or have an adapter.
     """
-    form, weight = form_of(attn), next(attn.parameters())
-    heads, head_dim = form.heads(attn)
+    adapter, weight = adapter_of(attn), next(attn.parameters())
+    heads, head_dim = adapter.heads(attn)
     dtype = weight.dtype if weight.is_floating_point() and weight.dtype.itemsize > 1 else torch.float32
     unit = torch.eye(heads * head_dim, dtype=dtype, device=weight.device)
-    projection = form.output_projection(attn)
+    projection = adapter.output_projection(attn)
     if projection is None:  # a layer of the block projects the heads together with other things
         projection = torch.nn.Identity()
     columns = (projection(unit) - projection(torch.zeros_like(unit[:1]))).float()

@@ -85,7 +85,7 @@ def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -
         grid = family.token_grid(transformer, torch.empty(1, *shape, device="meta"))
         _check_divides(math.prod(grid), degrees, f"latents of shape {shape} make {math.prod(grid)} tokens")
     layers = mhla_layers(transformer).values()
-    text = data[0].get("encoder_hidden_states") if any(layer.form.has_extra for layer in layers) else None
+    text = data[0].get("encoder_hidden_states") if any(layer.adapter.has_extra for layer in layers) else None
     if text is not None:
         _check_divides(len(text), degrees, f"the text, which self-attention attends to as well, is {len(text)} tokens")
     if degrees.ring > 1 and (config.needs_teacher or _keeps_softmax(transformer)):

@@ -54,7 +54,7 @@ def trainable_names(transformer: nn.Module, trainable: Trainable) -> list[str]:
     }[trainable]
     layers = mhla_layers(transformer)
     fixed = {f"{name}.mixing" for name, layer in layers.items() if not layer.config.mixing_learnable}
-    idle = tuple(f"{name.removesuffix('mhla')}{part}." for name, layer in layers.items() for part in layer.form.idle)
+    idle = tuple(f"{name.removesuffix('mhla')}{part}." for name, layer in layers.items() for part in layer.adapter.idle)
     return [
         name
         for name, _ in transformer.named_parameters()

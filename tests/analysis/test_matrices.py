@@ -6,7 +6,7 @@ import torch
 from mhla_diffusers import apply_mhla, mhla_layers
 from mhla_diffusers.analysis import analyze_layers, attention_matrices, each_attention_matrix, entropy, rank
 from mhla_diffusers.families import get_family
-from mhla_diffusers.families.projecting import project_tokens
+from mhla_diffusers.families.adapters import project_tokens
 from mhla_diffusers.patching import TransformerCall, record_calls
 from mhla_diffusers.tiny import TINY, load_tiny
 

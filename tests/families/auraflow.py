@@ -7,18 +7,12 @@ import torch
 from diffusers.models.attention_processor import AuraFlowAttnProcessor2_0
 
 from mhla_diffusers import Family, MHLAConfig
-from mhla_diffusers.families import DiffusionProcess, FlowMatching, JointForm, Model, Sample
+from mhla_diffusers.families import DiffusionProcess, FlowMatching, JointAdapter, Model, Sample
 
 _TEXT_TOKENS = 256
 """Length that the pipeline pads text to."""
 _REGISTER_TOKENS = 8
 """What the model puts before the text."""
-
-
-class AuraFlowForm(JointForm):
-    """The text stands in one sequence with the image, and before it."""
-
-    context_first = True
 
 
 class AuraFlowFamily(Family):
@@ -29,7 +23,7 @@ class AuraFlowFamily(Family):
     axes = 2
     block_lists = ("joint_transformer_blocks", "single_transformer_blocks")
     attentions = ("attn",)
-    form = AuraFlowForm()
+    adapter = JointAdapter(context_first=True)
     extra_tokens = _REGISTER_TOKENS + _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context")
     # at 1024 px 16 tokens a side of a block

@@ -51,13 +51,13 @@ conditions = pytest.mark.parametrize("pieces", WITH_CONDITIONS.values(), ids=WIT
 def test_rope_is_that_of_the_model(dtype):
     """Bit for bit in bfloat16, in which both are rounded once from float32."""
     model, arguments = CASE.transformer().to(dtype), CASE.inputs()
-    attn, form = model.transformer_blocks[0].attn1, LTXFamily.form
+    attn, adapter = model.transformer_blocks[0].attn1, LTXFamily.adapter
     latents = arguments["hidden_states"]
     rotary = model.rope(latents, *CASE.grid, arguments["rope_interpolation_scale"])
     hidden_states = torch.randn(2, latents.shape[1], 32).to(dtype)
-    given = form.read(attn, mhla.families.forms.AttentionArguments(hidden_states, rotary_emb=rotary))
+    given = adapter.read(attn, mhla.families.adapters.AttentionArguments(hidden_states, rotary_emb=rotary))
     assert given.rotary is None
-    query, key, _ = form.project(attn, given)
+    query, key, _ = adapter.project(attn, given)
     for found, norm, linear in ((query, attn.norm_q, attn.to_q), (key, attn.norm_k, attn.to_k)):
         expected = apply_rotary_emb(norm(linear(hidden_states)), rotary)
         torch.testing.assert_close(found.flatten(2), expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)

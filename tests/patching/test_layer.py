@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import Call, reference_attention
 from mhla_diffusers.attention.rope import rotary_table
-from mhla_diffusers.families.projecting import project_tokens
+from mhla_diffusers.families.adapters import project_tokens
 from mhla_diffusers.patching.token_grid import token_grid
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched

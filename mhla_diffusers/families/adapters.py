@@ -1,0 +1,371 @@
+"""Attention adapters: what a model's self-attentions are called with, what they attend with and what they return.
+
+A patched attention runs four calls of its adapter: ``read`` the arguments, ``project`` them to query, key and value,
+attend (MHLA's part), and ``project_output``. MHLA sees one sequence of N tokens: those of the token grid in raster
+order, and before or after them extra tokens, such as text in joint attention.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from ..attention.rope import Rotary, rotary_of_complex, rotary_table, rotated
+from ..config import MHLAConfig
+
+Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value of all tokens, after the model's norms: each (B, N, H, D)."""
+
+_ROTARY_NAMES = ("rotary_emb", "image_rotary_emb", "freqs_cis")
+"""Names under which diffusers' attentions take RoPE."""
+_FLOAT16_MAX = 65504.0
+
+
+class AttentionArguments(NamedTuple):
+    """Arguments of an attention's forward, as diffusers names them."""
+
+    hidden_states: torch.Tensor
+    encoder_hidden_states: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    rotary_emb: Any = None
+    """What the model passes for RoPE, under any of its names."""
+    encoder_hidden_states_mask: torch.Tensor | None = None
+
+
+class AttentionInput(NamedTuple):
+    """What a self-attention attends with."""
+
+    hidden_states: torch.Tensor
+    """(B, N, hidden size)."""
+    context: torch.Tensor | None = None
+    """(B, n, channels): extra tokens passed on their own; ``hidden_states`` are then without them."""
+    rotary: Rotary | None = None
+    """(cos, sin) of all tokens, each (1 or B, N, 1, D)."""
+    key_mask: torch.Tensor | None = None
+    """(B, N) of all tokens, see :func:`key_padding_mask`."""
+    rotary_by_head: Rotary | None = None
+    """(cos, sin), each (1 or B, N, H, D), in place of ``rotary`` where heads turn by different angles."""
+    frames_in_block: int | None = None
+    """Frames per block of a block-causal mask: no query may see a later block."""
+
+
+class AttentionAdapter:
+    """Self-attention over the tokens of the grid alone, beside a cross-attention: Wan's, SANA's, DiT's.
+
+    Adapters have no state. They expect ``to_q``, ``to_k``, ``to_v``, ``to_out``, optional ``norm_q`` and ``norm_k``,
+    and ``heads``, as diffusers' ``Attention`` and its relatives have them.
+
+    Args:
+        rotary_argument: name under which the model's own processors take RoPE.
+    """
+
+    has_extra: ClassVar[bool] = False
+    """Whether there are extra tokens."""
+    rope_by_head: ClassVar[bool] = False
+    """Whether RoPE turns each head by different angles; :meth:`project` then applies it, before the feature map."""
+    idle: ClassVar[tuple[str, ...]] = ()
+    """Attributes of an attention that do not run while it is patched."""
+
+    def __init__(self, rotary_argument: str = "rotary_emb") -> None:
+        self.rotary_argument = rotary_argument
+
+    def heads(self, attn: Any) -> tuple[int, int]:
+        """Number of heads and head dim."""
+        return int(attn.heads), int(attn.inner_dim) // int(attn.heads)
+
+    def query_projection(self, attn: Any) -> Any:
+        """The linear layer that makes the queries."""
+        return attn.to_q
+
+    def output_projection(self, attn: Any) -> Any:
+        """The linear layer after the heads; None in blocks where another layer projects them."""
+        found = getattr(attn, "to_out", None)
+        return found[0] if found is not None else None
+
+    def projections(self, attn: Any) -> list[nn.Module]:
+        """All linear layers that the attention runs."""
+        fused, apart = ("to_qkv", "to_added_qkv"), ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+        names = (*(fused if attn.fused_projections else apart), "to_add_out")
+        found = [getattr(attn, name, None) for name in names]
+        return [module for module in (*found, self.output_projection(attn)) if module is not None]
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionArguments:
+        """What the attention's forward was called with, as a hook gets it."""
+        given = {name: value for name, value in kwargs.items() if name in AttentionArguments._fields}
+        rotary = next((kwargs[name] for name in _ROTARY_NAMES if kwargs.get(name) is not None), None)
+        given |= {"rotary_emb": rotary} if rotary is not None else {}
+        return AttentionArguments(*args, **given)
+
+    def is_cross_attention(self, arguments: AttentionArguments) -> bool:
+        """Whether this call is cross-attention, which is never patched."""
+        return arguments.encoder_hidden_states is not None
+
+    def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
+        """Interpret the arguments of a call.
+
+        Raises:
+            ValueError: a mask that is no key-padding mask.
+        """
+        given = AttentionInput(arguments.hidden_states, self.context(arguments), key_mask=self.key_mask(arguments))
+        rotary = self.rotary(attn, arguments)
+        return given._replace(rotary_by_head=rotary) if self.rope_by_head else given._replace(rotary=rotary)
+
+    def context(self, arguments: AttentionArguments) -> torch.Tensor | None:
+        """Extra tokens that are passed on their own."""
+        return None
+
+    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+        """(B, N) of all tokens; by default ``attention_mask`` covers them all.
+
+        Raises:
+            ValueError: a mask that is no key-padding mask.
+        """
+        mask = arguments.attention_mask
+        return None if mask is None else key_padding_mask(mask, len(arguments.hidden_states), _count(arguments))
+
+    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+        """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D); None for none.
+
+        By default complex numbers (N or B, N, D / 2), tables (N, D), or tables that already have this shape. With
+        :attr:`rope_by_head` each is (1 or B, N, H, D).
+        """
+        rotary = arguments.rotary_emb
+        if isinstance(rotary, torch.Tensor):
+            return rotary_of_complex(rotary)
+        if rotary is None or rotary[0].ndim != 2:
+            return rotary
+        return rotary[0][None, :, None], rotary[1][None, :, None]
+
+    def check_order(self, given: AttentionInput, config: MHLAConfig | None) -> None:
+        """Raise unless a patch sees of later frames what the model lets it see, by default all of them.
+
+        Args:
+            given: input of the attention.
+            config: of the patch; None of an attention that is not patched yet.
+        """
+
+    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+        """How many extra tokens stand before and after those of the grid.
+
+        Args:
+            given: input of the attention.
+            tokens: of the grid, as many as this process has.
+
+        Raises:
+            ValueError: the attention has other tokens than the grid.
+        """
+        count = given.hidden_states.shape[1]
+        if count != tokens:
+            raise ValueError(
+                f"The token grid holds {tokens} tokens, but the attention got {count}. Was the processor made for "
+                "another resolution, or are the tokens split over processes? transformer.enable_parallelism() is what "
+                "tells MHLA of processes; calibration and what else looks into attentions runs on one, before that."
+            )
+        return 0, 0
+
+    def project(self, attn: Any, given: AttentionInput) -> Projected:
+        """Query, key and value of all tokens, turned already where :attr:`rope_by_head`.
+
+        Under autocast a norm may give float32 where the projections give the lower type; all three then take the lower
+        one, as those of ``scaled_dot_product_attention`` do.
+        """
+        query, key, value = project_tokens(attn, given.hidden_states)
+        if given.rotary_by_head is not None:
+            table = rotary_table(given.rotary_by_head)
+            query, key = rotated(query, table), rotated(key, table)
+        return lowered((query, key, value))
+
+    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+        """What the attention returns, from the output of its heads for all tokens (B, N, H, D)."""
+        output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
+        if getattr(attn, "residual_connection", False):
+            output = output + given.hidden_states
+        factor = getattr(attn, "rescale_output_factor", 1.0)
+        if factor != 1:
+            output = output / factor
+        return finite(output)
+
+    def run(self, processor: Callable[..., Any], attn: Any, arguments: AttentionArguments) -> Any:
+        """What one of the model's own processors returns."""
+        named = {name: value for name, value in arguments._asdict().items() if value is not None}
+        if "rotary_emb" in named:
+            named[self.rotary_argument] = named.pop("rotary_emb")
+        return processor(attn, **named)
+
+    def heads_output(self, returned: Any) -> torch.Tensor:
+        """Output of the heads of an attention without an output projection, from what it returns."""
+        output: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return output
+
+
+class JointAdapter(AttentionAdapter):
+    """Joint attention: the context, text as a rule, stands in one sequence with the tokens of the grid.
+
+    A context that is an argument of its own has its own projections (``add_q_proj``, …) where the attention has them.
+    Where the attention has no such argument, as in blocks of a single stream, ``hidden_states`` holds the context.
+
+    Args:
+        context_first: whether the context stands before the tokens of the grid.
+        rotary_argument: see :class:`AttentionAdapter`.
+    """
+
+    has_extra = True
+
+    def __init__(self, context_first: bool = False, rotary_argument: str = "image_rotary_emb") -> None:
+        super().__init__(rotary_argument)
+        self.context_first = context_first
+
+    def is_cross_attention(self, arguments: AttentionArguments) -> bool:
+        """Never."""
+        return False
+
+    def context(self, arguments: AttentionArguments) -> torch.Tensor | None:
+        """The context, where it is an argument of its own."""
+        return arguments.encoder_hidden_states
+
+    def mask_of_context(self, arguments: AttentionArguments, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """(B, N), bool, from a mask (B, n) of the context alone: all tokens of the grid take part."""
+        if mask is None:
+            return None
+        return self.joined(mask.new_ones(arguments.hidden_states.shape[:2]), mask).bool()
+
+    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+        """RoPE of all tokens, from that of all or, if it is for fewer, of those without the context."""
+        rotary = super().rotary(attn, arguments)
+        if rotary is None or not (missing := _count(arguments) - rotary[0].shape[1]):
+            return rotary
+        cos, sin = rotary
+        still = cos.new_ones(len(cos), missing, *cos.shape[2:])  # no angle turns the context
+        return self.joined(cos, still), self.joined(sin, torch.zeros_like(still))
+
+    def joined(self, tokens: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """(B, N, ...) and (B, n, ...) as one sequence."""
+        return torch.cat([context, tokens] if self.context_first else [tokens, context], dim=1)
+
+    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+        """All tokens but those of the grid.
+
+        Raises:
+            ValueError: fewer tokens than the grid has, or more beside a context.
+        """
+        count = given.hidden_states.shape[1]
+        if count < tokens or (given.context is not None and count != tokens):
+            super().extra(given, tokens)
+        others = count - tokens + (given.context.shape[1] if given.context is not None else 0)
+        return (others, 0) if self.context_first else (0, others)
+
+    def project(self, attn: Any, given: AttentionInput) -> Projected:
+        """Query, key and value of all tokens, see :meth:`AttentionAdapter.project`."""
+        own = project_tokens(attn, given.hidden_states)
+        if given.context is None:
+            return lowered(own)
+        others = (project_context if _has_added(attn) else project_tokens)(attn, given.context)
+        query, key, value = (self.joined(x, y) for x, y in zip(own, others, strict=True))
+        return lowered((query, key, value))
+
+    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+        """The tokens of ``hidden_states``, and where the context is an argument of its own, the pair of both."""
+        own, of_context = getattr(attn, "to_out", None), getattr(attn, "to_add_out", None)
+        output = output.flatten(2)
+        if given.context is None:
+            return finite(_through(own, output))
+        if not _has_added(attn):
+            output, own, of_context = _through(own, output), None, None
+        count = given.context.shape[1]
+        at = count if self.context_first else output.shape[1] - count
+        first, last = output[:, :at], output[:, at:]
+        context, tokens = (first, last) if self.context_first else (last, first)
+        return finite(_through(own, tokens)), finite(_through(of_context, context))
+
+
+def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
+    """Query, key and value by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``."""
+    if attn.fused_projections:
+        projected = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+    else:
+        projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+    return _in_heads(attn, projected, attn.norm_q, attn.norm_k)
+
+
+def project_context(attn: Any, context: torch.Tensor) -> Projected:
+    """The same by the context's own projections."""
+    if attn.fused_projections:
+        projected = attn.to_added_qkv(context).chunk(3, dim=-1)
+    else:
+        projected = attn.add_q_proj(context), attn.add_k_proj(context), attn.add_v_proj(context)
+    return _in_heads(attn, projected, attn.norm_added_q, attn.norm_added_k)
+
+
+def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, norm_key: Any) -> Projected:
+    """(B, N, H * D) to (B, N, H, D), normed; a norm across heads acts before the split, any other after it."""
+
+    def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        weight = getattr(norm, "weight", None)
+        if weight is not None and weight.numel() == x.shape[-1]:
+            return norm(x).unflatten(-1, (attn.heads, -1))
+        x = x.unflatten(-1, (attn.heads, -1))
+        return x if norm is None else norm(x)
+
+    query, key, value = projected
+    return normed(query, norm_query), normed(key, norm_key), normed(value, None)
+
+
+def lowered(projected: Projected) -> Projected:
+    """Query, key and value in the type of autocast, where it is on."""
+    query, key, value = projected
+    device = value.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
+        lower = torch.get_autocast_dtype(device)
+        return query.to(lower), key.to(lower), value.to(lower)
+    return query, key, value
+
+
+def finite(output: torch.Tensor) -> torch.Tensor:
+    """Clip float16 to its range, as diffusers' own linear attention does: infinity would spread."""
+    return output.clip(-_FLOAT16_MAX, _FLOAT16_MAX) if output.dtype == torch.float16 else output
+
+
+def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+    """The (B, N) mask of ``mhla_attention`` from the mask that diffusers passes to an attention.
+
+    A bias that softmax attention adds to the scores of a key multiplies the key's weight by its exponential, which
+    linear attention can do as well; a mask that differs between queries it cannot.
+
+    Raises:
+        ValueError: if the mask is not the same for every query, or holds integers.
+    """
+    shape = tuple(attention_mask.shape)
+    if shape not in ((batch, tokens), (batch, 1, tokens), (batch, 1, 1, tokens)):
+        raise ValueError(
+            f"MHLA honours key-padding masks of shape ({batch}, {tokens}), ({batch}, 1, {tokens}) or "
+            f"({batch}, 1, 1, {tokens}); got {shape}. A mask that differs between queries has no linear form: "
+            "keep softmax attention in this layer with layers=[...]."
+        )
+    if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+        raise ValueError(
+            f"A mask of {attention_mask.dtype} is ambiguous; give bool (True takes part) or the floating point bias "
+            "that softmax attention would add, for example mask.bool()."
+        )
+    mask = attention_mask.reshape(batch, tokens)
+    if mask.dtype == torch.bool:
+        return mask
+    # as in softmax, only differences between the keys of a sample count
+    return (mask.float() - mask.float().amax(dim=-1, keepdim=True)).exp()
+
+
+def _count(arguments: AttentionArguments) -> int:
+    """Tokens of the sequence that joint attention works on, and of other attentions with their own tokens alone."""
+    context = arguments.encoder_hidden_states
+    return int(arguments.hidden_states.shape[1]) + (int(context.shape[1]) if context is not None else 0)
+
+
+def _has_added(attn: Any) -> bool:
+    return getattr(attn, "add_q_proj", None) is not None
+
+
+def _through(projection: Any, output: torch.Tensor) -> torch.Tensor:
+    """Through an output projection, one or a linear layer and dropout, if there is one."""
+    for module in projection if isinstance(projection, nn.ModuleList) else [projection]:
+        output = module(output) if module is not None else output
+    return output
