@@ -28,7 +28,7 @@ from ..training import (
 )
 from ..training.config import Trainable
 from ..training.latents.data import stack_samples
-from ..training.validation import Sampler, ValidationLoss
+from ..training.validation import Sampler, validation_loss
 
 DIFFUSION = ObjectiveWeights(diffusion=1.0)
 """The loss that the model was trained with, alone."""
@@ -131,9 +131,9 @@ class Adaptation:
         """The training loss of every held-out sample."""
         # any configuration without a patch will do: only the data's split, the seed and the timesteps are read
         settings = self.config(Recipe(1, objectives=DIFFUSION), None, Path())
-        loss, device = ValidationLoss(self.data, _process(pipe.transformer), settings), torch.device(self.device)
-        count = self.held_out
-        return [float(loss.sum_over_samples(pipe.transformer, device, index, count)) for index in range(count)]
+        transformer, device, count = pipe.transformer, torch.device(self.device), self.held_out
+        given = (transformer, self.data, _process(transformer), settings, device)
+        return [float(validation_loss(*given, index, count)) for index in range(count)]
 
     def batch(self, transformer: Any, samples: Sequence[int], quantiles: torch.Tensor) -> NoisedBatch:
         """Some samples with always the same noise.

@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import Sample, get_family
 from .config import ContextParallel, StageConfig, TrainingConfig
+from .distributed import Groups, parts_gathered, split
 from .objectives import Objectives
-from .sharding import parts_gathered
-from .splitting import Groups, split
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, set_trainable
 

@@ -16,14 +16,14 @@ from ..files import read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..patching import apply_mhla, load_mhla
 from ..patching.record import read_record
+from .checks import check_enough, check_fits, check_start
 from .config import TrainingConfig
 from .estimate import Estimate, estimate
 from .latents.cache import INDEX_NAME, LatentCache
-from .latents.data import InMemoryData, check_enough
+from .latents.data import InMemoryData
 from .latents.encode import encode_folder, model_header
 from .latents.sources import find_media
 from .loop import TrainingResult, train
-from .run import Start, check_fits
 from .validation import PromptSampler
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
         FileNotFoundError: no such model, data or checkpoint.
         ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
     """
-    Start.of(config, resume)
+    check_start(config, resume)
     run = ResolvedRun.of(config)
     data = run.open_data()
     check_fits(run.without_weights(), data, config)

@@ -1,21 +1,35 @@
-"""The training loop."""
+"""The training loop: a run through its stages, from the first update to the result."""
 
 import logging
+import math
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
+from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from ..devices import launched_on_cpus, launched_processes
+from ..families import NoisedBatch, get_family
+from .checks import check_enough, check_fits, check_start
 from .config import TrainingConfig
-from .latents.data import TrainingData, check_enough
-from .run import Run, Start, check_fits
-from .validation import Sampler
+from .distributed import Groups, gathered, meta_copy, placed_like, shard, sharding_is_asked_for, split
+from .latents.data import NoisedBatches, TrainingData
+from .latents.times import frames_together
+from .objectives import LOSSES, Objectives
+from .optimizer import load_optimizer_state, make_optimizer, make_schedule, optimizer_state
+from .run_folder import CheckpointError, RunFolder, RunState, Tensors, TrainingDivergedError, load_checkpoint
+from .teacher import Teacher
+from .trainable import add_adapters, changed_names, make_trainable, trainable_names
+from .validation import Sampler, calibrate_fresh, validation_loss
 
 logger = logging.getLogger(__name__)
 
@@ -65,38 +79,409 @@ def train(
         CheckpointError: the last checkpoint or the result could not be written.
         KeyboardInterrupt: Ctrl-C a second time, before the checkpoint of the first was written.
     """
-    start = Start.of(config, resume)
+    checkpoint = check_start(config, resume)
     check_fits(transformer, data, config)
     check_enough(data, config)
-    run = Run(transformer, data, config, start, sampler)
-    last_stage = len(config.stages) - 1
+    run = _Run(transformer, data, config, checkpoint, sampler)
     stop = _StopRequest()
     result = None
-    with run.at_work(), stop.listening():
+    with run.recording(), stop.listening():
         for stage in range(len(config.stages)):
-            end = config.end_of(stage)
-            if run.step >= end and stage != last_stage:
+            end, is_last = config.end_of(stage), stage == len(config.stages) - 1
+            if run.step >= end and not is_last:
                 continue  # done before the run was resumed
-            with run.stage(stage) as training:
+            with run.stage(stage):
                 if run.step == 0:
-                    run.validate(training)
+                    run.validate()
                 batches = run.batches.from_step(run.step)
                 while run.step < end:
-                    update = training.update(batches, stop.made)
-                    run.record(update, stage)
-                    if run.is_due(config.validation.every):
-                        run.validate(training)
+                    must_stop = run.update(batches, stop.made)
+                    if run.step % config.validation.every == 0 or run.step == config.total_steps:
+                        run.validate()
                     if run.step == config.total_steps:
-                        run.check_end(training)  # before a last checkpoint takes the place of a good one
-                    must_save = update.stop or run.step == end
+                        run.check_end()  # before a last checkpoint takes the place of a good one
+                    must_save = must_stop or run.step == end
                     if must_save or run.step % config.checkpoint_every == 0:
-                        run.save(training, must_succeed=must_save)
-                    if update.stop and run.step < config.total_steps:
+                        run.save(must_succeed=must_save)
+                    if must_stop and run.step < config.total_steps:
                         logger.warning("Stopped by a signal after step %d; resume with --resume latest.", run.step)
                         return TrainingResult(run.step, finished=False, result=None)
-                if stage == last_stage:
-                    result = run.export(training)
+                if is_last:
+                    result = run.export()
     return TrainingResult(run.step, finished=True, result=result)
+
+
+class _Run:
+    """A run from its first or its resumed update on: what all stages share, and the stage that it is in.
+
+    Raises:
+        ValueError: a tracker that is not installed, processes that do not find each other, or a checkpoint that is
+            damaged or of another run.
+    """
+
+    def __init__(
+        self,
+        transformer: Any,
+        data: TrainingData,
+        config: TrainingConfig,
+        checkpoint: Path | None,
+        sampler: Sampler | None,
+    ) -> None:
+        self.config, self._data, self._sampler = config, data, sampler
+        self._folder = RunFolder(config.output)
+        self._accelerator = _make_accelerator(config)
+        self._device: torch.device = self._accelerator.device
+        self._is_first: bool = self._accelerator.is_main_process
+        # a process that was started without a launcher has nobody to share with
+        self._sharded = sharding_is_asked_for(config) and torch.distributed.is_initialized()
+        # whole weights may not fit on the device, so sharding brings them there part by part
+        self._transformer = transformer if self._sharded else transformer.to(self._device)
+        self._family = get_family(transformer)
+        self._process = self._family.process(transformer, config.flow_shift)
+        processes, index = self._accelerator.num_processes, self._accelerator.process_index
+        self._groups = groups = Groups.of(config.context_parallel, index, processes)
+        # the processes of a group get the same batches, each with its noise and time
+        self.batches = NoisedBatches(
+            data, self._process, config, self._device, groups.rank, groups.count, frames_together(transformer)
+        )
+        self._state = RunState(
+            step=0,
+            skipped_in_row=0,
+            samples_per_update=config.batch_size * config.gradient_accumulation * groups.count,
+            training_samples=self.batches.training_samples,
+            config=config.to_dict(),
+        )
+        # a model to be sharded is still on the CPU, where it would take too long; it begins with λ and β as they are
+        if checkpoint is None and not self._sharded:
+            calibrate_fresh(transformer, data, self._process, config)
+        self._validation_loss: float | None = None
+
+        for stage in config.stages:
+            if stage.lora_rank is not None:
+                add_adapters(transformer, stage.lora_rank, config.seed)
+        self._changed = changed_names(transformer, config.stages)
+        transformer.train()
+        self._family.prepare_for_training(transformer)
+        if config.gradient_checkpointing:
+            transformer.enable_gradient_checkpointing()
+        if self._sharded:
+            self._unsharded = meta_copy(transformer)
+            make_trainable(transformer, self._changed)
+            shard(transformer, self._device, processes)
+        if groups.size > 1:  # after the calibration, which takes whole attentions
+            split(transformer, config.context_parallel, self._device, groups)
+        # before the checkpoint's weights take the place of the original ones
+        self._teacher = Teacher(transformer, self._changed) if config.needs_teacher else None
+        self._loaded: dict[str, Tensors] = {}
+        if checkpoint is not None:
+            self._load(checkpoint)
+
+    @property
+    def step(self) -> int:
+        """Updates done, over all stages."""
+        return self._state.step
+
+    def _load(self, checkpoint: Path) -> None:
+        saved, self._loaded = load_checkpoint(checkpoint)
+        # settings that are younger than the checkpoint have their defaults there
+        saved = replace(saved, config=TrainingConfig.from_dict(saved.config).to_dict())
+        self._state.check_same_run(saved, checkpoint)
+        self._state = replace(self._state, step=saved.step, skipped_in_row=saved.skipped_in_row)
+        parameters = dict(self._transformer.named_parameters())
+        with torch.no_grad():
+            for name, value in self._loaded["weights"].items():
+                if self._sharded:
+                    parameters[name].copy_(placed_like(value, parameters[name]))
+                else:  # frozen so far, perhaps in bfloat16, while the trained values are float32
+                    parameters[name].data = value.to(parameters[name].device)
+        logger.info("Resuming from %s.", checkpoint)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the context metrics and progress are recorded."""
+        from tqdm.auto import tqdm
+
+        if self._is_first:
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+            self._folder.keep_metrics_until(self.step)
+        self._accelerator.wait_for_everyone()
+        self._accelerator.init_trackers("mhla")
+        self._progress = tqdm(
+            total=self.config.total_steps,
+            initial=self.step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not self._is_first,
+        )
+        try:
+            with self._progress:
+                yield
+        finally:
+            self._accelerator.end_training()
+
+    @contextmanager
+    def stage(self, index: int) -> Iterator[None]:
+        """Within the context a stage is trained, from where an earlier run left it.
+
+        By one process, under DistributedDataParallel, or with weights in parts (FSDP2).
+        """
+        from diffusers.training_utils import EMAModel
+
+        config, stage, accelerator = self.config, self.config.stages[index], self._accelerator
+        first_step = self.step - (config.end_of(index) - stage.steps)
+        names = set(trainable_names(self._transformer, stage.trainable))
+        if not self._sharded:  # else all that any stage trains takes gradients already
+            make_trainable(self._transformer, names)
+        self._stage = index
+        self._trained = {name: p for name, p in self._transformer.named_parameters() if name in names}
+        self._optimizer = make_optimizer(
+            self._transformer,
+            self._trained,
+            learning_rate=stage.learning_rate,
+            mixing_learning_rate=stage.mixing_learning_rate,
+            weight_decay=config.weight_decay,
+            kind=config.optimizer,
+        )
+        # the model is what predicts while it is trained
+        self._model, prepared = self._transformer, None
+        if self._sharded:
+            prepared = accelerator.prepare_optimizer(self._optimizer)
+        else:
+            self._model, prepared = accelerator.prepare(self._transformer, self._optimizer)
+        self._prepared = prepared
+        self._schedule = make_schedule(self._optimizer, stage, first_step)
+        self._average = EMAModel(self._trained.values(), decay=config.ema_decay) if config.ema_decay else None
+        self._objectives = Objectives(
+            stage.objectives,
+            self._process,
+            self._transformer,
+            self._teacher,
+            accelerator.autocast,
+            self._groups.size,
+            self._sharded,
+        )
+        if first_step > 0:
+            load_optimizer_state(self._optimizer, self._trained, self._loaded["optimizer"])
+            if self._average is not None:
+                average = self._loaded["ema"]
+                self._average.shadow_params = [placed_like(average[name], p) for name, p in self._trained.items()]
+                self._average.optimization_step = int(average["updates"])
+        self._loaded = {}
+        try:
+            yield
+        finally:  # free the optimizer and undo the wrapping, so that another stage can begin
+            accelerator.free_memory(self._prepared)
+            if not self._sharded:
+                accelerator.unwrap_model(self._model, keep_fp32_wrapper=False)
+
+    def update(self, batches: Iterator[NoisedBatch], stop: bool) -> bool:
+        """One optimizer update, recorded. It is skipped, and counts, if loss or gradient is not finite.
+
+        Args:
+            batches: gives the batch of every forward.
+            stop: whether this process wants to stop.
+
+        Returns:
+            Whether any process wants to stop.
+
+        Raises:
+            TrainingDivergedError: too many were skipped in a row.
+        """
+        accelerator, objectives = self._accelerator, self._objectives
+        started, tokens, rate = time.perf_counter(), 0, float(self._schedule.get_last_lr()[0])
+        totals = torch.zeros(len(LOSSES), device=self._device)
+        for _ in range(self.config.gradient_accumulation):
+            batch = next(batches)
+            grid = self._family.token_grid(self._transformer, batch.hidden_states)
+            tokens += len(batch.latents) * math.prod(grid)
+            with accelerator.accumulate(self._model):
+                if self._sharded:
+                    self._model.set_requires_gradient_sync(accelerator.sync_gradients)
+                losses = objectives.backward(self._model, batch, accelerator.backward)
+            totals += losses / self.config.gradient_accumulation
+        stops = torch.tensor([float(stop)], device=self._device)
+        *means, wishes = accelerator.reduce(torch.cat([totals, stops]), reduction="mean").tolist()
+        if not self._sharded and not objectives.weights.need_prediction:
+            # attention transfer runs layers by themselves, which DistributedDataParallel does not see
+            for parameter in self._trained.values():
+                if parameter.grad is not None:
+                    parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")
+        norm = accelerator.clip_grad_norm_(self._trained.values(), self.config.max_gradient_norm)
+        gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        skipped = not (math.isfinite(means[0]) and math.isfinite(gradient_norm))
+        if not skipped:
+            self._prepared.step()
+            if self._average is not None:
+                self._average.step(self._trained.values())
+        self._transformer.zero_grad()
+        self._schedule.step()
+
+        weights = {"loss": 1.0, **vars(objectives.weights)}
+        values = {name: loss for name, loss in zip(LOSSES, means, strict=True) if weights[name]}
+        values |= {"gradient_norm": gradient_norm, "learning_rate": rate}
+        speed = tokens * self._groups.count / (time.perf_counter() - started)
+        self._state = state = self._state.after_update(skipped)
+        if skipped:
+            numbers = (state.step, means[0], gradient_norm)
+            logger.warning("Step %d was skipped: not finite (loss %.4g, gradient norm %.4g).", *numbers)
+        if state.skipped_in_row > self.config.max_skipped:
+            raise self._diverged(f"{state.skipped_in_row} updates in a row, up to step {state.step}, were skipped")
+        if self._is_first:
+            self._folder.add_metrics({"step": state.step, "stage": self._stage, **values, "skipped": skipped})
+            accelerator.log({**values, "tokens_per_second": speed}, step=state.step)
+            self._progress.update(state.step - self._progress.n)
+            self._progress.set_postfix(loss=f"{means[0]:.4g}", lr=f"{rate:.3g}", tokens_per_s=f"{speed:.3g}")
+        return bool(wishes > 0)
+
+    def validate(self) -> None:
+        """Measure the loss on held-out samples and generate samples, as far as the settings ask for either."""
+        with self._averaged_weights(), self._accelerator.autocast():
+            if self.config.validation.samples:
+                self._measure_validation_loss()
+            if self._sampler is not None and self._is_first:
+                self._sampler(self._transformer, self._folder.path / "samples" / f"step-{self.step:08d}")
+            elif self._sampler is not None and (self._sharded or self._groups.size > 1):
+                with TemporaryDirectory() as folder:  # the first process needs the others' weights or tokens
+                    self._sampler(self._transformer, Path(folder))
+        self._accelerator.wait_for_everyone()
+
+    def _measure_validation_loss(self) -> None:
+        groups = self._groups
+        total = validation_loss(
+            self._model, self._data, self._process, self.config, self._device, groups.rank, groups.count
+        )
+        # the processes of a group have the same losses
+        summed = float(self._accelerator.reduce(total, reduction="sum")) / groups.size
+        self._validation_loss = loss = summed / self.config.validation.samples
+        if self._is_first:
+            self._folder.add_metrics({"step": self.step, "validation_loss": loss})
+            self._accelerator.log({"validation_loss": loss}, step=self.step)
+        logger.info("Validation loss %.5f after step %d.", loss, self.step)
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Within the context the model has the moving average of its weights, where one is kept."""
+        if self._average is None:
+            yield
+            return
+        self._average.store(self._trained.values())
+        self._average.copy_to(self._trained.values())
+        try:
+            yield
+        finally:
+            self._average.restore(self._trained.values())
+
+    def check_end(self) -> None:
+        """Raise unless the run has ended with a model of which nothing bad is known.
+
+        One skipped update is enough if it is the last one, since no later update shows that the weights still work.
+
+        Raises:
+            TrainingDivergedError: something is not finite.
+        """
+        parameters = dict(self._transformer.named_parameters())
+        with self._averaged_weights():
+            parts = [parameters[name] for name in self._changed]
+            parts = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
+            finite = torch.stack([part.isfinite().all() for part in parts]).all()
+        broken = float(self._accelerator.reduce((~finite).float(), reduction="sum"))
+        loss, skipped = self._validation_loss, self._state.skipped_in_row
+        if skipped:
+            raise self._diverged(f"all updates after step {self.step - skipped} were skipped")
+        if broken:
+            raise self._diverged(f"weights after step {self.step} are not finite")
+        if loss is not None and not math.isfinite(loss):
+            raise self._diverged(f"the validation loss after step {self.step} is {loss}")
+
+    def _diverged(self, what: str) -> TrainingDivergedError:
+        # that an update was not skipped shows that the weights before it worked, but says nothing of those after it
+        good = self._folder.last_before(self.step - self._state.skipped_in_row)
+        from_there = (
+            f"{good} is the last good checkpoint: if a sample of the data is at fault, mend it and resume from there "
+            f"with --resume {good}."
+            if good is not None
+            else f"{self._folder.path} holds no good checkpoint."
+        )
+        return TrainingDivergedError(
+            f"Training has diverged: {what}. Updates are skipped where loss or gradient is not finite. Lower the "
+            f"learning rate or lengthen the warm-up, and start again in another output folder. {from_there}"
+        )
+
+    def save(self, must_succeed: bool) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written and must be; else that is logged.
+        """
+        if self._is_first or self._sharded:  # of weights in parts all processes have to give theirs
+            parameters = dict(self._transformer.named_parameters())
+            tensors = {
+                "weights": {name: gathered(parameters[name]) for name in self._changed},
+                "optimizer": optimizer_state(self._optimizer, self._trained),
+            }
+            if self._average is not None:
+                shadows = zip(self._trained, self._average.shadow_params, strict=True)
+                tensors["ema"] = {name: gathered(shadow) for name, shadow in shadows}
+                tensors["ema"]["updates"] = torch.tensor(self._average.optimization_step)
+        if self._is_first:
+            try:
+                self._folder.save(self._state, tensors, self.config.keep_checkpoints)
+            except CheckpointError as error:
+                if must_succeed:
+                    raise
+                logger.error("%s Training goes on; the earlier checkpoints are kept.", error)
+        self._accelerator.wait_for_everyone()
+
+    def export(self) -> Path:
+        """Write the result and return its folder.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        with self._averaged_weights():
+            whole = self._transformer
+            if self._sharded:
+                state = {name: gathered(tensor) for name, tensor in whole.state_dict().items()}
+                whole = self._unsharded
+                if self._is_first:
+                    whole.load_state_dict(state, assign=True)
+            if self._is_first:
+                self._folder.export(whole, self.config)
+        self._accelerator.wait_for_everyone()
+        return self._folder.result
+
+
+def _make_accelerator(config: TrainingConfig) -> Any:
+    """An ``Accelerator`` for the settings; where it runs is up to the launcher.
+
+    Raises:
+        ValueError: if the tracker is not installed, or accelerate does not join the processes that were launched.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import AutocastKwargs, is_tensorboard_available, is_wandb_available
+
+    available = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
+    if config.tracker is not None and not available[config.tracker]():
+        raise ValueError(
+            f"tracker={config.tracker} is not installed: pip install {config.tracker}, or set tracker: null. "
+            "metrics.jsonl holds the same numbers."
+        )
+    accelerator = Accelerator(
+        cpu=launched_on_cpus(),
+        gradient_accumulation_steps=config.gradient_accumulation,
+        mixed_precision=config.precision,
+        log_with=config.tracker,
+        project_dir=config.output,
+        # a cache would hold a bfloat16 copy of all trained weights through the forward, where each is used once
+        kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
+    )
+    if accelerator.num_processes != launched_processes():
+        raise ValueError(
+            f"WORLD_SIZE says that {launched_processes()} processes were launched, but accelerate has joined "
+            f"{accelerator.num_processes}, and each would train by itself into {config.output}. Start them with "
+            "accelerate launch finetune/adapt.py …, or unset WORLD_SIZE to train with one process."
+        )
+    return accelerator
 
 
 class _StopRequest:

@@ -19,6 +19,9 @@ from .trainable import patched_attentions
 LOSSES = ("loss", "diffusion", "distillation", "transfer")
 """The weighted sum, and its parts."""
 
+Backward = Callable[[torch.Tensor], None]
+"""Accumulates the gradients of a loss."""
+
 
 @dataclass(frozen=True)
 class Objectives:
@@ -38,7 +41,7 @@ class Objectives:
     in_parts: bool = False
     """Whether the transformer is sharded."""
 
-    def backward(self, model: nn.Module, batch: NoisedBatch, backward: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def backward(self, model: nn.Module, batch: NoisedBatch, backward: Backward) -> torch.Tensor:
         """Run one batch forward and backward.
 
         Where tokens are split between processes, those of a group each add the gradient by way of their own tokens,
@@ -54,34 +57,32 @@ class Objectives:
         Returns:
             The losses in the order of ``LOSSES``, without gradient: float32 (4,).
         """
-        weights = self.weights
-
-        def of_transfer(loss: torch.Tensor) -> None:
-            with without_autocast(loss.device):  # gradients in the types of the forward, as without transfer
-                backward(weights.transfer * loss)
-
-        parts = torch.zeros(len(LOSSES), device=batch.latents.device)
-        target = None
+        weights, target = self.weights, None
+        diffusion = distillation = transfer = torch.zeros((), device=batch.latents.device)
         if self.teacher is not None and weights.need_teacher:
             with self.autocast():
                 if weights.transfer:
-                    transfer = transfer_attention_in_parts if self.in_parts else transfer_attention
-                    parts[3], target = transfer(self.transformer, self.teacher, batch, of_transfer)
+                    transfer, target = self._transfer(self.teacher, batch, backward)
                 else:
                     target = teacher_prediction(self.transformer, self.teacher, batch)
         if weights.need_prediction:
             with self.autocast():
                 prediction = predict(model, batch)
-            loss = torch.zeros((), device=prediction.device)
             if weights.diffusion:
-                part = diffusion_loss(self.process, prediction, batch)
-                loss, parts[1] = loss + weights.diffusion * part, part.detach()
+                diffusion = self.process.loss(prediction, batch).mean()
             if target is not None and weights.distillation:
-                part = distillation_loss(prediction, target)
-                loss, parts[2] = loss + weights.distillation * part, part.detach()
-            backward(self.processes * loss)
-        parts[0] = weights.diffusion * parts[1] + weights.distillation * parts[2] + weights.transfer * parts[3]
-        return parts
+                distillation = distillation_loss(prediction, target)
+            backward(self.processes * (weights.diffusion * diffusion + weights.distillation * distillation))
+        diffusion, distillation, transfer = diffusion.detach(), distillation.detach(), transfer.detach()
+        loss = weights.diffusion * diffusion + weights.distillation * distillation + weights.transfer * transfer
+        return torch.stack([loss, diffusion, distillation, transfer])
+
+    def _transfer(self, teacher: Teacher, batch: NoisedBatch, backward: Backward) -> tuple[torch.Tensor, torch.Tensor]:
+        def weighted(loss: torch.Tensor) -> None:
+            with without_autocast(loss.device):  # gradients in the types of the forward, as without transfer
+                backward(self.weights.transfer * loss)
+
+        return transfer_attention(self.transformer, teacher, batch, weighted, self.in_parts)
 
 
 def teacher_prediction(transformer: nn.Module, teacher: Teacher, batch: NoisedBatch) -> torch.Tensor:
@@ -100,21 +101,12 @@ def attention_loss(output: Any, expected: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return (output.float() - expected.float()).square().mean()
     losses = torch.stack([attention_loss(found, wanted) for found, wanted in zip(output, expected, strict=True)])
-    return (losses * losses.new_tensor([wanted.numel() for wanted in expected])).sum() / sum(
-        x.numel() for x in expected
-    )
-
-
-def diffusion_loss(process: DiffusionProcess, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
-    """The loss that the model was trained with: float32 ()."""
-    return process.loss(prediction, batch).mean()
+    sizes = [wanted.numel() for wanted in expected]
+    return (losses * losses.new_tensor(sizes)).sum() / sum(sizes)
 
 
 def transfer_attention(
-    transformer: nn.Module,
-    teacher: Teacher,
-    batch: NoisedBatch,
-    backward: Callable[[torch.Tensor], None],
+    transformer: nn.Module, teacher: Teacher, batch: NoisedBatch, backward: Backward, in_parts: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention transfer and, on the way, the teacher's prediction.
 
@@ -122,64 +114,43 @@ def transfer_attention(
     ``backward`` is called with the mean squared error of the two outputs, divided by the number of layers. So at most
     one layer's activations are held, and no gradient passes from one layer to another.
 
-    Args:
-        transformer: the patched transformer.
-        teacher: its teacher.
-        batch: what to run on.
-        backward: accumulates the gradients of one layer's share of the loss.
+    In the middle of the forward of a sharded transformer the weights of the block are the teacher's, and a backward
+    pass would take them away. So with ``in_parts`` the teacher runs to its end first, and inputs and outputs of all
+    layers are held until MHLA has run.
 
     Returns:
         The mean over layers of the mean squared error, float32 () without gradient, and the teacher's output.
     """
     attentions = patched_attentions(transformer)
     total = torch.zeros((), device=batch.latents.device)
-
-    def compare(name: str) -> Callable[..., None]:
-        def hook(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            nonlocal total
-            with teacher.student_attention(name):
-                loss = attention_loss(attn.forward(*args, **kwargs), output) / len(attentions)
-                backward(loss)
-            total = total + loss.detach()
-
-        return hook
-
-    with _hooks(attentions, compare):
-        prediction = teacher_prediction(transformer, teacher, batch)
-    return total, prediction
-
-
-def transfer_attention_in_parts(
-    transformer: nn.Module,
-    teacher: Teacher,
-    batch: NoisedBatch,
-    backward: Callable[[torch.Tensor], None],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as :func:`transfer_attention` for a sharded transformer.
-
-    In the middle of the teacher's forward the weights of the block are the teacher's and a backward pass would take
-    them away. So the teacher runs to its end first, and inputs and outputs of all layers are held until MHLA has run.
-    """
-    attentions = patched_attentions(transformer)
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
 
-    def record(name: str) -> Callable[..., None]:
+    def compare(output: Any, expected: Any) -> None:
+        nonlocal total
+        loss = attention_loss(output, expected) / len(attentions)
+        backward(loss)
+        total = total + loss.detach()
+
+    def hook_of(name: str) -> Callable[..., None]:
         def hook(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            calls[name] = (args, kwargs, output)
+            if in_parts:
+                calls[name] = args, kwargs, output
+                return
+            with teacher.student_attention(name):
+                compare(attn.forward(*args, **kwargs), output)
 
         return hook
 
-    with _hooks(attentions, record):
+    with _hooks(attentions, hook_of):
         prediction = teacher_prediction(transformer, teacher, batch)
-    total = torch.zeros((), device=batch.latents.device)
-    grid = get_family(transformer).token_grid(transformer, batch.hidden_states)
-    parallel = parallel_of(getattr(transformer, "_parallel_config", None))
-    for name, attn in attentions.items():
-        args, kwargs, output = calls.pop(name)
-        with token_grid(grid, parallel):
-            loss = attention_loss(attn(*args, **kwargs), output) / len(attentions)
-        backward(loss)
-        total = total + loss.detach()
+    if in_parts:
+        grid = get_family(transformer).token_grid(transformer, batch.hidden_states)
+        parallel = parallel_of(getattr(transformer, "_parallel_config", None))
+        for name, attn in attentions.items():
+            args, kwargs, output = calls.pop(name)
+            with token_grid(grid, parallel):
+                found = attn(*args, **kwargs)
+            compare(found, output)
     return total, prediction
 
 

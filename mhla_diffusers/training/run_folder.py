@@ -10,10 +10,9 @@
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from safetensors.torch import load_file
 
 from ..files import check_hash, file_hash, read_json, write_json, write_tensors, write_text, write_whole_folder
 from ..generation.pipelines import LORA_FILE
-from ..patching import save_mhla
-from ..patching.record import Weights
+from ..patching import Weights, save_mhla
 from .config import TrainingConfig
 from .trainable import is_adapter
 
@@ -49,6 +47,14 @@ _FREE_TO_CHANGE = {
 The number of samples per update and of training samples is compared by itself."""
 
 
+class CheckpointError(OSError):
+    """A checkpoint could not be written."""
+
+
+class TrainingDivergedError(RuntimeError):
+    """Loss, gradient or weights are not finite, and nothing that a run could do by itself would mend them."""
+
+
 @dataclass(frozen=True)
 class RunState:
     """Where a run stands and which run it is. Random numbers need no state: they follow from the seed and the step."""
@@ -62,13 +68,21 @@ class RunState:
     config: dict[str, Any]
     """``TrainingConfig.to_dict()``."""
 
+    def after_update(self, skipped: bool) -> "RunState":
+        """The state one update later."""
+        return replace(self, step=self.step + 1, skipped_in_row=self.skipped_in_row + 1 if skipped else 0)
+
     def check_same_run(self, other: "RunState", folder: Path) -> None:
         """Raise unless ``other``, read from ``folder``, is a state of the same run.
 
         Raises:
             ValueError: naming what differs.
         """
-        mine, saved = ({**_flat(state.config), **state._sizes()} for state in (self, other))
+        sizes = ("samples_per_update", "training_samples")
+        mine, saved = (
+            _flat(state.config) | {name.replace("_", " "): getattr(state, name) for name in sizes}
+            for state in (self, other)
+        )
         different = [
             f"{name} is {mine.get(name)!r} here and {saved.get(name)!r} there"
             for name in sorted(mine.keys() | saved.keys())
@@ -79,17 +93,6 @@ class RunState:
                 f"{folder} belongs to another run: {'; '.join(different[:4])}. Resume with the configuration of that "
                 "run, or start this one in another output folder."
             )
-
-    def _sizes(self) -> dict[str, int]:
-        return {"samples per update": self.samples_per_update, "training samples": self.training_samples}
-
-
-class CheckpointError(OSError):
-    """A checkpoint could not be written."""
-
-
-class TrainingDivergedError(RuntimeError):
-    """Loss, gradient or weights are not finite, and nothing that a run could do by itself would mend them."""
 
 
 class RunFolder:
@@ -110,10 +113,7 @@ class RunFolder:
         return earlier[-1] if earlier else None
 
     def find(self, resume: str | None) -> Path | None:
-        """The checkpoint to resume from.
-
-        Args:
-            resume: "latest", the path of a checkpoint, or None to begin anew.
+        """The checkpoint to resume from: "latest", the path of one, or None to begin anew.
 
         Raises:
             ValueError: to begin anew where there are checkpoints, or the checkpoint's state is damaged.
@@ -137,13 +137,12 @@ class RunFolder:
             raise FileNotFoundError(f"Checkpoint {chosen} lacks {', '.join(missing)}. {_way_out(chosen)}")
         return chosen
 
-    def save(self, state: RunState, tensors: Mapping[str, Tensors], keep: int) -> Path:
+    def save(self, state: RunState, tensors: Mapping[str, Tensors], keep: int) -> None:
         """Write a checkpoint and remove all but the ``keep`` latest.
 
         Raises:
             CheckpointError: if it cannot be written; the earlier checkpoints stay.
         """
-        folder = self.path / "checkpoints" / f"step-{state.step:08d}"
 
         def write(aside: Path) -> None:
             hashes = {}
@@ -153,17 +152,15 @@ class RunFolder:
                 hashes[file.name] = file_hash(file)
             write_json({**asdict(state), _HASHES: hashes}, aside / _STATE)
 
-        _write_whole(folder, write)
+        _write_whole(self.path / "checkpoints" / f"step-{state.step:08d}", write)
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
-        return folder
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the metrics after a step, and a line that a killed run left unfinished."""
-        if not self.metrics.is_file():
-            return
-        kept = [json.dumps(record) for record in read_metrics(self.metrics) if record["step"] <= step]
-        write_text("".join(f"{line}\n" for line in kept), self.metrics)
+        if self.metrics.is_file():
+            kept = [json.dumps(record) for record in read_metrics(self.metrics) if record["step"] <= step]
+            write_text("".join(f"{line}\n" for line in kept), self.metrics)
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
@@ -180,12 +177,15 @@ class RunFolder:
         Raises:
             CheckpointError: if it cannot be written.
         """
+        weights: Weights = "changed" if config.model is not None else "all"
+        if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
+            weights = "mhla"
 
         def write(aside: Path) -> None:
             if config.patch is None:
                 transformer.save_pretrained(aside)
                 return
-            save_mhla(transformer, aside, weights=_weights(config), base_model=config.model)
+            save_mhla(transformer, aside, weights=weights, base_model=config.model)
             adapters = {
                 f"{config.component}.{name.replace('.default.', '.')}": parameter.detach().cpu().contiguous()
                 for name, parameter in transformer.named_parameters()
@@ -195,51 +195,6 @@ class RunFolder:
                 write_tensors(adapters, aside / LORA_FILE, {"format": "pt"})
 
         _write_whole(self.result, write)
-
-    def check_in_between(self, state: RunState, max_skipped: int) -> None:
-        """Raise if too many updates in a row were skipped.
-
-        Raises:
-            TrainingDivergedError: more than ``max_skipped``.
-        """
-        if state.skipped_in_row > max_skipped:
-            raise self._diverged(
-                f"{state.skipped_in_row} updates in a row, up to step {state.step}, were skipped", state
-            )
-
-    def check_end(self, state: RunState, weights_are_finite: bool, validation_loss: float | None) -> None:
-        """Raise unless a run has ended with a model of which nothing bad is known.
-
-        One skipped update is enough if it is the last one, since no later update shows that the weights still work.
-
-        Args:
-            state: after the last update.
-            weights_are_finite: all those that would be the result.
-            validation_loss: after the last update; None without validation.
-
-        Raises:
-            TrainingDivergedError: naming what is not finite and the last good checkpoint.
-        """
-        if state.skipped_in_row:
-            raise self._diverged(f"all updates after step {state.step - state.skipped_in_row} were skipped", state)
-        if not weights_are_finite:
-            raise self._diverged(f"weights after step {state.step} are not finite", state)
-        if validation_loss is not None and not math.isfinite(validation_loss):
-            raise self._diverged(f"the validation loss after step {state.step} is {validation_loss}", state)
-
-    def _diverged(self, what: str, state: RunState) -> TrainingDivergedError:
-        # that an update was not skipped shows that the weights before it worked, but says nothing of those after it
-        good = self.last_before(state.step - state.skipped_in_row)
-        from_there = (
-            f"{good} is the last good checkpoint: if a sample of the data is at fault, mend it and resume from there "
-            f"with --resume {good}."
-            if good is not None
-            else f"{self.path} holds no good checkpoint."
-        )
-        return TrainingDivergedError(
-            f"Training has diverged: {what}. Updates are skipped where loss or gradient is not finite. Lower the "
-            f"learning rate or lengthen the warm-up, and start again in another output folder. {from_there}"
-        )
 
 
 def load_checkpoint(folder: Path) -> tuple[RunState, dict[str, Tensors]]:
@@ -261,11 +216,7 @@ def load_checkpoint(folder: Path) -> tuple[RunState, dict[str, Tensors]]:
 
 
 def _read_state(folder: Path) -> tuple[RunState, dict[str, str | None]]:
-    """State of a checkpoint, and the SHA-256 of each of its files; None in checkpoints of earlier versions.
-
-    Raises:
-        ValueError: the state is damaged.
-    """
+    """State of a checkpoint, and the SHA-256 of each of its files; None in checkpoints of earlier versions."""
     try:
         content = read_json(folder / _STATE)
         hashes = content.pop(_HASHES, {"optimizer.safetensors": None, "weights.safetensors": None})
@@ -293,12 +244,6 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
         write_whole_folder(folder, write)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} could not be written: {error}. Is the disk full?") from error
-
-
-def _weights(config: TrainingConfig) -> Weights:
-    if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
-        return "mhla"
-    return "changed" if config.model is not None else "all"
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -25,12 +25,10 @@ _PROJECTIONS = (
 )
 """Projections of a self-attention that LoRA adapts, where the model has them."""
 
-_MIXING = (".mhla.mixing", ".mhla.linear_log_weight")
-
 
 def is_mixing(name: str) -> bool:
     """Whether a parameter is a mixing matrix, λ or β, which may have a learning rate of its own."""
-    return name.endswith(_MIXING)
+    return name.endswith((".mhla.mixing", ".mhla.linear_log_weight"))
 
 
 def patched_attentions(transformer: nn.Module) -> dict[str, Any]:

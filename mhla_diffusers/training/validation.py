@@ -1,5 +1,6 @@
-"""How the transformer in training does: its loss on held-out samples, and what it generates from prompts."""
+"""How the transformer in training does, from samples and prompts with fixed noise; and λ and β of a fresh patch."""
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,55 +11,87 @@ from torch import nn
 from ..families import Clip, DiffusionProcess, get_family, predict, unwrapped
 from ..generation.noise import generator_for
 from ..generation.record import write_sample
-from ..patching import patch_in_every_step
+from ..patching import calibrate_sparse, mhla_layers, patch_in_every_step
 from .config import TrainingConfig
 from .latents.data import TrainingData, on_device
 from .latents.times import even_quantiles, frames_together
 
+logger = logging.getLogger(__name__)
+
 Sampler = Callable[[nn.Module, Path], None]
 """Generates with the transformer into a folder."""
 
+_CALIBRATION_SAMPLES = 16
 
-class ValidationLoss:
-    """The training loss on held-out samples, at fixed timesteps and with fixed noise.
+
+@torch.no_grad()
+def validation_loss(
+    transformer: nn.Module,
+    data: TrainingData,
+    process: DiffusionProcess,
+    config: TrainingConfig,
+    device: torch.device,
+    rank: int = 0,
+    processes: int = 1,
+) -> torch.Tensor:
+    """Sum of the training losses of every ``processes``-th held-out sample, from ``rank`` on: float64 ().
+
+    Samples are the last ``config.validation.samples``, at fixed timesteps and with fixed noise. All processes run the
+    transformer equally often, as a sharded one needs it; what is too much is not counted.
+    """
+    count, last = config.validation.timesteps, len(data) - 1
+    quantiles = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).to(device)
+    together = frames_together(unwrapped(transformer))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for start in range(len(data) - config.validation.samples, len(data), processes):
+        index = min(start + rank, last)
+        latents, noise, conditioning = _with_noise(data, index, config.seed, "validation", index, device)
+        for quantile in quantiles:
+            times = quantile if together is None else even_quantiles(quantile, latents.shape[2], together)
+            batch = process.make_batch(latents, noise, times[None], conditioning)
+            with patch_in_every_step():
+                prediction = predict(transformer, batch)
+            loss = process.loss(prediction, batch).double().squeeze(0)
+            total += (start + rank <= last) * loss / count
+    return total
+
+
+def calibrate_fresh(
+    transformer: nn.Module, data: TrainingData, process: DiffusionProcess, config: TrainingConfig
+) -> None:
+    """Fit λ and β of a sparse branch that learns them and is fresh, in place; any other patch is left alone.
 
     Args:
-        data: all samples; the last ``config.validation.samples`` of them are used.
-        process: how the family was trained.
-        config: settings.
+        transformer: with its original weights, where it is to run.
+        data: samples; the last ``config.validation.samples`` are left out.
+        process: makes batches, each of one sample at a timestep of its own.
+        config: has the seed of the noise, and the precision: frozen weights may be bfloat16, samples are float32.
     """
+    if not any(layer.needs_calibration for layer in mhla_layers(transformer).values()):
+        return
+    device, training_samples = next(transformer.parameters()).device, len(data) - config.validation.samples
+    count = min(_CALIBRATION_SAMPLES, training_samples)
+    logger.info("Fitting λ and β on %d training samples.", count)
 
-    def __init__(self, data: TrainingData, process: DiffusionProcess, config: TrainingConfig) -> None:
-        self._data = data
-        self._process = process
-        self._seed = config.seed
-        self._first = len(data) - config.validation.samples
-        count = config.validation.timesteps
-        self._quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    def run() -> None:
+        for number in range(count):
+            index = number * training_samples // count  # spread over the data, whose neighbours may be of one video
+            latents, noise, conditioning = _with_noise(data, index, config.seed, "calibration", number, device)
+            quantile = torch.tensor([(number + 0.5) / count], dtype=torch.float64, device=device)
+            predict(transformer, process.make_batch(latents, noise, quantile, conditioning))
 
-    @torch.no_grad()
-    def sum_over_samples(self, transformer: nn.Module, device: torch.device, rank: int, processes: int) -> torch.Tensor:
-        """Sum of the losses of every ``processes``-th held-out sample, from ``rank`` on: float64 ().
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16", cache_enabled=False):
+        calibrate_sparse(transformer, run)
 
-        All processes run the transformer equally often, as a sharded one needs it; what is too much is not counted.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        together = frames_together(unwrapped(transformer))
-        last = len(self._data) - 1
-        for start in range(self._first, len(self._data), processes):
-            index = min(start + rank, last)
-            counted = start + rank <= last
-            sample = on_device({name: tensor[None] for name, tensor in self._data[index].items()}, device)
-            latents = sample.pop("latents")
-            noise = torch.randn(latents.shape, generator=generator_for(self._seed, "validation", index)).to(device)
-            for quantile in self._quantiles.to(device):
-                times = quantile if together is None else even_quantiles(quantile, latents.shape[2], together)
-                batch = self._process.make_batch(latents, noise, times[None], sample)
-                with patch_in_every_step():
-                    prediction = predict(transformer, batch)
-                loss = self._process.loss(prediction, batch)
-                total += counted * loss.double().squeeze(0) / len(self._quantiles)
-        return total
+
+def _with_noise(
+    data: TrainingData, index: int, seed: int, purpose: str, number: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Latents, noise and conditioning of one sample as a batch."""
+    sample = on_device({name: tensor[None] for name, tensor in data[index].items()}, device)
+    latents = sample.pop("latents")
+    noise = torch.randn(latents.shape, generator=generator_for(seed, purpose, number)).to(device)
+    return latents, noise, sample
 
 
 class PromptSampler:
@@ -76,12 +109,10 @@ class PromptSampler:
     """
 
     def __init__(self, pipe: Any, prompts: Sequence[str], clip: Clip, steps: int, component: str) -> None:
-        self._pipe = pipe
+        self._pipe, self._prompts, self._component = pipe, prompts, component
         self._family = get_family(getattr(pipe, component))
-        self._prompts = prompts
         self._frames_per_second = round(clip.fps)
         self._settings = {**self._family.clip_arguments(pipe, clip), "num_inference_steps": steps}
-        self._component = component
         pipe.set_progress_bar_config(disable=True)
         for prompt in prompts:
             self._family.check_prompt(pipe, prompt)  # refused before the training, not at its first samples

@@ -35,7 +35,7 @@ def test_curve_begins_with_the_patched_model_and_ends_with_the_adapted_one(adapt
 
 
 def test_weights_that_are_learned_are_fitted_before_the_first_update_and_only_then(adaptation, tmp_path, caplog):
-    caplog.set_level("INFO", "mhla_diffusers.training.calibration")
+    caplog.set_level("INFO", "mhla_diffusers.training.validation")
     sparse = {"mixing_per_head": True, "sparse": "content", "block_size": 2}
     pipe = adaptation.patched(MHLA.replace(**sparse, fit_pooled_bias=False))
     adaptation.adapt(pipe, Recipe(1), tmp_path / "first")

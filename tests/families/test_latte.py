@@ -9,7 +9,7 @@ from mhla_diffusers.benchmark.forecast import Question
 from mhla_diffusers.benchmark.models import Size, find_models
 from mhla_diffusers.families import get_family
 from mhla_diffusers.training import InMemoryData
-from mhla_diffusers.training.run import check_fits
+from mhla_diffusers.training.checks import check_fits
 
 from ..models import assert_changed, output, relative_change
 from ..training.models import one_stage

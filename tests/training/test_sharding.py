@@ -20,7 +20,7 @@ from mhla_diffusers.training import (
     read_metrics,
     train,
 )
-from mhla_diffusers.training.sharding import gathered, meta_copy, sharding_is_asked_for
+from mhla_diffusers.training.distributed import gathered, meta_copy, sharding_is_asked_for
 
 from .models import dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
 from .processes import finish, start_distributed_training

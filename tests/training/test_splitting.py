@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, read_metrics, train
+from mhla_diffusers.training.checks import check_splits
 from mhla_diffusers.training.config import ContextParallel
-from mhla_diffusers.training.splitting import check_splits
 
 from ..parallel.diffusers_on_cpu import diffusers_on_cpu
 from .models import sana_data, tiny_sana, tiny_wan, wan_data

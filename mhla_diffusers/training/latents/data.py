@@ -70,31 +70,6 @@ class InMemoryData:
         return self._samples[index]
 
 
-def check_enough(data: TrainingData, config: TrainingConfig) -> None:
-    """Raise unless data has as many samples, and what else, as a configuration needs.
-
-    Raises:
-        ValueError: nothing is left to train on, less than one batch is, or prompts are to be dropped but the data has
-            no empty prompt.
-    """
-    left = len(data) - config.validation.samples
-    if left <= 0:
-        raise ValueError(
-            f"The data holds {len(data)} samples and validation.samples={config.validation.samples} of them are "
-            "held out, which leaves none to train on."
-        )
-    if config.batch_size > left:
-        raise ValueError(
-            f"batch_size={config.batch_size} is more than the {left} samples to train on, of which every batch would "
-            f"hold some several times. Choose batch_size={left} or less, or encode more data."
-        )
-    if config.prompt_dropout > 0 and data.empty is None:
-        raise ValueError(
-            f"prompt_dropout={config.prompt_dropout} needs the empty prompt's conditioning, which the data lacks; "
-            "encode the data with it, or set prompt_dropout: 0."
-        )
-
-
 class NoisedBatches:
     """The noised batches of one process.
 

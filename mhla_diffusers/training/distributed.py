@@ -1,20 +1,23 @@
-"""FSDP2: weights, gradients and optimizer state in parts over the processes.
+"""Several processes: weights in parts (FSDP2), and groups that spread the tokens of a batch (context parallelism).
 
-accelerate starts the processes; PyTorch's ``fully_shard`` is called here, since accelerate wraps a model once together
-with one optimizer, while a run has a new optimizer in every stage.
+accelerate starts the processes. PyTorch's ``fully_shard`` is called here, since accelerate wraps a model once together
+with one optimizer, while a run has a new optimizer in every stage. Tokens are split by diffusers' own hooks, before the
+first block, and gathered after the last one.
 """
 
 import copy
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..families import get_family
-from .config import TrainingConfig
+from .config import ContextParallel, TrainingConfig
 from .trainable import patched_attentions
 
 
@@ -24,15 +27,15 @@ def sharding_is_asked_for(config: TrainingConfig) -> bool:
     Raises:
         ValueError: if it was told to use DeepSpeed, or FSDP with settings that training does not support.
     """
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    if _is_set("ACCELERATE_USE_DEEPSPEED"):
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
             "accelerate was told to use DeepSpeed, which training does not support; use "
             "finetune/accelerate/fsdp2.yaml, which spreads weights, gradients and optimizer state over the processes."
         )
-    if not _is_set("ACCELERATE_USE_FSDP"):
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return False
     plugin = FullyShardedDataParallelPlugin()
     refused = {
@@ -53,26 +56,11 @@ def sharding_is_asked_for(config: TrainingConfig) -> bool:
     return True
 
 
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() == "true"
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether a transformer went through :func:`shard`."""
-    return isinstance(module, FSDPModule)
-
-
 def shard(transformer: Any, device: torch.device, processes: int) -> None:
     """Leave a part of every weight on each process, in place.
 
     Every block is gathered while it runs. A patched self-attention is gathered by itself, so that attention transfer
-    can run it alone.
-
-    Args:
-        transformer: whole, the same on all processes, on any device; what takes gradients is of one dtype and stays
-            the same afterwards.
-        device: where the parts go.
-        processes: how many there are.
+    can run it alone. What takes gradients must be of one dtype, and stays the same afterwards.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -110,14 +98,68 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach().cpu().contiguous()
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor; all of one that is not in parts."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def placed_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A whole tensor where a parameter is: on its device, in parts if it is in parts."""
     value = value.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a run's processes, as one process sees them. Processes of a group follow each other."""
+
+    rank: int
+    """The group that this process is in."""
+    count: int
+    """How many there are, each of which has batches of its own."""
+    size: int
+    """Processes of a group; 1 without context parallelism."""
+
+    @classmethod
+    def of(cls, degrees: ContextParallel, process: int, processes: int) -> "Groups":
+        """Groups of all processes of a run, as the one of index ``process`` sees them.
+
+        Raises:
+            ValueError: they are not whole groups.
+        """
+        size = degrees.processes
+        if processes % size:
+            raise ValueError(
+                f"context_parallel: {{ring: {degrees.ring}, ulysses: {degrees.ulysses}}} spreads a batch over groups "
+                f"of {size} processes, which {processes} processes cannot be made of; launch a multiple of {size}, "
+                f"for example accelerate launch --config_file finetune/accelerate/fsdp2.yaml --num_processes {size} …, "
+                "or choose other degrees."
+            )
+        return cls(process // size, processes // size, size)
+
+
+def split(transformer: Any, degrees: ContextParallel, device: torch.device, groups: Groups) -> None:
+    """Have a transformer spread the tokens of every forward over the processes of its group, in place."""
+    from diffusers import ContextParallelConfig
+    from torch.distributed.device_mesh import init_device_mesh
+
+    # Under autocast a GPU norms query and key in float32. PyTorch's attention lowers that again; diffusers' split
+    # softmax attention hands query, key and value on to kernels as they are, which then are of two types.
+    for attn in get_family(transformer).self_attentions(transformer).values():
+        for norm in (getattr(attn, "norm_q", None), getattr(attn, "norm_k", None)):
+            if norm is not None:
+                norm.register_forward_hook(lambda _, args, output: output.to(args[0].dtype))
+    # ranks of a group are neighbours, and heads are exchanged between the nearest, which send the most
+    shape = (groups.count, degrees.ring, degrees.ulysses)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("group", "ring", "ulysses"))
+    settings = ContextParallelConfig(ring_degree=degrees.ring, ulysses_degree=degrees.ulysses, mesh=mesh)
+    with _one_device() if device.type == "cpu" else nullcontext():
+        transformer.enable_parallelism(config=settings)
+
+
+@contextmanager
+def _one_device() -> Iterator[None]:
+    """For diffusers, which divides a process's rank by the number of accelerators, of which a CPU has none."""
+    counting = torch.accelerator.device_count
+    torch.accelerator.device_count = lambda: 1
+    try:
+        yield
+    finally:
+        torch.accelerator.device_count = counting

@@ -1,0 +1,180 @@
+"""What a run is refused for, before anything is trained: settings, processes, transformer and data that do not fit."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..attention.blocks import check_layout
+from ..config import check
+from ..devices import launched_processes
+from ..families import classes_that_are_split, get_family
+from ..patching import mhla_layers
+from .config import ContextParallel, TrainingConfig
+from .distributed import Groups, sharding_is_asked_for
+from .latents.data import TrainingData
+from .latents.times import frames_together
+from .optimizer import optimizer_class
+from .run_folder import RunFolder
+from .trainable import patched_attentions
+
+
+def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
+    """Check what needs neither the model nor the data.
+
+    Returns:
+        The checkpoint to resume from; None for a new run.
+
+    Raises:
+        ValueError: a new run where there is one, a way of sharding that is not supported, or processes that are not
+            whole groups of ``context_parallel``.
+        FileNotFoundError: no checkpoint to resume from.
+        ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
+    """
+    checkpoint = RunFolder(config.output).find(resume)
+    sharding_is_asked_for(config)
+    optimizer_class(config.optimizer)
+    Groups.of(config.context_parallel, 0, launched_processes())
+    return checkpoint
+
+
+def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
+    """Raise unless transformer, data and configuration belong together; values are not looked at.
+
+    Raises:
+        ValueError: patched or not, against the configuration; wrong number of channels or axes; fewer tokens than
+            blocks on an axis, or no more than a uniform block holds; a causal patch that cannot be trained; tokens that
+            cannot be spread over the processes of a group.
+    """
+    layers = mhla_layers(transformer)
+    if layers and config.patch is None:
+        raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
+    if not layers and config.patch is not None:
+        raise ValueError(f"The configuration has patch={config.patch!r}, but the transformer is not patched.")
+    frames_together(transformer)  # raises where it cannot be trained
+    family = get_family(transformer)
+    channels, axes = family.channels(transformer.config), 4 if family.makes_videos else 3
+    for shape in sorted(set(data.shapes)):
+        if len(shape) != axes or shape[0] != channels:
+            raise ValueError(
+                f"The data holds latents of shape {shape}, but {type(transformer).__name__} takes {channels} channels "
+                f"and {axes - 1} further axes. Was the data encoded for another model?"
+            )
+        grid = family.token_grid(transformer, torch.empty(1, *shape, device="meta"))
+        for layer in layers.values():
+            patch = layer.config
+            patch.check_whole(grid)
+            check_layout(grid, patch.blocks_on(grid), is_causal=patch.causal is not None)
+            check(
+                patch.sparse != "content" or math.prod(grid) > patch.block_size,
+                f"block_size={patch.block_size} makes one block of the {math.prod(grid)} tokens of a sample, which "
+                "every query lists: that is softmax attention, and nothing of the patch would be trained. Choose a "
+                "smaller block_size, or sparse='none'.",
+            )
+    check_splits(transformer, data, config)
+
+
+def check_enough(data: TrainingData, config: TrainingConfig) -> None:
+    """Raise unless data has as many samples, and what else, as a configuration needs.
+
+    Raises:
+        ValueError: nothing is left to train on, less than one batch is, or prompts are to be dropped but the data has
+            no empty prompt.
+    """
+    held_out = config.validation.samples
+    left = len(data) - held_out
+    check(
+        left > 0,
+        f"The data holds {len(data)} samples and validation.samples={held_out} of them are held out, which leaves none "
+        "to train on.",
+    )
+    check(
+        config.batch_size <= left,
+        f"batch_size={config.batch_size} is more than the {left} samples to train on, of which every batch would hold "
+        f"some several times. Choose batch_size={left} or less, or encode more data.",
+    )
+    check(
+        config.prompt_dropout == 0 or data.empty is not None,
+        f"prompt_dropout={config.prompt_dropout} needs the empty prompt's conditioning, which the data lacks; encode "
+        "the data with it, or set prompt_dropout: 0.",
+    )
+
+
+def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
+    """Raise unless the tokens of transformer and data can be spread as configured; values are not looked at.
+
+    Raises:
+        ValueError: a transformer of which diffusers does not tell how tokens are split, or that is split already;
+            heads or tokens that the processes do not divide; softmax attention that cannot go round a ring.
+    """
+    if getattr(transformer, "_parallel_config", None) is not None:
+        raise ValueError(
+            "transformer.enable_parallelism() was called before training, which then would weigh gradients wrongly; "
+            "leave it to training, with context_parallel: {ring: …, ulysses: …} in the configuration."
+        )
+    degrees = config.context_parallel
+    if degrees.processes == 1:
+        return
+    if getattr(transformer, "_cp_plan", None) is None:
+        raise ValueError(
+            f"diffusers does not tell how the tokens of {type(transformer).__name__} are split over processes "
+            f"(_cp_plan), so context_parallel cannot be set for it; it does for {', '.join(classes_that_are_split())}."
+        )
+    family = get_family(transformer)
+    attentions, layers = family.self_attentions(transformer), mhla_layers(transformer)
+    for heads in sorted({int(attn.heads) for attn in attentions.values()}):
+        if heads % degrees.ulysses:
+            allowed = [degree for degree in range(2, heads + 1) if heads % degree == 0]
+            raise ValueError(
+                f"context_parallel.ulysses={degrees.ulysses} does not divide the {heads} heads of this transformer; "
+                f"allowed is one of {', '.join(map(str, allowed))}, with context_parallel.ring for the rest."
+            )
+    for shape in sorted(set(data.shapes)):
+        tokens = math.prod(family.token_grid(transformer, torch.empty(1, *shape, device="meta")))
+        _check_divides(tokens, degrees, f"latents of shape {shape} make {tokens} tokens")
+    text = data[0].get("encoder_hidden_states") if any(layer.adapter.has_extra for layer in layers.values()) else None
+    if text is not None:
+        _check_divides(len(text), degrees, f"the text, which self-attention attends to as well, is {len(text)} tokens")
+    if degrees.ring == 1:
+        return
+    keeps_softmax = len(layers) < len(attentions)
+    if config.needs_teacher or keeps_softmax:
+        _check_softmax_goes_round(transformer)
+    check(
+        not (config.gradient_checkpointing and keeps_softmax and config.needs_prediction),
+        "gradient_checkpointing: true does not go with softmax attention that is trained round a ring "
+        "(context_parallel.ring > 1): diffusers' backward pass reads what was recomputed more than once. Use "
+        "context_parallel.ulysses alone, a patch of all layers, or gradient_checkpointing: false.",
+    )
+
+
+def _check_divides(tokens: int, degrees: ContextParallel, what: str) -> None:
+    # shares of other lengths would weigh the tokens of attention transfer's means unequally
+    size = degrees.processes
+    check(
+        tokens % size == 0,
+        f"context_parallel spreads tokens over {size} processes evenly, but {what}; use a number of processes that "
+        f"divides it, such as {math.gcd(tokens, size)}, or another size or number of frames.",
+    )
+
+
+def _check_softmax_goes_round(transformer: Any) -> None:
+    """Ask the backend of softmax attention whether it gives its log-sum-exp; only PyTorch's default one may not."""
+    from diffusers.models import attention_dispatch
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    chosen = {getattr(attn.processor, "_attention_backend", None) for attn in patched_attentions(transformer).values()}
+    active, _ = _AttentionBackendRegistry.get_active_backend()
+    if AttentionBackendName.NATIVE not in {active if name is None else AttentionBackendName(name) for name in chosen}:
+        return
+    x = torch.zeros(1, 1, 1, 8)
+    try:
+        attention_dispatch._native_attention_forward_op(None, x, x, x, None, 0.0, False, None, False, True, False)
+    except ValueError as error:
+        raise ValueError(
+            "Softmax attention, that of the teacher and of layers without a patch, cannot go round a ring "
+            f"(context_parallel.ring > 1) with PyTorch's default backend: {error} Use context_parallel.ulysses alone, "
+            "or a backend that gives its log-sum-exp, by the environment variable "
+            "DIFFUSERS_ATTN_BACKEND=_native_cudnn or =flash, with precision: bf16."
+        ) from error

@@ -1,0 +1,100 @@
+"""The optimizer of a stage: parameter groups, learning rates over its steps, and its state as tensors by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..patching import mhla_layers, register_mixing_clip
+from .config import OptimizerName, StageConfig
+from .distributed import gathered, placed_like
+from .trainable import is_mixing
+
+
+def optimizer_class(name: OptimizerName) -> type[Optimizer]:
+    """The class behind a name in the configuration.
+
+    ``adamw8bit`` keeps both moments in 8 bits, in blocks of 256 values, but for parameters of less than 4096 values.
+    It was tried on a CPU only.
+
+    Raises:
+        ImportError: bitsandbytes is missing.
+    """
+    if name == "adamw":
+        return torch.optim.AdamW
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ImportError(
+            "optimizer=adamw8bit needs bitsandbytes: pip install mhla_diffusers[adamw8bit], or set optimizer: adamw."
+        ) from error
+    chosen: type[Optimizer] = AdamW8bit
+    return chosen
+
+
+def make_optimizer(
+    model: nn.Module,
+    trained: Mapping[str, nn.Parameter],
+    *,
+    learning_rate: float,
+    mixing_learning_rate: float | None = None,
+    weight_decay: float = 0.0,
+    kind: OptimizerName = "adamw",
+) -> Optimizer:
+    """AdamW over the parameters of a patched or unpatched model; mixing matrices never decay and stay in (0, 1).
+
+    Raises:
+        ImportError: see :func:`optimizer_class`.
+    """
+    mixing = [parameter for name, parameter in trained.items() if is_mixing(name)]
+    rest = [parameter for name, parameter in trained.items() if not is_mixing(name)]
+    mixing_rate = mixing_learning_rate or learning_rate
+    groups: list[dict[str, Any]] = [
+        {"params": rest, "lr": learning_rate, "initial_lr": learning_rate},
+        {"params": mixing, "lr": mixing_rate, "initial_lr": mixing_rate, "weight_decay": 0.0},
+    ]
+    make: Any = optimizer_class(kind)
+    optimizer: Optimizer = make(groups, weight_decay=weight_decay)
+    if mhla_layers(model):
+        register_mixing_clip(optimizer, model)
+    return optimizer
+
+
+def make_schedule(optimizer: Optimizer, stage: StageConfig, first_step: int) -> LambdaLR:
+    """Warm-up, then what the stage says, from the update on that comes after the ``first_step`` of an earlier run."""
+    from diffusers.optimization import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+
+    last, schedule = first_step - 1, None
+    if stage.scheduler == "cosine":
+        schedule = get_cosine_schedule_with_warmup(optimizer, stage.warmup_steps, stage.steps, last_epoch=last)
+    else:
+        schedule = get_constant_schedule_with_warmup(optimizer, stage.warmup_steps, last_epoch=last)
+    return schedule
+
+
+def optimizer_state(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Its state, "<parameter>/<part>" → tensor on the CPU; of a sharded model as :func:`gathered` says."""
+    state = {}
+    for name, parameter in trained.items():
+        for part, value in optimizer.state[parameter].items():
+            saved = torch.tensor(value) if isinstance(value, int) else gathered(value)
+            # one table of AdamW8bit for all parameters, which safetensors would not write twice
+            state[f"{name}/{part}"] = saved.clone() if part.startswith("qmap") else saved
+    return state
+
+
+@torch.no_grad()
+def load_optimizer_state(
+    optimizer: Optimizer, trained: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """The inverse of :func:`optimizer_state`."""
+    for key, value in tensors.items():
+        name, _, part = key.rpartition("/")
+        parameter = trained[name]
+        if part == "step":  # a float32 tensor on the CPU for AdamW, a whole number for AdamW8bit
+            optimizer.state[parameter][part] = value if value.is_floating_point() else int(value)
+        else:
+            optimizer.state[parameter][part] = placed_like(value, parameter)
