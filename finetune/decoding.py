@@ -15,8 +15,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mhla_diffusers import MHLACache, apply_mhla
+from mhla_diffusers.benchmark.conditions import gather_conditions
 from mhla_diffusers.reporting import scaled, write_table
-from mhla_diffusers.training.comparing import where_it_ran
 
 LENGTHS = (1024, 4096, 16384, 65536)
 _AT_ONCE = 1024
@@ -76,7 +76,8 @@ def measure(settings: LlamaConfig, lengths: Sequence[int], tokens: int, turns: i
     names = ["softmax", "MHLA, softmax in the own block", "MHLA"]
     header = ["tokens before", *(f"{name}, tokens/s" for name in names), *(f"{name}, cache" for name in names)]
     table = write_table(header, rows, output, "decoding")
-    where = ", ".join(f"{name} {value}" for name, value in where_it_ran().items())
+    conditions = gather_conditions(torch.device("cpu"))
+    where = f"{conditions.device}, torch {torch.__version__}"
     return f"{table}\n{where}; medians of {turns} turns of {tokens} tokens\n"
 
 

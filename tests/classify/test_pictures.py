@@ -1,32 +1,36 @@
-"""Pictures of two digits, folders of classes, and soft labels."""
+"""What classifiers are trained on and judged on: pictures of two digits, folders of classes, and soft labels."""
 
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from torch.nn.functional import cross_entropy, interpolate
 
-from mhla_diffusers.training.classify.blending import SoftLabels, soft_cross_entropy
-from mhla_diffusers.training.classify.digits import SIZE, STEP, SUMS, SumsOfDigits
-from mhla_diffusers.training.classify.folders import (
-    CentreView,
-    ImageFolder,
-    Normalised,
-    RandomView,
-    UnreadablePictureError,
-)
+from ..scripts import script
 
-from .folders import RED, write_folder
+classify = script("classify")
+View, ImageFolder, SumsOfDigits, SIZE = classify.View, classify.ImageFolder, classify.SumsOfDigits, classify.SIZE
 
-PLAIN = Normalised((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+RED = (255, 0, 0)
+PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 
 
-def _shows(picture: torch.Tensor, place, digits) -> bool:
+def write_folder(folder: Path, counts: dict[str, int]) -> Path:
+    """Red pictures of 16 x 16 pixels, so many of every class."""
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for index in range(count):
+            Image.new("RGB", (16, 16), RED).save(folder / name / f"{index}.png")
+    return folder
+
+
+def shows(picture, place, digits):
     """Whether one of the digits is what the picture has there."""
-    found = (picture[0, place.top : place.top + SIZE, place.left : place.left + SIZE] + 1) / 2
-    images = digits.images[digits.labels == place.label][:, None]
-    drawn = interpolate(images, size=(SIZE, SIZE), mode="bilinear")[:, 0]
+    top, left, label = place
+    found = (picture[0, top : top + SIZE, left : left + SIZE] + 1) / 2
+    drawn = interpolate(digits.images[digits.labels == label][:, None], size=(SIZE, SIZE), mode="bilinear")[:, 0]
     return bool((drawn - found).abs().amax(dim=(1, 2)).min() < 1e-6)  # of the way to [-1, 1] and back
 
 
@@ -35,45 +39,39 @@ def test_a_picture_s_class_is_the_sum_of_the_digits_it_shows_and_splits_share_no
     for split, other in (("train", "held-out"), ("held-out", "train")):
         for index in range(12):
             sample, places = parts[split][index], parts[split].places(index)
-            assert int(sample["labels"]) == sum(place.label for place in places)
+            assert int(sample["labels"]) == sum(label for _, _, label in places)
             assert sample["pixel_values"].shape == (3, 64, 64)
             for place in places:
-                assert _shows(sample["pixel_values"], place, parts[split].digits)
-                assert not _shows(sample["pixel_values"], place, parts[other].digits)
+                assert shows(sample["pixel_values"], place, parts[split].digits)
+                assert not shows(sample["pixel_values"], place, parts[other].digits)
 
 
 def test_digits_do_not_overlap_and_lie_in_the_picture():
     data = SumsOfDigits("train", 300, 64, seed=0)
-    places = [data.places(index) for index in range(len(data))]
-    for pair in places:
+    pairs = [data.places(index) for index in range(len(data))]
+    for pair in pairs:
         covered = torch.zeros(64, 64)
-        for place in pair:
-            covered[place.top : place.top + SIZE, place.left : place.left + SIZE] += 1
+        for top, left, _ in pair:
+            covered[top : top + SIZE, left : left + SIZE] += 1
+            assert top % classify.STEP == left % classify.STEP == 0
         assert covered.max() == 1 and covered.sum() == 2 * SIZE**2
-    assert {sum(place.label for place in pair) for pair in places} == set(range(SUMS))
-    assert not any(side % STEP for pair in places for place in pair for side in (place.top, place.left))
+    assert {one[2] + other[2] for one, other in pairs} == set(range(classify.SUMS))
 
 
 def test_the_same_seed_gives_the_same_pictures():
     first, again, other = (SumsOfDigits("train", 3, 64, seed=seed)[2]["pixel_values"] for seed in (5, 5, 6))
     assert torch.equal(first, again) and not torch.equal(first, other)
-    with pytest.raises(ValueError, match="size=40 is too small for two digits at any places"):
-        SumsOfDigits("train", 1, 40, seed=0)
 
 
-def test_classes_of_a_folder_are_its_subfolders_in_order(tmp_path):
-    data = ImageFolder(write_folder(tmp_path, {"b": 2, "a": 1, "c": 1}), CentreView(4, pixels=PLAIN))
-    assert data.classes == ["a", "b", "c"]
+def test_labels_are_the_order_of_the_subfolders_or_of_the_classes_that_are_given(tmp_path):
+    folder = write_folder(tmp_path, {"b": 2, "a": 1, "c": 1})
+    data = ImageFolder(folder, View(4, **PLAIN))
     assert [int(data[index]["labels"]) for index in range(len(data))] == [0, 1, 1, 2]
     torch.testing.assert_close(data[3]["pixel_values"][:, 0, 0], torch.tensor(RED) / 255)
-
-
-def test_labels_follow_the_classes_that_are_given(tmp_path):
-    folder = write_folder(tmp_path, {"b": 2, "c": 1})
-    data = ImageFolder(folder, CentreView(4), ["c", "b"])
-    assert [int(data[index]["labels"]) for index in range(len(data))] == [0, 1, 1]
+    data = ImageFolder(folder, View(4), ["c", "b", "a"])
+    assert [int(data[index]["labels"]) for index in range(len(data))] == [0, 1, 1, 2]
     with pytest.raises(ValueError, match="a, d are in one of the two alone"):
-        ImageFolder(write_folder(tmp_path / "other", {"b": 1, "c": 1, "d": 1}), CentreView(4), ["a", "b", "c"])
+        ImageFolder(folder, View(4), ["b", "c", "d"])
 
 
 def test_a_picture_of_a_folder_costs_few_bytes(tmp_path):
@@ -82,7 +80,7 @@ def test_a_picture_of_a_folder_costs_few_bytes(tmp_path):
     for index in range(300):
         (tmp_path / "class" / f"n01440764_{index:05}.png").touch()
     tracemalloc.start()
-    data = ImageFolder(tmp_path, CentreView(4))
+    data = ImageFolder(tmp_path, View(4))
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(data) == 300 and held / 300 < 60
@@ -92,52 +90,57 @@ def test_the_middle_of_a_picture_is_what_is_judged():
     """Of 12 x 8 pixels the middle 8 x 8, of which the half is 4 x 4: rows 2 to 5, columns 4 to 7."""
     picture = Image.new("RGB", (12, 8))
     picture.paste(RED, (4, 2, 8, 6))
-    whole, half = (CentreView(4, crop, PLAIN)(picture) for crop in (1.0, 0.5))
+    whole, half = (View(4, crop, **PLAIN)(picture) for crop in (1.0, 0.5))
     assert half[0].min() > 0.99 and half[1:].max() < 0.01
     assert whole[0, 0].max() < 0.2 and whole[0, 1:3, 1:3].min() > 0.5
-    mean = CentreView(4, 0.5, Normalised((0.5, 0.5, 0.5), (0.25, 0.5, 0.5)))(picture)
-    torch.testing.assert_close(mean[:, 0, 0], torch.tensor([2.0, -1.0, -1.0]), atol=0.02, rtol=0)
+    normalised = View(4, 0.5, (0.5, 0.5, 0.5), (0.25, 0.5, 0.5))(picture)
+    torch.testing.assert_close(normalised[:, 0, 0], torch.tensor([2.0, -1.0, -1.0]), atol=0.02, rtol=0)
 
 
 def test_a_random_view_is_a_part_of_the_picture_that_follows_from_torch_s_seed():
     """Of a ramp from left to right every view is a ramp, and some are turned."""
     picture = Image.linear_gradient("L").rotate(90).convert("RGB")
     torch.manual_seed(0)
-    views = torch.stack([RandomView(8, PLAIN)(picture) for _ in range(20)])
+    views = torch.stack([View(8, None, **PLAIN)(picture) for _ in range(20)])
     slopes = views[:, 0, 4, -1] - views[:, 0, 4, 0]
     assert slopes.min() < -0.1 and slopes.max() > 0.1
     assert slopes.abs().std() > 0.05  # of different widths
     torch.manual_seed(0)
-    assert torch.equal(RandomView(8, PLAIN)(picture), views[0])
+    assert torch.equal(View(8, None, **PLAIN)(picture), views[0])
 
 
-@pytest.mark.parametrize("crop", [0, -0.5, 1.5, float("nan")])
-def test_a_crop_that_is_no_part_of_a_picture(crop):
-    with pytest.raises(ValueError, match=f"crop={crop} must be above 0 and at most 1"):
-        CentreView(4, crop)
-
-
-def test_a_damaged_picture_and_a_folder_without_any_are_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda folder: View(4, 1.5), ValueError, "crop=1.5 must be above 0 and at most 1"),
+        (lambda folder: View(4, float("nan")), ValueError, "crop=nan"),
+        (lambda folder: SumsOfDigits("train", 1, 40, seed=0), ValueError, "size=40 .* at least 48"),
+        (lambda folder: ImageFolder(folder, View(4))[1], classify.UnreadablePictureError, "broken.png cannot be read"),
+        (lambda folder: ImageFolder(folder, View(4))[0], classify.UnreadablePictureError, r"0.png .*bomb"),
+        (lambda folder: ImageFolder(folder / "a", View(4)), FileNotFoundError, "no subfolder per class"),
+        (lambda folder: ImageFolder(folder / "no", View(4)), FileNotFoundError, "There is no folder .*no;"),
+    ],
+)
+def test_what_is_refused_of_pictures(tmp_path, monkeypatch, make, error, words):
     folder = write_folder(tmp_path, {"a": 1})
     (folder / "a" / "broken.png").write_bytes(b"no picture")
-    with pytest.raises(UnreadablePictureError, match="broken.png cannot be read as a picture"):
-        ImageFolder(folder, CentreView(4))[1]
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # of 256, more than twice as many
-    with pytest.raises(UnreadablePictureError, match=r"0.png cannot be read as a picture: .*bomb"):
-        ImageFolder(folder, CentreView(4))[0]
-    with pytest.raises(FileNotFoundError, match="has no subfolder per class with pictures"):
-        ImageFolder(folder / "a", CentreView(4))
-    with pytest.raises(FileNotFoundError, match="There is no folder"):
-        ImageFolder(folder / "no", CentreView(4))
+    with pytest.raises(error, match=words):
+        make(folder)
 
 
-def _halves(count: int = 2):
+def soft(classes, samples, **settings):
+    config = type("Config", (), {"smoothing": 0.0, "mixup": 0.0, "cutmix": 0.0} | settings)
+    return classify.make_batch(config, classes, {}, samples)
+
+
+def halves():
     """Pictures that are all 0 or all 1, of the classes 0 and 1."""
-    return [{"pixel_values": torch.full((3, 8, 8), float(i)), "labels": torch.tensor(i)} for i in range(count)]
+    return [{"pixel_values": torch.full((3, 8, 8), float(i)), "labels": torch.tensor(i)} for i in range(2)]
 
 
 def test_smoothed_labels():
-    labels = SoftLabels(5, smoothing=0.1)(_halves())["labels"]
+    labels = soft(5, halves(), smoothing=0.1)["labels"]
     torch.testing.assert_close(labels, torch.tensor([[0.92, *[0.02] * 4], [0.02, 0.92, *[0.02] * 3]]))
 
 
@@ -146,11 +149,10 @@ def test_labels_are_shared_as_pixels_are(kind):
     torch.manual_seed(0)
     shares = []
     for _ in range(10):
-        batch = SoftLabels(2, **{kind: 1.0})(_halves())
+        batch = soft(2, halves(), **{kind: 1.0})
         own = 1 - batch["pixel_values"][0].mean()
-        torch.testing.assert_close(
-            batch["labels"], torch.stack([torch.stack([own, 1 - own]), torch.stack([1 - own, own])])
-        )
+        expected = torch.stack([torch.stack([own, 1 - own]), torch.stack([1 - own, own])])
+        torch.testing.assert_close(batch["labels"], expected)
         if kind == "cutmix":
             assert set(batch["pixel_values"].unique().tolist()) <= {0.0, 1.0}
         shares.append(float(own))
@@ -162,7 +164,8 @@ def test_the_loss_is_the_mean_over_the_pictures_of_a_step():
     logits, labels = torch.randn(6, 4), torch.rand(6, 4).softmax(dim=-1)
 
     def loss(part, count):
-        return soft_cross_entropy(type("Outputs", (), {"logits": logits[part]}), labels[part], count)
+        outputs = type("Outputs", (), {"logits": logits[part]})
+        return classify.soft_cross_entropy(outputs, labels[part], count)
 
     expected = cross_entropy(logits, labels)
     torch.testing.assert_close(loss(slice(None), None), expected)

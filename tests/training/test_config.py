@@ -6,10 +6,11 @@ import pytest
 
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.training import TrainingConfig
-from mhla_diffusers.training.classify.config import load_classify_config
-from mhla_diffusers.training.language.run import load_language_config
 
-CONFIGS = Path(__file__).parents[2] / "finetune" / "configs"
+from ..scripts import CONFIGS, script
+
+load_classify_config = script("classify").load_classify_config
+load_language_config = script("language").load_language_config
 
 TEXT = """
 output: outputs/run

@@ -1,1 +1,0 @@
-"""Language models with MHLA and beside it: texts, training, what is compared."""

@@ -1,0 +1,338 @@
+"""Training by transformers' ``Trainer``: what ``finetune/classify.py`` and ``finetune/language.py`` share.
+
+The output folder of a training::
+
+    output/
+      training.json       what is trained
+      checkpoint-500/     transformers', the last two
+      result/             what was trained, and nothing else
+
+A comparison has such a folder for every training that runs, and a JSON file for every one that is finished.
+"""
+
+import json
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from ..config import check
+from ..devices import launched_on_cpus, launched_processes, precision_name
+from ..files import read_json, write_json, write_whole_folder
+from ..patching import is_patched, mhla_layers, register_mixing_clip, save_mhla
+from .trainable import is_mixing
+
+_STARTED = "training.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a model is trained.
+
+    Raises:
+        ValueError: an unknown precision, no seed, or numbers that are not allowed.
+    """
+
+    steps: int
+    """Of the optimizer."""
+    batch_size: int
+    """Rows or pictures of a batch and process."""
+    accumulate: int = 1
+    """Batches of an optimizer step."""
+    learning_rate: float
+    """At its peak: it grows during the warm-up and falls by a cosine to 0."""
+    mixing_learning_rate: float | None = None
+    """Of mixing matrices, λ and β; None for that of all others."""
+    weight_decay: float = 0.01
+    """Of matrices; norms, biases, positions and what is MHLA's own but for its projections do not decay."""
+    clip: float = 1.0
+    """Norm that gradients are clipped to; 0 for none."""
+    warmup: int = 0
+    """Steps in which the learning rate grows, at most a tenth of all; a shorter adaptation takes a tenth of its own."""
+    seeds: tuple[int, ...] = (0,)
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    """Or float32, bfloat16 and float16, which are kept as the former."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seeds", tuple(self.seeds))
+        check(bool(self.seeds), "seeds is empty; give at least one, such as [0].")
+        object.__setattr__(self, "precision", precision_name(self.precision))
+        check_counts(self, 1, "steps", "batch_size", "accumulate")
+        check_counts(self, 0, "warmup")
+        most = self.steps // 10
+        check(self.warmup <= most, f"warmup={self.warmup} is more than a tenth of steps={self.steps}; allowed: {most}.")
+        for name in ("learning_rate", "mixing_learning_rate"):
+            value = getattr(self, name)
+            also = "; leave it out for learning_rate" if name == "mixing_learning_rate" else ""
+            check(value is None or value > 0, f"{name}={value} must be a positive number such as 1e-3{also}.")
+        for name in ("weight_decay", "clip"):
+            value = getattr(self, name)
+            check(value >= 0, f"{name}={value} must be a number of at least 0.")
+
+
+def check_counts(settings: object, least: int, *names: str) -> None:
+    """Raise ValueError unless settings are whole numbers that are large enough."""
+    for name in names:
+        value = getattr(settings, name)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        check(whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}.")
+
+
+def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW; only matrices decay, and mixing matrices stay in (0, 1)."""
+    rate = recipe.learning_rate if recipe.mixing_learning_rate is None else recipe.mixing_learning_rate
+    decaying: dict[str, Any] = {"params": [], "weight_decay": recipe.weight_decay}
+    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    mixing: dict[str, Any] = {"params": [], "weight_decay": 0.0, "lr": rate}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = name.endswith("weight") and parameter.ndim > 1
+            group = mixing if is_mixing(name) else decaying if decays else others
+            group["params"].append(parameter)
+    groups = [group for group in (decaying, others, mixing) if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate)
+    if mhla_layers(model):
+        register_mixing_clip(optimizer, model)
+    return optimizer
+
+
+class Watch(TrainerCallback, ExportableState):
+    """Writes steps and loss to stderr, and counts CPU seconds; checkpoints hold those up to them."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._begin = time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        """Of this process since the start, and those of the checkpoint from which it resumes."""
+        return self._before + time.process_time() - self._begin
+
+    def state(self) -> dict[str, Any]:
+        """For ``trainer_state.json``."""
+        return {"args": {}, "attributes": {"seconds": self.seconds}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take over the seconds of the checkpoint, if training resumes from one."""
+        if state.global_step:
+            self._before = state.stateful_callbacks[type(self).__name__]["attributes"]["seconds"]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        """Write how far it is; at the end Trainer logs no loss."""
+        if state.is_world_process_zero and "loss" in logs:
+            sys.stderr.write(f"{state.global_step} of {state.max_steps} steps, loss {float(logs['loss']):.4f}\n")
+
+
+def run_trainer(
+    model: Any,
+    recipe: Recipe,
+    data: Any,
+    *,
+    seed: int,
+    steps: int | None = None,
+    collate: Callable[[list[Any]], dict[str, Any]] | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    workers: int = 0,
+    save_every: int = 500,
+    output: Path | None = None,
+) -> float:
+    """Train a model in place, from the last checkpoint in the output folder if there is one, and put it in eval mode.
+
+    Args:
+        model: of transformers, patched or not.
+        recipe: of the training.
+        data: data set of torch.
+        seed: of the order of the data.
+        steps: of the optimizer; None for the recipe's.
+        collate: makes a batch; None for Trainer's own.
+        loss: of outputs, labels and the number of labels in a step (``compute_loss_func``); None for the model's own.
+        workers: processes that read data.
+        save_every: steps between two checkpoints.
+        output: folder of transformers' checkpoints, of which the last two are kept; None for none.
+
+    Returns:
+        CPU seconds of the training, those before the checkpoint among them.
+
+    Raises:
+        ValueError: several GPUs and no launcher.
+    """
+    steps = recipe.steps if steps is None else steps
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as aside:
+        arguments = TrainingArguments(
+            output_dir=str(output or aside),
+            use_cpu=launched_on_cpus(),
+            max_steps=steps,
+            per_device_train_batch_size=recipe.batch_size,
+            gradient_accumulation_steps=recipe.accumulate,
+            lr_scheduler_type="cosine",
+            warmup_steps=min(recipe.warmup, steps // 10),
+            max_grad_norm=recipe.clip,
+            seed=seed,
+            data_seed=seed,
+            bf16=recipe.precision == "bf16",
+            fp16=recipe.precision == "fp16",
+            save_strategy="no" if output is None else "steps",
+            save_steps=save_every,
+            save_total_limit=2,
+            logging_steps=100,
+            report_to="none",
+            dataloader_num_workers=workers,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            remove_unused_columns=False,
+            disable_tqdm=True,
+        )
+        check(
+            arguments.n_gpu <= 1,
+            f"One process sees {arguments.n_gpu} GPUs, among which Trainer would share every batch as nn.DataParallel, "
+            "with another batch size and loss. Start a process for each: accelerate launch …; or show it one of them: "
+            "CUDA_VISIBLE_DEVICES=0 …",
+        )
+        trainer = Trainer(
+            model,
+            arguments,
+            data_collator=collate,
+            train_dataset=data,
+            compute_loss_func=loss,
+            optimizers=(optimizer_of(model, recipe), None),
+            callbacks=[watch],
+        )
+        trainer.remove_callback(PrinterCallback)
+        # Trainer writes trainer_state.json last, so a checkpoint that has it is whole
+        whole = [file.parent for file in Path(output or aside).glob("checkpoint-*/trainer_state.json")]
+        last = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    model.eval()
+    return watch.seconds
+
+
+def save_result(model: Any, folder: Path, beside: Mapping[str, Any] | None = None) -> Path:
+    """Save a model of transformers: of a patched one the patch with all weights and ``config.json``.
+
+    Of several processes the first one writes. The folder is whole or absent; what it held before is gone.
+
+    Args:
+        model: patched or not.
+        folder: which.
+        beside: name → content of JSON files beside the model.
+
+    Returns:
+        The folder.
+    """
+    from accelerate import PartialState
+
+    def write(aside: Path) -> None:
+        if is_patched(model):
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(aside)
+            save_mhla(model, aside, weights="all")
+        else:
+            model.save_pretrained(aside)
+        for name, content in (beside or {}).items():
+            write_json(content, aside / name)
+
+    if PartialState().is_main_process:
+        write_whole_folder(folder, write)
+    return folder
+
+
+def settings_of(recipe: Recipe, leave_out: Sequence[str] = ("seeds",)) -> dict[str, Any]:
+    """A configuration as JSON has it, without what a result does not depend on."""
+    settings: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
+    return {name: value for name, value in settings.items() if name not in leave_out}
+
+
+def settings_of_one(recipe: Recipe, variant: Any, leave_out: Sequence[str]) -> dict[str, Any]:
+    """What one variant trained with the first seed depends on: the rows of a step, not how they are split."""
+    rows = recipe.batch_size * recipe.accumulate * launched_processes()
+    settings = settings_of(recipe, ("seeds", "variants", "batch_size", "accumulate", *leave_out))
+    return settings | {"variant": variant, "seed": recipe.seeds[0], "rows_of_a_step": rows}
+
+
+def _check_same(found: Mapping[str, Any], settings: Mapping[str, Any], place: Path) -> None:
+    others = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
+    check(
+        not others,
+        f"{place} is of another configuration, which differs in {', '.join(others)}; give another output folder, or "
+        "delete it to train again.",
+    )
+
+
+def check_started(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a folder has no checkpoints, or those of the same settings."""
+    started = folder / _STARTED
+    if started.is_file():
+        _check_same(read_json(started), settings, folder)
+    else:
+        check(
+            not any(folder.glob("checkpoint-*")),
+            f"{folder} has checkpoints and no {_STARTED} that tells of what; give another output folder.",
+        )
+
+
+def start(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Note what is trained in a folder; raises what :func:`check_started` raises."""
+    check_started(folder, settings)
+    write_json(settings, folder / _STARTED)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the trainings of a comparison.
+
+    Args:
+        file: of its result, JSON; its checkpoints lie in the folder of the same name.
+        settings: what the result depends on, as JSON has it.
+        run: makes the result, with a folder for checkpoints, which is deleted when the result is written.
+    """
+
+    file: Path
+    settings: Mapping[str, Any]
+    run: Callable[[Path], dict[str, Any]]
+
+
+def results_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The result of every part; those that are finished are kept, the others run one after the other.
+
+    One that was stopped resumes from its last checkpoint.
+
+    Raises:
+        ValueError: a file or checkpoints are of another configuration; nothing was run then.
+    """
+    for part in parts:
+        if part.file.is_file():
+            _check_same(read_json(part.file).get("config", {}), part.settings, part.file)
+        else:
+            check_started(part.file.with_suffix(""), part.settings)
+    for number, part in enumerate(parts, start=1):
+        checkpoints = part.file.with_suffix("")
+        if not part.file.is_file():
+            sys.stderr.write(f"{number} of {len(parts)}: {part.file.stem}\n")
+            start(checkpoints, part.settings)
+            write_json(part.run(checkpoints) | {"config": dict(part.settings)}, part.file)
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    return [read_json(part.file) for part in parts]
+
+
+def file_name_of(name: str) -> str:
+    """Small letters, digits and hyphens, and "plus" for a plus."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("+", "plus")).strip("-")
+
+
+def check_file_names(names: Iterable[str], taken: Iterable[str] = ()) -> None:
+    """Raise ValueError unless results by these names, and files whose names are taken, would be files of their own."""
+    owners = {file: f"the file {file!r}" for file in taken}
+    for name in names:
+        file = file_name_of(name)
+        check(bool(file), f"{name!r} has no letter or digit to name a file by; give it a name that has.")
+        check(file not in owners, f"{name!r} and {owners.get(file)} would both be written as {file!r}; rename one.")
+        owners[file] = repr(name)
