@@ -66,7 +66,7 @@ def encode_command(
 ) -> None:
     """Turn videos or images with captions into latents for finetune. Goes on where it stopped."""
     from .latents.encode import encode_folder
-    from .latents.sources import find_media
+    from .latents.media import find_media
 
     _show_log()
     clip = _clip(model, frames, fps, sizes)

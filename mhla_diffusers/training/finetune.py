@@ -22,7 +22,7 @@ from .estimate import Estimate, estimate
 from .latents.cache import INDEX_NAME, LatentCache
 from .latents.data import InMemoryData
 from .latents.encode import encode_folder, model_header
-from .latents.sources import find_media
+from .latents.media import find_media
 from .loop import TrainingResult, train
 from .validation import PromptSampler
 

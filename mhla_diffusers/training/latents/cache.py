@@ -8,7 +8,6 @@
       shard-00000.safetensors     tensors "<sample>/latents", "<sample>/encoder_hidden_states", …
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...config import check
 from ...families import Clip, Sample
 from ...files import check_hash, file_hash, read_json, write_json, write_tensors
 
@@ -60,6 +60,27 @@ class CacheIndex:
     hashes: dict[str, str] = field(default_factory=dict)
     """File of the cache → SHA-256 of its content; caches of earlier versions have none."""
 
+    @classmethod
+    def read(cls, folder: Path) -> "CacheIndex":
+        """Read ``index.json``.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged or of an unknown format.
+        """
+        path = folder / INDEX_NAME
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder} holds no latents: {INDEX_NAME} is missing. Make them with mhla encode.")
+        try:
+            content = read_json(path)
+            version = content["format_version"]
+            check(version == FORMAT_VERSION, f"format version {version!r} is unknown; known: {FORMAT_VERSION}")
+            samples = [CachedSample(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["samples"]]
+            skipped, hashes = dict(content["skipped"]), dict(content.get("hashes", {}))
+            return cls(CacheHeader(**content["header"]), samples, skipped, hashes)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no valid index: {error}.") from error
+
 
 class LatentCache:
     """The samples of a cache; nothing but the empty prompt is read before it is asked for.
@@ -77,9 +98,9 @@ class LatentCache:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.index = read_index(self.folder)
-        if not self.index.samples:
-            raise ValueError(f"The cache {self.folder} holds no samples.")
+        self.index = CacheIndex.read(self.folder)
+        self._way_out = f"Delete {self.folder} and make it again with mhla encode or mhla synthesize."
+        check(bool(self.index.samples), f"The cache {self.folder} holds no samples.")
         self._files = sorted({sample.shard for sample in self.index.samples} | set(self.index.hashes))
         self._is_checked = torch.zeros(len(self._files), dtype=torch.bool).share_memory_()
         missing = [name for name in self._files if not (self.folder / name).is_file()]
@@ -101,9 +122,11 @@ class LatentCache:
 
     def _read(self, name: str, prefix: str = "") -> Sample:
         """The tensors of a file whose names begin with a prefix, by the rest of their names."""
-        file = self.folder / name
+        file, hashes = self.folder / name, self.index.hashes
         try:
-            self._check(name)
+            if name in hashes and not self._is_checked[self._files.index(name)]:
+                check_hash(file, hashes[name], INDEX_NAME)
+                self._is_checked[self._files.index(name)] = True
             with safe_open(file, framework="pt") as tensors:
                 keys = [key for key in tensors.keys() if key.startswith(prefix)]  # noqa: SIM118 - no mapping
                 return {key.removeprefix(prefix): tensors.get_tensor(key) for key in keys}
@@ -112,31 +135,19 @@ class LatentCache:
         except ValueError as error:
             raise ValueError(f"{error} {self._way_out}") from error
 
-    def _check(self, name: str) -> None:
-        if name not in self.index.hashes:
-            return
-        place = self._files.index(name)
-        if not self._is_checked[place]:
-            check_hash(self.folder / name, self.index.hashes[name], INDEX_NAME)
-            self._is_checked[place] = True
-
-    @property
-    def _way_out(self) -> str:
-        return f"Delete {self.folder} and make it again with mhla encode or mhla synthesize."
-
     def check_made_for(self, model: str, header: CacheHeader) -> None:
         """Raise unless the cache was made with a model's autoencoder and text encoder.
 
         Raises:
             ValueError: naming both.
         """
-        made = self.index.header
         for what in ("family", "vae", "text_encoder"):
-            if getattr(made, what) != getattr(header, what):
-                raise ValueError(
-                    f"The cache {self.folder} was made with {what}={getattr(made, what)!r}, but {model} has "
-                    f"{getattr(header, what)!r}. Encode the data again with mhla encode --model {model}."
-                )
+            made, wanted = getattr(self.index.header, what), getattr(header, what)
+            check(
+                made == wanted,
+                f"The cache {self.folder} was made with {what}={made!r}, but {model} has {wanted!r}. Encode the data "
+                f"again with mhla encode --model {model}.",
+            )
 
     def check_cut_as(self, clip: Clip) -> None:
         """Raise unless the cache holds what a clip asks for.
@@ -153,12 +164,11 @@ class LatentCache:
             "fps": clip.frames == 1 or made.get("fps", clip.fps) == clip.fps,
         }
         for name, fit in fits.items():
-            if not fit:
-                raise ValueError(
-                    f"The cache {self.folder} was made with {name}={made.get(name)}, but the configuration has "
-                    f"clip.{name}={getattr(clip, name)}. Encode the data again, or leave clip out to train on the "
-                    "cache as it is."
-                )
+            check(
+                fit,
+                f"The cache {self.folder} was made with {name}={made.get(name)}, but the configuration has clip.{name}="
+                f"{getattr(clip, name)}. Encode the data again, or leave clip out to train on the cache as it is.",
+            )
 
 
 class CacheWriter:
@@ -178,8 +188,13 @@ class CacheWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.index = CacheIndex(header)
         if (self.folder / INDEX_NAME).is_file():
-            self.index = read_index(self.folder)
-            _check_same_header(self.folder, self.index.header, header)
+            self.index = CacheIndex.read(self.folder)
+            there, here = (vars(of) | of.settings for of in (self.index.header, header))
+            for name in here:
+                check(
+                    name == "settings" or there.get(name) == here[name],
+                    f"{folder} was made with {name}={there.get(name)!r}, not {here[name]!r}; choose another folder.",
+                )
         self._shard_bytes = shard_bytes
         self._tensors: dict[str, torch.Tensor] = {}
         self._entries: list[CachedSample] = []
@@ -200,8 +215,7 @@ class CacheWriter:
         """Add one sample."""
         number = len(self.index.samples) + len(self._entries)
         self._tensors |= {f"{number}/{name}": tensor.cpu().contiguous() for name, tensor in sample.items()}
-        shape = tuple(sample["latents"].shape)
-        self._entries.append(CachedSample(source, caption, self._shard_name(), shape))
+        self._entries.append(CachedSample(source, caption, self._shard_name(), tuple(sample["latents"].shape)))
         if sum(tensor.nbytes for tensor in self._tensors.values()) >= self._shard_bytes:
             self.flush()
 
@@ -221,37 +235,3 @@ class CacheWriter:
 
     def _shard_name(self) -> str:
         return f"shard-{len({sample.shard for sample in self.index.samples}):05d}.safetensors"
-
-
-def read_index(folder: Path) -> CacheIndex:
-    """Read ``index.json``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged or of an unknown format.
-    """
-    path = folder / INDEX_NAME
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no latents: {INDEX_NAME} is missing. Make them with mhla encode.")
-    try:
-        content = read_json(path)
-        if content["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format version {content['format_version']!r} is unknown; known: {FORMAT_VERSION}")
-        samples = [CachedSample(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["samples"]]
-        skipped, hashes = dict(content["skipped"]), dict(content.get("hashes", {}))
-        return CacheIndex(CacheHeader(**content["header"]), samples, skipped, hashes)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no valid index: {error}.") from error
-
-
-def _check_same_header(folder: Path, found: CacheHeader, wanted: CacheHeader) -> None:
-    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [
-        (asdict(found), asdict(wanted)),
-        (found.settings, wanted.settings),
-    ]
-    for there, here in pairs:
-        for name in here:
-            if name != "settings" and there.get(name) != here[name]:
-                raise ValueError(
-                    f"{folder} was made with {name}={there.get(name)!r}, not {here[name]!r}; choose another folder."
-                )

@@ -21,11 +21,6 @@ from .times import inside_unit_interval, random_quantiles
 logger = logging.getLogger(__name__)
 
 
-def _leave_interrupts_alone(worker: int) -> None:
-    """Ctrl-C reaches the workers too, which the training loop needs until it has stopped."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 class TrainingData(Protocol):
     """Samples to train on."""
 
@@ -71,7 +66,7 @@ class InMemoryData:
 
 
 class NoisedBatches:
-    """The noised batches of one process.
+    """The noised batches of one process of several.
 
     Noise, time and prompt dropout of a sample depend on the seed, the step and its position in the step's batch, so
     they are the same for any number of processes.
@@ -83,7 +78,7 @@ class NoisedBatches:
         device: where batches go.
         rank: index of this process.
         processes: how many there are.
-        together: latent frames that share a time, :func:`mhla_diffusers.training.latents.times.frames_together`.
+        together: latent frames that share a time, see :mod:`mhla_diffusers.training.latents.times`.
 
     Raises:
         ValueError: if nothing is left to train on.
@@ -99,13 +94,8 @@ class NoisedBatches:
         processes: int = 1,
         together: int | None = None,
     ) -> None:
-        self._data = data
-        self._process = process
-        self._config = config
-        self._device = device
-        self._rank = rank
-        self._processes = processes
-        self._together = together
+        self._data, self._process, self._config, self._device = data, process, config, device
+        self._rank, self._processes, self._together = rank, processes, together
         self.training_samples = len(data) - config.validation.samples
         size = config.batch_size * config.gradient_accumulation * processes
         shapes = data.shapes[: self.training_samples]
@@ -126,11 +116,10 @@ class NoisedBatches:
             ValueError: data that is damaged, or samples that do not fit into one batch.
         """
         config = self._config
-        sampler = ForwardBatches(self._order, step, config.batch_size, self._rank, self._processes)
         loader = DataLoader(
             _Reading(self._data),
-            batch_sampler=sampler,
-            collate_fn=_stacked,
+            sampler=self._indices(step),
+            batch_size=None,  # the sampler gives the samples of a whole batch
             num_workers=config.workers,
             worker_init_fn=_leave_interrupts_alone,
         )
@@ -138,8 +127,16 @@ class NoisedBatches:
             if isinstance(batch, Exception):
                 raise batch
             this_step, accumulated = divmod(forward, config.gradient_accumulation)
-            first = (accumulated * self._processes + self._rank) * config.batch_size
-            yield self._noise(batch, this_step, first)
+            yield self._noise(batch, this_step, (accumulated * self._processes + self._rank) * config.batch_size)
+
+    def _indices(self, step: int) -> Iterator[list[int]]:
+        """Samples of every forward: forward a takes those from (a · processes + rank) · size on of the step's batch."""
+        size = self._config.batch_size
+        while True:
+            batch = self._order[step]
+            for start in range(self._rank * size, len(batch), size * self._processes):
+                yield batch[start : start + size]
+            step += 1
 
     def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int) -> NoisedBatch:
         latents = batch.pop("latents").float()
@@ -152,14 +149,13 @@ class NoisedBatches:
                 quantiles.append(random_quantiles(latents.shape[2], self._together, generator))
             dropped.append(torch.rand((), generator=generator) < self._config.prompt_dropout)
             noise.append(torch.randn(latents.shape[1:], generator=generator))
-        conditioning = batch
         if self._data.empty is not None:
-            conditioning = drop_prompts(batch, self._data.empty, torch.stack(dropped))
+            batch = drop_prompts(batch, self._data.empty, torch.stack(dropped))
         return self._process.make_batch(
             latents.to(self._device),
             torch.stack(noise).to(self._device),
             torch.stack(quantiles).to(self._device),
-            on_device(conditioning, self._device),
+            on_device(batch, self._device),
         )
 
 
@@ -181,14 +177,12 @@ class BatchOrder:
     def __init__(self, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> None:
         if not shapes:
             raise ValueError("There are no samples to train on.")
-        self.batch_size = batch_size
-        self.seed = seed
+        self._batch_size, self._seed = batch_size, seed
         self._groups: dict[tuple[int, ...], list[int]] = {}
         for index, shape in enumerate(shapes):
             self._groups.setdefault(shape, []).append(index)
         self.batches_per_epoch = sum(-(-len(group) // batch_size) for group in self._groups.values())
-        self._epoch = -1
-        self._batches: list[list[int]] = []
+        self._epoch, self._batches = -1, [[0]]
 
     def __getitem__(self, step: int) -> list[int]:
         """Indices of the samples of a step."""
@@ -198,71 +192,31 @@ class BatchOrder:
         return self._batches[position]
 
     def _shuffled(self, epoch: int) -> list[list[int]]:
-        generator = generator_for(self.seed, "order", epoch)
+        size, generator = self._batch_size, generator_for(self._seed, "order", epoch)
         batches = []
         for group in self._groups.values():
             order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
-            for start in range(0, len(order), self.batch_size):
-                batches.append([order[(start + offset) % len(order)] for offset in range(self.batch_size)])
+            for start in range(0, len(order), size):
+                batches.append([order[(start + offset) % len(order)] for offset in range(size)])
         return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-class ForwardBatches:
-    """Batch sampler for a ``DataLoader``: the indices of each forward of one process, from a step on, without end.
-
-    Forward a of process p takes samples (a · processes + p) · size to that + size of the step's batch.
-
-    Args:
-        order: of the whole run.
-        first_step: where to begin.
-        size: samples per forward and process.
-        process: index of this process.
-        processes: how many there are.
-    """
-
-    def __init__(self, order: BatchOrder, first_step: int, size: int, process: int, processes: int) -> None:
-        self.order = order
-        self.first_step = first_step
-        self.size = size
-        self.process = process
-        self.processes = processes
-
-    def __iter__(self) -> Iterator[list[int]]:
-        step = self.first_step
-        while True:
-            batch = self.order[step]
-            for start in range(self.process * self.size, len(batch), self.size * self.processes):
-                yield batch[start : start + self.size]
-            step += 1
-
-
-class _Reading(Dataset[Sample | Exception]):
-    """Samples, or why there is none: what a worker raises would reach the run as a traceback in text.
-
-    Args:
-        data: which.
-    """
+class _Reading(Dataset[dict[str, torch.Tensor] | Exception]):
+    """Batches, or why there is none: what a worker raises would reach the run as a traceback in text."""
 
     def __init__(self, data: TrainingData) -> None:
         self._data = data
 
-    def __getitem__(self, index: int) -> Sample | Exception:
+    def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor] | Exception:
         try:
-            return self._data[index]
+            return stack_samples([self._data[index] for index in indices])
         except (ValueError, OSError) as error:
             return error
 
 
-def _stacked(samples: Sequence[Sample | Exception]) -> dict[str, torch.Tensor] | Exception:
-    read = []
-    for sample in samples:
-        if isinstance(sample, Exception):
-            return sample
-        read.append(sample)
-    try:
-        return stack_samples(read)
-    except ValueError as error:
-        return error
+def _leave_interrupts_alone(worker: int) -> None:
+    """Ctrl-C reaches the workers too, which the training loop needs until it has stopped."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def stack_samples(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Make a cache of latents: from files, or from prompts alone."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ...config import check
 from ...families import Clip, Family, Sample, get_family
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
 from .cache import CacheHeader, CacheIndex, CacheWriter
-from .media import Media, TarMember, UnreadableMediaError, read_clip
-from .sources import find_media
+from .media import Media, TarMember, UnreadableMediaError, find_media, read_clip
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +46,25 @@ def encode_folder(
     _check_clip(family, pipe, clip)
     media = _with_checked_captions(family, pipe, find_media(source))
     settings = {"frames": clip.frames, "fps": clip.fps, "sizes": [list(size) for size in clip.sizes]}
-    writer = CacheWriter(output, replace(model_header(model, family), settings=settings))
-    writer.set_empty(_on_cpu(family.encode_prompt(pipe, "")))
+    writer = _writer(pipe, model, family, output, settings)
     left = [item for item in media if item.name not in writer.done]
-    for item, pixels in _progress(_read(left, clip, workers), len(media), len(media) - len(left), "encode"):
+    reading = DataLoader(_Reading(left, clip), batch_size=None, num_workers=workers, collate_fn=_unchanged)
+    for item, pixels in _progress(reading, len(media), len(media) - len(left), "encode"):
         if isinstance(pixels, str):
             writer.skip(item.name, pixels)
             continue
-        given = _for_autoencoder(pipe, pixels)
+        # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
+        given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
         sample = {"latents": family.encode_pixels(pipe, given)[0], **family.encode_picture(pipe, given)}
         sample |= family.encode_prompt(pipe, item.caption)
         writer.add(item.name, item.caption, _on_cpu(sample))
     writer.flush()
-    _report(writer.index)
-    if not writer.index.samples:
-        raise ValueError(f"None of the {len(media)} files in {source} could be encoded: {writer.index.skipped}.")
-    return writer.index
+    index = writer.index
+    for name, reason in index.skipped.items():
+        logger.warning("Skipped %s: %s.", name, reason.rstrip("."))
+    logger.info("%d samples encoded, %d files skipped.", len(index.samples), len(index.skipped))
+    check(bool(index.samples), f"None of the {len(media)} files in {source} could be encoded: {index.skipped}.")
+    return index
 
 
 @torch.no_grad()
@@ -92,29 +95,20 @@ def synthesize(
         ValueError: no prompts, empty ones or such as the model does not know, a patched pipeline, sizes that the model
             cannot take, or a cache that was made otherwise.
     """
-    if is_patched(pipe):
-        raise ValueError("The pipeline is patched, but its own latents are wanted; call remove_mhla() first.")
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be 1 or more.")
+    check(not is_patched(pipe), "The pipeline is patched, but its own latents are wanted; call remove_mhla() first.")
+    check(steps >= 1, f"steps={steps} must be 1 or more.")
     empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
-    if empty or not prompts:
-        raise ValueError(
-            f"There must be prompts, none of them empty; empty: number {', '.join(empty) or 'none given'}."
-        )
+    check(
+        bool(prompts) and not empty,
+        f"There must be prompts, none of them empty; empty: number {', '.join(empty) or 'none given'}.",
+    )
     family = get_family(pipe.transformer)
     for prompt in prompts:
         family.check_prompt(pipe, prompt)
     clip = clip or family.default_clip
     _check_clip(family, pipe, clip)
-    settings = {
-        "frames": clip.frames,
-        "sizes": [list(clip.sizes[0])],
-        "steps": steps,
-        "guidance": guidance,
-        "seed": seed,
-    }
-    writer = CacheWriter(output, replace(model_header(model, family), settings=settings))
-    writer.set_empty(_on_cpu(family.encode_prompt(pipe, "")))
+    settings = {"frames": clip.frames, "sizes": [list(clip.sizes[0])], "steps": steps}
+    writer = _writer(pipe, model, family, output, {**settings, "guidance": guidance, "seed": seed})
     left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" not in writer.done]
     pipe.set_progress_bar_config(disable=True)
     for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
@@ -135,26 +129,31 @@ def model_header(model: str, family: Family) -> CacheHeader:
     return CacheHeader(family.name, component_identity(model, "vae"), component_identity(model, "text_encoder"), {})
 
 
-def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
-    """Raise unless the model can take the frames and sizes.
+def _writer(pipe: Any, model: str, family: Family, output: str | Path, settings: dict[str, Any]) -> CacheWriter:
+    writer = CacheWriter(output, replace(model_header(model, family), settings=settings))
+    writer.set_empty(_on_cpu(family.encode_prompt(pipe, "")))
+    return writer
 
-    Raises:
-        ValueError: naming the nearest that it can.
-    """
+
+def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
+    """Raise unless the model can take the frames and sizes; the nearest that it can are named."""
     step = family.spatial_stride(pipe) * family.spatial_patch(pipe.transformer)
     for size in clip.sizes:
-        if any(side <= 0 or side % step for side in size):
-            nearest = tuple(max(step, round(side / step) * step) for side in size)
-            raise ValueError(f"Size {size} must be divisible by {step}; the nearest is {nearest}.")
-        if family.squares_only and size[0] != size[1]:
-            raise ValueError(f"Size {size} is no square, and {family.name} makes squares alone; try {(size[0],) * 2}.")
+        nearest = tuple(max(step, round(side / step) * step) for side in size)
+        divides = all(side > 0 and side % step == 0 for side in size)
+        check(divides, f"Size {size} must be divisible by {step}; the nearest is {nearest}.")
+        check(
+            not family.squares_only or size[0] == size[1],
+            f"Size {size} is no square, and {family.name} makes squares alone; try {(size[0],) * 2}.",
+        )
+    frames = clip.frames
     if family.makes_videos:
         step = family.temporal_stride(pipe)
-        if clip.frames < 1 or (clip.frames - 1) % step:
-            nearest_count = max(0, round((clip.frames - 1) / step)) * step + 1
-            raise ValueError(f"frames={clip.frames} must be 1 more than a multiple of {step}; try {nearest_count}.")
-    elif clip.frames != 1:
-        raise ValueError(f"frames={clip.frames} is for video models; this one makes images, so frames must be 1.")
+        near = max(0, round((frames - 1) / step)) * step + 1
+        fits = frames >= 1 and (frames - 1) % step == 0
+        check(fits, f"frames={frames} must be 1 more than a multiple of {step}; try {near}.")
+    else:
+        check(frames == 1, f"frames={frames} is for video models; this one makes images, so frames must be 1.")
 
 
 def _with_checked_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
@@ -166,9 +165,14 @@ def _with_checked_captions(family: Family, pipe: Any, media: Sequence[Media]) ->
     checked: list[Media] = []
     wrong: dict[str, str] = {}
     for item in media:
-        problem = item.problem or _problem_of_caption(family, pipe, item.caption)
-        if problem is not None and item.problem is None and not isinstance(item.file, TarMember):
-            wrong[item.name] = problem
+        problem = item.problem
+        if problem is None:
+            try:
+                family.check_prompt(pipe, item.caption)
+            except ValueError as error:
+                problem = str(error)
+                if not isinstance(item.file, TarMember):
+                    wrong[item.name] = problem
         checked.append(replace(item, problem=problem))
     if wrong:
         name, problem = next(iter(wrong.items()))
@@ -177,25 +181,11 @@ def _with_checked_captions(family: Family, pipe: Any, media: Sequence[Media]) ->
     return checked
 
 
-def _problem_of_caption(family: Family, pipe: Any, caption: str) -> str | None:
-    try:
-        family.check_prompt(pipe, caption)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _for_autoencoder(pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """uint8 (3, F, H, W) as the autoencoder takes them: (1, 3, F, H, W) in [-1, 1], on its device and in its type."""
-    return (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
-
-
 class _Reading(Dataset[tuple[Media, torch.Tensor | str]]):
-    """Pixels of files, or why there are none."""
+    """Pixels of files, uint8 (3, F, H, W), or why there are none."""
 
     def __init__(self, media: Sequence[Media], clip: Clip) -> None:
-        self._media = media
-        self._clip = clip
+        self._media, self._clip = media, clip
 
     def __len__(self) -> int:
         return len(self._media)
@@ -210,28 +200,17 @@ class _Reading(Dataset[tuple[Media, torch.Tensor | str]]):
             return item, str(error)
 
 
-def _read(media: Sequence[Media], clip: Clip, workers: int) -> Iterator[tuple[Media, torch.Tensor | str]]:
-    reading = _Reading(media, clip)
-    yield from DataLoader(reading, batch_size=None, num_workers=workers, collate_fn=_unchanged)
-
-
 def _unchanged(item: Any) -> Any:
     return item
 
 
-def _progress(items: Iterable[Any], total: int, done: int, name: str) -> Iterator[Any]:
+def _progress(items: Any, total: int, done: int, name: str) -> Any:
     from tqdm.auto import tqdm
 
-    yield from tqdm(items, total=total, initial=done, desc=name, dynamic_ncols=True)
+    return tqdm(items, total=total, initial=done, desc=name, dynamic_ncols=True)
 
 
 def _on_cpu(sample: Sample) -> dict[str, torch.Tensor]:
     """Latents in float32; conditioning in bfloat16, as the text encoders run, to halve the cache."""
     types = {name: torch.float32 if name == "latents" else torch.bfloat16 for name in sample}
     return {name: (x.to(types[name]) if x.is_floating_point() else x).cpu() for name, x in sample.items()}
-
-
-def _report(index: CacheIndex) -> None:
-    for name, reason in index.skipped.items():
-        logger.warning("Skipped %s: %s.", name, reason.rstrip("."))
-    logger.info("%d samples encoded, %d files skipped.", len(index.samples), len(index.skipped))

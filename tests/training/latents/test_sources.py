@@ -9,8 +9,7 @@ import torch
 from mhla_diffusers.families import Clip
 from mhla_diffusers.training.latents.cache import LatentCache
 from mhla_diffusers.training.latents.encode import encode_folder
-from mhla_diffusers.training.latents.media import TarMember, read_clip
-from mhla_diffusers.training.latents.sources import find_media
+from mhla_diffusers.training.latents.media import TarMember, find_media, read_clip
 
 from ..pipelines import wan_pipeline, write_image, write_video
 
