@@ -21,8 +21,7 @@ import torch
 
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.benchmark.timing import Budget, Variant, time_interleaved
-from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, held_out_curve
-from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, digit_latents, held_out_curve
 from mhla_diffusers.families import predict
 from mhla_diffusers.reporting import mean_and_spread, write_table
 from mhla_diffusers.tiny import TINY, load_tiny

@@ -14,19 +14,18 @@ command goes on where it was stopped.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import MHLAConfig, calibrate_mixing, calibrate_sparse, change_mhla, load_mhla, mhla_layers
-from mhla_diffusers.demo.adaptation import Adaptation
-from mhla_diffusers.demo.examining import Yardstick
-from mhla_diffusers.demo.fidelity import HEADER, Fidelity, measure_fidelity
-from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.demo.adaptation import Adaptation, digit_latents
+from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.families import predict
 from mhla_diffusers.files import write_json, written_aside
 from mhla_diffusers.generation.pipelines import family_named
@@ -41,6 +40,64 @@ _NO_LINEAR_BRANCH = -80.0
 """log λ of a linear branch that no float32 sum sees."""
 SCENES = {"wan": 32, "dit": 200, "sana": 200}
 """As many as one core generates in about a minute."""
+
+
+HEADER = ("held-out loss ↓", "digits recognised ↑", "Fréchet distance ↓", "distance of the pictures ↓")
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What was measured of one pipeline."""
+
+    losses: list[float]
+    """Of every held-out sample."""
+    right: list[float]
+    """Of every scene: part of its digits that is recognised."""
+    distances: list[float]
+    """Of every scene: ‖picture − unpatched‖ / ‖unpatched‖ for the same noise; empty for the unpatched pipeline."""
+    frechet_distance: float
+    """Of the digits' features to those of the same scenes of real digits, over all scenes."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The columns of ``HEADER``, means with their standard error."""
+        distances = _mean_and_error(self.distances, ".3f") if self.distances else "–"
+        right = [100 * part for part in self.right]
+        return (
+            _mean_and_error(self.losses, ".4f"),
+            _mean_and_error(right, ".1f") + " %",
+            f"{self.frechet_distance:.1f}",
+            distances,
+        )
+
+
+def measure_fidelity(
+    pipe: Any, adaptation: Adaptation, yardstick: Yardstick, unpatched: Sequence[torch.Tensor] | None = None
+) -> tuple[Fidelity, list[torch.Tensor]]:
+    """Measure a pipeline, patched or not; what it generated is given back too.
+
+    Args:
+        pipe: the tiny pipeline.
+        adaptation: with the held-out samples.
+        yardstick: with the scenes.
+        unpatched: what the unpatched pipeline generated; None where ``pipe`` is that pipeline.
+    """
+    pictures = yardstick.generate(pipe)
+    found = Fidelity(
+        losses=adaptation.held_out_losses(pipe),
+        right=yardstick.accuracy(pictures),
+        distances=[]
+        if unpatched is None
+        else [float((p - o).norm() / o.norm()) for p, o in zip(pictures, unpatched, strict=True)],
+        frechet_distance=yardstick.distance(pictures),
+    )
+    return found, pictures
+
+
+def _mean_and_error(values: Sequence[float], style: str) -> str:
+    """Mean ± its standard error; the mean alone of a single value."""
+    error = f" ± {stdev(values) / len(values) ** 0.5:{style}}" if len(values) > 1 else ""
+    return f"{fmean(values):{style}}{error}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +198,7 @@ class Table:
     def __init__(self, tiny: TinyPipeline, scenes: int, held_out: int, output: Path) -> None:
         data = digit_latents(load_tiny(tiny.family), tiny, CALIBRATION_SAMPLES, held_out, seed=1)
         self.adaptation = Adaptation(tiny, data, held_out, seed=1, validate_every=1, batch_size=tiny.batch_size)
-        self.yardstick = Yardstick.of(self.adaptation, scenes, seed=1)
+        self.yardstick = Yardstick.of(tiny, scenes, seed=1)
         self.folder = output / f"{tiny.family}-{scenes}-{held_out}"
 
     def original(self) -> tuple[Fidelity, list[torch.Tensor]]:
@@ -150,7 +207,7 @@ class Table:
         kept = self._kept("unpatched")
         if kept is not None and file.is_file():
             return kept, list(load_file(file)["pictures"])
-        found, pictures = measure_fidelity(load_tiny(self.adaptation.tiny.family), self.yardstick)
+        found, pictures = measure_fidelity(load_tiny(self.adaptation.tiny.family), self.adaptation, self.yardstick)
         with written_aside(file) as aside:
             save_file({"pictures": torch.stack(pictures)}, aside)
         self._keep("unpatched", found)
@@ -162,7 +219,8 @@ class Table:
         name = f"{row.name} {row.density} {steps}".strip().translate({ord(","): None, ord(" "): "-", ord("%"): None})
         found = self._kept(name)
         if found is None:
-            found, _ = measure_fidelity(row.patched(self.adaptation), self.yardstick, unpatched)
+            pipe = row.patched(self.adaptation)
+            found, _ = measure_fidelity(pipe, self.adaptation, self.yardstick, unpatched)
             self._keep(name, found)
         return found
 

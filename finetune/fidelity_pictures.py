@@ -22,9 +22,8 @@ from mhla_diffusers import apply_mhla, audit, densify, mhla_disabled, set_densit
 from mhla_diffusers.analysis import draw_audit
 from mhla_diffusers.benchmark.forecast import Question, make_forecast
 from mhla_diffusers.benchmark.models import choose_sizes, family_of_model, find_models
-from mhla_diffusers.demo.adaptation import Adaptation
+from mhla_diffusers.demo.adaptation import Adaptation, digit_latents
 from mhla_diffusers.demo.judging import generate_scenes
-from mhla_diffusers.demo.latents import digit_latents
 from mhla_diffusers.files import written_aside
 from mhla_diffusers.reporting import require_matplotlib
 from mhla_diffusers.tiny import TINY, load_tiny

@@ -2,7 +2,7 @@
 
 python finetune/gap.py wan outputs/adapted-wan outputs/adapted-wan-2 outputs/adapted-wan-3
 
-Reads what mhla_diffusers.demo.adapting recorded, one folder for every seed. The gap is that between plain linear
+Reads what assets/adapt_tiny.py recorded, one folder for every seed. The gap is that between plain linear
 attention and the control after as many updates, of the same seed; shown as mean ± standard deviation over the seeds.
 """
 
@@ -10,8 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mhla_diffusers.demo.adapting import RECORD
-from mhla_diffusers.demo.variants import END_TO_END_STEPS, TRANSFER_STEPS, variants
+from mhla_diffusers.demo.adaptation import ADAPTED_RECORD, END_TO_END_STEPS, TRANSFER_STEPS, variants
 from mhla_diffusers.files import read_json
 from mhla_diffusers.reporting import mean_and_spread, write_table
 from mhla_diffusers.tiny import TINY
@@ -28,7 +27,7 @@ def read_curves(folder: Path, family: str) -> dict[str, dict[int, float]]:
     """Held-out loss by update, of every variant that the folder has."""
     curves = {}
     for variant in variants(TINY[family]):
-        file = folder / "patches" / f"tiny-{family}-{variant.short}" / RECORD
+        file = folder / "patches" / f"tiny-{family}-{variant.short}" / ADAPTED_RECORD
         if file.is_file():
             curves[variant.name] = dict(read_json(file)["held-out loss by update"])
     return curves
@@ -47,12 +46,12 @@ def main() -> None:
     """Print the table, and write it where the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=["dit", "wan"])
-    parser.add_argument("folders", type=Path, nargs="+", help="outputs of mhla_diffusers.demo.adapting")
+    parser.add_argument("folders", type=Path, nargs="+", help="outputs of assets/adapt_tiny.py")
     parser.add_argument("--output", type=Path, default=Path("outputs/gap"))
     arguments = parser.parse_args()
     missing = [str(folder) for folder in arguments.folders if not (folder / "patches").is_dir()]
     if missing:
-        parser.error(f"no output of mhla_diffusers.demo.adapting: {', '.join(missing)}")
+        parser.error(f"no output of assets/adapt_tiny.py: {', '.join(missing)}")
     seeds = [read_curves(folder, arguments.family) for folder in arguments.folders]
     names = [variant.name for variant in variants(TINY[arguments.family]) if all(variant.name in s for s in seeds)]
     if len(names) < 3 or names[1] != "plain linear":

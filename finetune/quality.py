@@ -3,7 +3,7 @@
 python finetune/quality.py wan --scenes 100
 python finetune/quality.py wan --scenes 100 --adapted outputs/adapted-wan-2    # another seed of the adaptation
 
-Each attention of mhla_diffusers/demo/variants.py, adapted, generates the same scenes from the same noise, and so does
+Each attention of mhla_diffusers/demo/adaptation.py, adapted, generates the same scenes from the same noise, and so does
 the control: the pipeline's own attention, trained on for as long. Held-out loss, digits that the classifier recognises
 and Fréchet distance to the same scenes of real digits, each with its difference from the control and the 95 % interval
 of that difference, bootstrapped over the scenes. What is generated is kept, so a command goes on where it was stopped.
@@ -22,12 +22,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import load_mhla
-from mhla_diffusers.demo.adaptation import Adaptation
-from mhla_diffusers.demo.adapting import CONTROL, HELD_OUT
-from mhla_diffusers.demo.examining import load_variant
+from mhla_diffusers.demo.adaptation import (
+    ADAPTED_CONTROL,
+    Adaptation,
+    Variant,
+    digit_latents,
+    load_variant,
+    variants,
+)
 from mhla_diffusers.demo.judging import digit_accuracy, digit_features, generate_scenes, load_classifier, real_scenes
-from mhla_diffusers.demo.latents import digit_latents
-from mhla_diffusers.demo.variants import Variant, variants
 from mhla_diffusers.evaluation.compare import Interval, bootstrap
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.files import write_json, write_text, written_aside
@@ -35,6 +38,7 @@ from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
 from mhla_diffusers.tiny.digits import load_digits
 from mhla_diffusers.tiny.loading import load_control
 
+HELD_OUT = 64
 _RESAMPLES = 1000
 _FRECHET_RESAMPLES = 200
 UNTOUCHED = "as shipped"
@@ -54,12 +58,12 @@ class Judged:
 
 
 def open_variant(tiny: TinyPipeline, variant: Variant, adapted: Path | None) -> Any:
-    """The pipeline with a patch that ships, or with one that ``mhla_diffusers.demo.adapting`` made."""
+    """The pipeline with a patch that ships, or with one that ``assets/adapt_tiny.py`` made."""
     if adapted is None:
         return load_variant(tiny, variant, "cpu")
     pipe, folder = load_tiny(tiny.family), adapted / "patches" / f"tiny-{tiny.family}-{variant.short}"
     if variant.patch is None:
-        load_control(pipe.transformer, folder / CONTROL)
+        load_control(pipe.transformer, folder / ADAPTED_CONTROL)
         return pipe
     return load_mhla(pipe, folder)
 
@@ -153,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=list(TINY))
     parser.add_argument("--scenes", type=int, default=100)
-    parser.add_argument("--adapted", type=Path, help="output of mhla_diffusers.demo.adapting; what ships if left out")
+    parser.add_argument("--adapted", type=Path, help="output of assets/adapt_tiny.py; what ships if left out")
     parser.add_argument("--only", nargs="+", help="such as exact hybrid, beside the control; all if left out")
     parser.add_argument("--output", type=Path, help="outputs/quality-<family> if left out")
     arguments = parser.parse_args()
@@ -165,7 +169,7 @@ def main() -> None:
     if arguments.scenes < 2:
         parser.error(f"--scenes {arguments.scenes}: at least 2, to tell how they spread")
     if arguments.adapted is not None and not (arguments.adapted / "patches").is_dir():
-        parser.error(f"--adapted {arguments.adapted}: no output of mhla_diffusers.demo.adapting")
+        parser.error(f"--adapted {arguments.adapted}: no output of assets/adapt_tiny.py")
     output: Path = arguments.output or Path("outputs") / f"quality-{tiny.family}"
     judge = Judge(tiny, arguments.scenes, output)
     chosen = [v for v in variants(tiny) if not arguments.only or v.short in ("control", *arguments.only)]

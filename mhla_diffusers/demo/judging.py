@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from ..evaluation.extractors import ImageFeatures
+from ..evaluation.metrics import frechet_distance
 from ..families import get_family
 from ..tiny import TINY, TinyPipeline
 from ..tiny.digits import PICTURE_SIZE, Digits, Scene, compose, crop, load_digits
@@ -17,8 +20,7 @@ CLASSIFIER_FILE = ASSET_FOLDER / "classifier.safetensors"
 
 _WHOLE = (0, PICTURE_SIZE, 0, PICTURE_SIZE)
 _BATCH = 10
-_CLASSIFIER_STEPS = 800
-_CLASSIFIER_BATCH = 128
+"""Scenes that are generated at a time."""
 
 
 class DigitClassifier(nn.Module):
@@ -51,74 +53,12 @@ class DigitClassifier(nn.Module):
         return features
 
 
-def scene_crops(picture: torch.Tensor, scene: Scene, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the classifier sees of a scene: every digit of every frame.
-
-    Args:
-        picture: (F, 64, 64) in [0, 1].
-        scene: what the picture should show.
-        size: height and width of a digit in pixels.
-
-    Returns:
-        Crops (digits * F, 16, 16) and wanted labels (digits * F,).
-    """
-    crops = [crop(picture, field, size) for field in scene.fields()]
-    labels = torch.tensor(scene.labels).repeat_interleave(len(picture))
-    return torch.cat(crops), labels
-
-
-def train_classifier(seed: int = 0) -> DigitClassifier:
-    """Train on the training digits, drawn at the sizes of all tiny pipelines; half a minute on one core."""
-    torch.manual_seed(seed)
-    crops, labels = real_crops(load_digits("train"), seed)
-    classifier = DigitClassifier()
-    optimizer = torch.optim.AdamW(classifier.parameters(), lr=2e-3, weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _CLASSIFIER_STEPS)
-    for _ in range(_CLASSIFIER_STEPS):
-        chosen = torch.randint(len(crops), (_CLASSIFIER_BATCH,))
-        loss = nn.functional.cross_entropy(classifier(_augment(crops[chosen])), labels[chosen], label_smoothing=0.05)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return classifier.eval()
-
-
-def real_crops(digits: Digits, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Crops (3 n, 16, 16) and labels (3 n,) of real digits, drawn once at the size of each tiny pipeline."""
-    chance = random.Random(seed)
-    crops, labels = [], []
-    for size in (tiny.digit_size for tiny in TINY.values()):
-        for image, label in zip(digits.images, digits.labels.tolist(), strict=True):
-            one = Digits(image[None], torch.tensor([label]))
-            picture = compose(Scene((label,)), one, size, chance.randrange(2**32))
-            crops.append(crop(picture, _WHOLE, size))
-            labels.append(label)
-    return torch.cat(crops), torch.tensor(labels)
-
-
-def _augment(crops: torch.Tensor) -> torch.Tensor:
-    """Slightly turned, scaled, shifted and noisy crops."""
-    count = len(crops)
-    angle = 0.15 * torch.randn(count)
-    scale = 1 + 0.08 * torch.randn(count)
-    theta = torch.zeros(count, 2, 3)
-    theta[:, 0, 0] = theta[:, 1, 1] = angle.cos() * scale
-    theta[:, 0, 1], theta[:, 1, 0] = -angle.sin() * scale, angle.sin() * scale
-    theta[:, :, 2] = 0.05 * torch.randn(count, 2)
-    grid = nn.functional.affine_grid(theta, [count, 1, *crops.shape[1:]], align_corners=False)
-    turned = nn.functional.grid_sample(crops[:, None], grid, align_corners=False).squeeze(1)
-    return (turned + 0.05 * torch.randn_like(turned)).clamp(0, 1)
-
-
 def load_classifier() -> DigitClassifier:
     """The classifier that ships with the package.
 
     Raises:
         DamagedAssetError: its file is missing or damaged.
     """
-    from safetensors.torch import load_file
-
     check_asset(CLASSIFIER_FILE)
     classifier = DigitClassifier()
     classifier.load_state_dict(load_file(CLASSIFIER_FILE))
@@ -157,33 +97,73 @@ def real_scenes(scenes: Sequence[Scene], tiny: TinyPipeline, digits: Digits, see
     return [compose(scene, digits, tiny.digit_size, seed + place) for place, scene in enumerate(scenes)]
 
 
+def scene_crops(picture: torch.Tensor, scene: Scene, size: int) -> torch.Tensor:
+    """What the classifier sees of a picture (F, 64, 64): every digit of every frame, (digits, F, 16, 16)."""
+    return torch.stack([crop(picture, field, size) for field in scene.fields()])
+
+
 @torch.no_grad()
+def recognised(picture: torch.Tensor, scene: Scene, tiny: TinyPipeline, classifier: DigitClassifier) -> torch.Tensor:
+    """Whether the classifier takes each digit of each frame for what the scene names: bool (digits, F)."""
+    crops = scene_crops(picture, scene, tiny.digit_size)
+    found = classifier(crops.flatten(0, 1)).argmax(dim=1).view(crops.shape[:2])
+    return found == torch.tensor(scene.labels)[:, None]
+
+
 def digit_accuracy(
     pictures: Sequence[torch.Tensor], scenes: Sequence[Scene], tiny: TinyPipeline, classifier: DigitClassifier
 ) -> float:
     """Part of the digits, over all scenes and frames, that the classifier takes for what the scene names."""
-    right = total = 0
-    for picture, scene in zip(pictures, scenes, strict=True):
-        crops, labels = scene_crops(picture, scene, tiny.digit_size)
-        right += int((classifier(crops).argmax(dim=1) == labels).sum())
-        total += len(labels)
-    return right / total
+    found = [recognised(picture, scene, tiny, classifier) for picture, scene in zip(pictures, scenes, strict=True)]
+    return float(torch.cat(found).double().mean())
 
 
 def digit_features(
     pictures: Sequence[torch.Tensor], scenes: Sequence[Scene], tiny: TinyPipeline, classifier: DigitClassifier
 ) -> torch.Tensor:
     """Classifier features of every digit of every frame: (n, 64)."""
-    crops = [scene_crops(picture, scene, tiny.digit_size)[0] for picture, scene in zip(pictures, scenes, strict=True)]
-    return classifier.describe(torch.cat(crops))
+    crops = [scene_crops(picture, scene, tiny.digit_size) for picture, scene in zip(pictures, scenes, strict=True)]
+    return classifier.describe(torch.cat([crop.flatten(0, 1) for crop in crops]))
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Scenes that every attention generates from the same noise, and what they are judged by."""
+
+    tiny: TinyPipeline
+    scenes: list[Scene]
+    seed: int
+    classifier: DigitClassifier
+    real: torch.Tensor
+    """Features of the same scenes, composed of real digits."""
+
+    @classmethod
+    def of(cls, tiny: TinyPipeline, count: int, seed: int) -> "Yardstick":
+        """With scenes that the seed draws."""
+        chance, classifier = random.Random(seed), load_classifier()
+        scenes = [tiny.random_scene(chance) for _ in range(count)]
+        real = real_scenes(scenes, tiny, load_digits("held-out"), seed)
+        return cls(tiny, scenes, seed, classifier, digit_features(real, scenes, tiny, classifier))
+
+    def generate(self, pipe: Any) -> list[torch.Tensor]:
+        """What a pipeline makes of the scenes."""
+        return generate_scenes(pipe, self.tiny, self.scenes, self.seed)
+
+    def accuracy(self, pictures: Sequence[torch.Tensor]) -> list[float]:
+        """Of every scene the part of its digits that is recognised."""
+        pairs = zip(pictures, self.scenes, strict=True)
+        return [digit_accuracy([picture], [scene], self.tiny, self.classifier) for picture, scene in pairs]
+
+    def distance(self, pictures: Sequence[torch.Tensor]) -> float:
+        """Fréchet distance of the digits to real ones, over all scenes."""
+        return frechet_distance(self.real, digit_features(pictures, self.scenes, self.tiny, self.classifier))
 
 
 def picture_features(images: torch.Tensor) -> ImageFeatures:
     """What the classifier sees of pictures with one digit: an extractor for ``mhla eval fid``.
 
-    Args:
-        images: uint8 (B, 3, H, W), or videos (B, F, 3, H, W), whose features are the means over their frames. Sizes
-            other than the 64x64 of the tiny pipelines are brought to that.
+    Of uint8 images (B, 3, H, W), or videos (B, F, 3, H, W), whose features are the means over their frames. Sizes other
+    than the 64x64 of the tiny pipelines are brought to that.
     """
     classifier = load_classifier()
     grey = images.float().mean(dim=-3).flatten(0, -3) / 255

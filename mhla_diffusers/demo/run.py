@@ -1,32 +1,64 @@
-"""Run the demo from beginning to end."""
+"""Run the demo: generate with each attention that ships adapted, measure, stream, adapt two live, and write a page."""
 
 import logging
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
+from ..analysis import attention_matrices, mean_entropy, mean_rank
+from ..analysis.pictures import draw_mixing_matrices
+from ..attention import initial_mixing
+from ..benchmark.timing import Budget, time_interleaved
 from ..devices import free_threads, threads
+from ..families import arguments_of, predict
 from ..files import check_writable, write_json
-from ..reporting import require_matplotlib, text_table
-from ..tiny import TinyPipeline, load_tiny, tiny_pipeline
-from .adaptation import Adaptation
-from .examining import Yardstick, examine, load_variant, time_all
-from .figures import draw_mixing, draw_pictures, file_name, write_page
-from .latents import digit_latents
-from .live import LIVE, Curves, adapt_live
-from .results import Outcome, Row, format_table
-from .streaming import HEADER, Judged, judge_streams, section_of_page
-from .variants import Variant, streamed_variant, variants
+from ..patching import TransformerCall, mhla_layers
+from ..reporting import html_media, html_table, require_matplotlib, text_table
+from ..tiny import load_tiny, tiny_pipeline
+from . import streaming
+from .adaptation import (
+    Adaptation,
+    Variant,
+    digit_latents,
+    held_out_curve,
+    load_variant,
+    recipe_of,
+    streamed_variant,
+    variants,
+)
+from .judging import Yardstick, digit_accuracy
+from .page import draw_clips, draw_loss_curves, draw_pictures, file_name, write_page
 
 _STREAMED = 3
 """Scenes that are generated as a longer clip."""
+_LIVE = ("exact", "linear")
+"""Which variants are adapted live; SANA has MHLA instead."""
+_TRANSFER = 0.4
+"""Updates of attention transfer before them, as a part of the updates, where the recipe has any."""
+_STEADY = 0.25
+"""Spread of repeated times, (80th − 20th percentile) / median, beyond which the machine was busy."""
+_HEADER = (
+    "attention",
+    "held-out loss ↓",
+    "digit accuracy ↑",
+    "Fréchet distance ↓",
+    "rank of attention ↑",
+    "entropy (nats)",
+    "ms per transformer step ↓",
+)
+
+Curves = dict[str, list[tuple[int, float]]]
+"""Name of the attention → (updates, held-out loss)."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +89,44 @@ class DemoConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
 
 
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one variant."""
+
+    name: str
+    held_out_loss: float
+    digit_accuracy: float
+    frechet_distance: float
+    rank: float
+    entropy: float
+    seconds_per_step: float | None = None
+    """Of the transformer with two samples; None in all rows where the machine was too busy to tell."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The columns as text."""
+        return (
+            self.name,
+            f"{self.held_out_loss:.4f}",
+            f"{self.digit_accuracy:.1%}",
+            f"{self.frechet_distance:.2f}",
+            f"{self.rank:.1f}",
+            f"{self.entropy:.2f}",
+            *([f"{1000 * self.seconds_per_step:.1f}"] if self.seconds_per_step is not None else []),
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One variant: its row, what it generated, and what it learned to mix."""
+
+    row: Row
+    pictures: list[torch.Tensor]
+    """For every scene (F, 64, 64) in [0, 1]."""
+    mixing: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The first layer's mixing matrix before and after, by the title of its picture; empty where it is not learned."""
+
+
 def run_demo(config: DemoConfig) -> list[Row]:
     """Compare the attentions that ship adapted, adapt two live, and write all of it into ``config.output``.
 
@@ -71,18 +141,30 @@ def run_demo(config: DemoConfig) -> list[Row]:
     check_writable(config.output)
     require_matplotlib()
     started, tiny = time.perf_counter(), tiny_pipeline(config.family)
-    shown = variants(tiny)
+    shown, streams = variants(tiny), []
     with _quiet(), threads(free_threads()):
         told = f"{len(shown)} attentions, {config.scenes} scenes, {torch.get_num_threads()} threads"
         _say(f"tiny-{config.family}: {told}")
-        adaptation = _adaptation(config, tiny)
-        yardstick = Yardstick.of(adaptation, config.scenes, config.seed)
-        pipes = [load_variant(tiny, variant, config.device) for variant in shown]
-        outcomes = [_examine(variant, pipe, yardstick) for variant, pipe in zip(shown, pipes, strict=True)]
+        adaptation = Adaptation(
+            tiny,
+            digit_latents(load_tiny(config.family, config.device), tiny, config.samples, config.held_out, config.seed),
+            held_out=config.held_out,
+            seed=config.seed,
+            validate_every=max(1, config.updates // 5),
+            batch_size=tiny.batch_size,
+            device=config.device,
+        )
+        yardstick = Yardstick.of(tiny, config.scenes, config.seed)
+        pipes, outcomes = [load_variant(tiny, variant, config.device) for variant in shown], []
+        for variant, pipe in zip(shown, pipes, strict=True):
+            outcomes.append(examine(variant, pipe, adaptation, yardstick))
+            _say(f"  {variant.name}: {outcomes[-1].row.digit_accuracy:.0%} of the digits recognised")
         outcomes = time_all(pipes, outcomes, adaptation)
         rows = [outcome.row for outcome in outcomes]
-        _say(f"\n{format_table(rows)}\n")
-        streams = _stream(config, tiny, yardstick)
+        _say(f"\n{text_table(_header_of(rows), (row.cells for row in rows), right=True)}\n")
+        if streamed_variant(tiny) is not None:
+            streams = streaming.judge_streams(tiny, yardstick.scenes[:_STREAMED], config.seed, config.device)
+            _say(f"{text_table(streaming.HEADER, (one.cells for one in streams), right=True)}\n")
         curves = _adapt_live(config, shown, adaptation, rows[0].held_out_loss)
     circumstances = {
         "machine": f"{platform.processor() or platform.machine()}, {config.device}",
@@ -95,88 +177,130 @@ def run_demo(config: DemoConfig) -> list[Row]:
     return rows
 
 
-def _adaptation(config: DemoConfig, tiny: TinyPipeline) -> Adaptation:
-    return Adaptation(
-        tiny,
-        digit_latents(load_tiny(config.family, config.device), tiny, config.samples, config.held_out, config.seed),
-        held_out=config.held_out,
-        seed=config.seed,
-        validate_every=max(1, config.updates // 5),
-        batch_size=tiny.batch_size,
-        device=config.device,
+def examine(variant: Variant, pipe: Any, adaptation: Adaptation, yardstick: Yardstick) -> Outcome:
+    """Generate and measure with a pipeline of :func:`load_variant`, all but the time."""
+    pictures = yardstick.generate(pipe)
+    matrices = attention_matrices(
+        pipe.transformer, TransformerCall((), arguments_of(pipe.transformer, _last_samples(pipe, adaptation, 1)))
     )
+    row = Row(
+        name=variant.name,
+        held_out_loss=fmean(adaptation.held_out_losses(pipe)),
+        digit_accuracy=digit_accuracy(pictures, yardstick.scenes, yardstick.tiny, yardstick.classifier),
+        frechet_distance=yardstick.distance(pictures),
+        rank=mean_rank(matrices),
+        entropy=mean_entropy(matrices),
+    )
+    if variant.patch is None or not variant.patch.mixing_learnable:
+        return Outcome(row, pictures)
+    name, layer = next(iter(mhla_layers(pipe).items()))
+    before = initial_mixing(variant.patch.blocks, variant.patch.mixing_init)
+    return Outcome(row, pictures, {f"{name}, before": before, f"{name}, after": layer.mixing})
 
 
-def _examine(variant: Variant, pipe: Any, yardstick: Yardstick) -> Outcome:
-    outcome = examine(variant, pipe, yardstick)
-    _say(f"  {variant.name}: {outcome.row.digit_accuracy:.0%} of the digits recognised")
-    return outcome
+def _last_samples(pipe: Any, adaptation: Adaptation, samples: int) -> Any:
+    """The last samples of the data, half noised."""
+    count = len(adaptation.data)
+    return adaptation.batch(pipe.transformer, range(count - samples, count), torch.full((samples,), 0.5))
 
 
-def _stream(config: DemoConfig, tiny: TinyPipeline, yardstick: Yardstick) -> list[Judged]:
-    """Of videos: a few scenes as clips longer than any that was trained on."""
-    if streamed_variant(tiny) is None:
-        return []
-    judged = judge_streams(tiny, yardstick.scenes[:_STREAMED], config.seed, config.device)
-    _say(f"{text_table(HEADER, (one.cells for one in judged), right=True)}\n")
-    return judged
+@torch.no_grad()
+def time_all(pipes: Sequence[Any], outcomes: Sequence[Outcome], adaptation: Adaptation) -> list[Outcome]:
+    """The outcomes with the median time of a forward with two samples: all in turns, on one thread of a CPU.
+
+    Several threads that wait for each other would measure what else the machine does. The times stay out where their
+    spread says that it was busy all the same.
+    """
+    # two samples, as classifier-free guidance has them
+    runs = {
+        outcome.row.name: partial(predict, pipe.transformer, _last_samples(pipe, adaptation, 2))
+        for outcome, pipe in zip(outcomes, pipes, strict=True)
+    }
+    with threads(1):
+        timed = time_interleaved(runs, torch.device(adaptation.device), Budget(seconds=2.0, least=7))
+    timings = [timed[outcome.row.name].timing for outcome in outcomes]
+    if any(timing is None or timing.p80 - timing.p20 > _STEADY * timing.median for timing in timings):
+        return list(outcomes)
+    return [
+        replace(outcome, row=replace(outcome.row, seconds_per_step=timing.median if timing else None))
+        for outcome, timing in zip(outcomes, timings, strict=True)
+    ]
 
 
 def _adapt_live(config: DemoConfig, shown: Sequence[Variant], adaptation: Adaptation, goal: float) -> Curves:
+    """Adapt two by a shortened recipe, from the weights that ship; ``loss.png`` is redrawn as the loss is measured."""
     if not config.updates:
         return {}
-    live = [variant for variant in shown if variant.short in LIVE] or [shown[-1]]
-    names = " and ".join(variant.name for variant in live)
-    _say(f"Live: {names}, {config.updates} updates each; {config.output / 'loss.png'} is drawn anew as they go on")
-    return adapt_live(live[::-1], config.updates, adaptation, goal, config.output)
+    live = [variant for variant in shown if variant.short in _LIVE][::-1] or [shown[-1]]
+    names, picture = " and ".join(variant.name for variant in live[::-1]), config.output / "loss.png"
+    _say(f"Live: {names}, {config.updates} updates each; {picture} is drawn anew as they go on")
+    curves: Curves = {}
+    shutil.rmtree(config.output / "live", ignore_errors=True)  # of an earlier demo, perhaps of another length
+    for variant in live:
+        run = config.output / "live" / variant.short
 
+        def redraw(_: torch.nn.Module, __: Path, name: str = variant.name, run: Path = run) -> None:
+            draw_loss_curves({**curves, name: held_out_curve(run)}, goal, picture)
 
-def what_one_sees(rows: Sequence[Row]) -> str:
-    """The picture in one sentence."""
-    control, *others = rows
-    told = ", ".join(f"{row.name} {row.digit_accuracy:.0%}" for row in others[::-1])
-    return f"Digits that the classifier recognises: {told}; {control.name} {control.digit_accuracy:.0%}."
+        recipe = recipe_of(variant, adaptation.tiny)
+        transfer = round(_TRANSFER * config.updates) if recipe.transfer_steps else 0
+        short = replace(recipe, steps=config.updates, transfer_steps=transfer)
+        adaptation.adapt(adaptation.patched(variant.patch), short, run, redraw)
+        curves[variant.name] = held_out_curve(run)
+    return curves
 
 
 def _write_folder(
     config: DemoConfig,
     yardstick: Yardstick,
     outcomes: Sequence[Outcome],
-    streams: Sequence[Judged],
+    streams: Sequence[streaming.Judged],
     curves: Curves,
     circumstances: dict[str, str],
 ) -> None:
-    rows = [outcome.row for outcome in outcomes]
+    rows, output = [outcome.row for outcome in outcomes], config.output
     results = {
-        "config": {**asdict(config), "output": str(config.output)},
+        "config": {**asdict(config), "output": str(output)},
         "circumstances": circumstances,
         "rows": [asdict(row) for row in rows],
         "live": curves,
         "streamed": {one.name: one.right for one in streams},
     }
-    write_json(results, config.output / "results.json")
-    figures = {
-        "What each attention generates from the same noise": draw_pictures(outcomes, yardstick.scenes, config.output)
-    }
+    write_json(results, output / "results.json")
+    pictures = {outcome.row.name: outcome.pictures for outcome in outcomes}
+    figures = {"What each attention generates from the same noise": draw_pictures(pictures, yardstick.scenes, output)}
     if curves:
-        figures["Held-out loss while two of them adapt"] = config.output / "loss.png"
-    for outcome in outcomes:
-        if outcome.mixing:
-            file = config.output / f"mixing-{file_name(outcome.row.name)}.png"
-            figures[f"Mixing matrices of {outcome.row.name}"] = draw_mixing(
-                outcome, yardstick.adaptation.tiny.blocks, file
-            )
+        figures["Held-out loss while two of them adapt"] = output / "loss.png"
+    for name, mixing in ((outcome.row.name, outcome.mixing) for outcome in outcomes if outcome.mixing):
+        file = output / f"mixing-{file_name(name)}.png"
+        figures[f"Mixing matrices of {name}"] = draw_mixing_matrices(mixing, yardstick.tiny.blocks, file)
+    control, *others = rows
+    seen = ", ".join(f"{row.name} {row.digit_accuracy:.0%}" for row in others[::-1])
     remarks = [
-        what_one_sees(rows),
-        f"Every row but the first is a patch that ships adapted; {rows[0].name} was trained on for as long. "
+        f"Digits that the classifier recognises: {seen}; {control.name} {control.digit_accuracy:.0%}.",
+        f"Every row but the first is a patch that ships adapted; {control.name} was trained on for as long. "
         "Everything on this page was computed in one run.",
     ]
-    if rows[0].seconds_per_step is None:
+    if control.seconds_per_step is None:
         remarks.append("There are no times, since the machine was busy: they spread too much to be believed.")
-    scenes = yardstick.scenes[:_STREAMED]
-    sections = {"A longer clip": section_of_page(streams, scenes, config.output)} if streams else {}
+    sections = {}
+    if streams:
+        long = streams[-1]
+        clips = draw_clips(long.name, long.pictures, yardstick.scenes[:_STREAMED], output / "stream.gif")
+        told = (
+            f"A few frames after others, {streaming.LONGER} times as many as were trained on, each seeing what is kept "
+            "of the frames before it, which takes the same memory however many there are."
+        )
+        table = html_table(streaming.HEADER, (one.cells for one in streams))
+        sections["A longer clip"] = f"<p>{told}</p>{table}{html_media(clips, long.name)}"
+    table = html_table(_header_of(rows), (row.cells for row in rows))
     title = f"MHLA on tiny-{config.family}"
-    write_page(config.output / "index.html", title, rows, figures, remarks, circumstances, sections)
+    write_page(output / "index.html", title, table, remarks, circumstances, figures, sections)
+
+
+def _header_of(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Names of the columns that the rows have."""
+    return _HEADER[: len(rows[0].cells)]
 
 
 @contextmanager

@@ -1,33 +1,22 @@
-"""Clips longer than any that was trained on, frame after frame: ``python -m mhla_diffusers.demo.streaming``.
+"""Clips longer than any that was trained on, made frame after frame by the adapted causal patch and judged by frame.
 
-The adapted causal patch generates them, and a classifier says in which frames the digits are those that were asked for.
 Beside it stands softmax attention at the length that it was trained on, which is as far as it goes.
 """
 
-import argparse
-import random
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..devices import free_threads, threads
-from ..files import write_json
 from ..generation.streaming import decode_latents, stream_latents
 from ..patching import load_mhla, require_layers
-from ..reporting import html_media, html_table, text_table
-from ..tiny import TINY, TinyPipeline, load_tiny
+from ..tiny import TinyPipeline, load_tiny
 from ..tiny.digits import FRAMES, Scene
-from .figures import draw_clips
-from .judging import DigitClassifier, generate_scenes, load_classifier, scene_crops
+from .judging import DigitClassifier, generate_scenes, load_classifier, recognised
 
 LONGER = 4
 """Times the length that was trained on."""
-_SCENES = 24
 HEADER = ("attention", "frames", "digits right", "first quarter", "second", "third", "fourth")
 
 
@@ -41,24 +30,6 @@ class Judged:
     right: list[float]
     """For every frame the part of the digits, over all scenes, that is recognised."""
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        pictures: list[torch.Tensor],
-        scenes: Sequence[Scene],
-        tiny: TinyPipeline,
-        judge: DigitClassifier,
-    ) -> "Judged":
-        """Judge pictures of scenes."""
-        found = []
-        for picture, scene in zip(pictures, scenes, strict=True):
-            crops, labels = scene_crops(picture, scene, tiny.digit_size)
-            with torch.no_grad():
-                right = judge(crops).argmax(dim=1) == labels
-            found.append(right.view(len(scene.labels), -1))
-        return cls(name, pictures, torch.cat(found).float().mean(dim=0).tolist())
-
     @property
     def cells(self) -> tuple[str, ...]:
         """A row of the table: all frames, and of a long clip its quarters."""
@@ -68,23 +39,28 @@ class Judged:
         return self.name, str(len(by_frame)), *shown, *[""] * (len(HEADER) - 2 - len(shown))
 
 
+def judge(
+    name: str, pictures: list[torch.Tensor], scenes: Sequence[Scene], tiny: TinyPipeline, classifier: DigitClassifier
+) -> Judged:
+    """Judge one attention's pictures of scenes."""
+    found = [recognised(picture, scene, tiny, classifier) for picture, scene in zip(pictures, scenes, strict=True)]
+    return Judged(name, pictures, torch.cat(found).float().mean(dim=0).tolist())
+
+
 def load_streamed(tiny: TinyPipeline, device: str = "cpu") -> Any:
     """The tiny pipeline with its causal patch."""
     return load_mhla(load_tiny(tiny.family, device), f"tiny-{tiny.family}-causal")
 
 
 def stream_scenes(pipe: Any, tiny: TinyPipeline, scenes: Sequence[Scene], frames: int, seed: int) -> list[torch.Tensor]:
-    """Generate clips of scenes frame block after frame block.
+    """Generate clips (frames, 64, 64) of scenes frame block after frame block, as one batch.
 
     Args:
         pipe: the tiny pipeline with a causal patch.
         tiny: its description.
-        scenes: what to generate, as one batch.
+        scenes: what to generate.
         frames: of each clip, whole frame blocks.
         seed: of the first scene; the next one has the next seed.
-
-    Returns:
-        For each scene (frames, 64, 64) in [0, 1].
     """
     settings = tiny.call_settings
     length = next(iter(require_layers(pipe.transformer).values())).config.block_length or 1
@@ -104,48 +80,12 @@ def stream_scenes(pipe: Any, tiny: TinyPipeline, scenes: Sequence[Scene], frames
 
 def judge_streams(tiny: TinyPipeline, scenes: Sequence[Scene], seed: int, device: str = "cpu") -> list[Judged]:
     """Softmax at the length that was trained on, then the causal patch at ``LONGER`` times this."""
-    judge, pipe = load_classifier(), load_streamed(tiny, device)
+    classifier = load_classifier()
     usual = generate_scenes(load_tiny(tiny.family, device, control=True), tiny, scenes, seed)
-    long = stream_scenes(pipe, tiny, scenes, LONGER * FRAMES, seed)
-    return [
-        Judged.of("softmax", usual, scenes, tiny, judge),
-        Judged.of("MHLA, causal, the same frames", [clip[:FRAMES] for clip in long], scenes, tiny, judge),
-        Judged.of("MHLA, causal, streamed", long, scenes, tiny, judge),
-    ]
-
-
-def section_of_page(judged: Sequence[Judged], scenes: Sequence[Scene], folder: Path) -> str:
-    """HTML of table and clips, which are drawn into a folder as well."""
-    long = judged[-1]
-    clips = draw_clips(long.name, long.pictures, scenes, folder / "stream.gif")
-    told = (
-        f"A few frames after others, {LONGER} times as many as were trained on, each seeing what is kept of the frames "
-        "before it, which takes the same memory however many there are."
-    )
-    return f"<p>{told}</p>{html_table(HEADER, (one.cells for one in judged))}{html_media(clips, long.name)}"
-
-
-def main() -> None:
-    """Command line of this module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("outputs/stream"))
-    parser.add_argument("--scenes", type=int, default=_SCENES)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    tiny, chance = TINY["wan"], random.Random(arguments.seed)
-    scenes = [tiny.random_scene(chance) for _ in range(arguments.scenes)]
-    with threads(free_threads()):
-        judged = judge_streams(tiny, scenes, arguments.seed)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    results = {
-        "command": f"python -m mhla_diffusers.demo.streaming --scenes {arguments.scenes} --seed {arguments.seed}",
-        "date": time.strftime("%Y-%m-%d"),
-        "digits right, by frame": {one.name: one.right for one in judged},
+    long = stream_scenes(load_streamed(tiny, device), tiny, scenes, LONGER * FRAMES, seed)
+    made = {
+        "softmax": usual,
+        "MHLA, causal, the same frames": [clip[:FRAMES] for clip in long],
+        "MHLA, causal, streamed": long,
     }
-    write_json(results, arguments.output / "stream.json")
-    draw_clips(judged[-1].name, judged[-1].pictures, scenes, arguments.output / "stream.gif")
-    sys.stdout.write(f"{text_table(HEADER, (one.cells for one in judged), right=True)}\n")
-
-
-if __name__ == "__main__":
-    main()
+    return [judge(name, pictures, scenes, tiny, classifier) for name, pictures in made.items()]

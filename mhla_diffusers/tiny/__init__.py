@@ -1,8 +1,7 @@
 """Tiny pipelines that ship with the package: real diffusers classes, trained on real handwritten digits."""
 
-from .base import TinyPipeline
 from .loading import DamagedAssetError, call_settings, load_tiny, pipeline_folder
-from .pipelines import TINY, tiny_pipeline
+from .pipelines import TINY, TinyPipeline, tiny_pipeline
 
 __all__ = [
     "TINY",

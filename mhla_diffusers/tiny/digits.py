@@ -30,15 +30,12 @@ _REST_SLACK = 4.0
 
 @dataclass(frozen=True)
 class Digits:
-    """Handwritten digits of one split.
-
-    Attributes:
-        images: (n, 8, 8) float32 in [0, 1].
-        labels: (n,) int64, 0 to 9.
-    """
+    """Handwritten digits of one split."""
 
     images: torch.Tensor
+    """(n, 8, 8) float32 in [0, 1]."""
     labels: torch.Tensor
+    """(n,) int64, 0 to 9."""
 
     def pick(self, label: int, chance: random.Random) -> torch.Tensor:
         """A random (8, 8) digit with this label."""
@@ -125,7 +122,11 @@ def compose(scene: Scene, digits: Digits, size: int, seed: int) -> torch.Tensor:
     picture = torch.zeros(frames, PICTURE_SIZE, PICTURE_SIZE)
     for label, field in zip(scene.labels, scene.fields(), strict=True):
         centres = _path(scene.motion, field, size, chance)
-        picture = torch.maximum(picture, _draw(digits.pick(label, chance), centres, size))
+        digit, scale = digits.pick(label, chance), PICTURE_SIZE / size
+        drawn = _sample(
+            digit.expand(frames, *digit.shape), scale, -scale * (2 * centres / PICTURE_SIZE - 1), PICTURE_SIZE
+        )
+        picture = torch.maximum(picture, drawn)
     return picture
 
 
@@ -137,90 +138,53 @@ def to_rgb(picture: torch.Tensor) -> torch.Tensor:
 def _path(motion: str | None, field: tuple[int, int, int, int], size: int, chance: random.Random) -> torch.Tensor:
     """Centre of a digit in every frame, (F, 2) in pixels, within its field."""
     top, bottom, left, right = field
-    ranges = ((top + size / 2, bottom - size / 2), (left + size / 2, right - size / 2))
     axes = []
-    for axis, (low, high) in enumerate(ranges):
-        if motion is None:
-            axes.append(_rest(low, high, 1, chance))
-        elif motion == "bouncing":
-            axes.append(_bounce(low, high, chance))
-        else:
-            axes.append(_cross(DIRECTIONS[motion][axis], low, high, chance))
+    for axis, (low, high) in enumerate(((top + size / 2, bottom - size / 2), (left + size / 2, right - size / 2))):
+        sign = DIRECTIONS.get(motion or "", (0, 0))[axis]
+        if motion == "bouncing":  # back and forth between two walls at constant speed
+            span = high - low
+            phase = chance.uniform(0, 2 * span) + torch.arange(FRAMES) * chance.choice((-1, 1)) * chance.uniform(3, 6)
+            axes.append(high - (phase.remainder(2 * span) - span).abs())
+        elif sign:  # from one wall to the other at constant speed, give or take a fifth of the way
+            slack = (high - low) / 5
+            path = torch.linspace(low + chance.uniform(0, slack), high - chance.uniform(0, slack), FRAMES)
+            axes.append(path if sign > 0 else path.flip(0))
+        else:  # at rest near the middle
+            slack = min((high - low) / 2, _REST_SLACK)
+            middle = (low + high) / 2 + chance.uniform(-slack, slack)
+            axes.append(torch.full((1 if motion is None else FRAMES,), middle))
     return torch.stack(axes, dim=1)
 
 
-def _rest(low: float, high: float, frames: int, chance: random.Random) -> torch.Tensor:
-    """Near the middle between two walls, (F,)."""
-    slack = min((high - low) / 2, _REST_SLACK)
-    return torch.full((frames,), (low + high) / 2 + chance.uniform(-slack, slack))
-
-
-def _bounce(low: float, high: float, chance: random.Random) -> torch.Tensor:
-    """Back and forth between two walls at constant speed, (F,)."""
-    span = high - low
-    phase = chance.uniform(0, 2 * span) + torch.arange(FRAMES) * chance.choice((-1, 1)) * chance.uniform(3, 6)
-    return high - (phase.remainder(2 * span) - span).abs()
-
-
-def _cross(sign: int, low: float, high: float, chance: random.Random) -> torch.Tensor:
-    """From one wall to the other at constant speed, give or take a fifth of the way; at rest for sign 0, (F,)."""
-    if sign == 0:
-        return _rest(low, high, FRAMES, chance)
-    slack = (high - low) / 5
-    path = torch.linspace(low + chance.uniform(0, slack), high - chance.uniform(0, slack), FRAMES)
-    return path if sign > 0 else path.flip(0)
-
-
-def _draw(digit: torch.Tensor, centres: torch.Tensor, size: int) -> torch.Tensor:
-    """One (8, 8) digit, enlarged to ``size`` pixels, at the centres (F, 2): (F, 64, 64)."""
-    frames = len(centres)
-    scale = PICTURE_SIZE / size
-    centre = 2 * centres / PICTURE_SIZE - 1
-    theta = torch.zeros(frames, 2, 3)
-    theta[:, 0, 0] = theta[:, 1, 1] = scale
-    theta[:, 0, 2], theta[:, 1, 2] = -scale * centre[:, 1], -scale * centre[:, 0]
-    grid = torch.nn.functional.affine_grid(theta, [frames, 1, PICTURE_SIZE, PICTURE_SIZE], align_corners=False)
-    source = digit.expand(frames, 1, *digit.shape)
-    return torch.nn.functional.grid_sample(source, grid, align_corners=False).squeeze(1)
-
-
 def locate(picture: torch.Tensor, field: tuple[int, int, int, int]) -> torch.Tensor:
-    """Centre of mass of the ink within a field of each frame.
-
-    Args:
-        picture: (F, 64, 64) in [0, 1].
-        field: (top, bottom, left, right).
-
-    Returns:
-        (F, 2) in pixels; the middle of the field where a frame has no ink.
-    """
+    """Centre of mass of the ink within a field of each frame, (F, 2) in pixels; the middle of the field without ink."""
     top, bottom, left, right = field
-    part = picture[:, top:bottom, left:right]
-    ink = (part - 0.25).clamp_min(0) + torch.finfo(torch.float32).eps
+    ink = (picture[:, top:bottom, left:right] - 0.25).clamp_min(0) + torch.finfo(torch.float32).eps
     weights = ink / ink.sum(dim=(1, 2), keepdim=True)
-    rows = torch.arange(top, bottom) + 0.5
-    columns = torch.arange(left, right) + 0.5
+    rows, columns = torch.arange(top, bottom) + 0.5, torch.arange(left, right) + 0.5
     return torch.stack([(weights.sum(dim=2) * rows).sum(dim=1), (weights.sum(dim=1) * columns).sum(dim=1)], dim=1)
 
 
 def crop(picture: torch.Tensor, field: tuple[int, int, int, int], size: int, resolution: int = 16) -> torch.Tensor:
-    """The digit of a field, centred on its ink.
+    """The digit of a field, centred on its ink: (F, resolution, resolution).
 
     Args:
         picture: (F, 64, 64) in [0, 1].
         field: (top, bottom, left, right); what lies outside it is not seen.
         size: height and width of the digit in pixels.
         resolution: height and width of the result.
-
-    Returns:
-        (F, resolution, resolution).
     """
     top, bottom, left, right = field
     own = torch.zeros_like(picture)
     own[:, top:bottom, left:right] = picture[:, top:bottom, left:right]
-    centre = 2 * locate(picture, field) / PICTURE_SIZE - 1
-    theta = torch.zeros(len(picture), 2, 3)
-    theta[:, 0, 0] = theta[:, 1, 1] = size / PICTURE_SIZE
+    return _sample(own, size / PICTURE_SIZE, 2 * locate(picture, field) / PICTURE_SIZE - 1, resolution)
+
+
+def _sample(source: torch.Tensor, scale: float, centre: torch.Tensor, resolution: int) -> torch.Tensor:
+    """A scaled square of each frame around a centre (F, 2) in [-1, 1]: (F, resolution, resolution)."""
+    frames = len(centre)
+    theta = torch.zeros(frames, 2, 3)
+    theta[:, 0, 0] = theta[:, 1, 1] = scale
     theta[:, 0, 2], theta[:, 1, 2] = centre[:, 1], centre[:, 0]
-    grid = torch.nn.functional.affine_grid(theta, [len(picture), 1, resolution, resolution], align_corners=False)
-    return torch.nn.functional.grid_sample(own[:, None], grid, align_corners=False).squeeze(1)
+    grid = torch.nn.functional.affine_grid(theta, [frames, 1, resolution, resolution], align_corners=False)
+    return torch.nn.functional.grid_sample(source[:, None], grid, align_corners=False).squeeze(1)

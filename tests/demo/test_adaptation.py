@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, held_out_curve
-from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, digit_latents, held_out_curve
 from mhla_diffusers.families import predict
 from mhla_diffusers.patching import is_patched, mhla_layers
 from mhla_diffusers.tiny import TINY, load_tiny

@@ -6,13 +6,17 @@ from statistics import fmean
 import pytest
 import torch
 
-from mhla_diffusers.analysis import mean_entropy, mean_rank
+from mhla_diffusers.benchmark.timing import Budget
 from mhla_diffusers.demo import run
-from mhla_diffusers.demo.adaptation import Adaptation
-from mhla_diffusers.demo.examining import load_variant
-from mhla_diffusers.demo.latents import digit_latents
+from mhla_diffusers.demo.adaptation import (
+    Adaptation,
+    digit_latents,
+    load_variant,
+    recipe_of,
+    streamed_variant,
+    variants,
+)
 from mhla_diffusers.demo.run import DemoConfig, run_demo
-from mhla_diffusers.demo.variants import recipe_of, streamed_variant, variants
 from mhla_diffusers.devices import free_threads, threads
 from mhla_diffusers.families import get_family
 from mhla_diffusers.patching import is_patched
@@ -22,21 +26,19 @@ from mhla_diffusers.training import InMemoryData, TrainingConfig
 CONFIGS = Path(__file__).parents[2] / "finetune" / "configs"
 
 
-def test_rank_and_entropy_of_known_matrices():
-    identity = {"a": torch.eye(8, dtype=torch.float64)[None, None]}
-    uniform = {"a": torch.full((1, 1, 8, 8), 1 / 8, dtype=torch.float64)}
-    assert mean_rank(identity) == 8
-    assert mean_rank(uniform) == 1
-    assert mean_entropy(identity) == 0
-    assert mean_entropy(uniform) == pytest.approx(torch.tensor(8.0).log().item())
+@pytest.fixture
+def hasty(monkeypatch):
+    """Times are measured for a moment."""
+    monkeypatch.setattr(run, "Budget", lambda **_: Budget(seconds=0.05, least=1))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty")
 def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
     pytest.importorskip("matplotlib")
     tables = []
-    for name in ("first", "second"):
-        config = DemoConfig(tmp_path / name, "dit", updates=2, scenes=2, samples=16, held_out=2)
+    for name, updates in (("first", 2), ("second", 0)):
+        config = DemoConfig(tmp_path / name, "dit", updates=updates, scenes=2, samples=16, held_out=2)
         rows = run_demo(config)
         tables.append([{**vars(row), "seconds_per_step": None} for row in rows])
     assert tables[0] == tables[1]
@@ -56,13 +58,15 @@ def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
     assert "divisible" not in printed.err
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_demo_that_is_stopped_leaves_no_page(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
 
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "draw_mixing", stop)
+    monkeypatch.setattr(run, "draw_mixing_matrices", stop)
+    monkeypatch.setattr(run, "variants", lambda tiny: variants(tiny)[2:3])
     with pytest.raises(KeyboardInterrupt):
         run_demo(DemoConfig(tmp_path, "dit", updates=0, scenes=2, samples=16, held_out=2))
     assert not (tmp_path / "index.html").exists()

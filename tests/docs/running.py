@@ -123,8 +123,8 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     ),
     (r"finetune/classify\.py", "it takes minutes, or GPUs and ImageNet; tests/classify runs tiny ones"),
     (r"^python finetune/zero_shot\.py", "it downloads questions; tests/language runs it where lm-eval is"),
-    (r"^python -m mhla_diffusers\.demo\.(making|adapting)", "it takes half an hour and more"),
-    (r"^python -m mhla_diffusers\.demo\.streaming", "it takes minutes; tests/demo runs it"),
+    (r"^python assets/(make|adapt)_tiny\.py", "it takes half an hour and more"),
+    (r"^python assets/stream_tiny\.py", "it takes minutes; tests/demo runs it"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""
 

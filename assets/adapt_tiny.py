@@ -1,6 +1,6 @@
-"""Adapt the patches that ship for a tiny pipeline: ``python -m mhla_diffusers.demo.adapting wan``.
+"""Adapt the patches that ship for a tiny pipeline: ``python assets/adapt_tiny.py wan``.
 
-Everything comes from the seed: each attention of :mod:`mhla_diffusers.demo.variants` is adapted from the same weights
+Everything comes from the seed: each attention of ``mhla_diffusers/demo/adaptation.py`` is adapted from the same weights
 on the same clips, and saved in half precision as far as it differs from the pipeline. Run again, the command goes on
 where it was interrupted. ``--install`` copies the result to where the package keeps it.
 """
@@ -14,21 +14,25 @@ from typing import Any
 
 import torch
 
-from ..config import patch_folder
-from ..files import write_json, write_tensors
-from ..generation import load_result
-from ..patching import save_mhla
-from ..tiny import TINY, TinyPipeline, load_tiny
-from ..tiny.loading import control_file, load_control, record_checksums
-from .adaptation import Adaptation, held_out_curve
-from .latents import digit_latents
-from .variants import Variant, recipe_of, streamed_variant, variants
+from mhla_diffusers.config import patch_folder
+from mhla_diffusers.demo.adaptation import (
+    ADAPTED_CONTROL,
+    ADAPTED_RECORD,
+    Adaptation,
+    Variant,
+    digit_latents,
+    held_out_curve,
+    recipe_of,
+    streamed_variant,
+    variants,
+)
+from mhla_diffusers.files import write_json, write_tensors
+from mhla_diffusers.generation import load_result
+from mhla_diffusers.patching import save_mhla
+from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
+from mhla_diffusers.tiny.loading import control_file, load_control, record_checksums
 
 HELD_OUT = 64
-CONTROL = "control.safetensors"
-"""In the control's folder: the weights that differ from the pipeline's."""
-RECORD = "adaptation.json"
-"""How a patch was made: command, seed, date, held-out losses."""
 
 
 class Adapting:
@@ -56,7 +60,7 @@ class Adapting:
         if not (run / "result").is_dir():
             self.adaptation.adapt(self.adaptation.patched(variant.patch), recipe_of(variant, self.tiny), run)
         folder = self.output / "patches" / f"tiny-{self.tiny.family}-{variant.short}"
-        if not (folder / RECORD).is_file():
+        if not (folder / ADAPTED_RECORD).is_file():
             self._save(variant, run, folder)
         return folder
 
@@ -67,18 +71,18 @@ class Adapting:
             folder.mkdir(parents=True, exist_ok=True)
             state, before = trained.transformer.state_dict(), base.transformer.state_dict()
             changed = {name: x.half() for name, x in state.items() if not torch.equal(x, before[name])}
-            write_tensors(changed, folder / CONTROL)
-            load_control(saved.transformer, folder / CONTROL)
+            write_tensors(changed, folder / ADAPTED_CONTROL)
+            load_control(saved.transformer, folder / ADAPTED_CONTROL)
         else:
             name = f"tiny-{self.tiny.family}"
             save_mhla(trained, folder, weights="changed", base=base, base_model=name, dtype=torch.float16)
             load_result(saved, folder)
-        write_json(self._record(variant, run, trained, saved), folder / RECORD)
+        write_json(self._record(variant, run, trained, saved), folder / ADAPTED_RECORD)
 
     def _record(self, variant: Variant, run: Path, trained: Any, saved: Any) -> dict[str, Any]:
         recipe = recipe_of(variant, self.tiny)
         return {
-            "command": f"python -m mhla_diffusers.demo.adapting {self.tiny.family} --seed {self.adaptation.seed}",
+            "command": f"python assets/adapt_tiny.py {self.tiny.family} --seed {self.adaptation.seed}",
             "date": time.strftime("%Y-%m-%d"),
             "torch": torch.__version__,
             "updates of attention transfer": recipe.transfer_steps,
@@ -93,8 +97,8 @@ def install(family: str, output: Path) -> None:
     """Copy what was made to where the package keeps it, and record the checksums."""
     for folder in sorted((output / "patches").glob(f"tiny-{family}-*")):
         if folder.name.endswith("-control"):
-            shutil.copy(folder / CONTROL, control_file(family))
-            shutil.copy(folder / RECORD, control_file(family).with_suffix(".json"))
+            shutil.copy(folder / ADAPTED_CONTROL, control_file(family))
+            shutil.copy(folder / ADAPTED_RECORD, control_file(family).with_suffix(".json"))
             continue
         shutil.rmtree(patch_folder() / folder.name, ignore_errors=True)
         shutil.copytree(folder, patch_folder() / folder.name)

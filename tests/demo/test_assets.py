@@ -1,0 +1,173 @@
+"""How the tiny pipelines and their adapted patches are made, with a few steps in place of thousands."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mhla_diffusers import config, load_mhla, mhla_layers
+from mhla_diffusers.demo import adaptation
+from mhla_diffusers.demo.judging import generate_scenes, load_classifier
+from mhla_diffusers.tiny import TINY, load_tiny, loading
+from mhla_diffusers.tiny.digits import load_digits
+
+from .scripts import load_script, run_script
+
+
+@pytest.fixture
+def making(monkeypatch):
+    script = load_script("assets/make_tiny.py", monkeypatch)
+    monkeypatch.setattr(script, "HELD_OUT", 2)
+    return script
+
+
+@pytest.fixture
+def assets(tmp_path, monkeypatch):
+    """An empty asset folder."""
+    folder = tmp_path / "assets"
+    folder.mkdir()
+    monkeypatch.setattr(loading, "ASSET_FOLDER", folder)
+    monkeypatch.setattr(loading, "CHECKSUM_FILE", folder / "checksums.json")
+    return folder
+
+
+def quick(making, family, scenes, *phases):
+    class Quick(type(making.RECIPES[family])):
+        autoencoder_steps = 2
+        training_scenes = scenes
+
+    Quick.phases = phases
+    return Quick()
+
+
+def test_a_pipeline_is_made_kept_and_installed(making, tmp_path, monkeypatch, assets):
+    recipe = quick(making, "dit", 8, making.Phase("whole", 50, 4, 1e-3))
+    made = making.train_pipeline(recipe, tmp_path / "run")
+    # what is finished is taken from the folder, so that nothing of it changes
+    monkeypatch.setattr(making, "train_autoencoder", None)
+    monkeypatch.setattr(making, "train_or_go_on", None)
+    again = making.train_pipeline(recipe, tmp_path / "run")
+    for name in ("transformer", "vae"):
+        for key, value in getattr(made, name).state_dict().items():
+            assert torch.equal(value, getattr(again, name).state_dict()[key])
+    making.install_pipeline("dit", tmp_path / "run")
+    assert not [file for file in assets.glob("*/*/config.json") if "_name_or_path" in file.read_text()]
+    pipe, tiny = load_tiny("dit"), TINY["dit"]
+    (picture,) = generate_scenes(pipe, tiny, [tiny.random_scene(random.Random(0))], seed=0, num_inference_steps=2)
+    assert picture.shape == (1, 64, 64)
+
+
+@pytest.mark.slow
+def test_clips_are_learned_after_single_frames(making, tmp_path):
+    phases = making.Phase("single", 50, 2, 1e-3, frames=1), making.Phase("whole", 50, 1, 1e-3)
+    pipe = making.train_pipeline(quick(making, "wan", 2, *phases), tmp_path)
+    tiny = TINY["wan"]
+    (clip,) = generate_scenes(pipe, tiny, [tiny.random_scene(random.Random(0))], 0, num_inference_steps=1)
+    assert clip.shape == (9, 64, 64)
+
+
+def settings(part):
+    learned = {"scaling_factor", "latents_mean", "latents_std"}
+    found = json.loads(part.to_json_string())
+    return {key: value for key, value in found.items() if not key.startswith("_") and key not in learned}
+
+
+def shapes(part):
+    return {key: value.shape for key, value in part.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_recipe_builds_what_is_shipped(making, family):
+    recipe, pipe = making.RECIPES[family], load_tiny(family)
+    for built, shipped in ((recipe.build_transformer(), pipe.transformer), (recipe.build_autoencoder(), pipe.vae)):
+        assert settings(built) == settings(shipped)
+        assert shapes(built) == shapes(shipped)
+    assert settings(recipe.build_scheduler()) == settings(pipe.scheduler)
+    assert type(recipe.assemble(pipe.components)) is type(pipe)
+    if not recipe.text_marks:
+        return
+    assert shapes(recipe.build_text_encoder(pipe.tokenizer)) == shapes(pipe.text_encoder)
+    tokenizer, captions = making.build_tokenizer(recipe), [s.caption for s in making.all_scenes(recipe.tiny)]
+    assert max(map(len, tokenizer(captions).input_ids)) <= recipe.tiny.call_settings["max_sequence_length"]
+    assert tokenizer(captions).input_ids == pipe.tokenizer(captions).input_ids
+    assert tokenizer.decode(tokenizer("zwölf 🙂").input_ids, skip_special_tokens=True).strip() == "zwölf 🙂"
+
+
+def test_an_autoencoder_of_videos_treats_every_frame_alike(making):
+    autoencoder = making.train_autoencoder(quick(making, "wan", 2), lambda step, error: None)
+    clip = torch.rand(1, 3, 9, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    with torch.no_grad():
+        whole, single = (autoencoder.encode(x).latent_dist.mode() for x in (clip, clip[:, :, 4:5]))
+    torch.testing.assert_close(whole[:, :, 4:5], single, rtol=1e-4, atol=1e-5)
+
+
+def test_clips_are_cut_side_by_side(making):
+    data = adaptation.digit_latents(load_tiny("wan"), TINY["wan"], samples=1, held_out=1)
+    pieces = making.cut_clips(data, frames=4, held_out=1)
+    assert len(pieces) == 3
+    assert torch.equal(pieces[1]["latents"], data[0]["latents"][:, 4:8])
+    assert torch.equal(pieces[2]["latents"], data[1]["latents"][:, :4])
+
+
+def test_the_classifier_that_ships_reaches_its_target(making):
+    crops, labels = making.real_crops(load_digits("held-out"), seed=1)
+    with torch.no_grad():
+        accuracy = (load_classifier()(crops).argmax(dim=1) == labels).float().mean()
+    assert accuracy >= 0.97
+
+
+def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, assets):
+    script = load_script("assets/adapt_tiny.py", monkeypatch)
+    for module, name, fewer in ((adaptation, "TRANSFER_STEPS", 1), (adaptation, "END_TO_END_STEPS", 1)):
+        monkeypatch.setattr(module, name, fewer)
+    monkeypatch.setattr(script, "HELD_OUT", 2)
+    shutil.copytree(Path(loading.__file__).parent / "assets" / "tiny-dit", assets / "tiny-dit")
+    loading.record_checksums()
+    adapting = script.Adapting(TINY["dit"], tmp_path / "run", seed=3, samples=16)
+    control, *_, exact = adaptation.variants(TINY["dit"])
+    made = {variant.short: adapting.make(variant) for variant in (control, exact)}
+    record = json.loads((made["exact"] / adaptation.ADAPTED_RECORD).read_text())
+    assert [step for step, _ in record["held-out loss by update"]] == [0, 2]
+    assert record["held-out loss"] == pytest.approx(record["held-out loss by update"][-1][1], rel=1e-5)
+    assert record["held-out loss in half precision, as it ships"] == pytest.approx(record["held-out loss"], rel=1e-2)
+    assert "--seed 3" in record["command"]
+    # what is finished is taken from the folder
+    monkeypatch.setattr(adapting.adaptation.__class__, "adapt", None)
+    assert adapting.make(exact) == made["exact"]
+
+    shipped = tmp_path / "patches"
+    shipped.mkdir()
+    monkeypatch.setattr(script, "patch_folder", lambda: shipped)
+    monkeypatch.setattr(config, "patch_folder", lambda: shipped)
+    script.install("dit", tmp_path / "run")
+    assert config.adapted_patch_names() == ["tiny-dit-exact"]
+    assert len(mhla_layers(load_mhla(load_tiny("dit"), "tiny-dit-exact"))) == 4
+    trained, before = (load_tiny("dit", control=wanted).transformer.state_dict() for wanted in (True, False))
+    changed = {name for name, tensor in trained.items() if not torch.equal(tensor, before[name])}
+    assert changed and all(".attn1." in name for name in changed)
+    (assets / "tiny-dit-control.safetensors").write_bytes(b"x")
+    with pytest.raises(loading.DamagedAssetError, match=r"tiny-dit-control.safetensors \(damaged\)"):
+        load_tiny("dit", control=True)
+
+
+def test_unknown_variants_are_named(monkeypatch, capsys, tmp_path):
+    script = load_script("assets/adapt_tiny.py", monkeypatch)
+    with pytest.raises(SystemExit):
+        run_script(script, monkeypatch, "dit", "--only", "best", "--output", tmp_path)
+    assert "--only best: allowed: control, linear, mhla, hybrid, exact" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_longer_clips_are_judged_and_drawn(tmp_path, monkeypatch, capsys):
+    script = load_script("assets/stream_tiny.py", monkeypatch)
+    wan = TINY["wan"]
+    monkeypatch.setitem(script.TINY, "wan", replace(wan, call_settings={**wan.call_settings, "num_inference_steps": 1}))
+    run_script(script, monkeypatch, "--output", tmp_path, "--scenes", 1)
+    found = json.loads((tmp_path / "stream.json").read_text())["digits right, by frame"]
+    assert [len(right) for right in found.values()] == [9, 9, 36]
+    assert "MHLA, causal, streamed" in capsys.readouterr().out
+    assert (tmp_path / "stream.gif").is_file()

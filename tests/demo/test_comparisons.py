@@ -1,0 +1,102 @@
+"""The scripts of finetune/ that compare attentions on the tiny pipelines: what they tell, and that they go on."""
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+
+from .scripts import load_script, run_script
+
+
+def files_in(folder, pattern):
+    """File → when it was written: what is finished is kept."""
+    return {file: file.stat().st_mtime_ns for file in folder.glob(pattern)}
+
+
+@pytest.mark.slow
+def test_how_fast_attentions_adapt(tmp_path, monkeypatch):
+    script = load_script("finetune/compare.py", monkeypatch)
+    kinds = ("softmax, trained on", "MHLA auto:2/3", "sparse")
+    runs = list(zip(("diffusion", "transfer first, gentle", "distillation"), kinds, strict=True))
+    monkeypatch.setitem(script.TABLES, "recipes", runs)
+    small = ("--samples", 5, "--held-out", 1, "--batch-size", 1, "--timing-seconds", 0.01)
+    asked = ("recipes", "--output", tmp_path, *small, "--steps", 1, "--transfer-steps", 1, "--seeds", 1, 2)
+    run_script(script, monkeypatch, *asked)
+    with (tmp_path / "recipes.csv").open() as file:
+        header, *rows = csv.reader(file)
+    assert header == ["losses", "attention", "untrained", "0", "ms forward+backward"]
+    assert [(row[0], row[1]) for row in rows] == runs
+    assert all(" ± " in row[2] for row in rows), "of two seeds"
+    kept = files_in(tmp_path, "*/metrics.jsonl")
+    assert len(kept) == 2 * len(runs)
+    run_script(script, monkeypatch, *asked)
+    assert files_in(tmp_path, "*/metrics.jsonl") == kept
+
+
+def untrained(script, monkeypatch, folder, family):
+    """Rows of finetune/fidelity.py by name and density."""
+    small = ("--family", family, "--scenes", 4, "--held-out", 2, "--output", folder)
+    run_script(script, monkeypatch, "untrained", *small)
+    with (folder / f"untrained-{family}.csv").open() as file:
+        header, *rows = csv.reader(file)
+    assert header[:3] == ["self-attention", "density", "held-out loss ↓"]
+    return {(row[0], row[1]): row[2:] for row in rows}
+
+
+def number(cell):
+    return float(cell.split()[0])
+
+
+def test_means_come_with_their_error(monkeypatch):
+    fidelity = load_script("finetune/fidelity.py", monkeypatch).Fidelity
+    assert fidelity([0.1, 0.2], [0.5, 1.0], [0.25, 0.35], 12.34).cells == (
+        *("0.1500 ± 0.0500", "75.0 ± 25.0 %", "12.3", "0.300 ± 0.050"),
+    )
+    assert fidelity([0.1], [1.0], [], 1.0).cells == ("0.1000", "100.0 %", "1.0", "–")
+
+
+@pytest.mark.slow
+def test_linear_attention_is_mhla_with_every_block_alike(monkeypatch, tmp_path):
+    """SANA has no softmax to be sparse; a uniform matrix is its own attention."""
+    rows = untrained(load_script("finetune/fidelity.py", monkeypatch), monkeypatch, tmp_path, "sana")
+    assert list(rows) == [("own linear attention", ""), ("MHLA, every block alike", ""), ("MHLA", "")]
+    own, alike, mhla = rows.values()
+    assert alike[:2] == own[:2]
+    assert number(alike[3]) < 0.005 < number(mhla[3])
+
+
+@pytest.mark.slow
+def test_the_more_takes_part_the_nearer_the_pictures(monkeypatch, tmp_path):
+    script = load_script("finetune/fidelity.py", monkeypatch)
+    names = ("sparse alone", "sparse and pooled keys, β fitted", "sparse and MHLA, calibrated")
+    monkeypatch.setattr(script, "DENSITIES", (0.1, 0.25))
+    chosen = [row for row in script.rows_of(script.TINY["dit"]) if row.name in ("MHLA", *names)]
+    monkeypatch.setitem(script.TABLES, "untrained", replace(script.TABLES["untrained"], rows=lambda _: iter(chosen)))
+    rows = untrained(script, monkeypatch, tmp_path, "dit")
+    alone, pooled, calibrated = (number(rows[name, "10%"][3]) for name in names)
+    assert calibrated < alone
+    assert pooled < min(alone, number(rows["MHLA", ""][3]))
+    assert number(rows[names[2], "25%"][3]) < calibrated
+    kept = files_in(tmp_path, "**/*.json")
+    assert untrained(script, monkeypatch, tmp_path, "dit") == rows
+    assert files_in(tmp_path, "**/*.json") == kept
+
+
+@pytest.mark.slow
+def test_what_ships_is_judged_against_the_control(tmp_path, monkeypatch, capsys):
+    script = load_script("finetune/quality.py", monkeypatch)
+    for name, fewer in (("HELD_OUT", 4), ("_RESAMPLES", 50), ("_FRECHET_RESAMPLES", 10)):
+        monkeypatch.setattr(script, name, fewer)
+    asked = ("dit", "--scenes", 3, "--only", "exact", "--output", tmp_path)
+    run_script(script, monkeypatch, *asked)
+    results = json.loads((tmp_path / "quality.json").read_text())
+    assert list(results) == ["softmax", "MHLA, block-sparse", "softmax, as shipped"]
+    sparse = results["MHLA, block-sparse"]
+    assert set(sparse["differences"]) == {"held-out loss", "digits recognised", "Fréchet distance"}
+    assert all(interval["low"] <= interval["high"] for interval in sparse["differences"].values())
+    assert (tmp_path / "quality.md").read_text() in capsys.readouterr().out
+    # what was generated is there, and is taken from there
+    monkeypatch.setattr(script, "generate_scenes", None)
+    run_script(script, monkeypatch, *asked)
+    assert json.loads((tmp_path / "quality.json").read_text()) == results
