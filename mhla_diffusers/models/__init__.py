@@ -16,7 +16,6 @@ __all__ = [
 if TYPE_CHECKING:
     from .dig import DiGTransformer2DModel
     from .pooled_vit import PooledViTConfig, PooledViTForImageClassification
-    from .vlt import VLTForImageClassification, VLTModel
-    from .vlt_config import VLTConfig
+    from .vlt import VLTConfig, VLTForImageClassification, VLTModel
 else:
-    __getattr__, __dir__ = lazy_names(__name__, __all__, (".vlt_config", ".vlt", ".pooled_vit", ".dig"))
+    __getattr__, __dir__ = lazy_names(__name__, __all__, (".vlt", ".pooled_vit", ".dig"))

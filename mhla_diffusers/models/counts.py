@@ -4,14 +4,13 @@
 
 What the paper calls FLOPs are multiply-adds, and of weights alone: what attention multiplies with each other, queries,
 keys, values and KV states, is not in them. DeiT-S says so: 4.2 G are its projections, feed-forwards and patches, and
-with softmax attention's own products they are 4.6 G. Both are told here.
+with softmax attention's own products they are 4.6 G. Both are counted here.
 """
 
 import copy
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,15 +19,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..config import MHLAConfig
 from ..patching import apply_mhla
 from .pooled_vit import PooledViTConfig, PooledViTForImageClassification
-from .vlt import VLTForImageClassification
-from .vlt_config import VLTConfig
+from .vlt import VLTConfig, VLTForImageClassification
 
 _WEIGHTS = ("aten.addmm", "aten.mm", "aten.convolution")
 """Operators that multiply an input with weights; others multiply what attention has made of it."""
+PAPER = {
+    "MHLA-VLT-T": (16, 2.4),
+    "MHLA-VLT-S": (27, 4.6),
+    "DeiT-T, softmax": (5.7, 1.1),
+    "DeiT-S, softmax": (22, 4.2),
+    "DeiT-T, MHLA": (5.7, 1.1),
+    "DeiT-S, MHLA": (22, 4.2),
+}
+"""Models of the paper's Table 2, at 224 pixels and 1,000 classes → million parameters and giga multiply-adds there."""
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """Of a model and one image."""
 
     parameters: int
@@ -59,37 +65,19 @@ def count(model: nn.Module, height: int, width: int) -> Counts:
     return Counts(parameters, of_weights // 2, (sum(flops.values()) - of_weights) // 2)
 
 
-@dataclass(frozen=True)
-class PaperModel:
-    """A model of the paper's Table 2 and what stands there of it."""
-
-    build: Callable[[], nn.Module]
-    million_parameters: float
-    giga_macs: float
-
-
-PAPER_MODELS = {
-    "MHLA-VLT-T": PaperModel(lambda: VLTForImageClassification(VLTConfig.vlt_t()), 16, 2.4),
-    "MHLA-VLT-S": PaperModel(lambda: VLTForImageClassification(VLTConfig.vlt_s()), 27, 4.6),
-    "DeiT-T, softmax": PaperModel(lambda: PooledViTForImageClassification(PooledViTConfig.deit_t()), 5.7, 1.1),
-    "DeiT-S, softmax": PaperModel(lambda: PooledViTForImageClassification(PooledViTConfig.deit_s()), 22, 4.2),
-    "DeiT-T, MHLA": PaperModel(lambda: _with_mhla(PooledViTConfig.deit_t()), 5.7, 1.1),
-    "DeiT-S, MHLA": PaperModel(lambda: _with_mhla(PooledViTConfig.deit_s()), 22, 4.2),
-}
-"""Name → model at 224 pixels and 1,000 classes."""
-
-
-def _with_mhla(config: PooledViTConfig) -> nn.Module:
-    """16 blocks, one matrix for all heads, and a convolution of 3 in every layer (paper, Appendix E)."""
-    patch = MHLAConfig(blocks=(4, 4), convolution=3)
-    return apply_mhla(PooledViTForImageClassification(config), patch)
-
-
 @cache
 def paper_counts(name: str) -> Counts:
-    """Counts of one of :data:`PAPER_MODELS`."""
+    """Counts of one of :data:`PAPER`."""
+    model, _, attention = name.partition(", ")
     with torch.device("meta"):
-        return count(PAPER_MODELS[name].build(), 224, 224)
+        if model.startswith("MHLA-VLT"):
+            config = VLTConfig.vlt_t() if model.endswith("T") else VLTConfig.vlt_s()
+            return count(VLTForImageClassification(config), 224, 224)
+        deit = PooledViTConfig.deit_t() if model.endswith("T") else PooledViTConfig.deit_s()
+        built = PooledViTForImageClassification(deit)
+        if attention == "MHLA":  # 16 blocks, one matrix for all heads, a convolution of 3 (paper, Appendix E)
+            apply_mhla(built, MHLAConfig(blocks=(4, 4), convolution=3))
+        return count(built, 224, 224)
 
 
 def table() -> str:
@@ -98,11 +86,11 @@ def table() -> str:
         "| model | parameters, M | paper | multiply-adds of weights, G | paper | of attention besides, G |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, model in PAPER_MODELS.items():
+    for name, (million_parameters, giga_macs) in PAPER.items():
         counts = paper_counts(name)
         rows.append(
-            f"| {name} | {counts.parameters / 1e6:.2f} | {model.million_parameters} | {counts.weight_macs / 1e9:.3f} | "
-            f"{model.giga_macs} | {counts.attention_macs / 1e9:.3f} |"
+            f"| {name} | {counts.parameters / 1e6:.2f} | {million_parameters} | {counts.weight_macs / 1e9:.3f} | "
+            f"{giga_macs} | {counts.attention_macs / 1e9:.3f} |"
         )
     return "\n".join(rows)
 

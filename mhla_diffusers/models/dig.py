@@ -23,19 +23,12 @@ from torch import nn
 from ..attention.gated_linear import GATE_RANK, gated_linear, log_decay
 
 _EPS = 1e-6
-_TIME_CHANNELS = 256
-_CLASS_DROPOUT = 0.1
-_DIRECTIONS = 4
-_ATTENTION_GAIN = 2**-2.5
-"""Of the Xavier initialisation of the attention's projections, as GLA's authors have it."""
 
 
 def turned(tokens: torch.Tensor, direction: int) -> torch.Tensor:
-    """Tokens of a square grid in the order in which a direction reads them; called again, in raster order.
+    """Tokens (B, N, C) of a square grid as a direction reads them; called again, in raster order.
 
-    Args:
-        tokens: (B, N, C), N a square.
-        direction: 0 along rows, 2 along columns; 1 and 3 the same backwards.
+    Directions are 0 along rows, 2 along columns; 1 and 3 the same backwards.
     """
     if direction & 2:
         side = math.isqrt(tokens.shape[1])
@@ -44,25 +37,13 @@ def turned(tokens: torch.Tensor, direction: int) -> torch.Tensor:
 
 
 class GatedLinearAttnProcessor:
-    """What a :class:`DiGAttention` runs of itself.
-
-    Args:
-        backend: see :func:`mhla_diffusers.attention.gated_linear.gated_linear`.
-    """
+    """Gated linear attention of a :class:`DiGAttention`; for backends see :func:`.gated_linear.gated_linear`."""
 
     def __init__(self, backend: str = "auto") -> None:
         self.backend = backend
 
     def __call__(self, attn: "DiGAttention", hidden_states: torch.Tensor) -> torch.Tensor:
-        """Read the tokens in the direction of the attention.
-
-        Args:
-            attn: the attention.
-            hidden_states: (B, N, hidden size) in raster order, N a square.
-
-        Returns:
-            (B, N, hidden size) in raster order.
-        """
+        """(B, N, hidden size) in raster order to the same, read in the direction of the attention."""
         read = turned(hidden_states, attn.direction)
         query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in attn.project(read))
         decay = log_decay(attn.to_decay(read)).unflatten(-1, (attn.heads, -1))
@@ -126,9 +107,6 @@ class DiGAttention(nn.Module, AttentionModuleMixin):
         Args:
             output: of the heads, (B, N, H, D).
             hidden_states: (B, N, hidden size), input of the attention.
-
-        Returns:
-            (B, N, hidden size).
         """
         gate = nn.functional.silu(self.to_gate(hidden_states))
         result: torch.Tensor = self.to_out[0](self.norm_out(output).flatten(2) * gate)
@@ -138,13 +116,8 @@ class DiGAttention(nn.Module, AttentionModuleMixin):
 class DiGBlock(nn.Module):
     """Attention, feed-forward, and a depth-wise convolution that begins as the identity.
 
-    Args:
-        width: hidden size.
-        heads: H.
-        head_dim: D, of values.
-        expand_k: see :class:`DiGAttention`.
-        direction: see :func:`turned`; the convolution turns with the attention, as its weights are those of a kernel
-            on the turned picture.
+    The convolution turns with the attention, as its weights are those of a kernel on the turned picture. Arguments are
+    those of :class:`DiGAttention`.
     """
 
     def __init__(self, width: int, heads: int, head_dim: int, expand_k: float, direction: int) -> None:
@@ -153,17 +126,14 @@ class DiGBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=_EPS)
         self.attn1 = DiGAttention(width, heads, head_dim, expand_k, direction)
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=_EPS)
-        self.ff = FeedForward(width, inner_dim=_inner_width(width), activation_fn="swiglu", bias=False)
+        # 2/3 of four times the width, up to a multiple of 256, as GLA's configuration has it
+        inner = 256 * math.ceil(int(width * 4 * 2 / 3) / 256)
+        self.ff = FeedForward(width, inner_dim=inner, activation_fn="swiglu", bias=False)
         self.modulation = nn.Linear(width, 6 * width)
         self.conv = nn.Conv2d(width, width, kernel_size=3, padding=1, groups=width)
 
     def forward(self, hidden_states: torch.Tensor, conditioning: torch.Tensor) -> torch.Tensor:
-        """(B, N, hidden size) in raster order to the same.
-
-        Args:
-            hidden_states: (B, N, hidden size), N a square.
-            conditioning: (B, hidden size), of time and class.
-        """
+        """(B, N, hidden size) in raster order to the same; conditioning, (B, hidden size), is of time and class."""
         modulation = self.modulation(nn.functional.silu(conditioning))[:, None].chunk(6, dim=-1)
         shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation
         hidden_states = hidden_states + gate * self.attn1(self.norm1(hidden_states) * (1 + scale) + shift)
@@ -171,11 +141,6 @@ class DiGBlock(nn.Module):
         side = math.isqrt(hidden_states.shape[1])
         picture = turned(hidden_states, self.direction).transpose(1, 2).unflatten(2, (side, side))
         return turned(self.conv(picture).flatten(2).transpose(1, 2), self.direction)
-
-
-def _inner_width(width: int) -> int:
-    """Of the feed-forward: 2/3 of four times the width, up to a multiple of 256, as GLA's configuration has it."""
-    return 256 * math.ceil(int(width * 4 * 2 / 3) / 256)
 
 
 class DiGTransformer2DModel(ModelMixin, ConfigMixin, AttentionMixin):
@@ -225,12 +190,11 @@ class DiGTransformer2DModel(ModelMixin, ConfigMixin, AttentionMixin):
         self.out_channels = in_channels if out_channels is None else out_channels
         self.gradient_checkpointing = False
         self.pos_embed = PatchEmbed(sample_size, sample_size, patch_size, in_channels, width)
-        self.time_proj = Timesteps(_TIME_CHANNELS, flip_sin_to_cos=True, downscale_freq_shift=0)
-        self.timestep_embedder = TimestepEmbedding(_TIME_CHANNELS, width)
-        self.class_embedder = LabelEmbedding(num_embeds_ada_norm, width, _CLASS_DROPOUT)
+        self.time_proj = Timesteps(256, flip_sin_to_cos=True, downscale_freq_shift=0)
+        self.timestep_embedder = TimestepEmbedding(256, width)
+        self.class_embedder = LabelEmbedding(num_embeds_ada_norm, width, dropout_prob=0.1)
         self.transformer_blocks = nn.ModuleList(
-            DiGBlock(width, num_attention_heads, attention_head_dim, expand_k, index % _DIRECTIONS)
-            for index in range(num_layers)
+            DiGBlock(width, num_attention_heads, attention_head_dim, expand_k, index % 4) for index in range(num_layers)
         )
         self.norm_out = nn.LayerNorm(width, elementwise_affine=False, eps=_EPS)
         self.proj_out_1 = nn.Linear(width, 2 * width)
@@ -242,7 +206,8 @@ class DiGTransformer2DModel(ModelMixin, ConfigMixin, AttentionMixin):
         """As the authors' code does: an untrained model predicts 0, and its blocks change nothing."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight, gain=_ATTENTION_GAIN if ".attn1." in name else 1.0)
+                # the gain of the attention's projections is that of GLA's authors
+                nn.init.xavier_uniform_(module.weight, gain=2**-2.5 if ".attn1." in name else 1.0)
             if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         nn.init.xavier_uniform_(self.pos_embed.proj.weight.flatten(1))
@@ -297,11 +262,7 @@ class DiGTransformer2DModel(ModelMixin, ConfigMixin, AttentionMixin):
                 tokens = block(tokens, conditioning)
         shift, scale = self.proj_out_1(nn.functional.silu(conditioning))[:, None].chunk(2, dim=-1)
         tokens = self.proj_out_2(self.norm_out(tokens) * (1 + scale) + shift)
-        output = self._picture(tokens)
-        return Transformer2DModelOutput(sample=output) if return_dict else (output,)
-
-    def _picture(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(B, N, patch² · C) to (B, C, side, side)."""
-        side, patch = math.isqrt(tokens.shape[1]), self.config.patch_size
+        side = height // patch
         patches = tokens.unflatten(2, (patch, patch, -1)).unflatten(1, (side, side))
-        return patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        output = patches.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        return Transformer2DModelOutput(sample=output) if return_dict else (output,)

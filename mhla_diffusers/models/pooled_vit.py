@@ -6,12 +6,7 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import (
-    DeiTForImageClassification,
-    PreTrainedModel,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import DeiTForImageClassification, PreTrainedModel, ViTConfig, ViTForImageClassification
 from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
@@ -23,9 +18,6 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..patching import is_patched
 
-_PARTS = ("layers", "layernorm")
-"""Of transformers' ViT, which stand here by the same names."""
-
 
 @strict
 class PooledViTConfig(ViTConfig):
@@ -36,14 +28,8 @@ class PooledViTConfig(ViTConfig):
     @classmethod
     def deit_t(cls, **settings: Any) -> "PooledViTConfig":
         """DeiT-T/16 (Touvron et al., arXiv 2012.12877) for ImageNet at 224 pixels, unless settings say otherwise."""
-        size = {
-            "hidden_size": 192,
-            "num_attention_heads": 3,
-            "intermediate_size": 768,
-            "layer_norm_eps": 1e-6,
-            "num_labels": 1000,
-        }
-        return cls(**(size | settings))
+        size = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
+        return cls(**(size | {"layer_norm_eps": 1e-6, "num_labels": 1000} | settings))
 
     @classmethod
     def deit_s(cls, **settings: Any) -> "PooledViTConfig":
@@ -113,10 +99,13 @@ class PooledViTForImageClassification(PreTrainedModel):
         settings = {name: value for name, value in given.items() if name not in ("architectures", "model_type")}
         pooled = cls(PooledViTConfig(**settings))
         base, embeddings = model.base_model, model.base_model.embeddings
-        pooled.patch_embeddings.load_state_dict(embeddings.patch_embeddings.state_dict())
-        for name in _PARTS:
-            getattr(pooled, name).load_state_dict(getattr(base, name).state_dict())
-        pooled.classifier.load_state_dict(model.classifier.state_dict())
+        for own, theirs in (
+            (pooled.patch_embeddings, embeddings.patch_embeddings),
+            (pooled.layers, base.layers),
+            (pooled.layernorm, base.layernorm),
+            (pooled.classifier, model.classifier),
+        ):
+            own.load_state_dict(theirs.state_dict())
         patches = pooled.patch_embeddings.num_patches  # the last ones: tokens of other kinds stand before them
         with torch.no_grad():
             pooled.position_embeddings.copy_(embeddings.position_embeddings[:, -patches:])
