@@ -42,10 +42,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .analysis.audit import Audit, audit
+    from .analysis.dial import densify, set_density
     from .attention import mhla_attention, register_feature_map
     from .config import MHLAConfig, patch_names
     from .families import Family, register_family
-    from .fidelity import Audit, audit, densify, set_density
     from .patching import (
         MHLALayer,
         MHLAProcessor,
@@ -73,5 +74,7 @@ if TYPE_CHECKING:
 else:
     # so that neither this import nor mhla --help waits for torch
     __getattr__, __dir__ = lazy_names(
-        __name__, __all__, (".config", ".attention", ".families", ".patching", ".fidelity", ".patching.cache")
+        __name__,
+        __all__,
+        (".config", ".attention", ".families", ".patching", ".analysis.audit", ".analysis.dial", ".patching.cache"),
     )

@@ -1,24 +1,343 @@
-"""An audit as files: figures as JSON, and heat maps of the error."""
+"""What a patch costs: every patched self-attention beside the one before the patch, on the same input, in one run."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ..fidelity import Audit
+from ..attention.calibrate import weight_held
+from ..attention.precision import without_autocast
 from ..files import write_json
-from ..reporting import require_matplotlib
+from ..patching.calibration import check_reached, tokens_of_grid
+from ..patching.denoising_steps import Step, StepHooks
+from ..patching.finding import find_transformers, hook_of, require_diffusion, require_layers
+from ..patching.layer import layer_of
+from ..patching.processor import adapter_of, attended
+from ..patching.sensitivity import check_run, measure_change, measure_sensitivity, patched_pairs, record_calls
+from ..patching.sparse_calibration import spread_calls
+from ..patching.token_grid import attend_as_before, attends_as_before
+from ..reporting import require_matplotlib, text_table
 
-_MOST_ROWS, _MOST_COLUMNS = 40, 12
-"""Names of layers that stand beside a map, and numbers below it; of more, every other one or fewer."""
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
+"""At which it is measured how much softmax weight the lists hold."""
+_QUERIES = 512
+"""Queries of every head whose softmax weights are formed; each costs N of them."""
+_MOST_ROWS = 12
+"""Of the table of steps; of more, several share a row."""
+
+
+@dataclass(frozen=True)
+class LayerAudit:
+    """One patched self-attention. S steps, H heads."""
+
+    component: str
+    """Its transformer, such as ``transformer_2``."""
+    attention: str
+    """Its name in the transformer."""
+    name: str
+    """Shown: with the component's name before it, where a pipeline has two transformers."""
+    errors: torch.Tensor
+    """Squared error of what every head hands to the output projection, float64 (S, H); also of steps in which the patch
+    rests, where it is the error that it would have."""
+    squares: torch.Tensor
+    """Square of what it hands on without the patch, float64 (S, H)."""
+    rests: tuple[bool, ...]
+    """Of every step, whether the patch rested in it."""
+    moves: float
+    """Relative squared change of the transformer's output where this layer alone is patched."""
+    density: float | None = None
+    """Part of all pairs of blocks that its lists hold; None without lists chosen by content."""
+    mass_kept: float | None = None
+    """Part of softmax attention's weight that these pairs hold, averaged over heads, queries and calls; else None."""
+    mass_at: tuple[float, ...] = ()
+    """The same at each of :data:`DENSITIES`; empty without lists."""
+
+    @property
+    def acting(self) -> torch.Tensor:
+        """:attr:`errors` of the steps in which the patch did not rest, 0 in the others: (S, H)."""
+        return self.errors * ~torch.tensor(self.rests)[:, None]
+
+    @property
+    def error(self) -> float:
+        """Relative error over the run, ‖patched − before‖ / ‖before‖."""
+        return float(_relative(self.acting.sum(), self.squares.sum()))
+
+    @property
+    def errors_of_heads(self) -> torch.Tensor:
+        """The same of every head: (H,)."""
+        return _relative(self.acting.sum(dim=0), self.squares.sum(dim=0))
+
+    @property
+    def worst_head(self) -> int:
+        """Number of the head with the largest error."""
+        return int(self.errors_of_heads.argmax())
+
+    @property
+    def change(self) -> float:
+        """Relative change of the transformer's output where this layer alone is patched, √ :attr:`moves`."""
+        return math.sqrt(self.moves)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a patch costs, layer by layer, head by head and step by step; printed, it is a table."""
+
+    layers: tuple[LayerAudit, ...]
+    """Of all transformers."""
+    rests: tuple[bool, ...]
+    """Of every step, whether the patch rested in it."""
+    knows_steps: bool
+    """Whether the pipeline told its steps; otherwise every forward counts as one."""
+    moves: float
+    """Relative squared change of the transformer's output by the whole patch, where it does not rest."""
+
+    @property
+    def errors_of_steps(self) -> torch.Tensor:
+        """Relative error of every layer and step: (layers, S); NaN where a layer does not run."""
+        found = [_relative(layer.acting.sum(dim=1), layer.squares.sum(dim=1)) for layer in self.layers]
+        return torch.stack(found)
+
+    @property
+    def errors_of_heads(self) -> torch.Tensor:
+        """Relative error of every layer and head: (layers, H)."""
+        return torch.stack([layer.errors_of_heads for layer in self.layers])
+
+    def __str__(self) -> str:
+        has_lists = any(layer.density is not None for layer in self.layers)
+        header = ["layer", "error", "worst head", *(("density", "mass kept") if has_lists else ()), "moves"]
+        rows = []
+        for layer in self.layers:
+            worst = layer.worst_head
+            kept = ["-" if part is None else f"{part:.1%}" for part in (layer.density, layer.mass_kept)]
+            row = [layer.name, f"{layer.error:.1%}", f"{worst}: {layer.errors_of_heads[worst]:.1%}"]
+            rows.append([*row, *(kept if has_lists else ()), f"{layer.change:.1%}"])
+
+        errors = torch.stack([layer.acting.sum(dim=1) for layer in self.layers]).sum(dim=0)
+        squares = torch.stack([layer.squares.sum(dim=1) for layer in self.layers]).sum(dim=0)
+        width = math.ceil(len(errors) / _MOST_ROWS)
+        steps = []
+        for start in range(0, len(errors), width):
+            here = slice(start, min(start + width, len(errors)))
+            name = str(start) if here.stop - start == 1 else f"{start} to {here.stop - 1}"
+            resting = "  as before the patch" if all(self.rests[here]) else ""
+            steps.append((name, f"{_relative(errors[here].sum(), squares[here].sum()):.1%}{resting}"))
+
+        at_rest = " where it does not rest, which it does in every step" if all(self.rests) else ""
+        parts = [
+            text_table(header, rows, right=True),
+            text_table(("step" if self.knows_steps else "forward", "error"), steps),
+            f"together the patch moves the output by {math.sqrt(self.moves):.1%}{at_rest}",
+        ]
+        return "\n\n".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Figures as JSON holds them; errors are relative, None where nothing ran."""
+        by_steps = self.errors_of_steps
+
+        def numbers(values: torch.Tensor) -> list[float | None]:
+            return [None if math.isnan(value) else value for value in values.tolist()]
+
+        return {
+            "layers": [
+                {
+                    "name": layer.name,
+                    "error": layer.error,
+                    "errors_of_heads": numbers(layer.errors_of_heads),
+                    "errors_of_steps": numbers(by_steps[index]),
+                    "moves": layer.change,
+                    "density": layer.density,
+                    "mass_kept": layer.mass_kept,
+                }
+                for index, layer in enumerate(self.layers)
+            ],
+            "knows_steps": self.knows_steps,
+            "rests": list(self.rests),
+            "moves": math.sqrt(self.moves),
+        }
+
+
+def _relative(errors: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    """NaN where there is nothing to compare with."""
+    return (errors / squares).sqrt()
+
+
+@torch.no_grad()
+def audit(model: Any, run: Callable[[], object]) -> Audit:
+    """What a patch costs, layer by layer, head by head and step by step, and how much its block lists hold.
+
+    ``run`` is called once with the patch on. In every patched self-attention the patched attention and the one before
+    it, with the same weights and LoRA, are evaluated on the same input, and what their heads hand to the output
+    projection is compared. Of block lists the softmax weight that they hold is measured on some queries.
+    At last one layer at a time is patched on a few of the calls, to see how much it moves the output of the
+    transformer. The model is left as it is. A causal patch is compared with attention that sees later frames too, which
+    is in its error.
+
+    Args:
+        model: a patched pipeline or transformer.
+        run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
+
+    Returns:
+        What was found; print it, or give it to :func:`densify`.
+
+    Raises:
+        ValueError: if the model is a language model or not patched, its patch is switched off, or ``run`` did not reach
+            every layer.
+    """
+    check_run(run)
+    require_diffusion(model, "audit()")
+    require_layers(model)
+    pairs = {name: found for name, part in find_transformers(model).items() if (found := patched_pairs(part))}
+    if not pairs:
+        raise ValueError("No attention of this model runs MHLA now; leave mhla_disabled(), or call change_mhla(model).")
+    transformers = {name: part for name, part in find_transformers(model).items() if name in pairs}
+    clock = _Clock()
+    watches = {
+        (component, name): _Watch(attn, original, clock)
+        for component, found in pairs.items()
+        for name, (attn, original) in found.items()
+    }
+    handles = [part.register_forward_pre_hook(clock.tick, with_kwargs=True) for part in transformers.values()]
+    for watch in watches.values():
+        handles += watch.install()
+    try:
+        with torch.compiler.set_stance("force_eager"):  # a graph that is compiled already has none of these hooks
+            recorded = record_calls(transformers, run)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in watches}
+    check_reached(list(names.values()), [names[key] for key, watch in watches.items() if watch.calls])
+    calls = {component: spread_calls(found) for component, found in recorded.items()}
+    moves = {
+        component: measure_sensitivity(part, pairs[component], calls[component])
+        for component, part in transformers.items()
+    }
+    layers = tuple(
+        watch.result(component, name, names[component, name], moves[component][name])
+        for (component, name), watch in watches.items()
+    )
+    changes = [measure_change(part, calls[component]) for component, part in transformers.items()]
+    return Audit(layers, clock.rests, clock.knows_steps, sum(changes) / len(changes))
+
+
+class _Clock:
+    """Which denoising step every forward of the transformers belongs to."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step | None] = []
+        self.resting: set[int] = set()
+        """Numbers of the forwards in which the patch rests."""
+
+    def tick(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward."""
+        hooks = hook_of(transformer, StepHooks)
+        self._steps.append(hooks.step(transformer, args, kwargs) if hooks is not None else None)
+
+    @property
+    def call(self) -> int:
+        """Number of the forward that is running."""
+        return len(self._steps) - 1
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether all forwards have a step."""
+        return None not in self._steps
+
+    @property
+    def indices(self) -> list[int]:
+        """The step of every forward; its number where steps are not known."""
+        return [step.index if self.knows_steps and step is not None else call for call, step in enumerate(self._steps)]
+
+    @property
+    def rests(self) -> tuple[bool, ...]:
+        """Of every step, whether the patch rested in it."""
+        known = [step.count for step in self._steps if step is not None] if self.knows_steps else []
+        resting = {self.indices[call] for call in self.resting}
+        return tuple(index in resting for index in range(max([*known, 1 + max(self.indices)])))
+
+    def by_step(self, calls: list[int], values: list[torch.Tensor]) -> torch.Tensor:
+        """Values of some forwards added up by step: float64 (S, ...)."""
+        where, stacked = torch.tensor(self.indices)[calls], torch.stack(values)
+        return torch.zeros(len(self.rests), *stacked.shape[1:], dtype=torch.float64).index_add_(0, where, stacked)
+
+
+class _Watch:
+    """Hooks of one patched self-attention."""
+
+    def __init__(self, attn: Any, original: Any, clock: _Clock) -> None:
+        self.attn, self.original, self.clock = attn, original, clock
+        self.calls: list[int] = []
+        self._handed: list[torch.Tensor] = []
+        self._errors: list[torch.Tensor] = []
+        self._squares: list[torch.Tensor] = []
+        layer = layer_of(attn)
+        self._has_lists = layer is not None and layer.config.sparse == "content"
+        self._held: list[torch.Tensor] = []
+        self._densities: list[float] = []
+
+    def install(self) -> list[RemovableHandle]:
+        """Put the hooks on."""
+        handles = [self.attn.register_forward_hook(self._compare, with_kwargs=True)]
+        projection = adapter_of(self.attn).output_projection(self.attn)
+        if projection is not None:
+            handles.append(projection.register_forward_pre_hook(lambda _, args: self._handed.append(args[0])))
+        return handles
+
+    def _compare(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """After a forward, run the other one of the two attentions."""
+        first, processor, resting = self._take(output), attn.processor, attends_as_before()
+        if resting:
+            self.clock.resting.add(self.clock.call)
+            attend_as_before(False)
+        else:
+            attn.set_processor(self.original)
+        try:
+            second = self._take(attn.forward(*args, **kwargs))
+        finally:
+            if resting:
+                attend_as_before(True)
+            else:
+                attn.set_processor(processor)
+        before, patched = (first, second) if resting else (second, first)
+        before, patched = (tokens_of_grid(attn, args, kwargs, x) for x in (before, patched))
+        # under perturbed-attention guidance the last part of a batch is no attention, and handed on by itself
+        before, patched = (x[: len(patched)].float().unflatten(-1, (attn.heads, -1)) for x in (before, patched))
+        self.calls.append(self.clock.call)
+        self._errors.append((patched - before).square().sum(dim=(0, 1, 3)).double().cpu())
+        self._squares.append(before.square().sum(dim=(0, 1, 3)).double().cpu())
+        if not self._has_lists:
+            return
+        given, config = attended(attn, args, kwargs), attn.mhla.config
+        density = config.listed_on(given.grid)
+        with without_autocast(given.query.device):
+            call = attn.mhla.call(given.in_float32())
+            held = weight_held(call, config.block_size, (density, *DENSITIES), _QUERIES, len(self._held))
+        self._held.append(held.cpu())
+        self._densities.append(density)
+
+    def _take(self, returned: Any) -> torch.Tensor:
+        """What the heads gave: what went into their projection, or without one what the attention returned."""
+        handed, self._handed = [*self._handed, adapter_of(self.attn).heads_output(returned)], []
+        return handed[0]
+
+    def result(self, component: str, attention: str, name: str, moves: float) -> LayerAudit:
+        """What was found, given the names and the change of the transformer's output by this layer alone."""
+        errors, squares = (self.clock.by_step(self.calls, found) for found in (self._errors, self._squares))
+        layer = LayerAudit(component, attention, name, errors, squares, self.clock.rests, moves)
+        if not self._held:
+            return layer
+        mass, *mass_at = torch.stack(self._held).mean(dim=0).tolist()
+        density = sum(self._densities) / len(self._densities)
+        return replace(layer, density=density, mass_kept=mass, mass_at=tuple(mass_at))
 
 
 def write_audit(audit: Audit, folder: str | Path) -> list[Path]:
-    """Write ``audit.json`` and ``audit.png``.
-
-    Returns:
-        The files.
+    """Write ``audit.json`` and ``audit.png``, and return the files.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -40,26 +359,22 @@ def draw_audit(audit: Audit, file: Path) -> Path:
     plt = require_matplotlib()
     names = [layer.name for layer in audit.layers]
     maps = {"step" if audit.knows_steps else "forward": audit.errors_of_steps, "head": audit.errors_of_heads}
-    worst = max(float(values.nan_to_num().max()) for values in maps.values())
+    worst = max(1e-9, *(float(values.nan_to_num().max()) for values in maps.values()))
     width = 4 + sum(0.22 * values.shape[1] for values in maps.values())
     size = (min(20.0, max(8.0, width)), min(20.0, 1.5 + 0.25 * len(names)))
     figure, axes = plt.subplots(1, 2, figsize=size, layout="constrained", sharey=True)
+
+    def ticks(count: int, most: int) -> Sequence[int]:
+        return range(0, count, -(-count // most))
+
     for axis, (name, values) in zip(axes, maps.items(), strict=True):
-        image = _draw(axis, values, max(worst, 1e-9))
+        axis.set_facecolor("0.8")
+        image = axis.imshow(values.numpy(), cmap="magma", vmin=0, vmax=worst, aspect="auto", interpolation="nearest")
         axis.set_xlabel(name)
-        axis.set_xticks(_ticks(values.shape[1], _MOST_COLUMNS))
-    rows = _ticks(len(names), _MOST_ROWS)
+        axis.set_xticks(ticks(values.shape[1], 12))
+    rows = ticks(len(names), 40)
     axes[0].set_yticks(rows, [names[row] for row in rows], fontsize=7)
     figure.colorbar(image, ax=axes, label="relative error", format=lambda x, _: f"{x:.0%}")
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file
-
-
-def _draw(axis: Any, values: torch.Tensor, worst: float) -> Any:
-    axis.set_facecolor("0.8")
-    return axis.imshow(values.numpy(), cmap="magma", vmin=0, vmax=worst, aspect="auto", interpolation="nearest")
-
-
-def _ticks(count: int, most: int) -> Sequence[int]:
-    return range(0, count, -(-count // most))

@@ -15,14 +15,11 @@ from ..reporting import require_matplotlib
 from .matrices import analyze_layers
 from .pictures import draw_attention_maps, middle_of
 
-_DIGITS = 6
-"""That are kept of the weights of a map."""
-
 
 def look_at_classifier(
     model: nn.Module, pictures: torch.Tensor, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Rank and entropy of its attention matrices, averaged over layers, heads and pictures (paper, Fig. 3b).
+    """Rank and entropy of the attention matrices of a model, averaged over layers, heads and pictures (paper, Fig. 3b).
 
     Args:
         model: in eval mode, patched or not.
@@ -51,7 +48,7 @@ def look_at_classifier(
         "rank": fmean(layer.rank for layer in layers),
         "entropy": fmean(layer.entropy for layer in layers),
         "grid": list(grid),
-        "map": [round(weight, _DIGITS) for weight in weights],
+        "map": [round(weight, 6) for weight in weights],
     }
 
 
@@ -75,19 +72,14 @@ def draw_classifiers(results: Mapping[str, Sequence[Mapping[str, Any]]], output:
     first = next(iter(known.values()))[0]
     rows = {name: torch.tensor(found[0]["map"]) for name, found in known.items()}
     maps = draw_attention_maps(rows, first["grid"], middle_of(first["grid"]), output / "attention-maps.png")
-    return [_draw_bars(known, output / "rank-and-entropy.png"), maps]
-
-
-def _draw_bars(results: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> Path:
-    plt = require_matplotlib()
-    names = list(results)
+    plt, names = require_matplotlib(), list(known)
     figure, axes = plt.subplots(1, 2, figsize=(9, 1.2 + 0.4 * len(names)), sharey=True, layout="constrained")
     for axis, key, label in zip(axes, ("rank", "entropy"), ("rank", "entropy in nats"), strict=True):
-        values = [[float(one[key]) for one in results[name]] for name in names]
+        values = [[float(one[key]) for one in known[name]] for name in names]
         spreads = [stdev(found) if len(found) > 1 else 0.0 for found in values]
         axis.barh(names, [fmean(found) for found in values], xerr=spreads, color="tab:blue", capsize=3)
         axis.set_xlabel(label)
     axes[0].invert_yaxis()
-    figure.savefig(file, dpi=110)
+    figure.savefig(output / "rank-and-entropy.png", dpi=110)
     plt.close(figure)
-    return file
+    return [output / "rank-and-entropy.png", maps]

@@ -63,7 +63,7 @@ def audit(
     """What a patch costs: error of every layer, head and step, and what the block lists hold of the weight."""
     if options.patch is None and options.weights is None:
         raise ValueError("There is nothing to audit without a patch; give --patch or --weights.")
-    from ..fidelity import audit as audit_model
+    from .audit import audit as audit_model
     from .audit import write_audit
 
     def examine(pipe: Any, run: Callable[[], object]) -> list[Path]:
@@ -81,14 +81,7 @@ def _examine(
     output: Path,
     options: LoadOptions,
 ) -> Found:
-    """Look at a pipeline with a short run of it.
-
-    Args:
-        examine: gets the pipeline and what runs it.
-        sample: family, prompt and seed.
-        output: folder for results.
-        options: which pipeline.
-    """
+    """Look at a pipeline with a short run of it: ``examine`` gets both; a sample is family, prompt and seed."""
     import torch
 
     from ..files import folder_for_results

@@ -49,34 +49,25 @@ def each_attention_matrix(
     unknown = [name for name in chosen if name not in attentions]
     if unknown:
         raise ValueError(f"{', '.join(unknown)} is no self-attention; allowed: {', '.join(attentions)}.")
-    grid = batch.grid(transformer)
-    inputs = _attention_inputs(transformer, {name: attentions[name] for name in chosen}, batch)
-    for name in chosen:
-        given = attended(attentions[name], *inputs[name], family.adapter_of(attentions[name]), grid)
-        before, tokens = given.extra[0], torch.Size(grid).numel()
-        here = slice(before, before + tokens)
-        yield name, _matrix(attentions[name], given, family)[:, :, here, here]
-
-
-def _attention_inputs(
-    transformer: nn.Module, attentions: dict[str, Any], batch: TransformerCall
-) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """What each attention is called with, by name."""
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    handles = []
+    for name in chosen:
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
             inputs[name] = args, kwargs
 
-        return note
-
-    handles = [a.register_forward_pre_hook(watch(name), with_kwargs=True) for name, a in attentions.items()]
+        handles.append(attentions[name].register_forward_pre_hook(note, with_kwargs=True))
     try:
         batch.predict(transformer)
     finally:
         for handle in handles:
             handle.remove()
-    return inputs
+    grid = batch.grid(transformer)
+    for name in chosen:
+        given = attended(attentions[name], *inputs[name], family.adapter_of(attentions[name]), grid)
+        before, tokens = given.extra[0], torch.Size(grid).numel()
+        here = slice(before, before + tokens)
+        yield name, _matrix(attentions[name], given, family)[:, :, here, here]
 
 
 def _matrix(attn: Any, given: Attended, family: Family) -> torch.Tensor:
@@ -101,16 +92,6 @@ def _matrix(attn: Any, given: Attended, family: Family) -> torch.Tensor:
     return scores.softmax(dim=-1)
 
 
-def mean_rank(matrices: dict[str, torch.Tensor]) -> float:
-    """:func:`rank`, averaged over layers."""
-    return sum(map(rank, matrices.values())) / len(matrices)
-
-
-def mean_entropy(matrices: dict[str, torch.Tensor]) -> float:
-    """:func:`entropy`, averaged over layers."""
-    return sum(map(entropy, matrices.values())) / len(matrices)
-
-
 def rank(matrix: torch.Tensor, tolerance: float = RANK_TOLERANCE) -> float:
     """Singular values above ``tolerance`` times the largest, averaged over samples and heads of (B, H, N, N)."""
     return float(torch.linalg.matrix_rank(matrix, rtol=tolerance).double().mean())
@@ -122,6 +103,16 @@ def entropy(matrix: torch.Tensor) -> float:
     # a linear attention gives nothing to any key where all channels of a query are negative
     weights = matrix.abs() / total.clamp_min(torch.finfo(total.dtype).tiny)
     return float(torch.special.entr(weights).sum(dim=-1).mean())
+
+
+def mean_rank(matrices: dict[str, torch.Tensor]) -> float:
+    """:func:`rank`, averaged over layers."""
+    return sum(map(rank, matrices.values())) / len(matrices)
+
+
+def mean_entropy(matrices: dict[str, torch.Tensor]) -> float:
+    """:func:`entropy`, averaged over layers."""
+    return sum(map(entropy, matrices.values())) / len(matrices)
 
 
 @dataclass(frozen=True)
@@ -178,16 +169,10 @@ def analyze_layers(
 
 
 def rank_bound(attn: Any, adapter: AttentionAdapter, grid: tuple[int, ...], kind: str) -> int:
-    """The largest rank that the attention matrix can have.
+    """The largest rank that the attention matrix can have on a token grid; ``kind`` is MHLA, linear or softmax.
 
     N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With a
     sparse branch the softmax over listed keys alone can have their full rank, so there it is N again.
-
-    Args:
-        attn: the self-attention.
-        adapter: of it.
-        grid: token grid.
-        kind: MHLA, linear or softmax.
     """
     tokens, (_, head_dim) = torch.Size(grid).numel(), adapter.heads(attn)
     if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.sparse != "none"):

@@ -36,11 +36,6 @@ def position_of(index: int, grid: Sequence[int]) -> tuple[int, int]:
     return place // width, frame * (width + 1) + place % width
 
 
-def mean_over_heads(matrix: torch.Tensor) -> torch.Tensor:
-    """A mixing matrix (M, M), or (H, M, M) with one per head, as one float32 (M, M) on the CPU; a copy."""
-    return matrix.detach().float().cpu().reshape(-1, *matrix.shape[-2:]).mean(dim=0)
-
-
 def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], token: int, file: Path) -> Path:
     """How much one query token attends to every token of the grid, one map per layer; the token is marked.
 
@@ -48,21 +43,24 @@ def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], t
         rows: layer → (N,), the token's row of the attention matrix.
         grid: token grid.
         token: its index.
-        file: where to.
-
-    Returns:
-        ``file``.
+        file: where to; it is returned.
     """
     plt = require_matplotlib()
     maps = {name: side_by_side(row.float(), grid) for name, row in rows.items()}
-    figure, axes = _sheet(plt, len(maps), wide=len(grid) == 3)
-    for axis, (name, picture) in zip(axes, maps.items(), strict=False):
+    wide = len(grid) == 3
+    columns = 1 if wide else min(_COLUMNS, len(maps))
+    bands = math.ceil(len(maps) / columns)
+    size = (11.0, 1.9 * bands + 0.5) if wide else (max(4.5, 2.9 * columns), 2.6 * bands + 0.5)
+    figure, axes = plt.subplots(bands, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, (name, picture) in zip(axes.flat, maps.items(), strict=False):
         image = axis.imshow(picture, **_colours(rows[name]))
         _mark(axis, position_of(token, grid))
         axis.set_title(name, fontsize=8)
         figure.colorbar(image, ax=axis, shrink=0.8)
     title = f"Attention of token {token} over the grid {'x'.join(map(str, grid))}"
-    figure.suptitle(f"{title}, frames from left to right" if len(grid) == 3 else title, fontsize=10)
+    figure.suptitle(f"{title}, frames from left to right" if wide else title, fontsize=10)
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file
@@ -74,13 +72,13 @@ def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], blocks: Sequence[
     Args:
         matrices: layer → (M, M), or (H, M, M), of which the mean over heads is drawn.
         blocks: block counts, whose product is M.
-        file: where to.
-
-    Returns:
-        ``file``.
+        file: where to; it is returned.
     """
     plt = require_matplotlib()
-    shared = {name: mean_over_heads(matrix) for name, matrix in matrices.items()}
+    shared = {
+        name: matrix.detach().float().cpu().reshape(-1, *matrix.shape[-2:]).mean(dim=0)
+        for name, matrix in matrices.items()
+    }
     middle, colours = middle_of(blocks), _colours(torch.stack(list(shared.values())))
     columns = min(_COLUMNS, len(shared))
     bands = math.ceil(len(shared) / columns)
@@ -124,14 +122,3 @@ def _colours(values: torch.Tensor) -> dict[str, Any]:
         return {"cmap": "magma", "vmin": 0, "vmax": highest}
     largest = max(-lowest, highest)
     return {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
-
-
-def _sheet(plt: Any, count: int, wide: bool) -> tuple[Any, list[Any]]:
-    """A figure with at least ``count`` axes; those that are left over are empty."""
-    columns = 1 if wide else min(_COLUMNS, count)
-    rows = math.ceil(count / columns)
-    size = (11.0, 1.9 * rows + 0.5) if wide else (max(4.5, 2.9 * columns), 2.6 * rows + 0.5)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat:
-        axis.set_axis_off()
-    return figure, list(axes.flat)

@@ -53,49 +53,34 @@ def analyze(
     require_matplotlib()
     output.mkdir(parents=True, exist_ok=True)
     component, transformer = next(iter(find_transformers(model).items()))
+    names = list(get_family(transformer).self_attentions(transformer))
+    for layer in layers or ():
+        if not 0 <= layer < len(names):
+            raise ValueError(f"Layer {layer} is out of range: the model has the layers 0 to {len(names) - 1}.")
+    names = names if layers is None else [names[layer] for layer in layers]
     calls = record_calls({component: transformer}, run)[component]
     call = calls[len(calls) // 2]
     grid = call.grid(transformer)
-    chosen = _check_token(token, grid)
+    tokens = torch.Size(grid).numel()
+    chosen = middle_of(grid) if token is None else token
+    if not 0 <= chosen < tokens:
+        raise ValueError(f"token={token} is out of range: the grid {tuple(grid)} has the tokens 0 to {tokens - 1}.")
     rows: dict[str, torch.Tensor] = {}
 
     def keep(name: str, matrix: torch.Tensor) -> None:
         rows[name] = matrix[:, :, chosen].mean(dim=(0, 1)).cpu()
 
-    names = _layer_names(transformer, layers)
     found = analyze_layers(transformer, call, names, keep)
     pictures = [draw_attention_maps(rows, grid, chosen, output / "attention-maps.png")]
-    pictures += _draw_mixing(transformer, names, output)
+    patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}
+    mixing = {name: patched[name].mixing for name in names if name in patched}
+    if mixing:
+        blocks = next(iter(patched.values())).config.blocks
+        shown = (1, *blocks)[-max(2, len(blocks)) :]
+        pictures.append(draw_mixing_matrices(mixing, shown, output / "mixing-matrices.png"))
     sensitivity = None
     if is_patched(transformer):
         sensitivity = layer_sensitivity(transformer, lambda: repeat_calls(transformer, calls))
     report = {"grid": grid, "token": chosen, "layers": [asdict(layer) for layer in found], "sensitivity": sensitivity}
     write_json(report, output / "analysis.json")
     return AnalysisResult(found, sensitivity, pictures)
-
-
-def _check_token(token: int | None, grid: Sequence[int]) -> int:
-    tokens = torch.Size(grid).numel()
-    chosen = middle_of(grid) if token is None else token
-    if not 0 <= chosen < tokens:
-        raise ValueError(f"token={token} is out of range: the grid {tuple(grid)} has the tokens 0 to {tokens - 1}.")
-    return chosen
-
-
-def _layer_names(transformer: Any, layers: Sequence[int] | None) -> list[str]:
-    names = list(get_family(transformer).self_attentions(transformer))
-    if layers is None:
-        return names
-    for layer in layers:
-        if not 0 <= layer < len(names):
-            raise ValueError(f"Layer {layer} is out of range: the model has the layers 0 to {len(names) - 1}.")
-    return [names[layer] for layer in layers]
-
-
-def _draw_mixing(transformer: Any, names: Sequence[str], output: Path) -> list[Path]:
-    patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}
-    matrices = {name: patched[name].mixing for name in names if name in patched}
-    if not matrices:
-        return []
-    blocks = next(iter(patched.values())).config.blocks
-    return [draw_mixing_matrices(matrices, (1, *blocks)[-max(2, len(blocks)) :], output / "mixing-matrices.png")]

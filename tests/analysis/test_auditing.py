@@ -7,9 +7,9 @@ import torch
 from diffusers import SanaPAGPipeline, SanaPipeline
 
 import mhla_diffusers as mhla
+from mhla_diffusers.analysis.audit import DENSITIES
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.families import get_family
-from mhla_diffusers.fidelity.audit_result import DENSITIES
 from mhla_diffusers.patching.processor import attended
 
 from .. import models

@@ -5,15 +5,15 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 
 import mhla_diffusers as mhla
+from mhla_diffusers.analysis.dial import plan_spending
 from mhla_diffusers.families import get_family
-from mhla_diffusers.fidelity.spending import plan_spending
 from mhla_diffusers.patching import mhla_disabled
 from mhla_diffusers.tiny import load_tiny
 
 from .. import models
-from ..analysis.tiny import run_tiny
 from ..patching.shared import assert_same_footprint, footprint
 from ..pipelines import PIPELINES, generate, wan22_pipeline
+from .tiny import run_tiny
 
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 1)
 SOFTMAX = ["wan", "dit"]
