@@ -1,7 +1,7 @@
 """Settings of a training run: frozen, validated, read from YAML with ``key=value`` overrides."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,17 @@ transformer; or LoRA on the patched self-attentions' projections with MHLA's own
 OptimizerName = Literal["adamw", "adamw8bit"]
 
 
+def _check_numbers(
+    settings: object, positive: Sequence[str] = (), zero_or_more: Sequence[str] = (), path: str = ""
+) -> None:
+    """Raise unless settings are large enough; None is for what is left out."""
+    for name in (*positive, *zero_or_more):
+        value = getattr(settings, name)
+        allowed = "positive" if name in positive else "zero or positive"
+        is_allowed = value is None or value > 0 or (value == 0 and name in zero_or_more)
+        check(is_allowed, f"{path}{name}={value} must be {allowed}.")
+
+
 @dataclass(frozen=True)
 class ObjectiveWeights:
     """Weights of the summed losses; 0 leaves a loss out and saves its computation."""
@@ -30,10 +41,8 @@ class ObjectiveWeights:
     activations."""
 
     def __post_init__(self) -> None:
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name, value in values.items():
-            check(value >= 0, f"objectives.{name}={value} must be zero or positive.")
-        check(any(values.values()), f"objectives needs at least one positive weight of {', '.join(values)}.")
+        _check_numbers(self, zero_or_more=tuple(vars(self)), path="objectives.")
+        check(any(vars(self).values()), f"objectives needs at least one positive weight of {', '.join(vars(self))}.")
 
     @property
     def need_teacher(self) -> bool:
@@ -63,22 +72,15 @@ class StageConfig:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        check(self.steps > 0, f"steps={self.steps} must be positive.")
-        check(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive.")
+        _check_numbers(self, ("steps", "learning_rate", "mixing_learning_rate"))
         check_choice("trainable", self.trainable, get_args(Trainable))
         check_choice("scheduler", self.scheduler, ("constant", "cosine"))
-        rate = self.mixing_learning_rate
-        check(rate is None or rate > 0, f"mixing_learning_rate={rate} must be positive, or null for learning_rate.")
-        check(
-            0 <= self.warmup_steps <= self.steps,
-            f"warmup_steps={self.warmup_steps} must be between 0 and the stage's steps={self.steps}.",
-        )
+        steps, warmup, rank = self.steps, self.warmup_steps, self.lora_rank
+        check(0 <= warmup <= steps, f"warmup_steps={warmup} must be between 0 and the stage's steps={steps}.")
         if self.trainable == "lora":
-            check(bool(self.lora_rank and self.lora_rank > 0), "trainable=lora needs a positive lora_rank.")
+            check(bool(rank and rank > 0), "trainable=lora needs a positive lora_rank.")
         else:
-            check(
-                self.lora_rank is None, f"lora_rank={self.lora_rank} is for trainable=lora, not for {self.trainable!r}."
-            )
+            check(rank is None, f"lora_rank={rank} is for trainable=lora, not for {self.trainable!r}.")
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,7 @@ class ValidationConfig:
     """Of the sampler, for ``prompts``."""
 
     def __post_init__(self) -> None:
-        check(self.samples >= 0, f"validation.samples={self.samples} must be zero or positive.")
-        check(self.every > 0, f"validation.every={self.every} must be positive.")
-        check(self.inference_steps > 0, f"validation.inference_steps={self.inference_steps} must be positive.")
-        check(self.timesteps > 0, f"validation.timesteps={self.timesteps} must be positive.")
+        _check_numbers(self, ("every", "inference_steps", "timesteps"), ("samples",), "validation.")
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,7 @@ class ContextParallel:
     """Processes that exchange tokens for heads."""
 
     def __post_init__(self) -> None:
-        for name in ("ring", "ulysses"):
-            degree = getattr(self, name)
-            check(degree > 0, f"context_parallel.{name}={degree} must be positive; 1 is for none.")
+        _check_numbers(self, ("ring", "ulysses"), path="context_parallel.")
 
     @property
     def processes(self) -> int:
@@ -177,46 +174,30 @@ class TrainingConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def __post_init__(self) -> None:
-        check(bool(self.stages), "stages must hold at least one stage.")
-        for name in (
-            "batch_size",
-            "gradient_accumulation",
-            "max_gradient_norm",
-            "flow_shift",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "max_skipped",
-        ):
-            check(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive.")
-        for name in ("weight_decay", "workers", "seed"):
-            check(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must be zero or positive.")
+        positive = ("batch_size", "gradient_accumulation", "max_gradient_norm", "flow_shift", "checkpoint_every")
+        _check_numbers(self, (*positive, "keep_checkpoints", "max_skipped"), ("weight_decay", "workers", "seed"))
         check_choice("optimizer", self.optimizer, get_args(OptimizerName))
         object.__setattr__(self, "precision", precision_name(self.precision, ("float32", "bfloat16")))
         check_choice("tracker", self.tracker, ("tensorboard", "wandb", None))
         check(0 <= self.prompt_dropout < 1, f"prompt_dropout={self.prompt_dropout} must be in [0, 1).")
         decay = self.ema_decay
         check(decay is None or 0 < decay < 1, f"ema_decay={decay} must be in (0, 1), or null for no moving average.")
+        check(bool(self.stages), "stages must hold at least one stage.")
         ranks = {stage.lora_rank for stage in self.stages if stage.lora_rank is not None}
         check(len(ranks) <= 1, f"All LoRA stages train the same adapter, so they need one lora_rank; got {ranks}.")
-        if ranks:
-            for index, stage in enumerate(self.stages):
-                check(
-                    stage.trainable in ("mhla", "lora"),
-                    f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA is an addition to; "
-                    "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
-                )
-        if self.patch is None:
-            self._check_unpatched()
-
-    def _check_unpatched(self) -> None:
         for index, stage in enumerate(self.stages):
             check(
-                not stage.objectives.need_teacher,
+                not ranks or stage.trainable in ("mhla", "lora"),
+                f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA is an addition to; "
+                "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
+            )
+            check(
+                self.patch is not None or not stage.objectives.need_teacher,
                 f"stages.{index}: distillation and transfer compare with the unpatched model, so they need a patch; "
                 "set patch, or train with objectives.diffusion alone.",
             )
             check(
-                stage.trainable in ("attention", "all"),
+                self.patch is not None or stage.trainable in ("attention", "all"),
                 f"stages.{index}: trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
                 "set patch, or use trainable: attention or all.",
             )

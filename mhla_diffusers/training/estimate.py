@@ -1,7 +1,8 @@
 """What a run will need, told from shapes alone: the model is built on the meta device and has no values."""
 
+import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,11 +37,6 @@ class StageEstimate:
     flops: int
     """Of one update: all forwards and backwards, matrix products and attention alone."""
 
-    @property
-    def total_bytes(self) -> int:
-        """All of the above."""
-        return self.weight_bytes + self.training_bytes + self.activation_bytes
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -63,14 +59,12 @@ class Estimate:
         if self.processes is not None:
             lines[0] += f"; sharded over {self.processes} processes"
         for index, stage in enumerate(self.stages):
-            gib = {
-                name: getattr(stage, f"{name}_bytes") / 2**30 for name in ("weight", "training", "activation", "total")
-            }
+            parts = (stage.weight_bytes, stage.training_bytes, stage.activation_bytes)
+            total, weights, training, activations = (f"{size / 2**30:.1f}" for size in (sum(parts), *parts))
             lines.append(
                 f"stage {index}: trains {stage.trainable}, {stage.trainable_parameters:,} parameters; "
-                f"{stage.flops / 1e12:,.1f} TFLOP per update and process; {gib['total']:.1f} GiB = "
-                f"{gib['weight']:.1f} weights + {gib['training']:.1f} gradients, optimizer, averages and teacher + "
-                f"{gib['activation']:.1f} activations"
+                f"{stage.flops / 1e12:,.1f} TFLOP per update and process; {total} GiB = {weights} weights + "
+                f"{training} gradients, optimizer, averages and teacher + {activations} activations"
             )
         return "\n".join(lines)
 
@@ -99,13 +93,13 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
     transformer.train()
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing(_checkpointed)
-    latents = torch.empty(config.batch_size, *sample["latents"].shape, device="meta")
+    latents = torch.empty(1, *sample["latents"].shape, device="meta")
     with _first_of_a_group(transformer, config.context_parallel):
         stages = tuple(_estimate_stage(transformer, sample, config, stage, processes) for stage in config.stages)
     return Estimate(
         parameters=sum(parameter.numel() for parameter in transformer.parameters()),
         latents=tuple(sample["latents"].shape),
-        tokens=torch.Size(get_family(transformer).token_grid(transformer, latents)).numel(),
+        tokens=math.prod(get_family(transformer).token_grid(transformer, latents)),
         stages=stages,
         processes=processes,
         split=config.context_parallel.processes,
@@ -136,32 +130,56 @@ def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[No
 def _estimate_stage(
     transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, processes: int | None
 ) -> StageEstimate:
-    trained = sum(parameter.numel() for parameter in set_trainable(transformer, stage.trainable).values())
+    family, weights = get_family(transformer), stage.objectives
+    taught = set_trainable(transformer, stage.trainable).values()
+    trained = sum(parameter.numel() for parameter in taught)
     everything = sum(parameter.numel() for parameter in transformer.parameters())
-    frozen_bytes = 2 if config.precision == "bf16" else 4
-    moments = 8 if config.optimizer == "adamw" else 2
-    kept = 0
-    if stage.objectives.need_teacher:
+    frozen_bytes, dtype = (2, torch.bfloat16) if config.precision == "bf16" else (4, torch.float32)
+    teacher, kept = None, 0
+    if weights.need_teacher:
         kept = Teacher(transformer, changed_names(transformer, config.stages)).extra_parameters
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        teacher = Teacher(transformer, ())
     shares, gathered = (1, 0) if processes is None else (processes, _gathered_bytes(transformer, frozen_bytes))
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(dtype)
-    work = _one_batch(transformer, sample, config, stage, dtype, in_parts=processes is not None)
-    with _gradients_dropped(transformer):
-        with FlopCounterMode(display=False) as counter:
-            work()
-        # by itself, since PyTorch's counter keeps checkpointed activations alive
-        with _PeakMemory() as memory:
-            work()
+
+    process = family.process(transformer, config.flow_shift)
+    objectives = Objectives(weights, process, transformer, teacher, in_parts=processes is not None)
+    types = {name: dtype if x.is_floating_point() else x.dtype for name, x in sample.items()}
+    tensors = {
+        name: torch.empty((config.batch_size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()
+    }
+    latents = tensors.pop("latents")
+
+    def one_batch() -> None:
+        batch = process.make_batch(latents, latents, torch.empty(len(latents), device="meta"), tensors)
+        batch = replace(batch, hidden_states=batch.hidden_states.to(dtype))
+        with family.without_values(), _FusedAttention():
+            objectives.backward(transformer, batch, lambda loss: loss.backward())
+
+    # gradients are counted by themselves
+    hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in taught]
+    with FlopCounterMode(display=False) as counter:
+        one_batch()
+    # by itself, since PyTorch's counter keeps checkpointed activations alive
+    with _PeakMemory() as memory:
+        one_batch()
+    for hook in hooks:
+        hook.remove()
+    copies = 1 + (config.ema_decay is not None)
+    moments = 8 if config.optimizer == "adamw" else 2
     return StageEstimate(
         trainable=stage.trainable,
         trainable_parameters=trained,
         weight_bytes=(frozen_bytes * (everything - trained) + 4 * trained) // shares + gathered,
-        training_bytes=(4 * ((1 + (config.ema_decay is not None)) * trained + kept) + moments * trained) // shares,
+        training_bytes=(4 * (copies * trained + kept) + moments * trained) // shares,
         activation_bytes=memory.peak,
         flops=counter.get_total_flops() * config.gradient_accumulation,
     )
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
@@ -179,48 +197,6 @@ def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
         gradients.append(taught)
     *parts, rest = weights
     return sum(sorted(parts)[-2:]) + rest + max(gradients)
-
-
-def _one_batch(
-    transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, dtype: torch.dtype, in_parts: bool
-) -> Callable[[], None]:
-    """What runs one batch forward and backward."""
-    family = get_family(transformer)
-    process = family.process(transformer, config.flow_shift)
-    tensors = {
-        name: torch.empty(
-            (config.batch_size, *x.shape), dtype=dtype if x.is_floating_point() else x.dtype, device="meta"
-        )
-        for name, x in sample.items()
-    }
-    latents = tensors.pop("latents")
-    quantile = torch.empty(len(latents), device="meta")
-    teacher = Teacher(transformer, ()) if stage.objectives.need_teacher else None
-    objectives = Objectives(stage.objectives, process, transformer, teacher, in_parts=in_parts)
-
-    def run() -> None:
-        batch = process.make_batch(latents, latents, quantile, tensors)
-        batch = replace(batch, hidden_states=batch.hidden_states.to(dtype))
-        with family.without_values(), _FusedAttention():
-            objectives.backward(transformer, batch, lambda loss: loss.backward())
-
-    return run
-
-
-@contextmanager
-def _gradients_dropped(transformer: nn.Module) -> Iterator[None]:
-    """Within the context parameters do not keep their gradients, which are counted by themselves."""
-
-    def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-    handles = [parameter.register_post_accumulate_grad_hook(drop) for parameter in trained]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _checkpointed(module: nn.Module, *args: Any) -> Any:
@@ -248,31 +224,27 @@ class _PeakMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._alive = 0
-        self._storages: set[int] = set()
+        self.peak = self._alive = 0
+        self._followed: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        known = {
-            x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)
-        }
-        for tensor in torch.utils._pytree.tree_leaves(output):
-            if isinstance(tensor, torch.Tensor):
-                self._follow(tensor.untyped_storage(), known)
+        known = {storage._cdata for storage in _storages(args)}
+        for storage in _storages(output):
+            if storage._cdata not in self._followed and storage._cdata not in known:
+                self._followed.add(storage._cdata)
+                self._alive += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
         self.peak = max(self.peak, self._alive)
         return output
 
-    def _follow(self, storage: Any, known: set[int]) -> None:
-        key = storage._cdata
-        if key in self._storages or key in known:
-            return
-        self._storages.add(key)
-        self._alive += storage.nbytes()
-        weakref.finalize(storage, self._free, key, storage.nbytes())
-
     def _free(self, key: int, size: int) -> None:
-        self._storages.discard(key)
+        self._followed.discard(key)
         self._alive -= size
+
+
+def _storages(tensors: Any) -> list[Any]:
+    leaves = torch.utils._pytree.tree_leaves(tensors)
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from ..config import load_patch
-from ..devices import launched_on_cpus
-from ..families import Clip, Family, Sample
+from ..devices import FLOAT_TYPES, dtype_name, launched_on_cpus
+from ..families import Clip, Family
 from ..files import read_json
 from ..generation import family_of, load_pipeline, pipeline_file
-from ..patching import apply_mhla, load_mhla
-from ..patching.record import read_record
+from ..patching import apply_mhla, load_mhla, read_record
 from .checks import check_enough, check_fits, check_start
 from .config import TrainingConfig
 from .estimate import Estimate, estimate
@@ -72,7 +71,9 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
         data = run.open_data()
         check_enough(data, config)
     else:
-        data = InMemoryData([run.sample_shapes(transformer.config)])
+        vae = read_json(pipeline_file(run.model, "vae/config.json"))
+        latents = torch.empty(run.family.latent_shape(transformer.config, vae, run.clip), device="meta")
+        data = InMemoryData([{"latents": latents, **run.family.conditioning_shapes(transformer.config)}])
     check_fits(transformer, data, config)
     return estimate(transformer, data[0], config, processes)
 
@@ -117,8 +118,7 @@ class ResolvedRun:
                     f"{config.model} belongs to {family.name!r}."
                 )
         settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
-        clip = config.clip or family.default_clip
-        run = cls(config, config.model, family, Path(config.data), clip, settings)
+        run = cls(config, config.model, family, Path(config.data), config.clip or family.default_clip, settings)
         if run.is_encoded:
             cache = LatentCache(run.data)
             cache.check_made_for(run.model, model_header(run.model, family))
@@ -131,16 +131,6 @@ class ResolvedRun:
         """Whether the data holds latents."""
         return (self.data / INDEX_NAME).is_file()
 
-    @property
-    def transformer_class(self) -> Any:
-        """As the model's configuration names it."""
-        return self.family.transformer_class(self.settings["_class_name"])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the frozen weights."""
-        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
-
     def without_weights(self) -> Any:
         """The transformer, patched, on the meta device.
 
@@ -148,12 +138,12 @@ class ResolvedRun:
             ValueError: a patch that does not fit.
         """
         with torch.device("meta"):
-            return self._patched(self.transformer_class.from_config(self.settings))
+            return self._patched(self.family.transformer_class(self.settings["_class_name"]).from_config(self.settings))
 
     def with_weights(self) -> Any:
         """The transformer, patched, on the CPU."""
-        cls, component = self.transformer_class, self.config.component
-        return self._patched(cls.from_pretrained(self.model, subfolder=component, dtype=self.dtype))
+        cls: Any = self.family.transformer_class(self.settings["_class_name"])
+        return self._patched(cls.from_pretrained(self.model, subfolder=self.config.component, dtype=self._dtype))
 
     def _patched(self, transformer: Any) -> Any:
         patch = self.config.patch
@@ -162,6 +152,11 @@ class ResolvedRun:
         if isinstance(patch, str) and Path(patch).is_dir():
             return load_mhla(transformer, patch)
         return apply_mhla(transformer, patch)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of the frozen weights."""
+        return FLOAT_TYPES[dtype_name(self.config.precision)]
 
     def open_data(self) -> LatentCache:
         """The latents; videos or images are encoded into the output folder first.
@@ -179,27 +174,9 @@ class ResolvedRun:
         folder = Path(self.config.output) / "latents"
         logger.info("%s holds no latents; encoding its files into %s.", self.data, folder)
         with _processes().main_process_first():
-            pipe = load_pipeline(self.model, self.family.name, "auto", self.dtype)
+            pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype)
             encode_folder(pipe, self.model, self.data, folder, self.clip, self.config.workers)
         return LatentCache(folder)
-
-    def sample_shapes(self, transformer: Any) -> Sample:
-        """A sample of the clip without values, on the meta device.
-
-        Args:
-            transformer: its configuration.
-        """
-        vae = read_json(pipeline_file(self.model, "vae/config.json"))
-        latents = torch.empty(self.family.latent_shape(transformer, vae, self.clip), device="meta")
-        return {"latents": latents, **self.family.conditioning_shapes(transformer)}
-
-    def sampler(self) -> PromptSampler | None:
-        """What generates at every validation, if the configuration has prompts for it."""
-        validation = self.config.validation
-        if not validation.prompts:
-            return None
-        pipe = load_pipeline(self.model, self.family.name, str(_processes().device), self.dtype)
-        return PromptSampler(pipe, validation.prompts, self.clip, validation.inference_steps, self.config.component)
 
     def _ways_to_data(self) -> str:
         """The commands that make the data."""
@@ -215,6 +192,14 @@ class ResolvedRun:
             f"Make the data from videos or images with captions in FOLDER: `{shlex.join(encoding)}`, or from prompts, "
             f"one per line of PROMPTS.txt: `{shlex.join(synthesizing)}`."
         )
+
+    def sampler(self) -> PromptSampler | None:
+        """What generates at every validation, if the configuration has prompts for it."""
+        validation = self.config.validation
+        if not validation.prompts:
+            return None
+        pipe = load_pipeline(self.model, self.family.name, str(_processes().device), self._dtype)
+        return PromptSampler(pipe, validation.prompts, self.clip, validation.inference_steps, self.config.component)
 
 
 def _processes() -> Any:

@@ -42,22 +42,38 @@ def make_optimizer(
     learning_rate: float,
     mixing_learning_rate: float | None = None,
     weight_decay: float = 0.0,
+    matrices_alone: bool = False,
     kind: OptimizerName = "adamw",
 ) -> Optimizer:
     """AdamW over the parameters of a patched or unpatched model; mixing matrices never decay and stay in (0, 1).
 
+    Args:
+        model: that the parameters are of.
+        trained: parameters by name.
+        learning_rate: of all but mixing matrices, λ and β.
+        mixing_learning_rate: of these; None for the same.
+        weight_decay: of the others.
+        matrices_alone: whether of the others norms, biases and embeddings of position do not decay either.
+        kind: of AdamW.
+
     Raises:
         ImportError: see :func:`optimizer_class`.
     """
-    mixing = [parameter for name, parameter in trained.items() if is_mixing(name)]
-    rest = [parameter for name, parameter in trained.items() if not is_mixing(name)]
     mixing_rate = mixing_learning_rate or learning_rate
-    groups: list[dict[str, Any]] = [
-        {"params": rest, "lr": learning_rate, "initial_lr": learning_rate},
-        {"params": mixing, "lr": mixing_rate, "initial_lr": mixing_rate, "weight_decay": 0.0},
+    groups: dict[str, dict[str, Any]] = {
+        "decaying": {"params": [], "lr": learning_rate, "weight_decay": weight_decay},
+        "others": {"params": [], "lr": learning_rate, "weight_decay": 0.0},
+        "mixing": {"params": [], "lr": mixing_rate, "weight_decay": 0.0},
+    }
+    for name, parameter in trained.items():
+        decays = not matrices_alone or (name.endswith("weight") and parameter.ndim > 1)
+        groups["mixing" if is_mixing(name) else "decaying" if decays else "others"]["params"].append(parameter)
+    # the first stays where it is empty, since its learning rate is the one that is recorded
+    used = [
+        {**group, "initial_lr": group["lr"]} for key, group in groups.items() if group["params"] or key == "decaying"
     ]
     make: Any = optimizer_class(kind)
-    optimizer: Optimizer = make(groups, weight_decay=weight_decay)
+    optimizer: Optimizer = make(used)
     if mhla_layers(model):
         register_mixing_clip(optimizer, model)
     return optimizer

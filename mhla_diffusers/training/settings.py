@@ -23,14 +23,21 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
     Args:
         cls: the dataclass.
         path: the file.
-        overrides: see :func:`read_yaml`.
+        overrides: ``key=value`` with dotted keys, for example ``stages.0.steps=100``; values are YAML.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: a malformed file or override, a configuration of another script, or what :func:`from_mapping`
             raises.
     """
-    settings = read_yaml(path, overrides)
+    try:
+        settings = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must hold named settings, got {settings!r}.")
+    for override in overrides:
+        _override(settings, override)
     own = next(name for name in _SCRIPTS if name in get_type_hints(cls))
     theirs = next((name for name in _SCRIPTS if name in settings), own)
     if own not in settings and theirs != own:
@@ -41,28 +48,6 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
         return from_mapping(cls, settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def read_yaml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Nested settings of a YAML file.
-
-    Args:
-        path: the file.
-        overrides: ``key=value`` with dotted keys, for example ``stages.0.steps=100``; values are YAML.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: a malformed file or override.
-    """
-    try:
-        settings = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} must hold named settings, got {settings!r}.")
-    for override in overrides:
-        _override(settings, override)
-    return settings
 
 
 def from_mapping(cls: type[Settings], settings: Any, path: str = "") -> Settings:
@@ -110,40 +95,42 @@ def _override(settings: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     where: Any = settings
     for name in parents:
-        where = where.setdefault(name, {}) if isinstance(where, dict) else _item(where, name, override)
-    if isinstance(where, dict):
-        where[last] = yaml.safe_load(text)
-    else:
-        _item(where, last, override)
-        where[int(last)] = yaml.safe_load(text)
+        where = where.setdefault(name, {}) if isinstance(where, dict) else where[_place(where, name, override)]
+    where[last if isinstance(where, dict) else _place(where, last, override)] = yaml.safe_load(text)
 
 
-def _item(where: Any, name: str, override: str) -> Any:
+def _place(where: Any, name: str, override: str) -> int:
+    """The entry of a list that an override means."""
     if not isinstance(where, list) or not name.isdigit() or int(name) >= len(where):
         count = f"; the list has {len(where)} entries, counted from 0" if isinstance(where, list) else ""
         raise ValueError(f"Override {override!r}: there is no {name!r} to set{count}.")
-    return where[int(name)]
+    return int(name)
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """``value`` as the annotation ``kind`` wants it."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return _convert_union(get_args(kind), value, path)
-    if get_origin(kind) is tuple:
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):  # None or a name where they are allowed, else what stands beside them
+        kinds = get_args(kind)
+        if type(value) in kinds:
+            return value
+        others = [other for other in kinds if other not in (str, type(None))] or [str]
+        if str in kinds and others != [str] and not isinstance(value, Mapping):
+            raise ValueError(f"{path} must be a name, a path, or settings such as blocks; got {value!r}.")
+        return _convert(others[0], value, path)
+    if origin is tuple:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError(f"{path} must be a list, got {value!r}.")
         return tuple(_convert(get_args(kind)[0], item, f"{path}.{index}") for index, item in enumerate(value))
-    if is_dataclass(kind) and isinstance(kind, type):
-        if isinstance(value, kind):
-            return value
-        make = getattr(kind, "from_dict", None)
-        return from_mapping(kind, value, f"{path}.") if make is None else make(value)
-    if get_origin(kind) is Literal:
-        return value
-    if get_origin(kind) is dict:
+    if origin is dict:
         if not isinstance(value, Mapping):
             raise ValueError(f"{path} must hold named settings, got {value!r}.")
         return dict(value)
+    if origin is Literal:
+        return value
+    if is_dataclass(kind) and isinstance(kind, type) and not isinstance(value, kind):
+        make = getattr(kind, "from_dict", None)
+        return from_mapping(kind, value, f"{path}.") if make is None else make(value)
     if kind is float and isinstance(value, str | int) and not isinstance(value, bool):
         try:
             return float(value)
@@ -152,13 +139,3 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{path}={value!r} must be of type {kind.__name__}, got {type(value).__name__}.")
     return value
-
-
-def _convert_union(kinds: tuple[Any, ...], value: Any, path: str) -> Any:
-    """``None`` or a name where the annotation allows them, else what the annotation has beside them."""
-    if type(value) in kinds:
-        return value
-    others = [kind for kind in kinds if kind not in (str, type(None))] or [str]
-    if str in kinds and others != [str] and not isinstance(value, Mapping):
-        raise ValueError(f"{path} must be a name, a path, or settings such as blocks; got {value!r}.")
-    return _convert(others[0], value, path)

@@ -28,8 +28,8 @@ from transformers.trainer_callback import ExportableState
 from ..config import check
 from ..devices import launched_on_cpus, launched_processes, precision_name
 from ..files import read_json, write_json, write_whole_folder
-from ..patching import is_patched, mhla_layers, register_mixing_clip, save_mhla
-from .trainable import is_mixing
+from ..patching import is_patched, save_mhla
+from .optimizer import make_optimizer
 
 _STARTED = "training.json"
 
@@ -85,24 +85,6 @@ def check_counts(settings: object, least: int, *names: str) -> None:
         value = getattr(settings, name)
         whole = isinstance(value, int) and not isinstance(value, bool)
         check(whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}.")
-
-
-def optimizer_of(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW; only matrices decay, and mixing matrices stay in (0, 1)."""
-    rate = recipe.learning_rate if recipe.mixing_learning_rate is None else recipe.mixing_learning_rate
-    decaying: dict[str, Any] = {"params": [], "weight_decay": recipe.weight_decay}
-    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
-    mixing: dict[str, Any] = {"params": [], "weight_decay": 0.0, "lr": rate}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            decays = name.endswith("weight") and parameter.ndim > 1
-            group = mixing if is_mixing(name) else decaying if decays else others
-            group["params"].append(parameter)
-    groups = [group for group in (decaying, others, mixing) if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate)
-    if mhla_layers(model):
-        register_mixing_clip(optimizer, model)
-    return optimizer
 
 
 class Watch(TrainerCallback, ExportableState):
@@ -166,6 +148,14 @@ def run_trainer(
         ValueError: several GPUs and no launcher.
     """
     steps = recipe.steps if steps is None else steps
+    optimizer = make_optimizer(
+        model,
+        {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
+        learning_rate=recipe.learning_rate,
+        mixing_learning_rate=recipe.mixing_learning_rate,
+        weight_decay=recipe.weight_decay,
+        matrices_alone=True,
+    )
     watch = Watch()
     with tempfile.TemporaryDirectory() as aside:
         arguments = TrainingArguments(
@@ -203,7 +193,7 @@ def run_trainer(
             data_collator=collate,
             train_dataset=data,
             compute_loss_func=loss,
-            optimizers=(optimizer_of(model, recipe), None),
+            optimizers=(optimizer, None),
             callbacks=[watch],
         )
         trainer.remove_callback(PrinterCallback)
