@@ -11,8 +11,7 @@ from mhla_diffusers import load_mhla, save_mhla
 from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
 from mhla_diffusers.files import write_json, write_tensors, write_text, written_aside
 from mhla_diffusers.generation.generate import GenerationConfig, generate
-from mhla_diffusers.generation.record import is_whole, write_video
-from mhla_diffusers.generation.sample_list import Sample
+from mhla_diffusers.generation.record import Sample, is_whole, write_video
 from mhla_diffusers.tiny import pipeline_folder
 
 from . import models

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ..files import read_json
-from ..generation.record import RECORD_NAME
-from ..generation.sample_list import Sample
+from ..generation.record import RECORD_NAME, Sample
 from .description import Description, Progress, check_one_each, describe_images, describe_reference
 from .extractors import FeatureExtractor
 from .fid import score_description, too_few

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_json_lines, write_text
-from ..generation.sample_list import Sample
+from ..generation.record import Sample
 
 GENEVAL_SAMPLES = 4
 """Pictures per prompt."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..generation.names import PipelineOptions, expand_options, read_prompts
-from ..generation.sample_list import Sample
+from ..generation.record import Sample
 from .geneval import geneval_samples, read_geneval_metadata, write_geneval_metadata
 from .sets import class_samples, prompt_samples
 from .vbench import read_augmented, read_suite, suite_videos

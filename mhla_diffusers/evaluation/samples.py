@@ -9,14 +9,16 @@ from ..files import check_writable
 from ..generation import PipelineChoice, generator_for
 from ..generation.record import (
     RECORD_NAME,
+    Sample,
     check_choices,
     first_sample,
     import_imageio,
     is_whole,
+    read_sample_list,
     record_choices,
     write_sample,
+    write_sample_list,
 )
-from ..generation.sample_list import Sample, read_sample_list, write_sample_list
 
 
 @dataclass(frozen=True)

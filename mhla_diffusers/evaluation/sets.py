@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..generation.sample_list import SAMPLE_LIST, Sample, read_sample_list
+from ..generation.record import SAMPLE_LIST, Sample, read_sample_list
 
 
 def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 0) -> list[Sample]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_json, read_text
-from ..generation.sample_list import Sample
+from ..generation.record import Sample
 
 VIDEOS_PER_PROMPT = 5
 FLICKERING = "temporal_flickering"

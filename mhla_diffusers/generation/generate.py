@@ -11,13 +11,19 @@ import torch
 
 from ..files import folder_for_results
 from .pipelines import PipelineChoice
-from .record import check_choices, import_imageio, is_whole, record_choices, write_sample
-from .sample_list import Sample, read_sample_list, write_sample_list
+from .record import (
+    Sample,
+    check_choices,
+    import_imageio,
+    is_whole,
+    read_sample_list,
+    record_choices,
+    write_sample,
+    write_sample_list,
+)
 
 MAX_SEED = 2**63 - 1
 """Of torch's generators, which take a few more, but map negative ones to others."""
-
-
 _MAX_LENGTH, _MAX_BYTES = 60, 150
 """Of a prompt in a file's name, which may have 255 bytes: of letters that take four each, 37."""
 
@@ -97,26 +103,21 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
             record_choices(config.output, choices)
             write_sample(sample, task.file, config.video_rate)
             yield task, True
-        _list_samples(tasks, config.output)
-
-
-def _list_samples(tasks: list[Task], folder: Path) -> None:
-    """List what a folder shows, by which ``mhla eval`` takes it for a set, with what earlier runs have listed."""
-    own = {task.file.name: Sample(task.file.name, task.prompt) for task in tasks}
-    earlier = {sample.file: sample for sample in read_sample_list(folder) or () if is_whole(folder / sample.file)}
-    write_sample_list([sample for _, sample in sorted((earlier | own).items())], folder)
+        # with what earlier runs have listed
+        earlier = [one for one in read_sample_list(config.output) or () if is_whole(config.output / one.file)]
+        listed = {one.file: one for one in earlier} | {t.file.name: Sample(t.file.name, t.prompt) for t in tasks}
+        write_sample_list([listed[name] for name in sorted(listed)], config.output)
 
 
 def name_of_prompt(prompt: str) -> str:
     """A prompt as part of a file's name: letters and digits of any script; a hash, where these do not say all of it."""
-    letters = "".join(part if _is_letter(part) else " " for part in unicodedata.normalize("NFC", prompt).lower())
+
+    def is_letter(character: str) -> bool:  # or a digit, or a mark, such as the vowels of Devanagari
+        return character.isalnum() or unicodedata.category(character).startswith("M")
+
+    letters = "".join(part if is_letter(part) else " " for part in unicodedata.normalize("NFC", prompt).lower())
     name = unicodedata.normalize("NFC", "-".join(letters.split()))[:_MAX_LENGTH]
     name = name.encode()[:_MAX_BYTES].decode(errors="ignore").strip("-") or "empty"
     if name.replace("-", " ") == prompt:
         return name
     return f"{name}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
-
-
-def _is_letter(character: str) -> bool:
-    """Or a digit, or a mark, such as the vowels of Devanagari."""
-    return character.isalnum() or unicodedata.category(character).startswith("M")

@@ -16,15 +16,8 @@ from ..files import read_text
 _WRITABLE = {bool, int, float, str, list, dict}
 """Types that a setting can have: tensors, generators and functions cannot be written down beside the results."""
 
-_GIVEN = {
-    "prompt",
-    "class_labels",
-    "generator",
-    "num_images_per_prompt",
-    "num_videos_per_prompt",
-    "output_type",
-    "return_dict",
-}
+_GIVEN = {"prompt", "class_labels", "generator", "output_type", "return_dict"}
+_GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
 """Arguments that come from elsewhere, or that would change what a call returns."""
 
 
@@ -78,20 +71,14 @@ def parse_steps(text: str) -> int | float:
 
 
 def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
-    """Check settings against the annotations of a pipeline's call.
-
-    Args:
-        pipeline: class of a diffusers pipeline.
-        settings: name and value of arguments.
+    """Check settings against the annotations of the call of a pipeline's class.
 
     Raises:
         ValueError: a name that the call does not have, or a value that it does not take.
     """
-    allowed = {
-        name: _types(parameter.annotation) & _WRITABLE
-        for name, parameter in inspect.signature(pipeline.__call__, eval_str=True).parameters.items()
-        if name not in _GIVEN and _types(parameter.annotation) & _WRITABLE
-    }
+    parameters = inspect.signature(pipeline.__call__, eval_str=True).parameters
+    annotated = {name: _types(one.annotation) & _WRITABLE for name, one in parameters.items() if name not in _GIVEN}
+    allowed = {name: types for name, types in annotated.items() if types}
     for name, value in settings.items():
         if name not in allowed:
             near = get_close_matches(name, allowed, n=2)

@@ -159,13 +159,7 @@ class PipelineChoice:
 
 
 def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtype) -> Any:
-    """A pipeline without progress bars.
-
-    Args:
-        model: Hub id or folder; None for the tiny pipeline.
-        family: of the tiny pipeline.
-        device: where it runs; "auto" for a GPU if there is one.
-        dtype: of its weights.
+    """A pipeline, by Hub id or folder or the tiny one of the family for None, without progress bars.
 
     Raises:
         ValueError: no such device here, or no tiny pipeline of the family.
@@ -213,14 +207,9 @@ def load_result(pipe: Any, result: str | Path) -> None:
 
 
 def component_identity(model: str, component: str) -> str:
-    """Class and configuration of a pipeline's component, read without its weights.
+    """Class and configuration of a pipeline's component such as ``vae``, read without its weights.
 
-    Args:
-        model: Hub id or folder of the pipeline.
-        component: for example ``vae``.
-
-    Returns:
-        For example ``"AutoencoderKLWan (configuration 3f2a91c07d55)"``, or "none" if there is no such component.
+    For example ``"AutoencoderKLWan (configuration 3f2a91c07d55)"``, or "none" if there is no such component.
 
     Raises:
         FileNotFoundError: no such pipeline.
@@ -236,10 +225,6 @@ def component_identity(model: str, component: str) -> str:
 
 def class_count(model: str | None, family: str) -> int:
     """How many classes a pipeline of a class-conditional family was trained on, read without its weights.
-
-    Args:
-        model: Hub id or folder of the pipeline; None for the tiny one.
-        family: name of the family.
 
     Raises:
         FileNotFoundError: no such pipeline.

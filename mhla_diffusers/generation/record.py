@@ -1,11 +1,12 @@
-"""A folder of generated files: writing them, and the record of how they were made."""
+"""A folder of generated files: writing them, the list of what each shows, and the record of how they were made."""
 
 import errno
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -14,8 +15,44 @@ from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, read_json, write_
 
 RECORD_NAME = "generation.json"
 """File beside what was generated that says how."""
+SAMPLE_LIST = "samples.json"
+"""File by which ``mhla eval`` takes a folder for a set: [{"file": …, "text": …}, …]."""
 
 _END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One file to generate. Its noise depends on the seed of the set and on ``file`` alone."""
+
+    file: str
+    """Path inside the folder of the set."""
+    text: str
+    """What the model is given: a prompt, or the number of a class."""
+
+
+def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:
+    """Write the list of a set into its folder.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    write_json([asdict(sample) for sample in samples], folder / SAMPLE_LIST)
+
+
+def read_sample_list(folder: Path) -> list[Sample] | None:
+    """The list of a set, or None where a folder has none.
+
+    Raises:
+        ValueError: the list is damaged.
+    """
+    file = folder / SAMPLE_LIST
+    if not file.is_file():
+        return None
+    try:
+        return [Sample(str(entry["file"]), str(entry["text"])) for entry in read_json(file)]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no list of samples with file and text.") from error
 
 
 def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
@@ -29,11 +66,15 @@ def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
     if not file.exists() or first_sample(folder) is None:
         return
     recorded = read_json(file)
-    changed = [
-        "{}={!r}, now {!r}".format(name, *_differing(recorded.get(name), now))
-        for name, now in choices.items()
-        if recorded.get(name) != now
-    ]
+    changed = []
+    for name, now in choices.items():
+        before = recorded.get(name)
+        if before == now:
+            continue
+        if isinstance(before, Mapping) and isinstance(now, Mapping):  # what is not the same in both
+            same = {key for key in before.keys() & now.keys() if before[key] == now[key]}
+            before, now = ({key: kept[key] for key in kept if key not in same} for kept in (before, now))
+        changed.append(f"{name}={before!r}, now {now!r}")
     if changed:
         raise ValueError(f"{folder} holds files made otherwise ({'; '.join(changed)}). Choose another output folder.")
 
@@ -47,15 +88,6 @@ def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
     """
     check_choices(folder, choices)
     write_json(choices, folder / RECORD_NAME)
-
-
-def _differing(before: Any, now: Any) -> tuple[Any, Any]:
-    """Two values of a choice; of two mappings, what is not the same in both."""
-    if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
-        return before, now
-    same = [name for name in before if name in now and before[name] == now[name]]
-    first, second = ({name: kept[name] for name in kept if name not in same} for kept in (before, now))
-    return first, second
 
 
 def identity_of_weights(weights: str) -> str | None:
@@ -78,30 +110,25 @@ def is_whole(file: Path) -> bool:
     """Whether a file is there and holds all of an MP4 or PNG; of other formats, whether it is there."""
     if not file.is_file():
         return False
-    length = file.stat().st_size
+    length, place, kinds = file.stat().st_size, 0, set()
     with file.open("rb") as stream:
-        if file.suffix == ".mp4":
-            return _is_whole_video(stream, length)
         if file.suffix == ".png":
             stream.seek(max(0, length - len(_END_OF_PNG)))
             return stream.read() == _END_OF_PNG
-    return True
-
-
-def _is_whole_video(stream: BinaryIO, length: int) -> bool:
-    """Whether the boxes of an MP4 fill the file, and the index of its frames, which is written last, is among them."""
-    kinds, place = set(), 0
-    while place + 8 <= length:
-        stream.seek(place)
-        size, kind = struct.unpack(">I4s", stream.read(8))
-        if size == 1:  # the next eight bytes tell it
-            size = int.from_bytes(stream.read(8), "big")
-        elif size == 0:  # the rest of the file
-            size = length - place
-        if size < 8:
-            return False
-        kinds.add(kind)
-        place += size
+        if file.suffix != ".mp4":
+            return True
+        # the boxes of an MP4 fill the file, and the index of its frames, which is written last, is among them
+        while place + 8 <= length:
+            stream.seek(place)
+            size, kind = struct.unpack(">I4s", stream.read(8))
+            if size == 1:  # the next eight bytes tell it
+                size = int.from_bytes(stream.read(8), "big")
+            elif size == 0:  # the rest of the file
+                size = length - place
+            if size < 8:
+                return False
+            kinds.add(kind)
+            place += size
     return place == length and {b"mdat", b"moov"} <= kinds
 
 
@@ -125,12 +152,7 @@ def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:
 
 
 def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
-    """Write an MP4 (H.264).
-
-    Args:
-        frames: (F, H, W, 3) in [0, 1].
-        file: where to.
-        frames_per_second: how fast it plays.
+    """Write frames (F, H, W, 3) in [0, 1] as an MP4 (H.264).
 
     Raises:
         OSError: ffmpeg failed, as on a full disk.

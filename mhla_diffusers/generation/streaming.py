@@ -57,15 +57,31 @@ def stream_latents(
         ValueError: no prompt, a pipeline that takes pictures or has two transformers, a patch that leaves no state
             behind, a size that is cut into no tokens, or fewer than one frame block or step.
     """
+    from diffusers.utils.torch_utils import randn_tensor
+
     transformer, family = pipe.transformer, get_family(pipe.transformer)
-    prompts = _prompts(prompt)
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, Sequence) or not all(isinstance(text, str) for text in prompts):
+        raise TypeError(f"prompt={prompt!r} must be a text, or a list of texts for a batch.")
+    if not prompts:
+        raise ValueError("There are no prompts; give a text, or a list of texts for a batch.")
     _check(pipe, family, height, width, steps, frame_blocks)
-    texts = [prompts, [negative_prompt] * len(prompts)][: 2 if guidance != 1 else 1]
+    texts = [list(prompts), [negative_prompt] * len(prompts)][: 2 if guidance != 1 else 1]
     streams = [VideoStream(transformer) for _ in texts]
+    layers = list(require_layers(transformer).values())
     if frame_blocks is not None:
-        _check_end(transformer, family, frame_blocks)
+        for layer in layers:
+            frames = frame_blocks * int(layer.config.block_length or 0)
+            layer.config.grid_from((frames,))  # raises where the patch ends before
+            too_late = family.why_too_late(transformer, 0, frames)
+            if too_late is not None:
+                raise ValueError(too_late)
     encoded = [family.encode_text(pipe, text, settings)[0].to(transformer.dtype) for text in texts]
-    shape = _shape_of_block(pipe, family, len(prompts), height, width)
+    config, stride = transformer.config, family.spatial_stride(pipe)
+    frames = int(layers[0].config.block_length or 0) * int(config.patch_size[0])
+    shape = len(prompts), family.channels(config), frames, height // stride, width // stride
+    generators = generator if generator is None or isinstance(generator, torch.Generator) else list(generator)
+    draw = partial(randn_tensor, shape, generator=generators, device=encoded[0].device, dtype=torch.float32)
 
     def predict(latents: torch.Tensor, time: torch.Tensor, keep: bool) -> torch.Tensor:
         given, times, found = latents.to(transformer.dtype), time.expand(len(latents)), []
@@ -74,21 +90,20 @@ def stream_latents(
             found.append(stream(**arguments, keep=keep, return_dict=False)[0])
         return found[0] if len(found) == 1 else torch.lerp(found[1], found[0], guidance)
 
-    begin = partial(_noise, shape, generator, encoded[0].device)
-    return _denoised(pipe.scheduler, steps, begin, predict, frame_blocks)
+    return _denoised(pipe.scheduler, steps, draw, predict, frame_blocks)
 
 
 @torch.no_grad()
 def _denoised(
     scheduler: Any,
     steps: int,
-    begin: Callable[[], torch.Tensor],
+    draw: Callable[[], torch.Tensor],
     predict: Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor],
     frame_blocks: int | None,
 ) -> Iterator[torch.Tensor]:
     """One frame block after another, from noise to what the stream keeps of it."""
     for _ in count() if frame_blocks is None else range(frame_blocks):
-        latents = begin()
+        latents = draw()
         scheduler.set_timesteps(steps, device=latents.device)
         for time in scheduler.timesteps:
             velocity = predict(latents, time, False)
@@ -126,15 +141,6 @@ def decode_latents(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(pipe.video_processor.postprocess_video(pixels, output_type="np"))
 
 
-def _prompts(prompt: str | Sequence[str]) -> list[str]:
-    prompts = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(prompts, Sequence) or not all(isinstance(text, str) for text in prompts):
-        raise TypeError(f"prompt={prompt!r} must be a text, or a list of texts for a batch.")
-    if not prompts:
-        raise ValueError("There are no prompts; give a text, or a list of texts for a batch.")
-    return list(prompts)
-
-
 def _check(pipe: Any, family: Family, height: int, width: int, steps: int, frame_blocks: int | None) -> None:
     wholes = {"height": height, "width": width, "steps": steps}
     for name, value in (wholes if frame_blocks is None else {**wholes, "frame_blocks": frame_blocks}).items():
@@ -156,26 +162,3 @@ def _check(pipe: Any, family: Family, height: int, width: int, steps: int, frame
     side = family.spatial_stride(pipe) * family.spatial_patch(pipe.transformer)
     if height % side or width % side:
         raise ValueError(f"height={height} and width={width} must be multiples of {side}.")
-
-
-def _check_end(transformer: Any, family: Family, frame_blocks: int) -> None:
-    for layer in require_layers(transformer).values():
-        frames = frame_blocks * int(layer.config.block_length or 0)
-        layer.config.grid_from((frames,))  # raises where the patch ends before
-        too_late = family.why_too_late(transformer, 0, frames)
-        if too_late is not None:
-            raise ValueError(too_late)
-
-
-def _shape_of_block(pipe: Any, family: Family, batch: int, height: int, width: int) -> tuple[int, ...]:
-    layer, config = next(iter(require_layers(pipe.transformer).values())), pipe.transformer.config
-    frames, stride = int(layer.config.block_length or 0) * int(config.patch_size[0]), family.spatial_stride(pipe)
-    return batch, family.channels(config), frames, height // stride, width // stride
-
-
-def _noise(shape: tuple[int, ...], generator: Generators | None, device: torch.device) -> torch.Tensor:
-    from diffusers.utils.torch_utils import randn_tensor
-
-    generators = generator if generator is None or isinstance(generator, torch.Generator) else list(generator)
-    noise: torch.Tensor = randn_tensor(shape, generator=generators, device=device, dtype=torch.float32)
-    return noise

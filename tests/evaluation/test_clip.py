@@ -9,7 +9,7 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 
 from mhla_diffusers.evaluation.clip import ClipScorer, score_samples
 from mhla_diffusers.evaluation.images import read_image
-from mhla_diffusers.generation.sample_list import Sample, write_sample_list
+from mhla_diffusers.generation.record import Sample, write_sample_list
 
 from .pictures import mhla, write_pictures
 

@@ -13,7 +13,7 @@ from mhla_diffusers.evaluation.published import paper_rows
 from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
 from mhla_diffusers.evaluation.samples import SampleConfig, prepare_folder
 from mhla_diffusers.generation.generate import GenerationConfig, generate
-from mhla_diffusers.generation.sample_list import Sample, write_sample_list
+from mhla_diffusers.generation.record import Sample, write_sample_list
 from mhla_diffusers.tiny import tiny_pipeline
 from mhla_diffusers.tiny.digits import Scene, compose, load_digits
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mhla_diffusers.evaluation.geneval import geneval_samples, geneval_score, read_geneval_metadata
-from mhla_diffusers.generation.sample_list import Sample
+from mhla_diffusers.generation.record import Sample
 
 from .pictures import mhla
 

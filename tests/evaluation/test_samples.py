@@ -7,7 +7,7 @@ from PIL import Image, ImageChops
 
 from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
 from mhla_diffusers.evaluation.sets import class_samples, prompt_samples
-from mhla_diffusers.generation.sample_list import Sample
+from mhla_diffusers.generation.record import Sample
 
 from .pictures import write_pictures
 

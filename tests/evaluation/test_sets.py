@@ -3,7 +3,7 @@
 import pytest
 
 from mhla_diffusers.evaluation.sets import class_samples, prompt_samples
-from mhla_diffusers.generation.sample_list import Sample
+from mhla_diffusers.generation.record import Sample
 
 
 def test_classes_are_balanced_or_drawn():

@@ -16,7 +16,7 @@ from mhla_diffusers.evaluation.vbench import (
     total_scores,
 )
 from mhla_diffusers.evaluation.vbench_run import VBenchConfig, VBenchError, run_vbench
-from mhla_diffusers.generation.sample_list import Sample
+from mhla_diffusers.generation.record import Sample
 
 from .pictures import mhla
 
