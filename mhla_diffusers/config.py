@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Literal, get_args
 import yaml
 
 from .attention import get_feature_map
-from .attention.block_lists import list_length
-from .attention.blocks import check_blocks
+from .attention.call import list_length
 from .attention.causal import Causal
-from .attention.layout import block_count
+from .attention.layout import block_count, check_blocks
 from .attention.mixing import MixingInit
 from .attention.state import Beyond
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.blocks import block_sizes
+from ..attention.layout import block_sizes
 from ..families import AttentionAdapter, Family, get_family
 from ..patching import MHLAProcessor, TransformerCall, attended
 from ..patching.attended import Attended

@@ -1,8 +1,7 @@
 """The mathematics of MHLA: torch only, no diffusers."""
 
 from .api import backend_names, check_backend, mhla_attention
-from .block_lists import BlockLists, ContentRule
-from .call import Call
+from .call import BlockLists, Call, ContentRule
 from .feature_maps import feature_map_names, get_feature_map, register_feature_map
 from .mixing import clip_mixing_, extend_mixing, initial_mixing, resize_mixing
 from .reference import reference_attention, reference_weights

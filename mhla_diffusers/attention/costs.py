@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from .block_lists import list_length
+from .call import list_length
 
 _FLOAT32 = 4
 

@@ -1,25 +1,166 @@
-"""The order in which sparse attention reads the tokens: uniform blocks along a curve that keeps neighbours together.
+"""Token grids, and the two ways in which they are cut into blocks.
 
-The tokens of the grid stand along a Hilbert curve generalised to any box and are cut evenly into blocks of
-``block_size`` rows, so that a block is compact whatever the grid is; the rows that the last one lacks are padding.
-Extra tokens (text) follow in blocks of their own. A *row* is a place in this order, a *position* one in the sequence.
+Tokens lie in raster order on a *grid*: ``(length,)``, ``(height, width)`` or ``(frames, height, width)``.
+
+*MHLA blocks* (paper, Sec. 4.1): every axis is cut into runs of consecutive tokens, and a block is the product of one
+run per axis; they are numbered in raster order too. An axis of ``n`` tokens in ``b`` blocks gets ``n % b`` blocks of
+``n // b + 1`` tokens followed by blocks of ``n // b`` tokens, so that nothing is ever cropped or padded.
+
+*Uniform blocks*, in which sparse attention reads the tokens: they stand along a Hilbert curve generalised to any box,
+and are cut evenly into blocks of ``block_size`` rows, so that a block is compact whatever the grid is; the rows that
+the last one lacks are padding. Extra tokens (text) follow in blocks of their own. A *row* is a place in this order, a
+*position* one in the sequence.
 """
 
 import math
+import operator
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from typing import Any
 
 import torch
 
-from .blocks import Shape
-
+Shape = tuple[int, ...]
 Extra = tuple[int, int]
-"""Tokens of the sequence before and after those of the grid."""
+"""How many tokens stand before, and how many after those of the grid in the sequence."""
 _Edge = tuple[int, int]
 """Stride in raster order, and signed length."""
 _Box = tuple[int, _Edge, _Edge, _Edge]
 """Place of its first token, and its edges; the curve leaves it at the far end of the first."""
+
+_AXIS_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
+
+
+def check_blocks(blocks: Sequence[int], name: str = "blocks") -> Shape:
+    """Return ``blocks`` as a tuple after checking it alone.
+
+    Raises:
+        ValueError: if there are not 1 to 3 counts, or one of them is no positive integer; with ``name``.
+    """
+    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
+        raise ValueError(f"{name}={blocks!r} must be a list of counts, one per axis, for example (4, 4) or (7, 3, 5).")
+    counts = tuple(map(_as_integer, blocks))
+    if len(counts) not in _AXIS_NAMES:
+        raise ValueError(
+            f"{name}={counts} has {len(counts)} axes; allowed are 1 (length), "
+            "2 (height, width) or 3 (frames, height, width)."
+        )
+    for count in counts:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name}={counts} must hold positive integers, got {count!r}.")
+    return counts
+
+
+def _as_integer(count: Any) -> Any:
+    """An integer of any kind, such as NumPy's, as Python's own; anything else as it is."""
+    try:
+        return count if isinstance(count, bool) else operator.index(count)
+    except TypeError:
+        return count
+
+
+def check_layout(
+    grid: Sequence[int], blocks: Sequence[int], name: str = "blocks", is_causal: bool = False
+) -> tuple[Shape, Shape]:
+    """Return ``grid`` and ``blocks`` as tuples after checking that one can cut the other.
+
+    Args:
+        grid: tokens on each axis.
+        blocks: counts on each axis.
+        name: of the counts, for errors.
+        is_causal: whether they are those of a causal call, whose blocks are never clamped, for errors.
+
+    Raises:
+        ValueError: if the number of axes differs, or an axis has fewer tokens than blocks; with ``name``.
+    """
+    if not isinstance(grid, Sequence) or isinstance(grid, str):
+        raise ValueError(f"grid={grid!r} must be a list of tokens, one per axis, for example (16, 16) or (21, 30, 52).")
+    grid, blocks = tuple(grid), check_blocks(blocks, name)
+    if len(grid) != len(blocks):
+        raise ValueError(
+            f"{name}={blocks} has {len(blocks)} axes but the token grid {grid} has {len(grid)}; "
+            "give one count per axis of the grid."
+        )
+    for axis, tokens, count in zip(_AXIS_NAMES[len(grid)], grid, blocks, strict=True):
+        if tokens < count:
+            hint = ", or clamp_blocks=True in the patch" if name == "blocks" and not is_causal else ""
+            raise ValueError(
+                f"The {axis} axis of the token grid has {tokens} tokens, too few for {count} {name} "
+                f"(grid={grid}, {name}={blocks}); use at most {tokens} on that axis{hint}."
+            )
+    return grid, blocks
+
+
+def block_lengths(tokens: int, blocks: int) -> list[int]:
+    """Tokens in each of the ``blocks`` blocks of an axis of ``tokens`` tokens."""
+    shortest, longer = divmod(tokens, blocks)
+    return [shortest + 1] * longer + [shortest] * (blocks - longer)
+
+
+def block_sizes(grid: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """Tokens in each of the M blocks, in raster order of the block grid."""
+    lengths = [block_lengths(n, b) for n, b in zip(grid, blocks, strict=True)]
+    return [math.prod(shape) for shape in product(*lengths)]
+
+
+def frame_block_starts(grid: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """Places of the first token of every block of the first axis, in raster order, and behind them that of the end."""
+    row = math.prod(grid[1:])
+    return [0, *accumulate(length * row for length in block_lengths(grid[0], blocks[0]))]
+
+
+def blocks_of_range(grid: Sequence[int], blocks: Sequence[int], first: int, count: int) -> slice:
+    """The blocks, by number, that a run of tokens may lie in: whole rows of the first axis' blocks.
+
+    Args:
+        grid: token grid.
+        blocks: block count per axis.
+        first: place of the run's first token, in raster order.
+        count: its length.
+    """
+    row, behind = math.prod(grid[1:]), math.prod(blocks[1:])
+    shortest, longer = divmod(grid[0], blocks[0])
+    places = first // row, max(first, first + count - 1) // row
+    behind_longer = [place - longer * (shortest + 1) for place in places]
+    start, stop = (
+        place // (shortest + 1) if rest < 0 else longer + rest // shortest
+        for place, rest in zip(places, behind_longer, strict=True)
+    )
+    return slice(start * behind, (stop + 1) * behind)
+
+
+def smallest_and_largest(grid: Sequence[int], blocks: Sequence[int]) -> tuple[int, int]:
+    """Fewest and most tokens of a block."""
+    sizes = block_sizes(grid, blocks)
+    return min(sizes), max(sizes)
+
+
+def block_index(grid: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
+    """Block of every token: int64 (N,), tokens in raster order. ``b(t)`` of the paper's Eq. 5."""
+    index = torch.zeros(1, dtype=torch.int64)
+    for tokens, count in zip(grid, blocks, strict=True):
+        axis = torch.repeat_interleave(torch.tensor(block_lengths(tokens, count)))
+        index = (index[:, None] * count + axis[None, :]).flatten()
+    return index
+
+
+def tokens_by_block(
+    grid: Sequence[int], blocks: Sequence[int], first: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A run of tokens sorted by block: int64 (N,), counted from its first, and where each block begins, (M + 1,).
+
+    Args:
+        grid: token grid.
+        blocks: block count per axis.
+        first: place on the grid of the run's first token.
+        count: N, how many they are.
+    """
+    index = block_index(grid, blocks)[first : first + count]
+    sizes = torch.bincount(index, minlength=math.prod(blocks))
+    return index.argsort(stable=True), torch.nn.functional.pad(sizes.cumsum(dim=0), (1, 0))
 
 
 @dataclass(frozen=True)
@@ -78,59 +219,6 @@ def layout_of(
 def block_count(grid: Sequence[int], block_size: int) -> int:
     """T, blocks of the grid."""
     return -(-math.prod(list(grid)) // block_size)
-
-
-@dataclass(frozen=True)
-class BlockTable:
-    """The tokens of a sequence block by block, or of a share of it as a process holds: Q of T blocks, L rows each."""
-
-    count: int
-    """T."""
-    blocks: torch.Tensor
-    """int64 (Q,): which blocks these are, ascending."""
-    tokens: torch.Tensor
-    """int64 (Q, L): the token in every row, counted from the first of the share; 0 where there is none."""
-    exists: torch.Tensor
-    """Bool (Q, L): whether a row holds a token."""
-    rows: torch.Tensor
-    """int64 (tokens,): the row of every token, of Q L."""
-
-    def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, N, H, C) block by block: (B, H, Q, L, C); rows without a token hold any."""
-        return x.index_select(1, self.tokens.flatten()).unflatten(1, self.tokens.shape).permute(0, 3, 1, 2, 4)
-
-    def in_order(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse, (B, H, Q, L, C) in the order of the sequence: (B, N, H, C)."""
-        return x.flatten(2, 3).index_select(2, self.rows).transpose(1, 2)
-
-    def weights(self, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """(1 or B, Q, L): of every row, given those of the tokens (B, N); 0 where there is none."""
-        weights = self.exists.to(dtype)[None]
-        return weights if mask is None else weights * mask.to(dtype)[:, self.tokens]
-
-
-@lru_cache(maxsize=64)
-def block_table(
-    grid: Shape, block_size: int, device: torch.device, extra: int = 0, share: tuple[int, int] | None = None
-) -> BlockTable:
-    """The table of a grid and of extra tokens after it.
-
-    Args:
-        grid: token grid.
-        block_size: rows of a block.
-        device: that holds the table. It is kept, since copying it at every call would wait for the device.
-        extra: extra tokens.
-        share: first token in raster order, and how many; None for all. A share goes without extra tokens.
-    """
-    with torch.inference_mode(False), torch.device("cpu"):
-        order = layout_of(grid, block_size, (0, extra)).order.long().view(-1, block_size)
-        first, count = share or (0, math.prod(grid) + extra)
-        exists = (order >= first) & (order < first + count)
-        blocks = exists.any(dim=1).nonzero().flatten()
-        exists, tokens = exists[blocks], (order[blocks] - first).where(exists[blocks], 0)
-        rows = torch.empty(count, dtype=torch.int64)
-        rows[tokens[exists]] = exists.flatten().nonzero().flatten()
-        return BlockTable(len(order), *(x.to(device) for x in (blocks, tokens, exists, rows)))
 
 
 @lru_cache(maxsize=16)
@@ -210,3 +298,195 @@ def _last(edge: _Edge) -> int:
 
 def _back(edge: _Edge) -> _Edge:
     return edge[0], -edge[1]
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Tokens of a sequence block by block, or a share of them as a process holds: Q of all blocks, L rows each."""
+
+    count: int
+    """All blocks."""
+    blocks: torch.Tensor
+    """int64 (Q,): which blocks these are, ascending."""
+    tokens: torch.Tensor
+    """int64 (Q, L): the token in every row, counted from the first of the share; any where there is none."""
+    exists: torch.Tensor
+    """Bool (Q, L): whether a row holds a token."""
+    rows: torch.Tensor
+    """int64 (tokens,): the row of every token, of Q L."""
+    padding: torch.Tensor
+    """int64, the rows without a token."""
+
+    def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, N, H, C) block by block: (B, H, Q, L, C); rows without a token hold any."""
+        return x.index_select(1, self.tokens.flatten()).unflatten(1, self.tokens.shape).permute(0, 3, 1, 2, 4)
+
+    def in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse, (B, H, Q, L, C) in the order of the sequence: (B, N, H, C)."""
+        return x.flatten(2, 3).index_select(2, self.rows).transpose(1, 2)
+
+    def weights(self, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """(1 or B, Q, L): of every row, given those of the tokens (B, N); 0 where there is none."""
+        weights = self.exists.to(dtype)[None]
+        return weights if mask is None else weights * mask.to(dtype)[:, self.tokens]
+
+
+@lru_cache(maxsize=128)
+def block_table(
+    grid: Shape, blocks: Shape, block_size: int, device: torch.device, first: int = 0, count: int = -1
+) -> BlockTable:
+    """The table of a run of tokens; kept, since copying it to a device at every call would wait for it.
+
+    Args:
+        grid: token grid.
+        blocks: MHLA blocks per axis, of which those of :func:`blocks_of_range` are in the table; () for uniform ones,
+            of which those that hold a token are.
+        block_size: rows of a uniform block; 0 for MHLA blocks, which have as many as the longest here.
+        device: that holds the table.
+        first: place of the first token.
+        count: how many they are, all if left out. Uniform blocks may hold extra tokens too, which are those beyond the
+            grid.
+    """
+    # kept for calls that take gradients, and made on the CPU whatever the default device is
+    with torch.inference_mode(False), torch.device("cpu"):
+        count = math.prod(grid) - first if count < 0 else count
+        if block_size:
+            extra = max(0, first + count - math.prod(grid))
+            order = layout_of(grid, block_size, (0, extra)).order.long().view(-1, block_size)
+            exists, everyone = (order >= first) & (order < first + count), len(order)
+            own = exists.any(dim=1).nonzero().flatten()
+            exists, tokens = exists[own], (order[own] - first).where(exists[own], 0)
+        else:
+            run, everyone = blocks_of_range(grid, blocks, first, count), math.prod(blocks)
+            own, (members, starts) = torch.arange(run.start, run.stop), tokens_by_block(grid, blocks, first, count)
+            starts = starts[run.start : run.stop + 1]
+            sizes, starts = starts.diff()[:, None], starts[:-1, None]
+            within = torch.arange(int(sizes.max())).expand(len(own), -1)
+            exists = within < sizes
+            # shorter blocks are filled up with one of their own tokens, or any
+            tokens = members[(starts + within.minimum(sizes - 1).clamp_min(0)).clamp_max(count - 1)]
+        rows = torch.empty(count, dtype=torch.int64)
+        rows[tokens[exists]] = exists.flatten().nonzero().flatten()
+        padding = (~exists).flatten().nonzero().flatten()
+        return BlockTable(everyone, *(x.to(device) for x in (own, tokens, exists, rows, padding)))
+
+
+def _longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
+    """Most tokens of a run that lie in one block."""
+    return _counted_longest(grid, blocks, first, count)
+
+
+# torch.compile runs it while it traces a graph, and does not trace it
+vars(_longest)["_dynamo_marked_constant"] = True
+
+
+@lru_cache(maxsize=256)
+def _counted_longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
+    """The same, counted in Python, as shapes are known where no tensor is."""
+    row, ends = grid[-1], list(accumulate(block_lengths(grid[-1], blocks[-1])))
+    sizes: dict[tuple[int, ...], int] = {}
+    for line in range(first // row, -(-(first + count) // row)):
+        block: tuple[int, ...] = ()
+        rest = line
+        for size, number in zip(reversed(grid[:-1]), reversed(blocks[:-1]), strict=True):
+            rest, place = divmod(rest, size)
+            block = (*block, bisect(list(accumulate(block_lengths(size, number))), place))
+        start, stop = max(first - line * row, 0), min(first + count - line * row, row)
+        for last, (begin, end) in enumerate(pairwise([0, *ends])):
+            inside = min(end, stop) - max(begin, start)
+            if inside > 0:
+                sizes[*block, last] = sizes.get((*block, last), 0) + inside
+    return max(sizes.values(), default=0)
+
+
+def block_rows(grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int) -> tuple[int, int]:
+    """How many blocks :func:`to_blocks` returns of a run of N = ``count`` tokens, and their length."""
+    if block_size:
+        of_grid = block_count(grid, block_size)
+        return of_grid + (count - math.prod(list(grid)) + block_size - 1) // block_size, block_size
+    grid, blocks = tuple(map(int, grid)), tuple(map(int, blocks))
+    own = blocks_of_range(grid, blocks, int(first), int(count))
+    if count == math.prod(grid):
+        return own.stop - own.start, max(block_sizes(grid, blocks))
+    return own.stop - own.start, _longest(grid, blocks, int(first), int(count))
+
+
+_PLACE = "SymInt[] grid, SymInt[] blocks, SymInt block_size, SymInt first"
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::to_blocks", mutates_args=(), schema=f"(Tensor x, {_PLACE}, bool zeros) -> Tensor"
+)
+def to_blocks(
+    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, zeros: bool
+) -> torch.Tensor:
+    """Tokens in the order of their blocks. An operator, so that torch.compile does not trace what reads the tables.
+
+    Args:
+        x: (B, N, ...), a run of the grid's tokens in raster order; of uniform blocks all of them, with extra tokens
+            behind.
+        grid: token grid.
+        blocks: MHLA blocks per axis, [] for uniform ones.
+        block_size: of uniform blocks, else 0.
+        first: place on the grid of the first token.
+        zeros: whether rows that a block lacks are 0; else they are any token once more, and what uses them must give
+            them no gradient.
+
+    Returns:
+        (B, b, L, ...): the b blocks of :func:`block_table`, L tokens long as the longest.
+    """
+    table = block_table(tuple(grid), tuple(blocks), block_size, x.device, first, x.shape[1])
+    rows = x.index_select(1, table.tokens.flatten())
+    if zeros and len(table.padding):
+        rows.index_fill_(1, table.padding, 0)
+    return rows.unflatten(1, table.tokens.shape)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::from_blocks", mutates_args=(), schema=f"(Tensor rows, {_PLACE}, SymInt count) -> Tensor"
+)
+def from_blocks(
+    rows: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int
+) -> torch.Tensor:
+    """The inverse of :func:`to_blocks`: (B, b, L, ...) to (B, N, ...) for N = ``count``."""
+    table = block_table(tuple(grid), tuple(blocks), block_size, rows.device, first, count)
+    return rows.flatten(1, 2).index_select(1, table.rows)
+
+
+@to_blocks.register_fake
+def _to_blocks_shape(
+    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, zeros: bool
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], *block_rows(grid, blocks, block_size, first, x.shape[1]), *x.shape[2:])
+
+
+@from_blocks.register_fake
+def _from_blocks_shape(rows: torch.Tensor, *place: Any) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], place[-1], *rows.shape[3:])
+
+
+def _save_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    tensor, *place, _ = inputs
+    ctx.place, ctx.tokens = place, tensor.shape[1]
+
+
+def _to_blocks_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return from_blocks(gradient.contiguous(), *ctx.place, ctx.tokens), *(None,) * 5
+
+
+def _from_blocks_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return to_blocks(gradient.contiguous(), *ctx.place, True), *(None,) * 5
+
+
+to_blocks.register_autograd(_to_blocks_gradient, setup_context=_save_place)
+from_blocks.register_autograd(_from_blocks_gradient, setup_context=_save_place)
+
+
+def in_blocks(x: torch.Tensor, grid: Sequence[int], block_size: int) -> torch.Tensor:
+    """(B, N + n, H, C), n extra tokens last, in uniform blocks: (B, H, T + E, L, C), 0 in rows without a token."""
+    return to_blocks(x, grid, [], block_size, 0, True).permute(0, 3, 1, 2, 4).contiguous()
+
+
+def in_order(x: torch.Tensor, grid: Sequence[int], block_size: int) -> torch.Tensor:
+    """The inverse of :func:`in_blocks` for blocks of the grid's tokens alone: (B, H, T, L, C) to (B, N, H, C)."""
+    return from_blocks(x.permute(0, 2, 3, 1, 4), grid, [], block_size, 0, math.prod(list(grid)))

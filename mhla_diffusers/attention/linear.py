@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
-from .blocks import block_rows, from_blocks, to_blocks
 from .call import Call
 from .feature_maps import get_feature_map
+from .layout import block_rows, from_blocks, to_blocks
 from .precision import sum_dtype, without_autocast
 from .reference import OUTPUT_NORM_EPS
 from .rope import apply_rotary
@@ -86,7 +86,7 @@ def linear_attention(call: Call) -> tuple[torch.Tensor, ...]:
 
 def _in_blocks(call: Call, x: torch.Tensor) -> torch.Tensor:
     """(B, N, H, D) block by block: (B, b, L, H, D), shorter blocks filled up with one of their tokens."""
-    return to_blocks(x, call.grid, call.blocks, call.first, False)
+    return to_blocks(x, call.grid, call.blocks, 0, call.first, False)
 
 
 def _table(call: Call) -> torch.Tensor | None:
@@ -100,10 +100,11 @@ def _weights(call: Call) -> torch.Tensor | None:
     mask = call.key_mask
     if mask is None:
         count = call.query.shape[1]
-        if math.prod(block_rows(call.grid, call.blocks, call.first, count)) == count:
+        if math.prod(block_rows(call.grid, call.blocks, 0, call.first, count)) == count:
             return None
         mask = torch.ones(1, count, device=call.query.device)
-    return to_blocks(mask.to(sum_dtype(call.query.dtype)), call.grid, call.blocks, call.first, True)[..., None, None]
+    weights = to_blocks(mask.to(sum_dtype(call.query.dtype)), call.grid, call.blocks, 0, call.first, True)
+    return weights[..., None, None]
 
 
 def _parts(x: torch.Tensor) -> Iterator[tuple[slice, slice]]:
@@ -128,7 +129,7 @@ def _in_raster(call: Call, pieces: list[torch.Tensor], shape: torch.Size) -> tor
     """(B, N, H, D) of the pieces of all parts, each (B, blocks, tokens, H, D), for (B, b, L, H, D) queries."""
     rows = pieces[0] if len(pieces) == 1 else torch.cat([x.flatten(1, 2) for x in pieces], dim=1)
     rows = rows.reshape(*shape[:4], -1)
-    return from_blocks(rows, call.grid, call.blocks, call.first, call.query.shape[1])
+    return from_blocks(rows, call.grid, call.blocks, 0, call.first, call.query.shape[1])
 
 
 def _features(

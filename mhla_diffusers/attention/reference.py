@@ -7,12 +7,9 @@ import math
 
 import torch
 
-from .block_lists import BlockLists
-from .blocks import block_index
-from .call import Call
-from .extra import ExtraTokens
+from .call import BlockLists, Call, ExtraTokens
 from .feature_maps import get_feature_map
-from .layout import layout_of
+from .layout import block_index, layout_of
 from .rope import apply_rotary
 
 OUTPUT_NORM_EPS = 1e-6

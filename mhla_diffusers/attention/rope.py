@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .blocks import Shape
+from .layout import Shape
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """(cos, sin), each (1 or B, N, 1, D): the angle of channel pair (2i, 2i + 1) stands at both channels."""

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .block_lists import BlockLists, list_length, mask_of_lists
-from .blocks import Shape
-from .call import Call
-from .layout import BlockTable, block_count, block_table, layout_of
+from .call import BlockLists, Call, list_length, mask_of_lists
+from .layout import BlockTable, Shape, block_count, block_table, in_blocks, in_order, layout_of
 from .linear import finish
 from .parallel.collectives import gathered, summed
 from .precision import sum_dtype, without_autocast
@@ -97,7 +95,7 @@ def sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         if call.extra is not None:
             query, key, value, mask = call.extra.after(query, key, value, mask)
             extra = call.extra.count
-        tokens, place = call.query.shape[1], (call.grid, lists.block_size, extra)
+        tokens, place = call.query.shape[1], (call.grid, lists.block_size)
         mask_or_ones = key.new_ones(1, key.shape[1]) if mask is None else mask.to(dtype)
         scaled = query[:, :tokens] * query.shape[-1] ** -0.5
         key_blocks, value_blocks = in_blocks(key, *place), in_blocks(value, *place)
@@ -107,7 +105,7 @@ def sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
             grid_key, grid_value = (x[:, :, : lists.blocks] for x in (key_blocks, value_blocks))
             pooled = pooled_keys(weights[:, : lists.blocks], grid_key, grid_value, call.pooled_bias)
         output, lse = attend_to_lists(
-            in_blocks(scaled, call.grid, lists.block_size, 0),
+            in_blocks(scaled, *place),
             key_blocks,
             value_blocks,
             weights.log(),
@@ -115,58 +113,10 @@ def sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
             lists.padded(),
             key_blocks.shape[2] - lists.blocks,
         )
-        output, lse = (in_order(x, call.grid, lists.block_size, 0) for x in (output, lse[..., None]))
+        output, lse = (in_order(x, *place) for x in (output, lse[..., None]))
         if extra:
             output = torch.cat([output, _attend_to_all_tokens(query[:, tokens:], key, value, mask)], dim=1)
         return output, lse
-
-
-@torch.library.custom_op(
-    "mhla_diffusers::in_blocks",
-    mutates_args=(),
-    schema="(Tensor x, SymInt[] grid, SymInt block_size, SymInt extra) -> Tensor",
-)
-def in_blocks(x: torch.Tensor, grid: Sequence[int], block_size: int, extra: int) -> torch.Tensor:
-    """(B, N + n, H, C) block by block: (B, H, T + E, L, C), 0 in rows without a token.
-
-    An operator, as the inverse, so that torch.compile need not look into the tables of the layout.
-    """
-    table = block_table(tuple(grid), block_size, x.device, extra)
-    found = table.in_blocks(x).contiguous()
-    return found.masked_fill_(~table.exists[..., None], 0)
-
-
-@in_blocks.register_fake
-def _shape_in_blocks(x: torch.Tensor, grid: Sequence[int], block_size: int, extra: int) -> torch.Tensor:
-    blocks = block_count(grid, block_size) + block_count((extra,), block_size)
-    return x.new_empty(x.shape[0], x.shape[2], blocks, block_size, x.shape[3])
-
-
-@torch.library.custom_op(
-    "mhla_diffusers::in_order",
-    mutates_args=(),
-    schema="(Tensor x, SymInt[] grid, SymInt block_size, SymInt extra) -> Tensor",
-)
-def in_order(x: torch.Tensor, grid: Sequence[int], block_size: int, extra: int) -> torch.Tensor:
-    """The inverse of :func:`in_blocks`, and what its gradient is."""
-    return block_table(tuple(grid), block_size, x.device, extra).in_order(x).contiguous()
-
-
-@in_order.register_fake
-def _shape_in_order(x: torch.Tensor, grid: Sequence[int], block_size: int, extra: int) -> torch.Tensor:
-    return x.new_empty(x.shape[0], math.prod(list(grid)) + extra, x.shape[1], x.shape[4])
-
-
-def _save_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, *ctx.place = inputs
-
-
-in_blocks.register_autograd(
-    lambda ctx, gradient: (in_order(gradient, *ctx.place), None, None, None), setup_context=_save_place
-)
-in_order.register_autograd(
-    lambda ctx, gradient: (in_blocks(gradient, *ctx.place), None, None, None), setup_context=_save_place
-)
 
 
 def given_lists(call: Call) -> BlockLists:
@@ -494,8 +444,7 @@ _INPUTS = (
 
 
 def _own_table(query: torch.Tensor, grid: Sequence[int], block_size: int, first: int, group: str | None) -> BlockTable:
-    share = None if group is None else (first, query.shape[1])
-    return block_table(tuple(grid), block_size, query.device, share=share)
+    return block_table(tuple(grid), (), block_size, query.device, first, query.shape[1])
 
 
 @torch.library.custom_op(

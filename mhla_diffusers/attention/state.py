@@ -12,22 +12,29 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .api import CAUSAL_BACKENDS, check_backend, chosen_backend
-from .blocks import check_layout, frame_block_starts
+from .api import (
+    CAUSAL_BACKENDS,
+    check_backend,
+    check_call,
+    check_causal,
+    check_rotary,
+    check_tensors,
+    chosen_backend,
+)
 from .call import Call, with_rotary
 from .causal import (
     Causal,
     CausalAttention,
+    Own,
     beside_earlier,
-    check_causal,
     has_own_part,
     part_of,
+    softmax_up_to_itself,
     with_causal_mixing,
 )
-from .checks import check_call, check_rotary, check_tensors
 from .feature_maps import get_feature_map
+from .layout import check_layout, frame_block_starts
 from .merge import least_mixing, with_least_mask
-from .own_block import Own, softmax_up_to_itself
 from .precision import sum_dtype, without_autocast
 from .rope import Rotary, rotated
 

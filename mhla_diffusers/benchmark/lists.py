@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..attention import BlockLists
-from ..attention.block_lists import list_length
+from ..attention.call import list_length
 from ..attention.layout import layout_of
 from .shapes import Shape
 

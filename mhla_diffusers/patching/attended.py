@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..attention.extra import Extra, ExtraTokens, of_grid
+from ..attention.call import ExtraTokens, of_grid
+from ..attention.layout import Extra
 from ..attention.rope import Rotary, rotary_table, rotated
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.extra import of_grid
+from ..attention.call import of_grid
 from ..families import get_family
 from .finding import find_transformers, refuse_language
 from .layer import MHLALayer

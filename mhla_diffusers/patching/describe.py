@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..attention.blocks import check_blocks, check_layout, smallest_and_largest
-from ..attention.layout import block_count
+from ..attention.layout import block_count, check_blocks, check_layout, smallest_and_largest
 from ..config import MHLAConfig
 from ..families import Family, get_family
 from ..reporting import from_to, text_table, times

@@ -17,8 +17,9 @@ from ..attention import (
     reference_weights,
     resize_mixing,
 )
-from ..attention.extra import Extra, of_grid
-from ..attention.parallel.halo import rows_around
+from ..attention.call import of_grid
+from ..attention.layout import Extra
+from ..attention.parallel.collectives import rows_around
 from ..attention.parallel.place import Parallel
 from ..attention.rope import Rotary, rotary_table
 from ..attention.sparse import with_lists

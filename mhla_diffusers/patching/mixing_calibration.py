@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.mixing_fit import BlockInput, fit_mixing
+from ..attention.calibrate import BlockInput, fit_mixing
 from ..families import get_family
 from .calibration import check_reached
 from .finding import find_transformers, is_patched, mhla_layers, refuse_causal, refuse_language
@@ -29,7 +29,7 @@ def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
     """Set the mixing matrices of MHLA alone to what brings its output closest to softmax attention's.
 
     ``run`` is called once with the patch switched off. Then the layers are fitted one after another, on what they get
-    from those before, which are patched already: see :mod:`mhla_diffusers.attention.mixing_fit`. In joint attention λ
+    from those before, which are patched already: see :mod:`mhla_diffusers.attention.calibrate`. In joint attention λ
     is fitted as well, to weigh the tokens of the grid beside the extra ones. Nothing else of the patch changes. Without
     training it helps much, and is still far from what adaptation reaches.
 

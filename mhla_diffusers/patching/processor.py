@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..attention import check_backend
-from ..attention.blocks import check_blocks
+from ..attention.layout import check_blocks
 from ..config import MHLAConfig
 from ..families import Family, cross_attention_processor, family_of_attention
 from ..families.adapters import AttentionAdapter, AttentionArguments

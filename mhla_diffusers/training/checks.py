@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..attention.blocks import check_layout
+from ..attention.layout import check_layout
 from ..config import check
 from ..devices import launched_processes
 from ..families import classes_that_are_split, get_family

@@ -16,7 +16,7 @@ from mhla_diffusers.attention import (
     mhla_attention,
     reference_attention,
 )
-from mhla_diffusers.attention.extra import ExtraTokens
+from mhla_diffusers.attention.call import ExtraTokens
 from mhla_diffusers.attention.rope import apply_rotary, rotary_table
 
 GRIDS = [

@@ -8,7 +8,7 @@ import torch
 
 from mhla_diffusers.attention import BlockLists, Call, ContentRule, initial_mixing, mhla_attention
 from mhla_diffusers.attention.calibrate import Candidates, candidate_errors, tokens_along, weight_held
-from mhla_diffusers.attention.extra import ExtraTokens, of_grid
+from mhla_diffusers.attention.call import ExtraTokens, of_grid
 from mhla_diffusers.attention.layout import block_count, layout_of
 from mhla_diffusers.attention.sparse import with_lists
 

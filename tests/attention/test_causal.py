@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import BlockLists, Call, MHLAState, extend_mixing, mhla_attention, reference_weights
-from mhla_diffusers.attention.blocks import frame_block_starts
+from mhla_diffusers.attention.layout import frame_block_starts
 
 from .problems import Problem, errors_against_reference, make_problem, reference
 

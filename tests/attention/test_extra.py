@@ -1,14 +1,11 @@
 """Extra tokens: the eager backend against the float64 reference and softmax attention; what is refused."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import BlockLists, mhla_attention, reference_attention, reference_weights
-from mhla_diffusers.attention.layout import block_table
 
 from .problems import call_of, make_problem
 from .test_sparse import TOLERANCE, check
@@ -161,14 +158,6 @@ def test_reference_weights_are_of_the_sequence(parts):
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 2, 37, dtype=torch.float64))
     torch.testing.assert_close(torch.einsum("bhqk,bkhd->bqhd", weights, value), reference_attention(call))
     assert not weights.transpose(0, 1)[:, ~problem.options["key_mask"][:, None, :].expand(-1, 37, -1)].gt(1e-9).any()
-
-
-@pytest.mark.parametrize("extra", [1, 4, 5, 12, 13])
-def test_every_token_stands_in_one_block(extra):
-    table = block_table((3, 5), 4, torch.device("cpu"), extra)
-    assert table.tokens.shape == (4 + math.ceil(extra / 4), 4)
-    assert torch.equal(table.tokens.flatten()[table.rows], torch.arange(15 + extra))
-    assert int(table.exists.sum()) == 15 + extra
 
 
 @pytest.mark.parametrize("parts", ["alone", "pooled and linear"])

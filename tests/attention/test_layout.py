@@ -1,4 +1,4 @@
-"""The order of uniform blocks: every token once, neighbours together, and one table the inverse of the other."""
+"""Token grids cut into MHLA blocks and into uniform ones: every token once, and one table the inverse of the other."""
 
 import itertools
 import math
@@ -8,7 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention.layout import hilbert_curve, layout_of
+from mhla_diffusers.attention.layout import (
+    block_index,
+    block_lengths,
+    block_rows,
+    block_sizes,
+    block_table,
+    blocks_of_range,
+    check_layout,
+    from_blocks,
+    hilbert_curve,
+    layout_of,
+    to_blocks,
+)
 
 grids = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)
 
@@ -96,3 +108,81 @@ def test_tables_do_not_depend_on_the_device_of_the_moment():
 def test_the_longest_axis_is_followed_whatever_its_place(grid):
     ends = places(grid)[hilbert_curve(grid)][[0, -1]]
     assert (ends[1] - ends[0]).abs().argmax() == grid.index(9)
+
+
+@given(st.integers(1, 200), st.integers(1, 60))
+def test_lengths_add_up_and_differ_by_at_most_one(tokens, blocks):
+    lengths = block_lengths(tokens, min(blocks, tokens))
+    assert len(lengths) == min(blocks, tokens)
+    assert sum(lengths) == tokens
+    assert max(lengths) - min(lengths) <= 1
+
+
+@st.composite
+def runs(draw):
+    """A grid, its MHLA blocks, and a run of its tokens."""
+    blocks = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    grid = tuple(count + draw(st.integers(0, 6)) for count in blocks)
+    first = draw(st.integers(0, math.prod(grid) - 1))
+    return grid, blocks, first, draw(st.integers(1, math.prod(grid) - first))
+
+
+@settings(deadline=None)  # the first call of an operator takes seconds
+@given(runs())
+def test_mhla_blocks_hold_their_tokens_in_raster_order_and_give_them_back(run):
+    grid, blocks, first, count = run
+    assert torch.bincount(block_index(grid, blocks)).tolist() == block_sizes(grid, blocks)
+    index, behind = block_index(grid, blocks)[first : first + count], math.prod(blocks[1:])
+    own = blocks_of_range(grid, blocks, first, count)
+    assert (own.start, own.stop) == (int(index.min()) // behind * behind, (int(index.max()) // behind + 1) * behind)
+    place, x = (grid, blocks, 0, first), torch.arange(2 * count * 3).view(2, count, 3) + 1
+    rows = to_blocks(x, *place, True)
+    assert rows.shape[1:3] == block_rows(*place, count) == (own.stop - own.start, int(torch.bincount(index).max()))
+    for number, block in enumerate(rows.unbind(1), own.start):
+        held = x[:, index == number]
+        assert torch.equal(block[:, : held.shape[1]], held)
+        assert not block[:, held.shape[1] :].any()
+    filled = to_blocks(x, *place, False)
+    assert bool(filled.all())
+    for some in (rows, filled):
+        assert torch.equal(from_blocks(some, *place, count), x)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 4, 13])
+def test_uniform_blocks_hold_every_token_once_and_give_them_back(extra):
+    """Those of text have blocks of their own."""
+    count = 15 + extra
+    table = block_table((3, 5), (), 4, torch.device("cpu"), 0, count)
+    assert table.tokens.shape == (4 + math.ceil(extra / 4), 4) and int(table.exists.sum()) == count
+    assert torch.equal(table.tokens.flatten()[table.rows], torch.arange(count))
+    x = torch.arange(2 * count * 3).view(2, count, 3) + 1
+    rows = to_blocks(x, (3, 5), [], 4, 0, True)
+    assert rows.shape[1:3] == table.tokens.shape == block_rows((3, 5), (), 4, 0, count)
+    assert torch.equal((rows != 0).all(dim=-1)[0], table.exists)
+    assert torch.equal(from_blocks(rows, (3, 5), [], 4, 0, count), x)
+
+
+@pytest.mark.parametrize(
+    ("place", "count"), [(((5, 4), (2, 3), 0, 0), 20), (((5, 4), (2, 3), 0, 3), 11), (((5, 4), [], 6, 0), 23)], ids=str
+)
+def test_operators_of_the_order(place, count):
+    x = torch.randn(2, count, 3, 4, dtype=torch.float64, requires_grad=True)
+    rows = to_blocks(x, *place, True).detach().requires_grad_()
+    for operator, inputs in ((to_blocks, (x, *place, True)), (from_blocks, (rows, *place, count))):
+        torch.library.opcheck(operator, inputs)
+        assert torch.autograd.gradgradcheck(lambda given, f=operator, rest=inputs[1:]: f(given, *rest), inputs[:1])
+
+
+@pytest.mark.parametrize(
+    ("grid", "blocks", "words"),
+    [
+        ((4, 3, 8), (2, 5, 2), "height axis .* 3 tokens.* 5 blocks"),
+        ((4, 6), (2, 2, 2), r"\(2, 2, 2\) has 3 axes but .* \(4, 6\) has 2"),
+        ((4,), (0,), "positive integers, got 0"),
+        ((4,), (2.0,), "positive integers, got 2.0"),
+        ((1, 1, 1, 1), (1, 1, 1, 1), "has 4 axes"),
+    ],
+)
+def test_bad_layouts(grid, blocks, words):
+    with pytest.raises(ValueError, match=words):
+        check_layout(grid, blocks)

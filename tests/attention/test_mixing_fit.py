@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mhla_diffusers.attention import Call, initial_mixing, mhla_attention
-from mhla_diffusers.attention.mixing_fit import BlockInput, fit_mixing, nonnegative_step
+from mhla_diffusers.attention.calibrate import BlockInput, fit_mixing, nonnegative_step
 
 HEADS, DIM = 2, 8
 GRIDS = [((8, 6), (2, 3)), ((7, 5), (3, 2)), ((3, 5, 4), (2, 2, 2))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mhla_diffusers.attention.blocks import block_index
+from mhla_diffusers.attention.layout import block_index
 from mhla_diffusers.attention.linear import block_states, read_states
 from mhla_diffusers.attention.merge import LinearAttention
 

@@ -24,8 +24,6 @@ from mhla_diffusers.attention.sparse import (
     attend_to_lists,
     choose_by_content,
     fit_pooled_bias,
-    in_blocks,
-    in_order,
     sparse_attention,
 )
 
@@ -345,22 +343,6 @@ def test_lists_along_the_curve_are_those_of_the_reference():
         **settings,
     )
     torch.testing.assert_close(found, reference_attention(chosen), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("extra", [0, 5])
-def test_blocks_and_the_order_of_the_sequence_are_each_others_inverse(extra):
-    x = torch.randn(2, 105 + extra, 3, 4, dtype=torch.float64, requires_grad=True)
-    place = [3, 5, 7], 8, extra
-    blocks = in_blocks(x, *place)
-    assert torch.equal(in_order(blocks, *place), x)
-    assert blocks.shape == (2, 3, 14 + (extra > 0), 8, 4) and int((blocks == 0).all(dim=-1).sum()) > 0
-    for operator, inputs in ((in_blocks, x), (in_order, blocks.detach().requires_grad_())):
-        torch.library.opcheck(operator, (inputs, *place))
-
-        def part(y, operator=operator):
-            return operator(y, *place)[:, :2]
-
-        assert torch.autograd.gradcheck(part, (inputs,), fast_mode=True)
 
 
 @pytest.mark.parametrize("mask", [False, True])

@@ -1,22 +1,24 @@
 """The sparse branch over a ring of processes, each of which holds tokens of the grid: PyTorch operations.
 
 The formula is that of :mod:`mhla_diffusers.attention.sparse`. A process attends with its own queries. Rows of the key
-blocks that these list are fetched, sums of blocks are added up over the processes, and extra tokens are everywhere
-(:mod:`.softmax`). All processes know all lists and who holds which tokens, so each knows for itself what every other
-lacks; working that out waits for the device.
+blocks that these list are fetched, and sums of blocks are added up over the processes. Extra tokens are few, so who has
+them gives them to all processes of the ring; their own queries attend to the tokens of every process by that process,
+and what comes out is put under one denominator where it is due. All processes know all lists and who holds which
+tokens, so each knows for itself what every other lacks; working that out waits for the device.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
-from ..call import Call
+from ..call import Call, ExtraTokens
 from ..layout import BlockTable, block_table
 from ..precision import sum_dtype, without_autocast
 from ..rope import rotated
 from ..sparse import attend_to_all, attend_to_lists, filled_blocks, given_lists, pooled_keys
-from .collectives import exchanged, gathered
-from .softmax import of_own
+from .collectives import counts_of, exchanged, gathered
+from .place import Group
 
 
 def ring_sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,7 +34,7 @@ def ring_sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     grid, size, device = call.grid, lists.block_size, call.query.device
     scale, extra = call.query.shape[-1] ** -0.5, call.extra
     with without_autocast(device):
-        everyone, own = block_table(grid, size, device), block_table(grid, size, device, share=_share(call))
+        everyone, own = block_table(grid, (), size, device), block_table(grid, (), size, device, *_share(call))
         query = rotated(call.query.to(dtype), rotary) * scale
         both = torch.cat([rotated(call.key, rotary), call.value], dim=-1)
         pooled = None
@@ -106,7 +108,7 @@ def _fetched(call: Call, x: torch.Tensor, own: BlockTable) -> torch.Tensor:
     """
     lists, device = given_lists(call), x.device
     mask, tokens = lists.mask(), math.prod(call.grid)
-    block_of = block_table(call.grid, lists.block_size, device).rows // lists.block_size
+    block_of = block_table(call.grid, (), lists.block_size, device).rows // lists.block_size
     # bool (S, H, T), of every process: which key blocks its lists hold
     needed = [mask[:, :, block_of[first : first + count].unique()].any(dim=2) for first, count in call.shares]
     rows = x.unflatten(0, (lists.samples, -1)).permute(0, 3, 2, 1, 4)  # S, H, own tokens, B / S, C
@@ -122,3 +124,42 @@ def _fetched(call: Call, x: torch.Tensor, own: BlockTable) -> torch.Tensor:
     to = torch.cat([place[:, :, first : first + count].flatten(), *places])
     everything = rows.new_zeros(place.numel(), *rows.shape[3:]).index_copy(0, to, here)
     return everything.unflatten(0, place.shape).permute(0, 3, 2, 1, 4).flatten(0, 1)
+
+
+def of_everyone(own: ExtraTokens, group: Group, even: bool) -> ExtraTokens:
+    """The extra tokens of all processes of the ring.
+
+    Args:
+        own: those of this process.
+        group: the processes, each of which has at least one such token.
+        even: whether all have as many.
+    """
+    counts = counts_of(own.count, group, even, own.key.device)
+
+    def everyones(x: torch.Tensor) -> torch.Tensor:
+        return gathered(x.movedim(1, 0), counts, group.name).movedim(0, 1)
+
+    together = torch.cat([own.query, own.key, own.value.to(own.query.dtype)], dim=-1)
+    query, key, value = everyones(together).chunk(3, dim=-1)
+    mask = own.key_mask
+    if mask is not None:
+        mask = everyones(mask)
+    return replace(own, query=query, key=key, value=value, key_mask=mask, counts=tuple(counts), rank=group.rank)
+
+
+def of_own(output: torch.Tensor, log_sum: torch.Tensor, others: ExtraTokens, group: str) -> torch.Tensor:
+    """What the queries of this process get from the tokens of all processes.
+
+    Args:
+        output: (B, n, H, D), what the queries of all processes get from the tokens of this one.
+        log_sum: (B, n, H, 1), log of its sum of weights.
+        others: the n tokens.
+        group: of the processes.
+
+    Returns:
+        (B, own of n, H, D).
+    """
+    rows, counts = torch.cat([output, log_sum], dim=-1).movedim(1, 0), others.counts
+    found = exchanged(rows, counts, [counts[others.rank]] * len(counts), group).unflatten(0, (len(counts), -1))
+    shares = found[..., -1:].softmax(dim=0)
+    return (shares * found[..., :-1]).sum(dim=0).movedim(0, 1)

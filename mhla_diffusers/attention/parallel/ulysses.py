@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..blocks import Shape
-from ..call import Call
-from ..extra import Extra, of_grid
+from ..call import Call, of_grid
+from ..layout import Extra, Shape
 from ..linear import finish
 from ..rope import Rotary
 from .collectives import counts_of, exchanged, gathered, summed

@@ -1,4 +1,7 @@
-"""The Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: when it can run, and running it."""
+"""The Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: when it can run, and running it.
+
+The files of kernels import Triton and register their operators, so they are imported when they are needed.
+"""
 
 import logging
 import math
@@ -8,20 +11,18 @@ from functools import cache
 
 import torch
 
-from ..blocks import Shape
 from ..call import Call
-from ..causal import CausalAttention
+from ..causal import CausalAttention, Own
+from ..layout import Shape
 from ..merge import LinearAttention, merged_attention
 from ..parallel.sparse import ring_sparse_attention
 from ..sparse import with_lists
-from .linear_operators import linear_attention, linear_read, linear_states
-from .own_block import triton_own_block_attention
-from .sparse import BLOCK_SIZES, sparse_attention
 
 logger = logging.getLogger(__name__)
 
 FEATURE_MAPS = ("relu", "elu+1", "softmax", "identity")
 """The feature maps that the kernels know; one that a user registered is a Python function."""
+BLOCK_SIZES = (16, 32, 64, 128)
 MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,6 +63,9 @@ def triton_attention(call: Call) -> torch.Tensor:
         ValueError: if the kernels cannot run this call, or its tensors are on several devices.
     """
     usable = usable_call(call)
+    from .linear import linear_attention
+    from .sparse import sparse_attention
+
     if usable.lists is None and usable.rule is None:
         return linear_attention(usable) if usable.group is None else LINEAR(usable)
     if usable.group is None:
@@ -90,14 +94,30 @@ def usable_call(call: Call) -> Call:
     )
 
 
-LINEAR = LinearAttention(linear_states, linear_read)
-"""Of calls that :func:`usable_call` gave."""
+def _states(call: Call) -> torch.Tensor:
+    from .linear import linear_states
 
+    return linear_states(call)
+
+
+def _read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    from .linear import linear_read
+
+    return linear_read(call, states)
+
+
+def _own_block(call: Call) -> Own:
+    usable = usable_call(call)
+    from .sparse import triton_own_block_attention
+
+    return triton_own_block_attention(usable)
+
+
+LINEAR = LinearAttention(_states, _read)
+"""Of calls that :func:`usable_call` gave."""
 TRITON_CAUSAL = CausalAttention(
-    LinearAttention(
-        lambda call: linear_states(usable_call(call)), lambda call, states: linear_read(usable_call(call), states)
-    ),
-    lambda call: triton_own_block_attention(usable_call(call)),
+    LinearAttention(lambda call: _states(usable_call(call)), lambda call, states: _read(usable_call(call), states)),
+    _own_block,
 )
 """Of calls as they come."""
 
@@ -124,7 +144,7 @@ def _check(call: Call) -> None:
 def _try_import() -> str | None:
     """Why the kernels cannot be imported, said in the log too; None if they can."""
     try:
-        from . import choose, linear_backward, listed, pooled, prepare  # noqa: F401
+        from . import sparse  # noqa: F401
     except Exception as error:  # noqa: BLE001 - another version of Triton raises what it likes
         reason = f"{type(error).__name__}: {error}"
         logger.warning("The Triton kernels cannot be imported, so eager operations take their place: %s", reason)

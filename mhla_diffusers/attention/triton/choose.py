@@ -8,13 +8,15 @@ blocks that goes part after part. Nothing here waits for the device.
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ..call import list_length
 from .launch import Launch, allocate, architecture_of, precision_of
+from .prepare import GRID, block_counts
 
 SCORE_BYTES = 32 * 2**20
 """Of the scores that exist at once: what one kernel writes, the next still finds in the cache of a large card."""
@@ -29,7 +31,7 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 class Tiles(NamedTuple):
-    """How the score kernel cuts its work."""
+    """How the score kernel is cut."""
 
     queries: int
     keys: int
@@ -217,22 +219,33 @@ def choose_launches(
     architecture: str | None = None,
 ) -> tuple[list[Launch], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The kernels of :func:`choose_blocks`, scores and selection of one part after the other, and what they fill."""
-    groups, query_blocks, _ = pooled_query.shape
+    groups, query_blocks, head_dim = pooled_query.shape
     key_blocks, device = pooled_key.shape[1], pooled_query.device
     if key_blocks > MOST_KEY_BLOCKS:
         raise ValueError(f"{key_blocks} key blocks, {MOST_KEY_BLOCKS} at most can be chosen from: take larger blocks")
     card = architecture or architecture_of(device)
-    rows = groups * query_blocks
+    rows, tiles = groups * query_blocks, TILES.get(card, TILES["default"])
     indices = allocate((rows, n + extra), torch.int32, device)
     counts = allocate((rows,), torch.int32, device)
     listed = allocate((rows, -(-key_blocks // 32)), torch.int32, device)
     aligned = -(-key_blocks // ALIGNMENT.value) * ALIGNMENT.value
     parts = list(_parts(groups, query_blocks, SCORE_BYTES // (4 * aligned)))
     scores = allocate((max(part.groups * part.rows for part in parts), aligned), torch.float32, device)
+    pooled = {"query": pooled_query, "key": pooled_key, "spread": spread, "weight": weight, "scores": scores}
+    sizes = {"scale": scale, "columns": aligned // ALIGNMENT.value, "heads": groups // weight.shape[0], "D": head_dim}
+    constants = {
+        **{"BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys},
+        "BLOCK_K": tiles.channels * 2 // max(2, pooled_query.element_size()),
+        "PRECISION": precision_of(pooled_query.dtype, card),
+    }
     launches = []
     for part in parts:
+        of_part = {"first_group": part.first_group, "first_row": part.first_row, "rows": part.rows}
+        counted = {"query_blocks": query_blocks, "key_blocks": key_blocks}
+        grid = -(-aligned // tiles.keys), -(-part.rows // tiles.queries), part.groups
+        arguments = pooled | sizes | of_part | counted | constants
         launches += [
-            _score_launch(pooled_query, pooled_key, spread, weight, scores, scale, part, card),
+            Launch(score_kernel, grid, arguments, tiles.warps, tiles.stages),
             select_launch(scores, part, (indices, counts, listed), (query_blocks, key_blocks), (n, extra, total), card),
         ]
     return launches, (indices, counts, listed)
@@ -248,49 +261,13 @@ def _parts(groups: int, query_blocks: int, most_rows: int) -> Iterator[Part]:
             yield Part(group, min(at_once, groups - group), row, min(rows, query_blocks - row))
 
 
-def _score_launch(
-    pooled_query: torch.Tensor,
-    pooled_key: torch.Tensor,
-    spread: torch.Tensor,
-    weight: torch.Tensor,
-    scores: torch.Tensor,
-    scale: float,
-    part: Part,
-    architecture: str,
-) -> Launch:
-    tiles = TILES.get(architecture, TILES["default"])
-    groups, query_blocks, head_dim = pooled_query.shape
-    arguments = {
-        "query": pooled_query,
-        "key": pooled_key,
-        "spread": spread,
-        "weight": weight,
-        "scores": scores,
-        "scale": scale,
-        "columns": scores.shape[1] // ALIGNMENT.value,
-        "first_group": part.first_group,
-        "first_row": part.first_row,
-        "rows": part.rows,
-        "query_blocks": query_blocks,
-        "key_blocks": pooled_key.shape[1],
-        "heads": groups // weight.shape[0],
-        "D": head_dim,
-        "BLOCK_M": tiles.queries,
-        "BLOCK_N": tiles.keys,
-        "BLOCK_K": tiles.channels * 2 // max(2, pooled_query.element_size()),
-        "PRECISION": precision_of(pooled_query.dtype, architecture),
-    }
-    grid = -(-scores.shape[1] // tiles.keys), -(-part.rows // tiles.queries), part.groups
-    return Launch(score_kernel, grid, arguments, tiles.warps, tiles.stages)
-
-
 def select_launch(
     scores: torch.Tensor,
     part: Part,
     chosen: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     blocks: tuple[int, int],
     wanted: tuple[int, int, int],
-    architecture: str | None = None,
+    card: str,
 ) -> Launch:
     """The kernel that fills indices, counts and bits of a part's rows.
 
@@ -300,28 +277,46 @@ def select_launch(
         chosen: indices, counts and bits of all rows.
         blocks: query blocks and key blocks of a group.
         wanted: n, extra and total.
-        architecture: of the card, where it is not the one that the scores lie on.
+        card: its architecture.
     """
     indices, counts, listed = chosen
     (query_blocks, key_blocks), (best, extra, total) = blocks, wanted
     columns = max(32, triton.next_power_of_2(scores.shape[1]))
     arguments = {
-        "scores": scores,
-        "indices": indices,
-        "counts": counts,
-        "listed": listed,
-        "columns": scores.shape[1] // ALIGNMENT.value,
-        "first_group": part.first_group,
-        "first_row": part.first_row,
-        "query_blocks": query_blocks,
-        "key_blocks": key_blocks,
-        "best": best,
-        "extra": extra,
-        "total": total,
-        "words": listed.shape[1],
-        "COLUMNS": columns,
+        **{"scores": scores, "indices": indices, "counts": counts, "listed": listed},
+        **{"columns": scores.shape[1] // ALIGNMENT.value, "COLUMNS": columns, "words": listed.shape[1]},
+        **{"first_group": part.first_group, "first_row": part.first_row},
+        **{"query_blocks": query_blocks, "key_blocks": key_blocks, "best": best, "extra": extra, "total": total},
     }
-    card = architecture or architecture_of(scores.device)
     threads_of_a_warp = 64 if card.startswith("gfx") else 32
     warps = max(1, min(1024, columns // SCORES_OF_A_THREAD) // threads_of_a_warp)
     return Launch(select_kernel, (part.rows, part.groups), arguments, warps, stages=1)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::choose_blocks",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor spread, Tensor weight, float density, float scale, {GRID}) -> "
+    "(Tensor, Tensor, Tensor)",
+)
+def choose(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    spread: torch.Tensor,
+    weight: torch.Tensor,
+    density: float,
+    scale: float,
+    *place: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See :func:`choose_blocks`; ``place`` is token grid, rows of a block and number of extra tokens."""
+    blocks, of_grid = block_counts(*place)
+    return choose_blocks(query, key, spread, weight, list_length(density, of_grid), blocks - of_grid, scale, blocks)
+
+
+@choose.register_fake
+def _list_shapes(query: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    *_, density, _, grid, block_size, extra = arguments
+    blocks, of_grid = block_counts(grid, block_size, extra)
+    lists = query.shape[0] * query.shape[1]
+    shapes = (lists, list_length(density, of_grid) + blocks - of_grid), (lists,), (lists, (of_grid + 31) // 32)
+    return tuple(query.new_empty(shape, dtype=torch.int32) for shape in shapes)

@@ -87,3 +87,10 @@ def precision_of(dtype: torch.dtype, architecture: str) -> str:
     precision is multiplied as it is on all.
     """
     return "tf32x3" if dtype == torch.float32 and architecture.startswith("sm_") else "ieee"
+
+
+def refuse_second_derivative(*_: Any) -> tuple[Any, ...]:
+    """The gradient of every backward operator: no kernel computes it."""
+    raise NotImplementedError(
+        'The Triton kernels of MHLA have no second derivative; use backend="eager" to differentiate a gradient.'
+    )

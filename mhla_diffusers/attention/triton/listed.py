@@ -9,50 +9,21 @@ and the same inputs give the same bits.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .launch import EMPTY, LOG2E, Launch, allocate, architecture_of, power_of_two, precision_of
-from .softmax import Tile, load_rows, load_upstream, softmax_end, softmax_step, store_rows, tile_for
+from .prepare import layout_for
+from .softmax import load_rows, load_upstream, register_branch, softmax_end, softmax_step, store_rows, tile_for
 
 _EMPTY = tl.constexpr(EMPTY)
 _LOG2E = tl.constexpr(LOG2E)
 _MANY = 4
 """Times the mean length of the transposed lists: longer ones are walked first."""
-
-_WIDE = {256: Tile(32, 32, 4, 1)}
-_FLOAT32 = {128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)}
-TILES: dict[str, dict[str, dict[int, Tile]]] = {
-    "forward": {
-        "sm_90": {128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
-        "sm_100": {128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
-        "": {128: Tile(64, 64, 4, 2), **_WIDE},
-        "float32": _FLOAT32,
-    },
-    "forward of 128": {
-        "sm_90": {128: Tile(128, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
-        "": {128: Tile(128, 64, 8, 2), **_WIDE},
-        "float32": _FLOAT32,
-    },
-    "dq": {
-        "sm_90": {128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
-        "sm_100": {128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
-        "gfx942": {128: Tile(64, 32, 4, 2), **_WIDE},
-        "": {128: Tile(64, 64, 4, 2), **_WIDE},
-        "float32": _FLOAT32,
-    },
-    "dkv": {
-        "sm_90": {128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
-        "sm_100": {128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
-        "gfx942": {128: Tile(32, 64, 4, 2), **_WIDE},
-        "": {128: Tile(64, 64, 8, 2), **_WIDE},
-        "float32": _FLOAT32,
-    },
-}
-"""Kernel, architecture ("" stands for those without their own) or float32, and the largest head dim of an entry."""
 
 
 @triton.jit
@@ -256,138 +227,83 @@ def transpose_lists(
     return is_short.to(torch.int8).argsort(stable=True).int(), starts, (order // width).int()
 
 
-def forward_launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor,
-    bias: torch.Tensor | None,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    causal: bool,
-    architecture: str | None = None,
-) -> Launch:
-    """Launch of the forward kernel, which writes ``output`` and ``lse``."""
-    constants, tile = _cut("forward", query, key, valid, indices, causal, architecture)
-    arguments = {
-        **{"query": query, "key": key, "value": value, "valid": valid, "bias": bias},
-        **{"indices": indices, "counts": counts, "output": output, "lse": lse},
-        **{"width": indices.shape[1], "scale": scale * LOG2E},
-    }
-    grid = (query.shape[0] // constants["BLOCK_M"],)
-    return Launch(listed_forward_kernel, grid, arguments | constants, tile.warps, tile.stages)
+class Inputs(NamedTuple):
+    """What all kernels read, on flat axes."""
+
+    query: torch.Tensor
+    """(Rq, D), Tq blocks of Rq / Tq rows, one or two times the Rk / Tk rows of a block of keys; 16 or more, a power of
+    two."""
+    key: torch.Tensor
+    """(Rk, D), Tk blocks; ``value`` likewise."""
+    value: torch.Tensor
+    valid: torch.Tensor
+    """int32 (Tk,), how many rows of each block of keys hold a token; those come first."""
+    bias: torch.Tensor | None
+    """float32 (Rk,), added to the logits of each key: the log of its weight, -inf for one that does not count. Where
+    given, ``valid`` is not looked at."""
+    indices: torch.Tensor
+    """int32 (Tq, n), numbers of blocks of keys on the flat axis, n at least 1."""
+    counts: torch.Tensor
+    """int32 (Tq,), how many entries of each list count; those come first, the others may hold anything."""
+    scale: float
+    """Of the logits, positive."""
+    causal: bool = False
+    """Also hide keys whose row is beyond the query's, both on the same flat axis."""
+
+    def launch(self, name: str, kernel: Any, architecture: str | None, arguments: dict[str, Any]) -> Launch:
+        """One kernel with what is its own beside the rows."""
+        query, key, architecture = self.query, self.key, architecture or architecture_of(self.query.device)
+        query_rows, key_rows = len(query) // len(self.indices), len(key) // len(self.valid)
+        if query_rows > 64 and name == "forward":
+            name = "forward of 128"
+        tile, head_dim = tile_for(name, architecture, query), query.shape[1]
+        block_m, block_n = min(query_rows, tile.queries), min(key_rows, tile.keys)
+        arguments = arguments | {
+            **{"query": query, "key": key, "value": self.value, "valid": self.valid, "bias": self.bias},
+            **{"scale": self.scale * LOG2E, "HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim)},
+            **{"QUERY_ROWS": query_rows, "KEY_ROWS": key_rows, "BLOCK_M": block_m, "BLOCK_N": block_n},
+            **{"CAUSAL": self.causal, "PRECISION": precision_of(query.dtype, architecture)},
+        }
+        programs = len(key) // block_n if name == "dkv" else len(query) // block_m
+        return Launch(kernel, (programs,), arguments, tile.warps, tile.stages)
+
+    @property
+    def lists(self) -> dict[str, Any]:
+        """Arguments of the kernels that walk the lists of queries."""
+        return {"indices": self.indices, "counts": self.counts, "width": self.indices.shape[1]}
 
 
-def dq_launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor,
-    bias: torch.Tensor | None,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    output: torch.Tensor,
+def forward_launch(inputs: Inputs, output: torch.Tensor, lse: torch.Tensor, architecture: str | None = None) -> Launch:
+    """The launch that writes ``output`` and ``lse``."""
+    arguments = {"output": output, "lse": lse, **inputs.lists}
+    return inputs.launch("forward", listed_forward_kernel, architecture, arguments)
+
+
+def backward_launches(
+    inputs: Inputs,
     output_gradient: torch.Tensor,
-    lse: torch.Tensor,
     lse_gradient: torch.Tensor | None,
-    dq: torch.Tensor,
-    shift: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
-    causal: bool,
-    architecture: str | None = None,
-) -> Launch:
-    """Launch of the kernel that writes ``dq``, and ``shift`` and ``delta`` (Rq,) float32 for the next one."""
-    constants, tile = _cut("dq", query, key, valid, indices, causal, architecture)
-    arguments = {
-        **{"query": query, "key": key, "value": value, "valid": valid, "bias": bias},
-        **{"indices": indices, "counts": counts, "output": output, "output_gradient": output_gradient},
-        **{"lse": lse, "lse_gradient": lse_gradient, "dq": dq, "shift": shift, "delta": delta},
-        **{"width": indices.shape[1], "scale": scale * LOG2E},
-    }
-    grid = (query.shape[0] // constants["BLOCK_M"],)
-    return Launch(listed_dq_kernel, grid, arguments | constants, tile.warps, tile.stages)
-
-
-def dkv_launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor,
-    bias: torch.Tensor | None,
-    indices: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
     transposed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    output_gradient: torch.Tensor,
-    shift: torch.Tensor,
-    delta: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    scale: float,
-    causal: bool,
     architecture: str | None = None,
-) -> Launch:
-    """Launch of the kernel that writes ``dk`` and ``dv``."""
-    constants, tile = _cut("dkv", query, key, valid, indices, causal, architecture)
+) -> tuple[Launch, Launch]:
+    """The launches that write ``dq``, and ``dk`` and ``dv``; ``transposed`` is of :func:`transpose_lists`."""
+    query, key, value = inputs[:3]
+    dq, dk, dv = (allocate(x.shape, x.dtype, x.device) for x in (query, key, value))
+    shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
+    passed = {"output_gradient": output_gradient, "shift": shift, "delta": delta}
+    upstream = {"output": output, "lse": lse, "lse_gradient": lse_gradient}
     turns, starts, queries = transposed
-    arguments = {
-        **{"query": query, "key": key, "value": value, "valid": valid, "bias": bias},
-        **{"turns": turns, "starts": starts, "queries": queries, "output_gradient": output_gradient},
-        **{"shift": shift, "delta": delta, "dk": dk, "dv": dv, "scale": scale * LOG2E},
-    }
-    grid = (key.shape[0] // constants["BLOCK_N"],)
-    return Launch(listed_dkv_kernel, grid, arguments | constants, tile.warps, tile.stages)
+    by_key = {"turns": turns, "starts": starts, "queries": queries, "dk": dk, "dv": dv}
+    return (
+        inputs.launch("dq", listed_dq_kernel, architecture, {"dq": dq, **passed, **upstream, **inputs.lists}),
+        inputs.launch("dkv", listed_dkv_kernel, architecture, {**passed, **by_key}),
+    )
 
 
-def _cut(
-    kernel: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    valid: torch.Tensor,
-    indices: torch.Tensor,
-    causal: bool,
-    architecture: str | None,
-) -> tuple[dict[str, Any], Tile]:
-    """Compile-time constants of a kernel, and the entry of the table that they come from."""
-    architecture = architecture or architecture_of(query.device)
-    head_dim = query.shape[1]
-    query_rows, key_rows = query.shape[0] // indices.shape[0], key.shape[0] // valid.shape[0]
-    if query_rows > 64 and kernel == "forward":
-        kernel = "forward of 128"
-    tile = tile_for(TILES[kernel], architecture, query)
-    return {
-        **{"HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim), "QUERY_ROWS": query_rows, "KEY_ROWS": key_rows},
-        **{"BLOCK_M": min(query_rows, tile.queries), "BLOCK_N": min(key_rows, tile.keys)},
-        **{"CAUSAL": causal, "PRECISION": precision_of(query.dtype, architecture)},
-    }, tile
-
-
-def listed_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    valid: torch.Tensor,
-    bias: torch.Tensor | None,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    scale: float,
-    causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def listed_forward(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the rows of each block of queries to the keys of the blocks that its list names.
-
-    Args:
-        query: (Rq, D), Tq blocks of Rq / Tq rows, one or two times the Rk / Tk rows of a block of keys; 16 or more, a
-            power of two.
-        key, value: (Rk, D), Tk blocks.
-        valid: int32 (Tk,), how many rows of each block of keys hold a token; those come first.
-        bias: float32 (Rk,), added to the logits of each key: the log of its weight, -inf for one that does not count.
-            Where given, ``valid`` is not looked at.
-        indices: int32 (Tq, n), numbers of blocks of keys on the flat axis, n at least 1.
-        counts: int32 (Tq,), how many entries of each list count; those come first. The others may hold anything.
-        scale: of the logits, positive.
-        causal: Also hide keys whose row is beyond the query's, both on the same flat axis.
 
     Returns:
         Output (Rq, D) in the type of the query and log-sum-exp float32 (Rq,), natural; 0 and EMPTY for a row that
@@ -396,40 +312,87 @@ def listed_forward(
     Raises:
         ValueError: D is more than 256.
     """
+    query = inputs.query
     output = allocate(query.shape, query.dtype, query.device)
     lse = allocate(query.shape[:1], torch.float32, query.device)
-    forward_launch(query, key, value, valid, bias, indices, counts, output, lse, scale, causal).run()
+    forward_launch(inputs, output, lse).run()
     return output, lse
 
 
 def listed_backward(
+    inputs: Inputs,
     output_gradient: torch.Tensor,
     lse_gradient: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, in their types; the same bits for the same inputs."""
+    transposed = transpose_lists(inputs.indices, inputs.counts, len(inputs.valid))
+    by_query, by_key = backward_launches(inputs, output_gradient, lse_gradient, output, lse, transposed)
+    by_query.run()
+    by_key.run()
+    return by_query.arguments["dq"], by_key.arguments["dk"], by_key.arguments["dv"]
+
+
+_SCHEMA = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor indices, Tensor counts, float scale, "
+    "SymInt[] grid, SymInt block_size, SymInt extra, bool causal"
+)
+
+
+@torch.library.custom_op("mhla_diffusers::listed", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+def listed(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over the keys of listed blocks: output (G, Q, D) and LSE (G, Q).
+
+    Args:
+        query: (G, Q, D), Tq blocks of rows; then key and value (G, R, D); ``bias`` (B, R), log of the weight of every
+            key, None for 1; ``indices`` int32 (G Tq, n), on the flat axis of all key blocks; ``counts`` int32 (G Tq,);
+            the scale of logits; token grid, rows of a block and number of extra tokens; and ``causal``, to also hide
+            keys whose row is beyond the query's, of queries that have all rows.
+    """
+    output, lse = listed_forward(_flat(query, *others))
+    return output.view(query.shape), lse.view(query.shape[:2])
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::listed_backward",
+    mutates_args=(),
+    schema=f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_SCHEMA}) -> "
+    "(Tensor, Tensor, Tensor)",
+)
+def listed_gradients(
+    output_gradient: torch.Tensor,
+    lse_gradient: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    *inputs: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, key and value, given the inputs of :func:`listed`."""
+    lse_gradient = None if lse_gradient is None else lse_gradient.flatten()
+    upstream = output_gradient.flatten(0, 1), lse_gradient, output.flatten(0, 1), lse.flatten()
+    found = listed_backward(_flat(*inputs), *upstream)
+    return tuple(x.view(like.shape) for x, like in zip(found, inputs[:3], strict=True))
+
+
+def _flat(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    valid: torch.Tensor,
     bias: torch.Tensor | None,
     indices: torch.Tensor,
     counts: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
     scale: float,
-    causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query (Rq, D), key and value (Rk, D), in their types; the same bits for the same inputs.
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+    causal: bool,
+) -> Inputs:
+    groups = len(query)
+    valid = layout_for(grid, block_size, extra, query.device).valid.repeat(groups)
+    if bias is not None:
+        bias = bias.repeat_interleave(groups // len(bias), dim=0).flatten()
+    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+    return Inputs(query, key, value, valid, bias, indices, counts, scale, causal)
 
-    Args:
-        output_gradient: (Rq, D), of the output.
-        lse_gradient: float32 (Rq,), of the log-sum-exp; None is 0.
-        output, lse: what ``listed_forward`` returned.
 
-    The other arguments are those of ``listed_forward``.
-    """
-    dq, dk, dv = (allocate(x.shape, x.dtype, x.device) for x in (query, key, value))
-    shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
-    lists = query, key, value, valid, bias, indices
-    dq_launch(*lists, counts, output, output_gradient, lse, lse_gradient, dq, shift, delta, scale, causal).run()
-    transposed = transpose_lists(indices, counts, valid.shape[0])
-    dkv_launch(*lists, transposed, output_gradient, shift, delta, dk, dv, scale, causal).run()
-    return dq, dk, dv
+register_branch(listed, listed_gradients)

@@ -8,43 +8,17 @@ the queries, and the shares are added in a fixed order.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .launch import EMPTY, LOG2E, Launch, allocate, architecture_of, power_of_two, precision_of, processors_of
-from .softmax import Tile, load_rows, load_upstream, softmax_end, softmax_step, store_rows, tile_for
+from .softmax import load_rows, load_upstream, register_branch, softmax_end, softmax_step, store_rows, tile_for
 
 _EMPTY = tl.constexpr(EMPTY)
 _LOG2E = tl.constexpr(LOG2E)
-
-_WIDE = {256: Tile(32, 32, 4, 1)}
-_FLOAT32 = {128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)}
-TILES: dict[str, dict[str, dict[int, Tile]]] = {
-    "forward": {
-        "sm_90": {128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
-        "sm_100": {128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
-        "": {128: Tile(64, 64, 4, 2), **_WIDE},
-        "float32": _FLOAT32,
-    },
-    "dq": {
-        "sm_90": {128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
-        "sm_100": {128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
-        "gfx942": {128: Tile(64, 32, 4, 2), **_WIDE},
-        "": {128: Tile(64, 64, 4, 2), **_WIDE},
-        "float32": _FLOAT32,
-    },
-    "dkv": {
-        "sm_90": {128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
-        "sm_100": {128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
-        "gfx942": {128: Tile(32, 64, 4, 2), **_WIDE},
-        "": {128: Tile(64, 64, 8, 2), **_WIDE},
-        "float32": _FLOAT32,
-    },
-}
-"""Kernel, architecture ("" stands for those without their own) or float32, and the largest head dim of an entry."""
 
 
 @triton.jit
@@ -220,125 +194,84 @@ def pooled_dkv_kernel(
     store_rows(dv + part, start + columns, inside, value_gradient, HEAD_DIM, BLOCK_D)
 
 
-def _shape(
-    kernel: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    bias: torch.Tensor,
-    listed: torch.Tensor,
-    scale: float,
-    architecture: str,
-) -> tuple[dict[str, Any], Tile]:
-    """Sizes and compile-time constants of a kernel, and the entry of the table that they come from."""
-    groups, rows, head_dim = query.shape
-    query_blocks = listed.shape[0] // groups
-    tile = tile_for(TILES[kernel], architecture, query)
-    return {
-        **{"blocks": key.shape[1], "query_blocks": query_blocks, "per_sample": groups // bias.shape[0]},
-        **{"words_per_row": listed.shape[1], "scale": scale * LOG2E},
-        **{"HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim), "QUERY_ROWS": rows // query_blocks},
-        **{"BLOCK_M": min(rows // query_blocks, tile.queries), "BLOCK_N": tile.keys},
-        **{"PRECISION": precision_of(query.dtype, architecture)},
-    }, tile
+class Inputs(NamedTuple):
+    """What all kernels read."""
+
+    query: torch.Tensor
+    """(G, R, D), Tq blocks of R / Tq rows, 16 or more, a power of two."""
+    key: torch.Tensor
+    """(G, T, D), one row per block of keys; ``value`` likewise."""
+    value: torch.Tensor
+    bias: torch.Tensor
+    """float32 (S, T), S a divisor of G, group g reads row g // (G // S): the log of the block's weight, which is its
+    number of tokens or the sum of its key mask; -inf where nothing counts."""
+    bits: torch.Tensor
+    """int32 (G * Tq, ceil(T / 32)): bit c of word w is 1 where key block 32 w + c is listed."""
+    scale: float
+    """Of the logits, positive."""
+
+    def launch(
+        self, name: str, kernel: Any, architecture: str | None, arguments: dict[str, Any], grid: tuple[int, ...] = ()
+    ) -> Launch:
+        """One kernel with what is its own beside the rows; ``grid`` is that of the query's tiles if left out."""
+        groups, rows, head_dim = self.query.shape
+        architecture, query_blocks = architecture or architecture_of(self.query.device), len(self.bits) // groups
+        tile = tile_for(name, architecture, self.query)
+        block_m = min(rows // query_blocks, tile.queries)
+        arguments = arguments | {
+            **{"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "listed": self.bits},
+            **{"blocks": self.key.shape[1], "query_blocks": query_blocks, "per_sample": groups // len(self.bias)},
+            **{"words_per_row": self.bits.shape[1], "scale": self.scale * LOG2E},
+            **{"HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim), "QUERY_ROWS": rows // query_blocks},
+            **{"BLOCK_M": block_m, "BLOCK_N": tile.keys, "PRECISION": precision_of(self.query.dtype, architecture)},
+        }
+        return Launch(kernel, grid or (rows // block_m, groups), arguments, tile.warps, tile.stages)
 
 
-def forward_launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    listed: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    architecture: str | None = None,
-) -> Launch:
-    """Launch of the forward kernel, which writes ``output`` and ``lse``."""
-    shape, tile = _shape("forward", query, key, bias, listed, scale, architecture or architecture_of(query.device))
-    arguments = {
-        **{"query": query, "key": key, "value": value, "bias": bias, "listed": listed},
-        **{"output": output, "lse": lse},
-    }
-    grid = query.shape[1] // shape["BLOCK_M"], query.shape[0]
-    return Launch(pooled_forward_kernel, grid, arguments | shape, tile.warps, tile.stages)
+def forward_launch(inputs: Inputs, output: torch.Tensor, lse: torch.Tensor, architecture: str | None = None) -> Launch:
+    """The launch that writes ``output`` and ``lse``."""
+    return inputs.launch("forward", pooled_forward_kernel, architecture, {"output": output, "lse": lse})
 
 
-def dq_launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    listed: torch.Tensor,
-    output: torch.Tensor,
+def backward_launches(
+    inputs: Inputs,
     output_gradient: torch.Tensor,
-    lse: torch.Tensor,
     lse_gradient: torch.Tensor | None,
-    dq: torch.Tensor,
-    shift: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
+    output: torch.Tensor,
+    lse: torch.Tensor,
     architecture: str | None = None,
-) -> Launch:
-    """Launch of the kernel that writes ``dq``, and ``shift`` and ``delta`` (G, R) float32 for the next one."""
-    shape, tile = _shape("dq", query, key, bias, listed, scale, architecture or architecture_of(query.device))
-    arguments = {
-        **{"query": query, "key": key, "value": value, "bias": bias, "listed": listed},
-        **{"output": output, "output_gradient": output_gradient, "lse": lse, "lse_gradient": lse_gradient},
-        **{"dq": dq, "shift": shift, "delta": delta},
-    }
-    grid = query.shape[1] // shape["BLOCK_M"], query.shape[0]
-    return Launch(pooled_dq_kernel, grid, arguments | shape, tile.warps, tile.stages)
-
-
-def dkv_launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    listed: torch.Tensor,
-    output_gradient: torch.Tensor,
-    shift: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
-    architecture: str | None = None,
-) -> tuple[Launch, torch.Tensor]:
-    """Launch of the kernel of the pooled rows' gradients, and what it writes: (2, shares, G, T, D) float32.
+) -> tuple[Launch, Launch]:
+    """The launches that write ``dq``, and ``dk`` and ``dv``, float32 (shares, G, T, D), which are to be added up.
 
     So many shares that their programs are at most four to a processor: two at a time, in two rounds.
     """
-    architecture = architecture or architecture_of(query.device)
-    shape, tile = _shape("dkv", query, key, bias, listed, scale, architecture)
-    tiles, groups, query_blocks = -(-shape["blocks"] // shape["BLOCK_N"]), query.shape[0], shape["query_blocks"]
-    shares = max(1, min(4 * processors_of(query.device, architecture) // (tiles * groups), query_blocks))
+    query, key = inputs.query, inputs.key
+    dq = allocate(query.shape, query.dtype, query.device)
+    shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
+    passed = {"output_gradient": output_gradient, "shift": shift, "delta": delta}
+    upstream = {"output": output, "lse": lse, "lse_gradient": lse_gradient}
+    card = architecture or architecture_of(query.device)
+    groups, query_blocks = len(query), len(inputs.bits) // len(query)
+    tiles = -(-key.shape[1] // tile_for("dkv", card, query).keys)
+    shares = max(1, min(4 * processors_of(query.device, card) // (tiles * groups), query_blocks))
     share = -(-query_blocks // shares)
     shares = -(-query_blocks // share)
     parts = allocate((2, shares, *key.shape), torch.float32, query.device)
-    arguments = {
-        **{"query": query, "key": key, "value": value, "bias": bias, "listed": listed},
-        **{"output_gradient": output_gradient, "shift": shift, "delta": delta, "dk": parts[0], "dv": parts[1]},
-        **{"share": share},
-    }
-    grid = tiles, shares, groups
-    return Launch(pooled_dkv_kernel, grid, arguments | shape, tile.warps, tile.stages), parts
+    by_key = {"share": share, "dk": parts[0], "dv": parts[1]}
+    return (
+        inputs.launch("dq", pooled_dq_kernel, architecture, {"dq": dq, **passed, **upstream}),
+        inputs.launch("dkv", pooled_dkv_kernel, architecture, {**passed, **by_key}, (tiles, shares, groups)),
+    )
 
 
-def pooled_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    listed: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+_SCHEMA = "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor bits, float scale"
+
+
+@torch.library.custom_op("mhla_diffusers::pooled", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+def pooled(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each row to the pooled keys of all blocks that its block of queries does not list.
 
-    Args:
-        query: (G, R, D), Tq blocks of R / Tq rows, 16 or more, a power of two.
-        key, value: (G, T, D), one row per block of keys.
-        bias: float32 (S, T), S a divisor of G, group g reads row g // (G // S): the log of the block's weight, which is
-            its number of tokens or the sum of its key mask; -inf where nothing counts.
-        listed: int32 (G * Tq, ceil(T / 32)): bit c of word w is 1 where key block 32 w + c is listed.
-        scale: of the logits, positive.
+    Takes what :class:`Inputs` holds.
 
     Returns:
         Output (G, R, D) in the type of the query and log-sum-exp float32 (G, R), natural; 0 and EMPTY for a row that
@@ -347,38 +280,34 @@ def pooled_forward(
     Raises:
         ValueError: D is more than 256.
     """
-    output = allocate(query.shape, query.dtype, query.device)
-    lse = allocate(query.shape[:2], torch.float32, query.device)
-    forward_launch(query, key, value, bias, listed, output, lse, scale).run()
+    given = Inputs(*inputs)
+    output = allocate(given.query.shape, given.query.dtype, given.query.device)
+    lse = allocate(given.query.shape[:2], torch.float32, given.query.device)
+    forward_launch(given, output, lse).run()
     return output, lse
 
 
-def pooled_backward(
+@torch.library.custom_op(
+    "mhla_diffusers::pooled_backward",
+    mutates_args=(),
+    schema=f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_SCHEMA}) -> "
+    "(Tensor, Tensor, Tensor)",
+)
+def pooled_gradients(
     output_gradient: torch.Tensor,
     lse_gradient: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    listed: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query (G, R, D), key and value (G, T, D), in their types; the same bits for the same inputs.
+    *inputs: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, key and value, in their types; the same bits for the same inputs."""
+    given = Inputs(*inputs)
+    by_query, by_key = backward_launches(given, output_gradient, lse_gradient, output, lse)
+    by_query.run()
+    by_key.run()
+    # sums are of their own memory, as a custom operator must return
+    dk, dv = (by_key.arguments[name].sum(0).to(given.key.dtype) for name in ("dk", "dv"))
+    return by_query.arguments["dq"], dk, dv
 
-    Args:
-        output_gradient: (G, R, D), of the output.
-        lse_gradient: float32 (G, R), of the log-sum-exp; None is 0.
-        output, lse: what ``pooled_forward`` returned.
 
-    The other arguments are those of ``pooled_forward``.
-    """
-    dq = allocate(query.shape, query.dtype, query.device)
-    shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
-    inputs = query, key, value, bias, listed
-    dq_launch(*inputs, output, output_gradient, lse, lse_gradient, dq, shift, delta, scale).run()
-    launch, parts = dkv_launch(*inputs, output_gradient, shift, delta, scale)
-    launch.run()
-    dk, dv = (part.sum(0).to(key.dtype) for part in parts)  # of their own memory, as a custom operator must return
-    return dq, dk, dv
+register_branch(pooled, pooled_gradients)

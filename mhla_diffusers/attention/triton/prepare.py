@@ -14,11 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, allocate, architecture_of, power_of_two
+from ..layout import Layout, layout_of
+from .launch import Launch, allocate, architecture_of, power_of_two, refuse_second_derivative
 
 
 class Tiles(NamedTuple):
-    """How the kernels of this file cut their work."""
+    """How the kernels of this file are cut."""
 
     heads: int
     """Of one program, one after the other."""
@@ -29,21 +30,7 @@ class Tiles(NamedTuple):
 
 TILES = {"default": Tiles(heads=4, line=128, warps=4)}
 """By architecture."""
-
-
-class Prepared(NamedTuple):
-    """What the attention reads: rows (B * H, R, D) and pooled blocks (B * H, grid_blocks, D) in the input's type."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    pooled_query: torch.Tensor
-    """Mean over the block's tokens."""
-    pooled_key: torch.Tensor
-    """Mean weighted by the key mask, 0 where no weight is left; of rotated keys."""
-    pooled_value: torch.Tensor
-    spread: torch.Tensor
-    """Weighted variance of the rotated keys around their mean, by channel."""
+_OUTPUTS = ("query_rows", "key_rows", "value_rows", "pooled_query", "pooled_key", "pooled_value", "spread")
 
 
 @triton.jit
@@ -233,34 +220,12 @@ def prepare_launch(
     value: torch.Tensor,
     angles: torch.Tensor | None,
     key_mask: torch.Tensor | None,
-    order: torch.Tensor,
-    valid: torch.Tensor,
-    blocks: int,
-    grid_blocks: int,
+    layout: Layout,
     architecture: str | None = None,
-) -> tuple[Launch, Prepared]:
-    """Rotate query and key, put all three in the order of the blocks, and pool the blocks of the grid.
-
-    Args:
-        query: (B, N, H, D), float32, bfloat16 or float16, with any strides but the last, which is 1.
-        key: as ``query``.
-        value: as ``query``.
-        angles: (1 or B, N, 1, D), the cosine of a channel pair at its first channel and its sine at the second; None
-            without RoPE.
-        key_mask: float32 (B, N), weights of the keys in the means; None for 1 everywhere.
-        order: int32 (R,), position in the sequence of every row, -1 for padding, which stands at the end of a block.
-        valid: int32 (T,), how many rows of every block hold a token.
-        blocks: T, a block being R / T rows: a power of two, 16 at least.
-        grid_blocks: how many blocks are pooled, from the first on; the others hold extra tokens.
-        architecture: of a card that is not there.
-
-    Returns:
-        The launch, and what it writes: rows (B * H, R, D), 0 where they are padding, and pooled blocks
-        (B * H, grid_blocks, D).
-    """
-    batch, tokens, heads, head_dim = query.shape
-    rows, pooled = (batch * heads, order.shape[0], head_dim), (batch * heads, grid_blocks, head_dim)
-    prepared = Prepared(*(allocate(shape, query.dtype, query.device) for shape in [rows] * 3 + [pooled] * 4))
+) -> Launch:
+    """The launch that writes what :func:`prepare` returns; query, key and value have any strides but the last, 1."""
+    batch, _, heads, head_dim = query.shape
+    rows, pooled = (batch * heads, len(layout.order), head_dim), (batch * heads, layout.grid_blocks, head_dim)
     strides = {
         f"{name}_{axis}": x.stride(i) if x.shape[i] > 1 else 0
         for name, x in (("query", query), ("key", key), ("value", value))
@@ -268,104 +233,196 @@ def prepare_launch(
     }
     alignment = math.gcd(16, *strides.values())
     arguments = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "query_rows": prepared.query,
-        "key_rows": prepared.key,
-        "value_rows": prepared.value,
-        "pooled_query": prepared.pooled_query,
-        "pooled_key": prepared.pooled_key,
-        "pooled_value": prepared.pooled_value,
-        "spread": prepared.spread,
-        "ALIGNMENT": alignment,
+        **{"query": query, "key": key, "value": value, "ALIGNMENT": alignment},
         **{name: stride // alignment for name, stride in strides.items()},
+        **{name: allocate(rows if name.endswith("rows") else pooled, query.dtype, query.device) for name in _OUTPUTS},
     }
-    shared = _tokens(angles, key_mask, order, valid, blocks, grid_blocks)
-    return _launch(
-        prepare_kernel, arguments | shared, query.shape, architecture or architecture_of(query.device)
-    ), prepared
+    return _launch(prepare_kernel, arguments, angles, key_mask, layout, query.shape, architecture)
 
 
 def prepare_backward_launch(
-    query_rows: torch.Tensor,
-    key_rows: torch.Tensor,
-    value_rows: torch.Tensor,
-    pooled_key: torch.Tensor | None,
-    pooled_value: torch.Tensor | None,
+    gradients: Sequence[torch.Tensor | None],
     angles: torch.Tensor | None,
     key_mask: torch.Tensor | None,
-    order: torch.Tensor,
-    valid: torch.Tensor,
+    layout: Layout,
     shape: Sequence[int],
     dtype: torch.dtype,
     architecture: str | None = None,
-) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Gradients of query, key and value from those of what :func:`prepare_launch` makes of them.
-
-    Choosing blocks passes no gradient on, so there is none of the pooled query and the spread.
+) -> Launch:
+    """The launch that writes the gradients ``query``, ``key`` and ``value`` (B, N, H, D), contiguous.
 
     Args:
-        query_rows: gradient of the rows, (B * H, R, D), contiguous.
-        key_rows: as ``query_rows``.
-        value_rows: as ``query_rows``.
-        pooled_key: gradient (B * H, grid_blocks, D), contiguous; None where nothing read the pooled blocks.
-        pooled_value: as ``pooled_key``, and None with it.
-        angles: as in :func:`prepare_launch`, like the next three.
+        gradients: contiguous, of the three rows and of pooled key and value; None for both where nothing read them.
+            Choosing blocks passes no gradient on, so there is none of the pooled query and the spread.
+        angles: as in :func:`prepare`, like the next two.
         key_mask: weights of the keys.
-        order: positions of the rows; together they hold all N tokens.
-        valid: rows of every block that hold a token.
-        shape: of the gradients, (B, N, H, D).
+        layout: the order of the rows.
+        shape: of the gradients.
         dtype: of the gradients.
         architecture: of a card that is not there.
-
-    Returns:
-        The launch, and what it writes: three contiguous tensors (B, N, H, D).
     """
-    query, key, value = (allocate(shape, dtype, query_rows.device) for _ in range(3))
-    arguments = {
-        "query_rows": query_rows,
-        "key_rows": key_rows,
-        "value_rows": value_rows,
-        "pooled_key": pooled_key,
-        "pooled_value": pooled_value,
-        "query": query,
-        "key": key,
-        "value": value,
-    }
-    grid_blocks = pooled_key.shape[1] if pooled_key is not None else 0
-    shared = _tokens(angles, key_mask, order, valid, valid.shape[0], grid_blocks)
-    card = architecture or architecture_of(query_rows.device)
-    return _launch(prepare_backward_kernel, arguments | shared, shape, card), (query, key, value)
+    names = "query_rows", "key_rows", "value_rows", "pooled_key", "pooled_value"
+    arguments = dict(zip(names, gradients, strict=True))
+    arguments |= {name: allocate(shape, dtype, layout.order.device) for name in ("query", "key", "value")}
+    return _launch(prepare_backward_kernel, arguments, angles, key_mask, layout, shape, architecture)
 
 
-def _tokens(
+def _launch(
+    kernel: Any,
+    arguments: dict[str, Any],
     angles: torch.Tensor | None,
     key_mask: torch.Tensor | None,
-    order: torch.Tensor,
-    valid: torch.Tensor,
-    blocks: int,
-    grid_blocks: int,
-) -> dict[str, Any]:
-    """What both kernels take about the tokens."""
-    return {
+    layout: Layout,
+    shape: Sequence[int],
+    architecture: str | None,
+) -> Launch:
+    """With what both kernels take; ``shape`` is that of query, key and value."""
+    batch, tokens, heads, head_dim = shape
+    card = architecture or architecture_of(layout.order.device)
+    tiles = TILES.get(card, TILES["default"])
+    chunk = min(tiles.line // arguments["query_rows"].element_size(), power_of_two(head_dim))
+    chunks = -(-head_dim // chunk)
+    arguments = arguments | {
         "angles": angles.contiguous() if angles is not None else None,
         "angle_tokens": angles.shape[1] if angles is not None and angles.shape[0] > 1 else 0,
         "key_mask": key_mask.contiguous() if key_mask is not None else None,
-        "order": order,
-        "valid": valid,
-        "blocks": blocks,
-        "grid_blocks": grid_blocks,
-        "BLOCK": order.shape[0] // blocks,
+        **{"order": layout.order, "valid": layout.valid, "blocks": layout.blocks, "grid_blocks": layout.grid_blocks},
+        **{"tokens": tokens, "heads": heads, "D": head_dim, "BLOCK": layout.block_size},
+        **{"CHUNK": chunk, "CHUNKS": chunks, "HEADS": tiles.heads},
     }
+    return Launch(kernel, (-(-heads // tiles.heads) * chunks, layout.blocks, batch), arguments, tiles.warps, stages=1)
 
 
-def _launch(kernel: Any, arguments: dict[str, Any], shape: Sequence[int], architecture: str) -> Launch:
-    """With the sizes of query, key and value (B, N, H, D)."""
-    batch, tokens, heads, head_dim = shape
-    tiles = TILES.get(architecture, TILES["default"])
-    chunk = min(tiles.line // arguments["query_rows"].element_size(), power_of_two(head_dim))
-    chunks = -(-head_dim // chunk)
-    sizes = {"tokens": tokens, "heads": heads, "D": head_dim, "CHUNK": chunk, "CHUNKS": chunks, "HEADS": tiles.heads}
-    grid = -(-heads // tiles.heads) * chunks, arguments["blocks"], batch
-    return Launch(kernel, grid, arguments | sizes, tiles.warps, stages=1)
+GRID = "SymInt[] grid, SymInt block_size, SymInt extra"
+"""Of an operator that reads tables of the layout: it finds them inside, so that torch.compile never traces them."""
+
+
+def layout_for(grid: Sequence[int], block_size: int, extra: int, device: torch.device) -> Layout:
+    """The layout of an operator's tokens, the extra ones last."""
+    return layout_of(tuple(grid), block_size, (0, extra), device=str(device))
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::prepare_blocks",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, Tensor? table, Tensor? key_mask, {GRID}) -> "
+    f"({', '.join(['Tensor'] * 7)})",
+)
+def prepare(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    grid: Sequence[int],
+    block_size: int,
+    extra: int,
+) -> tuple[torch.Tensor, ...]:
+    """Rotate query and key, put all three in the order of the blocks, and pool the blocks of the grid.
+
+    Args:
+        query: (B, N, H, D), float32, bfloat16 or float16.
+        key: as ``query``.
+        value: as ``query``.
+        table: (1 or B, N, 1, D), the cosine of a channel pair at its first channel and its sine at the second; None
+            without RoPE.
+        key_mask: float32 (B, N), weights of the keys in the means; None for 1 everywhere.
+        grid: token grid.
+        block_size: rows of a block, a power of two, 16 at least.
+        extra: extra tokens, the last of the N.
+
+    Returns:
+        Rows of query, key and value (B * H, R, D), 0 where they are padding; and of the grid's blocks (B * H, T, D):
+        mean of the queries; mean of keys and of values weighted by the key mask, 0 where no weight is left; and
+        weighted variance of the keys around their mean, by channel.
+    """
+    launch = prepare_launch(query, key, value, table, key_mask, layout_for(grid, block_size, extra, query.device))
+    launch.run()
+    return tuple(launch.arguments[name] for name in _OUTPUTS)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::prepare_blocks_backward",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? pooled_key, Tensor? pooled_value, Tensor? table, "
+    f"Tensor? key_mask, {GRID}, SymInt[] shape) -> (Tensor, Tensor, Tensor)",
+)
+def prepare_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, key and value (B, N, H, D) from those of rows and means."""
+    *gradients, table, key_mask, grid, block_size, extra, shape = inputs
+    layout = layout_for(grid, block_size, extra, gradients[0].device)
+    launch = prepare_backward_launch(gradients, table, key_mask, layout, shape, gradients[0].dtype)
+    launch.run()
+    return tuple(launch.arguments[name] for name in ("query", "key", "value"))
+
+
+@prepare.register_fake
+def _prepared_shapes(query: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    *_, grid, block_size, extra = arguments
+    blocks, grid_blocks = block_counts(grid, block_size, extra)
+    batch, _, heads, head_dim = query.shape
+    rows = [(batch * heads, blocks * block_size, head_dim)] * 3 + [(batch * heads, grid_blocks, head_dim)] * 4
+    return tuple(query.new_empty(shape) for shape in rows)
+
+
+def block_counts(grid: Sequence[int], block_size: int, extra: int) -> tuple[int, int]:
+    """Blocks of all tokens, and of the grid's."""
+    of_grid = (math.prod(list(grid)) + block_size - 1) // block_size
+    return of_grid + (extra + block_size - 1) // block_size, of_grid
+
+
+@prepare_backward.register_fake
+def _gradient_shapes(query: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(query.new_empty(tuple(arguments[-1])) for _ in range(3))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    query, _, _, table, key_mask, *ctx.place = inputs
+    ctx.save_for_backward(table, key_mask)
+    ctx.shape = query.shape
+    ctx.mark_non_differentiable(output[3], output[6])
+    ctx.set_materialize_grads(False)
+    ctx.rows = output[0].shape
+
+
+def _differentiate(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+    given = next((x for x in gradients if x is not None), None)
+    if given is None:
+        return (None,) * 8
+    of_rows = (given.new_zeros(ctx.rows) if x is None else x.contiguous() for x in gradients[:3])
+    of_means: list[torch.Tensor | None] = [gradients[4], gradients[5]]
+    if any(x is not None for x in of_means):
+        shape = next(x.shape for x in of_means if x is not None)
+        of_means = [given.new_zeros(shape) if x is None else x.contiguous() for x in of_means]
+    found = prepare_backward(*of_rows, *of_means, *ctx.saved_tensors, *ctx.place, list(ctx.shape))
+    return *found, *(None,) * 5
+
+
+prepare.register_autograd(_differentiate, setup_context=_save)
+prepare_backward.register_autograd(refuse_second_derivative)
+
+
+@torch.library.custom_op(
+    "mhla_diffusers::block_weights",
+    mutates_args=(),
+    schema=f"(Tensor rows, Tensor? key_mask, {GRID}) -> (Tensor, Tensor)",
+)
+def weights(
+    rows: torch.Tensor, key_mask: torch.Tensor | None, grid: Sequence[int], block_size: int, extra: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logs of the weights of rows (B, R), of none without a mask; and weights of the grid's blocks (1 or B, T)."""
+    layout = layout_for(grid, block_size, extra, rows.device)
+    if key_mask is None:
+        return rows.new_empty(0, dtype=torch.float32), layout.valid[None, : layout.grid_blocks].float()
+    of_rows = key_mask.index_select(1, layout.order.clamp_min(0)) * (layout.order >= 0)
+    of_blocks = of_rows.unflatten(1, (-1, block_size)).sum(dim=-1)
+    return of_rows.log(), of_blocks[:, : layout.grid_blocks].contiguous()
+
+
+@weights.register_fake
+def _weight_shapes(
+    rows: torch.Tensor, key_mask: torch.Tensor | None, grid: Sequence[int], block_size: int, extra: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    samples, of_rows = (1, [0]) if key_mask is None else (len(key_mask), [len(key_mask), rows.shape[1]])
+    of_blocks = [samples, block_counts(grid, block_size, extra)[1]]
+    return rows.new_empty(of_rows, dtype=torch.float32), rows.new_empty(of_blocks, dtype=torch.float32)

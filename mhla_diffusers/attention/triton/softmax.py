@@ -1,4 +1,4 @@
-"""What the kernels of softmax attention share: rows of (rows, D) tensors, one step of an online softmax, its end.
+"""What the two softmax operators share, :mod:`.listed` and :mod:`.pooled`: tiles, device functions, and registration.
 
 Logits are kept as the products come: without the scale, which one fused multiply and add applies together with the
 shift of the exponent.
@@ -7,22 +7,23 @@ shift of the exponent.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import EMPTY, LOG2E
+from .launch import EMPTY, LOG2E, refuse_second_derivative
 
 _EMPTY = tl.constexpr(EMPTY)
 _LOG2E = tl.constexpr(LOG2E)
 _LN2 = tl.constexpr(1 / LOG2E)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What one program of a kernel works on, and with what."""
+class Tile(NamedTuple):
+    """How one program of a kernel is cut."""
 
     queries: int
     """Rows of queries at once, at most."""
@@ -32,14 +33,43 @@ class Tile:
     stages: int
 
 
-def tile_for(tiles: dict[str, dict[int, Tile]], architecture: str, rows: torch.Tensor) -> Tile:
-    """The entry for rows (..., D): of float32, of an architecture, or "" of those without their own.
+_WIDE = {256: Tile(32, 32, 4, 1)}
+_FLOAT32 = {128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 4, 1)}
+_FORWARD, _DQ, _DKV = (
+    {128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 2)},
+    {128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)},
+    {128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
+)
+TILES: dict[str, dict[str, dict[int, Tile]]] = {
+    "forward": {"sm_90": _FORWARD, "sm_100": _FORWARD, "": {128: Tile(64, 64, 4, 2), **_WIDE}},
+    "forward of 128": {
+        "sm_90": {128: Tile(128, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
+        "": {128: Tile(128, 64, 8, 2), **_WIDE},
+    },
+    "dq": {
+        "sm_90": _DQ,
+        "sm_100": _DQ,
+        "gfx942": {128: Tile(64, 32, 4, 2), **_WIDE},
+        "": {128: Tile(64, 64, 4, 2), **_WIDE},
+    },
+    "dkv": {
+        "sm_90": _DKV,
+        "sm_100": _DKV,
+        "gfx942": {128: Tile(32, 64, 4, 2), **_WIDE},
+        "": {128: Tile(64, 64, 8, 2), **_WIDE},
+    },
+}
+"""Kernel, architecture ("" stands for those without their own), and the largest head dim of an entry."""
+
+
+def tile_for(kernel: str, architecture: str, rows: torch.Tensor) -> Tile:
+    """The entry of a kernel for rows (..., D).
 
     Raises:
-        ValueError: Heads with so many channels have no entry.
+        ValueError: heads with so many channels have no entry.
     """
-    head_dim = rows.shape[-1]
-    entries = tiles["float32"] if rows.dtype == torch.float32 else tiles.get(architecture, tiles[""])
+    head_dim, tiles = rows.shape[-1], TILES[kernel]
+    entries = _FLOAT32 if rows.dtype == torch.float32 else tiles.get(architecture, tiles[""])
     for most, tile in entries.items():
         if head_dim <= most:
             return tile
@@ -125,3 +155,39 @@ def load_upstream(
     tl.store(delta + first + rows, d)
     tl.store(shift + first + rows, s)
     return do, s, d
+
+
+def register_branch(operator: Any, backward: Any) -> None:
+    """Shapes and autograd of a branch: operator(query (G, Q, D), key, value, ...) to output (G, Q, D) and LSE (G, Q).
+
+    ``backward`` takes output gradient, LSE gradient or None, output, LSE, and the inputs of the operator, and returns
+    the gradients of query, key and value. The LSE is float32.
+    """
+    operator.register_fake(
+        lambda query, *_: (query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32))
+    )
+    backward.register_fake(lambda *arguments: tuple(torch.empty_like(x) for x in arguments[4:7]))
+    operator.register_autograd(partial(_differentiate, backward), setup_context=_save)
+    backward.register_autograd(refuse_second_derivative)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    tensors = [x for x in inputs if x is None or isinstance(x, torch.Tensor)]
+    ctx.save_for_backward(*output, *tensors)
+    ctx.settings = inputs[len(tensors) :]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    backward: Callable[..., tuple[torch.Tensor, ...]],
+    ctx: Any,
+    output_gradient: torch.Tensor | None,
+    lse_gradient: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    output, lse, *inputs = ctx.saved_tensors
+    others = (None,) * (len(inputs) + len(ctx.settings) - 3)
+    if output_gradient is None and lse_gradient is None:
+        return None, None, None, *others
+    output_gradient = torch.zeros_like(output) if output_gradient is None else output_gradient.contiguous()
+    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
+    return *backward(output_gradient, lse_gradient, output, lse, *inputs, *ctx.settings), *others

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mhla_diffusers.attention.triton import choose, linear, linear_backward, listed, pooled, prepare
+from mhla_diffusers.attention.triton import choose, features, listed, pooled, prepare, read, states
 
 from .interpreter import make_interpreter_fast
 
@@ -13,7 +13,8 @@ make_interpreter_fast()
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch):
     def allocate(shape, dtype, device):
-        return torch.full(tuple(shape), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=device)
+        fill = float("nan") if dtype.is_floating_point else -123456
+        return torch.full(tuple(shape), fill, dtype=dtype, device=device)
 
-    for module in (choose, linear, linear_backward, listed, pooled, prepare):
+    for module in (choose, features, listed, pooled, prepare, read, states):
         monkeypatch.setattr(module, "allocate", allocate)

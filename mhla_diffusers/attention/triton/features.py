@@ -1,14 +1,61 @@
-"""Tiles of tokens in the kernels of the linear branch: loading them, RoPE, feature maps, and their gradients."""
+"""What the kernels of the linear branch share: tables of tokens, feature maps with RoPE and their gradients, tiles."""
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from ..layout import Shape, blocks_of_range, layout_of, tokens_by_block
+from .launch import allocate, power_of_two, precision_of
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which tokens belong to which MHLA block: three tables, int32."""
+
+    members: torch.Tensor
+    """(N,) Where the tokens stand in query, key and value, MHLA block after MHLA block."""
+    places: torch.Tensor
+    """(N,) Where the same tokens stand in the sequence: in output, gate, key mask and angles. For raster tokens these
+    are the members themselves."""
+    starts: torch.Tensor
+    """(M + 1,) Where each block begins in the two tables, and where the last one ends."""
+    longest: int
+    """Tokens in the longest block."""
+
+    def __len__(self) -> int:
+        """M."""
+        return len(self.starts) - 1
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the kernels."""
+        tables = {"members": self.members, "places": self.places, "starts": self.starts}
+        return {**tables, "tokens": len(self.members), "blocks": len(self)}
+
+
+@lru_cache(maxsize=64)
+def _tables(
+    grid: Shape, blocks: Shape, first: int, count: int, block_size: int, device: torch.device
+) -> tuple[Blocks, Blocks]:
+    """Of all MHLA blocks, and of those that the call's tokens may lie in."""
+    # kept for calls that take gradients, and made on the CPU whatever the default device is
+    with torch.inference_mode(False), torch.device("cpu"):
+        places, starts = tokens_by_block(grid, blocks, first, count)
+        members = places if not block_size else layout_of(grid, block_size).rows[places]
+        longest = int(starts.diff().max())
+        members, places, starts = (x.to(torch.int32).to(device) for x in (members, places, starts))
+    own = blocks_of_range(grid, blocks, first, count)
+    whole = Blocks(members, places, starts, longest)
+    return whole, Blocks(members, places, starts[own.start : own.stop + 1], longest)
 
 
 @dataclass(frozen=True)
@@ -36,6 +83,116 @@ class Features:
             "FEATURE_MAP": self.name,
             "ROPE": "none" if angles is None else "before" if self.rope_before else "after",
         }
+
+
+PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first, SymInt block_size, str feature_map, float eps, bool rope_before"
+"""How an operator's tokens are found. ``block_size`` is 0 for tokens (B, N, H, D) as they come, which are those of the
+grid from ``first`` on; else they are rows (B, H, R, D) in the order of sparse attention's blocks."""
+
+
+def tables_and_features(
+    x: torch.Tensor, angles: torch.Tensor | None, place: Sequence[Any]
+) -> tuple[torch.Tensor, Blocks, Blocks, Features]:
+    """(B, N, H, D) of an operator's tensor; tables of all blocks and of its tokens' own; and the feature map."""
+    grid, blocks, first, block_size, feature_map, eps, rope_before = place
+    rows = tokens_first(x, block_size)
+    count = math.prod(grid) if block_size else rows.shape[1]
+    tables = _tables(tuple(grid), tuple(blocks), first, count, block_size, x.device)
+    return rows, *tables, Features(feature_map, eps, angles, rope_before)
+
+
+def tokens_first(x: torch.Tensor, block_size: int) -> torch.Tensor:
+    """(B, N, H, D) of an operator's tensor, and back."""
+    return x.transpose(1, 2) if block_size else x
+
+
+SIZES = [
+    *("heads", "tokens", "rows", "blocks", "parts", "angle_tokens"),
+    *(f"{name}_{axis}" for name in ("query", "key", "value", "gradient") for axis in ("batch", "token", "head")),
+]
+"""Arguments that change with the resolution, for any of which Triton would compile anew."""
+
+
+class Tile(NamedTuple):
+    """How a kernel is cut."""
+
+    tokens: int
+    channels: int
+    """Columns of a state that a program adds up; rows of a state that it holds at a time where it reads one."""
+    warps: int
+    stages: int
+
+
+_LARGE = {
+    "states": Tile(32, 128, 4, 3),
+    "read": Tile(64, 128, 8, 1),
+    "query_gradient": Tile(32, 128, 8, 1),
+    "key_gradient": Tile(64, 128, 8, 1),
+    "wide_states": Tile(32, 64, 8, 2),
+    "wide_read": Tile(32, 64, 8, 1),
+    "wide_query_gradient": Tile(32, 32, 8, 1),
+    "wide_key_gradient": Tile(32, 32, 8, 1),
+}
+"""227 KiB of shared memory. Wide: float32, or more than 128 channels."""
+_AMPERE = _LARGE | {"states": Tile(32, 128, 8, 3)}
+"""163 KiB, and fewer registers where 4 warps multiply."""
+_SMALL = _AMPERE | {
+    "states": Tile(32, 128, 8, 2),
+    "read": Tile(32, 128, 8, 1),
+    "query_gradient": Tile(32, 64, 8, 1),
+    "key_gradient": Tile(32, 64, 4, 1),
+}
+"""99 KiB."""
+_AMD = {name: Tile(32, 64, 4, 1) for name in _LARGE} | {"wide_states": Tile(32, 32, 4, 1)}
+"""64 KiB."""
+TILES = {"sm_80": _AMPERE, "sm_90": _LARGE, "sm_100": _LARGE, "gfx942": _AMD, "interpreter": _SMALL}
+"""By architecture; others take the small tiles."""
+
+
+def tile_of(kernel: str, like: torch.Tensor, longest: int, architecture: str) -> Tile:
+    """Of a kernel over tokens ``like`` these, with D channels last."""
+    padded = power_of_two(like.shape[-1])
+    wide = like.dtype == torch.float32 or padded > 128
+    tile = TILES.get(architecture, _SMALL)[f"wide_{kernel}" if wide else kernel]
+    return tile._replace(tokens=min(tile.tokens, power_of_two(longest)), channels=min(tile.channels, padded))
+
+
+def constants_of(like: torch.Tensor, architecture: str) -> dict[str, Any]:
+    """Compile-time constants that all kernels share."""
+    precision = precision_of(like.dtype, architecture)
+    if like.dtype == torch.float16 and architecture.startswith("sm_"):
+        precision = "tf32"  # has as many bits; float32 states are multiplied in it
+    return {"HEAD_DIM": like.shape[-1], "BLOCK_D": power_of_two(like.shape[-1]), "PRECISION": precision}
+
+
+def strides_of(**tensors: torch.Tensor) -> dict[str, int]:
+    """Strides of tensors (B, N, H, D) in units of ALIGNMENT channels.
+
+    So the compiler sees that rows begin where a thread may load 8 channels at once, at any resolution.
+    """
+    strides = {
+        f"{name}_{axis}": x.stride(i)
+        for name, x in tensors.items()
+        for i, axis in enumerate(("batch", "token", "head"))
+    }
+    head_dims = [x.shape[-1] for x in tensors.values()]
+    alignment = 8 if all(stride % 8 == 0 for stride in (*strides.values(), *head_dims)) else 1
+    return {name: stride // alignment for name, stride in strides.items()} | {"ALIGNMENT": alignment}
+
+
+def rows_like(x: torch.Tensor, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
+    """For the gradient of (B, N, H, D), with the same order of axes in memory; 0 where no token is to be written."""
+    batch, tokens, heads, head_dim = x.shape
+    new = torch.zeros if tokens != len(blocks.members) else allocate
+    if x.stride(1) < x.stride(2):
+        return new((batch, heads, tokens, head_dim), dtype=dtype, device=x.device).transpose(1, 2)
+    return new((batch, tokens, heads, head_dim), dtype=dtype, device=x.device)
+
+
+def filled(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """For the gradient of rows (B * H, R, ...), contiguous; 0 where no token is to be written."""
+    new = torch.zeros if x.shape[1] != len(blocks.members) else allocate
+    return new(x.shape, dtype=x.dtype, device=x.device)
 
 
 class Source(NamedTuple):
@@ -109,6 +266,42 @@ def source_of(
         largest = tl.max(values, 1)
         source = Source(x, angles, there, largest, tl.sum(tl.exp(values - largest[:, None]), 1), eps)
     return source
+
+
+@triton.jit
+def open_tile(
+    x,
+    strides,
+    batch,
+    head,
+    angles,
+    angle_tokens,
+    members,
+    places,
+    begin,
+    end,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    MAP: tl.constexpr,
+    ROPE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """The tile of a block's tokens from ``begin`` on, of one sample and head; ``strides`` are of these and of tokens.
+
+    Returns:
+        Numbers of the tokens within the tables, their members and places, and what features are computed from.
+    """
+    index = begin + tl.arange(0, BLOCK_T)
+    there = index < end
+    member = tl.load(members + index, mask=there, other=0).to(tl.int64)
+    place = tl.load(places + index, mask=there, other=0).to(tl.int64)
+    at = x + (batch * strides[0] + head * strides[1] + member * strides[2]) * ALIGNMENT
+    turn = at
+    if angles is not None:
+        turn = angles + (batch * angle_tokens + place) * HEAD_DIM
+    return index, member, place, source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, MAP, ROPE)
 
 
 @triton.jit
