@@ -159,11 +159,14 @@ def build_transformer(model: Model, size: Size, layers: int | None, device: torc
     built = layers or model.layers
     others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
     settings = {**model.settings, model.layers_argument: built, **others}
+    told = {
+        "num_attention_heads": model.heads,
+        "attention_head_dim": model.head_dim,
+        "sample_size": size.height // model.stride,
+        "video_length": size.frames,
+    }
     known = inspect.signature(family.transformer_class(model.transformer)).parameters
-    if "sample_size" in known:
-        settings["sample_size"] = size.height // model.stride
-    if "video_length" in known:
-        settings["video_length"] = size.frames
+    settings |= {name: value for name, value in told.items() if name in known}
     torch.manual_seed(0)
     with device:
         transformer = family.build(model.transformer, settings).to(device)

@@ -9,12 +9,11 @@ from torch import nn
 
 from ..attention.rope import Rotary
 from .adapters import AttentionAdapter, AttentionInput, JointAdapter
-from .base import Family
 from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily
 from .dig import DiGFamily
-from .dinov2 import Dinov2Family
 from .dit import DiTFamily
+from .family import Condition, Family, Sample
 from .flux import FluxFamily
 from .hunyuan_dit import HunyuanDiTFamily
 from .hunyuan_video import HunyuanVideoFamily
@@ -22,17 +21,16 @@ from .hunyuan_video15 import HunyuanVideo15Family
 from .latte import LatteFamily
 from .llama import LlamaFamily
 from .ltx import LTXFamily
+from .models import Clip, Model
 from .pixart import PixArtFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .qwenimage import QwenImageFamily
 from .sana import SanaFamily
 from .sana_video import SanaVideoFamily
 from .sd3 import SD3Family
-from .siglip import SiglipFamily
-from .sizes import Clip, Model
 from .skyreels_v2 import SkyReelsV2Family
-from .structure import Sample
-from .vit import DeiTFamily, PooledViTFamily, ViTFamily
+from .styles import ImageFamily, JointFamily, PackedFamily, VideoFamily
+from .vision import DeiTFamily, Dinov2Family, PooledViTFamily, SiglipFamily, ViTFamily
 from .wan import WanFamily
 from .wan_animate import WanAnimateFamily
 from .z_image import ZImageFamily
@@ -250,14 +248,19 @@ __all__ = [
     "AttentionAdapter",
     "AttentionInput",
     "Clip",
+    "Condition",
     "DiffusionProcess",
     "Family",
     "FlowMatching",
     "LearnedVarianceDDPM",
+    "ImageFamily",
     "JointAdapter",
+    "JointFamily",
     "Model",
     "NoisedBatch",
+    "PackedFamily",
     "Sample",
+    "VideoFamily",
     "arguments_of",
     "classes_that_are_split",
     "cross_attention_processor",

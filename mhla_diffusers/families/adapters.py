@@ -60,7 +60,7 @@ class AttentionAdapter:
         rotary_argument: name under which the model's own processors take RoPE.
     """
 
-    has_extra: ClassVar[bool] = False
+    has_extra: bool = False
     """Whether there are extra tokens."""
     rope_by_head: ClassVar[bool] = False
     """Whether RoPE turns each head by different angles; :meth:`project` then applies it, before the feature map."""

@@ -9,22 +9,21 @@ raster order as ever.
 from typing import Any
 
 from ..config import MHLAConfig
-from .sizes import Clip
+from .models import Clip
 from .wan import WanFamily, tiny_wan, wan_model
 
 _FRAMES = 5
 """Of a call without temporal reasoning, whatever it is asked for."""
-_SHOWN = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
-"""Settings of a transformer that is shown a picture, as those of Wan 2.1 image-to-video."""
-_TINY_SHOWN = {"in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 24}
+_CLASS = "ChronoEditTransformer3DModel"
 
 
 class ChronoEditFamily(WanFamily):
     """Image editing transformers with a (frames, height, width) token grid."""
 
     name = "chronoedit"
-    transformers = ("ChronoEditTransformer3DModel",)
+    transformers = (_CLASS,)
     attention_class = "transformer_chronoedit.WanAttention"
+    processor = cross_processor = "diffusers.models.transformers.transformer_chronoedit.WanAttnProcessor"
     # Wan's; with two frames, as usual, they are 2 x 3 x 5 blocks of 240 tokens
     default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content", clamp_blocks=True)
     default_clip = Clip(frames=_FRAMES, fps=16.0, sizes=((720, 1280),))
@@ -35,25 +34,19 @@ class ChronoEditFamily(WanFamily):
             40,
             13824,
             40,
-            transformer="ChronoEditTransformer3DModel",
-            settings=_SHOWN,
+            transformer=_CLASS,
+            settings={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
             blocks=(2, 3, 5),
             sizes=((720, 1280),),
             frames=_FRAMES,
             grids={"720p": (2, 45, 80)},
         ),
-        tiny_wan("tiny-chronoedit", "ChronoEditTransformer3DModel", _TINY_SHOWN, frames=_FRAMES),
+        tiny_wan("chronoedit", _CLASS, {"in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 24}, frames=_FRAMES),
     )
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
         """Wan's; None where diffusers cuts the table between the two channels of a pair."""
         return super().rotary_axes(head_dim) if head_dim // 3 % 2 == 0 else None
-
-    def self_attention_processor(self) -> Any:
-        """``WanAttnProcessor``, ChronoEdit's."""
-        from diffusers.models.transformers.transformer_chronoedit import WanAttnProcessor
-
-        return WanAttnProcessor()
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
         """Frames and size; other frames than five need temporal reasoning."""

@@ -14,87 +14,43 @@ import torch
 
 from ..config import MHLAConfig
 from .adapters import JointAdapter
-from .base import Family
+from .family import Condition, Sample
+from .models import Clip, Model, tiny_video
 from .processes import DiffusionProcess, VelocityDDPM
-from .sizes import Clip, Model
-from .structure import Sample
+from .styles import VideoFamily
 
-
-def _model(
-    name: str, heads: int, layers: int, frames: int, size: tuple[int, int], grid: tuple[int, ...], **settings: Any
-) -> Model:
-    return Model(
-        name,
-        "CogVideoXTransformer3DModel",
-        {"num_attention_heads": heads, **settings},
-        heads,
-        64,
-        layers,
-        (4, 3, 5),
-        stride=8,
-        patch=2,
-        sizes=(size,),
-        frames=frames,
-        temporal_stride=4,
-        temporal_patch=settings.get("patch_size_t", 1),
-        grids={f"{size[0]}p": grid},
-    )
-
-
-_TINY = Model(
-    "tiny-cogvideox",
-    "CogVideoXTransformer3DModel",
-    {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "in_channels": 4,
-        "out_channels": 4,
-        "time_embed_dim": 8,
-        "text_embed_dim": 32,
-        "max_text_seq_length": 8,
-        "use_rotary_positional_embeddings": True,
-    },
-    2,
-    16,
-    3,
-    blocks=(1, 2, 2),
-    stride=8,
-    patch=2,
-    sizes=((64, 96),),
-    frames=9,
-    temporal_stride=4,
-)
-
+_CLASS = "CogVideoXTransformer3DModel"
 _ROPE = {"use_rotary_positional_embeddings": True}
 # 300 is what diffusers' conversion script writes: the longest side of the tables of RoPE, not a usual size
 _OF_1_5 = {**_ROPE, "patch_size_t": 2, "patch_bias": False, "sample_height": 300, "sample_width": 300}
+_TINY = {"in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 32, "max_text_seq_length": 8}
 
 
-class CogVideoXFamily(Family):
+def _model(name: str, heads: int, layers: int, frames: int, size: tuple[int, int], **different: Any) -> Model:
+    return Model(name, _CLASS, heads, 64, layers, (4, 3, 5), (size,), frames=frames, temporal_stride=4, **different)
+
+
+class CogVideoXFamily(VideoFamily):
     """Text-to-video transformers with a (frames, height, width) token grid."""
 
     name = "cogvideox"
-    transformers = ("CogVideoXTransformer3DModel",)
-    axes = 3
-    block_lists = ("transformer_blocks",)
+    transformers = (_CLASS,)
     adapter = JointAdapter(context_first=True)
+    processor = "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0"
     extra_tokens = 226
     # of 13x30x45 tokens, 49 frames at 480x720: blocks of three latent frames by ten by nine tokens
     default_config = MHLAConfig(blocks=(4, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=49, fps=8.0, sizes=((480, 720),))
+    conditions = (Condition("encoder_hidden_states", ("max_text_seq_length", "text_embed_dim")),)
     # numbers as in diffusers' conversion script; of 1.5 the pipeline makes 85 frames where it is asked for 81
     models = (
-        _model("cogvideox-2b", 30, 30, 49, (480, 720), (13, 30, 45)),
-        _model("cogvideox-5b", 48, 42, 49, (480, 720), (13, 30, 45), **_ROPE),
-        _model("cogvideox1.5-5b", 48, 42, 85, (768, 1360), (11, 48, 85), **_OF_1_5),
-        _TINY,
+        _model("cogvideox-2b", 30, 30, 49, (480, 720), grids={"480p": (13, 30, 45)}),
+        _model("cogvideox-5b", 48, 42, 49, (480, 720), grids={"480p": (13, 30, 45)}, settings=_ROPE),
+        _model(
+            "cogvideox1.5-5b", 48, 42, 85, (768, 1360), grids={"768p": (11, 48, 85)}, settings=_OF_1_5, temporal_patch=2
+        ),
+        tiny_video("cogvideox", _CLASS, head_dim=16, settings={**_TINY, **_ROPE}),
     )
-
-    def self_attention_processor(self) -> Any:
-        """``CogVideoXAttnProcessor2_0``."""
-        from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
-
-        return CogVideoXAttnProcessor2_0()
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
         """A quarter for the frames, the others halve the rest."""
@@ -106,14 +62,13 @@ class CogVideoXFamily(Family):
         Raises:
             ValueError: latent frames that do not fill the last token.
         """
-        frames, height, width = latents.shape[2:]
-        patch, frames_per_token = transformer.config.patch_size, transformer.config.patch_size_t or 1
-        if frames % frames_per_token:
+        frames, in_token = latents.shape[2], self.patch(transformer)[0]
+        if frames % in_token:
             raise ValueError(
-                f"Latents of {frames} frames do not fill tokens of {frames_per_token}, of which CogVideoX 1.5 makes "
-                "its grid; give a multiple, as mhla encode and mhla synthesize do."
+                f"Latents of {frames} frames do not fill tokens of {in_token}, of which CogVideoX 1.5 makes its grid; "
+                "give a multiple, as mhla encode and mhla synthesize do."
             )
-        return frames // frames_per_token, height // patch, width // patch
+        return super().token_grid(transformer, latents)
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Of ``hidden_states`` (B, F, C, H, W)."""
@@ -129,7 +84,7 @@ class CogVideoXFamily(Family):
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
         """Frames before channels, and the tables of RoPE where the model has one."""
-        arguments: dict[str, Any] = {"hidden_states": latents.transpose(1, 2), "timestep": timestep, **conditioning}
+        arguments = super().forward_arguments(transformer, latents.transpose(1, 2), timestep, conditioning)
         if transformer.config.use_rotary_positional_embeddings:
             grid = self.token_grid(transformer, latents)
             arguments["image_rotary_emb"] = _rotary_tables(transformer.config, grid, latents.device)
@@ -140,13 +95,13 @@ class CogVideoXFamily(Family):
         predicted: torch.Tensor = output.transpose(1, 2)
         return predicted
 
-    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Diffusion to pure noise whose velocity is predicted; 2B without RoPE has noisier steps.
+    def needs_pictures(self, config: Any) -> bool:
+        """Image-to-video takes the latents of a picture beside the noised ones."""
+        return bool(config.in_channels != config.out_channels)
 
-        Raises:
-            ValueError: a transformer that is conditioned on pictures.
-        """
-        self._check_is_text_to_video(transformer.config)
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """Diffusion to pure noise whose velocity is predicted; 2B without RoPE has noisier steps."""
+        self._check_trained_on_text(transformer.config)
         return VelocityDDPM(snr_shift=1.0 if transformer.config.use_rotary_positional_embeddings else 3.0)
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
@@ -155,47 +110,23 @@ class CogVideoXFamily(Family):
         There the pipeline makes the frames that it does not decode.
         """
         latents = super().encode_pixels(pipe, pixels)
-        frames = latents.shape[2]
-        missing = _whole_tokens(pipe.transformer.config, frames) - frames
+        missing = _whole_tokens(pipe.transformer.config, latents.shape[2]) - latents.shape[2]
         return torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)
-
-    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """``encoder_hidden_states`` (226, channels) of T5, whose padding is attended to.
-
-        Raises:
-            ValueError: a transformer that is conditioned on pictures.
-        """
-        config = pipe.transformer.config
-        self._check_is_text_to_video(config)
-        chosen = {"max_sequence_length": config.max_text_seq_length, **(settings or {})}
-        text, _ = self.encode_text(pipe, prompt, chosen)
-        return {"encoder_hidden_states": text[0]}
-
-    def conditioning_shapes(self, transformer: Any) -> Sample:
-        """``encoder_hidden_states`` (226, channels)."""
-        shape = transformer.max_text_seq_length, transformer.text_embed_dim
-        return {"encoder_hidden_states": torch.empty(shape, device="meta")}
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
         """(C, F, H, W), with as many frames as fill the last token."""
         channels, frames, height, width = super().latent_shape(transformer, vae, clip)
         return channels, _whole_tokens(transformer, frames), height, width
 
-    def generate_latents(
-        self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
-    ) -> torch.Tensor:
+    def generate_latents(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Channels before frames."""
-        return super().generate_latents(pipe, prompt, clip, steps, guidance, generator).transpose(0, 1)
-
-    def _check_is_text_to_video(self, config: Any) -> None:
-        if config.in_channels != config.out_channels:
-            raise self._needs_pictures()
+        return super().generate_latents(*args, **kwargs).transpose(0, 1)
 
 
 def _whole_tokens(config: Any, frames: int) -> int:
     """Latent frames, rounded up to what fills tokens."""
-    frames_per_token = int(config.patch_size_t or 1)
-    return math.ceil(frames / frames_per_token) * frames_per_token
+    in_token = int(config.patch_size_t or 1)
+    return math.ceil(frames / in_token) * in_token
 
 
 def _rotary_tables(config: Any, grid: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

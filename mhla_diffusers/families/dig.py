@@ -6,7 +6,6 @@ DiG's queries and keys are half as wide as its values; MHLA's are as wide, so a 
 ``expand_k=1.0``.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,32 +14,14 @@ from torch import nn
 from ..config import MHLAConfig
 from .adapters import AttentionAdapter, AttentionInput, finite
 from .dit import DiTFamily
-from .sizes import Model
+from .models import Model, squares, tiny_image
 
-
-def _model(name: str, heads: int, layers: int, **more: Any) -> Model:
-    settings = {"num_attention_heads": heads, "attention_head_dim": 64, "expand_k": 1.0}
-    sizes = tuple((side, side) for side in (256, 512, 1024, 2048))
-    kind = "DiGTransformer2DModel"
-    return Model(name, kind, settings, heads, 64, layers, (4, 4), stride=8, patch=2, sizes=sizes, **more)
-
-
-_TINY = Model(
-    "tiny-dig",
-    "DiGTransformer2DModel",
-    {"num_attention_heads": 2, "attention_head_dim": 12, "expand_k": 1.0},
-    2,
-    12,
-    3,
-    blocks=(2, 2),
-    stride=8,
-    patch=2,
-    sizes=((64, 64),),
-)
+_CLASS = "DiGTransformer2DModel"
+_WIDE = {"expand_k": 1.0}
 
 
 class DiGAdapter(AttentionAdapter):
-    """The adapter of attention beside which DiG has a norm over each head and a gate of the output."""
+    """A norm over each head and a gate of the output stand between the heads and the output projection."""
 
     idle = ("to_decay",)
 
@@ -63,30 +44,32 @@ class _SoftmaxProcessor:
         return adapter.project_output(attn, attended.transpose(1, 2), given)
 
 
+def _model(name: str, heads: int, layers: int, **different: Any) -> Model:
+    return Model(name, _CLASS, heads, 64, layers, (4, 4), squares(256, 512, 1024, 2048), _WIDE, **different)
+
+
 class DiGFamily(DiTFamily):
     """Class-conditional image transformers whose own attention reads tokens in turns along rows and columns."""
 
     name = "dig"
     library = "mhla_diffusers.models.dig"
-    transformers = ("DiGTransformer2DModel",)
+    transformers = (_CLASS,)
     adapter = DiGAdapter()
+    processor = "mhla_diffusers.models.dig.GatedLinearAttnProcessor"
+    attention_class = "DiGAttention"
     default_config = MHLAConfig(blocks=(4, 4))
     own_attention = "gated linear"
     lacks_processor_methods = False
     measured_unasked = False
-    models = (_model("dig-s-2", 6, 12), _model("dig-xl-2", 18, 28), _TINY)
-
-    def self_attention_processor(self) -> Any:
-        """``GatedLinearAttnProcessor``."""
-        return import_module(self.library).GatedLinearAttnProcessor()
+    models = (
+        _model("dig-s-2", 6, 12),
+        _model("dig-xl-2", 18, 28),
+        tiny_image("dig", _CLASS, settings=_WIDE),
+    )
 
     def softmax_processor(self) -> Any:
-        """Softmax with DiG's norm and gate behind it."""
+        """Softmax with DiG's norm and gate after it."""
         return _SoftmaxProcessor()
-
-    def recognises_self_attention(self, attn: Any) -> bool:
-        """By its class, of which no other model has any."""
-        return type(attn).__name__ == "DiGAttention"
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
         """Queries and keys are as wide as values."""

@@ -4,73 +4,47 @@ Softmax self-attention only; positions are added to the tokens once, before the 
 class, given by number or by a name of the pipeline's labels.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import MHLAConfig
-from .base import Family
-from .processes import DiffusionProcess, LearnedVarianceDDPM
-from .sizes import Clip, Model
-from .structure import Sample
+from .family import Condition, Sample
+from .models import Clip, Model, squares, tiny_image
+from .processes import LearnedVarianceDDPM
+from .styles import ImageFamily
 
+_CLASS = "DiTTransformer2DModel"
 _SHOWN_LABELS = 12
 """How many names of classes an error lists; ImageNet has a thousand."""
 
 
-def _model(name: str, heads: int, head_dim: int, layers: int, **more: Any) -> Model:
-    settings = {"num_attention_heads": heads, "attention_head_dim": head_dim, "out_channels": 8}
-    sizes = tuple((side, side) for side in (256, 512, 1024, 2048, 4096))
-    return Model(
-        name, "DiTTransformer2DModel", settings, heads, head_dim, layers, (4, 4), stride=8, patch=2, sizes=sizes, **more
-    )
+def _model(name: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:
+    sizes = squares(256, 512, 1024, 2048, 4096)
+    return Model(name, _CLASS, heads, head_dim, layers, (4, 4), sizes, {"out_channels": 8}, **different)
 
 
-_TINY = Model(
-    "tiny-dit",
-    "DiTTransformer2DModel",
-    {"num_attention_heads": 2, "attention_head_dim": 12, "out_channels": 8},
-    2,
-    12,
-    3,
-    blocks=(2, 2),
-    stride=8,
-    patch=2,
-    sizes=((64, 64),),
-)
-
-
-class DiTFamily(Family):
+class DiTFamily(ImageFamily):
     """Class-conditional image transformers with a (height, width) token grid."""
 
     name = "dit"
-    transformers = ("DiTTransformer2DModel",)
-    axes = 2
-    block_lists = ("transformer_blocks",)
+    transformers = (_CLASS,)
     # of 256 tokens at 256 px uniform blocks of 64 would be too few to choose among
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
     squares_only = True
     lacks_processor_methods = True
+    process_class = LearnedVarianceDDPM
+    conditions = (Condition("class_labels", (), dtype=torch.int64),)
     default_clip = Clip(frames=1, fps=1.0, sizes=((256, 256),))
     prompts_are_classes = True
     measured_unasked = True
     models = (
         _model("dit-s-2", 6, 64, 12),
         _model("dit-xl-2", 16, 72, 28, grids={f"{16 * side}px": (side, side) for side in (32, 64, 128)}),
-        _TINY,
+        tiny_image("dit", _CLASS, settings={"out_channels": 8}),
     )
-
-    def self_attention_processor(self) -> Any:
-        """``AttnProcessor2_0``."""
-        from diffusers.models.attention_processor import AttnProcessor2_0
-
-        return AttnProcessor2_0()
-
-    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """A thousand steps of DDPM with learned variance."""
-        return LearnedVarianceDDPM()
 
     def prepare_for_training(self, transformer: nn.Module) -> None:
         """DiT's label dropout draws numbers that would differ between processes; ``prompt_dropout`` replaces it."""
@@ -86,13 +60,8 @@ class DiTFamily(Family):
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """``class_labels`` (); the empty prompt is the class after the last, which stands for none."""
-        if not prompt:
-            return {"class_labels": torch.tensor(int(pipe.transformer.config.num_embeds_ada_norm))}
-        return {"class_labels": torch.tensor(class_label(pipe, prompt))}
-
-    def conditioning_shapes(self, transformer: Any) -> Sample:
-        """``class_labels`` ()."""
-        return {"class_labels": torch.empty((), dtype=torch.int64, device="meta")}
+        none = int(pipe.transformer.config.num_embeds_ada_norm)
+        return {"class_labels": torch.tensor(class_label(pipe, prompt) if prompt else none)}
 
     def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
         """Those with names; all that the transformer has room for if none has a name."""
@@ -134,11 +103,12 @@ def class_label(pipe: Any, prompt: str) -> int:
     Raises:
         ValueError: the pipeline has no such class.
     """
-    numbers = {str(number): number for number in _classes(pipe)}
+    # those with names, on which the pipeline was trained; all that the transformer has room for if none has a name
+    labels = {int(label) for label in pipe.labels.values()} or range(pipe.transformer.config.num_embeds_ada_norm)
     text = prompt.strip()
     number = text.lstrip("0") or text[-1:]
-    if number in numbers:
-        return numbers[number]
+    if number in map(str, labels):
+        return int(number)
     lower = {name.lower(): label for name, label in pipe.labels.items()}
     for name in (text, *text.split()[-1:]):
         # as it is written first: "Cardigan" is a dog of ImageNet, "cardigan" is not
@@ -148,12 +118,4 @@ def class_label(pipe: Any, prompt: str) -> int:
     names = sorted(pipe.labels)
     more = f" and {len(names) - _SHOWN_LABELS} more" if len(names) > _SHOWN_LABELS else ""
     or_name = f", or one of its labels: {', '.join(names[:_SHOWN_LABELS])}{more}" if names else "; it has no labels"
-    raise ValueError(
-        f"{prompt!r} is no class of this DiT; give a number from {min(numbers.values())} to {max(numbers.values())}"
-        f"{or_name}."
-    )
-
-
-def _classes(pipe: Any) -> Collection[int]:
-    """Those with names, on which the pipeline was trained; all that the transformer has room for if none has a name."""
-    return {int(label) for label in pipe.labels.values()} or range(pipe.transformer.config.num_embeds_ada_norm)
+    raise ValueError(f"{prompt!r} is no class of this DiT; give a number from {min(labels)} to {max(labels)}{or_name}.")

@@ -5,7 +5,7 @@ tokens, sorted so that masked ones are last: of an image, of letters to be writt
 the noised latents the transformer takes those of given frames, and where they are; all 0 for text alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,16 +14,27 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import MHLAConfig
 from .adapters import AttentionArguments, AttentionInput, JointAdapter
-from .hunyuan_video import HunyuanVideoFamily
-from .sizes import Clip, Model
-from .structure import Sample
+from .family import Condition, Sample
+from .models import Clip, Model, tiny_video
+from .styles import JointFamily, VideoFamily
 
+_CLASS = "HunyuanVideo15Transformer3DModel"
 _TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729
 """As the pipeline pads them; those of an image are masked where there is none."""
+_TINY = {
+    "in_channels": 9,
+    "out_channels": 4,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 16,
+    "text_embed_2_dim": 32,
+    "image_embed_dim": 8,
+    "rope_axes_dim": (4, 4, 4),
+    "task_type": "t2v",
+}
 
 
 class HunyuanVideo15Adapter(JointAdapter):
-    """The mask is one of the text alone."""
+    """The mask covers the text alone."""
 
     def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
         """(B, N) of all tokens, of which those of the video all take part."""
@@ -36,68 +47,43 @@ class HunyuanVideo15Adapter(JointAdapter):
         return super().project_output(attn, output, given)
 
 
-_REAL = Model(
-    "hunyuan-video-1.5",
-    "HunyuanVideo15Transformer3DModel",
-    {"task_type": "t2v"},
-    16,
-    128,
-    54,
-    (10, 3, 5),
-    stride=16,
-    patch=1,
-    sizes=((480, 848), (720, 1280)),
-    frames=121,
-    temporal_stride=4,
-    grids={"480p": (31, 30, 53), "720p": (31, 45, 80)},
-)
-
-_TINY = Model(
-    "tiny-hunyuan_video15",
-    "HunyuanVideo15Transformer3DModel",
-    {
-        "in_channels": 9,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "num_refiner_layers": 1,
-        "text_embed_dim": 16,
-        "text_embed_2_dim": 32,
-        "image_embed_dim": 8,
-        "rope_axes_dim": (4, 4, 4),
-        "task_type": "t2v",
-    },
-    2,
-    12,
-    3,
-    blocks=(1, 2, 2),
-    stride=16,
-    patch=1,
-    sizes=((64, 96),),
-    frames=9,
-    temporal_stride=4,
-)
-
-
-class HunyuanVideo15Family(HunyuanVideoFamily):
+class HunyuanVideo15Family(JointFamily, VideoFamily):
     """Text-to-video transformers with a (frames, height, width) token grid."""
 
     name = "hunyuan_video15"
-    transformers = ("HunyuanVideo15Transformer3DModel",)
-    block_lists = ("transformer_blocks",)
+    transformers = (_CLASS,)
     adapter = HunyuanVideo15Adapter()
+    processor = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
     extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
-    feed_forwards = ("ff", "ff_context")
+    rotary_channels = {128: (16, 56, 56)}
     # of 31x30x53 tokens, 121 frames at 480p: blocks of three latent frames by ten tokens each way
     default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
-    models = (_REAL, _TINY)
-
-    def self_attention_processor(self) -> Any:
-        """``HunyuanVideo15AttnProcessor2_0``."""
-        from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
-
-        return HunyuanVideo15AttnProcessor2_0()
+    # the tokens of Qwen after the pipeline's own instruction, and of ByT5 what stands in quotation marks
+    conditions = (
+        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
+        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
+        Condition("encoder_hidden_states_2", (_GLYPH_TOKENS, "text_embed_2_dim"), output=2),
+        Condition("encoder_attention_mask_2", (_GLYPH_TOKENS,), output=3, dtype=torch.int64),
+    )
+    models = (
+        Model(
+            "hunyuan-video-1.5",
+            _CLASS,
+            16,
+            128,
+            54,
+            (10, 3, 5),
+            ((480, 848), (720, 1280)),
+            {"task_type": "t2v"},
+            stride=16,
+            patch=1,
+            frames=121,
+            temporal_stride=4,
+            grids={"480p": (31, 30, 53), "720p": (31, 45, 80)},
+        ),
+        tiny_video("hunyuan_video15", _CLASS, stride=16, patch=1, settings=_TINY),
+    )
 
     def without_values(self) -> AbstractContextManager[Any]:
         """The transformer asks whether there is an image, and which tokens are masked."""
@@ -120,31 +106,9 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
         """Those of a video."""
         return int(transformer.out_channels)
 
-    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """``encoder_hidden_states`` (1000, channels) and ``encoder_hidden_states_2`` (256, channels) with their masks.
-
-        The tokens of Qwen behind the pipeline's own instruction, and of ByT5 what stands in quotation marks.
-
-        Raises:
-            ValueError: a transformer that is conditioned on pictures.
-        """
-        self._check_is_text_to_video(pipe.transformer.config)
-        text, mask, glyphs, glyph_mask = self.encode_text(pipe, prompt, settings or {})
-        return {
-            "encoder_hidden_states": text[0],
-            "encoder_attention_mask": mask[0].long(),
-            "encoder_hidden_states_2": glyphs[0],
-            "encoder_attention_mask_2": glyph_mask[0].long(),
-        }
-
-    def conditioning_shapes(self, transformer: Any) -> Sample:
-        """``encoder_hidden_states`` (1000, channels), ``encoder_hidden_states_2`` (256, channels), and their masks."""
-        return {
-            "encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.text_embed_dim, device="meta"),
-            "encoder_attention_mask": torch.empty(_TEXT_TOKENS, dtype=torch.int64, device="meta"),
-            "encoder_hidden_states_2": torch.empty(_GLYPH_TOKENS, transformer.text_embed_2_dim, device="meta"),
-            "encoder_attention_mask_2": torch.empty(_GLYPH_TOKENS, dtype=torch.int64, device="meta"),
-        }
+    def needs_pictures(self, config: Any) -> bool:
+        """Whether it was not made for text-to-video."""
+        return bool(config.task_type != "t2v")
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
         """See :meth:`Family.call`; ``guidance_scale`` goes to the component that this pipeline has for it."""
@@ -155,10 +119,6 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
             return super().call(pipe, prompts, generators, **settings)
         finally:
             pipe.guider = guider
-
-    def _check_is_text_to_video(self, config: Any) -> None:
-        if config.task_type != "t2v":
-            raise self._needs_pictures()
 
 
 class _NothingMasked(TorchFunctionMode):

@@ -8,7 +8,7 @@ it, and heads of grouped queries share keys and values, which MHLA repeats.
 from typing import Any
 
 from ..config import MHLAConfig
-from .of_transformers import TransformersAdapter, TransformersFamily
+from .styles import TransformersAdapter, TransformersFamily
 
 
 class LlamaAdapter(TransformersAdapter):
@@ -66,13 +66,13 @@ class LlamaFamily(TransformersFamily):
         return None
 
     def prepare(self, transformer: Any) -> None:
-        """Lead its attentions through the interface, see :mod:`mhla_diffusers.families.with_interface`."""
-        from .with_interface import give_interface
+        """Lead its attentions through the interface."""
+        from .patched_classes import give_interface
 
         give_interface(transformer, self.self_attentions(transformer).values())
 
     def restore(self, transformer: Any) -> None:
         """The implementation of before."""
-        from .with_interface import take_interface
+        from .patched_classes import take_interface
 
         take_interface(transformer, self.self_attentions(transformer).values())

@@ -2,7 +2,7 @@
 
 Softmax self-attention with RMSNorm over all channels of query and key. RoPE turns these channels before they are split
 into heads, and gives them to the three axes of the grid in turn, so no two heads turn by the same angles. The
-transformer takes packed latents and is told their grid in numbers, or by the coordinates of every token.
+transformer takes packed latents and is given their grid in numbers, or the coordinates of every token.
 """
 
 import math
@@ -14,20 +14,19 @@ import torch
 from ..attention.rope import Rotary
 from ..config import MHLAConfig
 from .adapters import AttentionAdapter, AttentionArguments, AttentionInput
-from .base import Family
-from .kept import kept_with
-from .packing import pack, unpack
-from .processes import DiffusionProcess, FlowMatching
-from .sizes import Clip, Model
-from .structure import Sample
+from .family import Condition, Sample
+from .models import Clip, Model, tiny_video
+from .styles import PackedFamily, VideoFamily, kept_with
 
+_CLASS = "LTXVideoTransformer3DModel"
 _TEXT_TOKENS = 128
 _ROPE_SCALE = (8 / 25, 32, 32)
-"""What the pipeline tells of its usual 25 frames per second, with 8 frames and 32x32 pixels to a latent."""
+"""Of the pipeline at its usual 25 frames per second, with 8 frames and 32x32 pixels to a latent."""
+_TINY = {"cross_attention_dim": 32, "caption_channels": 24, "in_channels": 8, "out_channels": 8}
 
 
 class LTXAdapter(AttentionAdapter):
-    """Frames that ``LTXConditionPipeline`` hangs on as conditions stand before the grid, with places of their own."""
+    """Frames that ``LTXConditionPipeline`` adds as conditions stand before the grid, with places of their own."""
 
     rope_by_head = True
 
@@ -39,11 +38,7 @@ class LTXAdapter(AttentionAdapter):
         return cos, sin
 
     def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
-        """All tokens but those of the grid, which come last.
-
-        Raises:
-            ValueError: fewer tokens than the grid has.
-        """
+        """All tokens but those of the grid, which come last."""
         others = given.hidden_states.shape[1] - tokens
         return (others, 0) if others > 0 else super().extra(given, tokens)
 
@@ -51,52 +46,29 @@ class LTXAdapter(AttentionAdapter):
 def _model(name: str, head_dim: int, layers: int) -> Model:
     return Model(
         name,
-        "LTXVideoTransformer3DModel",
-        {"attention_head_dim": head_dim, "cross_attention_dim": 32 * head_dim},
+        _CLASS,
         32,
         head_dim,
         layers,
-        blocks=(7, 3, 4),
+        (7, 3, 4),
+        ((512, 704), (704, 1216)),
+        {"cross_attention_dim": 32 * head_dim},
+        frames=161,
         stride=32,
         patch=1,
-        sizes=((512, 704), (704, 1216)),
-        frames=161,
         temporal_stride=8,
         grids={"512p": (21, 16, 22), "704p": (21, 22, 38)},
     )
 
 
-_TINY = Model(
-    "tiny-ltx",
-    "LTXVideoTransformer3DModel",
-    {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "cross_attention_dim": 32,
-        "caption_channels": 24,
-        "in_channels": 8,
-        "out_channels": 8,
-    },
-    2,
-    16,
-    3,
-    blocks=(1, 2, 2),
-    stride=32,
-    patch=1,
-    sizes=((128, 192),),
-    frames=9,
-    temporal_stride=8,
-)
-
-
-class LTXFamily(Family):
+class LTXFamily(PackedFamily, VideoFamily):
     """Video transformers with a (frames, height, width) token grid."""
 
     name = "ltx"
-    transformers = ("LTXVideoTransformer3DModel",)
-    axes = 3
-    block_lists = ("transformer_blocks",)
+    transformers = (_CLASS,)
     adapter = LTXAdapter("image_rotary_emb")
+    processor = cross_processor = "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor"
+    attention_class = "LTXAttention"
     # at 161 frames of 512x704 pixels 88 tokens a block, about as high as wide
     default_config = MHLAConfig(blocks=(7, 3, 4), rope="before", mixing_per_head=True, sparse="content")
     dispatches_attention = True
@@ -112,18 +84,18 @@ class LTXFamily(Family):
         "rope_interpolation_scale",
         "video_coords",
     )
+    conditions = (
+        Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),
+        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
+    )
     # the class's defaults, and of the 13B models of 0.9.7 their heads of 128 channels in 48 layers
-    models = (_model("ltx-video-2b", 64, 28), _model("ltx-video-13b", 128, 48), _TINY)
-
-    def self_attention_processor(self) -> Any:
-        """``LTXVideoAttnProcessor``."""
-        from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
-
-        return LTXVideoAttnProcessor()
-
-    def cross_attention_processor(self) -> Any:
-        """``LTXVideoAttnProcessor`` as well."""
-        return self.self_attention_processor()
+    models = (
+        _model("ltx-video-2b", 64, 28),
+        _model("ltx-video-13b", 128, 48),
+        tiny_video(
+            "ltx", _CLASS, head_dim=16, sizes=((128, 192),), stride=32, patch=1, temporal_stride=8, settings=_TINY
+        ),
+    )
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
         """Pictures that condition the video would be split with it, and diffusers hides no text across processes."""
@@ -139,16 +111,8 @@ class LTXFamily(Family):
             )
         return None
 
-    def recognises_self_attention(self, attn: Any) -> bool:
-        """``LTXAttention``."""
-        return type(attn).__name__ == "LTXAttention"
-
-    def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
-        """(frames, height, width) of latents before they are packed."""
-        return tuple(size // patch for size, patch in zip(latents.shape[2:], _patch(transformer), strict=True))
-
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """The numbers that the pipeline tells; the model believes coordinates instead where they are given.
+        """The numbers that the pipeline gives; the model believes coordinates instead where they are given.
 
         Raises:
             ValueError: neither, or coordinates without a grid.
@@ -171,47 +135,10 @@ class LTXFamily(Family):
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """Packed latents and their size, at the usual frame rate."""
+        """With the grid, at the usual frame rate."""
         frames, height, width = self.token_grid(transformer, latents)
-        return {
-            "hidden_states": pack(latents, _patch(transformer)),
-            "timestep": timestep,
-            "num_frames": frames,
-            "height": height,
-            "width": width,
-            "rope_interpolation_scale": _ROPE_SCALE,
-            **conditioning,
-        }
-
-    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Unpacked."""
-        return unpack(output, self.token_grid(transformer, latents), _patch(transformer))
-
-    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Flow matching."""
-        return FlowMatching(flow_shift)
-
-    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """``encoder_hidden_states`` (128, channels) of T5 and ``encoder_attention_mask`` (128,), bool."""
-        text, mask, *_ = self.encode_text(pipe, prompt, {"max_sequence_length": _TEXT_TOKENS, **(settings or {})})
-        return {"encoder_hidden_states": text[0], "encoder_attention_mask": mask[0]}
-
-    def conditioning_shapes(self, transformer: Any) -> Sample:
-        """``encoder_hidden_states`` (128, channels) and ``encoder_attention_mask`` (128,)."""
-        return {
-            "encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.caption_channels, device="meta"),
-            "encoder_attention_mask": torch.empty(_TEXT_TOKENS, dtype=torch.bool, device="meta"),
-        }
-
-    def generate_latents(
-        self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
-    ) -> torch.Tensor:
-        """(C, F, H, W), which ``LTXPipeline`` leaves packed."""
-        latents = super().generate_latents(pipe, prompt, clip, steps, guidance, generator)
-        if latents.ndim > 2:
-            return latents
-        grid = self.grid_of_clip(pipe, pipe.transformer, clip)
-        return unpack(latents[None], grid, _patch(pipe.transformer))[0]
+        size = {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": _ROPE_SCALE}
+        return {**size, **super().forward_arguments(transformer, latents, timestep, conditioning)}
 
 
 def _hides_text(mask: torch.Tensor) -> bool:
@@ -219,25 +146,16 @@ def _hides_text(mask: torch.Tensor) -> bool:
     return bool((mask == 0).any() if mask.ndim == 2 else (mask != 0).any())
 
 
-def _patch(transformer: Any) -> tuple[int, int, int]:
-    """Latents per token along frames, height and width."""
-    config = transformer.config
-    return config.patch_size_t, config.patch_size, config.patch_size
-
-
 def _grid_of_coordinates(coordinates: Any) -> tuple[int, ...]:
-    """Token grid of coordinates (B, 3, N): time, height and width of every token.
-
-    The grid begins at the first token of time 0; what stands before it are frames of conditions, at later times.
-    It is kept with the tensor, which a pipeline hands over in every step.
-
-    Raises:
-        ValueError: no time is 0, or the tokens from there on are not whole frames in raster order.
-    """
+    """Token grid of coordinates (B, 3, N), kept with the tensor, which a pipeline passes in every step."""
     return kept_with(coordinates, _read_grid)
 
 
 def _read_grid(coordinates: torch.Tensor) -> tuple[int, ...]:
+    """From time, height and width of every token: the grid begins at the first token of time 0.
+
+    What stands before it are frames of conditions, at later times.
+    """
     places = coordinates[0].cpu()
     at_zero = (places[0] == 0).nonzero()
     on_grid = places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :]

@@ -109,14 +109,7 @@ class FlowMatching(DiffusionProcess):
 
 
 class ReversedFlowMatching(FlowMatching):
-    """Z-Image: its time runs from the noise to the data, so the transformer takes 1 − σ.
-
-    Args:
-        shift: see :class:`FlowMatching`.
-    """
-
-    def __init__(self, shift: float) -> None:
-        super().__init__(shift)
+    """Z-Image: its time runs from the noise to the data, so the transformer takes 1 − σ."""
 
     def timestep(self, time: torch.Tensor) -> torch.Tensor:
         """1 − σ."""

@@ -1,7 +1,7 @@
 """Qwen-Image: ``QwenImageTransformer2DModel``.
 
 Joint attention in every block, the text before the image, each with RoPE of its own as complex numbers; padded text is
-masked. The transformer takes packed latents, 2x2 to a token, and is told the token grid of every picture.
+masked. The transformer takes packed latents, 2x2 to a token, and is given the token grid of every picture.
 """
 
 from collections.abc import Mapping
@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from ..attention.rope import Rotary, rotary_of_complex
-from ..config import MHLAConfig
 from .adapters import AttentionArguments, JointAdapter
-from .encoding import of_unit_scale, padded_text
-from .packed import PackedFamily
-from .sizes import GRIDS_OF_LARGE_SQUARES, LARGE_SQUARES, Clip, Model
-from .structure import Sample
+from .family import Condition, Sample, of_unit_scale
+from .models import Clip, image_model, tiny_image
+from .styles import PackedImageFamily, PaddedTextFamily
 
+_CLASS = "QwenImageTransformer2DModel"
 _TEXT_TOKENS = 512
-"""Default of the pipeline's call, which fills text up to the longest of a batch and masks what it added."""
+"""Default of the pipeline's call, which pads text to the longest of a batch and masks the padding."""
 _NO_PROMPT = " "
 """What the pipeline's documentation gives as the negative prompt."""
+_TINY = {"axes_dims_rope": (4, 6, 6), "joint_attention_dim": 32, "in_channels": 16, "out_channels": 4}
 
 
 class QwenImageAdapter(JointAdapter):
-    """Text first, with a mask and a table of RoPE of its own."""
+    """The text has a mask and a table of RoPE of its own."""
 
     def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
         """(B, N): the tokens of the grid all take part.
@@ -47,53 +47,15 @@ class QwenImageAdapter(JointAdapter):
         return cos, sin
 
 
-_QWEN_IMAGE = Model(
-    "qwen-image",
-    "QwenImageTransformer2DModel",
-    {},
-    24,
-    128,
-    60,
-    (4, 4),
-    stride=8,
-    patch=2,
-    sizes=LARGE_SQUARES,
-    grids=GRIDS_OF_LARGE_SQUARES,
-)
-_TINY = Model(
-    "tiny-qwenimage",
-    "QwenImageTransformer2DModel",
-    {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "axes_dims_rope": (4, 6, 6),
-        "joint_attention_dim": 32,
-        "in_channels": 16,
-        "out_channels": 4,
-    },
-    2,
-    16,
-    3,
-    blocks=(2, 2),
-    stride=8,
-    patch=2,
-    sizes=((64, 64),),
-)
-
-
-class QwenImageFamily(PackedFamily):
+class QwenImageFamily(PaddedTextFamily, PackedImageFamily):
     """Text-to-image transformers with a (height, width) token grid."""
 
     name = "qwenimage"
-    transformers = ("QwenImageTransformer2DModel",)
-    block_lists = ("transformer_blocks",)
-    attentions = ("attn",)
+    transformers = (_CLASS,)
     adapter = QwenImageAdapter(context_first=True)
+    processor = "diffusers.models.transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0"
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("img_mlp", "txt_mlp")
-    # at 1024 px 16 tokens a side of a block
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
-    dispatches_attention = True
     forward_names = (
         "hidden_states",
         "encoder_hidden_states",
@@ -102,16 +64,17 @@ class QwenImageFamily(PackedFamily):
         "img_shapes",
         "guidance",
     )
-    models = (_QWEN_IMAGE, _TINY)
-
-    def self_attention_processor(self) -> Any:
-        """``QwenDoubleStreamAttnProcessor2_0``."""
-        from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
-
-        return QwenDoubleStreamAttnProcessor2_0()
+    conditions = (
+        Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
+        Condition("encoder_hidden_states_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
+    )
+    models = (
+        image_model("qwen-image", _CLASS, 24, 128, 60),
+        tiny_image("qwenimage", _CLASS, head_dim=16, settings=_TINY),
+    )
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """As ``img_shapes`` tells it of the first sample, by which the model lays out the whole batch.
+        """From ``img_shapes`` of the first sample, by which the model lays out the whole batch.
 
         Raises:
             ValueError: more than one picture, or frames of a video.
@@ -130,14 +93,10 @@ class QwenImageFamily(PackedFamily):
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """Packed latents and the shape of one picture for every sample."""
+        """With the shape of one picture for every sample."""
         shape = (1, *self.token_grid(transformer, latents))
-        return {
-            "hidden_states": self.packed(latents),
-            "timestep": timestep,
-            "img_shapes": [[shape]] * len(latents),
-            **conditioning,
-        }
+        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        return {"img_shapes": [[shape]] * len(latents), **arguments}
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(B, 16, H, W): the autoencoder is one of videos, of which an image is one frame."""
@@ -147,21 +106,6 @@ class QwenImageFamily(PackedFamily):
         """(C, H, W), halved as often as the autoencoder has entries of ``temperal_downsample``."""
         stride, (height, width) = 2 ** len(vae["temperal_downsample"]), clip.sizes[0]
         return self.channels(transformer), height // stride, width // stride
-
-    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """``encoder_hidden_states`` (512, channels) of Qwen2.5-VL, and ``encoder_hidden_states_mask`` (512,)."""
-        chosen = {"max_sequence_length": _TEXT_TOKENS, **(settings or {})}
-        embeddings, mask = self.encode_text(pipe, prompt, chosen)
-        text = embeddings[0] if mask is None else embeddings[0][mask[0].bool()]
-        filled, own = padded_text(text, chosen["max_sequence_length"])
-        return {"encoder_hidden_states": filled, "encoder_hidden_states_mask": own}
-
-    def conditioning_shapes(self, transformer: Any) -> Sample:
-        """``encoder_hidden_states`` (512, channels) and ``encoder_hidden_states_mask`` (512,)."""
-        return {
-            "encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.joint_attention_dim, device="meta"),
-            "encoder_hidden_states_mask": torch.empty(_TEXT_TOKENS, dtype=torch.int64, device="meta"),
-        }
 
     def guidance_arguments(self, guidance: float) -> dict[str, Any]:
         """Classifier-free guidance, which the pipeline runs if it is given a negative prompt."""

@@ -11,10 +11,11 @@ import torch
 
 from ..config import MHLAConfig
 from .adapters import AttentionAdapter, AttentionArguments, AttentionInput
-from .sizes import Clip, Model
-from .structure import Sample
+from .family import Sample
+from .models import Clip, Model
 from .wan import WanFamily, grid_of_table, tiny_wan, wan_model
 
+_CLASS = "SkyReelsV2Transformer3DModel"
 _AT_24_FPS = 1
 """What a model that is told frames per second is told for any but 16."""
 
@@ -83,7 +84,7 @@ def _model(name: str, heads: int, ffn_dim: int, layers: int) -> Model:
         heads,
         ffn_dim,
         layers,
-        transformer="SkyReelsV2Transformer3DModel",
+        transformer=_CLASS,
         blocks=(8, 3, 6),
         sizes=((544, 960), (720, 1280)),
         frames=97,
@@ -96,9 +97,10 @@ class SkyReelsV2Family(WanFamily):
     """Video transformers with a (frames, height, width) token grid."""
 
     name = "skyreels_v2"
-    transformers = ("SkyReelsV2Transformer3DModel",)
-    streamed = ("SkyReelsV2Transformer3DModel",)
+    transformers = (_CLASS,)
+    streamed = (_CLASS,)
     attention_class = "transformer_skyreels_v2.SkyReelsV2Attention"
+    processor = cross_processor = "diffusers.models.transformers.transformer_skyreels_v2.SkyReelsV2AttnProcessor"
     adapter = SkyReelsV2Adapter()
     # blocks as long as Wan's, 354 tokens each at 540p and 97 frames
     default_config = MHLAConfig(blocks=(8, 3, 6), mixing_per_head=True, sparse="content")
@@ -108,14 +110,8 @@ class SkyReelsV2Family(WanFamily):
     models = (
         _model("skyreels-v2-1.3b", 12, 8960, 30),
         _model("skyreels-v2-14b", 40, 13824, 40),
-        tiny_wan("tiny-skyreels_v2", "SkyReelsV2Transformer3DModel"),
+        tiny_wan("skyreels_v2", _CLASS),
     )
-
-    def self_attention_processor(self) -> Any:
-        """``SkyReelsV2AttnProcessor``."""
-        from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2AttnProcessor
-
-        return SkyReelsV2AttnProcessor()
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample

@@ -1,4 +1,4 @@
-"""What the vision transformers of transformers have in common: ViT, DeiT, DINOv2, SigLIP's vision tower.
+"""Vision transformers of transformers: ViT, DeiT, DINOv2, SigLIP's vision tower, and DeiT as the paper trains it.
 
 Softmax self-attention over the patches of a picture, which are the (height, width) token grid. Class, distillation and
 register tokens stand before the grid and outside of it: they attend, and are attended to, with softmax. Positions are
@@ -13,17 +13,20 @@ from torch import nn
 
 from ..config import MHLAConfig
 from .adapters import AttentionArguments, AttentionInput, Projected, finite, key_padding_mask, lowered
-from .attention_classes import give_classes, take_classes
-from .of_transformers import TransformersAdapter, TransformersFamily
-from .sizes import Clip
-from .structure import Sample
+from .family import Sample
+from .models import Clip, Model, squares
+from .styles import TransformersAdapter, TransformersFamily
 
 
 class VisionAdapter(TransformersAdapter):
-    """Self-attention over the patches alone."""
+    """Self-attention over the patches and the tokens before them, of which there may be none."""
+
+    def __init__(self, has_extra: bool = False) -> None:
+        super().__init__()
+        self.has_extra = has_extra
 
     def heads(self, attn: Any) -> tuple[int, int]:
-        """Heads of an attention and head dim."""
+        """Number of heads and head dim."""
         count = attn.num_attention_heads if hasattr(attn, "num_attention_heads") else attn.num_heads
         return int(count), int(attn.head_dim)
 
@@ -32,16 +35,37 @@ class VisionAdapter(TransformersAdapter):
         named = {**dict(zip(("hidden_states", "attention_mask"), args, strict=False)), **kwargs}
         return AttentionArguments(named["hidden_states"], attention_mask=named.get("attention_mask"))
 
-    def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
-        """Tokens, and which of them take part.
+    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+        """(B, N) of what transformers makes of a mask: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows.
 
         Raises:
             ValueError: a mask that differs between queries, or of another kind than a tensor.
         """
-        hidden_states, mask = arguments.hidden_states, arguments.attention_mask
+        mask, (batch, tokens) = arguments.attention_mask, arguments.hidden_states.shape[:2]
         if mask is None:
-            return AttentionInput(hidden_states)
-        return AttentionInput(hidden_states, key_mask=_key_mask(mask, *hidden_states.shape[:2]))
+            return None
+        if not isinstance(mask, torch.Tensor):
+            raise ValueError(
+                f"MHLA honours masks that are tensors and got a {type(mask).__name__}, which transformers makes for "
+                "its implementation 'flex_attention'; load the model with attn_implementation='sdpa'."
+            )
+        if tuple(mask.shape) == (batch, 1, tokens, tokens):
+            differs = (mask != mask[:, :, :1]).any()
+            message = (
+                "MHLA honours a mask that says which tokens take part, the same for every query, and this one differs "
+                "between queries: keep softmax attention in this layer with layers=[...]."
+            )
+            if torch.compiler.is_compiling():
+                torch._assert_async(~differs, message)
+            elif bool(differs):
+                raise ValueError(message)
+            mask = mask[:, :, :1]
+        return key_padding_mask(mask, batch, tokens)
+
+    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+        """All tokens that are more than the patches stand before these."""
+        others = given.hidden_states.shape[1] - tokens
+        return (others, 0) if self.has_extra and others > 0 else super().extra(given, tokens)
 
     def project(self, attn: Any, given: AttentionInput) -> Projected:
         """Query, key and value of all tokens."""
@@ -57,50 +81,20 @@ class VisionAdapter(TransformersAdapter):
         return finite(self.output_projection(attn)(output.flatten(2))), None
 
 
-class PrefixedAdapter(VisionAdapter):
-    """Self-attention over the patches and the tokens before them."""
-
-    has_extra = True
-
-    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
-        """All tokens that are more than the patches stand before these."""
-        count = given.hidden_states.shape[1]
-        return (count - tokens, 0) if count > tokens else super().extra(given, tokens)
-
-
-def _key_mask(mask: Any, batch: int, tokens: int) -> torch.Tensor:
-    """The (B, N) mask of what transformers makes of one: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows."""
-    if not isinstance(mask, torch.Tensor):
-        raise ValueError(
-            f"MHLA honours masks that are tensors and got a {type(mask).__name__}, which transformers makes for its "
-            "implementation 'flex_attention'; load the model with attn_implementation='sdpa'."
-        )
-    if tuple(mask.shape) == (batch, 1, tokens, tokens):
-        differs = (mask != mask[:, :, :1]).any()
-        message = (
-            "MHLA honours a mask that says which tokens take part, the same for every query, and this one differs "
-            "between queries: keep softmax attention in this layer with layers=[...]."
-        )
-        if torch.compiler.is_compiling():
-            torch._assert_async(~differs, message)
-        elif bool(differs):
-            raise ValueError(message)
-        mask = mask[:, :, :1]
-    return key_padding_mask(mask, batch, tokens)
-
-
 class VisionFamily(TransformersFamily):
     """Vision models of transformers, whose tokens are the patches of one picture."""
 
     axes = 2
     kind = "vision"
+    adapter = VisionAdapter(has_extra=True)
+    attentions = ("attention",)
     forward_names = ("pixel_values",)
     # the paper's 16 blocks; of 196 tokens uniform blocks of 64 would be too few to choose among
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
     default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
     feed_forwards = ("mlp",)
     trunk_names: ClassVar[tuple[str, ...]] = ()
-    """Attributes of a model with a head in which the model without it lies; absent ones are passed."""
+    """Attributes of a model with a head in which the model without it lies; absent ones are skipped."""
     layers_path: ClassVar[str] = "layers"
     """Of the blocks, in the trunk."""
 
@@ -164,14 +158,109 @@ class VisionFamily(TransformersFamily):
             return f"causal={config.causal!r} orders tokens, and the patches of {kind} have no order; leave it at None."
         return None
 
-    def prepare(self, transformer: Any) -> None:
-        """Give its attentions a place for a processor."""
-        from .vision_attentions import CLASSES
 
-        give_classes(self.self_attentions(transformer).values(), CLASSES)
+class ViTFamily(VisionFamily):
+    """ViT: a class token before the patches."""
 
-    def restore(self, transformer: Any) -> None:
-        """The classes of before."""
-        from .vision_attentions import CLASSES
+    name = "vit"
+    transformers = ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
+    trunk_names = ("vit",)
+    extra_tokens = 1
 
-        take_classes(self.self_attentions(transformer).values(), CLASSES)
+
+class DeiTFamily(VisionFamily):
+    """DeiT: a class token and a distillation token before the patches."""
+
+    name = "deit"
+    transformers = (
+        "DeiTModel",
+        "DeiTForImageClassification",
+        "DeiTForImageClassificationWithTeacher",
+        "DeiTForMaskedImageModeling",
+    )
+    trunk_names = ("deit",)
+    extra_tokens = 2
+
+
+class Dinov2Family(VisionFamily):
+    """DINOv2: a class token, and in models with registers four of these after it, before the patches."""
+
+    name = "dinov2"
+    transformers = (
+        "Dinov2Model",
+        "Dinov2ForImageClassification",
+        "Dinov2Backbone",
+        "Dinov2WithRegistersModel",
+        "Dinov2WithRegistersForImageClassification",
+        "Dinov2WithRegistersBackbone",
+    )
+    trunk_names = ("dinov2", "dinov2_with_registers")
+    layers_path = "encoder.layer"
+    extra_tokens = 5
+
+
+class SiglipFamily(VisionFamily):
+    """SigLIP's vision tower, alone, under a classifier, or beside the text tower, which is left alone.
+
+    It has patches alone: what pools them is no self-attention.
+    """
+
+    name = "siglip"
+    transformers = ("SiglipVisionModel", "SiglipForImageClassification", "SiglipModel")
+    trunk_names = ("vision_model",)
+    layers_path = "encoder.layers"
+    attentions = ("self_attn",)
+    adapter = VisionAdapter()
+
+
+_POOLED = "PooledViTForImageClassification"
+
+
+def _pooled(name: str, layers: int, heads: int, head_dim: int, **different: Any) -> Model:
+    width = heads * head_dim
+    shape = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width, "layer_norm_eps": 1e-6}
+    settings = shape | different.pop("settings")
+    usual = {"settings": settings, "stride": 1, "layers_argument": "num_hidden_layers"}
+    return Model(name, _POOLED, heads, head_dim, layers, **{**usual, **different})
+
+
+class PooledViTFamily(VisionFamily):
+    """DeiT whose patches are averaged (paper, Appendix E): :mod:`mhla_diffusers.models.pooled_vit`."""
+
+    name = "pooled-vit"
+    library = "mhla_diffusers.models"
+    transformers = (_POOLED,)
+    adapter = VisionAdapter()
+    # DeiT for ImageNet as PooledViTConfig.deit_t and deit_s make it, at 224 pixels and beyond
+    models = (
+        *(
+            _pooled(
+                name,
+                12,
+                heads,
+                64,
+                blocks=(4, 4),
+                patch=16,
+                sizes=squares(224, 384, 512, 1024, 2048),
+                settings={"num_labels": 1000},
+            )
+            for name, heads in (("deit-t-16", 3), ("deit-s-16", 6))
+        ),
+        _pooled(
+            "tiny-pooled-vit",
+            3,
+            2,
+            12,
+            blocks=(2, 2),
+            patch=4,
+            sizes=squares(32),
+            settings={"image_size": 32, "patch_size": 4, "num_labels": 5},
+        ),
+    )
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """Pixels of any size: positions are interpolated."""
+        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        return {**arguments, "interpolate_pos_encoding": True}

@@ -1,6 +1,6 @@
 """Wan: ``WanTransformer3DModel`` (2.1 text- and image-to-video, 2.2 A14B, 2.2 TI2V-5B) and VACE.
 
-Self-attention is softmax with RMSNorm over all channels of query and key and 3-D RoPE, handed to every attention as
+Self-attention is softmax with RMSNorm over all channels of query and key and 3-D RoPE, passed to every attention as
 ``rotary_emb``. A VACE transformer has its control blocks in a second list, ``vace_blocks``; their layers count on after
 the main ones. A Wan 2.2 A14B pipeline has two transformers, which are patched alike.
 
@@ -17,86 +17,54 @@ import torch
 
 from ..attention.rope import Rotary
 from ..config import MHLAConfig
-from .base import Family
-from .encoding import of_unit_scale
+from .family import Condition, Sample
+from .models import Clip, Model, tiny_video
 from .processes import DiffusionProcess, FlowMatching
-from .sizes import Clip, Model
-from .structure import Sample
+from .styles import VideoFamily, thirds
 
+_CLASS = "WanTransformer3DModel"
 _TEXT_TOKENS = 512
 """Length that the pipeline pads text to in training; its text is not masked, so the length matters."""
 _IMAGE_TOKENS = 257
 """Of CLIP ViT-H/14 for a picture: a class and 16x16 patches."""
-
 _LAID_OUT: set[tuple[int, ...]] = set()
 """Shapes of tables before they were flattened that were seen to be the token grid."""
 
 
-def grid_of_table(table: Any) -> tuple[int, ...]:
-    """Token grid of RoPE's sines, (1, N, 1, D), read off the three coordinates of every token.
-
-    The table is a flattened (frames, height, width, D), of which it remains a view outside of inference mode. Once the
-    coordinates were seen to lie as this shape says, the shape tells by itself, and no device is waited for.
-    """
-    laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
-    if laid_out in _LAID_OUT:
-        return laid_out
-    if not hasattr(table, "token_grid"):  # all layers of a forward are handed the same table
-        table.token_grid = _grid_of_sines(table)
-    if table.token_grid == laid_out:
-        _LAID_OUT.add(table.token_grid)
-    grid: tuple[int, ...] = table.token_grid
-    return grid
-
-
-def _grid_of_sines(table: torch.Tensor) -> tuple[int, ...]:
-    """The same, from the values alone."""
-    head_dim = table.shape[-1]
-    side = 2 * (head_dim // 6)
-    # the first channel of an axis is sin(coordinate), which no coordinate but 0 makes 0
-    at_zero = table[0, :, 0, [0, head_dim - 2 * side, head_dim - side]] == 0
-    along = [at_zero[:, [axis for axis in range(3) if axis != counted]].all(dim=1).sum() for counted in range(3)]
-    return tuple(torch.stack(along).tolist())
-
-
 def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any) -> Model:
-    """A configuration of Wan 2.1 text-to-video at its sizes, but for what is different of a relative."""
-    settings = {"num_attention_heads": heads, "ffn_dim": ffn_dim, **different.pop("settings", {})}
+    """A configuration of Wan 2.1 text-to-video at its sizes, but for what differs in a relative."""
     usual = {
-        "transformer": "WanTransformer3DModel",
+        "transformer": _CLASS,
         "blocks": (7, 3, 5),
-        "stride": 8,
-        "patch": 2,
         "sizes": ((480, 832), (720, 1280)),
         "frames": 81,
-        "temporal_stride": 4,
         # 480p is 480x800 here, the paper's setting (Sec. 5.3)
         "grids": {"480p": (21, 30, 50), "720p": (21, 45, 80)},
     }
-    return Model(name, settings=settings, heads=heads, head_dim=128, layers=layers, **{**usual, **different})
+    settings = {"ffn_dim": ffn_dim, **different.pop("settings", {})}
+    shape = {"heads": heads, "head_dim": 128, "layers": layers, "temporal_stride": 4}
+    return Model(name, settings=settings, **{**shape, **usual, **different})
 
 
 def tiny_wan(name: str, transformer: str, settings: Mapping[str, Any] | None = None, **different: Any) -> Model:
-    """A tiny configuration of Wan or of a relative, whose class has some other settings."""
-    tiny = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "text_dim": 32, "freq_dim": 16}
-    usual = {"blocks": (1, 2, 2), "stride": 8, "patch": 2, "sizes": ((64, 96),), "frames": 9, "temporal_stride": 4}
-    shape = {"heads": 2, "head_dim": 12, "layers": 3}
-    return Model(name, transformer, {**tiny, **(settings or {})}, **{**shape, **usual, **different})
+    """A tiny configuration of Wan or of a relative, whose class has other settings besides."""
+    tiny = {"ffn_dim": 32, "text_dim": 32, "freq_dim": 16, **(settings or {})}
+    return tiny_video(name, transformer, settings=tiny, **different)
 
 
-class WanFamily(Family):
+class WanFamily(VideoFamily):
     """Video transformers with a (frames, height, width) token grid."""
 
     name = "wan"
-    transformers: ClassVar[tuple[str, ...]] = ("WanTransformer3DModel", "WanVACETransformer3DModel")
-    axes = 3
+    transformers: ClassVar[tuple[str, ...]] = (_CLASS, "WanVACETransformer3DModel")
     block_lists = ("blocks", "vace_blocks")
-    attention_class: ClassVar[str] = "transformer_wan.WanAttention"
-    """Module and class of its attentions, of which relatives have copies of their own."""
+    attention_class: ClassVar[str] = "transformer_wan.WanAttention"  # relatives have copies of their own
+    processor = cross_processor = "diffusers.models.transformers.transformer_wan.WanAttnProcessor"
     default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content")
     dispatches_attention = True
     # those of VACE take one time for all frames, and so do relatives
-    streamed: ClassVar[tuple[str, ...]] = ("WanTransformer3DModel",)
+    streamed: ClassVar[tuple[str, ...]] = (_CLASS,)
+    conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),)
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     measured_unasked = True
     models: ClassVar[tuple[Model, ...]] = (
@@ -104,17 +72,9 @@ class WanFamily(Family):
         wan_model("wan2.1-14b", 40, 13824, 40),
         # the transformer of the tiny pipeline of this name, with RoPE for larger sizes
         tiny_wan(
-            "tiny-wan",
-            "WanTransformer3DModel",
-            {
-                "num_attention_heads": 3,
-                "attention_head_dim": 32,
-                "ffn_dim": 384,
-                "text_dim": 64,
-                "freq_dim": 256,
-                "in_channels": 4,
-                "out_channels": 4,
-            },
+            "wan",
+            _CLASS,
+            {"ffn_dim": 384, "text_dim": 64, "freq_dim": 256, "in_channels": 4, "out_channels": 4},
             heads=3,
             head_dim=32,
             layers=4,
@@ -127,19 +87,13 @@ class WanFamily(Family):
         frames = clip.frames if clip.frames % stride == 1 else clip.frames // stride * stride + 1
         return super().grid_of_clip(pipe, transformer, replace(clip, frames=frames))
 
-    def recognises_self_attention(self, attn: Any) -> bool:
-        """One of :attr:`attention_class`."""
-        cls = type(attn)
-        return f"{cls.__module__}.{cls.__qualname__}".endswith(f".{self.attention_class}")
-
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
         """That of :func:`grid_of_table`."""
         return grid_of_table(rotary[1]) if self.recognises_self_attention(attn) else None
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """As ``WanRotaryPosEmbed`` shares them out: a third each, frames with what is left over."""
-        side = 2 * (head_dim // 6)
-        return head_dim - 2 * side, side, side
+        """As ``WanRotaryPosEmbed`` shares them out."""
+        return thirds(head_dim)
 
     def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
         """With the channels of the frames as the model's own table has them for later ones.
@@ -148,13 +102,15 @@ class WanFamily(Family):
             ValueError: the table ends before.
         """
         rope, last = transformer.rope, first + grid[0]
-        reason = self.why_too_late(transformer, first, last)
-        if reason is not None:
+        if (reason := self.why_too_late(transformer, first, last)) is not None:
             raise ValueError(reason)
-        return (
-            _with_frames(rotary[0], rope.freqs_cos[first:last, : rope.t_dim], grid),
-            _with_frames(rotary[1], rope.freqs_sin[first:last, : rope.t_dim], grid),
-        )
+
+        def later(table: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+            spread = frames.to(table)[:, None, None].expand(-1, *grid[1:], -1).reshape(1, -1, 1, frames.shape[-1])
+            return torch.cat([spread, table[..., frames.shape[-1] :]], dim=-1)
+
+        cos, sin = (table[first:last, : rope.t_dim] for table in (rope.freqs_cos, rope.freqs_sin))
+        return later(rotary[0], cos), later(rotary[1], sin)
 
     def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
         """The model's own table may end before."""
@@ -170,21 +126,11 @@ class WanFamily(Family):
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """Times of frames are handed over for every token, as Wan 2.2 TI2V-5B has them."""
+        """Times of frames are passed for every token, as Wan 2.2 TI2V-5B has them."""
         if timestep.ndim == 2:
             frames, *sides = self.token_grid(transformer, latents)
             timestep = timestep[:, :: timestep.shape[1] // frames].repeat_interleave(math.prod(sides), dim=1)
         return super().forward_arguments(transformer, latents, timestep, conditioning)
-
-    def self_attention_processor(self) -> Any:
-        """``WanAttnProcessor``."""
-        from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-
-        return WanAttnProcessor()
-
-    def cross_attention_processor(self) -> Any:
-        """``WanAttnProcessor`` as well."""
-        return self.self_attention_processor()
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """Flow matching of the channels that are predicted; those of a picture beside them stay."""
@@ -198,21 +144,19 @@ class WanFamily(Family):
         return arguments
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, 16, F, H, W): the mean of the posterior, normalised per channel.
-
-        For an image-to-video transformer (B, 36, F, H, W): behind these the mask and the latents of the first frame.
+        """(B, 16, F, H, W); of image-to-video (B, 36, F, H, W) with the mask and the latents of the first frame.
 
         Raises:
             ValueError: a transformer that takes other channels beside the noised ones.
         """
-        latents = _encoded(pipe, pixels)
+        latents = super().encode_pixels(pipe, pixels)
         wanted = self.channels(pipe.transformer.config)
         if wanted == latents.shape[1]:
             return latents
         known = torch.zeros_like(latents[:, :1]).repeat(1, self.temporal_stride(pipe), 1, 1, 1)
         known[:, :, 0] = 1
         first = torch.cat([pixels[:, :, :1], torch.zeros_like(pixels[:, :, 1:])], dim=2)
-        with_picture = torch.cat([latents, known, _encoded(pipe, first)], dim=1)
+        with_picture = torch.cat([latents, known, super().encode_pixels(pipe, first)], dim=1)
         if wanted != with_picture.shape[1]:
             raise ValueError(
                 f"{type(pipe.transformer).__name__} takes {wanted} channels, not the {latents.shape[1]} of latents or "
@@ -227,27 +171,30 @@ class WanFamily(Family):
         picture = pipe.video_processor.postprocess(pixels[:, :, 0].float(), output_type="pil")
         return {"encoder_hidden_states_image": pipe.encode_image(picture)[0]}
 
-    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """``encoder_hidden_states`` (512, channels): UMT5 embeddings, padded."""
-        chosen = {"max_sequence_length": _TEXT_TOKENS, **(settings or {})}
-        embeddings, _ = self.encode_text(pipe, prompt, chosen)
-        return {"encoder_hidden_states": embeddings[0]}
-
     def conditioning_shapes(self, transformer: Any) -> Sample:
-        """``encoder_hidden_states`` (512, channels); with a vision encoder ``encoder_hidden_states_image`` too."""
-        shapes = {"encoder_hidden_states": torch.empty(_TEXT_TOKENS, transformer.text_dim, device="meta")}
+        """With a vision encoder ``encoder_hidden_states_image`` too."""
+        shapes = dict(super().conditioning_shapes(transformer))
         if transformer.image_dim is not None:
             shapes["encoder_hidden_states_image"] = torch.empty(_IMAGE_TOKENS, transformer.image_dim, device="meta")
         return shapes
 
 
-def _with_frames(table: torch.Tensor, frames: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-    """A table (1, N, 1, D) with other values (F, channels) of its frames, which come first among the channels."""
-    _, height, width = grid
-    spread = frames.to(table)[:, None, None].expand(-1, height, width, -1).reshape(1, -1, 1, frames.shape[-1])
-    return torch.cat([spread, table[..., frames.shape[-1] :]], dim=-1)
+def grid_of_table(table: Any) -> tuple[int, ...]:
+    """Token grid of RoPE's sines, (1, N, 1, D), read off the three coordinates of every token.
 
-
-def _encoded(pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Means of the posterior, normalised per channel: float32 (B, 16, F, H, W)."""
-    return of_unit_scale(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())
+    The table is a flattened (frames, height, width, D), of which it remains a view outside of inference mode. Once the
+    coordinates were seen to lie as this shape says, the shape tells by itself, and no device is waited for.
+    """
+    laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
+    if laid_out in _LAID_OUT:
+        return laid_out
+    if not hasattr(table, "token_grid"):  # all layers of a forward are given the same table
+        frames, height, _ = thirds(table.shape[-1])
+        # the first channel of an axis is sin(coordinate), which no coordinate but 0 makes 0
+        at_zero = table[0, :, 0, [0, frames, frames + height]] == 0
+        along = [at_zero[:, [axis for axis in range(3) if axis != counted]].all(dim=1).sum() for counted in range(3)]
+        table.token_grid = tuple(torch.stack(along).tolist())
+    if table.token_grid == laid_out:
+        _LAID_OUT.add(table.token_grid)
+    grid: tuple[int, ...] = table.token_grid
+    return grid

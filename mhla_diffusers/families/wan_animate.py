@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from .sizes import Clip
-from .structure import Sample
+from .family import Sample
+from .models import Clip
 from .wan import WanFamily, tiny_wan, wan_model
 
+_CLASS = "WanAnimateTransformer3DModel"
 _STRIDE = 4
 """Frames of the face's video per latent frame, after the first one."""
 _FACELESS = -1.0
@@ -24,8 +25,9 @@ class WanAnimateFamily(WanFamily):
     """Video transformers with a (frames, height, width) token grid, one frame more than the video's."""
 
     name = "wan_animate"
-    transformers = ("WanAnimateTransformer3DModel",)
+    transformers = (_CLASS,)
     attention_class = "transformer_wan_animate.WanAttention"
+    processor = cross_processor = "diffusers.models.transformers.transformer_wan_animate.WanAttnProcessor"
     # Wan's defaults: a segment and the picture before it have the token grid of its 81 frames
     default_clip = Clip(frames=77, fps=30.0, sizes=((720, 1280),))
     measured_unasked = False
@@ -35,7 +37,7 @@ class WanAnimateFamily(WanFamily):
             40,
             13824,
             40,
-            transformer="WanAnimateTransformer3DModel",
+            transformer=_CLASS,
             settings={"added_kv_proj_dim": 5120},
             sizes=((720, 1280),),
             grids={"720p": (21, 45, 80)},
@@ -43,8 +45,8 @@ class WanAnimateFamily(WanFamily):
             more_layers={"inject_face_latents_blocks": 5},
         ),
         tiny_wan(
-            "tiny-wan_animate",
-            "WanAnimateTransformer3DModel",
+            "wan_animate",
+            _CLASS,
             {
                 "image_dim": 8,
                 "added_kv_proj_dim": 24,
@@ -59,12 +61,6 @@ class WanAnimateFamily(WanFamily):
             more_layers={"inject_face_latents_blocks": 1},
         ),
     )
-
-    def self_attention_processor(self) -> Any:
-        """``WanAttnProcessor``, Wan Animate's."""
-        from diffusers.models.transformers.transformer_wan_animate import WanAttnProcessor
-
-        return WanAttnProcessor()
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
         """Of a segment of so many frames, and the picture before it."""

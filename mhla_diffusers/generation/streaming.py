@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..families import Family, get_family
-from ..families.encoding import of_own_scale
+from ..families.family import of_own_scale
 from ..patching import VideoStream, require_layers
 
 Generators = torch.Generator | Sequence[torch.Generator]

@@ -189,7 +189,7 @@ class MHLAProcessor:
         """Run one attention of a language model, which projects and turns by itself.
 
         Args:
-            attn: an attention of :mod:`mhla_diffusers.families.with_interface`.
+            attn: an attention of :mod:`mhla_diffusers.families.patched_classes`.
             query: (B, n, H, D) after RoPE.
             key: (B, N, key heads, D), of the n tokens, or of all so far where the cache gives these.
             value: like ``key``.

@@ -9,7 +9,7 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import Clip, Family, get_family
-from mhla_diffusers.families.encoding import of_unit_scale
+from mhla_diffusers.families.family import of_unit_scale
 
 from .tiny import case_of
 from .tiny.case import FamilyCase

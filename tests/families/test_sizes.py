@@ -3,7 +3,7 @@
 import pytest
 from diffusers import AutoencoderDC
 
-from mhla_diffusers.families.sizes import strides_of
+from mhla_diffusers.families.models import strides_of
 
 from ..pipelines import sana_pipeline, wan_pipeline
 from .tiny.components import kl_autoencoder

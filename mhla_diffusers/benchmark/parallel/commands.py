@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ...families.sizes import Model
+    from ...families import Model
 
 _FOLDER = Path("outputs/parallel")
 _FRAMES = (25, 53, 81, 165, 333, 669, 1341, 2685)

@@ -1,14 +1,9 @@
-"""Sizes of a model: what it is asked for (:class:`Clip`), and the configurations at which it is measured."""
+"""Models as data: the configurations that ``mhla bench`` builds, real and tiny, and the sizes they are asked for."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-LARGE_SQUARES = tuple((side, side) for side in (1024, 2048, 4096))
-"""Height and width in pixels at which image models of 16 pixels per token are measured."""
-GRIDS_OF_LARGE_SQUARES = {f"{side}px": (side // 16, side // 16) for side, _ in LARGE_SQUARES}
-"""Their names and token grids."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +38,24 @@ class Model:
     """A configuration of a transformer, and the sizes at which it is measured."""
 
     name: str
-    """For example "wan2.1-1.3b"; tiny ones, for trying commands out, begin with "tiny". Those are shapes with random
-    weights, of fewer layers than the trained pipeline of the same name; only tiny-wan's shape is the pipeline's.
+    """For example "wan2.1-1.3b". Names of tiny ones, for trying commands out, begin with "tiny": these have random
+    weights and fewer layers than the trained pipeline of the same name; only tiny-wan has that pipeline's shape.
     """
     transformer: str
     """Class name."""
-    settings: Mapping[str, Any]
-    """Arguments of the class that differ from its defaults."""
     heads: int
     head_dim: int
     layers: int
-    """Given to the class as :attr:`layers_argument`."""
     blocks: tuple[int, ...]
     """Block counts of MHLA."""
-    stride: int
-    """Pixels per latent along height and width."""
-    patch: int
-    """Latents per token along height and width."""
     sizes: tuple[tuple[int, int], ...]
-    """Height and width in pixels that are measured unless others are asked for; the smallest alone on a CPU."""
+    """Heights and widths in pixels that are measured by default; on a CPU the smallest alone."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the class that differ from its defaults, beside heads, head dim and layers."""
+    stride: int = 8
+    """Pixels per latent along height and width."""
+    patch: int = 2
+    """Latents per token along height and width."""
     frames: int | None = None
     """Of a video; None for an image."""
     temporal_stride: int = 1
@@ -69,10 +63,11 @@ class Model:
     temporal_patch: int = 1
     """Latent frames per token."""
     passes: int = 2
-    """Forwards per step of the pipeline's usual call: 1 of a model that embeds its guidance."""
+    """Forwards per step of the pipeline's usual call: 1 for a model that embeds its guidance."""
     layers_argument: str = "num_layers"
+    """Argument of the class that takes :attr:`layers`."""
     more_layers: Mapping[str, int] = field(default_factory=dict)
-    """Arguments of the class that count layers of other kinds; where fewer layers are built, so are fewer of these."""
+    """Arguments of the class that count other layers; where fewer layers are built, so are fewer of these."""
     grids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Name of a size, such as 480p → token grid: the attentions that are measured by themselves."""
 
@@ -87,14 +82,42 @@ class Model:
         return self.name.startswith("tiny")
 
 
+def squares(*sides: int) -> tuple[tuple[int, int], ...]:
+    """Sizes of square images."""
+    return tuple((side, side) for side in sides)
+
+
+def image_model(name: str, transformer: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:
+    """A text-to-image model of 16 pixels per token at 1024, 2048 and 4096 pixels, but for what differs."""
+    sides = (1024, 2048, 4096)
+    usual = {
+        "blocks": (4, 4),
+        "sizes": squares(*sides),
+        "grids": {f"{side}px": (side // 16, side // 16) for side in sides},
+    }
+    return Model(name, transformer, heads, head_dim, layers, **{**usual, **different})
+
+
+def tiny_image(name: str, transformer: str, **different: Any) -> Model:
+    """A tiny image model: 3 layers of 2 heads of 12 channels, at 64 pixels, but for what differs."""
+    usual = {"heads": 2, "head_dim": 12, "layers": 3, "blocks": (2, 2), "sizes": squares(64)}
+    return Model(f"tiny-{name}", transformer, **{**usual, **different})
+
+
+def tiny_video(name: str, transformer: str, **different: Any) -> Model:
+    """A tiny video model: the same, at 9 frames of 64x96 pixels."""
+    usual = {"blocks": (1, 2, 2), "sizes": ((64, 96),), "frames": 9, "temporal_stride": 4}
+    return tiny_image(name, transformer, **{**usual, **different})
+
+
 def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:
     """Frames per latent frame after the first one, and pixels per latent along height and width.
 
     Args:
-        vae: configuration of an autoencoder, which tells them, or its stages, which halve.
+        vae: configuration of an autoencoder, which holds them, or its stages, which halve.
 
     Raises:
-        ValueError: nothing of this is told.
+        ValueError: it holds neither.
     """
     temporal = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio")
     spatial = vae.get("scale_factor_spatial") or vae.get("spatial_compression_ratio")

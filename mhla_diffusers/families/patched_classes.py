@@ -1,25 +1,154 @@
-"""Attentions of transformers that are led through its attention interface to a processor, as diffusers' are.
+"""Classes that a model's modules become while it is patched, and are no longer once the patch is removed.
 
-A patched model names the implementation ``mhla+`` and the one that it had, for example ``mhla+sdpa``. transformers then
-calls :func:`attend` for every layer, which asks the layer's processor, and for layers that were not chosen goes on to
-the implementation behind the ``+``. Imported when a model is patched.
+Only instances change, never a class of diffusers or transformers. Imported when a model is patched.
+
+Attentions of transformers get a processor, as diffusers' have one. Those of vision models run it in their forward.
+Llama's go through transformers' attention interface: a patched model names the implementation ``mhla+`` and the one
+that it had, for example ``mhla+sdpa``. transformers then calls :func:`attend` for every layer, which asks the layer's
+processor, and for layers that were not chosen goes on to the implementation behind the ``+``.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
+from diffusers.models.attention import AttentionMixin
+from diffusers.models.transformers import dit_transformer_2d, latte_transformer_3d, transformer_z_image
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deit import modeling_deit
+from transformers.models.dinov2 import modeling_dinov2
+from transformers.models.dinov2_with_registers import modeling_dinov2_with_registers
 from transformers.models.llama import modeling_llama
-
-from .attention_classes import WithProcessor, give_classes, refuse_weights, take_classes
+from transformers.models.siglip import modeling_siglip
+from transformers.models.vit import modeling_vit
 
 PREFIX = "mhla+"
 """Of the names of implementations."""
+_CONFIG_BEFORE = "_mhla_config_before"
+"""Attribute of a patched model: its own configuration, which other models may share."""
+_IMPLEMENTATION = "_attn_implementation_internal"
+"""Where a configuration keeps the name of the implementation."""
+
+
+class DiTTransformer2DModel(AttentionMixin, dit_transformer_2d.DiTTransformer2DModel):
+    """A patched DiT: everything else inherited.
+
+    The name is that of the base class because diffusers writes it into ``config.json``.
+    """
+
+
+class LatteTransformer3DModel(AttentionMixin, latte_transformer_3d.LatteTransformer3DModel):
+    """A patched Latte transformer, named as :class:`DiTTransformer2DModel` is."""
+
+
+class ZImageTransformer2DModel(AttentionMixin, transformer_z_image.ZImageTransformer2DModel):
+    """A patched Z-Image transformer, named as :class:`DiTTransformer2DModel` is."""
+
+
+_WITH_METHODS = {
+    kind.__bases__[1]: kind for kind in (DiTTransformer2DModel, LatteTransformer3DModel, ZImageTransformer2DModel)
+}
+"""diffusers' class → the one with the methods."""
+
+
+def give_processor_methods(transformer: Any) -> None:
+    """Make an instance of one of diffusers' classes one of that with the methods; any other stays what it is."""
+    own = type(transformer)
+    if own in _WITH_METHODS:
+        transformer.__class__ = _WITH_METHODS[own]
+        # what diffusers writes into model_index.json; the class keeps its own, so that pickle finds it
+        transformer.__dict__["__module__"] = own.__module__
+
+
+def take_processor_methods(transformer: Any) -> None:
+    """The inverse of :func:`give_processor_methods`."""
+    own = next((own for own, kind in _WITH_METHODS.items() if kind is type(transformer)), None)
+    if own is not None:
+        transformer.__class__ = own
+        del transformer.__dict__["__module__"]
+
+
+class OwnAttention:
+    """Stands where no processor is: the layer does what its class of transformers does."""
+
+
+_OWN = OwnAttention()
+
+
+class WithProcessor:
+    """Base class, beside one of transformers' attentions, of an attention of a patched model."""
+
+    processor: Any = _OWN
+
+    def set_processor(self, processor: Any) -> None:
+        """As diffusers' attentions have it; :class:`OwnAttention` takes the processor away."""
+        if not isinstance(processor, OwnAttention):
+            self.processor = processor
+        elif "processor" in vars(self):
+            del self.processor
+
+    def get_processor(self) -> Any:
+        """As diffusers' attentions have it."""
+        return self.processor
+
+    @property
+    def has_processor(self) -> bool:
+        """Whether one has been set."""
+        return not isinstance(self.processor, OwnAttention)
+
+
+class _VisionAttention(WithProcessor):
+    """Runs its processor, if it has one, and else what it inherits."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As the class of transformers beside this one.
+
+        Args:
+            hidden_states: (B, N, hidden size).
+            attention_mask: what transformers has made of the model's mask for its attention implementation.
+            **kwargs: what the model's caller tells attention implementations besides.
+
+        Returns:
+            (B, N, hidden size), and weights where an attention that is not replaced gives them.
+
+        Raises:
+            ValueError: dropout of weights of softmax, or a wish for them, and what the processor refuses.
+        """
+        inherited: Any = super()
+        if not self.has_processor:
+            return inherited.forward(hidden_states, attention_mask, **kwargs)
+        own: Any = self
+        dropout = own.dropout if isinstance(own, modeling_siglip.SiglipAttention) else own.attention_dropout
+        asked = kwargs.get("output_attentions", own.config.output_attentions)
+        refuse_weights(dropout if own.training else 0.0, bool(asked))
+        return self.processor(self, hidden_states, attention_mask=attention_mask)
+
+
+class ViTAttention(_VisionAttention, modeling_vit.ViTAttention):
+    """Of ViT, and of DeiT with average pooling."""
+
+
+class DeiTAttention(_VisionAttention, modeling_deit.DeiTAttention):
+    """Of DeiT."""
+
+
+class Dinov2Attention(_VisionAttention, modeling_dinov2.Dinov2Attention):
+    """Of DINOv2."""
+
+
+class Dinov2WithRegistersAttention(_VisionAttention, modeling_dinov2_with_registers.Dinov2WithRegistersAttention):
+    """Of DINOv2 with registers."""
+
+
+class SiglipAttention(_VisionAttention, modeling_siglip.SiglipAttention):
+    """Of SigLIP's vision tower."""
 
 
 class LlamaAttention(WithProcessor, modeling_llama.LlamaAttention):
@@ -60,14 +189,55 @@ class LlamaAttention(WithProcessor, modeling_llama.LlamaAttention):
         return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
 
-_WITH = {modeling_llama.LlamaAttention: LlamaAttention}
+CLASSES: dict[type, type] = {
+    modeling_llama.LlamaAttention: LlamaAttention,
+    modeling_vit.ViTAttention: ViTAttention,
+    modeling_deit.DeiTAttention: DeiTAttention,
+    modeling_dinov2.Dinov2Attention: Dinov2Attention,
+    modeling_dinov2_with_registers.Dinov2WithRegistersAttention: Dinov2WithRegistersAttention,
+    modeling_siglip.SiglipAttention: SiglipAttention,
+}
 """transformers' class → the one with a processor."""
 
 
-_CONFIG_BEFORE = "_mhla_config_before"
-"""Attribute of a patched model: its configuration of before, which other models may share."""
-_IMPLEMENTATION = "_attn_implementation_internal"
-"""Where a configuration keeps the name of the implementation."""
+def give_classes(attentions: Iterable[Any], classes: Mapping[type, type] | None = None) -> None:
+    """Give attentions of a model of transformers a place for a processor, by default those of :data:`CLASSES`."""
+    classes = CLASSES if classes is None else classes
+    for attn in attentions:
+        before = type(attn)
+        attn.__class__ = classes.get(before, before)
+        # accelerate, which spreads a model over devices, keeps the forward of before and calls it by this name
+        kept = vars(attn).get("_old_forward")
+        if getattr(kept, "__func__", None) is before.forward:
+            attn._old_forward = MethodType(type(attn).forward, attn)
+
+
+def take_classes(attentions: Iterable[Any]) -> None:
+    """The inverse of :func:`give_classes`."""
+    give_classes(attentions, {kind: base for base, kind in CLASSES.items()})
+
+
+def refuse_weights(dropout: float, asked: bool) -> None:
+    """Raise if a call needs weights of softmax, which MHLA does not make.
+
+    Args:
+        dropout: of weights, in this call.
+        asked: whether the caller wants to see them.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    if dropout:
+        raise ValueError(
+            f"attention_dropout={dropout} drops weights of softmax, which MHLA does not make; set it to 0 in the "
+            "configuration before the model is made (there attention_probs_dropout_prob of some), or in the layers of "
+            "one that is made, attn.attention_dropout (attn.dropout of SigLIP)."
+        )
+    if asked:
+        raise ValueError(
+            "output_attentions=True asks for weights of softmax, which MHLA does not make. Leave it out, or call "
+            "within mhla_disabled(model); weights() of one of mhla_layers(model) tells what MHLA gives to every key."
+        )
 
 
 def _registered(replaced: str) -> str:
@@ -82,7 +252,7 @@ def give_interface(transformer: Any, attentions: Iterable[Any]) -> None:
     """Make the attentions of a model such ones, and name the implementation for them in a configuration of its own."""
     before = transformer.config
     name = _registered(str(before._attn_implementation))
-    give_classes(attentions, _WITH)
+    give_classes(attentions)
     own = copy.copy(before)
     own._attn_implementation = name
     _give_config(transformer, before, own)
@@ -91,7 +261,7 @@ def give_interface(transformer: Any, attentions: Iterable[Any]) -> None:
 
 def take_interface(transformer: Any, attentions: Iterable[Any]) -> None:
     """The inverse of :func:`give_interface`."""
-    take_classes(attentions, _WITH)
+    take_classes(attentions)
     before, meanwhile = getattr(transformer, _CONFIG_BEFORE), transformer.config
     # what was set meanwhile stays set
     vars(before).update({name: value for name, value in vars(meanwhile).items() if name != _IMPLEMENTATION})

@@ -1,0 +1,237 @@
+"""Bases of families by style: images, videos, joint attention, packed latents, models of transformers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+from ..config import MHLAConfig
+from .adapters import AttentionAdapter, JointAdapter
+from .family import Family, Sample
+from .models import Clip
+from .processes import DiffusionProcess, FlowMatching
+
+Found = TypeVar("Found")
+
+_KEPT = "_mhla_kept"
+"""Attribute of a tensor."""
+_TRANSFORMERS = (5, 23)
+"""Oldest version of transformers whose attentions, masks and caches are these; the version that is tested."""
+
+
+class ImageFamily(Family):
+    """Text-to-image transformers with a (height, width) token grid."""
+
+    axes = 2
+    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
+    process_class: ClassVar[type[DiffusionProcess] | None] = FlowMatching
+    # at 1024 px blocks of 16x16 tokens
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
+
+
+class VideoFamily(Family):
+    """Text-to-video transformers with a (frames, height, width) token grid."""
+
+    axes = 3
+    block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
+    process_class: ClassVar[type[DiffusionProcess] | None] = FlowMatching
+
+
+class JointFamily(Family):
+    """Text stands in one sequence with the image or video, after it unless the adapter says otherwise."""
+
+    attentions: ClassVar[tuple[str, ...]] = ("attn",)
+    adapter = JointAdapter()
+    feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ff_context")
+    dispatches_attention = True
+
+
+class PackedFamily(Family):
+    """Latents stand in the transformer's input as tokens, (B, N, C patch)."""
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """With packed latents."""
+        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        return {**arguments, "hidden_states": pack(latents, self.patch(transformer))}
+
+    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Unpacked."""
+        return unpack(output, self.token_grid(transformer, latents), self.patch(transformer))
+
+    def generate_latents(
+        self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
+    ) -> torch.Tensor:
+        """What the pipeline passes to its autoencoder once it has unpacked it: (C, ...)."""
+        latents = super().generate_latents(pipe, prompt, clip, steps, guidance, generator)
+        if latents.ndim > 2:
+            return latents
+        grid = self.grid_of_clip(pipe, pipe.transformer, clip)
+        return unpack(latents[None], grid, self.patch(pipe.transformer))[0]
+
+
+class PackedImageFamily(PackedFamily, JointFamily, ImageFamily):
+    """Joint attention over images that are packed 2x2 to a token, as Flux has it."""
+
+    takes_sigma = True
+    # 16 channels that turn with the number of the picture, counted to the height, and 56 for each axis
+    rotary_channels = {128: (72, 56)}
+
+    def patch(self, transformer: Any) -> tuple[int, ...]:
+        """2x2, by packing."""
+        return 2, 2
+
+    def channels(self, transformer: Any) -> int:
+        """Those of a token, without packing."""
+        return int(transformer.in_channels) // 4
+
+
+class PaddedTextFamily(Family):
+    """Texts of a batch have their own lengths; in files they are padded with zeros beside a mask.
+
+    :attr:`conditions` are the text and its mask.
+    """
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """The text, padded to the longest that the pipeline takes by default, and which tokens are its own."""
+        text, mask = self.conditions
+        tokens = {"max_sequence_length": text.shape[0], **(settings or {})}
+        embeddings, own = self.encode_text(pipe, prompt, tokens)
+        # encode_prompt gives a mask, or None, or texts of a negative prompt in its place
+        found = embeddings[0][own[0].bool()] if isinstance(own, torch.Tensor) else embeddings[0]
+        missing = tokens["max_sequence_length"] - len(found)
+        is_own = torch.arange(tokens["max_sequence_length"], device=found.device) < len(found)
+        return {text.name: torch.nn.functional.pad(found, (0, 0, 0, missing)), mask.name: is_own.to(mask.dtype)}
+
+
+class TransformersAdapter(AttentionAdapter):
+    """Attentions with ``q_proj``, ``k_proj``, ``v_proj``, and ``o_proj`` or ``out_proj``."""
+
+    def query_projection(self, attn: Any) -> Any:
+        """Of all these models."""
+        return attn.q_proj
+
+    def output_projection(self, attn: Any) -> Any:
+        """``o_proj``, or SigLIP's ``out_proj``."""
+        return attn.o_proj if hasattr(attn, "o_proj") else attn.out_proj
+
+    def projections(self, attn: Any) -> list[nn.Module]:
+        """All linear layers that the attention runs."""
+        return [attn.q_proj, attn.k_proj, attn.v_proj, self.output_projection(attn)]
+
+
+class TransformersFamily(Family):
+    """Models of transformers, which know no denoising steps, and whose attentions get a place for a processor."""
+
+    library = "transformers"
+
+    def self_attention_processor(self) -> Any:
+        """What stands for the attention implementation that the model's configuration names."""
+        from .patched_classes import OwnAttention
+
+        return OwnAttention()
+
+    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+        """An older transformers, what :meth:`why_not_fitting` tells, and denoising steps."""
+        kind = type(transformer).__name__
+        if (why := _why_too_old(kind) or self.why_not_fitting(kind, config)) is not None:
+            return why
+        if config.softmax_steps:
+            return (
+                f"softmax_steps={config.softmax_steps!r} counts denoising steps, which {kind} does not have; leave it "
+                "at 0."
+            )
+        return None
+
+    def why_not_fitting(self, kind: str, config: MHLAConfig) -> str | None:
+        """Why models of this family cannot have these settings, and the way out; None, if they can.
+
+        Args:
+            kind: class of the model.
+            config: settings that no other check refuses.
+        """
+        return None
+
+    def prepare(self, transformer: Any) -> None:
+        """Give its attentions a place for a processor."""
+        from .patched_classes import give_classes
+
+        give_classes(self.self_attentions(transformer).values())
+
+    def restore(self, transformer: Any) -> None:
+        """The classes that they had."""
+        from .patched_classes import take_classes
+
+        take_classes(self.self_attentions(transformer).values())
+
+
+def thirds(head_dim: int) -> tuple[int, ...]:
+    """A third of the channels for each axis, frames with what is left over."""
+    side = 2 * (head_dim // 6)
+    return head_dim - 2 * side, side, side
+
+
+def pack(latents: torch.Tensor, patch: Sequence[int]) -> torch.Tensor:
+    """Patches of latents (B, C, ...) in raster order, each a token: (B, N, C patch), channels slowest.
+
+    Args:
+        latents: (B, C, ...).
+        patch: latents per token along each axis, which divide them.
+    """
+    for axis, size in enumerate(patch):
+        latents = latents.unflatten(2 + 2 * axis, (-1, size))
+    axes = range(len(patch))
+    order = [0, *(2 + 2 * axis for axis in axes), 1, *(3 + 2 * axis for axis in axes)]
+    return latents.permute(order).flatten(1, len(patch)).flatten(2)
+
+
+def unpack(tokens: torch.Tensor, grid: Sequence[int], patch: Sequence[int]) -> torch.Tensor:
+    """The inverse of :func:`pack`: (B, C, ...).
+
+    Args:
+        tokens: (B, N, C patch).
+        grid: token grid.
+        patch: latents per token along each axis.
+    """
+    patches = tokens.unflatten(2, (-1, *patch)).unflatten(1, tuple(grid))
+    order = [0, 1 + len(grid)]
+    for axis in range(len(grid)):
+        order += [1 + axis, 2 + len(grid) + axis]
+    latents = patches.permute(order)
+    for axis in range(len(grid)):
+        latents = latents.flatten(2 + axis, 3 + axis)
+    return latents
+
+
+def keep_with(tensor: torch.Tensor, found: Found) -> None:
+    """Keep what is known of a tensor's values, for :func:`kept_with`."""
+    setattr(tensor, _KEPT, (None if tensor.is_inference() else tensor._version, found))
+
+
+def kept_with(tensor: torch.Tensor, read: Callable[[Any], Found]) -> Found:
+    """What ``read`` finds in a tensor's values, for which it waits for a device: read once, and again when they change.
+
+    A tensor made in inference mode does not tell whether its values have changed, so it is read every time.
+    """
+    version, kept = None if tensor.is_inference() else tensor._version, getattr(tensor, _KEPT, None)
+    if kept is not None and kept[0] == version and (version is not None or tensor.is_meta):
+        found: Found = kept[1]
+        return found
+    found = read(tensor)
+    keep_with(tensor, found)
+    return found
+
+
+def _why_too_old(kind: str) -> str | None:
+    """Why the transformers that is installed is too old for a patch of a model; None if it is not."""
+    major, minor, *_ = version("transformers").split(".")
+    if (int(major), int(minor)) >= _TRANSFORMERS:
+        return None
+    needed = ".".join(map(str, _TRANSFORMERS))
+    return (
+        f"A patch of {kind} needs the attentions, masks and caches of transformers {needed} or newer, and {major}.{minor} "
+        "is installed: pip install --upgrade transformers."
+    )
