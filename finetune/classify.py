@@ -242,15 +242,18 @@ class View:
 
     def __call__(self, picture: Image.Image) -> torch.Tensor:
         """A picture in RGB as (3, size, size)."""
-        # torch's generator, of which every process that reads has its own state
-        chance = random.Random(int(torch.randint(2**62, ()).item()))
-        side = (self.crop or 1.0) * min(picture.size)
-        box = random_box(*picture.size, chance) if self.crop is None else middle_box(*picture.size, side)
+        turned = False
+        if self.crop is None:
+            # torch's generator, of which every process that reads has its own state
+            chance = random.Random(int(torch.randint(2**62, ()).item()))
+            box, turned = random_box(*picture.size, chance), chance.random() < 0.5
+        else:
+            box = middle_box(*picture.size, self.crop * min(picture.size))
         resized = picture.resize((self.size, self.size), Image.Resampling.BICUBIC, box=box)
         pixels = torch.from_numpy(np.array(resized, dtype=np.float32)).movedim(-1, 0) / 255
         mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
         seen = (pixels - mean) / std
-        return seen.flip(-1) if self.crop is None and chance.random() < 0.5 else seen
+        return seen.flip(-1) if turned else seen
 
     def processor(self) -> dict[str, Any]:
         """Settings of transformers' ``BitImageProcessor``, which cuts likewise but for rounding: it resizes first."""

@@ -12,9 +12,8 @@ command goes on where it was stopped.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -27,7 +26,7 @@ from mhla_diffusers import MHLAConfig, calibrate_mixing, calibrate_sparse, chang
 from mhla_diffusers.demo.adaptation import Adaptation, digit_latents
 from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.families import predict
-from mhla_diffusers.files import write_json, written_aside
+from mhla_diffusers.files import read_json, write_json, written_aside
 from mhla_diffusers.generation.pipelines import family_named
 from mhla_diffusers.reporting import write_table
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
@@ -61,40 +60,15 @@ class Fidelity:
     @property
     def cells(self) -> tuple[str, ...]:
         """The columns of ``HEADER``, means with their standard error."""
-        distances = _mean_and_error(self.distances, ".3f") if self.distances else "–"
-        right = [100 * part for part in self.right]
         return (
-            _mean_and_error(self.losses, ".4f"),
-            _mean_and_error(right, ".1f") + " %",
+            mean_and_error(self.losses, ".4f"),
+            mean_and_error([100 * part for part in self.right], ".1f") + " %",
             f"{self.frechet_distance:.1f}",
-            distances,
+            mean_and_error(self.distances, ".3f") if self.distances else "–",
         )
 
 
-def measure_fidelity(
-    pipe: Any, adaptation: Adaptation, yardstick: Yardstick, unpatched: Sequence[torch.Tensor] | None = None
-) -> tuple[Fidelity, list[torch.Tensor]]:
-    """Measure a pipeline, patched or not; what it generated is given back too.
-
-    Args:
-        pipe: the tiny pipeline.
-        adaptation: with the held-out samples.
-        yardstick: with the scenes.
-        unpatched: what the unpatched pipeline generated; None where ``pipe`` is that pipeline.
-    """
-    pictures = yardstick.generate(pipe)
-    found = Fidelity(
-        losses=adaptation.held_out_losses(pipe),
-        right=yardstick.accuracy(pictures),
-        distances=[]
-        if unpatched is None
-        else [float((p - o).norm() / o.norm()) for p, o in zip(pictures, unpatched, strict=True)],
-        frechet_distance=yardstick.distance(pictures),
-    )
-    return found, pictures
-
-
-def _mean_and_error(values: Sequence[float], style: str) -> str:
+def mean_and_error(values: Sequence[float], style: str) -> str:
     """Mean ± its standard error; the mean alone of a single value."""
     error = f" ± {stdev(values) / len(values) ** 0.5:{style}}" if len(values) > 1 else ""
     return f"{fmean(values):{style}}{error}"
@@ -112,17 +86,6 @@ class Row:
     adapted: str | None = None
     """What comes after ``tiny-<family>-`` in the name of an adapted patch that ships."""
 
-    @property
-    def density(self) -> str:
-        """As the table has it."""
-        density = self.settings.get("density")
-        return "" if density is None else f"{density:.0%}"
-
-    @property
-    def steps(self) -> str:
-        """First steps that keep softmax, as the table has it."""
-        return f"{self.settings.get('softmax_steps', 0):.0%}"
-
     def patched(self, adaptation: Adaptation) -> Any:
         """A fresh pipeline, patched and calibrated, or with an adapted patch."""
         tiny = adaptation.tiny
@@ -134,18 +97,14 @@ class Row:
         pipe = adaptation.patched(config)
         if self.weights == "calibrated":
             calibrate = calibrate_mixing if config.sparse == "none" else calibrate_sparse
-            calibrate(pipe, lambda: calibration_run(adaptation, pipe))
+            # training samples, noised to equally spaced timesteps
+            quantiles = (torch.arange(CALIBRATION_SAMPLES) + 0.5) / CALIBRATION_SAMPLES
+            batch = adaptation.batch(pipe.transformer, range(CALIBRATION_SAMPLES), quantiles)
+            calibrate(pipe, lambda: predict(pipe.transformer, batch))
         elif self.weights == "sparse alone":
             for layer in mhla_layers(pipe).values():
                 torch.nn.init.constant_(layer.linear_log_weight, _NO_LINEAR_BRANCH)
         return pipe
-
-
-def calibration_run(adaptation: Adaptation, pipe: Any) -> None:
-    """What is calibrated on: training samples, noised to equally spaced timesteps."""
-    count = CALIBRATION_SAMPLES
-    quantiles = (torch.arange(count) + 0.5) / count
-    predict(pipe.transformer, adaptation.batch(pipe.transformer, range(count), quantiles))
 
 
 def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
@@ -176,60 +135,52 @@ def rows_of_steps(tiny: TinyPipeline) -> Iterator[Row]:
         yield Row("sparse and MHLA, adapted", {"softmax_steps": steps}, adapted="exact")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A table that can be asked for."""
-
-    rows: Callable[[TinyPipeline], Iterator[Row]]
-    header: str
-    """Of the column in which rows of one name differ."""
-    cell: Callable[[Row], str]
-
-
-TABLES = {
-    "untrained": Kind(rows_of, "density", lambda row: row.density),
-    "steps": Kind(rows_of_steps, "softmax in the first", lambda row: row.steps),
+TABLES: dict[str, tuple[Callable[[TinyPipeline], Iterator[Row]], str, str]] = {
+    "untrained": (rows_of, "density", "density"),
+    "steps": (rows_of_steps, "softmax in the first", "softmax_steps"),
 }
+"""Table → its rows, and header and setting of the column in which rows of one name differ."""
 
 
-class Table:
-    """The rows of one pipeline, and where they are kept."""
+def percent(row: Row, setting: str) -> str:
+    """A setting of a row as tables have it; empty where it has no density."""
+    value = row.settings.get(setting, None if setting == "density" else 0)
+    return "" if value is None else f"{value:.0%}"
 
-    def __init__(self, tiny: TinyPipeline, scenes: int, held_out: int, output: Path) -> None:
-        data = digit_latents(load_tiny(tiny.family), tiny, CALIBRATION_SAMPLES, held_out, seed=1)
-        self.adaptation = Adaptation(tiny, data, held_out, seed=1, validate_every=1, batch_size=tiny.batch_size)
-        self.yardstick = Yardstick.of(tiny, scenes, seed=1)
-        self.folder = output / f"{tiny.family}-{scenes}-{held_out}"
 
-    def original(self) -> tuple[Fidelity, list[torch.Tensor]]:
-        """Of the pipeline as it ships, and what it generates."""
-        file = self.folder / "unpatched.safetensors"
-        kept = self._kept("unpatched")
-        if kept is not None and file.is_file():
-            return kept, list(load_file(file)["pictures"])
-        found, pictures = measure_fidelity(load_tiny(self.adaptation.tiny.family), self.adaptation, self.yardstick)
-        with written_aside(file) as aside:
-            save_file({"pictures": torch.stack(pictures)}, aside)
-        self._keep("unpatched", found)
-        return found, pictures
-
-    def measure(self, row: Row, unpatched: list[torch.Tensor]) -> Fidelity:
-        """One row; what was measured before is taken from its file."""
-        steps = row.steps if row.settings.get("softmax_steps") and row.steps not in row.name else ""
-        name = f"{row.name} {row.density} {steps}".strip().translate({ord(","): None, ord(" "): "-", ord("%"): None})
-        found = self._kept(name)
-        if found is None:
-            pipe = row.patched(self.adaptation)
-            found, _ = measure_fidelity(pipe, self.adaptation, self.yardstick, unpatched)
-            self._keep(name, found)
-        return found
-
-    def _kept(self, name: str) -> Fidelity | None:
-        file = self.folder / f"{name}.json"
-        return Fidelity(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
-
-    def _keep(self, name: str, found: Fidelity) -> None:
-        write_json(asdict(found), self.folder / f"{name}.json")
+def measure(tiny: TinyPipeline, rows: Iterable[Row], scenes: int, held_out: int, output: Path) -> Iterator[Fidelity]:
+    """The unpatched pipeline, then every row; what was measured before is taken from its file."""
+    data = digit_latents(load_tiny(tiny.family), tiny, CALIBRATION_SAMPLES, held_out, seed=1)
+    adaptation = Adaptation(tiny, data, held_out, seed=1, validate_every=1, batch_size=tiny.batch_size)
+    yardstick = Yardstick.of(tiny, scenes, seed=1)
+    folder = output / f"{tiny.family}-{scenes}-{held_out}"
+    unpatched: list[torch.Tensor] = []
+    for row in (None, *rows):
+        name, pictures = "unpatched", folder / "unpatched.safetensors"
+        if row is not None:
+            steps = percent(row, "softmax_steps")
+            told = steps == "0%" or steps in row.name
+            name = f"{row.name} {percent(row, 'density')} {'' if told else steps}".strip()
+            name = name.translate({ord(","): None, ord(" "): "-", ord("%"): None})
+        file = folder / f"{name}.json"
+        if file.is_file() and (row is not None or pictures.is_file()):
+            found = Fidelity(**read_json(file))
+            unpatched = unpatched or list(load_file(pictures)["pictures"])
+        else:
+            pipe = load_tiny(tiny.family) if row is None else row.patched(adaptation)
+            generated = yardstick.generate(pipe)
+            found = Fidelity(
+                losses=adaptation.held_out_losses(pipe),
+                right=yardstick.accuracy(generated),
+                distances=[float((one - o).norm() / o.norm()) for one, o in zip(generated, unpatched, strict=False)],
+                frechet_distance=yardstick.distance(generated),
+            )
+            if row is None:
+                unpatched = generated
+                with written_aside(pictures) as aside:
+                    save_file({"pictures": torch.stack(generated)}, aside)
+            write_json(asdict(found), file)
+        yield found
 
 
 def main() -> None:
@@ -241,19 +192,18 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("outputs/fidelity"))
     arguments = parser.parse_args()
-    kind = TABLES[arguments.table]
+    rows_of_table, header, setting = TABLES[arguments.table]
     if arguments.table == "steps" and "sana" in arguments.family:
         parser.error("steps is for pipelines whose own attention is softmax: --family wan dit")
     for family in arguments.family:
-        tiny = TINY[family]
-        table = Table(tiny, arguments.scenes or SCENES[family], arguments.held_out, arguments.output)
-        original, unpatched = table.original()
-        lines = [(f"own {family_named(family).own_attention} attention", "", *original.cells)]
-        for row in kind.rows(tiny):
-            lines.append((row.name, kind.cell(row), *table.measure(row, unpatched).cells))
+        rows, scenes = list(rows_of_table(TINY[family])), arguments.scenes or SCENES[family]
+        measured = measure(TINY[family], rows, scenes, arguments.held_out, arguments.output)
+        lines = [(f"own {family_named(family).own_attention} attention", "", *next(measured).cells)]
+        for row, found in zip(rows, measured, strict=True):
+            lines.append((row.name, percent(row, setting), *found.cells))
             sys.stdout.write(" | ".join(lines[-1]) + "\n")
-        header = ["self-attention", kind.header, *HEADER]
-        sys.stdout.write(write_table(header, lines, arguments.output, f"{arguments.table}-{family}"))
+        name = f"{arguments.table}-{family}"
+        sys.stdout.write(write_table(["self-attention", header, *HEADER], lines, arguments.output, name))
 
 
 if __name__ == "__main__":

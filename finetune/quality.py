@@ -13,25 +13,18 @@ import argparse
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import load_mhla
-from mhla_diffusers.demo.adaptation import (
-    ADAPTED_CONTROL,
-    Adaptation,
-    Variant,
-    digit_latents,
-    load_variant,
-    variants,
-)
+from mhla_diffusers.demo.adaptation import ADAPTED_CONTROL, Adaptation, Variant, digit_latents, load_variant, variants
 from mhla_diffusers.demo.judging import digit_accuracy, digit_features, generate_scenes, load_classifier, real_scenes
-from mhla_diffusers.evaluation.compare import Interval, bootstrap
+from mhla_diffusers.evaluation.compare import bootstrap
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.files import write_json, write_text, written_aside
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
@@ -39,22 +32,15 @@ from mhla_diffusers.tiny.digits import load_digits
 from mhla_diffusers.tiny.loading import load_control
 
 HELD_OUT = 64
-_RESAMPLES = 1000
-_FRECHET_RESAMPLES = 200
-UNTOUCHED = "as shipped"
+SCORES = {
+    "held-out loss": (".4f", "↓", 1000),
+    "digits recognised": (".1%", "↑", 1000),
+    "Fréchet distance": (".1f", "↓", 200),
+}
+"""Score → how it is written, which way is better, and how often its samples are drawn anew."""
 
-
-@dataclass(frozen=True)
-class Judged:
-    """What was measured of one attention, sample by sample."""
-
-    name: str
-    losses: torch.Tensor
-    """(held-out samples,)."""
-    right: torch.Tensor
-    """(scenes,): part of the digits that is recognised."""
-    features: torch.Tensor
-    """(scenes, digits and frames, 64); of a scene with one digit the digit twice."""
+Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of one attention: losses (samples,), digits recognised (scenes,), features (scenes, digits and frames, 64)."""
 
 
 def open_variant(tiny: TinyPipeline, variant: Variant, adapted: Path | None) -> Any:
@@ -68,88 +54,86 @@ def open_variant(tiny: TinyPipeline, variant: Variant, adapted: Path | None) -> 
     return load_mhla(pipe, folder)
 
 
-class Judge:
-    """Generates and measures; everything is the same for all attentions but the attention."""
-
-    def __init__(self, tiny: TinyPipeline, scenes: int, output: Path) -> None:
-        chance = random.Random("scenes")
-        self.tiny, self.output, self.classifier = tiny, output, load_classifier()
-        self.scenes = [tiny.random_scene(chance) for _ in range(scenes)]
-        data = digit_latents(load_tiny(tiny.family), tiny, 1, HELD_OUT, seed=1)
-        self.adaptation = Adaptation(tiny, data, HELD_OUT, seed=1, validate_every=1, batch_size=tiny.batch_size)
-        self.real = self._features(real_scenes(self.scenes, tiny, load_digits("held-out"), seed=0))
-
-    def _features(self, pictures: list[torch.Tensor]) -> torch.Tensor:
-        found = []
-        for picture, scene in zip(pictures, self.scenes, strict=True):
-            features = digit_features([picture], [scene], self.tiny, self.classifier)
-            # as many of every scene, so that scenes can be drawn anew
-            found.append(features.repeat(self.tiny.most_digits // len(scene.labels), 1))
-        return torch.stack(found)
-
-    def judge(self, name: str, open_pipe: Callable[[], Any]) -> Judged:
-        """Measure one attention; what it generated before is taken from its file."""
-        file, pipe = self.output / f"{name.replace(' ', '-').replace('/', '-')}.safetensors", open_pipe()
-        pictures: list[torch.Tensor] = list(load_file(file)["pictures"]) if file.is_file() else []
-        if len(pictures) != len(self.scenes):
-            pictures = generate_scenes(pipe, self.tiny, self.scenes, seed=0)
-            with written_aside(file) as aside:
-                save_file({"pictures": torch.stack(pictures)}, aside)
-        right = [
-            digit_accuracy([picture], [scene], self.tiny, self.classifier)
-            for picture, scene in zip(pictures, self.scenes, strict=True)
-        ]
-        losses = torch.tensor(self.adaptation.held_out_losses(pipe), dtype=torch.float64)
-        sys.stdout.write(f"{name}: {fmean(right):.1%} of the digits\n")
-        return Judged(name, losses, torch.tensor(right, dtype=torch.float64), self._features(pictures))
-
-    def distance(self, judged: Judged, scenes: torch.Tensor) -> float:
-        """Fréchet distance to the real digits, over some scenes."""
-        return frechet_distance(self.real[scenes].flatten(0, 1), judged.features[scenes].flatten(0, 1))
-
-    def differences(self, judged: Judged, control: Judged) -> dict[str, Interval]:
-        """From the control, over the same samples."""
-
-        def mean(name: str) -> Callable[[torch.Tensor], float]:
-            paired = getattr(judged, name) - getattr(control, name)
-            return lambda chosen: float(paired[chosen].mean())
-
-        def distance(chosen: torch.Tensor) -> float:
-            return self.distance(judged, chosen) - self.distance(control, chosen)
-
-        return {
-            "held-out loss": bootstrap(mean("losses"), len(judged.losses), _RESAMPLES),
-            "digits recognised": bootstrap(mean("right"), len(self.scenes), _RESAMPLES),
-            "Fréchet distance": bootstrap(distance, len(self.scenes), _FRECHET_RESAMPLES),
-        }
+def kept_pictures(file: Path, count: int, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """What a pipeline generated, from its file if that has as many."""
+    pictures = list(load_file(file)["pictures"]) if file.is_file() else []
+    if len(pictures) != count:
+        pictures = make()
+        with written_aside(file) as aside:
+            save_file({"pictures": torch.stack(pictures)}, aside)
+    return pictures
 
 
-def table(judge: Judge, all_judged: list[Judged]) -> tuple[str, dict[str, Any]]:
-    """As Markdown and as JSON."""
-    control, results = all_judged[0], {}
-    lines = [
-        "| self-attention | held-out loss ↓ | digits recognised ↑ | Fréchet distance ↓ |",
-        "| --- | --- | --- | --- |",
+def judge(tiny: TinyPipeline, pipelines: dict[str, Callable[[], Any]], count: int, output: Path) -> dict[str, Any]:
+    """Measure each pipeline, the first of which is the control, on the same scenes and samples.
+
+    Args:
+        tiny: which.
+        pipelines: name of an attention → opens the pipeline.
+        count: of scenes.
+        output: folder of what is generated.
+
+    Returns:
+        Name → scores, and the intervals of their differences from the control.
+    """
+    chance, classifier = random.Random("scenes"), load_classifier()
+    scenes = [tiny.random_scene(chance) for _ in range(count)]
+    data = digit_latents(load_tiny(tiny.family), tiny, 1, HELD_OUT, seed=1)
+    adaptation = Adaptation(tiny, data, HELD_OUT, seed=1, validate_every=1, batch_size=tiny.batch_size)
+
+    def features_of(pictures: list[torch.Tensor]) -> torch.Tensor:
+        # as many of every scene, so that scenes can be drawn anew: of a scene with one digit the digit twice
+        return torch.stack(
+            [
+                digit_features([picture], [scene], tiny, classifier).repeat(tiny.most_digits // len(scene.labels), 1)
+                for picture, scene in zip(pictures, scenes, strict=True)
+            ]
+        )
+
+    def measure(name: str, pipe: Any) -> Samples:
+        file = output / f"{name.replace(' ', '-').replace('/', '-')}.safetensors"
+        pictures = kept_pictures(file, count, lambda: generate_scenes(pipe, tiny, scenes, seed=0))
+        pairs = zip(pictures, scenes, strict=True)
+        right = torch.tensor([digit_accuracy([one], [scene], tiny, classifier) for one, scene in pairs]).double()
+        sys.stdout.write(f"{name}: {right.mean():.1%} of the digits\n")
+        return torch.tensor(adaptation.held_out_losses(pipe), dtype=torch.float64), right, features_of(pictures)
+
+    real = features_of(real_scenes(scenes, tiny, load_digits("held-out"), seed=0))
+    scores: list[Callable[[Samples, torch.Tensor], float]] = [
+        lambda one, chosen: float(one[0][chosen].mean()),
+        lambda one, chosen: float(one[1][chosen].mean()),
+        lambda one, chosen: frechet_distance(real[chosen].flatten(0, 1), one[2][chosen].flatten(0, 1)),
     ]
-    for judged in all_judged:
-        found = {
-            "held-out loss": float(judged.losses.mean()),
-            "digits recognised": float(judged.right.mean()),
-            "Fréchet distance": judge.distance(judged, torch.arange(len(judge.scenes))),
-        }
-        differences = judge.differences(judged, control) if judged is not control else {}
-        cells = [
-            f"{found['held-out loss']:.4f}",
-            f"{found['digits recognised']:.1%}",
-            f"{found['Fréchet distance']:.1f}",
-        ]
-        for index, (score, style) in enumerate(zip(found, (".4f", ".1%", ".1f"), strict=True)):
-            if score in differences:
-                interval = differences[score]
-                cells[index] += f" ({interval.low:+{style}} to {interval.high:+{style}})"
-        lines.append(f"| {judged.name} | {' | '.join(cells)} |")
-        results[judged.name] = {**found, "differences": {name: asdict(value) for name, value in differences.items()}}
-    return "\n".join([*lines, ""]), results
+
+    def difference(place: int, one: Samples, chosen: torch.Tensor) -> float:
+        return scores[place](one, chosen) - scores[place](control, chosen)
+
+    measured = {name: measure(name, open_pipe()) for name, open_pipe in pipelines.items()}
+    control, results = next(iter(measured.values())), {}
+    for name, one in measured.items():
+        found: dict[str, Any] = {"differences": {}}
+        for place, (score, (_, _, resamples)) in enumerate(SCORES.items()):
+            samples = len(one[place])
+            found[score] = scores[place](one, torch.arange(samples))
+            if one is not control:
+                interval = bootstrap(partial(difference, place, one), samples, resamples)
+                found["differences"][score] = asdict(interval)
+        results[name] = found
+    return results
+
+
+def table_of(results: dict[str, Any]) -> str:
+    """As Markdown."""
+    header = " | ".join(f"{score} {arrow}" for score, (_, arrow, _) in SCORES.items())
+    lines = [f"| self-attention | {header} |", "| --- " * (1 + len(SCORES)) + "|"]
+    for name, found in results.items():
+        cells = []
+        for score, (style, _, _) in SCORES.items():
+            interval = found["differences"].get(score)
+            between = f" ({interval['low']:+{style}} to {interval['high']:+{style}})" if interval else ""
+            cells.append(f"{found[score]:{style}}{between}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
@@ -171,14 +155,15 @@ def main() -> None:
     if arguments.adapted is not None and not (arguments.adapted / "patches").is_dir():
         parser.error(f"--adapted {arguments.adapted}: no output of assets/adapt_tiny.py")
     output: Path = arguments.output or Path("outputs") / f"quality-{tiny.family}"
-    judge = Judge(tiny, arguments.scenes, output)
     chosen = [v for v in variants(tiny) if not arguments.only or v.short in ("control", *arguments.only)]
-    judged = [judge.judge(v.name, lambda v=v: open_variant(tiny, v, arguments.adapted)) for v in chosen]
-    judged.append(judge.judge(f"{chosen[0].name}, {UNTOUCHED}", lambda: load_tiny(tiny.family)))
-    text, results = table(judge, judged)
-    write_text(text, output / "quality.md")
+    pipelines: dict[str, Callable[[], Any]] = {
+        variant.name: partial(open_variant, tiny, variant, arguments.adapted) for variant in chosen
+    }
+    pipelines[f"{chosen[0].name}, as shipped"] = partial(load_tiny, tiny.family)
+    results = judge(tiny, pipelines, arguments.scenes, output)
+    write_text(table_of(results), output / "quality.md")
     write_json(results, output / "quality.json")
-    sys.stdout.write(f"\n{text}")
+    sys.stdout.write(f"\n{table_of(results)}")
 
 
 if __name__ == "__main__":
