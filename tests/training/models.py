@@ -35,11 +35,11 @@ def wan_data(count: int = 16) -> InMemoryData:
     return InMemoryData(samples, {"encoder_hidden_states": torch.zeros(3, 8)})
 
 
-def broken_wan_data() -> InMemoryData:
-    """Samples 3 and 10 give a loss that is not finite; the gradient of the latter is."""
+def poisoned_wan_data(*indices: int, value: float = float("nan")) -> InMemoryData:
+    """With latents of one value in some samples."""
     data = wan_data()
     samples = [dict(data[place]) for place in range(len(data))]
-    for index, value in ((3, float("nan")), (10, 2e18)):
+    for index in indices:
         samples[index]["latents"] = torch.full_like(samples[index]["latents"], value)
     return InMemoryData(samples, data.empty)
 

@@ -15,11 +15,10 @@ from mhla_diffusers.training import TrainingConfig, train
 
 from ..forking import CONTEXT
 from ..parallel.diffusers_on_cpu import diffusers_on_cpu
-from .models import broken_wan_data, dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
+from .models import dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
 
 _FAMILIES = {
     "wan": (tiny_wan, wan_data),
-    "broken wan": (tiny_wan, broken_wan_data),
     "sana": (tiny_sana, sana_data),
     "dit": (tiny_dit, dit_data),
 }

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -53,17 +54,28 @@ def test_overrides(path: Path) -> None:
         ("stages.0.learning_rat=1", r"'stages.0.learning_rat'; did you mean 'learning_rate'"),
         ("stages.0.objectives.transfr=1", r"'stages.0.objectives.transfr'; did you mean 'transfer'"),
         ("patch.block=[2]", r"'block'; did you mean 'blocks'"),
-        ("stages.5.steps=1", r"there is no '5' to set; the list has 2 entries"),
+        ("stages.5.steps=1", r"no '5' to set; the list has 2 entries"),
         ("stages.0.steps=many", r"stages.0.steps='many' must be of type int"),
         ("stages.0.steps=0", r"stages.0: steps=0 must be positive"),
-        ("stages.0.trainable=some", r"trainable='some' is unknown; allowed: 'mhla', 'attention', 'all', 'lora'"),
+        ("stages.0.trainable=some", r"trainable='some' .* 'mhla', 'attention', 'all', 'lora'"),
         ("stages.0.trainable=lora", r"trainable=lora needs a positive lora_rank"),
+        ("stages.1={steps: 1, learning_rate: 1, trainable: lora, lora_rank: 4, objectives: {diffusion: 1}}", None),
+        (
+            "stages.0={steps: 1, learning_rate: 1, trainable: lora, lora_rank: 4, objectives: {diffusion: 1}}",
+            "stages.1: ",
+        ),
         ("stages.0.lora_rank=4", r"lora_rank=4 is for trainable=lora"),
-        ("stages.0.warmup_steps=11", r"warmup_steps=11 must be between 0 and the stage's steps=10"),
-        ("stages.0.objectives.transfer=0", r"at least one positive weight"),
+        ("stages.0.warmup_steps=11", r"warmup_steps=11 .* steps=10"),
+        ("stages.0.objectives.transfer=0", r"at least one positive"),
         ("stages.0.objectives.transfer=-1", r"transfer=-1.0 must be zero or positive"),
-        ("patch=null", r"stages.0: distillation and transfer compare with the unpatched model"),
-        ("precision=fp16", r"precision='fp16' is unknown; allowed: float32 \(or fp32, no\), bfloat16 \(or bf16\)\."),
+        ("stages.0.mixing_learning_rate=0", r"mixing_learning_rate=0.0 must be positive"),
+        ("validation.samples=-1", r"validation.samples=-1 must be zero or positive"),
+        ("context_parallel.ring=0", r"context_parallel.ring=0 must be positive"),
+        ("max_skipped=0", r"max_skipped=0 must be positive"),
+        ("ema_decay=1", r"ema_decay=1.0 must be in \(0, 1\)"),
+        ("stages=[]", r"at least one stage"),
+        ("patch=null", r"stages.0: .* need a patch"),
+        ("precision=fp16", r"precision='fp16' .*: float32 \(or fp32, no\), bfloat16 \(or bf16\)\."),
         ("prompt_dropout=1", r"prompt_dropout=1.0 must be in \[0, 1\)"),
         ("batch_size=true", r"batch_size=True must be of type int"),
         ("stages=3", r"stages must be a list, got 3"),
@@ -71,25 +83,18 @@ def test_overrides(path: Path) -> None:
         ("seed", r"must look like key=value"),
     ],
 )
-def test_errors_name_the_setting_and_the_way_out(path: Path, override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_errors_name_the_setting_and_the_way_out(path: Path, override: str, message: str | None) -> None:
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         TrainingConfig.from_yaml(path, [override])
 
 
 def test_missing_settings_and_file(path: Path) -> None:
-    path.write_text("output: here\n")
-    with pytest.raises(ValueError, match="lacks stages"):
-        TrainingConfig.from_yaml(path)
-    path.write_text("a: [")
-    with pytest.raises(ValueError, match="not valid YAML"):
-        TrainingConfig.from_yaml(path)
+    for text, message in (("output: here\n", "lacks stages"), ("a: [", "not valid YAML"), ("[]", "named settings")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            TrainingConfig.from_yaml(path)
     with pytest.raises(FileNotFoundError, match="There is no"):
         TrainingConfig.from_yaml(path.with_name("none.yaml"))
-
-
-def test_lora_leaves_the_weights_alone_that_it_adds_to(path: Path) -> None:
-    with pytest.raises(ValueError, match=r"stages.1: trainable='all' changes the weights that LoRA"):
-        TrainingConfig.from_yaml(path, ["stages.0.trainable=lora", "stages.0.lora_rank=4"])
 
 
 @pytest.mark.parametrize(

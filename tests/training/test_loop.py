@@ -1,15 +1,16 @@
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 
 from mhla_diffusers import MHLAConfig, apply_mhla
 from mhla_diffusers.training import (
     InMemoryData,
-    TrainingConfig,
     TrainingDivergedError,
     ValidationConfig,
     read_metrics,
@@ -17,22 +18,15 @@ from mhla_diffusers.training import (
 )
 from mhla_diffusers.training.latents.data import BatchOrder
 
-from .models import dit_data, one_stage, tiny_dit, tiny_wan, wan_data
+from .models import dit_data, one_stage, poisoned_wan_data, tiny_dit, tiny_wan, wan_data
 from .processes import finish, start_distributed_training
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
 
 
-def _poisoned(index: int, value: float = float("nan")) -> InMemoryData:
-    data = wan_data()
-    samples = [dict(data[place]) for place in range(len(data))]
-    samples[index]["latents"] = torch.full_like(samples[index]["latents"], value)
-    return InMemoryData(samples, data.empty)
-
-
 def test_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
     transformer = tiny_wan()
-    result = train(transformer, _poisoned(3), one_stage(tmp_path, steps=8))
+    result = train(transformer, poisoned_wan_data(3), one_stage(tmp_path, steps=8))
     assert result.finished
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert sum(record["skipped"] for record in records) == 1
@@ -40,11 +34,9 @@ def test_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
 
 
 def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
-    samples = [
-        {**sample, "latents": sample["latents"] * float("inf")} for sample in map(wan_data().__getitem__, range(4))
-    ]
+    data = poisoned_wan_data(*range(16), value=float("inf"))
     with pytest.raises(TrainingDivergedError, match="4 updates in a row, up to step 4, were skipped"):
-        train(tiny_wan(), InMemoryData(samples), one_stage(tmp_path, steps=50, max_skipped=3))
+        train(tiny_wan(), data, one_stage(tmp_path, steps=50, max_skipped=3))
 
 
 def _diverges(output: Path, message: str, data: InMemoryData | None = None, **settings: Any) -> None:
@@ -79,24 +71,15 @@ def test_the_last_checkpoint_before_the_divergence_is_named_and_resumes(tmp_path
     """A sample that is not finite in the last update: mended, the run goes on to the end as if nothing had been."""
     settings: dict[str, Any] = {"steps": 8, "learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 9}
     last = BatchOrder([(4, 2, 8, 8)] * 16, batch_size=2, seed=0)[7][0]
-    _diverges(
-        tmp_path / "run",
-        "all updates after step 7 were skipped.*--resume .*/step-00000006",
-        _poisoned(last),
-        **settings,
-    )
-    resumed = train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", **settings), resume="latest")
-    alone = train(tiny_wan(), wan_data(), one_stage(tmp_path / "alone", **settings))
-    weights = [
-        next(Path(result.result).glob("*.safetensors")).read_bytes() for result in (resumed, alone) if result.result
-    ]
-    assert weights[0] == weights[1]
-    assert len(weights) == 2
+    words = "all updates after step 7 were skipped.*--resume .*/step-00000006"
+    _diverges(tmp_path / "run", words, poisoned_wan_data(last), **settings)
+    train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", **settings), resume="latest")
+    train(tiny_wan(), wan_data(), one_stage(tmp_path / "alone", **settings))
+    resumed, alone = (next((tmp_path / name / "result").glob("*.safetensors")) for name in ("run", "alone"))
+    assert resumed.read_bytes() == alone.read_bytes()
 
 
 def test_from_scratch_and_reload(tmp_path: Path) -> None:
-    from diffusers import WanTransformer3DModel
-
     transformer = tiny_wan()
     validation = ValidationConfig(samples=4, every=10)
     result = train(transformer, wan_data(), one_stage(tmp_path, steps=20, validation=validation, learning_rate=5e-3))
@@ -109,8 +92,6 @@ def test_from_scratch_and_reload(tmp_path: Path) -> None:
 
 
 def test_validation_and_result_use_the_moving_average(tmp_path: Path) -> None:
-    from diffusers import WanTransformer3DModel
-
     transformer = tiny_wan()
     result = train(transformer, wan_data(), one_stage(tmp_path, ema_decay=0.99))
     loaded = WanTransformer3DModel.from_pretrained(result.result)
@@ -142,7 +123,7 @@ def test_two_processes_are_one_with_twice_the_batch(
     validation = ValidationConfig(samples=3, every=3)
     config = one_stage(tmp_path / "two", batch_size=1, validation=validation, **common)
     two = start_distributed_training(config, processes=2, ACCELERATE_USE_CPU=told_of_cpus)
-    transformer = apply_mhla(tiny_wan(), PATCH) if "patch" in settings else tiny_wan()
+    transformer = _patched() if "patch" in settings else tiny_wan()
     train(transformer, wan_data(), one_stage(tmp_path / "one", batch_size=2, validation=validation, **common))
     finish(two, timeout=120)
     records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
@@ -164,10 +145,11 @@ def test_an_update_of_more_samples_than_there_are_is_told(tmp_path: Path, caplog
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
-    for name, checkpointing in (("without", False), ("with", True)):
-        config = one_stage(tmp_path / name, patch=PATCH, gradient_checkpointing=checkpointing)
-        train(apply_mhla(tiny_wan(), PATCH), wan_data(), config)
-    records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("without", "with")]
+    records = []
+    for checkpointing in (False, True):
+        config = one_stage(tmp_path / str(checkpointing), patch=PATCH, gradient_checkpointing=checkpointing)
+        train(_patched(), wan_data(), config)
+        records.append(read_metrics(Path(config.output, "metrics.jsonl")))
     for one, other in zip(*records, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
 
@@ -208,43 +190,61 @@ def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
     assert names == ["step-00000004", "step-00000005"]
 
 
-def _trained(output: Path, **settings: Any) -> TrainingConfig:
-    config = one_stage(output, steps=2, **settings)
-    train(tiny_wan(), wan_data(), config)
-    return config
+def _patched() -> Any:
+    return apply_mhla(tiny_wan(), PATCH)
 
 
-def test_what_is_refused_before_training(tmp_path: Path) -> None:
-    config = _trained(tmp_path / "run")
-    with pytest.raises(ValueError, match="already holds a run, up to step-00000002"):
-        train(tiny_wan(), wan_data(), config)
-    with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
-        train(tiny_wan(), wan_data(), one_stage(tmp_path / "other"), resume="latest")
-    with pytest.raises(ValueError, match=r"another run: seed is 7 here and 0 there"):
-        train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", steps=2, seed=7), resume="latest")
-    with pytest.raises(ValueError, match=r"samples per update is 6 here and 2 there"):
-        train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", steps=2, batch_size=6), resume="latest")
-    with pytest.raises(ValueError, match=r"training samples is 12 here and 16 there"):
-        train(tiny_wan(), wan_data(12), config, resume="latest")
-    with pytest.raises(ValueError, match="the transformer is not patched"):
-        train(tiny_wan(), wan_data(), one_stage(tmp_path / "x", patch=PATCH))
-    with pytest.raises(ValueError, match="configuration says patch: null"):
-        train(apply_mhla(tiny_wan(), PATCH), wan_data(), one_stage(tmp_path / "x"))
-    with pytest.raises(ValueError, match=r"16 samples and validation.samples=16 of them are held out"):
-        train(tiny_wan(), wan_data(), one_stage(tmp_path / "x", validation=ValidationConfig(samples=16)))
-    without_empty = InMemoryData([wan_data()[0]])
-    with pytest.raises(ValueError, match="needs the empty prompt's conditioning"):
-        train(tiny_wan(), without_empty, one_stage(tmp_path / "x", batch_size=1, prompt_dropout=0.1))
-    held_out = {"batch_size": 100, "validation": ValidationConfig(samples=2)}
-    with pytest.raises(ValueError, match=r"batch_size=100 is more than the 6 samples .* batch_size=6 or less"):
-        train(tiny_wan(), wan_data(8), one_stage(tmp_path / "x", **held_out))
-    assert not (tmp_path / "x").exists()
+@pytest.mark.parametrize(
+    ("settings", "resume", "error", "words"),
+    [
+        ({}, None, ValueError, "already holds a run, up to step-00000002"),
+        ({"output": "other"}, "latest", FileNotFoundError, "no checkpoint to resume from"),
+        ({"seed": 7}, "latest", ValueError, "seed is 7 here and 0 there"),
+        ({"batch_size": 6}, "latest", ValueError, "samples per update is 6 here and 2 there"),
+        ({"validation": ValidationConfig(4)}, "latest", ValueError, "training samples is 12 here and 16 there"),
+        ({"output": "x", "patch": PATCH}, None, ValueError, "the transformer is not patched"),
+        ({"output": "x", "make": _patched}, None, ValueError, "patch: null"),
+        ({"output": "x", "validation": ValidationConfig(16)}, None, ValueError, "validation.samples=16 .* held out"),
+        ({"output": "x", "prompt_dropout": 0.1, "empty": None}, None, ValueError, "needs the empty prompt"),
+        (
+            {"output": "x", "batch_size": 100, "validation": ValidationConfig(10)},
+            None,
+            ValueError,
+            "batch_size=100 .* 6 samples .* batch_size=6 or less",
+        ),
+    ],
+)
+def test_what_is_refused_before_training(
+    settings: dict[str, Any], resume: str | None, error: type[Exception], words: str, finished: Path
+) -> None:
+    given: dict[str, Any] = {"output": "run", "steps": 2, "make": tiny_wan, "empty": wan_data().empty, **settings}
+    output, transformer = finished / given.pop("output"), given.pop("make")()
+    data = InMemoryData([wan_data()[index] for index in range(16)], given.pop("empty"))
+    with pytest.raises(error, match=words):
+        train(transformer, data, one_stage(output, **given), resume=resume)
+    assert [path.name for path in finished.iterdir()] == ["run"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of two updates."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(tiny_wan(), wan_data(), one_stage(folder / "run", steps=2))
+    return folder
 
 
 def _flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-2] ^= 1
     file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of two updates with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("checkpointed") / "run"
+    train(tiny_wan(), wan_data(), one_stage(folder, steps=2, checkpoint_every=1, ema_decay=0.9))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -255,33 +255,33 @@ def _flip(file: Path) -> None:
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), ValueError, "is damaged: .*{name}"),
     ],
 )
-@pytest.mark.parametrize("name", ["weights", "optimizer", "ema"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "ema.safetensors"])
 def test_checkpoint_that_lacks_a_file_or_is_damaged_names_the_file_and_an_earlier_one(
-    name: str, harm: Callable[[Path], object], error: type[Exception], words: str, tmp_path: Path
+    name: str, harm: Callable[[Path], object], error: type[Exception], words: str, checkpointed: Path, tmp_path: Path
 ) -> None:
-    config = one_stage(tmp_path, steps=4, checkpoint_every=1, ema_decay=0.9)
-    train(tiny_wan(), wan_data(), config)
-    first, last = (tmp_path / "checkpoints" / f"step-{step:08d}" for step in (3, 4))
-    harm(last / f"{name}.safetensors")
-    words = words.format(name=f"{name}.safetensors")
-    with pytest.raises(error, match=rf"Checkpoint {last} {words}.*--resume {first}$"):
+    shutil.copytree(checkpointed, tmp_path / "run")
+    config = one_stage(tmp_path / "run", steps=2, checkpoint_every=1, ema_decay=0.9)
+    first, last = (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" for step in (1, 2))
+    harm(last / name)
+    with pytest.raises(error, match=rf"Checkpoint {last} {words.format(name=name)}.*--resume {first}$"):
         train(tiny_wan(), wan_data(), config, resume="latest")
-    harm(first / f"{name}.safetensors")
-    with pytest.raises(error, match=rf"Checkpoint {first} .*no earlier one.*another output folder"):
+    harm(first / name)
+    with pytest.raises(error, match=rf"Checkpoint {first} .*no earlier one"):
         train(tiny_wan(), wan_data(), config, resume=str(first))
 
 
-def test_checkpoints_of_earlier_versions_have_no_hashes_and_resume(tmp_path: Path) -> None:
-    config = one_stage(tmp_path)
+def test_checkpoints_of_earlier_versions_lack_hashes_and_settings_and_resume(tmp_path: Path) -> None:
+    config = one_stage(tmp_path, checkpoint_every=2)
     train(tiny_wan(), wan_data(), config)
-    checkpoint = tmp_path / "checkpoints" / "step-00000004"
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["files"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
+    first, last = sorted((tmp_path / "checkpoints").iterdir())
+    shutil.rmtree(last)
+    state = json.loads((first / "state.json").read_text())
+    del state["files"], state["config"]["optimizer"]
+    (first / "state.json").write_text(json.dumps(state))
     assert train(tiny_wan(), wan_data(), config, resume="latest").finished
-    (checkpoint / "optimizer.safetensors").unlink()
+    (first / "optimizer.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"lacks optimizer.safetensors"):
-        train(tiny_wan(), wan_data(), config, resume="latest")
-    (checkpoint / "state.json").write_text("{")
-    with pytest.raises(ValueError, match=rf"Checkpoint {checkpoint} is damaged: .*state.json"):
-        train(tiny_wan(), wan_data(), config, resume="latest")
+        train(tiny_wan(), wan_data(), config, resume=str(first))
+    (first / "state.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"Checkpoint {first} is damaged: .*state.json"):
+        train(tiny_wan(), wan_data(), config, resume=str(first))

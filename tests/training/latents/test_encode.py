@@ -15,6 +15,7 @@ from mhla_diffusers.training import train
 from mhla_diffusers.training.latents.cache import CacheHeader, CacheWriter, LatentCache
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
+from mhla_diffusers.training.latents.media import read_clip
 
 from ...families.tiny.components import wan_image_components
 from ...models import wan_i2v
@@ -26,11 +27,12 @@ WAN_CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
 IMAGE_CLIP = Clip(frames=1, fps=1.0, sizes=((16, 16),))
 
 
-@pytest.fixture
-def wan(tmp_path: Path) -> tuple[Any, str]:
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     pipe = wan_pipeline()
-    pipe.save_pretrained(tmp_path / "wan")
-    return pipe, str(tmp_path / "wan")
+    folder = tmp_path_factory.mktemp("wan")
+    pipe.save_pretrained(folder)
+    return pipe, str(folder)
 
 
 @pytest.fixture
@@ -44,16 +46,28 @@ def videos(tmp_path: Path) -> Path:
     return folder
 
 
-def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
-    pipe, model = wan
-    index = encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
-    assert [sample.source for sample in index.samples] == ["0.mp4", "1.mp4", "3.mp4"]
-    assert index.skipped == {"2.mp4": "the file is empty"}
-    cache = LatentCache(tmp_path / "cache")
-    assert cache.shapes == [(4, 2, 4, 4)] * 3
-    assert cache[0]["encoder_hidden_states"].shape == (512, 8)
-    assert cache.empty is not None
-    assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
+def test_videos_become_samples_that_train(videos: Path, tmp_path: Path) -> None:
+    """Their latents are those that the pipeline decodes, whoever reads the files."""
+    pipe = wan_pipeline()
+    pipe.save_pretrained(tmp_path / "model")
+    caches = []
+    for workers in (0, 2):
+        output = tmp_path / f"cache-{workers}"
+        index = encode_folder(pipe, str(tmp_path / "model"), videos, output, WAN_CLIP, workers=workers)
+        assert [sample.source for sample in index.samples] == ["0.mp4", "1.mp4", "3.mp4"]
+        assert index.skipped == {"2.mp4": "the file is empty"}
+        caches.append(LatentCache(output))
+    alone, several = caches
+    assert alone.index == several.index
+    assert torch.equal(alone[2]["latents"], several[2]["latents"])
+    pixels = read_clip(videos / "1.mp4", WAN_CLIP)[None].float() / 127.5 - 1
+    with torch.no_grad():
+        raw = pipe.vae.encode(pixels).latent_dist.mode()[0]
+    assert torch.allclose(alone[1]["latents"] * 0.5 + 0.1, raw, atol=1e-5)
+    assert alone.shapes == [(4, 2, 4, 4)] * 3
+    assert alone[0]["encoder_hidden_states"].shape == (512, 8)
+    assert alone.empty is not None
+    assert train(pipe.transformer, alone, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
 
 
 def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_path: Path) -> None:
@@ -71,18 +85,6 @@ def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_pa
     assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
 
 
-def test_latents_are_those_that_the_pipeline_decodes(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
-    from mhla_diffusers.training.latents.media import read_clip
-
-    pipe, model = wan
-    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
-    latents = LatentCache(tmp_path / "cache")[1]["latents"]
-    pixels = read_clip(videos / "1.mp4", WAN_CLIP)[None].float() / 127.5 - 1
-    with torch.no_grad():
-        raw = pipe.vae.encode(pixels).latent_dist.mode()[0]
-    assert torch.allclose(latents * 0.5 + 0.1, raw, atol=1e-5)
-
-
 def test_encoding_goes_on_where_it_stopped(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
     pipe, model = wan
     (videos / "3.mp4").rename(tmp_path / "3.mp4")
@@ -92,15 +94,6 @@ def test_encoding_goes_on_where_it_stopped(wan: tuple[Any, str], videos: Path, t
     cache = LatentCache(tmp_path / "cache")
     assert [sample.source for sample in cache.index.samples] == ["0.mp4", "1.mp4", "3.mp4"]
     assert torch.equal(cache[2]["latents"], cache[0]["latents"])
-
-
-def test_workers_read_the_same(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
-    pipe, model = wan
-    for workers in (0, 2):
-        encode_folder(pipe, model, videos, tmp_path / f"cache-{workers}", WAN_CLIP, workers=workers)
-    alone, several = (LatentCache(tmp_path / f"cache-{workers}") for workers in (0, 2))
-    assert alone.index == several.index
-    assert torch.equal(alone[2]["latents"], several[2]["latents"])
 
 
 @pytest.mark.parametrize(
@@ -157,31 +150,42 @@ def test_cache_of_another_model_is_refused_with_both_names(wan: tuple[Any, str],
         encode_folder(pipe, model, videos, tmp_path / "cache", Clip(9, 8.0, ((32, 32),)))
 
 
-def test_clips_that_the_model_cannot_take_are_refused(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
-    pipe, model = wan
-    with pytest.raises(ValueError, match=r"Size \(36, 32\) must be divisible by 16; the nearest is \(32, 32\)"):
-        encode_folder(pipe, model, videos, tmp_path / "cache", Clip(5, 8.0, ((36, 32),)))
-    with pytest.raises(ValueError, match="frames=6 must be 1 more than a multiple of 4; try 5"):
-        encode_folder(pipe, model, videos, tmp_path / "cache", Clip(6, 8.0, ((32, 32),)))
+@pytest.mark.parametrize(
+    ("make", "clip", "words"),
+    [
+        (wan_pipeline, Clip(5, 8.0, ((36, 32),)), r"Size \(36, 32\) must be divisible by 16; .* \(32, 32\)"),
+        (wan_pipeline, Clip(6, 8.0, ((32, 32),)), "frames=6 .* multiple of 4; try 5"),
+        (dit_pipeline, Clip(1, 1.0, ((16, 32),)), r"Size \(16, 32\) is no square"),
+        (dit_pipeline, Clip(5, 8.0, ((16, 16),)), "frames=5 .* must be 1"),
+    ],
+)
+def test_clips_that_the_model_cannot_take_are_refused(
+    make: Callable[[], Any], clip: Clip, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        synthesize(make(), "unused", ["dog"], tmp_path / "cache", clip)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_clips_that_no_file_fills_are_refused(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="None of the 4 files"):
-        encode_folder(pipe, model, videos, tmp_path / "cache", Clip(41, 8.0, ((32, 32),)))
+        encode_folder(*wan, videos, tmp_path / "cache", Clip(41, 8.0, ((32, 32),)))
 
 
-def test_bad_prompts_and_patched_teachers_are_refused(wan: tuple[Any, str], tmp_path: Path) -> None:
-    pipe, model = wan
-    with pytest.raises(ValueError, match="none of them empty; empty: number 1"):
-        synthesize(pipe, model, ["a ball", " "], tmp_path / "cache", WAN_CLIP)
-    apply_mhla(pipe, sparse="none", blocks=(2, 2, 2))
-    with pytest.raises(ValueError, match="The pipeline is patched"):
-        synthesize(pipe, model, ["a ball"], tmp_path / "cache", WAN_CLIP)
-
-
-def test_classes_that_a_dit_does_not_know_are_refused_before_anything_is_generated(tmp_path: Path) -> None:
-    pipe = dit_pipeline()
-    with pytest.raises(ValueError, match=r"'horse' is no class of this DiT.*cat, dog, house cat"):
-        synthesize(pipe, "unused", ["dog", "horse"], tmp_path / "cache", IMAGE_CLIP)
-    with pytest.raises(ValueError, match=r"Size \(16, 32\) is no square"):
-        synthesize(pipe, "unused", ["dog"], tmp_path / "cache", Clip(1, 1.0, ((16, 32),)))
+@pytest.mark.parametrize(
+    ("make", "prompts", "words"),
+    [
+        (wan_pipeline, ["a ball", " "], "none of them empty; empty: number 1"),
+        (wan_pipeline, [], "There must be prompts"),
+        (lambda: apply_mhla(wan_pipeline(), sparse="none", blocks=(2, 2, 2)), ["a ball"], "The pipeline is patched"),
+        (dit_pipeline, ["dog", "horse"], "'horse' is no class of this DiT.*cat, dog, house cat"),
+    ],
+)
+def test_bad_prompts_and_patched_teachers_are_refused(
+    make: Callable[[], Any], prompts: list[str], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        synthesize(make(), "unused", prompts, tmp_path / "cache", WAN_CLIP)
     assert not (tmp_path / "cache").exists()
 
 
@@ -244,11 +248,13 @@ def _cut_off(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def _without_hashes(folder: Path) -> None:
-    """As an earlier version made it."""
-    content = json.loads((folder / "index.json").read_text())
-    del content["hashes"]
-    (folder / "index.json").write_text(json.dumps(content))
+def _small_cache(folder: Path, count: int) -> None:
+    writer, data = CacheWriter(folder, CacheHeader("wan", "vae", "text", {})), wan_data(count)
+    assert data.empty is not None
+    writer.set_empty(data.empty)
+    for number in range(count):
+        writer.add(str(number), "caption", data[number])
+    writer.flush()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -259,15 +265,11 @@ def test_damage_of_a_cache_is_named(
     has_hashes: bool, harm: Callable[[Path], None], name: str, workers: int, tmp_path: Path
 ) -> None:
     """Also where another process reads."""
-    writer = CacheWriter(tmp_path, CacheHeader("wan", "vae", "text", {}))
-    data = wan_data(2)
-    assert data.empty is not None
-    writer.set_empty(data.empty)
-    for number in range(len(data)):
-        writer.add(str(number), "caption", data[number])
-    writer.flush()
-    if not has_hashes:
-        _without_hashes(tmp_path)
+    _small_cache(tmp_path, 2)
+    if not has_hashes:  # as an earlier version made it
+        content = json.loads((tmp_path / "index.json").read_text())
+        del content["hashes"]
+        (tmp_path / "index.json").write_text(json.dumps(content))
 
     def batch() -> object:
         config, process = one_stage(tmp_path, workers=workers), get_family(tiny_wan()).process(tiny_wan(), 3.0)
@@ -283,10 +285,7 @@ def test_damage_of_a_cache_is_named(
 
 
 def test_a_shard_is_hashed_once_however_many_processes_read_it(tmp_path: Path) -> None:
-    writer = CacheWriter(tmp_path, CacheHeader("wan", "vae", "text", {}))
-    for number in range(3):
-        writer.add(str(number), "caption", wan_data(3)[number])
-    writer.flush()
+    _small_cache(tmp_path, 3)
     cache = LatentCache(tmp_path)
     list(DataLoader(cache, batch_size=None, num_workers=1))  # type: ignore[arg-type]
     _flipped(tmp_path / "shard-00000.safetensors")
@@ -294,13 +293,7 @@ def test_a_shard_is_hashed_once_however_many_processes_read_it(tmp_path: Path) -
 
 
 def test_an_empty_prompt_that_was_damaged_is_written_anew(tmp_path: Path) -> None:
-    empty = wan_data(1).empty
-    assert empty is not None
-    for harm in (None, _flipped):
-        if harm is not None:
-            harm(tmp_path / "empty.safetensors")
-        writer = CacheWriter(tmp_path, CacheHeader("wan", "vae", "text", {}))
-        writer.set_empty(empty)
-        writer.add(str(harm), "caption", wan_data(1)[0])
-        writer.flush()
+    _small_cache(tmp_path, 1)
+    _flipped(tmp_path / "empty.safetensors")
+    _small_cache(tmp_path, 1)
     assert LatentCache(tmp_path).empty is not None

@@ -1,13 +1,28 @@
+"""Videos and images: found with their captions in folders and shards, and read."""
+
+import io
+import json
+import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from mhla_diffusers.families import Clip
-from mhla_diffusers.training.latents.media import UnreadableMediaError, read_clip
+from mhla_diffusers.training.latents.cache import LatentCache
+from mhla_diffusers.training.latents.encode import encode_folder
+from mhla_diffusers.training.latents.media import UnreadableMediaError, find_media, read_clip
 
-from ..pipelines import write_image, write_video
+from ..pipelines import wan_pipeline, write_image, write_video
 
 CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
+IMAGE = Clip(1, 1.0, ((32, 32),))
+
+
+@pytest.fixture
+def video(tmp_path: Path) -> bytes:
+    write_video(tmp_path / "video.mp4")
+    return (tmp_path / "video.mp4").read_bytes()
 
 
 def test_frames_are_taken_at_the_asked_rate(tmp_path: Path) -> None:
@@ -36,28 +51,193 @@ def test_nearest_bucket() -> None:
     assert clip.size_for(500, 512) == (640, 640)
 
 
-def test_unreadable_files_say_why(tmp_path: Path) -> None:
-    write_video(tmp_path / "whole.mp4", frames=12)
-    content = (tmp_path / "whole.mp4").read_bytes()
-    (tmp_path / "empty.mp4").touch()
-    (tmp_path / "truncated.mp4").write_bytes(content[: len(content) // 3])
-    (tmp_path / "text.mp4").write_text("no video at all")
-    (tmp_path / "broken.png").write_text("no image at all")
+@pytest.mark.parametrize(
+    ("name", "content", "clip", "reason"),
+    [
+        ("empty.mp4", b"", CLIP, "the file is empty"),
+        ("truncated.mp4", None, CLIP, "no readable video"),
+        ("text.mp4", b"no video at all", CLIP, "no readable video"),
+        ("broken.png", b"no image at all", IMAGE, "no readable image"),
+        ("image.png", b"x", CLIP, "an image has no 5 frames"),
+    ],
+)
+def test_unreadable_files_say_why(
+    name: str, content: bytes | None, clip: Clip, reason: str, tmp_path: Path, video: bytes
+) -> None:
+    (tmp_path / name).write_bytes(video[: len(video) // 3] if content is None else content)
+    with pytest.raises(UnreadableMediaError, match=reason):
+        read_clip(tmp_path / name, clip)
+
+
+def test_a_video_that_is_too_short_is_told_with_both_lengths(tmp_path: Path) -> None:
     write_video(tmp_path / "short.mp4", frames=3)
-    for name, reason in {
-        "empty.mp4": "the file is empty",
-        "truncated.mp4": "no readable video",
-        "text.mp4": "no readable video",
-        "short.mp4": "too short: 0.25 s of video, but 5 frames at 8 fps span 0.50 s",
-    }.items():
-        with pytest.raises(UnreadableMediaError, match=reason):
-            read_clip(tmp_path / name, CLIP)
-    with pytest.raises(UnreadableMediaError, match="no readable image"):
-        read_clip(tmp_path / "broken.png", Clip(1, 1.0, ((32, 32),)))
-    with pytest.raises(UnreadableMediaError, match="an image has no 5 frames"):
-        read_clip(_image(tmp_path), CLIP)
+    with pytest.raises(UnreadableMediaError, match="0.25 s of video, but 5 frames at 8 fps span 0.50 s"):
+        read_clip(tmp_path / "short.mp4", CLIP)
 
 
-def _image(folder: Path) -> Path:
-    write_image(folder / "image.png")
-    return folder / "image.png"
+def _write_shard(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def _places(shard: Path) -> dict[str, int]:
+    with tarfile.open(shard) as archive:
+        return {member.name: member.offset_data for member in archive}
+
+
+def _captions(source: object) -> dict[str, str | None]:
+    return {media.name: media.problem or media.caption for media in find_media(str(source))}
+
+
+def test_members_of_one_name_are_one_sample(tmp_path: Path, video: bytes) -> None:
+    members = {
+        "a/000.mp4": video,
+        "a/000.txt": b"a red ball\n",
+        "a/000.json": b'{"text": "not this"}',
+        "000.jpg": b"a thumbnail",
+        "000.MP4": video,
+        "000.json": json.dumps({"fps": 8, "caption": "a blue ball"}).encode(),
+        "._000.mp4": b"of another system",
+        "notes.txt": b"no picture",
+    }
+    shard = _write_shard(tmp_path / "shards" / "0.tar", members)
+    assert _captions(shard) == {"0.tar/a/000.mp4": "a red ball", "0.tar/000.mp4": "a blue ball"}
+    pixels = [read_clip(media.file, CLIP) for media in find_media(shard)]
+    assert torch.equal(pixels[0], read_clip(tmp_path / "video.mp4", CLIP))
+    assert torch.equal(pixels[1], pixels[0])
+
+
+def test_folder_and_pattern_mean_the_same_shards(tmp_path: Path) -> None:
+    write_image(tmp_path / "image.png")
+    image = (tmp_path / "image.png").read_bytes()
+    for number in range(3):
+        _write_shard(tmp_path / "shards" / f"{number}.tar", {"x.png": image, "x.txt": f"{number}".encode()})
+    everything = {f"{number}.tar/x.png": f"{number}" for number in range(3)}
+    assert _captions(tmp_path / "shards") == everything
+    assert _captions(tmp_path / "shards" / "*.tar") == everything
+    assert list(_captions(tmp_path / "shards" / "[01].tar")) == ["0.tar/x.png", "1.tar/x.png"]
+    assert read_clip(find_media(tmp_path / "shards")[0].file, Clip(1, 1.0, ((32, 32),))).shape == (3, 1, 32, 32)
+
+
+def test_captions_that_are_missing_empty_or_broken_are_told(tmp_path: Path) -> None:
+    members = {
+        "none.png": b"x",
+        "empty.png": b"x",
+        "empty.txt": b" \n",
+        "list.png": b"x",
+        "list.json": b"[1]",
+        "json.png": b"x",
+        "json.json": b"{",
+        "bytes.png": b"x",
+        "bytes.txt": b"\xff",
+    }
+    captions = _captions(_write_shard(tmp_path / "0.tar", members))
+    for name in ("none", "empty", "list"):
+        assert captions[f"0.tar/{name}.png"] == "it has no caption, neither .txt nor .json, or an empty one"
+    for name in ("json", "bytes"):
+        assert str(captions[f"0.tar/{name}.png"]).startswith("its caption cannot be read: ")
+
+
+@pytest.mark.parametrize("cut", ["in the second video", "after the second video", "in its caption", "at the end"])
+def test_shard_that_is_cut_off_gives_what_it_holds(cut: str, tmp_path: Path, video: bytes) -> None:
+    members = {"a.mp4": video, "a.txt": b"red", "b.mp4": video, "b.txt": b"blue"}
+    shard = _write_shard(tmp_path / "0.tar", members)
+    places = _places(shard)
+    length = {
+        "in the second video": places["b.mp4"] + 100,
+        "after the second video": places["b.txt"] - tarfile.BLOCKSIZE,
+        "in its caption": places["b.txt"] + 2,
+        "at the end": places["b.txt"] + tarfile.BLOCKSIZE,
+    }[cut]
+    shard.write_bytes(shard.read_bytes()[:length])
+    captions = _captions(shard)
+    assert captions["0.tar/a.mp4"] == "red"
+    assert (captions["0.tar/b.mp4"] == "blue") == (cut == "at the end")
+    assert "2 samples were found before" in str(captions["0.tar"])
+
+
+def test_shards_are_encoded_and_gone_on_with(tmp_path: Path, video: bytes) -> None:
+    pipe = wan_pipeline()
+    pipe.save_pretrained(tmp_path / "model")
+    shards = tmp_path / "shards"
+    first = {"a.mp4": video, "a.txt": b"a red ball", "b.mp4": video, "c.mp4": b"", "c.txt": b"a ball"}
+    _write_shard(shards / "0.tar", first)
+    cut = _write_shard(shards / "1.tar", {"a.mp4": video, "a.txt": b"a blue ball", "b.txt": b"red", "b.mp4": video})
+    cut.write_bytes(cut.read_bytes()[: _places(cut)["b.mp4"] + 100])
+    index = encode_folder(pipe, str(tmp_path / "model"), shards, tmp_path / "cache", CLIP)
+    assert [sample.source for sample in index.samples] == ["0.tar/a.mp4", "1.tar/a.mp4"]
+    assert sorted(index.skipped) == ["0.tar/b.mp4", "0.tar/c.mp4", "1.tar", "1.tar/b.mp4"]
+    assert index.skipped["0.tar/c.mp4"] == "the file is empty"
+    assert index.skipped["1.tar/b.mp4"] == "1.tar ends in the middle of it"
+    _write_shard(shards / "2.tar", {"a.mp4": video, "a.json": b'{"text": "a ball"}'})
+    encode_folder(pipe, str(tmp_path / "model"), shards, tmp_path / "cache", CLIP, workers=1)
+    cache = LatentCache(tmp_path / "cache")
+    assert [sample.caption for sample in cache.index.samples] == ["a red ball", "a blue ball", "a ball"]
+    assert torch.equal(cache[2]["latents"], cache[0]["latents"])
+
+
+def test_captions_from_text_files_jsonl_and_csv(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("a.png", "deep/b.png"):
+        write_image(tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text(f"caption of {name}\n")
+    expected = {"a.png": "caption of a.png", "deep/b.png": "caption of deep/b.png"}
+    assert {media.name: media.caption for media in find_media(tmp_path)} == expected
+    (tmp_path / "metadata.csv").write_text('file_name,caption\na.png,"from, csv"\n')
+    assert [(media.name, media.caption) for media in find_media(tmp_path)] == [("a.png", "from, csv")]
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "deep/b.png", "text": "from jsonl"}\n\n')
+    assert [(media.name, media.caption) for media in find_media(tmp_path)] == [("deep/b.png", "from jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "error", "words"),
+    [
+        ({}, "*.tar", FileNotFoundError, r"\*.tar fits no .tar file"),
+        ({}, "none.tar", FileNotFoundError, "none.tar is no folder, no .tar file"),
+        ({}, "none", FileNotFoundError, "none is no folder"),
+        ({}, ".", FileNotFoundError, "holds no videos or images"),
+        ({"0.tar": b"", "loose.png": b""}, ".", ValueError, r"tar shards \(0.tar, …\) .* images \(loose.png, …\)"),
+        ({"b.txt": b" \n", "b.png": b""}, ".", ValueError, "2 of 2 files .* a.png, b.png"),
+        ({"metadata.jsonl": b'{"file_name": "c.png", "text": "x"}\n'}, ".", FileNotFoundError, "names c.png"),
+        ({"metadata.jsonl": b'{"file": "c.png", "text": "x"}\n'}, ".", ValueError, "file_name .* has file, text"),
+        ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n[1]\n'}, ".", ValueError, r"a row has \[1\]"),
+        (
+            {"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n{"f\n'},
+            ".",
+            ValueError,
+            "Line 2 of .*metadata.jsonl",
+        ),
+        ({"metadata.jsonl": b"\n"}, ".", ValueError, "metadata.jsonl is empty"),
+        ({"metadata.jsonl": b"\xff"}, ".", ValueError, "metadata.jsonl is no UTF-8"),
+    ],
+)
+def test_what_is_refused(
+    files: dict[str, bytes], source: str, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    if files and "0.tar" not in files:
+        write_image(tmp_path / "a.png")
+    with pytest.raises(error, match=words):
+        find_media(tmp_path / source)
+
+
+def test_shards_of_nothing_or_damage_come_with_their_problem(tmp_path: Path) -> None:
+    _write_shard(tmp_path / "0.tar", {})
+    assert _captions(tmp_path) == {"0.tar": "it holds no videos or images"}
+    (tmp_path / "0.tar").write_bytes(b"no archive" * 1000)
+    assert "no complete tar archive" in str(_captions(tmp_path)["0.tar"])
+
+
+def test_captions_keep_unusual_line_separators_and_lose_the_byte_order_mark(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "red\u2028blue"}\n', encoding="utf-8")
+    assert find_media(tmp_path)[0].caption == "red\u2028blue"
+    (tmp_path / "metadata.jsonl").unlink()
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,red\n", encoding="utf-8-sig")
+    assert find_media(tmp_path)[0].caption == "red"
