@@ -1,7 +1,6 @@
 """``mhla eval``."""
 
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +10,7 @@ from ..files import write_json
 from ..reporting import show_progress, text_table
 from .geneval import geneval_score
 from .sample_commands import app as samples
-from .vbench import DIMENSIONS, read_results, total_scores
-from .vbench_run import VBenchConfig, run_vbench
+from .vbench import DIMENSIONS, VBenchConfig, read_results, run_vbench, total_scores
 
 app = typer.Typer(help="Quality of what a model generates.", no_args_is_help=True)
 app.add_typer(samples, name="samples")
@@ -50,7 +48,7 @@ def fid(
             typer.secho(f"Warning: {warning.message}", err=True, fg=typer.colors.YELLOW)
         else:
             warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
-    _report({"extractor": extractor, **scores.measured()}, output)
+    _report({"extractor": extractor, **scores}, output)
 
 
 def _report(result: dict[str, Any], output: Path | None) -> None:
@@ -87,7 +85,7 @@ def vbench(
         if set(chosen) != set(DIMENSIONS):
             return
         scores = read_results([output])
-    totals = asdict(total_scores(scores))
+    totals = total_scores(scores)  # which misses dimensions by name
     _report({**{name: scores[name] for name in DIMENSIONS}, **totals}, output / "vbench.json")
 
 
@@ -100,13 +98,13 @@ def clip(
     output: _OUTPUT = None,
 ) -> None:
     """CLIP score as SANA reports it: 100 times the cosine of image and prompt, averaged."""
-    from .clip import ClipScorer, score_samples
-    from .sets import require_samples
+    from .clip import ClipScorer
+    from .compare import Variant, score_samples
+    from .samples import require_samples
 
-    require_samples(samples)  # before a model is asked of the Hub
-    scores = score_samples(samples, ClipScorer(model, device), batch_size, show_progress)
-    mean = sum(scores.values()) / len(scores)
-    _report({"model": model, "samples": len(scores), "clip_score": mean}, output)
+    found = Variant(samples.name, samples, require_samples(samples), {})  # before a model is asked of the Hub
+    scores = score_samples(found, "clip_score", ClipScorer(model, device), show_progress, batch_size)
+    _report({"model": model, "samples": len(scores), "clip_score": float(scores.mean())}, output)
 
 
 @app.command("geneval")

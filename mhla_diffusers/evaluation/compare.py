@@ -1,4 +1,4 @@
-"""Sample sets of several variants of one model, side by side."""
+"""Sample sets of several variants of one model, side by side: scores, and their differences over the same samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +11,12 @@ import torch
 
 from ..files import read_json
 from ..generation.record import RECORD_NAME, Sample
-from .description import Description, Progress, check_one_each, describe_images, describe_reference
 from .extractors import FeatureExtractor
-from .fid import score_description, too_few
-from .images import FolderImages, read_sample
+from .fid import Progress, check_one_each, describe_images, describe_reference, score, too_few
+from .images import Images, read_sample
 from .metrics import FeatureStatistics, frechet_distance
 from .published import SCORE_FILES, PaperRows, known_scores, paper_rows
-from .sets import require_samples
+from .samples import require_samples
 from .similarity import Similarity
 
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
@@ -68,22 +67,19 @@ def bootstrap(statistic: Callable[[torch.Tensor], float], count: int, resamples:
     return Interval(statistic(torch.arange(count)), low, high)
 
 
+def _mean(values: torch.Tensor) -> Interval:
+    return bootstrap(lambda chosen: float(values[chosen].mean()), len(values), _RESAMPLES)
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One sample set."""
+    """One sample set, and what was measured of it."""
 
     name: str
     folder: Path
     samples: list[Sample]
     choices: dict[str, Any]
     """How it was made."""
-
-
-@dataclass
-class Row:
-    """What was measured of one variant."""
-
-    variant: Variant
     scores: dict[str, float] = field(default_factory=dict)
     differences: dict[str, Interval] = field(default_factory=dict)
     """Score → difference from the first variant, over the same samples."""
@@ -95,7 +91,7 @@ class Row:
 class Comparison:
     """Everything that a report shows."""
 
-    rows: list[Row]
+    variants: list[Variant]
     paper: PaperRows
     reference: Path | None
     remarks: Sequence[str] = ()
@@ -118,21 +114,19 @@ def read_variants(folders: Sequence[Path]) -> list[Variant]:
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise ValueError(f"The sets need different folder names, which their rows are named after; got {names}.")
-    for before, after in pairwise(variants):
-        _check_paired(before, after)
-    return variants
-
-
-def _check_paired(first: Variant, second: Variant) -> None:
-    for name in ("family", "model", "seed", "settings"):
-        values = [variant.choices.get(name) for variant in (first, second)]
-        if values[0] != values[1]:
+    for first, second in pairwise(variants):
+        for name in ("family", "model", "seed", "settings"):
+            one, other = first.choices.get(name), second.choices.get(name)
+            if one != other:
+                raise ValueError(
+                    f"{first.folder} and {second.folder} differ in {name} ({one!r} and {other!r}); only sets that "
+                    "differ in the attention alone are compared."
+                )
+        if first.samples != second.samples:
             raise ValueError(
-                f"{first.folder} and {second.folder} differ in {name} ({values[0]!r} and {values[1]!r}); only sets "
-                "that differ in the attention alone are compared."
+                f"{first.folder} and {second.folder} hold different samples; generate the same set of both."
             )
-    if first.samples != second.samples:
-        raise ValueError(f"{first.folder} and {second.folder} hold different samples; generate the same set of both.")
+    return variants
 
 
 def compare_sets(
@@ -167,9 +161,10 @@ def compare_sets(
     if (reference is None) != (extractor is None):
         raise ValueError("A reference and an extractor belong together; give both or neither.")
     variants = read_variants(folders)
-    rows = [Row(variant) for variant in variants]
-    _add_known_scores(rows)
-    if reference is None and not (sample_scores or similarities) and not any(row.scores for row in rows):
+    known = [known_scores(variant.folder) for variant in variants]
+    for name in dict.fromkeys(name for scores in known for name in scores):
+        _add_scores(variants, name, [scores.get(name) for scores in known])
+    if reference is None and not (sample_scores or similarities) and not any(variant.scores for variant in variants):
         raise ValueError(
             f"There is nothing to compare {', '.join(variant.name for variant in variants)} by. Give --reference for "
             "distances, --clip-model for the CLIP score, --score NAME=package.module:callable for one of your own or "
@@ -177,117 +172,123 @@ def compare_sets(
         )
     remarks: list[str] = []
     if reference is not None and extractor is not None:
-        expected = describe_reference(reference, extractor, extractor_name, batch_size=_BATCH, progress=progress)
-        remarks += filter(None, [too_few(f"The reference {reference.name}", expected)])
-        remarks += _add_distances(rows, expected, extractor, progress)
-    for name, score in (sample_scores or {}).items():
-        _add_sample_scores(rows, name, score)
+        remarks += _add_distances(variants, reference, extractor, extractor_name, progress)
+    for name, sample_score in (sample_scores or {}).items():
+        _add_scores(variants, name, [score_samples(one, name, sample_score, progress) for one in variants])
     if similarities:
-        remarks += _add_similarities(rows, similarities, progress)
-    return Comparison(rows, paper_rows(variants[0].choices.get("model")), reference, remarks)
+        remarks += _add_similarities(variants, similarities, progress)
+    return Comparison(variants, paper_rows(variants[0].choices.get("model")), reference, remarks)
 
 
-def _add_known_scores(rows: Sequence[Row]) -> None:
-    known = [known_scores(row.variant.folder) for row in rows]
-    for row, scores in zip(rows, known, strict=True):
-        row.scores |= {name: float(values.mean()) for name, values in scores.items()}
-    for row, scores in zip(rows[1:], known[1:], strict=True):
-        for name in scores.keys() & known[0].keys():
-            own, base = scores[name], known[0][name]
-            if len(own) != len(base):
-                raise ValueError(
-                    f"{rows[0].variant.folder} has {len(base)} values of {name}, {row.variant.folder} {len(own)}; they "
-                    "must be of the same things."
-                )
-            if len(own) > 1:
-                row.differences[name] = _mean(own - base)
+def score_samples(
+    variant: Variant, name: str, sample_score: SampleScore, progress: Progress | None = None, batch_size: int = _BATCH
+) -> torch.Tensor:
+    """A score of every sample: float64 (n,).
+
+    Raises:
+        ValueError: damaged files, or a score that is not one number for each sample.
+    """
+    parts: list[torch.Tensor] = []
+    for start in range(0, len(variant.samples), batch_size):
+        batch = variant.samples[start : start + batch_size]
+        images = [read_sample(variant.folder / sample.file) for sample in batch]
+        values = sample_score(images, [sample.text for sample in batch])
+        check_one_each(f"The score {name}", values, len(batch))
+        parts.append(values.double().cpu().view(len(batch)))
+        if progress is not None:
+            progress(start + len(batch), len(variant.samples))
+    return torch.cat(parts)
+
+
+def _add_scores(variants: Sequence[Variant], name: str, values: Sequence[torch.Tensor | None]) -> None:
+    """Of values (n,) of every variant that has them the means, and paired differences from the first one's."""
+    for variant, own in zip(variants, values, strict=True):
+        if own is None:
+            continue
+        variant.scores[name] = float(own.mean())
+        if variant is variants[0] or values[0] is None:
+            continue
+        if len(own) != len(values[0]):
+            raise ValueError(
+                f"{variants[0].folder} has {len(values[0])} values of {name}, {variant.folder} {len(own)}; they must "
+                "be of the same things."
+            )
+        if len(own) > 1:
+            variant.differences[name] = _mean(own - values[0])
 
 
 def _add_distances(
-    rows: Sequence[Row], expected: Description, extractor: FeatureExtractor, progress: Progress | None
+    variants: Sequence[Variant], reference: Path, extractor: FeatureExtractor, name: str, progress: Progress | None
 ) -> list[str]:
-    """Also differences of the distances; returns what there is to remark."""
-    features: list[torch.Tensor] = []
-    remarks: list[str] = []
+    """From the reference, and the differences of the Fréchet distances; returns what there is to remark."""
+    expected = describe_reference(reference, extractor, name, _BATCH, progress=progress)
+    remarks = [too_few(f"The reference {reference.name}", expected)]
     with TemporaryDirectory(prefix="mhla-features-") as folder:
-        for number, row in enumerate(rows):
-            images, store = FolderImages(row.variant.folder), Path(folder) / str(number)
-            found = describe_images(images, extractor, _BATCH, store, progress)
-            measured = score_description(found, expected).measured()
-            row.scores |= {name: value for name, value in measured.items() if name not in ("samples", "reference")}
+        features: list[torch.Tensor] = []
+        for number, variant in enumerate(variants):
+            found = describe_images(Images(variant.folder), extractor, _BATCH, Path(folder) / str(number), progress)
+            variant.scores.update(score(found, expected))
             if not number:  # the others hold the same samples
-                remarks += filter(None, [too_few("Every set", found)])
-            assert found.features is not None
-            features.append(found.features)
-        channels = features[0].shape[1]
-        if channels > _FRECHET_CHANNELS:
-            return [
-                *remarks,
-                f"The Fréchet distance of {channels} channels has no interval: it is bootstrapped up to "
-                f"{_FRECHET_CHANNELS} channels, above which the resamples would take an hour.",
-            ]
-        for row, own in zip(rows[1:], features[1:], strict=True):
-            statistic = _distance_difference(own, features[0], expected)
-            row.differences["fid"] = bootstrap(statistic, len(own), _FRECHET_RESAMPLES)
-    return remarks
+                remarks.append(too_few("Every set", found))
+            if found.features is not None:
+                features.append(found.features)
 
+        def distance(some: torch.Tensor) -> float:
+            return frechet_distance(FeatureStatistics.of(some).normal(), expected.pooled)
 
-def _distance_difference(
-    features: torch.Tensor, base: torch.Tensor, expected: Description
-) -> Callable[[torch.Tensor], float]:
-    def distance(some: torch.Tensor) -> float:
-        return frechet_distance(FeatureStatistics.of(some).normal(), expected.pooled)
+        base = features[0]
+        if base.shape[1] > _FRECHET_CHANNELS:
+            remarks.append(
+                f"The Fréchet distance of {base.shape[1]} channels has no interval: it is bootstrapped up to "
+                f"{_FRECHET_CHANNELS} channels, above which the resamples would take an hour."
+            )
+            return list(filter(None, remarks))
+        for variant, own in zip(variants[1:], features[1:], strict=True):
 
-    return lambda chosen: distance(features[chosen]) - distance(base[chosen])
+            def difference(chosen: torch.Tensor, own: torch.Tensor = own) -> float:
+                return distance(own[chosen]) - distance(base[chosen])
 
-
-def _add_sample_scores(rows: Sequence[Row], name: str, score: SampleScore) -> None:
-    values = [_score_samples(row.variant, name, score) for row in rows]
-    for row, own in zip(rows, values, strict=True):
-        row.scores[name] = float(own.mean())
-        if own is not values[0]:
-            row.differences[name] = _mean(own - values[0])
-
-
-def _mean(change: torch.Tensor) -> Interval:
-    return bootstrap(lambda chosen: float(change[chosen].mean()), len(change), _RESAMPLES)
+            variant.differences["fid"] = bootstrap(difference, len(own), _FRECHET_RESAMPLES)
+    return list(filter(None, remarks))
 
 
 @torch.no_grad()
 def _add_similarities(
-    rows: Sequence[Row], similarities: Mapping[str, Similarity], progress: Progress | None
+    variants: Sequence[Variant], similarities: Mapping[str, Similarity], progress: Progress | None
 ) -> list[str]:
     """Of every variant but the first; returns what there is to remark."""
-    base, others = rows[0].variant, rows[1:]
-    values: list[dict[str, list[float]]] = [{name: [] for name in similarities} for _ in others]
+    base, *others = variants
+    values: dict[tuple[str, str], list[float]] = {(one.name, name): [] for one in others for name in similarities}
     for done, sample in enumerate(base.samples, start=1):
         reference = _frames(base.folder / sample.file)
-        for row, of_row in zip(others, values, strict=True):
-            frames = _frames(row.variant.folder / sample.file)
+        for variant in others:
+            frames = _frames(variant.folder / sample.file)
             if frames.shape != reference.shape:
                 shapes = [(len(x), *x.shape[2:]) for x in (reference, frames)]
                 raise ValueError(
                     f"{sample.file} has (frames, height, width) {shapes[0]} in {base.folder} and {shapes[1]} in "
-                    f"{row.variant.folder}; generate both sets with the same settings."
+                    f"{variant.folder}; generate both sets with the same settings."
                 )
             for name, similarity in similarities.items():
                 if min(frames.shape[2:]) >= similarity.smallest:
                     pairs = zip(frames.split(_FRAMES), reference.split(_FRAMES), strict=True)
                     mean = torch.cat([similarity.of(*pair).double() for pair in pairs]).mean()
-                    of_row[name].append(float(mean))
+                    values[variant.name, name].append(float(mean))
         if progress is not None:
             progress(done, len(base.samples))
-    for row, of_row in zip(others, values, strict=True):
-        for name, found in of_row.items():
-            if found:
-                row.scores[name] = sum(found) / len(found)
+    for variant in others:
+        for name in similarities:
+            found = torch.tensor(values[variant.name, name], dtype=torch.float64)
+            if len(found):
+                variant.scores[name] = float(found.mean())
             if len(found) > 1:
-                row.similarities[name] = _mean(torch.tensor(found, dtype=torch.float64))
+                variant.similarities[name] = _mean(found)
+    measured = {name: len(values[others[0].name, name]) for name in similarities}
     return [
-        f"{name} is of {len(found)} of {len(base.samples)} samples: the others have fewer than "
+        f"{name} is of {count} of {len(base.samples)} samples: the others have fewer than "
         f"{similarities[name].smallest} pixels in height or width."
-        for name, found in values[0].items()
-        if len(found) < len(base.samples)
+        for name, count in measured.items()
+        if count < len(base.samples)
     ]
 
 
@@ -295,15 +296,3 @@ def _frames(file: Path) -> torch.Tensor:
     """uint8 (F, 3, H, W); an image is one frame."""
     sample = read_sample(file)
     return sample if sample.ndim == 4 else sample[None]
-
-
-def _score_samples(variant: Variant, name: str, score: SampleScore) -> torch.Tensor:
-    """float64 (n,)."""
-    parts = []
-    for start in range(0, len(variant.samples), _BATCH):
-        batch = variant.samples[start : start + _BATCH]
-        images = [read_sample(variant.folder / sample.file) for sample in batch]
-        values = score(images, [sample.text for sample in batch])
-        check_one_each(f"The score {name}", values, len(batch))
-        parts.append(values.double().cpu().view(len(batch)))
-    return torch.cat(parts)

@@ -41,13 +41,9 @@ _SOURCES = {
 class CleanInception:
     """pool3 of Inception as clean-fid computes it: each image resized with PIL's bicubic filter, unrounded.
 
-    Args:
-        weights: the TorchScript file ``inception-2015-12-05.pt``.
-        device: where it runs; "auto" for a GPU if there is one.
-
     Raises:
         ImportError: clean-fid is missing.
-        FileNotFoundError: no such file; the message says where to get it.
+        FileNotFoundError: no weights there; the message says where to get them.
         ValueError: no such device here.
     """
 
@@ -76,13 +72,9 @@ class AdmInception:
     pool3 (2048 channels); the first 7 channels of TensorFlow's ``mixed_6/conv``, channels last, 17 x 17 x 7 = 2023
     values; and the softmax of pool3 times the classifier's weights without its bias.
 
-    Args:
-        weights: ``weights-inception-2015-12-05-6726825d.pth``.
-        device: where it runs; "auto" for a GPU if there is one.
-
     Raises:
         ImportError: torch-fidelity is missing.
-        FileNotFoundError: no such file; the message says where to get it.
+        FileNotFoundError: no weights there; the message says where to get them.
         ValueError: no such device here.
     """
 
@@ -98,17 +90,17 @@ class AdmInception:
         names = ["2048", "logits_unbiased"]
         self._model = FeatureExtractorInceptionV3("inception", names, feature_extractor_weights_path=str(file))
         self._model.to(self._device).eval()
-        self._spatial = torch.empty(0)
-        self._model.Mixed_6d.branch1x1.register_forward_hook(self._note_spatial)
-
-    def _note_spatial(self, _: Any, __: Any, output: torch.Tensor) -> None:
-        self._spatial = output[:, :7].permute(0, 2, 3, 1).flatten(1)
 
     @torch.no_grad()
     def __call__(self, images: torch.Tensor) -> ImageFeatures:
         """Pooled (B, 2048), spatial (B, 2023), probabilities (B, 1008)."""
-        pooled, logits = self._model(images.to(self._device))
-        return ImageFeatures(pooled, self._spatial, logits.softmax(dim=1))
+        spatial: list[torch.Tensor] = []
+        handle = self._model.Mixed_6d.branch1x1.register_forward_hook(lambda *seen: spatial.append(seen[2]))
+        try:
+            pooled, logits = self._model(images.to(self._device))
+        finally:
+            handle.remove()
+        return ImageFeatures(pooled, spatial[0][:, :7].permute(0, 2, 3, 1).flatten(1), logits.softmax(dim=1))
 
 
 def check_weights(file: Path | None, name: str) -> Path:
@@ -126,12 +118,7 @@ def check_weights(file: Path | None, name: str) -> Path:
 
 
 def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu") -> FeatureExtractor:
-    """An extractor by name.
-
-    Args:
-        choice: "adm", "clean", or ``package.module:name`` of a callable.
-        weights: file with the weights of Inception.
-        device: where Inception runs; "auto" for a GPU if there is one.
+    """An extractor: "adm" or "clean", which take Inception's weights, or ``package.module:name`` of a callable.
 
     Raises:
         ValueError: unknown name, or weights given to a callable.

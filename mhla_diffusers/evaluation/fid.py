@@ -1,18 +1,38 @@
-"""FID, sFID, Inception score, precision, recall and KID of a set of images against a reference."""
+"""FID, sFID, Inception score, precision, recall and KID of a set of images against a reference.
+
+What an extractor makes of a set takes memory that does not grow with the number of images. Statistics of reference
+images are kept beside them; those that others publish are read.
+"""
 
 import warnings
-from dataclasses import dataclass, fields
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .description import Description, Progress, describe_images, describe_reference
-from .extractors import FeatureExtractor
-from .images import open_images
-from .metrics import frechet_distance, kernel_distance, precision_recall
+import torch
 
+from ..files import write_tensors
+from .extractors import FeatureExtractor, ImageFeatures
+from .images import Images
+from .metrics import (
+    FeatureStatistics,
+    InceptionScore,
+    Normal,
+    frechet_distance,
+    kernel_distance,
+    precision_recall,
+)
+
+_KEPT_FEATURES = 10_000
+"""Features of the reference that precision, recall and KID are measured with, as many as the ADM suite takes."""
 _STABLE = 5
 """Samples per channel from which on a Fréchet distance is stable: 10 240 for the 2048 channels of Inception."""
 _NEIGHBOURS = 3
+
+Progress = Callable[[int, int], None]
+"""Called with the number of images done and their total."""
 
 
 class FewSamplesWarning(UserWarning):
@@ -20,23 +40,16 @@ class FewSamplesWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class ImageScores:
-    """What was measured; None where the extractor or the reference has no features for it."""
+class Description:
+    """A set of images in the eyes of an extractor."""
 
-    samples: int | None
-    reference: int | None
-    """Images of the reference; None for statistics that do not tell."""
-    fid: float
-    sfid: float | None = None
+    count: int | None
+    """How many images; None where statistics of others do not tell."""
+    pooled: Normal
+    spatial: Normal | None = None
     inception_score: float | None = None
-    precision: float | None = None
-    recall: float | None = None
-    kid: float | None = None
-
-    def measured(self) -> dict[str, float]:
-        """Names and values of what there is."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+    features: torch.Tensor | None = None
+    """(n, D) pooled features of all images, or of some evenly chosen ones."""
 
 
 def measure_images(
@@ -47,18 +60,20 @@ def measure_images(
     name: str,
     batch_size: int = 50,
     progress: Progress | None = None,
-) -> ImageScores:
+) -> dict[str, float]:
     """Compare generated images with a reference.
-
-    Memory does not grow with the number of images: pooled features lie in temporary files on disk.
 
     Args:
         samples: folder of images, or npz with ``arr_0``.
-        reference: see :func:`describe_reference`; the statistics of images are kept beside them and read the next time.
+        reference: see :func:`describe_reference`.
         extractor: what makes features of images.
         name: of the extractor, so that its statistics are not taken for another's.
         batch_size: images per call of the extractor.
         progress: see :data:`Progress`.
+
+    Returns:
+        Numbers of images as ``samples`` and ``reference``, and the scores that extractor and reference have features
+        for: fid, sfid, inception_score, precision, recall, kid.
 
     Raises:
         FileNotFoundError: no such images.
@@ -68,40 +83,203 @@ def measure_images(
     Warns:
         FewSamplesWarning: with how many there are, of samples or reference, and how many each score needs.
     """
-    images = open_images(samples)
+    images = Images(samples)
     with TemporaryDirectory(prefix="mhla-features-") as folder:
         stores = [Path(folder) / part for part in ("reference", "samples")]
-        expected = describe_reference(
-            Path(reference), extractor, name, batch_size=batch_size, store=stores[0], progress=progress
-        )
+        expected = describe_reference(Path(reference), extractor, name, batch_size, stores[0], progress)
         found = describe_images(images, extractor, batch_size, stores[1], progress)
         for path, description in ((images.path, found), (Path(reference), expected)):
             remark = too_few(path, description)
             if remark is not None:
                 warnings.warn(remark, FewSamplesWarning, stacklevel=2)
-        return score_description(found, expected)
+        counts = {"samples": found.count, "reference": expected.count}
+        return {part: count for part, count in counts.items() if count is not None} | score(found, expected)
 
 
-def score_description(found: Description, expected: Description) -> ImageScores:
-    """The scores of one description against another."""
-    precision = recall = kid = sfid = None
+def score(found: Description, expected: Description) -> dict[str, float]:
+    """The scores of one description against another, those that both have features for."""
+    scores = {"fid": frechet_distance(found.pooled, expected.pooled)}
+    if found.spatial is not None and expected.spatial is not None:
+        scores["sfid"] = frechet_distance(found.spatial, expected.spatial)
+    if found.inception_score is not None:
+        scores["inception_score"] = found.inception_score
     real, generated = expected.features, found.features
     if real is not None and generated is not None and min(len(real), len(generated)) > _NEIGHBOURS:
-        precision, recall = precision_recall(real, generated, _NEIGHBOURS)
-        kid, _ = kernel_distance(real, generated)
-    if found.spatial is not None and expected.spatial is not None:
-        sfid = frechet_distance(found.spatial, expected.spatial)
-    fid = frechet_distance(found.pooled, expected.pooled)
-    return ImageScores(found.count, expected.count, fid, sfid, found.inception_score, precision, recall, kid)
+        scores["precision"], scores["recall"] = precision_recall(real, generated, _NEIGHBOURS)
+        scores["kid"], _ = kernel_distance(real, generated)
+    return scores
 
 
 def too_few(name: object, found: Description) -> str | None:
     """What to say of a set that is too small for a stable Fréchet distance; None of one that is large enough."""
-    stable = _STABLE * len(found.pooled.mean)
-    if found.count is None or found.count >= stable:
+    channels = len(found.pooled.mean)
+    if found.count is None or found.count >= _STABLE * channels:
         return None
     return (
-        f"{name} holds {found.count} images. A Fréchet distance of {len(found.pooled.mean)} channels is stable from "
-        f"about {stable} on; ADM's suite takes 10000 images for precision and recall, and 5000 for the Inception "
+        f"{name} holds {found.count} images. A Fréchet distance of {channels} channels is stable from about "
+        f"{_STABLE * channels} on; ADM's suite takes 10000 images for precision and recall, and 5000 for the Inception "
         "score. Compare these scores only with those of as many images, or look at KID, which is unbiased."
     )
+
+
+def describe_images(
+    images: Images,
+    extractor: FeatureExtractor,
+    batch_size: int = 50,
+    store: Path | None = None,
+    progress: Progress | None = None,
+) -> Description:
+    """Run the extractor over a set of images.
+
+    Args:
+        images: the set.
+        extractor: what makes features of images.
+        batch_size: images per call of the extractor.
+        store: a new file for the pooled features, which are then mapped into memory; None for memory itself.
+        progress: see :data:`Progress`.
+
+    Raises:
+        ValueError: damaged images, or fewer than two; or an extractor that gives something else than features.
+    """
+    pooled, spatial, inception = FeatureStatistics(), FeatureStatistics(), InceptionScore()
+    kept: torch.Tensor | None = None
+    for batch in images.batches(batch_size):
+        features = extractor(batch)
+        features = features if isinstance(features, ImageFeatures) else ImageFeatures(features)
+        check_one_each("The extractor", features.pooled, len(batch))
+        start = pooled.count
+        pooled.update(features.pooled)
+        if kept is None:
+            shape = len(images), features.pooled.shape[1]
+            kept = torch.empty(shape)
+            if store is not None:  # a file that the system may page out
+                kept = torch.from_file(str(store), shared=True, size=kept.numel(), dtype=torch.float32).view(shape)
+        kept[start : pooled.count] = features.pooled.float().cpu()
+        if features.spatial is not None:
+            spatial.update(features.spatial)
+        if features.probabilities is not None:
+            inception.update(features.probabilities)
+        if progress is not None:
+            progress(pooled.count, len(images))
+    return Description(
+        count=pooled.count,
+        pooled=pooled.normal(),
+        spatial=spatial.normal() if spatial.count else None,
+        inception_score=inception.compute() if inception.count else None,
+        features=kept,
+    )
+
+
+def check_one_each(name: str, values: object, count: int) -> None:
+    """Raise unless a callable gave one value, or one row of them, for each of the samples that it was given.
+
+    Raises:
+        ValueError: naming what it gave.
+    """
+    if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != count:
+        shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise ValueError(f"{name} must give a tensor of {count} rows for {count} samples, got {shape}.")
+
+
+def statistics_file(images: str | Path, name: str) -> Path:
+    """Where an extractor's statistics of a reference are kept: beside its folder or npz, never in site-packages."""
+    # a link to data that cannot be written may lie where it can
+    path = Path(images).absolute()
+    plain = "".join(letter if letter.isalnum() else "-" for letter in name)
+    return path.with_name(f"{path.name}.statistics-{plain}.safetensors")
+
+
+def describe_reference(
+    reference: Path,
+    extractor: FeatureExtractor,
+    name: str,
+    batch_size: int = 50,
+    store: Path | None = None,
+    progress: Progress | None = None,
+) -> Description:
+    """Describe a reference, or read what was written the last time; the other arguments as :func:`describe_images`.
+
+    Args:
+        reference: images (folder or npz), a statistics file, or an npz with ``mu`` and ``sigma``; ADM's has ``mu_s``,
+            ``sigma_s`` and some images as well.
+        extractor: what makes features of images.
+        name: of the extractor.
+        batch_size: images per call of the extractor.
+        store: a new file for the pooled features.
+        progress: see :data:`Progress`.
+
+    Raises:
+        FileNotFoundError: no such reference.
+        ValueError: damaged images, or statistics of another extractor.
+        OSError: the statistics cannot be written beside the images.
+    """
+    if reference.suffix == ".safetensors":
+        return _load_statistics(reference, name)[0]
+    published, holds_images = _read_published(reference)
+    if published is not None and not holds_images:
+        return published
+    images, file = Images(reference), statistics_file(reference, name)
+    kept, fingerprint = _load_statistics(file, name) if file.is_file() else (None, "")
+    if kept is None or fingerprint != images.fingerprint():
+        described = describe_images(images, extractor, batch_size, store, progress)
+        _save_statistics(described, file, name, images.fingerprint())
+        kept, _ = _load_statistics(file, name)
+    return kept if published is None else replace(published, features=kept.features)
+
+
+def _read_published(file: Path) -> tuple[Description | None, bool]:
+    """``mu`` and ``sigma`` (pooled), ``mu_s`` and ``sigma_s`` (spatial) of an npz; and whether it holds images."""
+    import numpy
+
+    if file.suffix != ".npz" or not zipfile.is_zipfile(file):
+        return None, False
+    with numpy.load(file, allow_pickle=False) as content:
+        names = set(content.files)
+        pooled, spatial = (
+            Normal(torch.from_numpy(content[mean]), torch.from_numpy(content[covariance]))
+            if {mean, covariance} <= names
+            else None
+            for mean, covariance in (("mu", "sigma"), ("mu_s", "sigma_s"))
+        )
+    return (None if pooled is None else Description(None, pooled, spatial)), "arr_0" in names
+
+
+def _save_statistics(description: Description, file: Path, name: str, fingerprint: str) -> None:
+    """Write the statistics of a reference; at most 10 000 of its features, evenly chosen, go with them."""
+    tensors = {"mean": description.pooled.mean, "covariance": description.pooled.covariance}
+    if description.spatial is not None:
+        tensors |= {"spatial_mean": description.spatial.mean, "spatial_covariance": description.spatial.covariance}
+    if description.features is not None:
+        count = len(description.features)
+        chosen = torch.linspace(0, count - 1, min(count, _KEPT_FEATURES), dtype=torch.float64).long()
+        tensors["features"] = description.features[chosen]
+    metadata = {"extractor": name, "count": str(description.count), "fingerprint": fingerprint}
+    try:
+        write_tensors(tensors, file, metadata)
+    except OSError as error:
+        raise OSError(
+            f"The statistics of the reference cannot be kept at {file}: {error}. Link the reference into a folder that "
+            "can be written, and name the link."
+        ) from error
+
+
+def _load_statistics(file: Path, name: str) -> tuple[Description, str]:
+    """Statistics that were written before, and the fingerprint of the images that they are of."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        raise FileNotFoundError(f"There are no reference statistics at {file}.")
+    try:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read ({error}); remove it to have the statistics made again.") from error
+    if not {"extractor", "count", "fingerprint"} <= metadata.keys():
+        raise ValueError(f"{file} holds no statistics of images.")
+    if metadata["extractor"] != name:
+        raise ValueError(f"{file} was made with the extractor {metadata['extractor']!r}, not with {name!r}.")
+    spatial = Normal(tensors["spatial_mean"], tensors["spatial_covariance"]) if "spatial_mean" in tensors else None
+    pooled = Normal(tensors["mean"], tensors["covariance"])
+    description = Description(int(metadata["count"]), pooled, spatial, features=tensors.get("features"))
+    return description, metadata["fingerprint"]

@@ -1,9 +1,7 @@
 """Sets of images or videos: a folder of files, or the npz of the ADM suite. Read in batches, never whole."""
 
 import hashlib
-import io
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,55 +21,51 @@ class UnreadableImageError(ValueError):
     """A damaged image or video, with its name."""
 
 
-class Images(ABC):
-    """A set of images, or of videos, in a fixed order."""
+class Images:
+    """A set of images, or of videos, in a fixed order: of a folder, or ``arr_0`` of an npz, uint8 (n, H, W, 3).
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Of a folder they are its image files and those of its subfolders, or, where it has none, its MP4 files, sorted by
+    path; names that begin with a dot are passed over.
 
-    @abstractmethod
+    Raises:
+        FileNotFoundError: no such path, or a folder with neither.
+        ValueError: another kind of file, or an npz without such an array.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
+        if path.is_dir():
+            shown = sorted(file for file in path.rglob("*") if not file.name.startswith("."))
+            images = [file for file in shown if file.suffix.lower() in IMAGE_SUFFIXES]
+            self._files = images or [file for file in shown if file.suffix.lower() == VIDEO_SUFFIX]
+            self._count = len(self._files)
+            if not self._files:
+                raise FileNotFoundError(
+                    f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no {VIDEO_SUFFIX} videos."
+                )
+            return
+        if not path.is_file():
+            raise FileNotFoundError(f"There are no images at {path}: neither a folder nor an npz file.")
+        if path.suffix != ".npz":
+            raise ValueError(f"{path} must be a folder of images or an npz file with arr_0.")
+        self._files = []
+        with _open_array(path) as (_, shape):
+            self._count = shape[0]
+
     def __len__(self) -> int:
-        """How many there are."""
+        return self._count
 
-    @abstractmethod
     def batches(self, size: int) -> Iterator[torch.Tensor]:
         """Batches of at most ``size`` images of one resolution: uint8 (B, 3, H, W), or (B, F, 3, H, W) of videos.
 
         Raises:
             UnreadableImageError: a damaged image, named.
         """
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Changes when a file is added, removed, resized or written again."""
-
-
-class FolderImages(Images):
-    """The image files of a folder and its subfolders, or, where it has none, its MP4 files.
-
-    They are sorted by path; names that begin with a dot are passed over.
-
-    Raises:
-        FileNotFoundError: the folder holds neither.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        shown = sorted(file for file in path.rglob("*") if not file.name.startswith("."))
-        images = [file for file in shown if file.suffix.lower() in IMAGE_SUFFIXES]
-        self.files = images or [file for file in shown if file.suffix.lower() == VIDEO_SUFFIX]
-        if not self.files:
-            raise FileNotFoundError(
-                f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no {VIDEO_SUFFIX} videos."
-            )
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def batches(self, size: int) -> Iterator[torch.Tensor]:
-        """See :meth:`Images.batches`."""
+        if not self._files:
+            yield from self._batches_of_array(size)
+            return
         batch: list[torch.Tensor] = []
-        for file in self.files:
+        for file in self._files:
             sample = read_sample(file)
             if batch and (len(batch) == size or sample.shape != batch[0].shape):
                 yield torch.stack(batch)
@@ -79,57 +73,23 @@ class FolderImages(Images):
             batch.append(sample)
         yield torch.stack(batch)
 
-    def fingerprint(self) -> str:
-        """See :meth:`Images.fingerprint`."""
-        return _digest(self.path, self.files)
-
-
-class NpzImages(Images):
-    """``arr_0`` of an npz file, uint8 (n, H, W, 3), as OpenAI's evaluator reads it.
-
-    Raises:
-        ValueError: a file without such an array.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        with _open_array(path) as (_, shape):
-            self._shape = shape
-
-    def __len__(self) -> int:
-        return self._shape[0]
-
-    def batches(self, size: int) -> Iterator[torch.Tensor]:
-        """See :meth:`Images.batches`."""
+    def _batches_of_array(self, size: int) -> Iterator[torch.Tensor]:
         with _open_array(self.path) as (stream, (count, *shape)):
-            bytes_per_image = shape[0] * shape[1] * 3
             for start in range(0, count, size):
-                wanted = min(size, count - start) * bytes_per_image
+                wanted = min(size, count - start) * shape[0] * shape[1] * 3
                 content = stream.read(wanted)
                 if len(content) < wanted:
                     raise UnreadableImageError(f"{self.path} ends after {start} of {count} images; it is cut off.")
                 yield torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, *shape).permute(0, 3, 1, 2)
 
     def fingerprint(self) -> str:
-        """See :meth:`Images.fingerprint`."""
-        return _digest(self.path.parent, [self.path])
-
-
-def open_images(path: str | Path) -> Images:
-    """A folder or an npz file.
-
-    Raises:
-        FileNotFoundError: no such path, or a folder without images.
-        ValueError: another kind of file.
-    """
-    path = Path(path)
-    if path.is_dir():
-        return FolderImages(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"There are no images at {path}: neither a folder nor an npz file.")
-    if path.suffix != ".npz":
-        raise ValueError(f"{path} must be a folder of images or an npz file with arr_0.")
-    return NpzImages(path)
+        """Changes when a file is added, removed, resized or written again."""
+        digest = hashlib.sha256()
+        root = self.path if self._files else self.path.parent
+        for file in self._files or [self.path]:
+            status = file.stat()
+            digest.update(f"{file.relative_to(root)} {status.st_size} {status.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
 
 
 def read_sample(file: Path) -> torch.Tensor:
@@ -139,7 +99,20 @@ def read_sample(file: Path) -> torch.Tensor:
         UnreadableImageError: it is damaged.
         ImportError: a video, and PyAV is missing.
     """
-    return _read_video(file) if file.suffix.lower() == VIDEO_SUFFIX else read_image(file)
+    if file.suffix.lower() != VIDEO_SUFFIX:
+        return read_image(file)
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
+    try:
+        with av.open(str(file)) as container:
+            frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
+        raise UnreadableImageError(f"{file} is no readable video: {error}. Remove it or generate it again.") from error
+    if not frames:
+        raise UnreadableImageError(f"{file} is a video without frames. Remove it or generate it again.")
+    return torch.stack(frames).permute(0, 3, 1, 2)
 
 
 def read_image(file: Path) -> torch.Tensor:
@@ -159,36 +132,11 @@ def read_image(file: Path) -> torch.Tensor:
     return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
 
 
-def _read_video(file: Path) -> torch.Tensor:
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
-    try:
-        with av.open(str(file)) as container:
-            frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
-    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
-        raise UnreadableImageError(f"{file} is no readable video: {error}. Remove it or generate it again.") from error
-    if not frames:
-        raise UnreadableImageError(f"{file} is a video without frames. Remove it or generate it again.")
-    return torch.stack(frames).permute(0, 3, 1, 2)
-
-
-def _digest(root: Path, files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        status = file.stat()
-        digest.update(f"{file.relative_to(root)} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
 @contextmanager
 def _open_array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
-    """The stream of ``arr_0``, standing behind its header, and its shape.
+    """The stream of ``arr_0``, standing behind its header, and its shape."""
+    from numpy.lib import format as npy
 
-    Raises:
-        ValueError: no npz file, or one without such an array.
-    """
     try:
         archive = zipfile.ZipFile(path)
     except zipfile.BadZipFile as error:
@@ -197,17 +145,11 @@ def _open_array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
         if _ARRAY not in archive.namelist():
             raise ValueError(f"{path} holds no array arr_0, only {', '.join(archive.namelist())}.")
         with archive.open(_ARRAY) as stream:
-            yield stream, _read_header(stream, path)
-
-
-def _read_header(stream: IO[bytes], path: Path) -> tuple[int, ...]:
-    from numpy.lib import format as npy
-
-    read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
-    shape, column_major, dtype = read(stream)
-    if dtype != "uint8" or len(shape) != 4 or shape[3] != 3 or column_major:
-        raise ValueError(f"{path} must hold arr_0 as uint8 (n, H, W, 3), got {dtype} {shape}.")
-    return tuple(shape)
+            read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
+            shape, column_major, dtype = read(stream)
+            if dtype != "uint8" or len(shape) != 4 or shape[3] != 3 or column_major:
+                raise ValueError(f"{path} must hold arr_0 as uint8 (n, H, W, 3), got {dtype} {shape}.")
+            yield stream, tuple(shape)
 
 
 def write_npz(images: Images, path: Path) -> None:
@@ -218,6 +160,8 @@ def write_npz(images: Images, path: Path) -> None:
         UnreadableImageError: a damaged image, named.
         OSError: the file cannot be written.
     """
+    from numpy.lib import format as npy
+
     shape: tuple[int, ...] | None = None
     with (
         written_aside(path) as aside,
@@ -230,18 +174,11 @@ def write_npz(images: Images, path: Path) -> None:
             pixels = batch.permute(0, 2, 3, 1).contiguous()
             if shape is None:
                 shape = tuple(pixels.shape[1:])
-                stream.write(_header((len(images), *shape)))
+                header = {"descr": "|u1", "fortran_order": False, "shape": (len(images), *shape)}
+                npy.write_array_header_1_0(stream, header)
             if tuple(pixels.shape[1:]) != shape:
                 raise ValueError(
                     f"An npz holds images of one size, but there are {shape[0]}x{shape[1]} and "
                     f"{pixels.shape[1]}x{pixels.shape[2]}."
                 )
             stream.write(pixels.numpy().tobytes())
-
-
-def _header(shape: tuple[int, ...]) -> bytes:
-    from numpy.lib import format as npy
-
-    header = io.BytesIO()
-    npy.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
-    return header.getvalue()

@@ -104,18 +104,14 @@ def frechet_distance(first: torch.Tensor | Normal, second: torch.Tensor | Normal
             f"The sets have {len(one.mean)} and {len(two.mean)} channels; they come from different extractors."
         )
     covariances = one.covariance.double(), two.covariance.double()
-    factors = [_factor(covariance) for covariance in covariances]
+    factors = []
+    for values, vectors in map(torch.linalg.eigh, covariances):
+        # what rounding has made of eigenvalues that are zero is left out
+        kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
+        factors.append(vectors[:, kept] * values[kept].sqrt())
     overlap = torch.linalg.svdvals(factors[0].T @ factors[1]).sum()
     traces = sum(covariance.trace() for covariance in covariances)
     return float((one.mean.double() - two.mean.double()).square().sum() + traces - 2 * overlap)
-
-
-def _factor(covariance: torch.Tensor) -> torch.Tensor:
-    """L (D, rank) with L Lᵀ = Σ; what rounding has made of eigenvalues that are zero is left out."""
-    values, vectors = torch.linalg.eigh(covariance)
-    smallest = len(values) * torch.finfo(values.dtype).eps * values[-1]
-    kept = values > smallest
-    return vectors[:, kept] * values[kept].sqrt()
 
 
 class InceptionScore:
@@ -124,36 +120,27 @@ class InceptionScore:
     Args:
         split: predictions per split; 5000 in the ADM suite. Splits follow the order of the stream, so shuffle what is
             sorted by class.
-
-    Raises:
-        ValueError: a split that is not positive.
     """
 
     def __init__(self, split: int = 5000) -> None:
-        if split < 1:
-            raise ValueError(f"split={split} must be positive.")
         self.split = split
         self.count = 0
         """Predictions seen so far."""
-        self._scores: list[float] = []
-        self._in_split = 0
-        self._probabilities = torch.zeros((), dtype=torch.float64)
-        self._negative_entropy = torch.zeros((), dtype=torch.float64)
+        self._sums: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        """Of every split: how many predictions, their sum, and the sum of their negative entropies."""
 
     def update(self, probabilities: torch.Tensor) -> None:
         """Take in predictions (n, classes), each row summing to 1."""
         rest = probabilities.detach().double().cpu()
-        self.count += len(rest)
         while len(rest):
-            part, rest = rest[: self.split - self._in_split], rest[self.split - self._in_split :]
-            self._probabilities = self._probabilities + part.sum(dim=0)
-            self._negative_entropy = self._negative_entropy + torch.xlogy(part, part).sum()
-            self._in_split += len(part)
-            if self._in_split == self.split:
-                self._scores.append(self._score())
-                self._in_split = 0
-                self._probabilities = torch.zeros((), dtype=torch.float64)
-                self._negative_entropy = torch.zeros((), dtype=torch.float64)
+            filled = self.count % self.split
+            part, rest = rest[: self.split - filled], rest[self.split - filled :]
+            self.count += len(part)
+            sums = len(part), part.sum(dim=0), torch.xlogy(part, part).sum()
+            if filled:
+                before = self._sums.pop()
+                sums = sums[0] + before[0], sums[1] + before[1], sums[2] + before[2]
+            self._sums.append(sums)
 
     def compute(self) -> float:
         """The score; a last split that is not full counts like a full one.
@@ -161,15 +148,13 @@ class InceptionScore:
         Raises:
             ValueError: there were no predictions.
         """
-        scores = [*self._scores, self._score()] if self._in_split else self._scores
-        if not scores:
+        if not self._sums:
             raise ValueError("There are no predictions to compute an Inception score of.")
+        scores = []
+        for count, probabilities, negative_entropy in self._sums:
+            marginal = probabilities / count
+            scores.append(float((negative_entropy / count - torch.xlogy(marginal, marginal).sum()).exp()))
         return sum(scores) / len(scores)
-
-    def _score(self) -> float:
-        marginal = self._probabilities / self._in_split
-        divergence = self._negative_entropy / self._in_split - torch.xlogy(marginal, marginal).sum()
-        return float(divergence.exp())
 
 
 def kernel_distance(
@@ -207,13 +192,11 @@ def kernel_distance(
 
 
 def _discrepancy(first: torch.Tensor, second: torch.Tensor) -> float:
-    n, m = len(first), len(second)
-    within = [(k.sum() - k.trace()) / (len(k) * (len(k) - 1)) for k in (_kernel(first, first), _kernel(second, second))]
-    return float(within[0] + within[1] - 2 * _kernel(first, second).sum() / (n * m))
+    def kernel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x @ y.T / x.shape[1] + 1) ** 3
 
-
-def _kernel(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return (first @ second.T / first.shape[1] + 1) ** 3
+    within = [(k.sum() - k.trace()) / (len(k) * (len(k) - 1)) for k in (kernel(first, first), kernel(second, second))]
+    return float(within[0] + within[1] - 2 * kernel(first, second).mean())
 
 
 def precision_recall(reference: torch.Tensor, samples: torch.Tensor, neighbours: int = 3) -> tuple[float, float]:
@@ -238,19 +221,15 @@ def precision_recall(reference: torch.Tensor, samples: torch.Tensor, neighbours:
                 f"The {name} set holds {len(features)} features; with {neighbours} neighbours it needs at least "
                 f"{neighbours + 1}."
             )
-    precision = _part_inside(samples, reference, neighbours)
-    return precision, _part_inside(reference, samples, neighbours)
 
+    def distances(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        # without the cancellation of the expanded square, by which a point would not be its own nearest neighbour
+        return torch.cdist(some.float(), others.float(), compute_mode="donot_use_mm_for_euclid_dist")
 
-def _part_inside(points: torch.Tensor, manifold: torch.Tensor, neighbours: int) -> float:
-    """Part of the points that lie in the manifold."""
-    radii = torch.cat([_distances(chunk, manifold).kthvalue(neighbours + 1).values for chunk in manifold.split(_CHUNK)])
-    inside = sum(int((_distances(chunk, manifold) <= radii).any(dim=1).sum()) for chunk in points.split(_CHUNK))
-    return inside / len(points)
+    def part_inside(points: torch.Tensor, manifold: torch.Tensor) -> float:
+        nearest = [distances(chunk, manifold).kthvalue(neighbours + 1).values for chunk in manifold.split(_CHUNK)]
+        radii = torch.cat(nearest)
+        inside = sum(int((distances(chunk, manifold) <= radii).any(dim=1).sum()) for chunk in points.split(_CHUNK))
+        return inside / len(points)
 
-
-def _distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Euclidean, (n, m), without the cancellation of the expanded square, by which a point would not be its own
-    nearest neighbour.
-    """
-    return torch.cdist(first.float(), second.float(), compute_mode="donot_use_mm_for_euclid_dist")
+    return part_inside(samples, reference), part_inside(reference, samples)

@@ -11,8 +11,10 @@ import torch
 
 from ..files import write_json, write_text
 from ..reporting import html_media, html_page, html_table, html_table_of
-from .compare import Comparison, Row
+from .compare import Comparison
 
+Table = tuple[list[str], list[list[str]]]
+"""Header and rows."""
 _TITLE = "Attention variants compared"
 _INTERVALS = "Over the same samples, with 95 % bootstrap intervals of the samples."
 _HEADINGS = {
@@ -35,6 +37,38 @@ _HEADINGS = {
 """Scores of which it is known where better values lie; others stand under their own name."""
 
 
+def score_table(comparison: Comparison) -> Table:
+    """The variants, then the paper's rows."""
+    rows = {variant.name: variant.scores for variant in comparison.variants} | comparison.paper
+    names = list(dict.fromkeys(name for scores in rows.values() for name in scores))
+    cells = [
+        [row, *(f"{scores[name]:.4g}" if name in scores else "–" for name in names)] for row, scores in rows.items()
+    ]
+    return ["variant", *(_HEADINGS.get(name, name) for name in names)], cells
+
+
+def difference_table(comparison: Comparison) -> Table:
+    """Paired differences; no rows where nothing was paired."""
+    base, *others = comparison.variants
+    rows = []
+    for variant in others:
+        for name, found in variant.differences.items():
+            settled, interval = "yes" if found.excludes_zero else "no", f"{found.low:+.4g} to {found.high:+.4g}"
+            rows.append([variant.name, name, f"{found.value:+.4g}", interval, settled])
+    return ["variant", "score", f"difference from {base.name}", "95 % interval", "sign settled"], rows
+
+
+def similarity_table(comparison: Comparison) -> Table:
+    """Similarities to the first variant; no rows where none was measured."""
+    base, *others = comparison.variants
+    rows = [
+        [variant.name, _HEADINGS.get(name, name), f"{found.value:.4g}", f"{found.low:.4g} to {found.high:.4g}"]
+        for variant in others
+        for name, found in variant.similarities.items()
+    ]
+    return ["variant", "measure", f"similarity to {base.name}", "95 % interval"], rows
+
+
 def write_report(comparison: Comparison, folder: Path, shown: int = 6) -> Path:
     """Write ``report.html`` (self-contained), ``report.md`` and ``comparison.json``.
 
@@ -49,115 +83,56 @@ def write_report(comparison: Comparison, folder: Path, shown: int = 6) -> Path:
     Raises:
         OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    page = folder / "report.html"
-    write_json(_as_json(comparison), folder / "comparison.json")
-    write_text(_markdown(comparison), folder / "report.md")
-    write_text(_html(comparison, shown), page)
-    return page
-
-
-def score_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: the variants, then the paper's rows."""
-    names = list(dict.fromkeys(name for row in comparison.rows for name in row.scores))
-    names += [name for row in comparison.paper.values() for name in row if name not in names]
-    names = list(dict.fromkeys(names))
-    header = ["variant", *(_HEADINGS.get(name, name) for name in names)]
-    measured = [(row.variant.name, row.scores) for row in comparison.rows]
-    rows = [
-        [name, *(f"{scores[score]:.4g}" if score in scores else "–" for score in names)]
-        for name, scores in (*measured, *comparison.paper.items())
-    ]
-    return header, rows
-
-
-def difference_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the paired differences; no rows where nothing was paired."""
-    base = comparison.rows[0].variant.name
-    header = ["variant", "score", f"difference from {base}", "95 % interval", "sign settled"]
-    rows = []
-    for row in comparison.rows[1:]:
-        for name, found in row.differences.items():
-            settled = "yes" if found.excludes_zero else "no"
-            interval = f"{found.low:+.4g} to {found.high:+.4g}"
-            rows.append([row.variant.name, name, f"{found.value:+.4g}", interval, settled])
-    return header, rows
-
-
-def similarity_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the similarities to the first variant; no rows where none was measured."""
-    header = ["variant", "measure", f"similarity to {comparison.rows[0].variant.name}", "95 % interval"]
-    rows = [
-        [row.variant.name, _HEADINGS.get(name, name), f"{found.value:.4g}", f"{found.low:.4g} to {found.high:.4g}"]
-        for row in comparison.rows[1:]
-        for name, found in row.similarities.items()
-    ]
-    return header, rows
-
-
-def _sections(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of the tables with intervals, those that have rows."""
-    tables = {"Paired differences": difference_table(comparison), "Similarity": similarity_table(comparison)}
-    return [(title, header, rows) for title, (header, rows) in tables.items() if rows]
-
-
-def _facts(comparison: Comparison) -> str:
-    choices, samples = comparison.rows[0].variant.choices, comparison.rows[0].variant.samples
+    variants, base = comparison.variants, comparison.variants[0]
+    found = {
+        "variants": {
+            variant.name: {
+                "choices": variant.choices,
+                "scores": variant.scores,
+                "differences": {name: asdict(interval) for name, interval in variant.differences.items()},
+                "similarities": {name: asdict(interval) for name, interval in variant.similarities.items()},
+            }
+            for variant in variants
+        },
+        "paper": comparison.paper,
+    }
     facts = {
-        "family": choices.get("family"),
-        "model": choices.get("model") or "the tiny pipeline",
-        "samples": len(samples),
-        "seed": choices.get("seed"),
-        "settings": choices.get("settings"),
+        "family": base.choices.get("family"),
+        "model": base.choices.get("model") or "the tiny pipeline",
+        "samples": len(base.samples),
+        "seed": base.choices.get("seed"),
+        "settings": base.choices.get("settings"),
         "reference": comparison.reference.name if comparison.reference is not None else "none",
         "torch": torch.__version__,
         "machine": platform.machine(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    return ", ".join(f"{name}: {value}" for name, value in facts.items())
+    said = ", ".join(f"{name}: {value}" for name, value in facts.items())
+    tables = {"Paired differences": difference_table(comparison), "Similarity": similarity_table(comparison)}
+    tables = {title: table for title, table in tables.items() if table[1]}
 
-
-def _html(comparison: Comparison, shown: int) -> str:
-    intervals = "".join(
-        f"<h2>{title}</h2><p>{_INTERVALS}</p>{html_table(header, rows)}"
-        for title, header, rows in _sections(comparison)
-    )
-    remarks = "".join(f"<p>{escape(remark)}</p>" for remark in comparison.remarks)
-    body = f"{html_table(*score_table(comparison))}<p>{escape(_facts(comparison))}</p>{intervals}{remarks}"
-    return html_page(_TITLE, f"{body}<h2>The same noise and text</h2>{_side_by_side(comparison.rows, shown)}")
-
-
-def _side_by_side(rows: Sequence[Row], shown: int) -> str:
-    header = ["text", *(row.variant.name for row in rows)]
-    cells = [
-        [escape(sample.text), *(html_media(row.variant.folder / sample.file, row.variant.name) for row in rows)]
-        for sample in rows[0].variant.samples[:shown]
+    sections = [f"<h2>{title}</h2><p>{_INTERVALS}</p>{html_table(*table)}" for title, table in tables.items()]
+    remarks = [f"<p>{escape(remark)}</p>" for remark in comparison.remarks]
+    pictures = [
+        [escape(sample.text), *(html_media(variant.folder / sample.file, variant.name) for variant in variants)]
+        for sample in base.samples[:shown]
     ]
-    return html_table_of(header, cells)
+    side_by_side = html_table_of(["text", *(variant.name for variant in variants)], pictures)
+    parts = [html_table(*score_table(comparison)), f"<p>{escape(said)}</p>", *sections, *remarks]
+    body = "".join([*parts, "<h2>The same noise and text</h2>", side_by_side])
+
+    markdown = [f"# {_TITLE}", _markdown(score_table(comparison)), said]
+    for title, table in tables.items():
+        markdown += [f"## {title}", _markdown(table)]
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(found, folder / "comparison.json")
+    write_text("\n\n".join([*markdown, *comparison.remarks]) + "\n", folder / "report.md")
+    write_text(html_page(_TITLE, body), folder / "report.html")
+    return folder / "report.html"
 
 
-def _markdown(comparison: Comparison) -> str:
-    parts = [f"# {_TITLE}", _markdown_table(*score_table(comparison)), _facts(comparison)]
-    for title, header, rows in _sections(comparison):
-        parts += [f"## {title}", _markdown_table(header, rows)]
-    return "\n\n".join([*parts, *comparison.remarks]) + "\n"
-
-
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+def _markdown(table: Table) -> str:
+    header, rows = table
+    lines: list[Sequence[str]] = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
-def _as_json(comparison: Comparison) -> dict[str, object]:
-    return {
-        "variants": {
-            row.variant.name: {
-                "choices": row.variant.choices,
-                "scores": row.scores,
-                "differences": {name: asdict(interval) for name, interval in row.differences.items()},
-                "similarities": {name: asdict(interval) for name, interval in row.similarities.items()},
-            }
-            for row in comparison.rows
-        },
-        "paper": comparison.paper,
-    }

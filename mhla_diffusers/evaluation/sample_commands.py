@@ -1,6 +1,5 @@
 """``mhla eval samples``: a subcommand for each kind of set, with its own parameters beside those that all share."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +10,6 @@ import typer
 from ..generation.names import PipelineOptions, expand_options, read_prompts
 from ..generation.record import Sample
 from .geneval import geneval_samples, read_geneval_metadata, write_geneval_metadata
-from .sets import class_samples, prompt_samples
 from .vbench import read_augmented, read_suite, suite_videos
 
 app = typer.Typer(
@@ -45,13 +43,13 @@ def classes(
 ) -> None:
     """Images of classes, as FID on ImageNet needs them."""
     from ..generation.pipelines import class_count, family_named
+    from .samples import class_samples
 
     if not family_named(options.family).prompts_are_classes:
         raise ValueError(f"{options.family} is asked for text, not for classes; use mhla eval samples prompts.")
     if labels is None:
         labels = class_count(options.model, options.family)
-    if _generate(options, output, class_samples(count, labels, label_order, options.seed)):
-        _pack(output, npz)
+    _generate(options, output, class_samples(count, labels, label_order, options.seed), npz)
 
 
 @app.command()
@@ -65,13 +63,12 @@ def prompts(
 ) -> None:
     """Images or videos of the prompts in a file."""
     from ..generation.pipelines import family_named
+    from .samples import prompt_samples
 
     family = family_named(options.family)
     if npz is not None and family.makes_videos:
         raise ValueError(f"--npz {npz} is for images, but {family.name} makes videos.")
-    samples = prompt_samples(read_prompts(file), per_prompt, family.suffix)
-    if _generate(options, output, samples):
-        _pack(output, npz)
+    _generate(options, output, prompt_samples(read_prompts(file), per_prompt, family.suffix), npz)
 
 
 @app.command()
@@ -102,24 +99,17 @@ def vbench(
     _generate(options, output, suite_videos(entries, texts, all_flickering=all_flickering))
 
 
-def _pack(output: Path, npz: Path | None) -> None:
-    """Write the images of a set into one file, where that is asked for."""
-    from .images import open_images, write_npz
-
-    if npz is not None:
-        write_npz(open_images(output), npz)
-
-
-def _generate(options: SetOptions, output: Path, samples: Sequence[Sample]) -> bool:
+def _generate(options: SetOptions, output: Path, samples: list[Sample], npz: Path | None = None) -> bool:
     """Generate this process's share of a set and wait for the others.
 
     Returns:
-        Whether this is the one process that adds what else belongs to the set.
+        Whether this is the one process that adds what else belongs to the set, as it does an npz of all images.
     """
     from accelerate import PartialState
 
     from ..devices import launched_on_cpus
     from ..reporting import show_progress
+    from .images import Images, write_npz
     from .samples import SampleConfig, generate_samples, prepare_folder
 
     # processes wait for the slowest one at the end, which may take longer than the usual half an hour
@@ -136,4 +126,6 @@ def _generate(options: SetOptions, output: Path, samples: Sequence[Sample]) -> b
     state.wait_for_everyone()
     if state.is_main_process:
         typer.echo(f"{output} holds {len(samples)} samples.")
+        if npz is not None:
+            write_npz(Images(output), npz)
     return bool(state.is_main_process)

@@ -1,5 +1,6 @@
-"""Generate a set of samples: the same files whatever the batch size and the number of processes."""
+"""Sets of samples: which files they consist of, and generating them, the same whatever the batch size and processes."""
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from ..files import check_writable
 from ..generation import PipelineChoice, generator_for
 from ..generation.record import (
     RECORD_NAME,
+    SAMPLE_LIST,
     Sample,
     check_choices,
     first_sample,
@@ -21,6 +23,65 @@ from ..generation.record import (
 )
 
 
+def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 0) -> list[Sample]:
+    """Class-conditional images ``000000.png`` …: 50 000 of 1000 classes for ImageNet.
+
+    Args:
+        count: how many.
+        labels: number of classes.
+        order: "balanced" goes through the classes again and again, "random" draws them.
+        seed: of the drawing.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    if count < 1 or labels < 1:
+        raise ValueError(f"count={count} and labels={labels} must be positive.")
+    if order not in ("balanced", "random"):
+        raise ValueError(f"order={order!r} is unknown; allowed: 'balanced', 'random'.")
+    chance = random.Random(seed)
+    chosen = [number % labels if order == "balanced" else chance.randrange(labels) for number in range(count)]
+    return [Sample(f"{number:06d}.png", str(label)) for number, label in enumerate(chosen)]
+
+
+def prompt_samples(prompts: Sequence[str], per_prompt: int, suffix: str) -> list[Sample]:
+    """``{prompt number}-{sample number}`` with a suffix of .png or .mp4.
+
+    Raises:
+        ValueError: ``per_prompt`` is not positive.
+    """
+    if per_prompt < 1:
+        raise ValueError(f"per_prompt={per_prompt} must be positive.")
+    return [
+        Sample(f"{place:05d}-{number}{suffix}", prompt)
+        for place, prompt in enumerate(prompts)
+        for number in range(per_prompt)
+    ]
+
+
+def require_samples(folder: Path) -> list[Sample]:
+    """The list of a set whose files are all there.
+
+    Raises:
+        FileNotFoundError: no list, or missing files.
+        ValueError: the list is damaged or empty.
+    """
+    samples = read_sample_list(folder)
+    if samples is None:
+        raise FileNotFoundError(
+            f"{folder} has no {SAMPLE_LIST}; generate the set with mhla eval samples or mhla generate."
+        )
+    if not samples:
+        raise ValueError(f"{folder / SAMPLE_LIST} lists no samples.")
+    missing = [sample.file for sample in samples if not (folder / sample.file).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} lacks {len(missing)} of {len(samples)} samples, for example {missing[0]}; run the command that "
+            "makes the set again, which goes on where it stopped."
+        )
+    return samples
+
+
 @dataclass(frozen=True)
 class SampleConfig(PipelineChoice):
     """Which samples, of which model, to where.
@@ -30,7 +91,6 @@ class SampleConfig(PipelineChoice):
     """
 
     samples: Sequence[Sample]
-    """See :mod:`mhla_diffusers.evaluation.sets`."""
     output: Path
     """Folder of the set."""
     seed: int = 0
@@ -49,14 +109,42 @@ class SampleConfig(PipelineChoice):
         if wrong is not None:
             raise ValueError(f"{self.family} generates {suffix} files, but the samples are such as {wrong!r}.")
 
+    @property
+    def set_choices(self) -> dict[str, Any]:
+        """What is written down beside the samples."""
+        return {**self.choices, "seed": self.seed}
+
+
+def prepare_folder(config: SampleConfig) -> None:
+    """Make the folder, and make sure that the set may go into it. One process calls this before any generates.
+
+    A longer set may go on in the folder of a shorter one. What is written down there holds for files that are there.
+
+    Raises:
+        OSError: the folder cannot be written.
+        ValueError: the folder holds samples of another run, or the pipeline does not take a setting.
+    """
+    folder = config.output
+    check_writable(folder)
+    config.check()
+    foreign = None if (folder / RECORD_NAME).is_file() else first_sample(folder)
+    if foreign is not None:
+        raise ValueError(
+            f"{folder} holds files of unknown origin, such as {foreign.relative_to(folder)}. Choose an empty folder, "
+            "so that sets do not mix."
+        )
+    check_choices(folder, config.set_choices)
+    planned = {sample.file: sample.text for sample in config.samples}
+    for sample in read_sample_list(folder) or ():
+        if planned.get(sample.file) != sample.text and (folder / sample.file).is_file():
+            raise ValueError(
+                f"{folder} holds another set: {sample.file} shows {sample.text!r}, but this one has "
+                f"{planned.get(sample.file, 'no such file')!r} there. Choose another output folder."
+            )
+
 
 def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1) -> Iterator[int]:
-    """Generate what this process has to and is not there yet, or is there in part.
-
-    Args:
-        config: what to generate.
-        process: index of this process.
-        processes: how many share the work.
+    """Generate what one of several processes has to and is not there yet, or is there in part.
 
     Yields:
         The number of this process's samples that are there, first as it begins.
@@ -72,11 +160,10 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
     missing = [sample for sample in own if not is_whole(config.output / sample.file)]
     done = len(own) - len(missing)
     yield done
-    if not missing:
-        _record(config)
-        return
-    pipe = config.load(sorted({sample.text for sample in config.samples}))
+    pipe: Any = None
     for start in range(0, len(missing), config.batch_size):
+        if pipe is None:
+            pipe = config.load(sorted({sample.text for sample in config.samples}))
         batch = missing[start : start + config.batch_size]
         noise = [generator_for(config.seed, "sample", sample.file) for sample in batch]
         results = config.generate(pipe, [sample.text for sample in batch], noise)
@@ -86,46 +173,11 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
             write_sample(result, config.output / sample.file, config.video_rate)
         done += len(batch)
         yield done
-
-
-def prepare_folder(config: SampleConfig) -> None:
-    """Make the folder, and make sure that the set may go into it. One process calls this before any generates.
-
-    A longer set may go on in the folder of a shorter one. What is written down there holds for files that are there.
-
-    Raises:
-        OSError: the folder cannot be written.
-        ValueError: the folder holds samples of another run, or the pipeline does not take a setting.
-    """
-    check_writable(config.output)
-    config.check()
-    _check_foreign_files(config.output)
-    check_choices(config.output, _choices(config))
-    planned = {sample.file: sample.text for sample in config.samples}
-    for sample in read_sample_list(config.output) or ():
-        if planned.get(sample.file) != sample.text and (config.output / sample.file).is_file():
-            raise ValueError(
-                f"{config.output} holds another set: {sample.file} shows {sample.text!r}, but this one has "
-                f"{planned.get(sample.file, 'no such file')!r} there. Choose another output folder."
-            )
-
-
-def _choices(config: SampleConfig) -> dict[str, Any]:
-    return {**config.choices, "seed": config.seed}
+    if not missing:
+        _record(config)
 
 
 def _record(config: SampleConfig) -> None:
     """Write down what goes into the folder; every process writes the same."""
-    record_choices(config.output, _choices(config))
+    record_choices(config.output, config.set_choices)
     write_sample_list(config.samples, config.output)
-
-
-def _check_foreign_files(folder: Path) -> None:
-    if (folder / RECORD_NAME).is_file():
-        return
-    foreign = first_sample(folder)
-    if foreign is not None:
-        raise ValueError(
-            f"{folder} holds files of unknown origin, such as {foreign.relative_to(folder)}. Choose an empty folder, "
-            "so that sets do not mix."
-        )

@@ -1,18 +1,56 @@
-"""VBench: the videos of its suite, and its sixteen dimensions with their totals."""
+"""VBench: the videos of its suite, its sixteen dimensions with their totals, and running it.
 
-from collections.abc import Iterable, Mapping
+It needs old versions of its libraries, so it runs in an environment of its own.
+"""
+
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json, read_text
+from ..files import read_json, read_text, write_json
 from ..generation.record import Sample
 
-VIDEOS_PER_PROMPT = 5
 FLICKERING = "temporal_flickering"
 """The dimension whose videos VBench's static filter chooses."""
-FLICKERING_VIDEOS = 25
-"""Videos per prompt of the temporal flickering dimension, from which VBench's static filter chooses."""
+QUALITY: dict[str, tuple[float, float, float]] = {
+    "subject_consistency": (0.1462, 1, 1),
+    "background_consistency": (0.2615, 1, 1),
+    "temporal_flickering": (0.6293, 1, 1),
+    "motion_smoothness": (0.706, 0.9975, 1),
+    "dynamic_degree": (0, 1, 0.5),
+    "aesthetic_quality": (0, 1, 1),
+    "imaging_quality": (0, 1, 1),
+}
+"""Dimensions of the quality score: lowest and highest value, which become 0 and 1, and weight."""
+SEMANTIC: dict[str, tuple[float, float, float]] = {
+    "object_class": (0, 1, 1),
+    "multiple_objects": (0, 1, 1),
+    "human_action": (0, 1, 1),
+    "color": (0, 1, 1),
+    "spatial_relationship": (0, 1, 1),
+    "scene": (0, 0.8222, 1),
+    "appearance_style": (0.0009, 0.2855, 1),
+    "temporal_style": (0, 0.364, 1),
+    "overall_consistency": (0, 0.364, 1),
+}
+"""Dimensions of the semantic score."""
+DIMENSIONS = (*QUALITY, *SEMANTIC)
+"""Names of all dimensions, as VBench's code has them, in the order of its tables."""
+_QUALITY_SHARE = 4 / 5
+_VIDEOS, _FLICKERING_VIDEOS = 5, 25
+"""Per prompt; of the flickering dimension as many as the static filter chooses from."""
+LOG_NAME = "vbench.log"
+_RECORD_NAME = "vbench_run.json"
+_PROGRAM = """
+import sys
+import torch
+from vbench import VBench
+device, suite, output, videos, dimension = sys.argv[1:]
+VBench(torch.device(device), suite, output).evaluate(videos_path=videos, name=dimension, dimension_list=[dimension])
+"""
+_LAST_LINES = 5
 
 
 def read_suite(file: str | Path) -> list[dict[str, Any]]:
@@ -68,7 +106,7 @@ def suite_videos(
     for entry in entries:
         flickering = all_flickering and FLICKERING in entry["dimension"]
         prompt = entry["prompt_en"]
-        counts[prompt] = max(counts.get(prompt, 0), FLICKERING_VIDEOS if flickering else VIDEOS_PER_PROMPT)
+        counts[prompt] = max(counts.get(prompt, 0), _FLICKERING_VIDEOS if flickering else _VIDEOS)
     texts = augmented or {}
     return [
         Sample(f"{prompt}-{number}.mp4", texts.get(prompt, prompt))
@@ -84,53 +122,8 @@ def missing_videos(entries: list[dict[str, Any]], dimension: str, folder: Path) 
     return [video.file for video in suite_videos(wanted) if video.file not in present]
 
 
-@dataclass(frozen=True)
-class Dimension:
-    """One dimension: a score is brought to (score − lowest) / (highest − lowest) and weighted."""
-
-    lowest: float = 0.0
-    highest: float = 1.0
-    weight: float = 1.0
-
-
-QUALITY = {
-    "subject_consistency": Dimension(lowest=0.1462),
-    "background_consistency": Dimension(lowest=0.2615),
-    "temporal_flickering": Dimension(lowest=0.6293),
-    "motion_smoothness": Dimension(lowest=0.706, highest=0.9975),
-    "dynamic_degree": Dimension(weight=0.5),
-    "aesthetic_quality": Dimension(),
-    "imaging_quality": Dimension(),
-}
-"""Dimensions of the quality score."""
-SEMANTIC = {
-    "object_class": Dimension(),
-    "multiple_objects": Dimension(),
-    "human_action": Dimension(),
-    "color": Dimension(),
-    "spatial_relationship": Dimension(),
-    "scene": Dimension(highest=0.8222),
-    "appearance_style": Dimension(lowest=0.0009, highest=0.2855),
-    "temporal_style": Dimension(highest=0.364),
-    "overall_consistency": Dimension(highest=0.364),
-}
-"""Dimensions of the semantic score."""
-DIMENSIONS = (*QUALITY, *SEMANTIC)
-"""Names of all dimensions, as VBench's code has them, in the order of its tables."""
-_QUALITY_SHARE = 4 / 5
-
-
-@dataclass(frozen=True)
-class Totals:
-    """VBench's totals in percent."""
-
-    quality: float
-    semantic: float
-    total: float
-
-
-def total_scores(scores: Mapping[str, float]) -> Totals:
-    """Quality, Semantic and Total.
+def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
+    """VBench's totals in percent: quality, semantic and total.
 
     Args:
         scores: of every dimension, from 0 to 1.
@@ -145,9 +138,14 @@ def total_scores(scores: Mapping[str, float]) -> Totals:
             "exist only over all of them; evaluate these as well."
         )
     check_scores(scores)
-    quality, semantic = _weighted_mean(scores, QUALITY), _weighted_mean(scores, SEMANTIC)
+
+    def weighted_mean(dimensions: Mapping[str, tuple[float, float, float]]) -> float:
+        values = [w * (scores[name] - low) / (high - low) for name, (low, high, w) in dimensions.items()]
+        return 100 * sum(values) / sum(weight for _, _, weight in dimensions.values())
+
+    quality, semantic = weighted_mean(QUALITY), weighted_mean(SEMANTIC)
     total = _QUALITY_SHARE * quality + (1 - _QUALITY_SHARE) * semantic
-    return Totals(100 * quality, 100 * semantic, 100 * total)
+    return {"quality": quality, "semantic": semantic, "total": total}
 
 
 def check_scores(scores: Mapping[str, float]) -> None:
@@ -165,14 +163,6 @@ def check_scores(scores: Mapping[str, float]) -> None:
             )
 
 
-def _weighted_mean(scores: Mapping[str, float], dimensions: Mapping[str, Dimension]) -> float:
-    weighted = sum(
-        dimension.weight * (scores[name] - dimension.lowest) / (dimension.highest - dimension.lowest)
-        for name, dimension in dimensions.items()
-    )
-    return weighted / sum(dimension.weight for dimension in dimensions.values())
-
-
 def read_results(files: Iterable[Path]) -> dict[str, float]:
     """Scores from VBench's ``*_eval_results.json`` files: {dimension: [score, details of every video]}.
 
@@ -185,7 +175,10 @@ def read_results(files: Iterable[Path]) -> dict[str, float]:
     """
     scores: dict[str, float] = {}
     for file in files:
-        for part in _result_files(file):
+        parts = sorted(file.glob("*_eval_results.json")) if file.is_dir() else [file]
+        if not parts:
+            raise FileNotFoundError(f"{file} holds no *_eval_results.json of VBench.")
+        for part in parts:
             content = read_json(part)
             if not isinstance(content, dict):
                 raise ValueError(f"{part} holds no results of VBench: it must map dimensions to scores.")
@@ -201,10 +194,124 @@ def read_results(files: Iterable[Path]) -> dict[str, float]:
     return scores
 
 
-def _result_files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    found = sorted(path.glob("*_eval_results.json"))
-    if not found:
-        raise FileNotFoundError(f"{path} holds no *_eval_results.json of VBench.")
-    return found
+class VBenchError(OSError):
+    """VBench could not be run or failed; the message says where its log lies."""
+
+
+@dataclass(frozen=True)
+class VBenchConfig:
+    """What to evaluate, with what.
+
+    Raises:
+        ValueError: unknown dimensions.
+    """
+
+    python: Path
+    """Python of the environment that VBench is installed in."""
+    suite: Path
+    """``VBench_full_info.json``."""
+    videos: Path
+    """Folder of ``{prompt}-{0..4}.mp4``."""
+    output: Path
+    """Folder for results and the log."""
+    dimensions: tuple[str, ...] = DIMENSIONS
+    device: str = "cuda"
+    flickering_videos: Path | None = None
+    """Videos of the temporal flickering dimension that VBench's ``static_filter.py`` has chosen from 25 of each prompt,
+    its ``filtered_videos``; None for the unfiltered ones among ``videos``."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.dimensions if name not in DIMENSIONS]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} is no dimension of VBench; allowed: {', '.join(DIMENSIONS)}.")
+
+    def video_folders(self) -> dict[str, Path]:
+        """Name of the folder of links in the output → the folder of videos."""
+        if self.flickering_videos is None:
+            return {"videos": self.videos}
+        return {"videos": self.videos, "flickering_videos": self.flickering_videos}
+
+
+def run_vbench(config: VBenchConfig) -> Iterator[tuple[str, float, bool]]:
+    """Evaluate one dimension after the other, each in a process of its own; those that are done are read.
+
+    Everything that VBench prints goes to ``vbench.log`` in the output folder.
+
+    Yields:
+        Dimension, its score from 0 to 1, and whether it was evaluated now (True) or before.
+
+    Raises:
+        FileNotFoundError: no such interpreter, suite or folder; said before any work.
+        ValueError: missing videos (named), or an output folder with results of other videos.
+        VBenchError: VBench is not installed there, or failed in a dimension; run again to go on with that dimension.
+    """
+    _check(config)
+    folders = config.video_folders()
+    for name, videos in folders.items():
+        # nothing but links to the videos: VBench takes any first file's suffix for that of the videos
+        folder = config.output / name
+        folder.mkdir(exist_ok=True)
+        for video in videos.glob("*.mp4"):
+            link = folder / video.name
+            if not link.is_symlink():
+                link.symlink_to(video.resolve())
+    for dimension in config.dimensions:
+        result, log = config.output / f"{dimension}_eval_results.json", config.output / LOG_NAME
+        done = result.is_file()
+        if not done:
+            filtered = dimension == FLICKERING and "flickering_videos" in folders
+            links = config.output / ("flickering_videos" if filtered else "videos")
+            paths = [str(path.resolve()) for path in (config.suite, config.output, links)]
+            command = [str(config.python), "-c", _PROGRAM, config.device, *paths, dimension]
+            with log.open("a", encoding="utf-8") as stream:
+                stream.write(f"=== {dimension}\n")
+                stream.flush()
+                ended = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, check=False)
+            if ended.returncode or not result.is_file():
+                last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
+                raise VBenchError(
+                    f"VBench failed in {dimension} (exit code {ended.returncode}). The end of {log}:\n{last}"
+                )
+        yield dimension, read_results([result])[dimension], not done
+
+
+def _check(config: VBenchConfig) -> None:
+    """Raise before any work; keep beside the results which videos they are of, so that no other ones' are mixed in."""
+    if not config.python.is_file():
+        raise FileNotFoundError(
+            f"There is no Python at {config.python}. VBench 0.1.5 needs an environment of its own (transformers 4.33, "
+            "numpy below 2): make one, pip install vbench there, and give the path of its python."
+        )
+    folders = config.video_folders()
+    for folder in folders.values():
+        if not folder.is_dir():
+            raise FileNotFoundError(f"There is no folder of videos at {folder}.")
+    entries, filtered = read_suite(config.suite), config.flickering_videos
+    if filtered is not None:
+        # the filter may leave fewer than five videos of a prompt, which VBench then takes, but not none of all
+        wanted = suite_videos([entry for entry in entries if FLICKERING in entry["dimension"]])
+        if len(missing_videos(entries, FLICKERING, filtered)) == len(wanted):
+            raise ValueError(
+                f"{filtered} holds no videos of {FLICKERING}; give the folder filtered_videos that VBench's "
+                "static_filter.py has written."
+            )
+    unfiltered = [name for name in config.dimensions if name != FLICKERING or filtered is None]
+    missing = {name: missing_videos(entries, name, config.videos) for name in unfiltered}
+    absent = list(dict.fromkeys(file for files in missing.values() for file in files))
+    if absent:
+        dimensions = ", ".join(name for name, files in missing.items() if files)
+        raise ValueError(
+            f"{config.videos} lacks {len(absent)} videos of {dimensions}, for example {absent[0]!r}. Generate them "
+            "with mhla eval samples, or choose other dimensions."
+        )
+    config.output.mkdir(parents=True, exist_ok=True)
+    record, now = config.output / _RECORD_NAME, {name: str(folder.resolve()) for name, folder in folders.items()}
+    before = read_json(record) if record.is_file() else now
+    if before != now:
+        was, wanted_now = (", ".join(places.values()) for places in (before, now))
+        raise ValueError(f"{config.output} holds results of {was}, not of {wanted_now}. Choose another output folder.")
+    write_json(now, record)
+    tried = subprocess.run([config.python, "-c", "import vbench"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        reason = (tried.stderr.strip().splitlines() or ["no message"])[-1]
+        raise VBenchError(f"VBench cannot be imported by {config.python}: {reason}")

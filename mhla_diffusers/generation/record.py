@@ -1,4 +1,7 @@
-"""A folder of generated files: writing them, the list of what each shows, and the record of how they were made."""
+"""A folder of generated files: writing them, the list of what each shows, and the record of how they were made.
+
+Torch is imported where it is used, since ``mhla eval --help`` reads this file.
+"""
 
 import errno
 import hashlib
@@ -8,9 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..config import adapted_patch_folder
 from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, read_json, write_json, written_aside
 
 RECORD_NAME = "generation.json"
@@ -92,6 +92,8 @@ def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
 
 def identity_of_weights(weights: str) -> str | None:
     """Hash of the files that a folder of weights holds, so that a record tells when they change; None for a Hub id."""
+    from ..config import adapted_patch_folder
+
     folder = adapted_patch_folder(weights) or Path(weights)
     if not folder.is_dir():
         return None
@@ -158,6 +160,8 @@ def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
         OSError: ffmpeg failed, as on a full disk.
         ImportError: imageio is missing.
     """
+    import torch
+
     imageio = import_imageio()
     pixels = [(255 * torch.as_tensor(frame).clamp(0, 1)).round().to(torch.uint8).numpy() for frame in frames]
     failed = OSError(errno.EIO, "ffmpeg failed before the video was whole, as on a full disk", str(file))

@@ -7,8 +7,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, PreTrainedTokenizerFast
 
-from mhla_diffusers.evaluation.clip import ClipScorer, score_samples
+from mhla_diffusers.evaluation.clip import ClipScorer
+from mhla_diffusers.evaluation.compare import Variant, score_samples
 from mhla_diffusers.evaluation.images import read_image
+from mhla_diffusers.evaluation.samples import require_samples
 from mhla_diffusers.generation.record import Sample, write_sample_list
 
 from .pictures import mhla, write_pictures
@@ -61,17 +63,16 @@ def test_scores_are_cosines_of_image_and_prompt(clip_folder, tmp_path):
     prompts = ["a cat", "a red dog", "a", "dog", "a cat"]
     samples = [Sample(f"{number:04d}.png", text) for number, text in enumerate(prompts)]
     write_sample_list(samples, folder)
-    scores = score_samples(folder, ClipScorer(str(clip_folder)), batch_size=2)
-    assert list(scores) == [sample.file for sample in samples]
+    found = Variant("set", folder, samples, {})
+    scores = score_samples(found, "clip_score", ClipScorer(str(clip_folder)), batch_size=2)
     with torch.no_grad():
-        for sample in samples:
-            expected = expected_score(clip_folder, read_image(folder / sample.file), sample.text)
-            assert scores[sample.file] == pytest.approx(expected, abs=1e-3)
-    assert len({round(score, 2) for score in scores.values()}) > 2
+        expected = [expected_score(clip_folder, read_image(folder / one.file), one.text) for one in samples]
+    assert scores.tolist() == pytest.approx(expected, abs=1e-3)
+    assert len({round(score, 2) for score in expected}) > 2
     shown = mhla("eval", "clip", folder, "--model", clip_folder, "--output", tmp_path / "clip.json")
     assert shown.exit_code == 0, shown.output
-    mean = sum(scores.values()) / 5
-    assert json.loads((tmp_path / "clip.json").read_text())["clip_score"] == pytest.approx(mean, abs=1e-3)
+    written = json.loads((tmp_path / "clip.json").read_text())
+    assert written["clip_score"] == pytest.approx(float(scores.mean()), abs=1e-3)
 
 
 def test_sets_are_looked_at_before_a_model_is_looked_for(tmp_path):
@@ -82,21 +83,26 @@ def test_sets_are_looked_at_before_a_model_is_looked_for(tmp_path):
         assert "has no samples.json" in str(ended.exception)
 
 
-def test_long_prompts_are_cut(clip_folder):
+def test_long_prompts_are_cut_and_videos_refused(clip_folder):
     scorer = ClipScorer(str(clip_folder))
     image = torch.zeros(3, 16, 16, dtype=torch.uint8)
     first, second = scorer([image, image], ["a " * 50, "a " * 6])
     assert first == pytest.approx(second.item(), abs=1e-3)
+    with pytest.raises(ValueError, match="CLIP scores images"):
+        scorer([image[None]], ["a"])
 
 
-def test_sets_that_are_not_whole_are_refused(clip_folder, tmp_path):
-    scorer = ClipScorer(str(clip_folder))
+def test_sets_that_are_not_whole_are_refused(tmp_path):
     folder = write_pictures(tmp_path, 1)
-    with pytest.raises(FileNotFoundError, match="has no samples.json"):
-        score_samples(folder, scorer)
-    write_sample_list([Sample("0000.png", "a"), Sample("0001.png", "a")], folder)
-    with pytest.raises(FileNotFoundError, match="lacks 1 of 2 samples, for example 0001.png"):
-        score_samples(folder, scorer)
+    for listed, error, message in (
+        (None, FileNotFoundError, "has no samples.json"),
+        ([Sample("0000.png", "a"), Sample("0001.png", "a")], FileNotFoundError, "lacks 1 of 2 .* 0001.png"),
+        ([], ValueError, "lists no samples"),
+    ):
+        if listed is not None:
+            write_sample_list(listed, folder)
+        with pytest.raises(error, match=message):
+            require_samples(folder)
     (folder / "samples.json").write_text('[{"name": 3}]')
     with pytest.raises(ValueError, match="no list of samples"):
-        score_samples(folder, scorer)
+        require_samples(folder)

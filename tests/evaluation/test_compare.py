@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from mhla_diffusers.evaluation.compare import bootstrap, compare_sets, read_variants
-from mhla_diffusers.evaluation.images import open_images
+from mhla_diffusers.evaluation.images import Images
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.evaluation.published import paper_rows
 from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
@@ -51,9 +51,9 @@ def compared(folders, **options):
 
 
 def test_scores_and_paired_differences(folders):
-    softmax, mhla_row, linear = compared(folders).rows
-    real = torch.cat([blocks(batch).pooled for batch in open_images(folders[0].parent / "real").batches(9)])
-    own = [torch.cat([blocks(batch).pooled for batch in open_images(folder).batches(9)]) for folder in folders]
+    softmax, mhla_row, linear = compared(folders).variants
+    real = torch.cat([blocks(batch).pooled for batch in Images(folders[0].parent / "real").batches(9)])
+    own = [torch.cat([blocks(batch).pooled for batch in Images(folder).batches(9)]) for folder in folders]
     assert softmax.scores["fid"] == pytest.approx(frechet_distance(own[0], real))
     assert linear.scores["held_out_loss"] == 0.170
     assert softmax.differences == {}
@@ -71,7 +71,7 @@ def test_lists_of_scores_are_paired(tmp_path):
     losses = torch.rand(50, generator=torch.Generator().manual_seed(0))
     first = write_set(tmp_path / "a", 128, held_out_loss=losses.tolist())
     second = write_set(tmp_path / "b", 128, held_out_loss=(losses + 0.01).tolist())
-    row = compare_sets([first, second]).rows[1]
+    row = compare_sets([first, second]).variants[1]
     assert row.scores["held_out_loss"] == pytest.approx(float(losses.mean()) + 0.01)
     # the losses differ by far more than 0.01, but those of one sample by 0.01 throughout
     change = row.differences["held_out_loss"]
@@ -87,8 +87,8 @@ def test_missing_interval_of_many_channels_is_said(folders, tmp_path):
         return torch.cat([blocks(images).pooled, torch.zeros(len(images), 300)], dim=1)
 
     comparison = compared(folders, extractor=wide, extractor_name="wide", sample_scores={})
-    assert "fid" in comparison.rows[1].scores
-    assert "fid" not in comparison.rows[1].differences
+    assert "fid" in comparison.variants[1].scores
+    assert "fid" not in comparison.variants[1].differences
     page = write_report(comparison, tmp_path / "report")
     for text in (page.read_text(), page.with_name("report.md").read_text()):
         assert "channels has no interval" in text
@@ -126,7 +126,7 @@ def test_report_shows_everything_and_needs_nothing_beside_it(folders, tmp_path):
         assert f"| {' | '.join(row)} |" in markdown
         assert f"<td>{row[0]}</td>" in page
     written = json.loads((tmp_path / "report" / "comparison.json").read_text())["variants"]
-    assert written["linear"]["scores"] == pytest.approx(comparison.rows[2].scores)
+    assert written["linear"]["scores"] == pytest.approx(comparison.variants[2].scores)
     assert list(written) == ["softmax", "MHLA", "linear"]
 
 
@@ -144,7 +144,7 @@ def test_results_of_the_official_evaluators_are_taken_in(tmp_path):
     sets = [write_set(tmp_path / name, 128) for name in ("a", "b")]
     (sets[0] / "vbench.json").write_text('{"quality": 84.2, "total": 82.6}')
     (sets[0] / "geneval.json").write_text('{"counting": 0.2, "overall": 0.64}')
-    first, second = compare_sets(sets).rows
+    first, second = compare_sets(sets).variants
     assert first.scores == {"quality": 84.2, "total": 82.6, "geneval": 0.64}
     assert second.scores == {}
 
@@ -193,7 +193,7 @@ def test_nothing_to_compare_by_is_said(tmp_path):
         assert way in str(shown.exception)
     assert not (tmp_path / "report").exists()
     (sets[1] / "scores.json").write_text('{"held_out_loss": 0.5}')
-    assert compare_sets(sets).rows[1].scores == {"held_out_loss": 0.5}
+    assert compare_sets(sets).variants[1].scores == {"held_out_loss": 0.5}
 
 
 def test_command(folders, tmp_path):

@@ -131,4 +131,4 @@ def test_clean_fid_agrees(scripted_weights, tmp_path):
         ).pooled
 
     ours = measure_images(*folders, resized, name="resized")
-    assert ours.fid == pytest.approx(theirs, rel=1e-4)
+    assert ours["fid"] == pytest.approx(theirs, rel=1e-4)

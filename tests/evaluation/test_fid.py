@@ -7,17 +7,16 @@ import numpy
 import pytest
 import torch
 
-from mhla_diffusers.evaluation.description import statistics_file
-from mhla_diffusers.evaluation.fid import FewSamplesWarning, measure_images
-from mhla_diffusers.evaluation.images import UnreadableImageError, open_images, write_npz
-from mhla_diffusers.evaluation.metrics import FeatureStatistics, frechet_distance
+from mhla_diffusers.evaluation.fid import FewSamplesWarning, measure_images, statistics_file
+from mhla_diffusers.evaluation.images import Images, UnreadableImageError, write_npz
+from mhla_diffusers.evaluation.metrics import FeatureStatistics, frechet_distance, kernel_distance, precision_recall
 from mhla_diffusers.generation.record import write_video
 
 from .pictures import blocks, mhla, write_pictures
 
 
 def features_of(folder):
-    return torch.cat([blocks(batch).pooled for batch in open_images(folder).batches(7)])
+    return torch.cat([blocks(batch).pooled for batch in Images(folder).batches(7)])
 
 
 def measure(samples, reference, **options):
@@ -32,22 +31,15 @@ def folders(tmp_path):
 def test_scores_of_two_folders(folders):
     scores = measure(*folders)
     made, real = (features_of(folder) for folder in folders)
-    assert (scores.samples, scores.reference) == (80, 90)
-    assert scores.fid == pytest.approx(frechet_distance(made, real))
-    assert scores.sfid == pytest.approx(frechet_distance(made[:, :4], real[:, :4]))
-    assert 0 <= scores.recall <= 1
-    assert scores.fid > 10 * measure(folders[1], folders[1]).fid
-    assert scores.kid > 0
-    assert scores.inception_score >= 1
-    assert set(scores.measured()) == {
-        *("samples", "reference", "fid", "sfid", "inception_score", "precision", "recall", "kid")
-    }
-
-
-def test_extractor_may_give_pooled_features_alone(folders):
-    scores = measure_images(*folders, lambda images: blocks(images).pooled, name="pooled")
-    assert scores.fid == pytest.approx(measure(*folders).fid)
-    assert (scores.sfid, scores.inception_score) == (None, None)
+    assert (scores["samples"], scores["reference"]) == (80, 90)
+    assert scores["fid"] == pytest.approx(frechet_distance(made, real))
+    assert scores["sfid"] == pytest.approx(frechet_distance(made[:, :4], real[:, :4]))
+    assert scores["kid"] == pytest.approx(kernel_distance(real, made)[0])
+    assert (scores["precision"], scores["recall"]) == precision_recall(real, made)
+    assert scores["fid"] > 10 * measure(folders[1], folders[1])["fid"]
+    assert scores["inception_score"] >= 1
+    pooled = measure_images(*folders, lambda images: blocks(images).pooled, name="pooled")
+    assert pooled == pytest.approx({k: scores[k] for k in scores if k not in ("sfid", "inception_score")})
 
 
 def test_reference_statistics_lie_beside_the_data_and_are_used(folders):
@@ -56,13 +48,13 @@ def test_reference_statistics_lie_beside_the_data_and_are_used(folders):
     assert file.parent == folders[1].parent
 
     def only_the_samples(images):
-        assert not any(torch.equal(images[0], image) for batch in open_images(folders[1]).batches(9) for image in batch)
+        assert not any(torch.equal(images[0], image) for batch in Images(folders[1]).batches(9) for image in batch)
         return blocks(images)
 
-    assert measure_images(*folders, only_the_samples, name="blocks").measured() == pytest.approx(before.measured())
-    assert measure(folders[0], file).measured() == pytest.approx(before.measured())
+    assert measure_images(*folders, only_the_samples, name="blocks") == pytest.approx(before)
+    assert measure(folders[0], file) == pytest.approx(before)
     write_pictures(folders[1], 20, seed=5, brightness=20)
-    assert measure(*folders).fid > 1.5 * before.fid
+    assert measure(*folders)["fid"] > 1.5 * before["fid"]
     with pytest.raises(ValueError, match="extractor 'blocks', not with 'adm'"):
         measure_images(folders[0], file, blocks, name="adm")
 
@@ -75,7 +67,7 @@ def test_reference_that_cannot_be_written_beside_may_be_a_link(folders, tmp_path
     statistics_file(folders[1], "blocks").mkdir()
     with pytest.raises(OSError, match="cannot be kept at.*Link the reference"):
         measure(*folders)
-    assert measure(folders[0], link).reference == 90
+    assert measure(folders[0], link)["reference"] == 90
 
 
 def test_published_statistics_are_read(folders, tmp_path):
@@ -83,13 +75,13 @@ def test_published_statistics_are_read(folders, tmp_path):
     arrays = {"mu": real.mean.numpy(), "sigma": real.covariance.numpy()}
     numpy.savez(tmp_path / "published.npz", **arrays)
     published = measure(folders[0], tmp_path / "published.npz")
-    assert published.fid == pytest.approx(measure(*folders).fid)
-    assert (published.reference, published.precision) == (None, None)
-    images = torch.cat(list(open_images(folders[1]).batches(90))).permute(0, 2, 3, 1).numpy()
+    scores = measure(*folders)
+    assert published == pytest.approx({name: scores[name] for name in ("samples", "fid", "inception_score")})
+    images = torch.cat(list(Images(folders[1]).batches(90))).permute(0, 2, 3, 1).numpy()
     spatial = {"mu_s": arrays["mu"][:4], "sigma_s": arrays["sigma"][:4, :4]}
     numpy.savez(tmp_path / "adm.npz", arr_0=images, **arrays, **spatial)
-    whole = measure(folders[0], tmp_path / "adm.npz").measured()
-    assert whole == pytest.approx({k: v for k, v in measure(*folders).measured().items() if k != "reference"})
+    whole = measure(folders[0], tmp_path / "adm.npz")
+    assert whole == pytest.approx({name: scores[name] for name in scores if name != "reference"})
 
 
 def test_few_samples_are_warned_of_with_their_number(folders):
@@ -102,17 +94,11 @@ def test_few_samples_are_warned_of_with_their_number(folders):
         measure(*folders)
 
 
-def test_folders_with_several_sizes_are_measured(folders):
+def test_npz_and_folders_of_several_sizes_are_measured_and_damage_is_named(folders, tmp_path):
+    write_npz(Images(folders[0]), tmp_path / "made.npz")
+    assert measure(tmp_path / "made.npz", folders[1])["fid"] == pytest.approx(measure(*folders)["fid"])
     write_pictures(folders[0] / "larger", 4, size=16)
-    assert measure(*folders).samples == 84
-
-
-def test_npz_gives_the_scores_of_its_folder(folders, tmp_path):
-    write_npz(open_images(folders[0]), tmp_path / "made.npz")
-    assert measure(tmp_path / "made.npz", folders[1]).fid == pytest.approx(measure(*folders).fid)
-
-
-def test_damaged_image_is_named(folders):
+    assert measure(*folders)["samples"] == 84
     (folders[0] / "0003.png").write_bytes((folders[0] / "0003.png").read_bytes()[:60])
     with pytest.raises(UnreadableImageError, match="0003.png is no readable image"):
         measure(*folders)
@@ -135,8 +121,8 @@ def test_videos_go_through_the_same_plug(tmp_path):
         return torch.stack([means.mean(dim=1), means.diff(dim=1).abs().mean(dim=1)], dim=1)
 
     scores = measure_images(*folders, movement, name="movement", batch_size=4)
-    videos = [torch.cat([movement(batch) for batch in open_images(folder).batches(9)]) for folder in folders]
-    assert scores.fid == pytest.approx(frechet_distance(*videos))
+    videos = [torch.cat([movement(batch) for batch in Images(folder).batches(9)]) for folder in folders]
+    assert scores["fid"] == pytest.approx(frechet_distance(*videos))
     (folders[0] / "3.mp4").write_bytes(b"no video")
     with pytest.raises(UnreadableImageError, match="3.mp4 is no readable video"):
         measure_images(*folders, movement, name="movement")

@@ -4,29 +4,27 @@ import numpy
 import pytest
 import torch
 
-from mhla_diffusers.evaluation.images import open_images, write_npz
+from mhla_diffusers.evaluation.images import Images, write_npz
 from mhla_diffusers.generation.record import write_video
 
 from .pictures import write_pictures
 
 
 def test_npz_holds_the_same_images_and_openai_can_read_it(tmp_path):
-    images = open_images(write_pictures(tmp_path / "made", 80))
+    images = Images(write_pictures(tmp_path / "made", 80))
     write_npz(images, tmp_path / "made.npz")
     array = numpy.load(tmp_path / "made.npz")["arr_0"]
     assert array.shape == (80, 8, 8, 3)
     assert array.dtype == numpy.uint8
     assert torch.equal(torch.from_numpy(array).permute(0, 3, 1, 2), torch.cat(list(images.batches(100))))
     numpy.savez_compressed(tmp_path / "packed.npz", array)
-    assert torch.equal(
-        torch.cat(list(open_images(tmp_path / "packed.npz").batches(33))), torch.cat(list(images.batches(9)))
-    )
+    assert torch.equal(torch.cat(list(Images(tmp_path / "packed.npz").batches(33))), torch.cat(list(images.batches(9))))
 
 
 def test_sizes_are_not_mixed_in_a_batch_or_an_npz(tmp_path):
     folder = write_pictures(tmp_path / "made", 80)
     write_pictures(folder / "larger", 4, size=16)
-    images = open_images(folder)
+    images = Images(folder)
     assert [tuple(batch.shape) for batch in images.batches(50)] == [(50, 3, 8, 8), (30, 3, 8, 8), (4, 3, 16, 16)]
     with pytest.raises(ValueError, match="8x8 and 16x16"):
         write_npz(images, tmp_path / "x.npz")
@@ -46,7 +44,7 @@ def test_what_holds_no_images_is_refused(tmp_path):
         ("other.npz", ValueError, "no array arr_0, only images.npy"),
     ):
         with pytest.raises(error, match=message):
-            open_images(tmp_path / name)
+            Images(tmp_path / name)
 
 
 def test_videos_are_no_npz(tmp_path):
@@ -55,5 +53,5 @@ def test_videos_are_no_npz(tmp_path):
     (tmp_path / "made").mkdir()
     write_video(torch.rand(3, 32, 32, 3), tmp_path / "made" / "0.mp4", 6)
     with pytest.raises(ValueError, match="made holds videos"):
-        write_npz(open_images(tmp_path / "made"), tmp_path / "x.npz")
+        write_npz(Images(tmp_path / "made"), tmp_path / "x.npz")
     assert not (tmp_path / "x.npz").exists()

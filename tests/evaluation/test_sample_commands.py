@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mhla_diffusers.evaluation.images import open_images
+from mhla_diffusers.evaluation.images import Images
 from mhla_diffusers.families.dit import DiTFamily
 
 from .pictures import mhla
@@ -41,7 +41,7 @@ def test_classes_go_into_adm_s_npz_and_the_command_goes_on(tmp_path):
     more = samples("classes", *asked, "--count", "3", "--npz", tmp_path / "out.npz")
     assert "holds 3 samples" in more.output
     assert (tmp_path / "out" / "000000.png").stat().st_mtime_ns == kept
-    assert len(open_images(tmp_path / "out.npz")) == 3
+    assert len(Images(tmp_path / "out.npz")) == 3
     assert "seed=0, now 1" in str(samples("classes", *asked, "--count", "3", "--seed", "1").exception)
 
 
@@ -129,4 +129,4 @@ def test_processes_of_accelerate_share_the_work_and_go_on(tmp_path):
     assert (tmp_path / "out" / "000000.png").stat().st_mtime_ns == kept
     make(config(tmp_path / "alone", count=3))
     assert max(differences(tmp_path / "alone", tmp_path / "out")) <= 1
-    assert len(open_images(tmp_path / "out.npz")) == 3
+    assert len(Images(tmp_path / "out.npz")) == 3

@@ -5,8 +5,13 @@ import json
 import pytest
 from PIL import Image, ImageChops
 
-from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
-from mhla_diffusers.evaluation.sets import class_samples, prompt_samples
+from mhla_diffusers.evaluation.samples import (
+    SampleConfig,
+    class_samples,
+    generate_samples,
+    prepare_folder,
+    prompt_samples,
+)
 from mhla_diffusers.generation.record import Sample
 
 from .pictures import write_pictures
@@ -80,6 +85,19 @@ def test_a_run_that_failed_does_not_bind_the_folder(tmp_path):
             make(config(tmp_path, **changes))
     assert not list(tmp_path.iterdir())
     assert make(config(tmp_path, count=1)) == [0, 1]
+
+
+def test_classes_are_balanced_or_drawn_and_prompts_numbered():
+    assert [s.text for s in class_samples(12, 5)] == list("012340123401")
+    drawn = [s.text for s in class_samples(300, 3, "random", seed=4)]
+    assert drawn == [s.text for s in class_samples(300, 3, "random", seed=4)]
+    assert 70 < drawn.count("1") < 130
+    made = prompt_samples(["a", "b"], 2, ".png")
+    assert made[1:3] == [Sample("00000-1.png", "a"), Sample("00001-0.png", "b")]
+    with pytest.raises(ValueError, match="order='sorted'"):
+        class_samples(3, 3, "sorted")
+    with pytest.raises(ValueError, match="per_prompt=0"):
+        prompt_samples(["a"], 0, ".png")
 
 
 @pytest.mark.parametrize(

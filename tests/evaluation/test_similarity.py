@@ -70,7 +70,9 @@ def steps(frames, reference):
 
 def test_sets_are_compared_with_the_first_sample_by_sample(tmp_path):
     sets = [write_set(tmp_path / name, value) for name, value in (("softmax", 100), ("near", 101), ("far", 110))]
-    base, near, far = compare_sets(sets, similarities={"step": Similarity(steps), "large": Similarity(steps, 9)}).rows
+    base, near, far = compare_sets(
+        sets, similarities={"step": Similarity(steps), "large": Similarity(steps, 9)}
+    ).variants
     assert (base.scores, base.similarities) == ({}, {})
     # a few pixels are cut off at 255
     assert near.scores == {"step": pytest.approx(1, abs=0.01)}
@@ -83,8 +85,8 @@ def test_measures_that_are_not_defined_for_small_pictures_are_left_out_with_a_re
     write_pictures(tmp_path / "a", 1, size=16)
     write_pictures(tmp_path / "b", 1, size=16)
     comparison = compare_sets(sets, similarities={"large": Similarity(steps, 9)})
-    assert comparison.rows[1].scores == {"large": 0}
-    assert comparison.rows[1].similarities == {}
+    assert comparison.variants[1].scores == {"large": 0}
+    assert comparison.variants[1].similarities == {}
     assert comparison.remarks == [
         "large is of 1 of 30 samples: the others have fewer than 9 pixels in height or width."
     ]
@@ -106,7 +108,7 @@ def test_videos_are_averaged_over_frames(tmp_path):
         (folder / "samples.json").write_text('[{"file": "0.mp4", "text": "a cat"}]')
         (folder / "generation.json").write_text("{}")
         sets.append(folder)
-    found = compare_sets(sets, similarities={"step": Similarity(steps), "psnr": Similarity(psnr)}).rows[1].scores
+    found = compare_sets(sets, similarities={"step": Similarity(steps), "psnr": Similarity(psnr)}).variants[1].scores
     # H.264 is not exact, but for a flat frame nearly so
     assert found["step"] == pytest.approx(0.5 * 255 / 10, abs=0.3)
     # nine frames are equal; of the others' errors a tenth would be a mean of 16 dB
