@@ -46,7 +46,7 @@ def backend_names() -> list[str]:
 
 
 def check_backend(name: str) -> None:
-    """Raise unless ``name`` is a backend.
+    """Ensure that ``name`` is a backend.
 
     Raises:
         ValueError: with the nearest names.
@@ -164,35 +164,18 @@ def mhla_attention(
         first, count = 0, _tokens_in_order(query, grid, blocks, causal)
     else:
         first, count = (0, math.prod(grid)) if parallel is None else parallel.own_share(math.prod(grid))
-    call = Call(
-        query,
-        key,
-        value,
-        mixing,
-        grid,
-        blocks,
-        feature_map,
-        None,
-        rope,
-        normalize,
-        eps,
-        key_mask,
-        output_norm,
-        output_gate,
-        linear_weight,
-        sparse if isinstance(sparse, BlockLists) else None,
-        pooled_bias,
-        first=first,
-        causal=causal,
-        rule=sparse if isinstance(sparse, ContentRule) else None,
-    )
+    lists = sparse if isinstance(sparse, BlockLists) else None
+    rule = sparse if isinstance(sparse, ContentRule) else None
+    # in the order of its fields, the first without RoPE
+    of_map = feature_map, None, rope, normalize, eps, key_mask
+    weights = output_norm, output_gate, linear_weight, lists, pooled_bias
+    call = Call(query, key, value, mixing, grid, blocks, *of_map, *weights, first=first, causal=causal, rule=rule)
     if parallel is not None and parallel.ring.size > 1:
         call = replace(call, group=parallel.ring.name, shares=tuple(parallel.segments(math.prod(grid))))
     check_call(call, extra, count, parallel)
     if query.numel() == 0:
         return torch.empty_like(query)
-    # rows of the blocks that softmax is attended to in
-    of_softmax = call.rule or call.lists
+    of_softmax = rule or lists
     block_size = of_softmax.block_size if of_softmax is not None else ROWS if any(extra) else None
     backend = chosen_backend(backend, query, feature_map, block_size)
     if causal is not None:
@@ -271,7 +254,7 @@ def _attend(
 
 
 def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise unless they are (B, N, H, D) of one kind."""
+    """Ensure that they are (B, N, H, D) of one kind."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check_is_tensor(name, tensor)
     if query.ndim != 4:
@@ -286,13 +269,13 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 
 
 def _check_is_tensor(name: str, value: object) -> None:
-    """Raise unless it is a tensor."""
+    """Ensure that it is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}.")
 
 
 def check_rotary(rotary: Rotary, query: torch.Tensor) -> None:
-    """Raise unless the tables are those of the query's tokens."""
+    """Ensure that the tables are those of the query's tokens."""
     batch, tokens, _, head_dim = query.shape
     for table in rotary:
         if table.shape[0] not in (1, batch) or tuple(table.shape[1:]) != (tokens, 1, head_dim):
@@ -327,7 +310,7 @@ def _check_extra(extra: Any) -> Extra:
 
 
 def check_causal(causal: str, grid: Shape, blocks: Shape) -> None:
-    """Raise unless a grid and its blocks have such an order.
+    """Ensure that a grid and its blocks have such an order.
 
     Raises:
         ValueError: another name, or "token" where a block is no run of the sequence.
@@ -342,7 +325,7 @@ def check_causal(causal: str, grid: Shape, blocks: Shape) -> None:
 
 
 def _check_beside_causal(causal: str, extra: Extra, **others: object) -> None:
-    """Raise unless a causal call goes without what it has no place for; of ``others``, by name, None is not given."""
+    """Ensure that a causal call goes without what it has no place for; of ``others``, by name, None is not given."""
     given = {"extra": any(extra)} | {name: value is not None for name, value in others.items()}
     for name in (name for name, is_given in given.items() if is_given):
         raise ValueError(
@@ -368,7 +351,7 @@ def _tokens_in_order(query: torch.Tensor, grid: Shape, blocks: Shape, causal: st
 
 
 def check_call(call: Call, extra: Extra, on_grid: int, parallel: Parallel | None) -> None:
-    """Raise unless all of a call fits together; ``on_grid`` are the tokens of the grid that this process has."""
+    """Ensure that all of a call fits together; ``on_grid`` are the tokens of the grid that this process has."""
     batch, tokens, heads, head_dim = call.query.shape
     share = (
         "" if parallel is None else f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"

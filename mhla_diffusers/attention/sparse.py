@@ -11,10 +11,10 @@ lists are operators, so that torch.compile takes each as a whole.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -209,45 +209,45 @@ def filled_blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
     return filled.unflatten(1, (-1, rows)).permute(0, 3, 1, 2, 4).contiguous()
 
 
-_TENSORS = (
-    "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias"
+class Inputs(NamedTuple):
+    """What :func:`attend_to_lists` is given."""
+
+    query: torch.Tensor
+    """(B, H, Q, L, D), scaled."""
+    key: torch.Tensor
+    """(B, H, T + E, K, D)."""
+    value: torch.Tensor
+    bias: torch.Tensor
+    """(1 or B, T + E, K), log of a key's weight, −∞ where there is no token; takes no gradient."""
+    mean_key: torch.Tensor | None
+    """(B, H, T, D); None to leave other blocks out, as the next two."""
+    mean_value: torch.Tensor | None
+    mean_bias: torch.Tensor | None
+    """(1 or B, H, T), added to the logit of a pooled key."""
+    lists: torch.Tensor
+    """int64 (1 or B, H, Q, n), key blocks of T, -1 for none."""
+    always: int
+    """E, how many blocks behind the T every query attends to."""
+
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias, "
+    "Tensor lists, SymInt always"
 )
-_LISTS = "Tensor lists, SymInt always"
 
 
-@torch.library.custom_op(
-    "mhla_diffusers::attend_to_lists", mutates_args=(), schema=f"({_TENSORS}, {_LISTS}) -> (Tensor, Tensor)"
-)
-def attend_to_lists(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    mean_key: torch.Tensor | None,
-    mean_value: torch.Tensor | None,
-    mean_bias: torch.Tensor | None,
-    lists: torch.Tensor,
-    always: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to listed blocks, and to the pooled keys of those that are not listed.
-
-    Args:
-        query: (B, H, Q, L, D), scaled.
-        key: (B, H, T + E, K, D).
-        value: like ``key``.
-        bias: (1 or B, T + E, K), log of a key's weight, −∞ where there is no token; takes no gradient.
-        mean_key: (B, H, T, D); None to leave other blocks out.
-        mean_value: (B, H, T, D).
-        mean_bias: (1 or B, H, T), added to the logit of a pooled key.
-        lists: int64 (1 or B, H, Q, n), key blocks of T, -1 for none.
-        always: E, how many blocks behind the T every query attends to.
+@torch.library.custom_op("mhla_diffusers::attend_to_lists", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+def attend_to_lists(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to listed blocks, and to the pooled keys of those that are not listed; takes :class:`Inputs` one by one.
 
     Returns:
         Output (B, H, Q, L, D) and LSE (B, H, Q, L).
     """
+    given = Inputs(*inputs)
+    query = given.query
     output, lse = torch.empty_like(query), query.new_empty(query.shape[:-1])
     finite = torch.finfo(query.dtype)
-    for part in _parts(query, key, value, bias, mean_key, mean_value, mean_bias, lists, always):
+    for part in _parts(given):
         largest = part.logits.amax(dim=-1, keepdim=True).clamp_min_(finite.min)
         weights = part.logits.sub_(largest).exp_()
         total = weights.sum(dim=-1, keepdim=True).clamp_min_(finite.tiny)
@@ -263,34 +263,24 @@ def attend_to_lists(
 @torch.library.custom_op(
     "mhla_diffusers::attend_to_lists_backward",
     mutates_args=(),
-    schema=f"(Tensor output_gradient, Tensor lse_gradient, Tensor output, Tensor lse, {_TENSORS}, {_LISTS})"
+    schema=f"(Tensor output_gradient, Tensor lse_gradient, Tensor output, Tensor lse, {_INPUTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def attend_to_lists_backward(
-    output_gradient: torch.Tensor,
-    lse_gradient: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    mean_key: torch.Tensor | None,
-    mean_value: torch.Tensor | None,
-    mean_bias: torch.Tensor | None,
-    lists: torch.Tensor,
-    always: int,
+    output_gradient: torch.Tensor, lse_gradient: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, *inputs: Any
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of query, key, value, mean_key, mean_value and mean_bias; those of means are empty without them.
 
     The weights are formed anew, so that none are kept.
     """
+    given = Inputs(*inputs)
+    query, key, value, _, mean_key, mean_value, mean_bias, *_ = given
     # a weight p takes the gradient p (do · v − delta)
     delta = ((output_gradient * output).sum(dim=-1) - lse_gradient)[..., None]
     dq, dk, dv = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     of_means = [query.new_empty(0) if x is None else torch.zeros_like(x) for x in (mean_key, mean_value)]
     of_mean_bias = query.new_empty(0) if mean_key is None else mean_key.new_zeros(mean_key.shape[:-1])
-    for part in _parts(query, key, value, bias, mean_key, mean_value, mean_bias, lists, always):
+    for part in _parts(given):
         weights = part.logits.sub_(part.of(lse)[..., None]).exp_()
         q, do, d = (part.of(x) for x in (query, output_gradient, delta))
         near, far = part.split(weights)
@@ -339,18 +329,9 @@ class _Part:
         return weights[..., : self.key.shape[2]], weights[..., self.key.shape[2] :]
 
 
-def _parts(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    mean_key: torch.Tensor | None,
-    mean_value: torch.Tensor | None,
-    mean_bias: torch.Tensor | None,
-    lists: torch.Tensor,
-    always: int,
-) -> Iterator[_Part]:
+def _parts(given: Inputs) -> Iterator[_Part]:
     """All query blocks, so many at a time that no more than ``_LOGITS`` logits are formed."""
+    query, key, value, bias, mean_key, mean_value, mean_bias, lists, always = given
     batch, heads, query_blocks, length, _ = query.shape
     count, rows = key.shape[2:4]
     total = batch * heads
@@ -437,29 +418,15 @@ def _flops_backward(*inputs: Any, **_: Any) -> int:
     return 10 * query[-1] * _count_pairs(query, key, mean_key, lists, always)
 
 
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor? table, Tensor? key_mask, SymInt[] grid, SymInt block_size, SymInt first, "
-    "str? group"
-)
-
-
-def _own_table(query: torch.Tensor, grid: Sequence[int], block_size: int, first: int, group: str | None) -> BlockTable:
-    return block_table(tuple(grid), (), block_size, query.device, first, query.shape[1])
+_CALL = "Tensor query, Tensor key, Tensor? table, Tensor? key_mask, SymInt[] grid, SymInt block_size, SymInt first"
+"""Of a call that holds the grid's tokens from ``first`` on; ``group`` is that of the processes that hold the others."""
 
 
 @torch.library.custom_op(
-    "mhla_diffusers::choose_by_content", mutates_args=(), schema=f"({_INPUTS}, float density) -> Tensor"
+    "mhla_diffusers::choose_by_content", mutates_args=(), schema=f"({_CALL}, str? group, float density) -> Tensor"
 )
 def choose_by_content(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    table: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    grid: Sequence[int],
-    block_size: int,
-    first: int,
-    group: str | None,
-    density: float,
+    query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None, key_mask: torch.Tensor | None, *place: Any
 ) -> torch.Tensor:
     """For every query block as many key blocks, those that their mean stands for worst.
 
@@ -467,22 +434,13 @@ def choose_by_content(
     key block with mean k̄ and variance σ² per channel is judged by q·k̄/√D + ½ log Σ_d q_d² σ_d²/D. A block in which
     no key takes part comes after all others. Processes that share the tokens of a call find the same lists.
 
-    Args:
-        query: (B, N, H, D).
-        key: (B, N, H, D).
-        table: of RoPE, see :func:`mhla_diffusers.attention.rope.rotary_table`.
-        key_mask: (B, N).
-        grid: token grid.
-        block_size: tokens of a block.
-        first: place on the grid of the first token.
-        group: of the processes that hold the grid's tokens between them.
-        density: part of all pairs; at least one key block for every query block.
-
     Returns:
-        int64 (B, H, T, list length), ascending within a list.
+        int64 (B, H, T, list length), ascending within a list; at least one key block for every query block.
     """
+    grid, block_size, first, group, density = place
+    own = block_table(tuple(grid), (), block_size, query.device, first, query.shape[1])
     dtype, least = sum_dtype(query.dtype), torch.finfo(torch.float32).tiny
-    own, scale = _own_table(query, grid, block_size, first, group), query.shape[-1] ** -0.5
+    scale = query.shape[-1] ** -0.5
     query, key = (own.in_blocks(rotated(x, table).to(dtype)) for x in (query, key))
     weights = own.weights(key_mask, dtype)
     mean_query = block_means(own.weights(None, dtype), query, table=own, group=group)[0] * scale
@@ -496,76 +454,41 @@ def choose_by_content(
 
 
 @choose_by_content.register_fake
-def _choice_shape(
-    query: torch.Tensor,
-    key: Any,
-    table: Any,
-    key_mask: Any,
-    grid: Sequence[int],
-    block_size: int,
-    first: int,
-    group: str | None,
-    density: float,
-) -> torch.Tensor:
+def _choice_shape(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    *_, grid, block_size, _first, _group, density = arguments
     blocks = block_count(grid, block_size)
     shape = query.shape[0], query.shape[2], blocks, list_length(density, blocks)
     return query.new_empty(shape, dtype=torch.int64)
 
 
 @register_flop_formula(torch.ops.mhla_diffusers.choose_by_content)
-def _flops_of_choice(
-    query: torch.Size, key: torch.Size, table: Any, key_mask: Any, grid: Any, block_size: int, *_: Any, **__: Any
-) -> int:
+def _flops_of_choice(query: torch.Size, *arguments: Any, **_: Any) -> int:
     """Of the two products of means, for PyTorch's counter."""
+    grid, block_size = arguments[3:5]
     return 4 * query[0] * query[2] * block_count(grid, block_size) ** 2 * query[3]
 
 
 @torch.library.custom_op(
     "mhla_diffusers::fit_pooled_bias",
     mutates_args=(),
-    schema=f"({_INPUTS}, Tensor value, Tensor? extra_key, Tensor? extra_value, Tensor? extra_mask, Tensor lists,"
-    " SymInt processes) -> Tensor",
+    schema=f"({_CALL}, str? group, Tensor value, Tensor? extra_key, Tensor? extra_value, Tensor? extra_mask, "
+    "Tensor lists, SymInt processes) -> Tensor",
 )
 def fit_pooled_bias(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    table: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    grid: Sequence[int],
-    block_size: int,
-    first: int,
-    group: str | None,
-    value: torch.Tensor,
-    extra_key: torch.Tensor | None,
-    extra_value: torch.Tensor | None,
-    extra_mask: torch.Tensor | None,
-    lists: torch.Tensor,
-    processes: int,
+    query: torch.Tensor, key: torch.Tensor, table: torch.Tensor | None, key_mask: torch.Tensor | None, *others: Any
 ) -> torch.Tensor:
     """β with which listed blocks and pooled keys come closest to softmax attention over all keys, on some queries.
 
-    Args:
-        query: as :func:`choose_by_content`, and so up to ``group``.
-        key: likewise.
-        table: likewise.
-        key_mask: likewise.
-        grid: likewise.
-        block_size: likewise.
-        first: likewise.
-        group: likewise.
-        value: (B, N, H, D).
-        extra_key: (B, n, H, D) after RoPE, of extra tokens, to which softmax attends.
-        extra_value: likewise.
-        extra_mask: (B, n).
-        lists: what :func:`choose_by_content` gave.
-        processes: of the group.
+    Takes what :func:`choose_by_content` does up to ``group``; value (B, N, H, D); key after RoPE, value and mask of
+    extra tokens, to which softmax attends; the lists that were chosen; and of how many processes the group is.
 
     Returns:
         float32 (float64 for float64 inputs) (B, H).
     """
+    grid, block_size, first, group, value, extra_key, extra_value, extra_mask, lists, processes = others
     dtype, tokens = sum_dtype(query.dtype), query.shape[1]
     tiny, lowest = torch.finfo(dtype).tiny, torch.finfo(dtype).min
-    own = _own_table(query, grid, block_size, first, group)
+    own = block_table(tuple(grid), (), block_size, query.device, first, tokens)
     rows = fitting_rows(tuple(grid), query.device)
     some = layout_of(tuple(grid), block_size, device=str(query.device)).order[rows].long()
     is_own, here = (some >= first) & (some < first + tokens), (some - first).clamp(0, tokens - 1)

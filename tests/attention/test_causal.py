@@ -159,13 +159,13 @@ def problems(draw: st.DrawFn) -> Problem:
     return of_length(problem, draw(st.sampled_from(list(ends))))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(problems())
 def test_drawn_sequences(problem: Problem) -> None:
     assert_same(problem)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(problems(), st.data())
 def test_a_state_cut_anywhere(problem: Problem, data: st.DataObject) -> None:
     tokens, causal = problem.tensors["query"].shape[1], problem.options["causal"]
@@ -273,17 +273,16 @@ def test_no_sample_is_none(causal: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"causal": "tokens"}, "Unknown causal='tokens'; allowed: 'token', 'block' or None"),
-        ({"grid": (4, 3), "blocks": (2, 2)}, r"grid \(4, 3\) has several axes; give it as \(12,\), or causal='block'"),
-        ({"grid": (11,)}, "N=12 tokens, more than the 11 of the grid"),
-        ({"grid": (14,), "causal": "block"}, "allowed N .* are 4, 8, 11, 14, got 12"),
-        ({"pooled_bias": torch.zeros(2)}, "pooled_bias does not go with causal='token'"),
-        ({"extra": (0, 1)}, "extra does not go with causal='token'"),
-        ({"extra": (3, 0), "grid": (9,), "blocks": (3,)}, "extra does not go with causal='token'"),
-        ({"extra": (3, 0), "grid": (9,), "causal": "block"}, "extra does not go with causal='block'"),
-        ({"sparse": BlockLists.from_mask(4, torch.ones(2, 3, 3))}, "sparse does not go with causal='token'"),
-        ({"eps": 0.0}, "see nothing in its own block, which causal='token'"),
-        ({"linear_weight": torch.ones(2), "normalize": False}, "needs normalize=True"),
+        ({"causal": "tokens"}, "'tokens'; allowed: 'token', 'block'"),
+        ({"grid": (4, 3), "blocks": (2, 2)}, r"\(4, 3\) .*\(12,\), or causal='block'"),
+        ({"grid": (11,)}, "N=12 tokens, more than the 11"),
+        ({"grid": (14,), "causal": "block"}, "are 4, 8, 11, 14, got 12"),
+        ({"pooled_bias": torch.zeros(2)}, "pooled_bias .*causal='token'"),
+        ({"extra": (3, 0), "grid": (9,), "blocks": (3,)}, "extra .*causal='token'"),
+        ({"extra": (3, 0), "grid": (9,), "causal": "block"}, "extra .*causal='block'"),
+        ({"sparse": BlockLists.from_mask(4, torch.ones(2, 3, 3))}, "sparse .*causal='token'"),
+        ({"eps": 0.0}, "eps=0.0"),
+        ({"linear_weight": torch.ones(2), "normalize": False}, "normalize=True"),
     ],
 )
 def test_what_does_not_go(change: dict[str, Any], message: str) -> None:

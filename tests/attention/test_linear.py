@@ -71,7 +71,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems())
 def test_drawn_problems(problem):
     # float64, so that an ill-conditioned draw (an output norm over a nearly zero output) needs no loose bound
@@ -126,20 +126,6 @@ def test_a_sequence_shorter_than_its_grid_keeps_to_the_budget(tokens, monkeypatc
         seen.clear()
 
 
-@pytest.mark.parametrize(("grid", "blocks"), GRIDS)
-def test_without_gradients_every_element_is_written_and_the_same(grid, blocks, monkeypatch):
-    """Without gradients the pieces are written into one tensor, which is filled with NaN first here."""
-    problem = make_problem(grid, blocks, heads=3, norm=True, gate=True)
-    monkeypatch.setattr("mhla_diffusers.attention.linear._CACHED_BYTES", 1000)
-    expected = problem.run(mhla_attention)["output"]
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
-    with torch.no_grad():
-        found = mhla_attention(**problem.tensors, grid=grid, blocks=blocks, **problem.options)
-    # float32 rounding: the matrix products may take other kernels
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_does_not_overflow(dtype):
     """ReLU features of magnitude 10 over 131 072 tokens: the KV summary reaches 1e7, beyond float16."""
@@ -160,8 +146,7 @@ def test_autocast_does_not_lower_the_accumulation():
     assert torch.equal(plain["output"], cast["output"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("blocks", [(7, 3, 5), (4, 4, 4), (1, 1, 1)])
+@pytest.mark.parametrize(("dtype", "blocks"), [(torch.float32, (1, 1, 1)), (torch.bfloat16, (7, 3, 5))], ids=str)
 def test_memory_is_linear_in_tokens(dtype, blocks):
     """Peak working memory of the forward is at most 4 times the bytes of query, key and value, at two lengths."""
     for frames in (21, 42):

@@ -33,28 +33,13 @@ def test_everything_at_once(normalize, rope):
     check(make_problem((5, 7, 3), (2, 3, 2), rotary=True, **options), (2, 46, 55, 2), torch.float64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cut_problems())
 def test_drawn_problems(drawn):
     problem, lengths = drawn
     # float64, so that an ill-conditioned draw (an output norm over a nearly zero output) needs no loose bound
     for name, error in errors_of(problem, torch.float64, in_shares(EAGER, lengths)).items():
         assert error <= 1e-9, f"{name}: relative error {error:.2e}"
-
-
-@pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)
-def test_without_gradients_every_element_is_written_and_the_same(grid, blocks, lengths, monkeypatch):
-    """Without gradients the pieces are written into one tensor, which is filled with NaN first here."""
-    problem = make_problem(grid, blocks, heads=3, norm=True, gate=True)
-    monkeypatch.setattr("mhla_diffusers.attention.linear._CACHED_BYTES", 1000)
-    attend = in_shares(EAGER, lengths)
-    expected = problem.run(attend)["output"]
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
-    with torch.no_grad():
-        found = attend(**problem.tensors, grid=grid, blocks=blocks)
-    # float32 rounding: the matrix products may take other kernels
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)

@@ -168,7 +168,7 @@ def select_kernel(
     tl.store(listed + query_block * words + number, word, mask=number < words)
 
 
-def choose_blocks(
+def choose_launches(
     pooled_query: torch.Tensor,
     pooled_key: torch.Tensor,
     spread: torch.Tensor,
@@ -177,8 +177,9 @@ def choose_blocks(
     extra: int,
     scale: float,
     total: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The n best key blocks of every query block, and the extra blocks, which all lists hold.
+    architecture: str | None = None,
+) -> tuple[list[Launch], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The kernels that find the n best key blocks of every query block, and the extra blocks, which all lists hold.
 
     The score is the logit of the mean key plus the logarithm of how far the block's logits stand apart: with the mean
     query q, the mean key k and the variance s of the keys by channel, ``scale q·k + ½ log(scale² Σ q² s)``.
@@ -192,33 +193,17 @@ def choose_blocks(
         extra: how many blocks behind the T of a group every list ends with.
         scale: of the logits.
         total: key blocks of a group, T + extra at least.
+        architecture: of a card that is not there.
 
     Returns:
-        Indices int32 (G * Tq, n + extra), ascending; those of group g begin at g * total. How many of a list are real,
-        int32 (G * Tq,); they come first. Bits int32 (G * Tq, ceil(T / 32)): bit c of word w tells whether the list
-        holds block 32 w + c of its group.
+        The launches, scores and selection of one part after the other, and what they fill: indices int32
+        (G * Tq, n + extra), ascending, those of group g from g * total on; how many of a list are real, int32
+        (G * Tq,), which come first; and bits int32 (G * Tq, ceil(T / 32)), of which bit c of word w tells whether the
+        list holds block 32 w + c of its group.
 
     Raises:
-        ValueError: There are more key blocks than MOST_KEY_BLOCKS.
+        ValueError: there are more key blocks than MOST_KEY_BLOCKS.
     """
-    launches, chosen = choose_launches(pooled_query, pooled_key, spread, weight, n, extra, scale, total)
-    for launch in launches:
-        launch.run()
-    return chosen
-
-
-def choose_launches(
-    pooled_query: torch.Tensor,
-    pooled_key: torch.Tensor,
-    spread: torch.Tensor,
-    weight: torch.Tensor,
-    n: int,
-    extra: int,
-    scale: float,
-    total: int,
-    architecture: str | None = None,
-) -> tuple[list[Launch], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The kernels of :func:`choose_blocks`, scores and selection of one part after the other, and what they fill."""
     groups, query_blocks, head_dim = pooled_query.shape
     key_blocks, device = pooled_key.shape[1], pooled_query.device
     if key_blocks > MOST_KEY_BLOCKS:
@@ -308,9 +293,13 @@ def choose(
     scale: float,
     *place: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See :func:`choose_blocks`; ``place`` is token grid, rows of a block and number of extra tokens."""
+    """What :func:`choose_launches` fills; ``place`` is token grid, rows of a block and number of extra tokens."""
     blocks, of_grid = block_counts(*place)
-    return choose_blocks(query, key, spread, weight, list_length(density, of_grid), blocks - of_grid, scale, blocks)
+    sizes = list_length(density, of_grid), blocks - of_grid, scale, blocks
+    launches, chosen = choose_launches(query, key, spread, weight, *sizes)
+    for launch in launches:
+        launch.run()
+    return chosen
 
 
 @choose.register_fake

@@ -126,40 +126,24 @@ def test_drawn_problems(problem):
     check(problem)
 
 
-def own_call(options, tokens=11, grid=(14,), blocks=(3,)):
-    problem = on_device(of_length(make_problem(grid, blocks, batch=1, **options), tokens))
-    tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
-    options = problem.options | {"causal": "token"}
-    return with_causal_mixing(call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **options))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"linear_branch": True, "rotary": True}, {"linear_branch": True, "mask": True}],
-    ids=["RoPE", "key mask"],
-)
+@pytest.mark.parametrize("options", [{"rotary": True}, {"mask": True}], ids=["RoPE", "key mask"])
 def test_the_own_part_is_that_of_the_eager_backend(options):
     """Output, log of the sum of weights and their gradients."""
-    call = own_call(options)
-    leaves = [call.query, call.key, call.value]
-    upstream: list[torch.Tensor] = []
-
-    def run(attend):
-        found = [x for x in attend(call) if x is not None]
-        if not upstream:
-            upstream.extend(torch.randn_like(x) for x in found)
-        return [*found, *torch.autograd.grad(found, leaves, upstream, allow_unused=True)]
-
-    for found, expected in zip(
-        run(lambda call: triton_own_block_attention(backend.usable_call(call))), run(own_block_attention), strict=True
-    ):
-        assert (found is None) == (expected is None)
-        if expected is not None:
-            assert found.dtype == torch.float32
-            assert (found - expected).norm() <= FLOAT32_TOLERANCE * expected.norm()
+    problem = on_device(of_length(make_problem((14,), (3,), batch=1, linear_branch=True, **options), 11))
+    tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
+    options = problem.options | {"causal": "token"}
+    call = with_causal_mixing(call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **options))
+    results = []
+    for attend in (lambda call: triton_own_block_attention(backend.usable_call(call)), own_block_attention):
+        found = attend(call)
+        upstream = [torch.ones_like(x) * torch.arange(x.shape[1], device=x.device)[:, None, None] for x in found]
+        results.append([*found, *torch.autograd.grad(found, [call.query, call.key, call.value], upstream)])
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() <= FLOAT32_TOLERANCE * expected.norm()
 
 
-@pytest.mark.parametrize("scale", [1e2, 1e4])
+@pytest.mark.parametrize("scale", [1e4])
 def test_huge_scores(scale):
     """Softmax that is one key's alone, beside a linear branch that is nothing: no infinity meets another."""
     problem = sequence(12, 3, linear_branch=True)

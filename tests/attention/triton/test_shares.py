@@ -66,25 +66,6 @@ def test_normaliser_and_its_gradient():
         assert relative_error(tensor, truth) <= FLOAT32_TOLERANCE
 
 
-def test_all_tokens_as_one_share_are_a_whole_call():
-    problem = on_device(make_problem((5, 7), (2, 2), batch=1, heads=1))
-    call = usable_call(call_of(**problem.tensors, grid=problem.grid, blocks=problem.blocks))
-    whole = LINEAR.states(call)
-    (share,) = shares_of(call, (35,))
-    assert torch.equal(LINEAR.states(share), whole)
-    pieces = [LINEAR.read(share, whole)[0] for share in shares_of(call, (4, 20, 11))]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), LINEAR(call), rtol=0, atol=FLOAT32_TOLERANCE)
-
-
-@pytest.mark.parametrize("needed", ["query", "key", "output_norm"])
-def test_what_takes_no_gradient_gets_none(needed):
-    problem = on_device(make_problem((5, 7), (2, 2), batch=1, heads=1, norm=True))
-    leaves = {name: x.clone().requires_grad_(name == needed) for name, x in problem.tensors.items()}
-    attend = in_shares(LINEAR, (4, 20, 11), usable_call)
-    attend(**leaves, grid=problem.grid, blocks=problem.blocks).sum().backward()
-    assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [needed]
-
-
 # bounds as in test_kernels.test_drawn_problems
 @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut_problems(most_blocks=6, most_channels=32))
