@@ -6,7 +6,7 @@ from pathlib import Path
 from diffusers import WanTransformer3DModel
 
 from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, patch_names
-from mhla_diffusers.benchmark.cards import known_cards
+from mhla_diffusers.benchmark.speeds import known_cards
 from mhla_diffusers.tiny import call_settings, load_tiny
 
 files = importlib.metadata.files("mhla_diffusers") or []

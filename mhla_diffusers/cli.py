@@ -81,7 +81,7 @@ def info(
     if model is not None and as_report:
         raise ValueError("--report and --model ask for different things; give one of them.")
     if model is not None:
-        from .benchmark.forecast_text import Options, forecast_text
+        from .benchmark.forecast import Options, forecast_text
 
         config = None if patch is None else configs_of(patch)[0]
         typer.echo(forecast_text(model, config, Options(**of_forecast)))

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from .attention import backend_names, feature_map_names
 from .attention.layout import block_count
-from .benchmark.cards import known_cards, what_was_measured
+from .benchmark.speeds import known_cards, what_was_measured
 from .config import (
     MHLAConfig,
     Patch,

@@ -1,16 +1,17 @@
 """``mhla bench``."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .parallel.commands import bench_parallel, bench_plan
-
 if TYPE_CHECKING:
     import torch
 
+    from ..families import Model
     from .cases import Case
+    from .results import Recorder
 
 bench = typer.Typer(help="Measure speed, side by side in one run.", no_args_is_help=True)
 
@@ -21,7 +22,7 @@ _SECONDS = Annotated[float, typer.Option(help="Spent on each variant, as far as 
 _COMPILE = Annotated[
     bool | None, typer.Option(help="Time torch.compile too; on a GPU unless you decline, on a CPU only if you ask.")
 ]
-_FOLDER = Path("outputs/benchmark")
+_FOLDER, _PARALLEL = Path("outputs/benchmark"), Path("outputs/parallel")
 
 
 @bench.callback()
@@ -41,14 +42,14 @@ def bench_operation(
 ) -> None:
     """One attention: MHLA and plain linear attention against softmax. Checks that MHLA is right before it times it."""
     from .operation import benchmark_operation, choose_stages
-    from .recorder import Recorder
+    from .results import Recorder
     from .shapes import choose_shapes
     from .timing import Budget
 
     place, precision = _place(device, dtype)
     shapes, stages, budget = choose_shapes(shape, place.type), choose_stages(stage), Budget(seconds)
     recorder = Recorder("op", place, precision, output)
-    compiled = _whether_to_compile(compile, place)
+    compiled = place.type != "cpu" if compile is None else compile
     for one in shapes:
         recorder.add(benchmark_operation(one, place, precision, recorder.rates, budget, stages, compile=compiled))
     recorder.finish()
@@ -67,13 +68,13 @@ def bench_scaling(
     output: _OUTPUT = _FOLDER,
 ) -> None:
     """Time and memory over tokens N and token blocks M; how time grows with N and what mixing adds."""
-    from .recorder import Recorder
-    from .scaling import ScalingConfig, benchmark_scaling, check_scaling, default_config, print_summary
+    from .operation import Scaling, benchmark_scaling, check_scaling, default_scaling, print_scaling
+    from .results import Recorder
     from .timing import Budget
 
     place, precision = _place(device, dtype)
-    default, budget = default_config(place.type), Budget(seconds)
-    config = ScalingConfig(
+    default, budget = default_scaling(place.type), Budget(seconds)
+    config = Scaling(
         tuple(sorted(tokens or default.tokens)),
         tuple(sorted(blocks or default.blocks)),
         heads,
@@ -84,7 +85,7 @@ def bench_scaling(
     recorder = Recorder("scaling", place, precision, output)
     for number in config.tokens:
         recorder.add(benchmark_scaling(config, number, place, precision, recorder.rates, budget))
-    print_summary(recorder.finish())
+    print_scaling(recorder.finish())
 
 
 _MODEL = Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b, sana-0.6b, deit-s-16, vlt-t, …; several times.")]
@@ -108,15 +109,13 @@ def bench_transformer(
     output: _OUTPUT = _FOLDER,
 ) -> None:
     """Whole transformers with random weights: softmax through each backend against linear attentions."""
-    from .recorder import Recorder
     from .timing import Budget
     from .transformer import benchmark_transformer
 
-    place, precision = _place(device, dtype)
-    cases, budget = _cases(model, size, frames, layers, batch, place, precision), Budget(seconds)
-    recorder = Recorder("transformer", place, precision, output)
-    compiled = _whether_to_compile(compile, place)
+    budget = Budget(seconds)
+    cases, recorder = _cases("transformer", model, size, frames, layers, batch, device, dtype, output)
     for case in cases:
+        compiled = case.device.type != "cpu" if compile is None else compile
         recorder.add(benchmark_transformer(case, recorder.rates, budget, compile=compiled))
     recorder.finish()
 
@@ -135,13 +134,11 @@ def bench_training(
     output: _OUTPUT = _FOLDER,
 ) -> None:
     """Forward, backward and optimizer step of whole transformers; all weights train."""
-    from .recorder import Recorder
     from .timing import Budget
     from .transformer import benchmark_training
 
-    place, precision = _place(device, dtype)
-    cases, budget = _cases(model, size, frames, layers, batch, place, precision), Budget(seconds)
-    recorder = Recorder("train", place, precision, output)
+    budget = Budget(seconds)
+    cases, recorder = _cases("train", model, size, frames, layers, batch, device, dtype, output)
     for case in cases:
         recorder.add(benchmark_training(case, recorder.rates, budget, checkpointing=checkpointing))
     recorder.finish()
@@ -166,7 +163,7 @@ def bench_pipeline(
     from ..generation.names import parse_steps
     from .models import parse_size
     from .pipeline import benchmark_pipeline, choose_pipeline
-    from .recorder import Recorder
+    from .results import Recorder
 
     place, precision = _place(device, dtype)
     height, width = (None, None) if size is None else parse_size(size)
@@ -194,7 +191,7 @@ def bench_gpu_check(
 ) -> None:
     """What to run first on a new GPU: right, within limits, how fast each kernel? Run again, it goes on."""
     from ..devices import choose_device
-    from .gpu_check.run import check_gpu, choose_steps
+    from .gpu_check import check_gpu, choose_steps
 
     if not check_gpu(choose_steps(steps), choose_device(device), output):
         raise typer.Exit(1)
@@ -224,8 +221,7 @@ def bench_all(
     from ..reporting import require_matplotlib
 
     require_matplotlib()
-    models = ["tiny-dit"] if tiny else None
-    shapes = ["tiny"] if tiny else None
+    models, shapes = (["tiny-dit"], ["tiny"]) if tiny else (None, None)
     bench_operation(shapes, device=device, dtype=dtype, compile=compile, seconds=seconds, output=output)
     if tiny:
         bench_scaling([16, 64], [4, 16], 1, 8, None, device, dtype, seconds, output)
@@ -245,47 +241,136 @@ def bench_ceilings(
 ) -> None:
     """Counted, not timed: what every model spends on attention by resolution, and how much a patch can save at most."""
     from ..reporting import write_table
-    from .ceilings import HEADER, ceilings
+    from .forecast import CEILINGS, ceilings
     from .models import find_models, models
 
     chosen = find_models(model, "cpu") if model else [one for one in models().values() if not one.is_tiny]
-    typer.echo(write_table(HEADER, [found.cells() for found in ceilings(chosen)], output, "ceilings"))
+    typer.echo(write_table(CEILINGS, [found.cells() for found in ceilings(chosen)], output, "ceilings"))
 
 
-bench.command("parallel")(bench_parallel)
-bench.command("plan")(bench_plan)
+_SPLIT = Annotated[
+    list[str] | None, typer.Option(help="wan2.1-1.3b, wan2.1-14b, …; several times; those two if left out.")
+]
+_SIDES = Annotated[str, typer.Option(help="480x832, or 512 for a square.")]
+
+
+@bench.command("parallel")
+def bench_parallel(
+    model: _SPLIT = None,
+    size: _SIDES = "480x832",
+    frames: Annotated[list[int] | None, typer.Option(help="Of videos; several times.")] = None,
+    processes: Annotated[list[int] | None, typer.Option(help="Several times; 2, 4 and 8 if left out.")] = None,
+    output: Annotated[Path, typer.Option(help="Gets tables as Markdown and CSV.")] = _PARALLEL,
+) -> None:
+    """Counted: bytes that one process sends for one self-attention, MHLA beside diffusers' softmax."""
+    from .models import choose_sizes
+    from .parallel import count, crossings, shape_of, write_crossings, write_sent
+
+    models, many = _that_can_be_split(model), processes or [2, 4, 8]
+    if min(many) < 2:
+        raise ValueError(f"--processes {min(many)} share nothing out; give 2 or more.")
+    # at 480x832 7 to 672 frames of Wan's token grid, up to a million tokens; with fewer there are fewer blocks
+    lengths = frames or (25, 53, 81, 165, 333, 669, 1341, 2685)
+    cases = {one.name: choose_sizes(one, [size], lengths, "cpu") for one in models}
+    asked = [(one, number, chosen) for one in models for number in many for chosen in cases[one.name]]
+    found = []
+    for done, (one, number, chosen) in enumerate(asked, 1):
+        typer.echo(f"counting {done} of {len(asked)}: {one.name} at {chosen}, {number} processes", err=True)
+        shape = shape_of(one, chosen)
+        found.append((one, shape, number, count(shape, number)))
+    typer.echo(write_sent(found, output))
+    crossed = []
+    for one in models:
+        for number in many if one.is_video else ():
+            typer.echo(f"looking for where {one.name} sends less, {number} processes", err=True)
+            crossed += crossings(one, cases[one.name][0], number)
+    typer.echo(write_crossings(crossed, output))
+
+
+@bench.command("plan")
+def bench_plan(
+    model: _SPLIT = None,
+    size: _SIDES = "480x832",
+    frames: Annotated[list[int] | None, typer.Option(help="Several times; 81, 401 and 4001 if left out.")] = None,
+    gpus: Annotated[list[int] | None, typer.Option(help="Several times; 1 to 64 if left out.")] = None,
+    patch: Annotated[str | None, typer.Option(help="Name or file of a patch; MHLA in all layers if left out.")] = None,
+    tflops: Annotated[float, typer.Option(help="Of a GPU; H100 SXM, dense bfloat16, data sheet.")] = 989.0,
+    utilisation: Annotated[float, typer.Option(help="Part of --tflops that is reached; an assumption.")] = 0.4,
+    nvlink: Annotated[float, typer.Option(help="GB/s that a GPU sends within a machine; H100, data sheet.")] = 450.0,
+    infiniband: Annotated[float, typer.Option(help="GB/s that a GPU sends to other machines; NDR, 400 Gbit/s.")] = 50.0,
+    gpus_per_machine: Annotated[int, typer.Option(help="Joined by NVLink.")] = 8,
+    output: Annotated[Path, typer.Option(help="Gets plan.md and plan.csv.")] = _PARALLEL,
+) -> None:
+    """Arithmetic, no measurement: counted FLOPs and bytes over stated rates, of one forward on many GPUs."""
+    from ..config import load_patch
+    from .models import choose_sizes
+    from .parallel import Machines, plan, write_plan
+
+    machines = Machines(tflops, utilisation, nvlink, infiniband, gpus_per_machine)
+    config = None if patch is None else load_patch(patch).config
+    found = [
+        planned
+        for one in _that_can_be_split(model)
+        for chosen in choose_sizes(one, [size], frames or (81, 401, 4001), "cpu")
+        for planned in plan(one, chosen, gpus or (1, 2, 4, 8, 16, 32, 64), machines, config)
+    ]
+    typer.echo(f"{machines}\n")
+    typer.echo(write_plan(found, output))
+
+
+def _that_can_be_split(names: Sequence[str] | None) -> "list[Model]":
+    """Models by name, the two of Wan for None.
+
+    Raises:
+        ValueError: unknown names, or models of which diffusers does not tell how their tokens are split.
+    """
+    from ..families import classes_that_are_split
+    from .models import find_models
+
+    models = find_models(names or ("wan2.1-1.3b", "wan2.1-14b"), "cpu")
+    allowed = classes_that_are_split()
+    refused = [one.name for one in models if one.transformer not in allowed]
+    if refused:
+        raise ValueError(
+            f"diffusers does not tell how the tokens of {', '.join(refused)} are split over processes (_cp_plan); it "
+            f"does for models of {', '.join(allowed)}."
+        )
+    return models
 
 
 def _cases(
+    command: str,
     model: list[str] | None,
     size: list[str] | None,
     frames: list[int] | None,
     layers: int | None,
     batch: int,
-    device: "torch.device",
-    dtype: "torch.dtype",
-) -> "list[Case]":
-    """Every model at every size that was asked for; classifiers with MHLA built in behind those that are patched.
+    device: str,
+    dtype: str | None,
+    output: Path,
+) -> "tuple[list[Case], Recorder]":
+    """Every model at every size that was asked for, classifiers with MHLA built in behind those that are patched.
 
     Raises:
         ValueError: a model is unknown or a size does not fit it.
     """
-    from .cases import TransformerCase
-    from .classifiers import CLASSIFIERS, ClassifierCase
+    from .cases import CLASSIFIERS, Case, ClassifierCase
     from .models import choose_sizes, find_models
+    from .results import Recorder
 
-    patched = [
-        TransformerCase(one, chosen, layers, device, dtype)
-        for one in find_models(model, device.type, CLASSIFIERS)
-        for chosen in choose_sizes(one, size, frames, device.type, batch)
+    place, precision = _place(device, dtype)
+    cases = [
+        Case(one, chosen, layers, place, precision)
+        for one in find_models(model, place.type, CLASSIFIERS)
+        for chosen in choose_sizes(one, size, frames, place.type, batch)
     ]
-    built_in = [
-        ClassifierCase(CLASSIFIERS[name], chosen, layers, device, dtype)
+    cases += [
+        ClassifierCase(CLASSIFIERS[name], chosen, layers, place, precision)
         for name in model or ()
         if name in CLASSIFIERS
-        for chosen in CLASSIFIERS[name].choose_sizes(size, device.type, batch)
+        for chosen in CLASSIFIERS[name].choose_sizes(size, place.type, batch)
     ]
-    return [*patched, *built_in]
+    return cases, Recorder(command, place, precision, output)
 
 
 def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]":
@@ -298,7 +383,3 @@ def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]"
 
     place = choose_device(device)
     return place, FLOAT_TYPES[dtype_name(dtype or ("float32" if place.type == "cpu" else "bfloat16"))]
-
-
-def _whether_to_compile(wish: bool | None, device: "torch.device") -> bool:
-    return device.type != "cpu" if wish is None else wish

@@ -1,35 +1,166 @@
 """Whether an attention is right on this device and in this type, asked before anything is timed."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..attention import Call, ContentRule, initial_mixing, mhla_attention, reference_attention
+from ..attention.rope import rotary_table, table_of_tokens
 from ..patching import MHLALayer, mhla_layers
 from ..patching.attended import Attended
-from .problems import OUTPUT, cut, draw_problem
-from .shapes import Shape
+from .shapes import Shape, draw_lists
 
+OUTPUT = "output"
+"""Name of the output beside the gradients."""
+CUT_HEADS = 2
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """‖found − reference‖ / ‖reference‖ of an output."""
 LARGEST_GRADIENT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-_MOST_TOKENS = 1024
 
 
 class IncorrectAttentionError(ValueError):
     """An attention is not what the reference says; nothing is timed."""
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖."""
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm())
+# ---- seeded calls, by a backend and by the reference ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention with everything it is given."""
+
+    tensors: dict[str, torch.Tensor]
+    """What takes gradients, by the names of :func:`mhla_attention`."""
+    settings: dict[str, Any]
+    """Its other arguments."""
+    upstream: torch.Tensor
+    """Gradient of the output."""
+
+    def attend(self, backend: str) -> dict[str, torch.Tensor]:
+        """Output and gradients of a backend, see :func:`differentiate`."""
+        return differentiate(partial(mhla_attention, backend=backend, **self.settings), self.tensors, self.upstream)
+
+    def reference(self) -> dict[str, torch.Tensor]:
+        """Output and gradients of the reference, in float64."""
+        settings = {name: x for name, x in self.settings.items() if name != "rotary_axes"}
+        settings["lists"] = settings.pop("sparse", None)
+        if (rotary := settings.pop("rotary", None)) is not None:
+            settings["rotary"] = rotary_table(rotary)
+        doubles = {name: x.double() for name, x in self.tensors.items()}
+        return differentiate(lambda **x: reference_attention(Call(**x, **settings)), doubles, self.upstream)
+
+
+def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: str) -> Problem:
+    """A seeded call of :func:`mhla_attention`, with RoPE where the model has it.
+
+    Args:
+        shape: the attention; with a block size where the kind is sparse.
+        device: where.
+        dtype: of query, key, value, gate and the output's gradient.
+        kind: one of plain, sparse (with lists given), sparse by content (for which there is no reference), everything,
+            sparse and everything, causal, causal softmax. Everything: RoPE for images too, key mask, output norm and
+            output gate. Causal: the tokens as a sequence in as many blocks, of which the last is not full.
+    """
+    torch.manual_seed(0)
+    tensors = dict(zip(("query", "key", "value"), make_inputs(shape, device, dtype), strict=True))
+    causal = kind.startswith("causal")
+    blocks = (math.prod(shape.blocks),) if causal else shape.blocks
+    mixing = initial_mixing(blocks).to(device)
+    tensors["mixing"] = mixing + 0.1 * torch.rand_like(mixing)
+    settings: dict[str, Any] = {"grid": shape.grid, "blocks": blocks}
+    if causal:
+        # before the feature map: after it, the first tokens may have nearly no normaliser to divide by
+        rotary = random_rotary(replace(shape, rotary_axes=None), device)
+        settings |= {"grid": (shape.tokens + 1,), "causal": "token", "rotary": rotary, "rope": "before"}
+        if kind == "causal softmax":
+            tensors["linear_weight"] = torch.ones(shape.heads, device=device)
+    elif shape.rotary_axes is not None or "everything" in kind:
+        settings |= {"rotary": random_rotary(shape, device), "rotary_axes": shape.rotary_axes}
+    if "everything" in kind:
+        tensors["output_norm"] = 1 + 0.3 * torch.randn(shape.head_dim, device=device)
+        tensors["output_gate"] = torch.randn_like(tensors["query"])
+        settings["key_mask"] = torch.rand(1, shape.tokens, device=device) > 0.3
+    if "sparse" in kind:
+        tensors |= branch_weights(shape.heads, device)
+        by_content = "by content" in kind
+        settings["sparse"] = rule_of(shape, fit_pooled_bias=False) if by_content else draw_lists(shape, device)
+    return Problem(tensors, settings, torch.randn_like(tensors["query"]))
+
+
+def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Seeded query, key and value, each (1, N, H, D)."""
+    generator = torch.Generator(device).manual_seed(0)
+    size = (1, shape.tokens, shape.heads, shape.head_dim)
+    return tuple(torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(3))
+
+
+def branch_weights(heads: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """λ of the linear branch and β of pooled keys, each (H,)."""
+    return {"linear_weight": torch.ones(heads, device=device), "pooled_bias": torch.zeros(heads, device=device)}
+
+
+def rule_of(shape: Shape, *, fit_pooled_bias: bool) -> ContentRule:
+    """By which lists are chosen at every call, and β is fitted if so asked."""
+    return ContentRule(int(shape.block_size or 0), shape.density, fit_pooled_bias)
+
+
+def random_rotary(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) of random angles, each (1, N, 1, D), of one axis for each channel where the model's are."""
+    if shape.rotary_axes is None:
+        angles = torch.randn(1, shape.tokens, 1, shape.head_dim // 2, device=device)
+    else:
+        table = torch.randn(1, sum(shape.grid), 1, shape.head_dim // 2, device=device)
+        angles = table_of_tokens(table, shape.grid, tuple(count // 2 for count in shape.rotary_axes))
+    angles = angles.repeat_interleave(2, dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def differentiate(
+    attend: Callable[..., torch.Tensor], tensors: Mapping[str, torch.Tensor], upstream: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The output of an attention, as ``OUTPUT``, and the gradients of the tensors that it takes by name."""
+    inputs = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    output = attend(**inputs)
+    gradients = torch.autograd.grad(output, list(inputs.values()), upstream.to(output.dtype))
+    return {OUTPUT: output.detach(), **dict(zip(inputs, gradients, strict=True))}
+
+
+def cut(shape: Shape, most_tokens: int) -> Shape:
+    """Two heads of a shape on a grid of fewer MHLA blocks, each as long as the real ones; uniform blocks stay.
+
+    Args:
+        shape: of a real model; a block of it has two tokens per axis at least.
+        most_tokens: of the cut grid, unless two uniform blocks have more; a block that is longer is shortened.
+    """
+    lengths = [max(2, size // count) for size, count in zip(shape.grid, shape.blocks, strict=True)]
+    while math.prod(lengths) > max(most_tokens, 2 ** len(lengths)):
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        lengths[longest] //= 2
+    counts, most = [1] * len(lengths), most_tokens // math.prod(lengths)
+    for _ in range(max(shape.blocks)):  # grown one after the other, from the last axis
+        for axis in reversed(range(len(counts))):
+            product = math.prod(counts) // counts[axis] * (counts[axis] + 1)
+            if product <= most and counts[axis] < shape.blocks[axis]:
+                counts[axis] += 1
+    grid = tuple(count * length for count, length in zip(counts, lengths, strict=True))
+    if shape.block_size is not None and math.prod(grid) <= shape.block_size:  # at least two, so that not all is listed
+        grid = (*grid[:-1], shape.block_size // math.prod(grid[:-1]) + 1)
+    # a small grid has few uniform blocks, so more of them are listed
+    return replace(shape, grid=grid, blocks=tuple(counts), heads=CUT_HEADS, density=0.25)
+
+
+# ---- errors and their limits ----------------------------------------------------------------------------------------
 
 
 def errors_of(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Relative error of each tensor that is expected, by its name."""
-    return {name: relative_error(found[name], tensor) for name, tensor in expected.items()}
+    """‖found − expected‖ / ‖expected‖ of each tensor that is expected, by its name."""
+    pairs = {name: (found[name].detach().double(), x.detach().double()) for name, x in expected.items()}
+    return {name: float((one - other).norm() / other.norm()) for name, (one, other) in pairs.items()}
 
 
 def limits_of(names: Iterable[str], dtype: torch.dtype) -> dict[str, float]:
@@ -41,6 +172,11 @@ def too_large(errors: Mapping[str, float], limits: Mapping[str, float]) -> str:
     """The errors above their limits, in words; empty if there are none. An error that is no number is above."""
     wrong = [f"{name} {error:.1e} of {limits[name]:.0e}" for name, error in errors.items() if not error <= limits[name]]
     return ", ".join(wrong)
+
+
+def _require(errors: Mapping[str, float], limits: Mapping[str, float], what: str) -> None:
+    if wrong := too_large(errors, limits):
+        raise IncorrectAttentionError(f"{what} has a relative error that is too large: {wrong}. Nothing was timed.")
 
 
 def check_operation(
@@ -63,10 +199,10 @@ def check_operation(
     Raises:
         IncorrectAttentionError: it, or that of a gradient, is too large.
     """
-    problem = draw_problem(cut(shape, _MOST_TOKENS), device, dtype, "sparse" if sparse else "plain")
+    problem = draw_problem(cut(shape, 1024), device, dtype, "sparse" if sparse else "plain")
     errors = errors_of(problem.attend(backend), problem.reference())
-    what = f"MHLA{' with the sparse branch' if sparse else ''} {backend}"
-    _require(errors, limits_of(errors, dtype), what, device, dtype)
+    branch = " with the sparse branch" if sparse else ""
+    _require(errors, limits_of(errors, dtype), f"MHLA{branch} {backend} on {device} in {dtype}")
     return errors[OUTPUT]
 
 
@@ -76,53 +212,37 @@ def check_agreement(found: torch.Tensor, eager: torch.Tensor, what: str) -> None
     Raises:
         IncorrectAttentionError: they differ.
     """
-    errors, limits = {OUTPUT: relative_error(found, eager)}, {OUTPUT: 2 * LARGEST_ERROR[eager.dtype]}
-    _require(errors, limits, f"{what}, compared with the eager backend,", eager.device, eager.dtype)
+    errors, limits = errors_of({OUTPUT: found}, {OUTPUT: eager}), {OUTPUT: 2 * LARGEST_ERROR[eager.dtype]}
+    _require(errors, limits, f"{what}, compared with the eager backend on {eager.device} in {eager.dtype},")
 
 
 @torch.no_grad()
-def check_patched(transformer: Any, inputs: dict[str, Any]) -> float:
+def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
     """Run a model with MHLA and compare its first and last layer of it with the reference, on what they were given.
 
     Args:
         transformer: patched or with MHLA built in, fresh, so that gates are 1; in the type to measure.
         inputs: of its forward, few tokens.
 
-    Returns:
-        The larger relative error.
-
     Raises:
-        IncorrectAttentionError: it is too large.
+        IncorrectAttentionError: the relative error of a layer is too large.
     """
     layers = list(mhla_layers(transformer).values())
-    chosen = {id(layer): layer for layer in (layers[0], layers[-1])}.values()
-    errors: list[float] = []
-    types: list[torch.dtype] = []
 
     def compare(layer: MHLALayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
         bound = inspect.signature(layer.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         given = Attended(**{name: bound.arguments[name] for name in Attended._fields})
         weights, value = layer.weights(given), given.value
-        expected = torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype))
-        errors.append(relative_error(output, expected))
-        types.append(output.dtype)
+        errors = errors_of(
+            {OUTPUT: output}, {OUTPUT: torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype))}
+        )
+        what = f"The attention of MHLA layers on {output.device} in {output.dtype}"
+        _require(errors, limits_of(errors, output.dtype), what)
 
-    handles = [layer.register_forward_hook(compare, with_kwargs=True) for layer in chosen]
+    handles = [layer.register_forward_hook(compare, with_kwargs=True) for layer in {layers[0], layers[-1]}]
     try:
         transformer(**inputs)
     finally:
         for handle in handles:
             handle.remove()
-    device = next(transformer.parameters()).device
-    _require({OUTPUT: max(errors)}, limits_of([OUTPUT], types[0]), "The attention of MHLA layers", device, types[0])
-    return max(errors)
-
-
-def _require(
-    errors: Mapping[str, float], limits: Mapping[str, float], what: str, device: torch.device, dtype: torch.dtype
-) -> None:
-    if wrong := too_large(errors, limits):
-        raise IncorrectAttentionError(
-            f"{what} has a relative error that is too large on {device} in {dtype}: {wrong}. Nothing was timed."
-        )

@@ -1,26 +1,39 @@
-"""One attention by itself: MHLA and plain linear attention against softmax attention."""
+"""One attention by itself: MHLA and plain linear attention against softmax, and over tokens and blocks."""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from ..attention import initial_mixing, mhla_attention
 from ..attention.triton import why_not
-from .candidates import CONTENT, PLAIN
-from .conditions import Rates
-from .correctness import check_agreement, check_operation
-from .lists import draw_lists, flex_over_lists, why_no_flex
-from .packages import CHUNKED, FLASH, FLASH3, PACKAGES, why_no_package
-from .problems import branch_weights, make_inputs, random_rotary, rule_of
-from .results import Row, make_row
-from .shapes import SOFTMAX_BACKENDS, Shape, Work, cost_of, softmax_attention, why_no_softmax
+from .correctness import branch_weights, check_agreement, check_operation, make_inputs, random_rotary, rule_of
+from .results import CONTENT, PLAIN, Rates, Row, Run, console, make_row
+from .shapes import (
+    CHUNKED,
+    FLASH,
+    FLASH3,
+    PACKAGES,
+    SOFTMAX_BACKENDS,
+    Shape,
+    Work,
+    cost_of,
+    draw_lists,
+    flex_over_lists,
+    softmax_attention,
+    why_no_flex,
+    why_no_package,
+    why_no_softmax,
+)
 from .timing import Absent, Budget, Outcome, Variant, time_interleaved
 
 STAGES = ("forward", "forward+backward")
+SOFTMAX = "softmax"
 GIVEN = "MHLA, sparse, lists given"
 """What is left of ``CONTENT`` when nothing is chosen and no β fitted."""
 LISTED = "listed blocks alone"
@@ -36,10 +49,9 @@ _KINDS: dict[str, tuple[Work, tuple[str, ...]]] = {
     PLAIN: ("linear", _BACKENDS),
     LISTED: ("lists", (_FLEX,)),
     CAUSAL: ("linear", (CHUNKED,)),
-    "softmax": ("softmax", (*SOFTMAX_BACKENDS, FLASH, FLASH3)),
+    SOFTMAX: ("softmax", (*SOFTMAX_BACKENDS, FLASH, FLASH3)),
 }
 """Kind of a variant → what it computes, and its backends; the name of a variant is its kind and its backend."""
-_SPARSE = (CONTENT, GIVEN, LISTED)
 
 Attend = Callable[[], torch.Tensor]
 
@@ -131,17 +143,7 @@ def benchmark_operation(
 def operation_row(
     shape: Shape, variant: str, stage: str, dtype: torch.dtype, outcome: Outcome, rates: Rates, work: Work
 ) -> Row:
-    """The row of one attention, with FLOPs and bytes counted.
-
-    Args:
-        shape: the attention, with the blocks of this variant.
-        variant: its name.
-        stage: one of ``STAGES``.
-        dtype: of query, key and value.
-        outcome: what was measured.
-        rates: of the device.
-        work: what it computes; softmax is what the others are compared with.
-    """
+    """The row of one attention, with the blocks of this variant; what it computes tells FLOPs and bytes."""
     cost = cost_of(shape, work, dtype.itemsize, stage == "forward+backward")
     softmax = work == "softmax"
     return make_row(
@@ -153,7 +155,7 @@ def operation_row(
         stage=stage,
         variant=variant,
         baseline=softmax,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype,
         tokens=shape.tokens,
         blocks=None if work in ("softmax", "lists") else math.prod(shape.blocks),
         note="without RoPE" if softmax and shape.rotary_axes is not None else "",
@@ -161,11 +163,7 @@ def operation_row(
 
 
 def linear_attention(
-    shape: Shape,
-    inputs: Sequence[torch.Tensor],
-    backend: str,
-    mixing: torch.Tensor | None = None,
-    **options: Any,
+    shape: Shape, inputs: Sequence[torch.Tensor], backend: str, mixing: torch.Tensor | None = None, **options: Any
 ) -> Attend:
     """MHLA, or plain linear attention where the shape has one block.
 
@@ -209,7 +207,7 @@ def _attentions(
     def why_not_timed(kind: str, backend: str) -> str | None:
         if backend in PACKAGES:
             return why_no_package(backend, device)
-        if kind == "softmax":
+        if kind == SOFTMAX:
             return why_no_softmax(backend, device, shape.tokens, shape.heads)
         return absent.get(backend) or (why_no_flex(device, backward) if backend == _FLEX else None)
 
@@ -219,14 +217,14 @@ def _attentions(
             return Attention(kind, one, Absent(reason))
         if backend in PACKAGES:
             return Attention(kind, one, partial(PACKAGES[backend], *inputs), inputs)
-        if kind == "softmax":
+        if kind == SOFTMAX:
             return Attention(kind, one, partial(softmax_attention, backend, *inputs), inputs)
         if kind == LISTED and lists is not None:
             return Attention(kind, one, flex_over_lists(shape, inputs, lists), inputs)
         # learnable in both stages, as in a patched model: what takes gradients may be computed in another way
         mixing = initial_mixing(one.blocks).to(device).repeat(shape.heads, 1, 1).requires_grad_()
         weights, options = {}, dict(rotary)
-        if kind in _SPARSE:
+        if kind in (CONTENT, GIVEN):
             weights = {name: x.requires_grad_() for name, x in branch_weights(shape.heads, device).items()}
             options |= {"rope": "before", "sparse": lists}
         if kind == CONTENT:
@@ -235,7 +233,7 @@ def _attentions(
         attend = linear_attention(one, inputs, backend, mixing, **options, **weights)
         return Attention(kind, one, attend, (*inputs, mixing, *weights.values()))
 
-    kinds = [kind for kind in _KINDS if shape.block_size is not None or kind not in _SPARSE]
+    kinds = [kind for kind in _KINDS if shape.block_size is not None or kind not in (CONTENT, GIVEN, LISTED)]
     return {f"{kind} {backend}": attention(kind, backend) for kind in kinds for backend in _KINDS[kind][1]}
 
 
@@ -247,3 +245,125 @@ def _check_at_full_size(attentions: dict[str, Attention]) -> None:
         if found is None or expected is None or isinstance(found.attend, Absent) or isinstance(expected.attend, Absent):
             continue
         check_agreement(found.attend(), expected.attend(), f"{kind} triton")
+
+
+# ---- over tokens N and token blocks M (paper, Tab. 14) --------------------------------------------------------------
+
+FIT_FROM_TOKENS = 8192
+"""Below this, launches and caches decide, and time does not grow with N."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What to vary.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+
+    tokens: tuple[int, ...]
+    """N, squares of the sides of the grids."""
+    blocks: tuple[int, ...]
+    """M, squares too."""
+    heads: int = 6
+    head_dim: int = 64
+    """DiT-S/2's, as in the paper."""
+    softmax_tokens: int = 2**20
+    """Softmax attention is measured up to here."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "blocks"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty; give at least one number.")
+            for number in getattr(self, name):
+                if number < 1 or math.isqrt(number) ** 2 != number:
+                    near = (math.isqrt(max(number, 1))) ** 2
+                    raise ValueError(
+                        f"{name}={number} is no square number, as a square grid needs; for example {near}."
+                    )
+        if self.heads < 1 or self.head_dim < 1:
+            raise ValueError(f"heads={self.heads} and head_dim={self.head_dim} must be positive.")
+
+    def shape(self, tokens: int, blocks: int) -> Shape:
+        """With one N and one M."""
+        side = math.isqrt(tokens)
+        return Shape(f"N={tokens}", (side, side), (math.isqrt(blocks),) * 2, self.heads, self.head_dim)
+
+
+def default_scaling(device_type: str) -> Scaling:
+    """Up to a million tokens on a GPU and 36 864 on a CPU."""
+    if device_type == "cpu":
+        return Scaling(tuple(s**2 for s in (32, 64, 96, 128, 192)), (4, 16, 64, 256), softmax_tokens=4096)
+    return Scaling(tuple(4**power for power in range(5, 11)), (4, 16, 64, 256, 1024))
+
+
+def check_scaling(config: Scaling, device: torch.device, dtype: torch.dtype) -> None:
+    """Check MHLA with every M.
+
+    Raises:
+        IncorrectAttentionError: it is wrong here.
+    """
+    for count in config.blocks:
+        shape = config.shape(min(config.tokens), count)
+        check_operation(shape, device, dtype, fastest_backend(shape, device, dtype))
+
+
+def benchmark_scaling(
+    config: Scaling, tokens: int, device: torch.device, dtype: torch.dtype, rates: Rates, budget: Budget
+) -> list[Row]:
+    """Time softmax, plain linear attention and MHLA with every M at one N, in turns, after :func:`check_scaling`."""
+    whole = config.shape(tokens, 1)
+    backend, inputs = fastest_backend(whole, device, dtype), make_inputs(whole, device, dtype)
+    shapes = {SOFTMAX: whole, PLAIN: whole}
+    shapes |= {f"MHLA M={count}": config.shape(tokens, count) for count in sorted(config.blocks) if count <= tokens}
+    variants: dict[str, Variant] = {
+        name: torch.no_grad()(linear_attention(shape, inputs, backend)) for name, shape in shapes.items()
+    }
+    if tokens > config.softmax_tokens:
+        reason = f"softmax attention is measured up to {config.softmax_tokens} tokens; see --softmax-tokens"
+        variants[SOFTMAX] = Absent(reason)
+    else:
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+        variants[SOFTMAX] = torch.no_grad()(partial(torch.nn.functional.scaled_dot_product_attention, q, k, v))
+    outcomes = time_interleaved(variants, device, budget)
+    return [
+        operation_row(shapes[name], name, "forward", dtype, outcome, rates, "softmax" if name == SOFTMAX else "linear")
+        for name, outcome in outcomes.items()
+    ]
+
+
+def fitted_exponent(rows: Sequence[Row], variant: str) -> float | None:
+    """Exponent e of time ~ N^e by least squares on logarithms, from 8192 tokens up; None with fewer than two N."""
+    points = [
+        (math.log(row.tokens), math.log(row.median))
+        for row in rows
+        if row.variant == variant and row.median and (row.tokens or 0) >= FIT_FROM_TOKENS and row.tokens
+    ]
+    if len({x for x, _ in points}) < 2:
+        return None
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def mixing_overhead(run: Run, row: Row) -> float | None:
+    """Time of an MHLA row beyond plain linear attention with the same N, as a fraction of the latter's."""
+    plain = next((other.median for other in run.rows if other.case == row.case and other.variant == PLAIN), None)
+    if plain is None or row.median is None or row.blocks is None or row.blocks == 1:
+        return None
+    return row.median / plain - 1
+
+
+def print_scaling(run: Run) -> None:
+    """The fitted exponents, and the overhead of mixing over N and M with M² ≤ N marked."""
+    exponents = Table("variant", f"exponent of time in N, from {FIT_FROM_TOKENS} tokens", title="Growth")
+    for variant in dict.fromkeys(row.variant for row in run.rows):
+        exponent = fitted_exponent(run.rows, variant)
+        exponents.add_row(variant, "too few N" if exponent is None else f"{exponent:.2f}")
+    console().print(exponents)
+    tokens = sorted({row.tokens for row in run.rows if row.tokens})
+    table = Table("M \\ N", *map(str, tokens))
+    overheads = {(row.blocks, row.tokens): mixing_overhead(run, row) for row in run.rows}
+    for m in sorted({row.blocks for row in run.rows if row.blocks and row.blocks > 1}):
+        cells = [(overheads.get((m, n)), "*" if m**2 <= n else "") for n in tokens]
+        table.add_row(str(m), *("" if value is None else f"{value:+.0%}{mark}" for value, mark in cells))
+    console().print("Time beyond plain linear attention (* where M² ≤ N)", highlight=False)
+    console().print(table)

@@ -14,10 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.hooks import RemovableHandle
 
-from ..attention.costs import AttentionSizes
-from ..config import MHLAConfig
 from ..families import get_family
 from ..patching import MHLAProcessor
 from ..patching.costs import sizes_of
@@ -30,7 +27,6 @@ REST = "rest"
 """Norms, modulation, residuals: what is left."""
 _PROJECTIONS = "projections"
 PARTS = (ATTENTION, _PROJECTIONS, "cross-attention", "feed-forward", REST)
-_REPETITIONS = 3
 
 _Mark = Any
 """A CUDA event, or seconds."""
@@ -39,19 +35,43 @@ _Number = TypeVar("_Number", int, float)
 
 
 def time_parts(transformer: Any, run: Callable[[], object], device: torch.device) -> dict[str, Timing]:
-    """Seconds of each part of one forward, whose modules are timed by hooks.
+    """Part → seconds of it in a forward, of three repetitions; modules are timed by hooks.
 
     Args:
         transformer: not compiled.
         run: its forward, warmed up.
         device: where it runs.
-
-    Returns:
-        Part → timing.
     """
+
+    def mark() -> _Mark:
+        if device.type != "cuda":
+            synchronize(device)
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def between(first: _Mark, last: _Mark) -> float:
+        return last - first if isinstance(first, float) else first.elapsed_time(last) / 1000
+
     found: dict[str, list[float]] = {part: [] for part in PARTS}
-    for _ in range(_REPETITIONS):
-        for part, seconds in _time_once(transformer, run, device).items():
+    spans: list[tuple[str, _Mark, _Mark]] = []
+
+    def end(part: str, module: nn.Module, begun: _Mark, given: Any, output: Any) -> None:
+        spans.append((part, begun, mark()))
+
+    for _ in range(3):
+        spans.clear()
+        with _hooks(transformer, mark, end):
+            synchronize(device)
+            start = mark()
+            run()
+            stop = mark()
+            synchronize(device)
+        totals = dict.fromkeys(PARTS, 0.0)
+        for part, first, last in spans:
+            totals[part] += between(first, last)
+        for part, seconds in _told_apart(totals, between(start, stop)).items():
             found[part].append(seconds)
     return {part: summarise(seconds) for part, seconds in found.items()}
 
@@ -72,6 +92,8 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
     """
     flops, moved = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     filled_up = 0
+    family = get_family(transformer)
+    grid = family.grid_of_arguments(transformer, inputs)
 
     def begin() -> tuple[int, int]:
         traffic.parts_open += 1
@@ -82,26 +104,21 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         traffic.parts_open -= 1
         counted = int(counter.get_total_flops()) - begun[0]
         flops[part] += counted
-        if part == ATTENTION:
-            config = _patch_of(module)
-            sizes, tokens = attention_sizes_of(module, config, given)
-            if config is not None and config.sparse != "none":
-                filled_up += counted - (flops[_PROJECTIONS] - begun[1]) - len(tokens) * sizes.flops
-            # query, key, value and output of the heads, and what MHLA holds between them
-            ends = 4 * (sizes.tokens + sizes.extra) * sizes.heads * sizes.head_dim * tokens.itemsize
-            moved[part] += len(tokens) * (ends + sizes.moved_bytes)
-        else:
+        if part != ATTENTION:
             moved[part] += _bytes((given, output, list(module.parameters())))
-
-    family = get_family(transformer)
-    grid = family.grid_of_arguments(transformer, inputs)
-
-    def attention_sizes_of(attn: Any, config: MHLAConfig | None, given: Any) -> tuple[AttentionSizes, torch.Tensor]:
-        args, kwargs = given
-        adapter = family.adapter_of(attn)
-        read = adapter.read(attn, adapter.arguments(args, kwargs))
-        extra = sum(adapter.extra(read, math.prod(grid)))
-        return sizes_of(attn, family, config, grid, extra), read.hidden_states
+            return
+        # attentions of transformers have no processor before they have a patch
+        processor = getattr(module, "processor", None)
+        config = processor.config if isinstance(processor, MHLAProcessor) else None
+        adapter = family.adapter_of(module)
+        read = adapter.read(module, adapter.arguments(*given))
+        sizes = sizes_of(module, family, config, grid, sum(adapter.extra(read, math.prod(grid))))
+        tokens = read.hidden_states
+        if config is not None and config.sparse != "none":
+            filled_up += counted - (flops[_PROJECTIONS] - begun[1]) - len(tokens) * sizes.flops
+        # query, key, value and output of the heads, and what MHLA holds between them
+        ends = 4 * (sizes.tokens + sizes.extra) * sizes.heads * sizes.head_dim * tokens.itemsize
+        moved[part] += len(tokens) * (ends + sizes.moved_bytes)
 
     with torch.no_grad(), family.without_values(), _Traffic() as traffic, FlopCounterMode(display=False) as counter:
         with _hooks(transformer, begin, end):
@@ -129,33 +146,9 @@ class _Traffic(TorchDispatchMode):
         return output
 
 
-def _patch_of(attn: Any) -> MHLAConfig | None:
-    """Settings of the patch of an attention; those of transformers have no processor before they have one."""
-    processor = getattr(attn, "processor", None)
-    return processor.config if isinstance(processor, MHLAProcessor) else None
-
-
 def _bytes(tensors: Any) -> int:
     """Of all tensors in nested lists, tuples and mappings."""
     return sum(x.numel() * x.itemsize for x in tree_leaves(tensors) if isinstance(x, torch.Tensor))
-
-
-def _time_once(transformer: Any, run: Callable[[], object], device: torch.device) -> dict[str, float]:
-    spans: list[tuple[str, _Mark, _Mark]] = []
-
-    def end(part: str, module: nn.Module, begun: _Mark, given: Any, output: Any) -> None:
-        spans.append((part, begun, _mark(device)))
-
-    with _hooks(transformer, lambda: _mark(device), end):
-        synchronize(device)
-        start = _mark(device)
-        run()
-        stop = _mark(device)
-        synchronize(device)
-    totals = dict.fromkeys(PARTS, 0.0)
-    for part, first, last in spans:
-        totals[part] += _between(first, last)
-    return _told_apart(totals, _between(start, stop))
 
 
 def _told_apart(totals: Mapping[str, _Number], whole: _Number) -> dict[str, _Number]:
@@ -169,28 +162,22 @@ def _told_apart(totals: Mapping[str, _Number], whole: _Number) -> dict[str, _Num
 def _hooks(
     transformer: Any, begin: Callable[[], _Begun], end: Callable[[str, nn.Module, _Begun, Any, Any], None]
 ) -> Iterator[None]:
-    """Within the context ``begin`` is called before every module of a part, and ``end`` after it.
+    """Within the context ``begin`` is called before every module of a part and gives a mark, and ``end`` after it.
 
-    Args:
-        transformer: not compiled.
-        begin: gives a mark.
-        end: takes the part, the module, its mark, its arguments and its output.
+    ``end`` takes the part, the module, its mark, its arguments (args and kwargs) and its output.
     """
     marks: list[_Begun] = []
-    handles: list[RemovableHandle] = []
+    handles = []
+    for part, module in _modules(transformer):
 
-    def watch(part: str, module: nn.Module) -> None:
         def before(*_: Any) -> None:
             marks.append(begin())
 
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any, part: str = part) -> None:
             end(part, module, marks.pop(), (args, kwargs), output)
 
         handles.append(module.register_forward_pre_hook(before))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
-
-    for part, module in _modules(transformer):
-        watch(part, module)
     try:
         yield
     finally:
@@ -210,16 +197,3 @@ def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
                 module = getattr(block, name, None)
                 if isinstance(module, nn.Module):
                     yield part, module
-
-
-def _mark(device: torch.device) -> _Mark:
-    if device.type != "cuda":
-        synchronize(device)
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _between(first: _Mark, last: _Mark) -> float:
-    return last - first if isinstance(first, float) else first.elapsed_time(last) / 1000

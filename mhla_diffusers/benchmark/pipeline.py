@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,15 +13,13 @@ from ..devices import FLOAT_TYPES, choose_device
 from ..generation import PipelineChoice, family_of, generator_for
 from ..patching import apply_mhla, find_transformers, remove_mhla
 from ..tiny import tiny_pipeline
-from .candidates import CONTENT, LINEAR_KINDS, patch_settings
-from .classifiers import CLASSIFIERS
-from .conditions import Rates
+from .cases import CLASSIFIERS, LINEAR_KINDS, patch_settings
 from .correctness import check_operation
 from .models import models
 from .operation import fastest_backend
-from .results import PART, Row, make_row
+from .results import CONTENT, PART, Rates, Row, make_row
 from .shapes import Shape
-from .timing import Outcome, Timing, outcome_of, peak_bytes, summarise, synchronize
+from .timing import Outcome, outcome_of, peak_bytes, summarise, synchronize
 
 WHOLE = "whole call"
 PARTS = ("text encoding", "denoising", "VAE", "rest")
@@ -69,6 +67,18 @@ class PipelineCase(PipelineChoice):
         prompt = "3" if self.of_family.prompts_are_classes else "a seven"
         self.call(pipe, [prompt], [generator_for(0)])
 
+    @contextmanager
+    def patched(self, pipe: Any, variant: str) -> Iterator[None]:
+        """Within the context the pipeline has another attention; patching takes no part in the time."""
+        if variant != UNPATCHED:
+            settings = patch_settings(variant, self.of_family.default_config.blocks)
+            apply_mhla(pipe, softmax_steps=self.softmax_steps, **settings)
+        try:
+            yield
+        finally:
+            if variant != UNPATCHED:
+                remove_mhla(pipe)
+
     def row(self, outcome: Outcome, rates: Rates, stage: str, variant: str) -> Row:
         """A row of this case."""
         settings = {**self.settings, **({"softmax_steps": self.softmax_steps} if self.softmax_steps else {})}
@@ -82,12 +92,10 @@ class PipelineCase(PipelineChoice):
             baseline=variant == UNPATCHED,
             dtype=self.dtype,
             model=self.name,
-            **{name: self.settings.get(key) for name, key in _SIZES.items()},
+            frames=self.settings.get("num_frames"),
+            height=self.settings.get("height"),
+            width=self.settings.get("width"),
         )
-
-
-_SIZES = {"frames": "num_frames", "height": "height", "width": "width"}
-"""Column of the results → setting of the call."""
 
 
 def choose_pipeline(
@@ -112,53 +120,27 @@ def choose_pipeline(
         FileNotFoundError: no such pipeline.
         ValueError: it has no transformer that MHLA supports, or does not take a setting, or is no pipeline.
     """
-    if name in (CLASSIFIERS.keys() | models().keys()) and not name.startswith(_TINY):
+    is_tiny = name.startswith(_TINY)
+    if name in (CLASSIFIERS.keys() | models().keys()) and not is_tiny:
         raise ValueError(
             f"{name!r} is a configuration without weights and without a pipeline, which mhla bench transformer --model "
             f"{name} measures. Give the Hub id or folder of a pipeline, or {_TINY}dit, {_TINY}sana or {_TINY}wan."
         )
-    if name.startswith(_TINY):
-        model, family = None, tiny_pipeline(name.removeprefix(_TINY)).family
-    else:
-        model, family = name, family_of(name).name
-    types = {dtype: name for name, dtype in FLOAT_TYPES.items()}
     case = PipelineCase(
-        family,
+        tiny_pipeline(name.removeprefix(_TINY)).family if is_tiny else family_of(name).name,
         repetitions,
         softmax_steps,
-        model=model,
+        model=None if is_tiny else name,
         device=str(device),
-        dtype=types[dtype],
+        dtype=next(known for known, one in FLOAT_TYPES.items() if one == dtype),
         settings=dict(settings),
     )
     case.check()
     return case
 
 
-@dataclass
-class Calls:
-    """What became of the calls with one attention."""
-
-    variant: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Arguments of :func:`apply_mhla`."""
-    seconds: list[dict[str, float]] = field(default_factory=list)
-    """Of every call: the whole and its parts."""
-    peak_bytes: int | None = None
-    refused: Outcome | None = None
-    """Why there are none."""
-
-    def timing(self, part: str) -> Timing:
-        """Of ``WHOLE`` or a part."""
-        return summarise([call[part] for call in self.seconds])
-
-
 def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
     """Check MHLA, then call the pipeline with every attention in turns.
-
-    Args:
-        case: what to call.
-        rates: of the device.
 
     Returns:
         A row per variant for the whole call, and one per variant and part.
@@ -170,83 +152,59 @@ def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
     """
     pipe = case.load()
     _check(pipe, case)
-    blocks = case.of_family.default_config.blocks
-    found = [Calls(name, {} if name == UNPATCHED else patch_settings(name, blocks)) for name in case.variants]
-    for calls in found:
+    peaks: dict[str, int | None] = {}
+    refused: dict[str, Outcome] = {}
+    for variant in case.variants:
         try:
-            with _patched(pipe, case, calls):
+            with case.patched(pipe, variant):
                 case.run(pipe)
-                calls.peak_bytes = peak_bytes(lambda: case.run(pipe), case.place)
+                peaks[variant] = peak_bytes(lambda: case.run(pipe), case.place)
         except RuntimeError as error:
-            calls.refused = outcome_of(error)
-    reasons = [calls.refused.reason for calls in found if calls.refused is not None]
-    if len(reasons) == len(found):
-        raise ValueError(f"{case.name} fails with every attention: {reasons[0]}.")
+            refused[variant] = outcome_of(error)
+    if not peaks:
+        raise ValueError(f"{case.name} fails with every attention: {next(iter(refused.values())).reason}.")
+    calls: dict[str, list[dict[str, float]]] = {variant: [] for variant in peaks}
     for _ in range(case.repetitions):
-        for calls in found:
-            if calls.refused is None:
-                with _patched(pipe, case, calls):
-                    calls.seconds.append(_timed_call(pipe, case))
-    return [row for calls in found for row in _rows(case, calls, rates)]
-
-
-def _rows(case: PipelineCase, calls: Calls, rates: Rates) -> list[Row]:
-    if calls.refused is not None:
-        return [case.row(calls.refused, rates, WHOLE, calls.variant)]
-    whole = Outcome("measured", calls.timing(WHOLE), calls.peak_bytes)
-    parts = [(PART + part, Outcome("measured", calls.timing(part))) for part in PARTS]
-    return [case.row(outcome, rates, stage, calls.variant) for stage, outcome in ((WHOLE, whole), *parts)]
-
-
-@contextmanager
-def _patched(pipe: Any, case: PipelineCase, calls: Calls) -> Iterator[None]:
-    """The pipeline with another attention; patching takes no part in the time."""
-    if calls.variant == UNPATCHED:
-        yield
-        return
-    apply_mhla(pipe, softmax_steps=case.softmax_steps, **calls.settings)
-    try:
-        yield
-    finally:
-        remove_mhla(pipe)
+        for variant, seconds in calls.items():
+            with case.patched(pipe, variant):
+                seconds.append(_timed_call(pipe, case))
+    rows = []
+    for variant in case.variants:
+        if variant in refused:
+            rows.append(case.row(refused[variant], rates, WHOLE, variant))
+            continue
+        for part in (WHOLE, *PARTS):
+            stage, peak = (part, peaks[variant]) if part == WHOLE else (PART + part, None)
+            timing = summarise([call[part] for call in calls[variant]])
+            rows.append(case.row(Outcome("measured", timing, peak), rates, stage, variant))
+    return rows
 
 
 def _timed_call(pipe: Any, case: PipelineCase) -> dict[str, float]:
-    """Seconds of the whole call and of each part."""
-    seconds = dict.fromkeys(PARTS, 0.0)
-    with _watch(pipe, case.place, seconds):
-        synchronize(case.place)
-        start = time.perf_counter()
-        case.run(pipe)
-        synchronize(case.place)
-        whole = time.perf_counter() - start
-    seconds["rest"] = whole - sum(seconds[part] for part in PARTS if part != "rest")
-    return {WHOLE: whole, **seconds}
-
-
-@contextmanager
-def _watch(pipe: Any, device: torch.device, seconds: dict[str, float]) -> Iterator[None]:
-    """Add the seconds that each part takes; methods are replaced on the instances and put back."""
+    """Seconds of the whole call and of each part; methods are replaced on the instances and put back."""
+    seconds = dict.fromkeys((WHOLE, *PARTS), 0.0)
 
     def watched(function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            synchronize(device)
+            synchronize(case.place)
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            synchronize(device)
+            synchronize(case.place)
             seconds[part] += time.perf_counter() - start
             return result
 
         return call
 
-    watched_methods = [(pipe, "encode_prompt", "text encoding"), (pipe.vae, "decode", "VAE")]
-    watched_methods += [(transformer, "forward", "denoising") for transformer in find_transformers(pipe).values()]
+    methods = [(pipe, "encode_prompt", "text encoding"), (pipe.vae, "decode", "VAE")]
+    methods += [(transformer, "forward", "denoising") for transformer in find_transformers(pipe).values()]
     with ExitStack() as stack:
-        for owner, name, part in watched_methods:
+        for owner, name, part in methods:
             if hasattr(owner, name):
                 # which puts back a forward that accelerate's offloading has put on an instance
                 stack.enter_context(mock.patch.object(owner, name, watched(getattr(owner, name), part)))
-        yield
+        watched(case.run, WHOLE)(pipe)
+    seconds["rest"] = seconds[WHOLE] - sum(seconds[part] for part in PARTS if part != "rest")
+    return seconds
 
 
 def _check(pipe: Any, case: PipelineCase) -> None:

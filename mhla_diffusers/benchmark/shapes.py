@@ -1,14 +1,20 @@
-"""Attentions by themselves: shapes of real models, what each costs, and softmax through PyTorch's backends."""
+"""Attentions by themselves: shapes of real models, what each costs, and attentions of others to compare with."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..attention import BlockLists
+from ..attention.call import list_length
 from ..attention.costs import AttentionSizes
-from ..attention.layout import block_count
+from ..attention.layout import block_count, layout_of
 from ..config import DEFAULT_BLOCK_SIZE, DEFAULT_DENSITY, MHLAConfig
 from ..families import Model
 from ..patching.costs import attention_sizes
@@ -50,16 +56,12 @@ class Shape:
         return block_count(self.grid, self.block_size)
 
     @property
-    def config(self) -> MHLAConfig:
-        """The patch that has this attention."""
-        if self.block_size is None:
-            return MHLAConfig(self.blocks)
-        return MHLAConfig(self.blocks, sparse="content", density=self.density, block_size=self.block_size)
-
-    @property
     def sizes(self) -> AttentionSizes:
         """What its cost depends on."""
-        return attention_sizes(self.config, self.grid, self.heads, self.head_dim)
+        config = MHLAConfig(self.blocks)
+        if self.block_size is not None:
+            config = config.replace(sparse="content", density=self.density, block_size=self.block_size)
+        return attention_sizes(config, self.grid, self.heads, self.head_dim)
 
 
 TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, block_size=16, rotary_axes=(8, 4, 4))
@@ -127,25 +129,22 @@ Work = Literal["softmax", "linear", "lists", "sparse"]
 
 
 def cost_of(shape: Shape, work: Work, itemsize: int, backward: bool) -> Cost:
-    """Count an attention. The backward pass counts twice the forward; what a kernel computes again is not counted.
+    """Count an attention of inputs with so many bytes per element.
 
-    Args:
-        shape: the attention; with a block size for lists and sparse.
-        work: what is computed.
-        itemsize: bytes per element of query, key and value.
-        backward: count forward and backward.
+    The backward pass counts twice the forward; what a kernel computes again is not counted.
     """
     sizes, ends = shape.sizes, shape.tokens * shape.heads * shape.head_dim * itemsize
-    flops = {
-        "softmax": sizes.softmax_flops,
-        "linear": sizes.linear_flops,
-        "lists": sizes.listed_flops,
-        "sparse": sizes.flops,
+    flops, between = {
+        "softmax": (sizes.softmax_flops, 0),
+        "linear": (sizes.linear_flops, 2 * sizes.state_bytes),
+        "lists": (sizes.listed_flops, 0),
+        "sparse": (sizes.flops, sizes.moved_bytes),
     }[work]
-    between = {"linear": 2 * sizes.state_bytes, "sparse": sizes.moved_bytes}.get(work, 0)
     # query, key, value and output; in the backward pass query, key, value and four gradients
     return Cost(flops * (3 if backward else 1), (11 if backward else 4) * ends + between * (2 if backward else 1))
 
+
+# ---- softmax attention of PyTorch -----------------------------------------------------------------------------------
 
 SOFTMAX_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -164,8 +163,7 @@ def softmax_attention(backend: str, query: torch.Tensor, key: torch.Tensor, valu
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     with sdpa_kernel([SOFTMAX_BACKENDS[backend]]):
-        output = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    return output.transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) -> str | None:
@@ -186,3 +184,97 @@ def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) 
     if backend in ("math", "flex") and needed > free:
         return f"its N x N weights need {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free"
     return None
+
+
+# ---- attentions of other packages -----------------------------------------------------------------------------------
+
+FLASH, FLASH3, CHUNKED = "flash-attn", "FlashAttention-3", "flash-linear-attention"
+_MODULES = {FLASH: ("flash_attn",), FLASH3: ("fa3_fwd_interface", "flash_attn_interface"), CHUNKED: ("fla",)}
+"""Of which the first that is there is taken: FlashAttention-3 is in fa3-fwd and in flash-attn-3."""
+_INSTALL = {FLASH3: " (fa3-fwd or flash-attn-3)"}
+
+
+def why_no_package(name: str, device: torch.device) -> str | None:
+    """Why a package is not to be tried; None if it is, which does not mean that it can run the call."""
+    if device.type == "cpu":
+        return f"{name} runs on GPUs only"
+    is_there = any(find_spec(module) is not None for module in _MODULES[name])
+    return None if is_there else f"{name}{_INSTALL.get(name, '')} is not installed"
+
+
+def _flash(name: str, *inputs: torch.Tensor) -> torch.Tensor:
+    """Softmax attention; some versions return the log-sum-exp too."""
+    module = next(module for module in _MODULES[name] if find_spec(module) is not None)
+    output: Any = import_module(module).flash_attn_func(*inputs)
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def _chunked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal linear attention, φ = ReLU, without a normaliser: the nearest to plain linear attention that fla has."""
+    linear: Any = import_module("fla.ops.linear_attn")
+    output: torch.Tensor = linear.chunk_linear_attn(query.relu(), key.relu(), value, normalize=False)[0]
+    return output
+
+
+PACKAGES: dict[str, Callable[..., torch.Tensor]] = {
+    FLASH: lambda *inputs: _flash(FLASH, *inputs),
+    FLASH3: lambda *inputs: _flash(FLASH3, *inputs),
+    CHUNKED: _chunked,
+}
+"""Name → attention of query, key and value, each (B, N, H, D)."""
+
+
+# ---- FlexAttention over the same block lists ------------------------------------------------------------------------
+
+
+def draw_lists(shape: Shape, device: torch.device) -> BlockLists:
+    """Random lists from a seed, every query block with as many key blocks and at least one."""
+    blocks, size = shape.uniform_blocks, int(shape.block_size or 0)
+    order = torch.rand(shape.heads, blocks, blocks, generator=torch.Generator().manual_seed(0))
+    chosen = order.topk(list_length(shape.density, blocks), dim=-1).indices
+    mask = torch.zeros(order.shape, dtype=torch.bool).scatter_(-1, chosen, value=True)
+    return BlockLists.from_mask(size, mask.to(device))
+
+
+def why_no_flex(device: torch.device, backward: bool) -> str | None:
+    """Why FlexAttention is not to be tried; None if it is, which does not mean that it compiles."""
+    return "FlexAttention has no backward pass on CPUs" if backward and device.type == "cpu" else None
+
+
+def flex_over_lists(shape: Shape, inputs: Sequence[torch.Tensor], lists: BlockLists) -> Callable[[], torch.Tensor]:
+    """Softmax attention over listed blocks by compiled FlexAttention: what attends gives (B, N, H, D).
+
+    Tokens are brought into the order of the uniform blocks and back again. Blocks that are not listed are left out.
+
+    Args:
+        shape: with the grid.
+        inputs: query, key and value, each (B, N, H, D).
+        lists: the same for all samples.
+    """
+    device, block = inputs[0].device, lists.block_size
+    layout = layout_of(shape.grid, block, device=str(device))
+    rows, back, is_token = layout.order.clamp_min(0), layout.rows, layout.order >= 0
+    listed = lists.mask()
+    count = listed.sum(dim=-1, dtype=torch.int32)
+    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    lengths = (len(is_token), len(is_token))
+
+    def holds_token(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return is_token[key]
+
+    if len(is_token) == shape.tokens:  # all blocks are full; FlexAttention confuses tensors given twice
+        nothing = torch.zeros_like(count), torch.zeros_like(order)
+        mask = BlockMask.from_kv_blocks(*nothing, count, order, BLOCK_SIZE=block, seq_lengths=lengths)
+    else:
+        mask = BlockMask.from_kv_blocks(count, order, BLOCK_SIZE=block, mask_mod=holds_token, seq_lengths=lengths)
+    # what its kernels on GPUs are told to take at once where blocks are small
+    small: Any = {"BLOCK_M": block, "BLOCK_N": block} if block <= 64 and device.type != "cpu" else None
+
+    @torch.compile(dynamic=False)
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.index_select(1, rows).transpose(1, 2) for x in (query, key, value))
+        output: Any = flex_attention(q, k, v, block_mask=mask, kernel_options=small)
+        return output.transpose(1, 2).index_select(1, back)
+
+    return lambda: attend(*inputs)

@@ -1,22 +1,25 @@
-"""How fast the parts of a forward are: as ``mhla bench`` measured them, or at most, at rates that are stated."""
+"""How fast the parts of a forward are: as ``mhla bench`` measured them, or at most, at rates that are stated.
 
+Times of some cards ship with this package: folders of results, found by a part of their name.
+"""
+
+import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 from ..families import Model
-from .candidates import CONTENT, EARLIER
-from .conditions import Rates
 from .models import models
 from .parts import ATTENTION, PARTS, REST
-from .results import Row, Run
+from .results import CONTENT, EARLIER, Rates, Row, Run, read_run
 from .shapes import Cost
 
-_NEAR = 4
-"""Times as many tokens, or as few, up to which nobody is told to measure nearer."""
 _COMMANDS = ("transformer", "op")
 """Whose results tell speeds: of whole forwards with their parts, and of self-attention alone."""
+_HELD = "held.csv"
+"""Forecasts of whole forwards beside what was measured; ``python -m tests.benchmark.compare_forecast`` prints them."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,7 @@ def least_seconds(cost: Cost, rates: Rates) -> float:
 
 
 def stated_speeds(matmul: float, copy: float) -> Speeds:
-    """Every part at rates that somebody states.
-
-    Args:
-        matmul: FLOP/s.
-        copy: bytes/s.
+    """Every part at rates that somebody states, in FLOP/s and bytes/s.
 
     Raises:
         ValueError: a rate that is not positive.
@@ -86,107 +85,7 @@ def stated_speeds(matmul: float, copy: float) -> Speeds:
     return Speeds(Rates(matmul, "stated", copy), {}, {}, source)
 
 
-def measured_speeds(runs: Sequence[Run], model: Model, tokens: int, kind: str) -> Speeds:
-    """Speeds of a model on a device, from measurements of that model or of its class with heads of the same length.
-
-    Every part is as fast as at the measured size that is nearest in tokens; a second size tells what it takes whatever
-    the size. Self-attention has a speed of its own with and without the patch, all other parts share theirs. Where
-    self-attention was measured alone as well, that tells its speed, and whole forwards tell the norms and RoPE around
-    it. Where the sparse branch was not measured, the one before it stands for it.
-
-    Args:
-        runs: of one device, by ``mhla bench transformer`` or ``mhla bench op``, which holds self-attention alone.
-        model: that is asked about.
-        tokens: N that is asked about.
-        kind: of the patch, one of :data:`mhla_diffusers.benchmark.candidates.PATCHES`.
-
-    Raises:
-        ValueError: another command's results, or results without what is needed.
-    """
-    wrong = [run.command for run in runs if run.command not in _COMMANDS]
-    if wrong:
-        raise ValueError(
-            f"A forecast needs results of {' or '.join(f'mhla bench {name}' for name in _COMMANDS)}; "
-            f"these are of mhla bench {wrong[0]}."
-        )
-    whole, alone = (
-        _nearest([case for run in runs if run.command == name for case in _cases(run, kind)], model, tokens)
-        for name in _COMMANDS
-    )
-    if not whole and not alone:
-        raise ValueError(_what_is_missing(runs, model, kind))
-    rates, around = runs[0].rates, _around(whole, alone, runs[0].rates)
-    attention = alone if around is not None or not whole else whole
-    common = _paces([case.common for case in whole], rates, 2 * whole[0].layers) if whole else {}  # of two forwards
-    unpatched, patched = (
-        common | _paces([{ATTENTION: case.sides[side][ATTENTION]} for case in attention], rates, attention[0].layers)
-        for side in (0, 1)
-    )
-    source = _source(whole, alone, attention, runs[0], tokens)
-    return Speeds(rates, unpatched, patched, source, around or (0.0, 0.0), attention[0].patch in EARLIER)
-
-
-def _what_is_missing(runs: Sequence[Run], model: Model, kind: str) -> str:
-    rows = [row for run in runs for row in run.rows if row.median is not None]
-    related = dict.fromkeys(row.variant for row in rows if _is_related(_model_of(row), model))
-    others = dict.fromkeys(other.name if (other := _model_of(row)) else row.case for row in rows)
-    there = ", ".join(related) or f"other models: {', '.join(others) or 'none'}"
-    return (
-        f"These results hold no case with FLOPs of the parts of both {kind!r} and of what it replaces "
-        f"for {model.name}, "
-        f"or for another {model.transformer} with heads of {model.head_dim}; measured are {there}. "
-        f"Measure anew: mhla bench transformer --model {model.name}."
-    )
-
-
-def _model_of(row: Row) -> Model | None:
-    """Of a whole model by its name; an attention by itself is named after a model and a size."""
-    return models().get(row.model or row.case.rpartition("-")[0])
-
-
-def _is_related(one: Model | None, other: Model) -> bool:
-    """Whether all that differs is how many layers and heads there are."""
-    return one is not None and (one.transformer, one.head_dim) == (other.transformer, other.head_dim)
-
-
-def _around(whole: "Sequence[_Case]", alone: "Sequence[_Case]", rates: Rates) -> tuple[float, float] | None:
-    """:attr:`Speeds.around`; None where whole forwards and attentions alone were not measured at the same size."""
-    for case in alone if whole else ():
-        names = (whole[0].baseline, whole[0].patch)
-        if case.tokens == whole[0].tokens and case.model == whole[0].model and set(names) <= case.times.keys():
-            one, other = (
-                (parts[ATTENTION].seconds - whole[0].layers * case.times[name][ATTENTION].seconds)
-                / least_seconds(parts[REST].cost, rates)
-                for name, parts in zip(names, whole[0].sides, strict=True)
-            )
-            return max(0.0, one), max(0.0, other)
-    return None
-
-
-def _source(
-    whole: "Sequence[_Case]", alone: "Sequence[_Case]", attention: "Sequence[_Case]", run: Run, tokens: int
-) -> str:
-    cases, conditions = whole or alone, run.conditions
-    near = cases[0].tokens
-    text = f"as measured at {_names(cases)}, {near:,} tokens{_compared(near, tokens)}, on {conditions.device}"
-    if not whole:
-        return f"{text} of self-attention alone; all else is at the rates of the same file, a bound."
-    if attention is alone:
-        text += f" ({conditions.date});\nself-attention ({alone[0].baseline} and {alone[0].patch}) as alone at "
-        text += f"{_names(alone)}, with the norms and RoPE that whole forwards take around it"
-    return f"{text}."
-
-
-def _names(cases: "Sequence[_Case]") -> str:
-    return " and ".join(case.name for case in cases)
-
-
-def _compared(measured: int, asked: int) -> str:
-    if measured == asked:
-        return ""
-    times = max(measured, asked) / min(measured, asked)
-    far = " (far: measure nearer)" if times > _NEAR else ""
-    return f", {times:.3g} times {'fewer' if measured < asked else 'more'} than asked for{far}"
+# ---- as measured ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -209,78 +108,99 @@ class _Case:
     tokens: int
     layers: int
     """That were timed; an attention by itself counts as one."""
+    variants: tuple[str, str]
+    """The fastest one to be faster than, and the one that stands for the patch."""
     times: dict[str, dict[str, _Time]]
     """Variant → part → time."""
-    baseline: str
-    """The fastest variant to be faster than."""
-    patch: str
-    """The variant that stands for the patch."""
 
     @property
     def sides(self) -> tuple[dict[str, _Time], dict[str, _Time]]:
         """Parts without and with the patch."""
-        return self.times[self.baseline], self.times[self.patch]
+        return self.times[self.variants[0]], self.times[self.variants[1]]
 
-    @property
-    def common(self) -> dict[str, _Time]:
-        """Parts but self-attention, of both forwards together."""
-        one, other = self.sides
-        return {part: one[part] + other[part] for part in PARTS if part != ATTENTION and part in one and part in other}
+
+def measured_speeds(runs: Sequence[Run], model: Model, tokens: int, kind: str) -> Speeds:
+    """Speeds of a model on a device, from measurements of that model or of its class with heads of the same length.
+
+    Every part is as fast as at the measured size that is nearest in tokens; a second size tells what it takes whatever
+    the size. Self-attention has a speed of its own with and without the patch, all other parts share theirs. Where
+    self-attention was measured alone as well, that tells its speed, and whole forwards tell the norms and RoPE around
+    it. Where the sparse branch was not measured, the one before it stands for it.
+
+    Args:
+        runs: of one device, by ``mhla bench transformer`` or ``mhla bench op``, which holds self-attention alone.
+        model: that is asked about.
+        tokens: N that is asked about.
+        kind: of the patch, as rows name it.
+
+    Raises:
+        ValueError: another command's results, or results without what is needed.
+    """
+    for run in runs:
+        if run.command not in _COMMANDS:
+            raise ValueError(
+                f"A forecast needs results of {' or '.join(f'mhla bench {name}' for name in _COMMANDS)}; "
+                f"these are of mhla bench {run.command}."
+            )
+    whole, alone = (
+        _nearest([case for run in runs if run.command == name for case in _cases(run, kind)], model, tokens)
+        for name in _COMMANDS
+    )
+    if not whole and not alone:
+        raise ValueError(_what_is_missing(runs, model, kind))
+    rates, conditions = runs[0].rates, runs[0].conditions
+    around = _around(whole, alone, rates)
+    attention = alone if around is not None or not whole else whole
+    common: dict[str, Pace] = {}
+    if whole:  # parts but self-attention, of both forwards together
+        both = [
+            {part: one[part] + other[part] for part in PARTS if part != ATTENTION and part in one and part in other}
+            for one, other in (case.sides for case in whole)
+        ]
+        common = _paces(both, rates, 2 * whole[0].layers)
+    unpatched, patched = (
+        common | _paces([{ATTENTION: case.sides[side][ATTENTION]} for case in attention], rates, attention[0].layers)
+        for side in (0, 1)
+    )
+    cases, near = whole or alone, (whole or alone)[0].tokens
+    source = f"as measured at {' and '.join(case.name for case in cases)}, {near:,} tokens"
+    if near != tokens:
+        times = max(near, tokens) / min(near, tokens)
+        source += f", {times:.3g} times {'fewer' if near < tokens else 'more'} than asked for"
+        source += " (far: measure nearer)" if times > 4 else ""
+    source += f", on {conditions.device}"
+    if not whole:
+        source += " of self-attention alone; all else is at the rates of the same file, a bound"
+    elif attention is alone:
+        source += f" ({conditions.date});\nself-attention ({' and '.join(alone[0].variants)}) as alone at "
+        source += (
+            f"{' and '.join(case.name for case in alone)}, with the norms and RoPE that whole forwards take around it"
+        )
+    earlier = attention[0].variants[1] in EARLIER
+    return Speeds(rates, unpatched, patched, f"{source}.", around or (0.0, 0.0), earlier)
 
 
 def _cases(run: Run, kind: str) -> Iterator[_Case]:
     """Those that hold both the patch and what it replaces."""
     for name, group in groupby(run.rows, key=lambda row: row.case):
         rows = list(group)
-        model = _model_of(rows[0])
         times: dict[str, dict[str, _Time]] = {}
         fastest: dict[str, float] = {}
         own: list[str] = []
         for row in rows:
             parts = _parts(row, rows) if run.command == "transformer" else _alone(row)
-            variant = _variant(row)
+            # without the backend of a patch, and of softmax the same name in whole forwards and alone
+            variant = row.variant.removesuffix(" eager").removesuffix(" triton").replace("_native_", "")
             seconds = sum(time.seconds for time in parts.values())
-            if ATTENTION not in parts or seconds > fastest.get(variant, math.inf):
-                continue
-            times[variant], fastest[variant] = parts, seconds
-            if row.baseline:
-                own.append(variant)
-        names = (CONTENT, *EARLIER) if kind == CONTENT else (kind,)
-        patch = next((one for one in names if one in times), None)
+            if ATTENTION in parts and seconds <= fastest.get(variant, math.inf):
+                times[variant], fastest[variant] = parts, seconds
+                own += [variant] if row.baseline else []
+        model = _model_of(rows[0])
+        patch = next((one for one in ((CONTENT, *EARLIER) if kind == CONTENT else (kind,)) if one in times), None)
         if model is not None and own and patch is not None:
             tokens = next(row.tokens for row in rows if row.tokens)
-            layers = max((row.layers or 1 for row in rows), default=1)
-            yield _Case(name, model, tokens, layers, times, min(own, key=fastest.__getitem__), patch)
-
-
-def _variant(row: Row) -> str:
-    """Name without the backend of a patch, and of softmax the same name in whole forwards and alone."""
-    return row.variant.removesuffix(" eager").removesuffix(" triton").replace("_native_", "")
-
-
-def _nearest(cases: Sequence[_Case], model: Model, tokens: int) -> list[_Case]:
-    """The nearest in tokens and another of the same model and layers, of this model rather than of a relative."""
-    related = [case for case in cases if _is_related(case.model, model)]
-    ordered = sorted(related, key=lambda case: (case.model != model, abs(math.log(tokens / case.tokens))))
-    first = ordered[:1]
-    alike = [case for case in ordered[1:] if (case.model, case.layers) == (first[0].model, first[0].layers)]
-    return first + alike[:1]
-
-
-def _paces(cases: Sequence[Mapping[str, _Time]], rates: Rates, layers: int) -> dict[str, Pace]:
-    near, *others = cases
-    return {part: _pace(time, others[0].get(part) if others else None, rates, layers) for part, time in near.items()}
-
-
-def _pace(near: _Time, other: _Time | None, rates: Rates, layers: int) -> Pace:
-    """A line through two times where they lie on one that means something, else through nothing and the nearer."""
-    least = least_seconds(near.cost, rates)
-    if other is not None and (more := least_seconds(other.cost, rates) - least):
-        slope = (other.seconds - near.seconds) / more
-        fixed = near.seconds - slope * least
-        if slope >= 1 and fixed > 0:
-            return Pace(1 / slope, fixed / layers)
-    return Pace(least / near.seconds)
+            layers = max(row.layers or 1 for row in rows)
+            yield _Case(name, model, tokens, layers, (min(own, key=fastest.__getitem__), patch), times)
 
 
 def _parts(whole: Row, rows: list[Row]) -> dict[str, _Time]:
@@ -304,3 +224,122 @@ def _time(row: Row, share: float = 1.0) -> _Time | None:
     """None of what was not counted, or does nothing."""
     cost = Cost(row.flops or 0, row.bytes or 0)
     return _Time(cost, share * row.median) if row.median and row.median > 0 and cost != Cost(0, 0) else None
+
+
+def _model_of(row: Row) -> Model | None:
+    """Of a whole model by its name; an attention by itself is named after a model and a size."""
+    return models().get(row.model or row.case.rpartition("-")[0])
+
+
+def _is_related(one: Model | None, other: Model) -> bool:
+    """Whether all that differs is how many layers and heads there are."""
+    return one is not None and (one.transformer, one.head_dim) == (other.transformer, other.head_dim)
+
+
+def _nearest(cases: Sequence[_Case], model: Model, tokens: int) -> list[_Case]:
+    """The nearest in tokens and another of the same model and layers, of this model rather than of a relative."""
+    related = [case for case in cases if _is_related(case.model, model)]
+    ordered = sorted(related, key=lambda case: (case.model != model, abs(math.log(tokens / case.tokens))))
+    first = ordered[:1]
+    alike = [case for case in ordered[1:] if (case.model, case.layers) == (first[0].model, first[0].layers)]
+    return first + alike[:1]
+
+
+def _paces(cases: Sequence[Mapping[str, _Time]], rates: Rates, layers: int) -> dict[str, Pace]:
+    """Part → a line through two times where that means something, else through nothing and the nearer one."""
+    near, *others = cases
+    found = {}
+    for part, time in near.items():
+        least = least_seconds(time.cost, rates)
+        found[part] = Pace(least / time.seconds)
+        if others and part in others[0]:
+            other = others[0][part]
+            if more := least_seconds(other.cost, rates) - least:
+                slope = (other.seconds - time.seconds) / more
+                fixed = time.seconds - slope * least
+                if slope >= 1 and fixed > 0:
+                    found[part] = Pace(1 / slope, fixed / layers)
+    return found
+
+
+def _around(whole: Sequence[_Case], alone: Sequence[_Case], rates: Rates) -> tuple[float, float] | None:
+    """:attr:`Speeds.around`; None where whole forwards and attentions alone were not measured at the same size."""
+    for case in alone if whole else ():
+        near = whole[0]
+        if case.tokens == near.tokens and case.model == near.model and set(near.variants) <= case.times.keys():
+            one, other = (
+                (parts[ATTENTION].seconds - near.layers * case.times[name][ATTENTION].seconds)
+                / least_seconds(parts[REST].cost, rates)
+                for name, parts in zip(near.variants, near.sides, strict=True)
+            )
+            return max(0.0, one), max(0.0, other)
+    return None
+
+
+def _what_is_missing(runs: Sequence[Run], model: Model, kind: str) -> str:
+    rows = [row for run in runs for row in run.rows if row.median is not None]
+    related = dict.fromkeys(row.variant for row in rows if _is_related(_model_of(row), model))
+    others = dict.fromkeys(other.name if (other := _model_of(row)) else row.case for row in rows)
+    there = ", ".join(related) or f"other models: {', '.join(others) or 'none'}"
+    return (
+        f"These results hold no case with FLOPs of the parts of both {kind!r} and of what it replaces "
+        f"for {model.name}, or for another {model.transformer} with heads of {model.head_dim}; measured are {there}. "
+        f"Measure anew: mhla bench transformer --model {model.name}."
+    )
+
+
+# ---- cards whose times ship -----------------------------------------------------------------------------------------
+
+
+def known_cards() -> dict[str, Path]:
+    """Name → folder, such as nvidia-h100-80gb-hbm3; inside an installed package, or in a checkout's ``assets/``."""
+    package = Path(__file__).parents[1]
+    installed = package / "cards"
+    folder = installed if installed.is_dir() else package.parent / "assets" / "benchmarks"
+    return {file.parent.name: file.parent for file in sorted(folder.glob(f"*/{_HELD}"))}
+
+
+def find_card(device: str | Path) -> Path:
+    """Folder of a known card, by a part of its name, such as h100.
+
+    Raises:
+        ValueError: a part of the names of several cards.
+        FileNotFoundError: of none, and there is no such file either.
+    """
+    cards = known_cards()
+    found = [name for name in cards if str(device).lower() in name]
+    if len(found) > 1:
+        raise ValueError(f"--device {device} is a part of {' and of '.join(found)}; give more of the name.")
+    if not found:
+        raise FileNotFoundError(
+            f"--device {device} is no file and no card whose times ship; those are {', '.join(cards)} (a part of the "
+            "name will do). Else give the JSON that mhla bench transformer has written, such as "
+            "outputs/benchmark/DEVICE/transformer.json."
+        )
+    return cards[found[0]]
+
+
+def read_card(card: Path) -> list[Run]:
+    """What a known card was measured with: whole forwards with their parts, and self-attention alone."""
+    return [read_run(card / f"{command}.json") for command in _COMMANDS]
+
+
+def what_was_measured(card: Path) -> tuple[str, str]:
+    """Date of a known card's measurements, and the models that forecasts are made of."""
+    names = dict.fromkeys(row["size"].split()[0] for row in _held(card))
+    return read_card(card)[0].conditions.date, ", ".join(names)
+
+
+def held_against(card: Path) -> str:
+    """How near forecasts came to whole forwards on a known card, as a line for people."""
+    ratios = [float(row["ratio"]) for row in _held(card)]
+    return (
+        f"Held against {len(ratios)} whole forwards on this card that they do not know (cuDNN's softmax, MHLA, hybrid, "
+        f"and the earlier sparse branch at 5 %), forecasts were {min(ratios):.2f} to {max(ratios):.2f} times the "
+        "measured. No whole forward with FlashAttention-3 or with blocks chosen by content was measured."
+    )
+
+
+def _held(card: Path) -> list[dict[str, str]]:
+    with (card / _HELD).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))

@@ -34,6 +34,10 @@ class Absent:
     reason: str
 
 
+Variant = Callable[[], object] | Absent
+"""What to time, or why it cannot be."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one variant."""
@@ -70,16 +74,10 @@ class Budget:
         return max(self.least, min(self.most, int(self.seconds / max(seconds, 1e-9))))
 
 
-Item = TypeVar("Item")
-Variant = Callable[[], object] | Absent
-"""What to time, or why it cannot be."""
-
-
 def time_interleaved(variants: Mapping[str, Variant], device: torch.device, budget: Budget) -> dict[str, Outcome]:
-    """Warm every variant up, then round after round until each has its repetitions.
+    """Warm every variant up, then time round after round until each has its repetitions.
 
-    A variant that runs out of memory or whose backend refuses the call while it warms up is not timed; its outcome
-    says why.
+    A variant that runs out of memory, or whose backend refuses the call, is not timed; its outcome says why.
 
     Args:
         variants: name → what to time.
@@ -90,16 +88,15 @@ def time_interleaved(variants: Mapping[str, Variant], device: torch.device, budg
         Name → outcome, in the order of ``variants``.
     """
     outcomes = {name: Outcome("absent", reason=run.reason) for name, run in variants.items() if isinstance(run, Absent)}
+    runs = {name: run for name, run in variants.items() if not isinstance(run, Absent)}
     counts: dict[str, int] = {}
     peaks: dict[str, int | None] = {}
-    runs = {name: run for name, run in variants.items() if not isinstance(run, Absent)}
     for name, run in show_progress(runs.items(), "warming up"):
         first = _warm_up(run, device, budget)
         if isinstance(first, Outcome):
             outcomes[name] = first
-            continue
-        counts[name] = budget.repetitions(first)
-        peaks[name] = peak_bytes(run, device)
+        else:
+            counts[name], peaks[name] = budget.repetitions(first), peak_bytes(run, device)
     clock = Clock(device)  # after the peaks, which it would add to
     seconds: dict[str, list[float]] = {name: [] for name in counts}
     turns = [name for turn in range(max(counts.values(), default=0)) for name in counts if turn < counts[name]]
@@ -107,6 +104,9 @@ def time_interleaved(variants: Mapping[str, Variant], device: torch.device, budg
         seconds[name].append(clock.seconds(runs[name]))
     outcomes |= {name: Outcome("measured", summarise(values), peaks[name]) for name, values in seconds.items()}
     return {name: outcomes[name] for name in variants}
+
+
+Item = TypeVar("Item")
 
 
 def show_progress(items: Collection[Item], what: str) -> Iterable[Item]:
@@ -172,9 +172,11 @@ def summarise(seconds: Sequence[float]) -> Timing:
     return Timing(median, p20, p80, len(seconds))
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator raised this; the CPU's has no class of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+def outcome_of(error: BaseException) -> Outcome:
+    """The outcome of a variant that raised this; the CPU's allocator has no error class of its own."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    no_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    return Outcome("out of memory" if no_memory else "absent", reason=lines[0][:300])
 
 
 def _warm_up(run: Callable[[], object], device: torch.device, budget: Budget) -> float | Outcome:
@@ -206,9 +208,3 @@ def _warnings_of(run: Callable[[], object]) -> str:
         run()
     texts = [str(warning.message).splitlines()[0].split(" (Triggered")[0] for warning in caught]
     return " ".join(dict.fromkeys(texts))[:300]
-
-
-def outcome_of(error: BaseException) -> Outcome:
-    """The outcome of a variant that raised this."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return Outcome("out of memory" if is_out_of_memory(error) else "absent", reason=lines[0][:300])

@@ -1,24 +1,16 @@
 """A whole model with random weights, a forward or a training step: softmax against linear attentions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .candidates import REST, Candidate
-from .cases import Case, Counts
-from .conditions import Rates
-from .results import PART, Row
-from .timing import Budget, Outcome, free_bytes, show_progress, time_interleaved
+from .cases import REST, Candidate, Case, Counts
+from .parts import time_parts
+from .results import PART, Rates, Row
+from .timing import Absent, Budget, Outcome, Variant, free_bytes, show_progress, time_interleaved
 
-FORWARD = "forward"
-TRAINING_STEP = "training step"
-_RECOMPILE_LIMIT = 64
-"""Every variant compiles the same code anew; beyond the limit torch would silently stop compiling."""
-_TRAINING_COPIES = 4
-"""Weights, gradients and both moments of AdamW."""
-_TRAINING_PASSES = 3
-"""A backward pass counts two forwards."""
+FORWARD, TRAINING_STEP = "forward", "training step"
 
 
 def benchmark_transformer(case: Case, rates: Rates, budget: Budget, *, compile: bool) -> list[Row]:
@@ -40,12 +32,29 @@ def benchmark_transformer(case: Case, rates: Rates, budget: Budget, *, compile: 
     if (refused := _refuse_for_memory(case, counts.weight_bytes, rates, FORWARD)) is not None:
         return [refused]
     candidates, inputs = _make_candidates(case, counts, compile=compile)
-    for candidate in _runnable(candidates):
-        candidate.run = candidate.forward(inputs)
-    with torch._dynamo.config.patch(cache_size_limit=_RECOMPILE_LIMIT):
-        rows = _measure(case, counts, candidates, rates, budget, FORWARD)
+    runs = {candidate.name: candidate.run(inputs) for candidate in candidates}
+    # every variant compiles the same code anew; beyond the limit torch would silently stop compiling
+    with torch._dynamo.config.patch(cache_size_limit=64):
+        rows = _measure(case, counts, candidates, runs, rates, budget, FORWARD)
+    measured = {row.variant for row in rows if row.median is not None}
     for candidate in show_progress(candidates, "looking at parts"):
-        rows += _part_rows(case, counts, candidate, rates)
+        run = runs[candidate.name]
+        told_apart = case.is_uniform and not candidate.compiled and candidate.choice != REST
+        if told_apart and candidate.name in measured and not isinstance(run, Absent):
+            costs = counts.costs[candidate.choice.kind]
+            rows += [
+                case.row(
+                    Outcome("measured", timing),
+                    rates,
+                    stage=PART + part,
+                    variant=candidate.name,
+                    baseline=False,
+                    tokens=counts.tokens,
+                    flops=costs[part].flops or None,  # none of a part that the model does not have
+                    bytes=costs[part].bytes or None,
+                )
+                for part, timing in time_parts(candidate.model, run, case.device).items()
+            ]
     torch.compiler.reset()
     return rows
 
@@ -66,18 +75,20 @@ def benchmark_training(case: Case, rates: Rates, budget: Budget, *, checkpointin
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
     """
     counts = case.count()
-    if (refused := _refuse_for_memory(case, _TRAINING_COPIES * counts.weight_bytes, rates, TRAINING_STEP)) is not None:
+    copies = 4  # weights, gradients and both moments of AdamW
+    if (refused := _refuse_for_memory(case, copies * counts.weight_bytes, rates, TRAINING_STEP)) is not None:
         return [refused]
     candidates, inputs = _make_candidates(case, counts, compile=False)
-    weights = {id(weight): weight for one in _runnable(candidates) for weight in one.model.parameters()}
+    models = [candidate.model for candidate in candidates if candidate.model is not None]
+    weights = {id(weight): weight for model in models for weight in model.parameters()}
     # a learning rate of 0 moves the same bytes and leaves every repetition the same weights
     optimizer = torch.optim.AdamW(list(weights.values()), lr=0.0)
-    for candidate in _runnable(candidates):
-        model = candidate.model.train()
+    for model in models:
+        model.train()
         if checkpointing:  # by the method that diffusers gives its models, or transformers
             (getattr(model, "enable_gradient_checkpointing", None) or model.activation_checkpointing_enable)()
-        candidate.run = candidate.training_step(inputs, optimizer)
-    return _measure(case, counts, candidates, rates, budget, TRAINING_STEP)
+    runs = {candidate.name: candidate.run(inputs, optimizer) for candidate in candidates}
+    return _measure(case, counts, candidates, runs, rates, budget, TRAINING_STEP)
 
 
 def _refuse_for_memory(case: Case, needed: int, rates: Rates, stage: str) -> Row | None:
@@ -86,8 +97,7 @@ def _refuse_for_memory(case: Case, needed: int, rates: Rates, stage: str) -> Row
     if needed <= free:
         return None
     reason = f"the weights need {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
-    if case.can_be_cut:
-        reason += ". --layers builds fewer"
+    reason += ". --layers builds fewer" if case.is_uniform else ""
     return case.row(Outcome("out of memory", reason=reason), rates, stage=stage, variant="all", baseline=False)
 
 
@@ -103,69 +113,46 @@ def _make_candidates(case: Case, counts: Counts, *, compile: bool) -> tuple[list
     return [*found, case.candidate(model, REST)] if case.is_cut else found, case.inputs(model)
 
 
-def _runnable(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [candidate for candidate in candidates if candidate.model is not None]
-
-
 def _measure(
-    case: Case, counts: Counts, candidates: Sequence[Candidate], rates: Rates, budget: Budget, stage: str
+    case: Case,
+    counts: Counts,
+    candidates: Sequence[Candidate],
+    runs: Mapping[str, Variant],
+    rates: Rates,
+    budget: Budget,
+    stage: str,
 ) -> list[Row]:
-    """Time all in turns, give each its outcome, and make a row of each.
+    """Time all in turns, and make a row of each.
 
-    Where layers are cut, with the time of all layers, extrapolated from the time of one and of ``REST``.
+    Where layers are cut, with the time of all layers, extrapolated from the time of those and of ``REST``.
     """
-    outcomes = time_interleaved({candidate.name: candidate.run for candidate in candidates}, case.device, budget)
-    rest, rows = outcomes.get(REST.name), []
+    outcomes, rows = time_interleaved(runs, case.device, budget), []
+    rest = outcomes.get(REST.name)
     for candidate in candidates:
-        choice, flops = candidate.choice, counts.flops(candidate.choice.kind)
-        candidate.outcome = outcomes[candidate.name]
-        whole = None if choice == REST else _whole_seconds(case, candidate.outcome, rest)
-        notes = [choice.note] if choice.note else []
+        choice, outcome = candidate.choice, outcomes[candidate.name]
+        flops, notes = counts.flops(choice.kind), [choice.note] if choice.note else []
+        whole = None if outcome.timing is None or choice == REST else outcome.timing.median
         if case.is_cut and whole is not None:
-            notes.append(f"{case.layers} of {case.all_layers} layers; all would take {1000 * whole:.3g} ms")
+            without = None if rest is None or rest.timing is None else rest.timing.median
+            if without is None:
+                whole = None
+            else:
+                whole = without + (whole - without) * case.all_layers / int(case.layers or 1)
+                notes.append(f"{case.layers} of {case.all_layers} layers; all would take {1000 * whole:.3g} ms")
         rows.append(
             case.row(
-                candidate.outcome,
+                outcome,
                 rates,
                 stage=stage,
                 variant=candidate.name,
                 baseline=choice.baseline,
                 blocks=choice.blocks,
                 tokens=counts.tokens,
-                flops=None if flops is None else flops * (_TRAINING_PASSES if stage == TRAINING_STEP else 1),
+                # a backward pass counts two forwards
+                flops=None if flops is None else flops * (3 if stage == TRAINING_STEP else 1),
                 whole_seconds=whole,
                 note="; ".join(notes),
                 **({"layers": 0} if choice == REST else {}),
             )
         )
     return rows
-
-
-def _whole_seconds(case: Case, outcome: Outcome, rest: Outcome | None) -> float | None:
-    """Median of a variant with all layers of the model."""
-    if outcome.timing is None or not case.is_cut:
-        return None if outcome.timing is None else outcome.timing.median
-    if rest is None or rest.timing is None:
-        return None
-    of_layers = outcome.timing.median - rest.timing.median
-    return rest.timing.median + of_layers * case.all_layers / case.layers_built
-
-
-def _part_rows(case: Case, counts: Counts, candidate: Candidate, rates: Rates) -> list[Row]:
-    """A row per part of a candidate that was measured; parts of what is compiled are not told apart."""
-    if candidate.outcome.status != "measured" or candidate.compiled or candidate.choice == REST:
-        return []
-    costs = counts.costs[candidate.choice.kind]
-    return [
-        case.row(
-            Outcome("measured", timing),
-            rates,
-            stage=PART + part,
-            variant=candidate.name,
-            baseline=False,
-            tokens=counts.tokens,
-            flops=costs[part].flops or None,  # none of a part that the model does not have
-            bytes=costs[part].bytes or None,
-        )
-        for part, timing in case.time_parts(candidate).items()
-    ]

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from mhla_diffusers.benchmark.candidates import COMPILED, HYBRID, PATCHES, PLAIN, patch_settings
-from mhla_diffusers.benchmark.cards import find_card
-from mhla_diffusers.benchmark.forecast import Counts, Question, count_forwards, forward_seconds
+from mhla_diffusers.benchmark.cases import PATCHES, patch_settings
+from mhla_diffusers.benchmark.forecast import Costs, Question, count_forwards, forward_seconds
 from mhla_diffusers.benchmark.models import Size, family_of_model, models
-from mhla_diffusers.benchmark.results import Row, Run, read_run
-from mhla_diffusers.benchmark.speeds import measured_speeds
+from mhla_diffusers.benchmark.results import COMPILED, HYBRID, PLAIN, Row, Run, read_run
+from mhla_diffusers.benchmark.speeds import find_card, measured_speeds
 from mhla_diffusers.devices import FLOAT_TYPES
 from mhla_diffusers.families import Model
 from mhla_diffusers.reporting import text_table
@@ -62,7 +61,9 @@ def _of_pair(known: Run, name: str, rows: list[Row]) -> Iterator[Held]:
         question = asked(model, size, kind)
         speeds = measured_speeds([known], model, question.tokens, kind)
         counts = counted(model.name, size, kind, own.dtype, own.layers)
-        for row, seconds in zip((own, whole[kind]), forward_seconds(counts, speeds), strict=True):
+        for row, seconds in zip(
+            (own, whole[kind]), forward_seconds(counts, own.layers or model.layers, speeds), strict=True
+        ):
             attention = kind if row is not own else f"{row.variant}, beside {kind}"
             yield Held(name, rows[0].case, attention, sum(seconds.values()), float(row.median or 0))
 
@@ -85,14 +86,14 @@ def _of_row(row: Row, runs: list[Run]) -> Iterator[Held]:
         speeds = measured_speeds(runs, model, int(row.tokens or 0), "MHLA")
     except ValueError:  # a model of which no parts were timed, nor of a relative
         return
-    one, other = forward_seconds(counted(model.name, size, "MHLA", row.dtype, None), speeds)
+    one, other = forward_seconds(counted(model.name, size, "MHLA", row.dtype, None), model.layers, speeds)
     unpatched, patched = sum(one.values()), sum(other.values())
     forecast = {"softmax _native_cudnn": unpatched, HYBRID: (2 * patched + unpatched) / 3}.get(row.variant, patched)
     yield Held("parts", row.case, row.variant, forecast, float(row.median or 0))
 
 
 @cache
-def counted(model: str, size: Size, kind: str, dtype: str, layers: int | None) -> Counts:
+def counted(model: str, size: Size, kind: str, dtype: str, layers: int | None) -> tuple[Costs, Costs]:
     """A forward, unpatched and patched; one size is forecast from several others, and counted once."""
     return count_forwards(asked(models()[model], size, kind), FLOAT_TYPES[dtype], layers)
 

@@ -8,19 +8,19 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from mhla_diffusers import MHLAConfig, is_patched
 from mhla_diffusers.benchmark import shapes
-from mhla_diffusers.benchmark.candidates import CONTENT, PATCHES, Choice, attention_choices, content_note
-from mhla_diffusers.benchmark.cases import TransformerCase
+from mhla_diffusers.benchmark.cases import PATCHES, Case, Choice, attention_choices, content_note
 from mhla_diffusers.benchmark.models import Size, choose_sizes, models
+from mhla_diffusers.benchmark.results import CONTENT
 from mhla_diffusers.benchmark.timing import Absent
 from mhla_diffusers.families import get_family
 
 CPU = torch.device("cpu")
-MHLA = Choice("MHLA", "MHLA", baseline=False)
+MHLA = Choice("MHLA", "MHLA")
 
 
 def a_case(name, layers=None):
     model = models()[name]
-    return TransformerCase(model, choose_sizes(model, None, None, "cpu")[0], layers, CPU, torch.float32)
+    return Case(model, choose_sizes(model, None, None, "cpu")[0], layers, CPU, torch.float32)
 
 
 def token_grid(case, transformer):
@@ -29,8 +29,7 @@ def token_grid(case, transformer):
 
 def output(case, candidate):
     torch.manual_seed(0)
-    with torch.no_grad(), candidate.context():
-        return candidate.model(**case.inputs(candidate.model))[0]
+    return candidate.run(case.inputs(candidate.model))()[0]
 
 
 @pytest.mark.parametrize("name", ["tiny-wan", "tiny-sana", "tiny-dit"])
@@ -45,7 +44,7 @@ def test_candidates_share_weights_and_compute_what_they_say(name):
     for choice in choices:
         candidate = case.candidate(transformer, choice)
         if choice.absent is not None:
-            assert candidate.model is None and candidate.run == Absent(choice.absent)
+            assert candidate.model is None and candidate.run({}) == Absent(choice.absent)
             continue
         assert all(
             parameter is own
@@ -88,7 +87,7 @@ def test_the_note_tells_the_density_that_there_is():
 def test_plain_linear_attention_is_what_sana_has():
     case = a_case("tiny-sana")
     transformer = case.build()
-    choices = [Choice(kind, kind, baseline=False) for kind in ("own", "plain linear", "softmax")]
+    choices = [Choice(kind, kind) for kind in ("own", "plain linear", "softmax")]
     own, plain, softmax = (output(case, case.candidate(transformer, choice)) for choice in choices)
     assert (plain - own).norm() < 1e-3 * (softmax - own).norm() + 1e-5 * own.norm()
 
@@ -108,4 +107,4 @@ def test_pytorch_backends_are_not_compiled_apart():
     case = a_case("tiny-dit", layers=1)
     flash = Choice("softmax flash", "softmax", baseline=True, backend="flash")
     candidate = case.candidate(case.build(), flash, compiled=True)
-    assert candidate.run == Absent("torch.compile chooses PyTorch's backend itself")
+    assert candidate.run({}) == Absent("torch.compile chooses PyTorch's backend itself")

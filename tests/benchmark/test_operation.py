@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from mhla_diffusers.attention import initial_mixing, mhla_attention
-from mhla_diffusers.benchmark import correctness, packages, problems
-from mhla_diffusers.benchmark.candidates import CONTENT
-from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operation
-from mhla_diffusers.benchmark.lists import draw_lists, flex_over_lists
+from mhla_diffusers.benchmark import correctness
+from mhla_diffusers.benchmark import shapes as packages
+from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operation, make_inputs
 from mhla_diffusers.benchmark.operation import GIVEN
-from mhla_diffusers.benchmark.problems import make_inputs
-from mhla_diffusers.benchmark.shapes import Shape, shapes
+from mhla_diffusers.benchmark.results import CONTENT
+from mhla_diffusers.benchmark.shapes import Shape, draw_lists, flex_over_lists, shapes
 
 from .commands import bench, measure, medians
 
@@ -88,7 +87,7 @@ def test_flash_attention_3_is_found_under_either_name(monkeypatch):
 @pytest.mark.parametrize("kind", ["MHLA", "MHLA with the sparse branch"])
 def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
     """The output, or the gradient of the query alone."""
-    right = problems.mhla_attention
+    right = correctness.mhla_attention
 
     def attend(query, *args, **options):
         if (kind == "MHLA") == ("sparse" in options):
@@ -96,8 +95,8 @@ def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
         twice = 2 * query - query.detach()  # the right value and a doubled gradient
         return right(twice, *args, **options) if wrong == "query" else 1.1 * right(query, *args, **options)
 
-    monkeypatch.setattr(problems, "mhla_attention", attend)
-    with pytest.raises(IncorrectAttentionError, match=f"{kind} eager has a relative .* {wrong} .* Nothing was timed"):
+    monkeypatch.setattr(correctness, "mhla_attention", attend)
+    with pytest.raises(IncorrectAttentionError, match=f"{kind} eager on cpu .* {wrong} .* Nothing was timed"):
         measure(tmp_path, "op", "--shape", "tiny")
     assert not list(tmp_path.rglob("*.json"))
 

@@ -1,4 +1,4 @@
-"""``mhla bench parallel``: what is counted is what one can reckon by hand, and what the tables and the page say."""
+"""``mhla bench parallel`` and ``plan``: counts that one can reckon by hand, arithmetic of them, tables and the page."""
 
 import csv
 from dataclasses import replace
@@ -8,17 +8,43 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from mhla_diffusers.benchmark.models import Size, find_models
-from mhla_diffusers.benchmark.parallel.counting import MHLA, SOFTMAX, count, crossings, name_of, sent, shape_of
-from mhla_diffusers.benchmark.parallel.world import Layout, pretended
+from mhla_diffusers import MHLAConfig
+from mhla_diffusers.benchmark.forecast import ceilings
+from mhla_diffusers.benchmark.models import Size, find_models, models
+from mhla_diffusers.benchmark.parallel import (
+    MHLA,
+    SOFTMAX,
+    Layout,
+    Machines,
+    count,
+    crossing,
+    layouts_of,
+    plan,
+    pretended,
+    sent,
+    shape_of,
+)
 from mhla_diffusers.benchmark.shapes import TINY
 from mhla_diffusers.cli import app
 
 ROOT = Path(__file__).parents[2]
 STATE = 4 * TINY.heads * 12 * TINY.head_dim * (TINY.head_dim + 1)
-"""Bytes of the summaries of its 12 blocks, float32."""
+"""Bytes of the states of its 12 blocks, float32."""
 ALL_TOKENS = 2 * TINY.tokens * TINY.heads * TINY.head_dim
 """Bytes of the queries of all tokens, bfloat16."""
+SIZE = Size(64, 96, 9)
+ROUND = Machines(tflops=2, utilisation=0.5, nvlink=100, infiniband=10, gpus_per_machine=2)
+"""10^12 FLOP/s, 10^11 and 10^10 bytes/s."""
+
+
+def run(command, folder):
+    result = CliRunner().invoke(app, [*f"bench {command} --model tiny-wan --size 64x96 --output".split(), str(folder)])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def tiny_wan():
+    return models()["tiny-wan"]
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -40,6 +66,7 @@ def test_bytes_of_exchanged_heads_by_hand():
     tables = 2 * 4 * sum(places * channels for places, channels in zip(TINY.grid, TINY.rotary_axes, strict=True))
     assert sent(MHLA, TINY, by_heads, False).bytes == 4 * half + tables
     assert sent(MHLA, TINY, by_heads, True).bytes == 8 * half + tables
+    assert {by_heads for _, by_heads in count(shape_of(tiny_wan(), SIZE), 4)} == {False}, "4 do not divide 3 heads"
 
 
 def test_both_degrees_are_told_apart():
@@ -57,22 +84,14 @@ def test_mhla_sends_the_same_however_many_tokens():
     assert sent(SOFTMAX, long, ring, True).bytes == 100 * sent(SOFTMAX, TINY, ring, True).bytes
 
 
-def test_heads_that_cannot_be_exchanged_have_no_count():
-    (model,) = find_models(["tiny-wan"], "cpu")
-    found = count(model, shape_of(model, Size(64, 96, 9)), 4)
-    assert [name_of(variant).split(", ")[-1] for variant in found.sent] == ["ring"] * 2
-
-
 def test_a_crossing_is_where_less_is_sent():
     (model,) = find_models(["wan2.1-1.3b"], "cpu")
     shape = shape_of(model, Size(480, 832, 81))
-    for one in crossings(model, Size(480, 832, 81), 2):
-        layout = Layout(ulysses=2) if one.rival[1] else Layout(ring=2)
-        for tokens, less in ((one.tokens, True), (one.tokens - 1560, False)):
-            at = replace(shape, grid=(tokens // 1560, 30, 52))
-            assert (
-                sent(MHLA, at, Layout(ring=2), False).bytes < sent(*(one.rival[0], at, layout, False)).bytes
-            ) == less
+    for rival in ((SOFTMAX, False), (SOFTMAX, True)):
+        found = crossing(shape, 2, rival, False)
+        for tokens, less in ((found, True), (found - 1560, False)):
+            sizes = count(replace(shape, grid=(tokens // 1560, 30, 52)), 2)
+            assert (sizes[MHLA, False][0] < sizes[rival][0]) == less
 
 
 def test_pretended_processes_are_gone_afterwards():
@@ -84,16 +103,13 @@ def test_pretended_processes_are_gone_afterwards():
 
 
 def test_command(tmp_path):
-    run = "bench parallel --model tiny-wan --size 64x96 --frames 9 --frames 17 --processes 2 --output"
-    result = CliRunner().invoke(app, [*run.split(), str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    result = run("parallel --frames 9 --frames 17 --processes 2", tmp_path)
     rows = list(csv.DictReader((tmp_path / "sent.csv").read_text().splitlines()))
     assert [(row["tokens"], row["pass"]) for row in rows[:2]] == [("72", "forward"), ("72", "forward+backward")]
     assert len(rows) == 4 and len({row["MHLA, ring, MB"] for row in rows if row["pass"] == "forward"}) == 1
     assert "| tiny-wan | 2 | softmax, ring |" in (tmp_path / "crossings.md").read_text()
     # it takes minutes for the real models, so it says where it is
-    assert "counting 2 of 2: tiny-wan at 64x96x17, 2 processes" in result.stderr
-    assert "looking for where tiny-wan sends less, 2 processes" in result.stderr and "counting" not in result.stdout
+    assert "counting 2 of 2: tiny-wan at 64x96x17, 2 processes" in result.stderr and "counting" not in result.stdout
 
 
 def test_the_page_tells_what_is_counted():
@@ -103,7 +119,83 @@ def test_the_page_tells_what_is_counted():
         header, _, *rows = (folder / f"{name}.md").read_text().splitlines()
         assert header in page
         assert sum(row in page for row in rows) >= 8
-    (model,) = find_models(["wan2.1-14b"], "cpu")
-    found = count(model, shape_of(model, Size(480, 832, 81)), 8).sent.values()
+    found = count(shape_of(models()["wan2.1-14b"], Size(480, 832, 81)), 8).values()
     cells = " | ".join(f"{forward / 1e6:,.1f}" for forward, _ in found)
     assert f"| wan2.1-14b | 8 | 32,760 | forward | {cells} |" in page
+
+
+# ---- mhla bench plan
+
+
+def test_seconds_by_hand():
+    model = tiny_wan()
+    softmax, mhla = plan(model, SIZE, [2], ROUND)
+    whole = ceilings([model])[0].flops  # of its own size, which is this one
+    assert softmax.compute == pytest.approx(whole / 2 / 1e12)
+    for planned, attention in ((softmax, SOFTMAX), (mhla, MHLA)):
+        assert planned.attention == attention
+        one = sent(attention, shape_of(model, SIZE), planned.layout, False).bytes
+        assert planned.sending == pytest.approx(model.layers * one / 1e11)
+    assert mhla.weight_bytes == softmax.weight_bytes > 0
+    assert {one.sending for one in plan(model, SIZE, [1], ROUND)} == {0}
+
+
+def test_between_machines_the_slower_rate_counts():
+    """A ring over two machines is as slow as what joins them; heads are exchanged within one."""
+    ring, heads = 1e10, 1e11
+    assert ROUND.sending_seconds(Layout(2, 1), ring, 0) == pytest.approx(0.1)
+    assert ROUND.sending_seconds(Layout(4, 1), ring, 0) == pytest.approx(1)
+    assert ROUND.sending_seconds(Layout(2, 2), ring, heads) == pytest.approx(1 + 1)
+    assert ROUND.sending_seconds(Layout(1, 4), 0, heads) == pytest.approx(10)
+
+
+def test_layouts_are_those_that_diffusers_allows():
+    shape = replace(TINY, grid=(64,), heads=12)
+    three = [Layout(8, 1), Layout(4, 2), Layout(2, 4)]
+    assert layouts_of(8, shape, 8) == three == layouts_of(8, replace(shape, heads=40), 4)
+    assert layouts_of(8, replace(shape, grid=(60,), heads=40), 8) == [Layout(8, 1)]
+    assert layouts_of(1, shape, 8) == [Layout()]
+
+
+def test_a_hybrid_sends_for_its_softmax_layers_too():
+    hybrid = MHLAConfig(blocks=(1, 2, 2), layers=(0, 2, 3))
+    _, planned = plan(tiny_wan(), SIZE, [2], ROUND, hybrid)
+    shape = shape_of(tiny_wan(), SIZE)
+    one, other = (sent(name, shape, planned.layout, False).bytes for name in (MHLA, SOFTMAX))
+    assert planned.sending == pytest.approx((3 * one + other) / 1e11)
+
+
+def test_shares_may_differ_by_a_token():
+    """72 tokens on 5 GPUs: the longest share has 15, and the ring waits for it."""
+    alone, _, softmax, _ = plan(tiny_wan(), SIZE, [1, 5], ROUND)
+    assert softmax.layout == Layout(5, 1)
+    assert softmax.compute == pytest.approx(alone.compute * 15 / 72)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: Machines(tflops=0.0), "tflops=0.0 must be positive"),
+        (lambda: Machines(utilisation=40.0), "40.0 .* at most 1"),
+        (lambda: plan(tiny_wan(), SIZE, [0], ROUND), "gpus=0 must be at least 1"),
+        (
+            lambda: plan(tiny_wan(), SIZE, [2], ROUND, MHLAConfig(blocks=(1, 2, 2), sparse="content")),
+            "sparse='content' .* not counted",
+        ),
+    ],
+)
+def test_what_cannot_be_planned(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        wrong()
+
+
+def test_plan_command(tmp_path):
+    shown = run("plan --frames 9 --gpus 1 --gpus 4 --tflops 100 --nvlink 10", tmp_path).output
+    assert "Stated, not measured: a GPU computes at 40% of 100 TFLOP/s and sends 10 GB/s" in shown
+    rows = list(csv.DictReader((tmp_path / "plan.csv").read_text().splitlines()))
+    assert [(row["GPUs"], row["attention"]) for row in rows] == [
+        ("1", "softmax"),
+        ("1", "MHLA"),
+        ("4", "softmax"),
+        ("4", "MHLA"),
+    ]

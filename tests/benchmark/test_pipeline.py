@@ -2,9 +2,8 @@
 
 import pytest
 
-from mhla_diffusers.benchmark.candidates import CONTENT
 from mhla_diffusers.benchmark.pipeline import PARTS, WHOLE
-from mhla_diffusers.benchmark.results import read_runs
+from mhla_diffusers.benchmark.results import CONTENT, read_runs
 from mhla_diffusers.tiny import TINY, pipeline_folder
 
 from .commands import bench, medians

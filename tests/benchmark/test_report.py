@@ -9,10 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mhla_diffusers.benchmark.candidates import CONTENT
-from mhla_diffusers.benchmark.conditions import Rates, gather_conditions
-from mhla_diffusers.benchmark.figures import FIGURES, colour_of, fastest_by_group
-from mhla_diffusers.benchmark.results import COMMANDS, Run, make_row, write_run
+from mhla_diffusers.benchmark.report import FIGURES, colour_of, fastest_by_group
+from mhla_diffusers.benchmark.results import COMMANDS, CONTENT, Rates, Run, gather_conditions, make_row, write_run
 from mhla_diffusers.benchmark.timing import Outcome, Timing
 
 from .commands import bench

@@ -6,8 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mhla_diffusers.benchmark.conditions import Rates, gather_conditions
-from mhla_diffusers.benchmark.results import Row, Run, make_row, read_run, read_runs, write_run
+from mhla_diffusers.benchmark.results import (
+    Rates,
+    Row,
+    Run,
+    gather_conditions,
+    make_row,
+    read_run,
+    read_runs,
+    write_run,
+)
 from mhla_diffusers.benchmark.timing import Outcome, Timing
 
 WHAT = {"case": "a", "stage": "forward", "dtype": "float32"}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mhla_diffusers.benchmark.scaling import default_config, fitted_exponent, mixing_overhead
+from mhla_diffusers.benchmark.operation import default_scaling, fitted_exponent, mixing_overhead
 
 from .commands import bench, measure
 
@@ -51,6 +51,6 @@ def test_sizes_that_make_no_square_are_refused(tmp_path):
 
 
 def test_a_gpu_goes_to_a_million_tokens():
-    config = default_config("cuda")
+    config = default_scaling("cuda")
     assert max(config.tokens) == 2**20
     assert (min(config.blocks), max(config.blocks)) == (4, 1024)

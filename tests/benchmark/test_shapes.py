@@ -7,9 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_diffusers.attention import initial_mixing, mhla_attention
-from mhla_diffusers.benchmark.lists import draw_lists
-from mhla_diffusers.benchmark.problems import make_inputs
-from mhla_diffusers.benchmark.shapes import TINY, Shape, choose_shapes, cost_of, shapes, softmax_attention
+from mhla_diffusers.benchmark.correctness import make_inputs
+from mhla_diffusers.benchmark.shapes import TINY, Shape, choose_shapes, cost_of, draw_lists, shapes, softmax_attention
 
 REAL = {
     "wan2.1-1.3b-480p": 31_500,

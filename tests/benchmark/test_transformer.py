@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mhla_diffusers.benchmark.candidates import CONTENT, HYBRID, LINEAR_KINDS, PATCHES, PLAIN, REST
+from mhla_diffusers.benchmark.cases import LINEAR_KINDS, PATCHES, REST
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
 from mhla_diffusers.benchmark.parts import PARTS
-from mhla_diffusers.benchmark.results import read_runs
+from mhla_diffusers.benchmark.results import CONTENT, HYBRID, PLAIN, read_runs
 from mhla_diffusers.benchmark.transformer import TRAINING_STEP
 from mhla_diffusers.patching import layer
 

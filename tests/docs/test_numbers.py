@@ -7,9 +7,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mhla_diffusers.benchmark.candidates import COMPILED, HYBRID, PLAIN
-from mhla_diffusers.benchmark.cards import find_card
-from mhla_diffusers.benchmark.results import read_run
+from mhla_diffusers.benchmark.results import COMPILED, HYBRID, PLAIN, read_run
+from mhla_diffusers.benchmark.speeds import find_card
 from mhla_diffusers.cli import app
 
 from .snippets import PAGES, ROOT

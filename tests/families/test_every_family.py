@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.benchmark.cases import TransformerCase
+from mhla_diffusers.benchmark.cases import Case
 from mhla_diffusers.benchmark.models import choose_sizes, models
 from mhla_diffusers.families import get_family, predict
 from mhla_diffusers.families.processes import NoisedBatch
@@ -312,7 +312,7 @@ def test_real_models_are_counted_without_weights(name: str) -> None:
     assert any(not model.is_tiny for model in family.models) and f"tiny-{family.name}" in models()
     for model in family.models:
         size = choose_sizes(model, None, None, "cpu")[0]
-        case = TransformerCase(model, size, None if model.is_tiny else 1, torch.device("cpu"), torch.float32)
+        case = Case(model, size, None if model.is_tiny else 1, torch.device("cpu"), torch.float32)
         costs = case.count(["softmax native", "MHLA"])
         own, patched = (sum(cost.flops for cost in costs.costs[kind].values()) for kind in ("softmax", "MHLA"))
         assert own > 0 and patched > 0

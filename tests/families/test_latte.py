@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.benchmark.cases import TransformerCase
+from mhla_diffusers.benchmark.cases import Case
 from mhla_diffusers.benchmark.forecast import Question
 from mhla_diffusers.benchmark.models import Size, find_models
 from mhla_diffusers.families import get_family
@@ -50,7 +50,7 @@ def test_training_takes_latents_of_videos():
 def test_measured_at_any_number_of_frames():
     """The model has a table of as many positions; the small input that is checked first has one frame."""
     (model,) = find_models(["tiny-latte"], "cpu")
-    case = TransformerCase(model, Size(64, 96, 5), 1, torch.device("cpu"), torch.float32)
+    case = Case(model, Size(64, 96, 5), 1, torch.device("cpu"), torch.float32)
     transformer = case.build()
     assert transformer.config.video_length == 5
     case.check(transformer)

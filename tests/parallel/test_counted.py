@@ -3,9 +3,7 @@
 import torch
 from torch.testing import assert_close
 
-from mhla_diffusers.benchmark.parallel.counting import MHLA, SOFTMAX, attend, make_share, sent
-from mhla_diffusers.benchmark.parallel.traffic import Traffic
-from mhla_diffusers.benchmark.parallel.world import Layout, make_world
+from mhla_diffusers.benchmark.parallel import MHLA, SOFTMAX, Layout, Traffic, attend, make_share, make_world, sent
 from mhla_diffusers.benchmark.shapes import TINY
 
 from .diffusers_on_cpu import diffusers_on_cpu

@@ -10,7 +10,7 @@ import torch
 from mhla_diffusers.attention import BlockLists, mhla_attention
 from mhla_diffusers.attention.layout import block_count
 from mhla_diffusers.attention.parallel.place import Parallel, parts
-from mhla_diffusers.benchmark.parallel.world import Layout, make_world
+from mhla_diffusers.benchmark.parallel import Layout, make_world
 
 from .processes import Processes
 

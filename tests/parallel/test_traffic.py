@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from mhla_diffusers.attention.parallel.collectives import exchanged, gathered, summed
-from mhla_diffusers.benchmark.parallel.traffic import Traffic
+from mhla_diffusers.benchmark.parallel import Traffic
 
 NUMBERS = 2**21
 """float32, that a collective is given: beside 8 MiB the headers of TCP and a stranger's bytes are few."""
@@ -120,4 +120,4 @@ def test_waiting_and_barriers_send_nothing(two):
 def _only_wait() -> None:
     with Traffic() as traffic:
         dist.barrier()
-    assert traffic.bytes == 0 and not traffic.sent
+    assert traffic.bytes == 0 and not traffic.groups

@@ -5,13 +5,12 @@ import torch
 from transformers import PreTrainedModel
 
 from mhla_diffusers import mhla_layers
-from mhla_diffusers.benchmark.candidates import CONTENT, LINEAR_KINDS, PLAIN, Choice
-from mhla_diffusers.benchmark.cases import TransformerCase
-from mhla_diffusers.benchmark.classifiers import CLASSIFIERS, ClassifierCase
+from mhla_diffusers.benchmark.cases import CLASSIFIERS, LINEAR_KINDS, Case, Choice, ClassifierCase
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
-from mhla_diffusers.benchmark.figures import draw_throughput
 from mhla_diffusers.benchmark.models import Size, choose_sizes, models
 from mhla_diffusers.benchmark.parts import PARTS
+from mhla_diffusers.benchmark.report import draw_throughput
+from mhla_diffusers.benchmark.results import CONTENT, PLAIN
 from mhla_diffusers.benchmark.transformer import TRAINING_STEP
 from mhla_diffusers.families import families
 from mhla_diffusers.models import PooledViTConfig
@@ -30,7 +29,7 @@ def whole(name, only):
     if name in CLASSIFIERS:
         case = ClassifierCase(CLASSIFIERS[name], Size(224, 224, None), None, CPU, torch.float32)
     else:
-        case = TransformerCase(models()[name], Size(224, 224, None), None, CPU, torch.float32)
+        case = Case(models()[name], Size(224, 224, None), None, CPU, torch.float32)
     counts = case.count([only])
     (kind,) = counts.costs
     return counts.flops(kind) / 2, counts.weight_bytes / 4
@@ -48,13 +47,13 @@ def test_what_is_measured_are_the_papers_models(name, only, paper):
 @pytest.mark.parametrize("model", OF_PATCHES, ids=lambda model: model.name)
 def test_models_of_families_are_counted_without_weights(model):
     (size,) = choose_sizes(model, None, None, "cpu")
-    case = TransformerCase(model, size, 1, CPU, torch.float32)
+    case = Case(model, size, 1, CPU, torch.float32)
     counts = case.count(["softmax native", "MHLA", CONTENT])
     assert set(counts.costs) == {"softmax", "MHLA", CONTENT}
     assert 0 < counts.flops("MHLA") < counts.flops("softmax")
     other = {"deit-t-16": PooledViTConfig.deit_t, "deit-s-16": PooledViTConfig.deit_s}.get(model.name)
     if other is not None:
-        found = TransformerCase(model, size, None, CPU, torch.float32).build(torch.device("meta")).config
+        found = Case(model, size, None, CPU, torch.float32).build(torch.device("meta")).config
         assert found.to_diff_dict() == other().to_diff_dict()
 
 
@@ -105,7 +104,7 @@ def test_variants_of_vlt_differ_in_their_mhla_alone():
     weights = {name: parameter for name, parameter in model.named_parameters() if ".mhla." not in name}
     blocks = {"softmax": [], PLAIN: [(1, 1)] * 2, "MHLA": [(2, 2)] * 2, CONTENT: [(2, 2)] * 2}
     for kind, expected in blocks.items():
-        variant = case.variant(model, Choice(kind, kind, baseline=False))
+        variant = case.variant(model, Choice(kind, kind))
         own = dict(variant.named_parameters())
         assert all(own[name] is parameter for name, parameter in weights.items())
         layers = mhla_layers(variant).values()
