@@ -21,14 +21,10 @@ from .trainable import patched_attentions
 
 
 def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
-    """Check what needs neither the model nor the data.
-
-    Returns:
-        The checkpoint to resume from; None for a new run.
+    """Check what needs neither the model nor the data, and return the checkpoint to resume from, if any.
 
     Raises:
-        ValueError: a new run where there is one, a way of sharding that is not supported, or processes that are not
-            whole groups of ``context_parallel``.
+        ValueError: a new run where there is one, sharding that is not supported, processes of no whole groups.
         FileNotFoundError: no checkpoint to resume from.
         ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
     """
@@ -40,13 +36,7 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
 
 
 def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
-    """Raise unless transformer, data and configuration belong together; values are not looked at.
-
-    Raises:
-        ValueError: patched or not, against the configuration; wrong number of channels or axes; fewer tokens than
-            blocks on an axis, or no more than a uniform block holds; a causal patch that cannot be trained; tokens that
-            cannot be spread over the processes of a group.
-    """
+    """Raise ValueError unless transformer, data and configuration belong together; values are not looked at."""
     layers = mhla_layers(transformer)
     if layers and config.patch is None:
         raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
@@ -76,12 +66,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
 
 
 def check_enough(data: TrainingData, config: TrainingConfig) -> None:
-    """Raise unless data has as many samples, and what else, as a configuration needs.
-
-    Raises:
-        ValueError: nothing is left to train on, less than one batch is, or prompts are to be dropped but the data has
-            no empty prompt.
-    """
+    """Raise ValueError unless data has a batch to train on, and an empty prompt if prompts are to be dropped."""
     held_out = config.validation.samples
     left = len(data) - held_out
     check(
@@ -102,12 +87,7 @@ def check_enough(data: TrainingData, config: TrainingConfig) -> None:
 
 
 def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
-    """Raise unless the tokens of transformer and data can be spread as configured; values are not looked at.
-
-    Raises:
-        ValueError: a transformer of which diffusers does not tell how tokens are split, or that is split already;
-            heads or tokens that the processes do not divide; softmax attention that cannot go round a ring.
-    """
+    """Raise ValueError unless the tokens of transformer and data can be spread over processes as configured."""
     if getattr(transformer, "_parallel_config", None) is not None:
         raise ValueError(
             "transformer.enable_parallelism() was called before training, which then would weigh gradients wrongly; "

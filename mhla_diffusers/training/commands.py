@@ -105,27 +105,19 @@ def _show_log() -> None:
 
 
 def _clip(model: str, frames: int | None, fps: float | None, sizes: Sequence[str] | None) -> "Clip":
-    """The default clip of a model's family with some values changed.
+    """The default clip of a model's family with some values changed."""
+    from dataclasses import replace
 
-    Raises:
-        ValueError: a size that is not of the form "480x832", or an unsupported model.
-        FileNotFoundError: no such model.
-    """
-    from ..families import Clip
     from ..generation import family_of
 
-    clip = family_of(model).default_clip
     pairs = []
     for size in sizes or ():
         height, _, width = size.partition("x")
         if not (height.isdigit() and width.isdigit()):
             raise ValueError(f"Size {size!r} must look like HEIGHTxWIDTH, for example 480x832.")
         pairs.append((int(height), int(width)))
-    return Clip(
-        frames=clip.frames if frames is None else frames,
-        fps=clip.fps if fps is None else fps,
-        sizes=tuple(pairs) or clip.sizes,
-    )
+    given: dict[str, Any] = {"frames": frames, "fps": fps, "sizes": tuple(pairs) or None}
+    return replace(family_of(model).default_clip, **{name: x for name, x in given.items() if x is not None})
 
 
 def _pipeline(model: str, device: str, precision: str) -> Any:

@@ -60,12 +60,11 @@ class StageConfig:
     """One stage of training."""
 
     steps: int
-    """Optimizer updates."""
     learning_rate: float
     trainable: Trainable
     objectives: ObjectiveWeights
     mixing_learning_rate: float | None = None
-    """Learning rate of the mixing matrices and of λ and β; None for that of the rest."""
+    """Of the mixing matrices, λ and β; None for that of the rest."""
     lora_rank: int | None = None
     """Rank of LoRA; needed with ``trainable: lora`` and only there."""
     scheduler: Literal["constant", "cosine"] = "constant"
@@ -139,8 +138,8 @@ class TrainingConfig:
     patch: str | MHLAConfig | None = None
     """Name of a patch, path of a patch YAML or of a saved patch to start from, or settings; None for no patch."""
     data: str | None = None
-    """Folder made by ``mhla encode`` or ``mhla synthesize``, or one of videos or images with captions (or webdataset's
-    tar shards), which is encoded first; None where the caller hands over the data."""
+    """Folder of latents, or of videos or images with captions (or webdataset's tar shards), which are encoded first;
+    None where the caller hands over the data."""
     clip: Clip | None = None
     """What is cut out of videos or images in ``data``; None for the family's default."""
     seed: int = 0
@@ -223,16 +222,11 @@ class TrainingConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON and YAML can hold them."""
-        result: dict[str, Any] = as_plain(self)
-        return result
+        return dict(as_plain(self))
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "TrainingConfig":
-        """The inverse of :meth:`to_dict`; numbers may be text, since YAML reads ``1e-4`` so.
-
-        Raises:
-            ValueError: unknown or missing keys, or values that are not allowed.
-        """
+        """The inverse of :meth:`to_dict`; numbers may be text, since YAML reads ``1e-4`` so."""
         return from_mapping(cls, settings)
 
     @classmethod

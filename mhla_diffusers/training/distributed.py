@@ -22,11 +22,7 @@ from .trainable import patched_attentions
 
 
 def sharding_is_asked_for(config: TrainingConfig) -> bool:
-    """Whether ``accelerate launch`` was told to use FSDP2.
-
-    Raises:
-        ValueError: if it was told to use DeepSpeed, or FSDP with settings that training does not support.
-    """
+    """Whether ``accelerate launch`` was told to use FSDP2; ValueError for what training does not support."""
     from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -119,11 +115,7 @@ class Groups:
 
     @classmethod
     def of(cls, degrees: ContextParallel, process: int, processes: int) -> "Groups":
-        """Groups of all processes of a run, as the one of index ``process`` sees them.
-
-        Raises:
-            ValueError: they are not whole groups.
-        """
+        """Groups of all processes of a run, as the one of index ``process`` sees them."""
         size = degrees.processes
         if processes % size:
             raise ValueError(

@@ -80,10 +80,6 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
         sample: with the shapes of the training samples, on any device.
         config: settings.
         processes: over which FSDP2 spreads weights, gradients and optimizer state; None for copies of all of them.
-
-    Raises:
-        ValueError: processes that are not whole groups of ``context_parallel``, or that are in a group of processes
-            already.
     """
     if processes is not None:
         Groups.of(config.context_parallel, 0, processes)

@@ -32,15 +32,11 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
     """Adapt the transformer of a pipeline as a configuration says.
 
     Model, patch, data and the checkpoint to resume from are checked against each other before weights are loaded.
+    Raises what :meth:`ResolvedRun.of` and :func:`train` raise.
 
     Args:
         config: with ``model`` and ``data``.
         resume: "latest" or the path of a checkpoint.
-
-    Raises:
-        ValueError: what :meth:`ResolvedRun.of` and :func:`train` raise.
-        FileNotFoundError: no such model, data or checkpoint.
-        ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
     """
     check_start(config, resume)
     run = ResolvedRun.of(config)
@@ -58,11 +54,6 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
     Args:
         config: with ``model`` and ``data``.
         processes: over which FSDP2 is to spread weights, gradients and optimizer state; None for no sharding.
-
-    Raises:
-        ValueError: what :meth:`ResolvedRun.of` and :func:`estimate` raise; of encoded data, fewer samples than a batch
-            takes.
-        FileNotFoundError: no such model.
     """
     run = ResolvedRun.of(config)
     transformer = run.without_weights()
@@ -132,11 +123,7 @@ class ResolvedRun:
         return (self.data / INDEX_NAME).is_file()
 
     def without_weights(self) -> Any:
-        """The transformer, patched, on the meta device.
-
-        Raises:
-            ValueError: a patch that does not fit.
-        """
+        """The transformer, patched, on the meta device."""
         with torch.device("meta"):
             return self._patched(self.family.transformer_class(self.settings["_class_name"]).from_config(self.settings))
 
@@ -163,7 +150,6 @@ class ResolvedRun:
 
         Raises:
             FileNotFoundError: no data, naming the commands that make it.
-            ValueError: what :func:`encode_folder` raises.
         """
         if self.is_encoded:
             return LatentCache(self.data)

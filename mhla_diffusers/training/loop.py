@@ -112,12 +112,7 @@ def train(
 
 
 class _Run:
-    """A run from its first or its resumed update on: what all stages share, and the stage that it is in.
-
-    Raises:
-        ValueError: a tracker that is not installed, processes that do not find each other, or a checkpoint that is
-            damaged or of another run.
-    """
+    """A run from its first or its resumed update on: what all stages share, and the stage that it is in."""
 
     def __init__(
         self,
@@ -206,13 +201,8 @@ class _Run:
             self._folder.keep_metrics_until(self.step)
         self._accelerator.wait_for_everyone()
         self._accelerator.init_trackers("mhla")
-        self._progress = tqdm(
-            total=self.config.total_steps,
-            initial=self.step,
-            unit="step",
-            dynamic_ncols=True,
-            disable=not self._is_first,
-        )
+        shown: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "disable": not self._is_first}
+        self._progress = tqdm(total=self.config.total_steps, initial=self.step, **shown)
         try:
             with self._progress:
                 yield
@@ -221,10 +211,7 @@ class _Run:
 
     @contextmanager
     def stage(self, index: int) -> Iterator[None]:
-        """Within the context a stage is trained, from where an earlier run left it.
-
-        By one process, under DistributedDataParallel, or with weights in parts (FSDP2).
-        """
+        """Within the context a stage is trained: by one process, under DistributedDataParallel, or with FSDP2."""
         from diffusers.training_utils import EMAModel
 
         config, stage, accelerator = self.config, self.config.stages[index], self._accelerator
@@ -242,13 +229,10 @@ class _Run:
             weight_decay=config.weight_decay,
             kind=config.optimizer,
         )
-        # the model is what predicts while it is trained
-        self._model, prepared = self._transformer, None
         if self._sharded:
-            prepared = accelerator.prepare_optimizer(self._optimizer)
+            self._model, self._prepared = self._transformer, accelerator.prepare_optimizer(self._optimizer)
         else:
-            self._model, prepared = accelerator.prepare(self._transformer, self._optimizer)
-        self._prepared = prepared
+            self._model, self._prepared = accelerator.prepare(self._transformer, self._optimizer)
         self._schedule = make_schedule(self._optimizer, stage, first_step)
         self._average = EMAModel(self._trained.values(), decay=config.ema_decay) if config.ema_decay else None
         self._objectives = Objectives(
@@ -275,17 +259,11 @@ class _Run:
                 accelerator.unwrap_model(self._model, keep_fp32_wrapper=False)
 
     def update(self, batches: Iterator[NoisedBatch], stop: bool) -> bool:
-        """One optimizer update, recorded. It is skipped, and counts, if loss or gradient is not finite.
+        """One optimizer update, recorded; it is skipped, and counts, if loss or gradient is not finite.
 
         Args:
             batches: gives the batch of every forward.
-            stop: whether this process wants to stop.
-
-        Returns:
-            Whether any process wants to stop.
-
-        Raises:
-            TrainingDivergedError: too many were skipped in a row.
+            stop: whether this process wants to stop; returned is whether any does.
         """
         accelerator, objectives = self._accelerator, self._objectives
         started, tokens, rate = time.perf_counter(), 0, float(self._schedule.get_last_lr()[0])
@@ -375,9 +353,6 @@ class _Run:
         """Raise unless the run has ended with a model of which nothing bad is known.
 
         One skipped update is enough if it is the last one, since no later update shows that the weights still work.
-
-        Raises:
-            TrainingDivergedError: something is not finite.
         """
         parameters = dict(self._transformer.named_parameters())
         with self._averaged_weights():
@@ -408,11 +383,7 @@ class _Run:
         )
 
     def save(self, must_succeed: bool) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            CheckpointError: it could not be written and must be; else that is logged.
-        """
+        """Write a checkpoint; that it cannot be written is logged unless it must be."""
         if self._is_first or self._sharded:  # of weights in parts all processes have to give theirs
             parameters = dict(self._transformer.named_parameters())
             tensors = {
@@ -433,11 +404,7 @@ class _Run:
         self._accelerator.wait_for_everyone()
 
     def export(self) -> Path:
-        """Write the result and return its folder.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Write the result and return its folder."""
         with self._averaged_weights():
             whole = self._transformer
             if self._sharded:
@@ -452,11 +419,7 @@ class _Run:
 
 
 def _make_accelerator(config: TrainingConfig) -> Any:
-    """An ``Accelerator`` for the settings; where it runs is up to the launcher.
-
-    Raises:
-        ValueError: if the tracker is not installed, or accelerate does not join the processes that were launched.
-    """
+    """An ``Accelerator`` for the settings; where it runs is up to the launcher."""
     from accelerate import Accelerator
     from accelerate.utils import AutocastKwargs, is_tensorboard_available, is_wandb_available
 

@@ -19,9 +19,6 @@ def optimizer_class(name: OptimizerName) -> type[Optimizer]:
 
     ``adamw8bit`` keeps both moments in 8 bits, in blocks of 256 values, but for parameters of less than 4096 values.
     It was tried on a CPU only.
-
-    Raises:
-        ImportError: bitsandbytes is missing.
     """
     if name == "adamw":
         return torch.optim.AdamW
@@ -53,11 +50,8 @@ def make_optimizer(
         learning_rate: of all but mixing matrices, λ and β.
         mixing_learning_rate: of these; None for the same.
         weight_decay: of the others.
-        matrices_alone: whether of the others norms, biases and embeddings of position do not decay either.
-        kind: of AdamW.
-
-    Raises:
-        ImportError: see :func:`optimizer_class`.
+        matrices_alone: whether norms, biases and embeddings of positions do not decay either.
+        kind: see :func:`optimizer_class`.
     """
     mixing_rate = mixing_learning_rate or learning_rate
     groups: dict[str, dict[str, Any]] = {

@@ -73,11 +73,7 @@ class RunState:
         return replace(self, step=self.step + 1, skipped_in_row=self.skipped_in_row + 1 if skipped else 0)
 
     def check_same_run(self, other: "RunState", folder: Path) -> None:
-        """Raise unless ``other``, read from ``folder``, is a state of the same run.
-
-        Raises:
-            ValueError: naming what differs.
-        """
+        """Raise ValueError, naming what differs, unless ``other``, read from ``folder``, is of the same run."""
         sizes = ("samples_per_update", "training_samples")
         mine, saved = (
             _flat(state.config) | {name.replace("_", " "): getattr(state, name) for name in sizes}
@@ -138,11 +134,7 @@ class RunFolder:
         return chosen
 
     def save(self, state: RunState, tensors: Mapping[str, Tensors], keep: int) -> None:
-        """Write a checkpoint and remove all but the ``keep`` latest.
-
-        Raises:
-            CheckpointError: if it cannot be written; the earlier checkpoints stay.
-        """
+        """Write a checkpoint and remove all but the ``keep`` latest; if it cannot be written, all stay."""
 
         def write(aside: Path) -> None:
             hashes = {}
@@ -173,9 +165,6 @@ class RunFolder:
         A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
         trained them, the model's. LoRA lies beside it for ``pipe.load_lora_weights(folder)``. An unpatched transformer
         is saved whole, for ``from_pretrained``.
-
-        Raises:
-            CheckpointError: if it cannot be written.
         """
         weights: Weights = "changed" if config.model is not None else "all"
         if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
@@ -198,12 +187,7 @@ class RunFolder:
 
 
 def load_checkpoint(folder: Path) -> tuple[RunState, dict[str, Tensors]]:
-    """State and tensors of a checkpoint, whose files are compared with their hashes.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged.
-    """
+    """State and tensors of a checkpoint; ValueError if a file is not that of its hash."""
     state, hashes = _read_state(folder)
     try:
         for name, expected in hashes.items():

@@ -11,18 +11,8 @@ from ..families import get_family
 from ..patching import mhla_layers
 from .config import StageConfig, Trainable
 
-_PROJECTIONS = (
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_qkv",
-    "to_out.0",
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_added_qkv",
-    "to_add_out",
-)
+_PROJECTIONS: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_qkv", "to_out.0")
+_PROJECTIONS += ("add_q_proj", "add_k_proj", "add_v_proj", "to_added_qkv", "to_add_out")
 """Projections of a self-attention that LoRA adapts, where the model has them."""
 
 
@@ -43,14 +33,14 @@ def trainable_names(transformer: nn.Module, trainable: Trainable) -> list[str]:
 
     Parts of an attention that its patch does not run take no gradients, and are left out.
     """
-    mhla = tuple(f"{name}." for name in mhla_layers(transformer))
+    layers = mhla_layers(transformer)
+    mhla = tuple(f"{name}." for name in layers)
     prefixes = {
         "mhla": mhla,
         "lora": mhla,
         "attention": tuple(f"{name}." for name in patched_attentions(transformer)),
         "all": ("",),
     }[trainable]
-    layers = mhla_layers(transformer)
     fixed = {f"{name}.mixing" for name, layer in layers.items() if not layer.config.mixing_learnable}
     idle = tuple(f"{name.removesuffix('mhla')}{part}." for name, layer in layers.items() for part in layer.adapter.idle)
     return [
@@ -91,12 +81,8 @@ def add_adapters(transformer: nn.Module, rank: int, seed: int) -> None:
     if any(is_adapter(name) for name, _ in transformer.named_parameters()):
         return
     modules = dict(transformer.named_modules())
-    targets = [
-        f"{attention}.{projection}"
-        for attention in patched_attentions(transformer)
-        for projection in _PROJECTIONS
-        if f"{attention}.{projection}" in modules
-    ]
+    names = (f"{attention}.{part}" for attention in patched_attentions(transformer) for part in _PROJECTIONS)
+    targets = [name for name in names if name in modules]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer)
@@ -105,7 +91,10 @@ def add_adapters(transformer: nn.Module, rank: int, seed: int) -> None:
 @contextmanager
 def adapters_disabled(module: nn.Module) -> Iterator[None]:
     """Within the context, LoRA layers compute what they did before LoRA."""
-    switched = [layer for layer in _adapter_layers(module) if not layer.disable_adapters]
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    switched = [layer for layer in layers if not layer.disable_adapters]
     for layer in switched:
         layer._disable_adapters = True
     try:
@@ -118,9 +107,3 @@ def adapters_disabled(module: nn.Module) -> Iterator[None]:
 def is_adapter(name: str) -> bool:
     """Whether a parameter of that name belongs to LoRA."""
     return ".lora_A." in name or ".lora_B." in name
-
-
-def _adapter_layers(module: nn.Module) -> list[Any]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]

@@ -61,11 +61,7 @@ def calibrate_fresh(
 ) -> None:
     """Fit λ and β of a sparse branch that learns them and is fresh, in place; any other patch is left alone.
 
-    Args:
-        transformer: with its original weights, where it is to run.
-        data: samples; the last ``config.validation.samples`` are left out.
-        process: makes batches, each of one sample at a timestep of its own.
-        config: has the seed of the noise, and the precision: frozen weights may be bfloat16, samples are float32.
+    Training samples are run with the original weights, each at a timestep of its own.
     """
     if not any(layer.needs_calibration for layer in mhla_layers(transformer).values()):
         return
@@ -103,9 +99,6 @@ class PromptSampler:
         clip: frames, frames per second and size.
         steps: of the sampler.
         component: which transformer of the pipeline is trained.
-
-    Raises:
-        ValueError: a prompt that the pipeline cannot be asked for.
     """
 
     def __init__(self, pipe: Any, prompts: Sequence[str], clip: Clip, steps: int, component: str) -> None:

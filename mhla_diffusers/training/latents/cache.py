@@ -62,12 +62,7 @@ class CacheIndex:
 
     @classmethod
     def read(cls, folder: Path) -> "CacheIndex":
-        """Read ``index.json``.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged or of an unknown format.
-        """
+        """Read ``index.json``."""
         path = folder / INDEX_NAME
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no latents: {INDEX_NAME} is missing. Make them with mhla encode.")
@@ -113,11 +108,7 @@ class LatentCache:
         return len(self.index.samples)
 
     def __getitem__(self, index: int) -> Sample:
-        """One sample.
-
-        Raises:
-            ValueError: its shard is damaged.
-        """
+        """One sample; ValueError if its shard is damaged."""
         return self._read(self.index.samples[index].shard, f"{index}/")
 
     def _read(self, name: str, prefix: str = "") -> Sample:
@@ -136,11 +127,7 @@ class LatentCache:
             raise ValueError(f"{error} {self._way_out}") from error
 
     def check_made_for(self, model: str, header: CacheHeader) -> None:
-        """Raise unless the cache was made with a model's autoencoder and text encoder.
-
-        Raises:
-            ValueError: naming both.
-        """
+        """Raise ValueError unless the cache was made with a model's autoencoder and text encoder."""
         for what in ("family", "vae", "text_encoder"):
             made, wanted = getattr(self.index.header, what), getattr(header, what)
             check(
@@ -150,11 +137,7 @@ class LatentCache:
             )
 
     def check_cut_as(self, clip: Clip) -> None:
-        """Raise unless the cache holds what a clip asks for.
-
-        Raises:
-            ValueError: naming frames, frames per second or sizes of both.
-        """
+        """Raise ValueError unless the cache holds the frames, frames per second and sizes of a clip."""
         made = self.index.header.settings
         sizes = [list(size) for size in clip.sizes]
         fits = {

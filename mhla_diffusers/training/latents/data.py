@@ -40,15 +40,7 @@ class TrainingData(Protocol):
 
 
 class InMemoryData:
-    """Samples that are in memory already.
-
-    Args:
-        samples: the samples.
-        empty: conditioning of the empty prompt.
-
-    Raises:
-        ValueError: if a sample has no latents.
-    """
+    """Samples that are in memory already, and the conditioning of the empty prompt if there is one."""
 
     def __init__(self, samples: Sequence[Sample], empty: Sample | None = None) -> None:
         for index, sample in enumerate(samples):
@@ -79,9 +71,6 @@ class NoisedBatches:
         rank: index of this process.
         processes: how many there are.
         together: latent frames that share a time, see :mod:`mhla_diffusers.training.latents.times`.
-
-    Raises:
-        ValueError: if nothing is left to train on.
     """
 
     def __init__(
@@ -163,15 +152,7 @@ class BatchOrder:
     """Which samples make up the batch of every step: a function of the seed and the step alone.
 
     In every epoch each shape's samples are shuffled and cut into batches, the last one filled up from the front, and
-    the batches of all shapes are shuffled.
-
-    Args:
-        shapes: shape of every sample.
-        batch_size: samples per step, over all processes and accumulated forwards.
-        seed: of the order.
-
-    Raises:
-        ValueError: if there are no samples.
+    the batches of all shapes are shuffled. ``batch_size`` is that of all processes and accumulated forwards.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> None:
@@ -220,11 +201,7 @@ def _leave_interrupts_alone(worker: int) -> None:
 
 
 def stack_samples(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """One batch of samples: every tensor (B, ...).
-
-    Raises:
-        ValueError: if the samples do not hold the same tensors in the same shapes.
-    """
+    """One batch of samples that hold the same tensors in the same shapes: every tensor (B, ...)."""
     names = samples[0].keys()
     for sample in samples:
         if sample.keys() != names:

@@ -121,11 +121,7 @@ def synthesize(
 
 
 def model_header(model: str, family: Family) -> CacheHeader:
-    """What a cache for a model says of the model, read without its weights.
-
-    Raises:
-        FileNotFoundError: no such pipeline.
-    """
+    """What a cache for a model says of the model, read without its weights."""
     return CacheHeader(family.name, component_identity(model, "vae"), component_identity(model, "text_encoder"), {})
 
 
@@ -157,10 +153,9 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
 
 
 def _with_checked_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
-    """The same, samples of shards with their problem where the model cannot be asked for their caption.
+    """The same, samples of shards with their problem where the model does not take their caption.
 
-    Raises:
-        ValueError: it cannot be asked for that of a file, which is named.
+    A file whose caption it does not take is refused.
     """
     checked: list[Media] = []
     wrong: dict[str, str] = {}

@@ -131,12 +131,7 @@ def _some(names: list[str]) -> str:
 
 
 def _find_shards(source: Path) -> dict[str, Path]:
-    """Name and path of the .tar files that a source means; none if it is something else.
-
-    Raises:
-        FileNotFoundError: a pattern that fits no .tar file.
-        ValueError: a folder with tar files beside videos or images.
-    """
+    """Name and path of the .tar files that a source means; none if it is something else."""
     if source.suffix == ".tar" and source.is_file():
         return {source.name: source}
     parts = source.parts
@@ -202,11 +197,7 @@ def _read_members(path: Path) -> tuple[dict[str, dict[str, TarMember]], str | No
 
 
 def _caption(members: dict[str, TarMember]) -> str:
-    """Text of the .txt, or of the .json without one; empty if there is none.
-
-    Raises:
-        ValueError: no UTF-8, no JSON, or the archive ends before.
-    """
+    """Text of the .txt, or of the .json without one; empty if there is none. ValueError if it cannot be read."""
     extension = next((extension for extension in ("txt", "json") if extension in members), None)
     if extension is None:
         return ""
