@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from ..config import MHLAConfig
 from ..files import read_json
-from .replacing import apply_mhla
+from .patch import apply_mhla
 from .saving import save_mhla
 
 _KNOWN_BLOCKS = {105: (7, 3, 5), 150: (3, 5, 10)}

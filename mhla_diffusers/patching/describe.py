@@ -1,20 +1,24 @@
-"""A table of what a patch did to every self-attention."""
+"""What a patch did to every self-attention, and token grids and block counts of sizes in pixels."""
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
+
+from torch import nn
 
 from ..attention.layout import block_count, check_blocks, check_layout, smallest_and_largest
 from ..config import MHLAConfig
-from ..families import Family, get_family
+from ..families import Clip, Family, get_family
 from ..reporting import from_to, text_table, times
 from .costs import AttentionCost, attention_cost, own_block_density
-from .finding import find_transformers, hook_of, trunk_of
+from .handle import find_patched, find_transformers
 from .layer import layer_of
-from .planning import grids_of_size
 from .processor import MHLAProcessor
-from .token_grid import TokenGridHooks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,32 +153,31 @@ def describe(
         if grid is not None:
             raise ValueError(f"Give either grid={tuple(grid)} or a size in pixels, not both.")
         grids.update(grids_of_size(model, height, width, num_frames))
-    layers = Description()
+    layers, handles = Description(), find_patched(model)
     for component, transformer in transformers.items():
-        hooks = hook_of(trunk_of(transformer), TokenGridHooks)
+        latest = handles[component].latest_grid if component in handles else None
         prefix = f"{component}." if len(transformers) > 1 else ""
         family = get_family(transformer)
         for name, attn in family.self_attentions(transformer).items():
-            layer = _describe_layer(prefix + name, attn, family, grids[component], hooks)
+            layer = _describe_layer(prefix + name, attn, family, grids[component], latest)
             layers.append(layer if layer.grid is None else replace(layer, cost=_cost(layer, attn, family)))
     return layers
 
 
 def _describe_layer(
-    name: str, attn: Any, family: Family, grid: tuple[int, ...] | None, hooks: TokenGridHooks | None
+    name: str, attn: Any, family: Family, grid: tuple[int, ...] | None, latest: tuple[int, ...] | None
 ) -> LayerDescription:
     layer = layer_of(attn)
     processor: Any = getattr(attn, "processor", None)
     if layer is None and not isinstance(processor, MHLAProcessor):
-        known = grid or (hooks.latest if hooks is not None else None)
         kind = type(processor if processor is not None else attn).__name__
-        return LayerDescription(name, False, known, None, None, 0, None, kind)
+        return LayerDescription(name, False, grid or latest, None, None, 0, None, kind)
     config = layer.config if layer is not None else processor.config
     if grid is not None:
         config.check_whole(grid)
         check_layout(config.grid_from(grid), config.blocks_on(grid), is_causal=config.causal is not None)
     else:
-        grid = getattr(processor, "grid", None) or (hooks.latest if hooks is not None else None)
+        grid = getattr(processor, "grid", None) or latest
     extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
     cut, blocks = _cut(config, grid)
     tokens = _tokens_per_block(cut, blocks)
@@ -232,3 +235,94 @@ def _cells(layer: LayerDescription) -> tuple[str, ...]:
 
 def _density(layer: LayerDescription) -> str:
     return "-" if layer.sparse is None else f"{layer.sparse.density:.1%}"
+
+
+def grids_of_size(
+    pipe: Any, height: int | None, width: int | None, num_frames: int | None
+) -> Mapping[str, tuple[int, ...]]:
+    """Component name of every transformer of a pipeline, or of a vision model → its token grid at a size in pixels.
+
+    Raises:
+        ValueError: a transformer alone, which does not know the strides of an autoencoder; half a size, or one of no
+            whole numbers; frames of an image; sides that differ where the model takes squares only; or a size without
+            a token.
+    """
+    for side, value in (("height", height), ("width", width), ("num_frames", num_frames)):
+        _check_whole(side, value)
+    transformers = find_transformers(pipe)
+    if isinstance(pipe, nn.Module) and get_family(pipe).kind != "vision":
+        raise ValueError(
+            "A size in pixels needs the pipeline, whose autoencoder makes the latents of it. Of a transformer alone "
+            "describe() takes the token grid, grid=(frames, height, width) or (height, width)."
+        )
+    if height is None or width is None:
+        raise ValueError(f"height={height} and width={width} belong together; give both, in pixels.")
+    return {
+        name: _grid(pipe, transformer, height, width, num_frames, get_family(transformer))
+        for name, transformer in transformers.items()
+    }
+
+
+def _check_whole(name: str, value: Any) -> None:
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if value is not None and not (is_whole and value > 0):
+        unit = "frames" if name == "num_frames" else "pixels"
+        raise ValueError(f"{name}={value!r} must be a whole number of {unit}, at least 1.")
+
+
+def _grid(
+    pipe: Any, transformer: Any, height: int, width: int, num_frames: int | None, family: Family
+) -> tuple[int, ...]:
+    if num_frames is not None and not family.makes_videos:
+        raise ValueError(f"num_frames={num_frames} was given, but {type(transformer).__name__} makes images.")
+    if family.squares_only and height != width:
+        raise ValueError(f"{type(transformer).__name__} takes squares only; got height={height}, width={width}.")
+    frames = num_frames if num_frames is not None else family.default_clip.frames
+    grid = family.grid_of_clip(pipe, transformer, Clip(frames, family.default_clip.fps, ((height, width),)))
+    if not all(grid):
+        raise ValueError(f"height={height}, width={width} is too small: its token grid is {grid}.")
+    return grid
+
+
+def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = None) -> tuple[int, ...]:
+    """Block counts for a size in pixels.
+
+    Blocks as long along every axis as those of the family's default at its default size, since how far a block reaches
+    is what its KV state has to hold: three latent frames and ten tokens each way for Wan. But no more than about √(2 N)
+    blocks of N tokens, where mixing M² pairs of blocks costs as much as making and reading the KV states; beyond it
+    the cost would no longer be linear. Start from it, and look at a layer's attention or the loss for more. A warning
+    says where a size is too small for more than one block, with which MHLA is plain linear attention.
+
+    Args:
+        pipe: pipeline, or vision model of transformers, patched or not; of several transformers the first counts.
+        height: in pixels.
+        width: in pixels.
+        num_frames: of a video; None for the family's default.
+
+    Returns:
+        For example (7, 3, 5), for ``apply_mhla(pipe, blocks=…)``.
+
+    Raises:
+        ValueError: what :func:`describe` raises for a size.
+    """
+    name, grid = next(iter(grids_of_size(pipe, height, width, num_frames).items()))
+    transformer = find_transformers(pipe)[name]
+    family = get_family(transformer)
+    usual = family.grid_of_clip(pipe, transformer, family.default_clip)
+    wanted = [
+        size * count / max(size_then, 1)
+        for size, count, size_then in zip(grid, family.default_config.blocks_on(usual), usual, strict=True)
+    ]
+    shrink = min(1.0, (math.sqrt(2 * math.prod(grid)) / math.prod(wanted)) ** (1 / len(grid)))
+    blocks = tuple(min(size, max(1, round(shrink * count))) for size, count in zip(grid, wanted, strict=True))
+    if math.prod(blocks) == 1:
+        logger.warning(
+            "height=%s, width=%s has a token grid of %s, too small for more than one block: MHLA is plain linear "
+            "attention there. Softmax attention of %s tokens costs little; leave the model as it is, or ask for a "
+            "larger size.",
+            height,
+            width,
+            times(grid),
+            math.prod(grid),
+        )
+    return blocks

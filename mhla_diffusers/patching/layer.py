@@ -1,10 +1,11 @@
-"""The learnable part of one patched attention: the submodule ``attn.mhla``."""
+"""The learnable part of one patched attention, the submodule ``attn.mhla``, and what it is given."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ..attention import (
     Call,
@@ -17,39 +18,126 @@ from ..attention import (
     reference_weights,
     resize_mixing,
 )
-from ..attention.call import of_grid
+from ..attention.call import ExtraTokens, of_grid
 from ..attention.layout import Extra
 from ..attention.parallel.collectives import rows_around
 from ..attention.parallel.place import Parallel
-from ..attention.rope import Rotary, rotary_table
+from ..attention.rope import Rotary, rotary_table, rotated
 from ..attention.sparse import with_lists
 from ..config import MHLAConfig
 from ..families.adapters import AttentionAdapter
-from .attended import Attended
-from .gate_and_convolution import Convolution, Gate
 
 FLOAT32_PARAMETERS = ("mixing", "linear_log_weight", "pooled_bias")
 """Parameters of a layer that stay in float32 whatever the attention computes in."""
 
-_LINEAR_LOG_WEIGHT = {True: -3.0, False: 0.0}
-"""Log of λ at first, with and without pooled keys, which leave the linear branch little to add."""
+_UNIT_GATE = 1.2784645427610738
+"""The number whose SiLU is 1, so that a fresh gate changes nothing."""
+_CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 
 
-def _beside_extra_tokens(head_dim: int) -> float:
-    """Log of a λ with which a token of the grid weighs about as much as an extra token, attended to with softmax.
+class LayerInput(NamedTuple):
+    """What a self-attention attends with: query, key and value of its N tokens, and how these lie on the grid.
 
-    Where channels are normed, φ(q) · φ(k) is of the order of D times a number near 1/6, and exp(q · k / √D) near 1.6.
+    N is the product of the token grid and the extra tokens. Of tokens that are split over processes, all of it is of
+    the own ones.
     """
-    return -0.5 * math.log(head_dim)
+
+    query: torch.Tensor
+    """(B, N, H, D)."""
+    key: torch.Tensor
+    """(B, N, H, D); with a fresh state, keys of earlier tokens may stand in front."""
+    value: torch.Tensor
+    """Like ``key``."""
+    hidden_states: torch.Tensor
+    """(B, tokens, hidden size), input of the attention, which the gate projects: of all N tokens or of the grid's."""
+    grid: tuple[int, ...]
+    extra: Extra = (0, 0)
+    """How many tokens stand before and after those of the grid."""
+    rotary: Rotary | None = None
+    """(cos, sin), each (1 or B, N, 1, D)."""
+    key_mask: torch.Tensor | None = None
+    """(B, N), see :func:`mhla_attention`."""
+
+    def of_grid(self) -> "LayerInput":
+        """The tokens of the grid alone."""
+        query, key, value = (of_grid(x, self.extra) for x in (self.query, self.key, self.value))
+        rotary = (
+            None if self.rotary is None else (of_grid(self.rotary[0], self.extra), of_grid(self.rotary[1], self.extra))
+        )
+        mask = None if self.key_mask is None else of_grid(self.key_mask, self.extra)
+        return LayerInput(query, key, value, self._hidden_states_of_grid(), self.grid, (0, 0), rotary, mask)
+
+    def _hidden_states_of_grid(self) -> torch.Tensor:
+        has_extra = any(self.extra) and self.hidden_states.shape[1] == self.query.shape[1]
+        return of_grid(self.hidden_states, self.extra) if has_extra else self.hidden_states
+
+    def extra_tokens(self) -> ExtraTokens | None:
+        """The extra tokens; None if there are none."""
+        if not any(self.extra):
+            return None
+        return ExtraTokens.of(self.query, self.key, self.value, self.rotary, self.key_mask, self.extra)
+
+    def in_float32(self) -> "LayerInput":
+        """With query, key and value in float32."""
+        return self._replace(query=self.query.float(), key=self.key.float(), value=self.value.float())
+
+    def rotated(self) -> "LayerInput":
+        """With RoPE applied to query and key."""
+        table = rotary_table(self.rotary) if self.rotary is not None else None
+        return self._replace(query=rotated(self.query, table), key=rotated(self.key, table), rotary=None)
+
+
+class Gate(nn.Module):
+    """Projection of a layer's input, whose SiLU multiplies the output; fresh, it is 1.
+
+    No ``nn.Linear``, and :class:`Convolution` no ``nn.Conv3d``: by these diffusers' layerwise casting and quantisation
+    know what to store in fewer bits, and MHLA's few weights stay in the type that they compute in.
+    """
+
+    def __init__(self, hidden_size: int, inner_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(inner_size, hidden_size))
+        self.bias = nn.Parameter(torch.full((inner_size,), _UNIT_GATE))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(B, N, hidden size) to (B, N, H * D)."""
+        return functional.linear(hidden_states, self.weight, self.bias)
+
+
+class Convolution(nn.Module):
+    """Depth-wise convolution of the values over the token grid; fresh, it is 0.
+
+    Args:
+        channels: H * D.
+        size: odd kernel size.
+        axes: of the token grid.
+    """
+
+    def __init__(self, channels: int, size: int, axes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, *(size,) * axes))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, values: torch.Tensor, grid: tuple[int, ...], parallel: Parallel | None = None) -> torch.Tensor:
+        """(B, N, H * D) of the tokens of the grid, or of those of this process, before and after."""
+        channels, _, size, *rest = self.weight.shape
+        own = slice(None)
+        if parallel is None:
+            on_grid = values.unflatten(1, grid)
+        else:
+            on_grid, own = rows_around(values, grid, size // 2, parallel)
+        convolve = _CONVOLUTIONS[1 + len(rest)]
+        output = convolve(on_grid.movedim(-1, 1), self.weight, self.bias, padding=size // 2, groups=channels)
+        return output.flatten(2).mT[:, own]
 
 
 class MHLALayer(nn.Module):
     """Mixing matrix and, where configured, λ and β, output norm, gate and convolution of one attention.
 
-    Each is initialised so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is
-    1 (:func:`mhla_diffusers.calibrate_output_norm` fits it), the gate is 1, the convolution is 0. Beside the sparse
-    branch λ is e⁻³, or 1 without pooled keys, and β, where it is a parameter, 0; :func:`calibrate_sparse` fits both.
-    Beside extra tokens alone λ is 1 / √D; :func:`calibrate_mixing` fits it.
+    Each begins so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is 1
+    (:func:`calibrate_output_norm` fits it), the gate is 1, the convolution 0. Beside the sparse branch λ is e⁻³, or 1
+    without pooled keys, and β, where it is a parameter, 0; :func:`calibrate_sparse` fits both. Beside extra tokens
+    alone λ is 1 / √D; :func:`calibrate_mixing` fits it.
 
     Args:
         config: settings.
@@ -64,6 +152,7 @@ class MHLALayer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        """Settings; others that :func:`share_parameters` may take their place."""
         self.adapter = adapter if adapter is not None else AttentionAdapter()
         self.heads = heads
         self.head_dim = head_dim
@@ -71,7 +160,6 @@ class MHLALayer(nn.Module):
         """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
         self.rotary_axes: tuple[int, ...] | None = None
         """Channels that RoPE turns with each axis of the grid, if it is known to; see :func:`mhla_attention`."""
-        inner_size = heads * head_dim
         mixing = initial_mixing(config.blocks, config.mixing_init)
         if config.mixing_per_head:
             mixing = mixing.repeat(heads, 1, 1)
@@ -79,27 +167,31 @@ class MHLALayer(nn.Module):
         self.linear_log_weight: nn.Parameter | None = None
         """Log of λ, (H,); of layers that attend to anything with softmax, by the sparse branch or to extra tokens."""
         if config.sparse != "none" or self.adapter.has_extra:
-            begin = self._first_log_weight if config.sparse != "none" else _beside_extra_tokens(head_dim)
-            self.linear_log_weight = nn.Parameter(torch.full((heads,), begin))
+            self.linear_log_weight = nn.Parameter(torch.full((heads,), self._first_log_weight))
         self.pooled_bias = nn.Parameter(torch.zeros(heads)) if config.learns_pooled_bias else None
         """β, (H,); None where it is fitted at every call."""
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
-        self.gate = Gate(hidden_size, inner_size) if config.output_gate else None
+        self.gate = Gate(hidden_size, heads * head_dim) if config.output_gate else None
         self.convolution: Convolution | None = None
         if config.convolution is not None:
-            self.convolution = Convolution(inner_size, config.convolution, len(config.blocks))
+            self.convolution = Convolution(heads * head_dim, config.convolution, len(config.blocks))
+
+    @property
+    def _first_log_weight(self) -> float:
+        """Log of λ of a fresh layer: where pooled keys take part, they leave the linear branch little to add.
+
+        Beside extra tokens alone a token of the grid weighs about as much as one of those: where channels are normed,
+        φ(q) · φ(k) is of the order of D times a number near 1/6, and exp(q · k / √D) near 1.6.
+        """
+        if self.config.sparse == "none":
+            return -0.5 * math.log(self.head_dim)
+        return -3.0 if self.config.sparse == "content" and self.config.pooled else 0.0
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        hidden_states: torch.Tensor,
-        grid: tuple[int, ...],
-        rotary: Rotary | None = None,
-        key_mask: torch.Tensor | None = None,
+        given: LayerInput,
+        *,
         backend: str = "auto",
-        extra: Extra = (0, 0),
         parallel: Parallel | None = None,
         state: MHLAState | None = None,
         keep: bool = True,
@@ -107,18 +199,10 @@ class MHLALayer(nn.Module):
         """Attend.
 
         Args:
-            query: (B, N, H, D).
-            key: (B, N, H, D); with a fresh ``state``, those of tokens before may stand in front.
-            value: like ``key``.
-            hidden_states: (B, tokens, hidden size), input of the attention, for the gate: of all N tokens, or without
-                the extra ones.
-            grid: token grid; N is its product and the extra tokens.
-            rotary: (cos, sin), each (1 or B, N, 1, D).
-            key_mask: (B, N), see :func:`mhla_attention`.
+            given: what to attend with.
             backend: see :func:`mhla_attention`.
-            extra: how many tokens stand before and after those of the grid.
-            parallel: the processes between which the tokens are split; all above is of the own ones then.
-            state: of :meth:`new_state`, whose sequence these tokens go on; all above is of them alone then.
+            parallel: the processes between which the tokens are split.
+            state: of :meth:`new_state`, whose sequence these tokens go on.
             keep: whether they belong to its past from now on.
 
         Returns:
@@ -128,25 +212,23 @@ class MHLALayer(nn.Module):
             ValueError: with ``causal="block"`` a grid that ends within a frame block, and whatever
                 :func:`mhla_attention` and :meth:`MHLAState.step` refuse.
         """
+        grid, extra = given.grid, given.extra
         self.config.check_whole(grid)
-        here = Attended(query, key, value, grid, extra, rotary).of_grid()
-        gate = None
+        here, gate = given.of_grid(), None
         if self.gate is not None:
-            whole = any(extra) and hidden_states.shape[1] == query.shape[1]
-            gate = self.gate(of_grid(hidden_states, extra) if whole else hidden_states)
-            gate = gate.unflatten(-1, (self.heads, -1))
+            gate = self.gate(here.hidden_states).unflatten(-1, (self.heads, -1))
         if state is not None:
-            return self._step(state, query, key, value, rotary, key_mask, gate, keep)
+            return self._step(state, given, gate, keep)
         output = mhla_attention(
-            query,
-            key,
-            value,
+            given.query,
+            given.key,
+            given.value,
             self._mixing_on(grid),
             self.config.grid_from(grid),
             self.config.blocks_on(grid),
-            rotary=rotary,
+            rotary=given.rotary,
             rotary_axes=self.rotary_axes,
-            key_mask=key_mask,
+            key_mask=given.key_mask,
             output_norm=self.output_norm,
             output_gate=gate,
             backend=backend,
@@ -155,9 +237,8 @@ class MHLALayer(nn.Module):
             **self._settings(grid, any(extra)),
         )
         if self.convolution is not None:
-            added = self._convolved(self.convolution, here.value.flatten(2), grid, parallel)
-            added = added.unflatten(-1, (self.heads, -1))
-            output = output + (torch.nn.functional.pad(added, (0, 0, 0, 0, *extra)) if any(extra) else added)
+            added = self.convolution(here.value.flatten(2), grid, parallel).unflatten(-1, (self.heads, -1))
+            output = output + (functional.pad(added, (0, 0, 0, 0, *extra)) if any(extra) else added)
         return output
 
     def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
@@ -176,35 +257,25 @@ class MHLALayer(nn.Module):
                 "A sequence that goes on needs a patch whose queries see the past alone; patch with causal='token' or "
                 "causal='block' and a block_length."
             )
-        trained = config.blocks[0] * config.block_length, *grid[1:]
         # weights come with every step, as here they may be offloaded, and may be trained between two steps
         return MHLAState(
             None,
-            trained,
+            (config.blocks[0] * config.block_length, *grid[1:]),
             config.blocks,
             causal=config.causal,
             beyond=config.beyond,
             backend=backend,
-            **self._common_settings(),
+            **self._formula(),
         )
 
-    def _step(
-        self,
-        state: MHLAState,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rotary: Rotary | None,
-        key_mask: torch.Tensor | None,
-        gate: torch.Tensor | None,
-        keep: bool,
-    ) -> torch.Tensor:
+    def _step(self, state: MHLAState, given: LayerInput, gate: torch.Tensor | None, keep: bool) -> torch.Tensor:
         """The next step of a state, with the weights of now."""
         weights: dict[str, Any] = {
             "mixing": self.mixing,
             "output_norm": self.output_norm,
             "linear_weight": self._own_block_weight(),
         }
+        query, key, value = given.query, given.key, given.value
         earlier = key.shape[1] - query.shape[1]
         if earlier:
             past, key = key[:, :earlier], key[:, earlier:]
@@ -212,20 +283,12 @@ class MHLALayer(nn.Module):
             any_gate = None if gate is None else torch.ones_like(past)
             state.step(past, past, value[:, :earlier], output_gate=any_gate, **weights)
             value = value[:, earlier:]
-        return state.step(query, key, value, rotary=rotary, key_mask=key_mask, output_gate=gate, keep=keep, **weights)
-
-    @staticmethod
-    def _convolved(
-        convolution: Convolution, values: torch.Tensor, grid: tuple[int, ...], parallel: Parallel | None
-    ) -> torch.Tensor:
-        """(B, tokens, H * D), before and after."""
-        if parallel is None:
-            return convolution.of_tokens(values, grid)
-        around, own = rows_around(values, grid, convolution.reach, parallel)
-        return convolution(around.movedim(-1, 1)).flatten(2).mT[:, own]
+        return state.step(
+            query, key, value, rotary=given.rotary, key_mask=given.key_mask, output_gate=gate, keep=keep, **weights
+        )
 
     @torch.no_grad()
-    def weights(self, given: Attended) -> torch.Tensor:
+    def weights(self, given: LayerInput) -> torch.Tensor:
         """What every query gives to every key: the effective attention matrix of :meth:`forward`, before norm and gate.
 
         Returns:
@@ -233,7 +296,7 @@ class MHLALayer(nn.Module):
         """
         return reference_weights(self.call(given))
 
-    def call(self, given: Attended) -> Call:
+    def call(self, given: LayerInput) -> Call:
         """The call of :meth:`forward` without norm and gate, for what looks at the attention itself."""
         here = given.of_grid()
         settings = self._settings(given.grid, any(given.extra))
@@ -247,7 +310,7 @@ class MHLALayer(nn.Module):
             self.config.blocks_on(given.grid),
             rotary=rotary_table(here.rotary) if here.rotary is not None else None,
             key_mask=here.key_mask,
-            extra=given.others(),
+            extra=given.extra_tokens(),
             **settings,
         )
         return with_lists(call)
@@ -261,8 +324,7 @@ class MHLALayer(nn.Module):
 
     def _settings(self, grid: tuple[int, ...], has_extra: bool) -> dict[str, Any]:
         """Arguments of the attention besides tensors that the input brings."""
-        config, log_weight = self.config, self.linear_log_weight
-        settings = self._common_settings()
+        config, log_weight, settings = self.config, self.linear_log_weight, self._formula()
         if config.causal is not None:
             return settings | {"causal": config.causal, "linear_weight": self._own_block_weight()}
         if config.sparse == "content":
@@ -274,8 +336,8 @@ class MHLALayer(nn.Module):
         # where β is fitted at every call there is none to hand over
         return settings | ({} if self.pooled_bias is None else {"pooled_bias": self.pooled_bias})
 
-    def _common_settings(self) -> dict[str, Any]:
-        """Those of every attention, which are no weights."""
+    def _formula(self) -> dict[str, Any]:
+        """Which linear attention it is."""
         config = self.config
         return {
             "feature_map": config.feature_map,
@@ -288,10 +350,6 @@ class MHLALayer(nn.Module):
         """λ beside the own frame block, if that is attended to with softmax."""
         log_weight = self.linear_log_weight
         return log_weight.exp() if self.config.sparse == "own" and log_weight is not None else None
-
-    @property
-    def _first_log_weight(self) -> float:
-        return _LINEAR_LOG_WEIGHT[self.config.sparse == "content" and self.config.pooled]
 
     @property
     def needs_calibration(self) -> bool:
@@ -311,6 +369,25 @@ class MHLALayer(nn.Module):
         """Blocks and shape, for ``print(model)``."""
         blocks = "x".join(map(str, self.config.blocks))
         return f"blocks={blocks} ({math.prod(self.config.blocks)}), heads={self.heads}, head_dim={self.head_dim}"
+
+
+_SETTINGS_OF_PARAMETERS = (
+    "blocks",
+    "causal",
+    "block_length",
+    "mixing_per_head",
+    "mixing_learnable",
+    "sparse",
+    "learns_pooled_bias",
+    "output_norm",
+    "output_gate",
+    "convolution",
+)
+
+
+def share_parameters(before: MHLAConfig, after: MHLAConfig) -> bool:
+    """Whether layers of these settings have the same parameters, so that one keeps its own when settings change."""
+    return all(getattr(before, name) == getattr(after, name) for name in _SETTINGS_OF_PARAMETERS)
 
 
 def layer_of(attn: Any) -> MHLALayer | None:

@@ -11,11 +11,9 @@ from torch import nn
 
 from ..config import MHLAConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
-from .base_weights import base_weights, check_writable, is_restorable, replace_weights
-from .finding import find_transformers, is_patched
+from .handle import Patched, find_transformers, is_patched
 from .layer import MHLALayer
-from .old_format import new_tensors
-from .plan import Plan, carry_out, make_plan
+from .patch import plan_patch, remove_mhla
 from .processor import MHLAProcessor
 from .record import (
     CONFIG_NAME,
@@ -26,10 +24,10 @@ from .record import (
     Weights,
     check_file,
     check_finite,
+    new_tensors,
     read_record,
 )
-from .removal import remove_mhla
-from .resizing import resized
+from .weights import base_weights, changing_weights, check_writable, resized, write_weights
 
 Model = TypeVar("Model")
 
@@ -90,30 +88,26 @@ def load_mhla(
                 f"{opened.block_size}; adapt it, or fit its weights with calibrate_sparse(model, run).",
                 stacklevel=2,
             )
-        plan = make_plan(transformer, MHLAProcessor(opened, backend=backend))
+        patched, layers = plan_patch(transformer, MHLAProcessor(opened, backend=backend))
         prefix = f"{name}."
         part = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         part = resized(part, before, opened)
-        _check_tensors(plan, part, record.weights, saved)
-        prepared.append((plan, part))
+        _check_tensors(patched, layers, part, record.weights, saved)
+        prepared.append((patched, layers, part))
     try:
-        for plan, part in prepared:
-            for name, layer in _layers(plan).items():
-                own = [key for key in part if key.startswith(f"{name}.")]
-                _fill(layer, {key.removeprefix(f"{name}."): part.pop(key) for key in own})
-            carry_out(plan, model)
-            replace_weights(plan.transformer, part, keep_replaced)
+        for patched, layers, part in prepared:
+            for name, layer in layers.items():
+                own = f"{name}.mhla."
+                _fill(layer, {key.removeprefix(own): part.pop(key) for key in list(part) if key.startswith(own)})
+            patched.install(layers, model)
+            if part:  # before it is written, should that be interrupted
+                patched.replaced_weights = changing_weights(patched.transformer, part) if keep_replaced else None
+            write_weights(patched.transformer, part)
     except BaseException:  # no memory, or interrupted
-        if is_patched(model) and all(is_restorable(plan.transformer) for plan, _ in prepared):
+        if is_patched(model) and all(patched.replaced_weights is not None for patched, _, _ in prepared):
             remove_mhla(model)
         raise
     return model
-
-
-def _layers(plan: Plan) -> dict[str, MHLALayer]:
-    """Name that every new layer will have → the layer."""
-    names = {id(module): name for name, module in plan.transformer.named_modules()}
-    return {f"{names[id(attn)]}.mhla": layer for attn, layer in plan.layers}
 
 
 @torch.no_grad()
@@ -224,14 +218,20 @@ def _check_transformer(name: str, transformer: nn.Module, record: PatchRecord) -
             )
 
 
-def _check_tensors(plan: Plan, tensors: dict[str, torch.Tensor], weights: Weights, saved: TransformerRecord) -> None:
+def _check_tensors(
+    patched: Patched,
+    layers: dict[str, MHLALayer],
+    tensors: dict[str, torch.Tensor],
+    weights: Weights,
+    saved: TransformerRecord,
+) -> None:
     """Raise unless the tensors are those of the new layers and those of the model that the patch should hold.
 
     Raises:
         ValueError: naming what is missing, unexpected or of another shape, or weights that cannot be replaced.
     """
-    own = {f"{name}.{key}": x for name, layer in _layers(plan).items() for key, x in layer.state_dict().items()}
-    base = {key: places[0] for key, places in base_weights(plan.transformer).items()} if weights != "mhla" else {}
+    own = {f"{name}.mhla.{key}": x for name, layer in layers.items() for key, x in layer.state_dict().items()}
+    base = {key: places[0] for key, places in base_weights(patched.transformer).items()} if weights != "mhla" else {}
     needed = {*own, *(base if weights == "all" else saved.base_weights)}
     known = own | base
     problems = [f"missing {key}" for key in sorted(needed - set(tensors))]
@@ -242,4 +242,4 @@ def _check_tensors(plan: Plan, tensors: dict[str, torch.Tensor], weights: Weight
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError(f"The patch does not fit the model: {'; '.join(problems[:8])}{more}.")
-    check_writable(plan.transformer, set(tensors) - set(own), "load the patch")
+    check_writable(patched.transformer, set(tensors) - set(own), "load the patch")

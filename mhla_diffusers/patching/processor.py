@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import check_backend
+from ..attention import MHLAState, check_backend
+from ..attention.call import of_grid
 from ..attention.layout import check_blocks
+from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig
-from ..families import Family, cross_attention_processor, family_of_attention
-from ..families.adapters import AttentionAdapter, AttentionArguments
-from .attended import Attended
-from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
-from .past import attend_to_past
-from .token_grid import attends_as_before, grid_of_call, parallel_of_call, stream_of_call
+from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
+from ..families.adapters import AttentionAdapter, AttentionArguments, AttentionInput
+from .layer import FLOAT32_PARAMETERS, LayerInput, MHLALayer, layer_of, replaced_processor
+from .parallel import parallel_of
+from .runtime import CallContext, current
 
 _BACKEND = "_attention_backend"
 """Attribute that diffusers' set_attention_backend writes into processors."""
@@ -143,37 +144,30 @@ class MHLAProcessor:
             processor = default_cross_attention_processor(attn)
             processor._attention_backend = self._attention_backend
             processor._parallel_config = self._parallel_config
-            turned = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
-            return processor(attn, hidden_states, encoder_hidden_states, attention_mask, **turned)
+            rotated = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
+            return processor(attn, hidden_states, encoder_hidden_states, attention_mask, **rotated)
         self._check_layer(layer)
-        if attends_as_before() and not _skips_scores(attn):
+        context, skips_scores = current(), _skips_scores(attn)
+        if context.disabled and not skips_scores:
             return adapter.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
         given = adapter.read(attn, arguments)
         adapter.check_order(given, self.config)
-        grid = self.grid if self.grid is not None else grid_of_call(attn, given.rotary)
-        parallel = parallel_of_call(self)
+        grid = self.grid if self.grid is not None else _grid_of_call(context, attn, given)
+        parallel = self._processes(context)
         tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
         extra = adapter.extra(given, tokens)
         if layer is None:
             attn.mhla = make_layer(attn, self.config, family)
         query, key, value = adapter.project(attn, given)
-        if _skips_scores(attn):
-            output = value
-        else:
-            step = stream_of_call()
+        output, stream = value, context.stream
+        if not skips_scores:
+            rotary = given.rotary if stream is None else stream.rotary(given.rotary, grid)
             output = attn.mhla(
-                query,
-                key,
-                value,
-                hidden_states,
-                grid,
-                given.rotary if step is None else step.rotary(given.rotary, grid),
-                given.key_mask,
-                self.backend,
-                extra,
-                parallel,
-                state=None if step is None else step.state_of(attn, grid),
-                keep=step is None or step.keep,
+                LayerInput(query, key, value, hidden_states, grid, extra, rotary, given.key_mask),
+                backend=self.backend,
+                parallel=parallel,
+                state=None if stream is None else stream.state_of(attn, grid),
+                keep=stream is None or stream.keep,
             )
         return adapter.project_output(attn, output, given)
 
@@ -186,25 +180,53 @@ class MHLAProcessor:
         hidden_states: torch.Tensor,
         cache: Any,
     ) -> torch.Tensor:
-        """Run one attention of a language model, which projects and turns by itself.
+        """Run one attention of a language model, which projects and applies RoPE by itself.
 
         Args:
-            attn: an attention of :mod:`mhla_diffusers.families.patched_classes`.
+            attn: an attention that transformers' attention interface leads here.
             query: (B, n, H, D) after RoPE.
             key: (B, N, key heads, D), of the n tokens, or of all so far where the cache gives these.
             value: like ``key``.
             hidden_states: (B, n, hidden size), input of the attention.
-            cache: transformers' ``past_key_values`` of the call.
+            cache: transformers' ``past_key_values`` of the call: :class:`mhla_diffusers.MHLACache`, ``DynamicCache`` or
+                None.
 
         Returns:
             (B, n, H, D).
+
+        Raises:
+            ValueError: a cache of another kind, or of another model.
         """
+        layer, count = layer_of(attn), query.shape[1]
+        if layer is None:
+            raise ValueError("This attention runs MHLA and has no layer for it; call apply_mhla(model) again.")
         # under autocast RoPE leaves queries and keys in float32, and softmax attention would bring all to one type
         query, key = query.to(value.dtype), key.to(value.dtype)
         groups = query.shape[2] // key.shape[2]
         if groups > 1:
             key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
-        return attend_to_past(attn, query, key, value, hidden_states, cache, self.backend)
+        state: MHLAState | None = None
+        if hasattr(cache, "state_of"):
+            state = cache.state_of(attn)
+        else:
+            _check_cache(cache)
+            if key.shape[1] > count:
+                # nothing of the keys is summed up, so that is done anew in every call: right, slower than MHLACache
+                state = layer.new_state((1,), self.backend)
+        output: torch.Tensor = attn.mhla(
+            LayerInput(query, key, value, hidden_states, (count,)), backend=self.backend, state=state
+        )
+        return output
+
+    def _processes(self, context: CallContext) -> Parallel | None:
+        """The processes between which the tokens of the call are split; None on one."""
+        if context.grid is None and parallel_of(self._parallel_config) is not None:
+            raise ValueError(
+                "Under context parallelism a MHLAProcessor that diffusers' own set_attn_processor has put in place "
+                "does not know its tokens; use mhla_diffusers.set_attn_processor(pipe.transformer, processor) or "
+                "mhla_diffusers.apply_mhla(pipe, ...)."
+            )
+        return context.parallel
 
     def _check_layer(self, layer: MHLALayer | None) -> None:
         if layer is None and self.config.layers != "all":
@@ -224,6 +246,54 @@ class MHLAProcessor:
                 f"This attention was patched with {layer.config}, but its processor was made for {self.config}. "
                 "Call remove_mhla() before patching with other settings."
             )
+
+
+class PerturbedMHLAProcessor(MHLAProcessor):
+    """MHLA under perturbed-attention guidance: the last part of the batch attends to itself alone.
+
+    Args:
+        processor: of the other parts.
+        parts: of the batch: 3 with classifier-free guidance, 2 without.
+    """
+
+    def __init__(self, processor: MHLAProcessor, parts: int) -> None:
+        super().__init__(processor.config, grid=processor.grid, backend=processor.backend)
+        self.parts = parts
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Any = None,
+        *,
+        image_rotary_emb: Any = None,
+        **others: Any,
+    ) -> Any:
+        """Run one self-attention; arguments as of :class:`MHLAProcessor`.
+
+        diffusers' ``Attention`` drops arguments that a processor's signature does not name.
+
+        Raises:
+            ValueError: a batch that is not cut into so many parts, as after a call of guidance that was interrupted.
+        """
+        if len(hidden_states) % self.parts:
+            raise ValueError(
+                f"This layer is set up for perturbed-attention guidance with a batch of {self.parts} parts, but got "
+                f"{len(hidden_states)} samples: a guided call was interrupted. change_mhla(model) sets it up anew."
+            )
+        *parts, perturbed = hidden_states.chunk(self.parts)
+        mask = attention_mask[: -len(perturbed)] if attention_mask is not None else None
+        others |= {"image_rotary_emb": image_rotary_emb}
+        attended = super().__call__(attn, torch.cat(parts), encoder_hidden_states, mask, rotary_emb, **others)
+        adapter, alone = adapter_of(attn), AttentionInput(perturbed)
+        return torch.cat([attended, adapter.project_output(attn, adapter.project(attn, alone)[2], alone)])
+
+
+def attentions_of(transformer: nn.Module) -> dict[str, Any]:
+    """Name and module of every attention, cross-attention included."""
+    return {name: module for name, module in transformer.named_modules() if hasattr(module, "set_processor")}
 
 
 def holds_weights(processor: Any) -> bool:
@@ -351,13 +421,13 @@ def default_cross_attention_processor(attn: Any, family: Family | None = None) -
     return cross_attention_processor(attn) if family is None else family.cross_attention_processor()
 
 
-def attended(
+def layer_input(
     attn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     adapter: AttentionAdapter | None = None,
     grid: tuple[int, ...] | None = None,
-) -> Attended:
+) -> LayerInput:
     """What a self-attention attends with, from the arguments of its forward, as a hook gets them.
 
     Args:
@@ -368,9 +438,51 @@ def attended(
         grid: token grid; None within a forward of a patched transformer, which tells it.
     """
     adapter = adapter if adapter is not None else adapter_of(attn)
-    given = adapter.read(attn, adapter.arguments(args, kwargs))
-    layer = layer_of(attn)
+    arguments = adapter.arguments(args, kwargs)
+    given, layer = adapter.read(attn, arguments), layer_of(attn)
     adapter.check_order(given, None if layer is None else layer.config)
-    grid = grid if grid is not None else grid_of_call(attn, given.rotary)
+    grid = grid if grid is not None else _grid_of_call(current(), attn, given)
     extra = adapter.extra(given, math.prod(grid))
-    return Attended(*adapter.project(attn, given), grid, extra, given.rotary, given.key_mask)
+    query, key, value = adapter.project(attn, given)
+    return LayerInput(query, key, value, arguments.hidden_states, grid, extra, given.rotary, given.key_mask)
+
+
+def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    """Those of the grid, of what a patched self-attention computes (B, N, ...) for these arguments of its forward."""
+    adapter = adapter_of(attn)
+    given = adapter.read(attn, adapter.arguments(args, kwargs))
+    tokens = math.prod(_grid_of_call(current(), attn, given))
+    return of_grid(x, adapter.extra(given, tokens)) if x.shape[1] > tokens else x
+
+
+def _grid_of_call(context: CallContext, attn: Any, given: AttentionInput) -> tuple[int, ...]:
+    """The token grid of the call that an attention is in: of the transformer, or else told by the tables of RoPE."""
+    grid = context.grid
+    if grid is None and not torch.compiler.is_compiling():  # a compiled graph reads no values
+        grid = grid_of_attention(attn, given.rotary)
+    if grid is not None:
+        return grid
+    layer = layer_of(attn)
+    if layer is not None and layer.original_processor is not None:
+        raise ValueError(
+            "The token grid is known while the transformer runs, and this attention runs outside of it. Let gradient "
+            "checkpointing be done by transformer.enable_gradient_checkpointing(), which carries the grid along; or "
+            "give the processor the grid of every input in tokens, MHLAProcessor(..., grid=(frames, height, width)), "
+            "or (height, width) for images."
+        )
+    raise ValueError(
+        "MHLAProcessor does not know the token grid: this model, or torch.compile, does not tell it to an attention. "
+        "Call mhla_diffusers.set_attn_processor(pipe.transformer, processor) or mhla_diffusers.apply_mhla(pipe, ...), "
+        "which read it from every input, or give it to the processor, grid=(frames, height, width) in tokens, or "
+        "(height, width) for images."
+    )
+
+
+def _check_cache(cache: Any) -> None:
+    from transformers import DynamicCache
+
+    if cache is not None and type(cache) is not DynamicCache:
+        raise ValueError(
+            f"A {type(cache).__name__} does not go with MHLA; give past_key_values=MHLACache(model), or transformers' "
+            "DynamicCache."
+        )

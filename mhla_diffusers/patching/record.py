@@ -14,9 +14,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..config import MHLAConfig, check, check_choice, check_names
+from ..config import DEFAULT_BLOCK_SIZE, MHLAConfig, check, check_choice, check_names
 from ..files import check_hash, read_json
-from .old_format import new_settings, note_of
 
 Weights = Literal["mhla", "changed", "all"]
 """What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
@@ -24,7 +23,7 @@ Weights = Literal["mhla", "changed", "all"]
 CONFIG_NAME = "mhla_config.json"
 FORMAT_VERSION = 3
 UNIFORM_BLOCKS_SINCE = 3
-"""Version before which :mod:`mhla_diffusers.patching.old_format` translates."""
+"""Version before which settings and names of tensors are translated, at the end of this file."""
 _READABLE_VERSIONS = (1, 2, 3)
 """Version 1 had neither settings in the safetensors file nor a list of the base weights."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -85,7 +84,7 @@ class PatchRecord:
         settings = json.loads(metadata["mhla"])
         if self.format_version < UNIFORM_BLOCKS_SINCE:
             for part in settings["transformers"].values():
-                part["mhla"] = new_settings(part["mhla"])
+                part["mhla"] = _new_settings(part["mhla"])
         path, now, saved = next(_differences(self.settings(), settings, ""), ("", None, None))
         check(
             not path,
@@ -169,8 +168,8 @@ def read_record(folder: Path) -> PatchRecord:
 
 def _translated(record: PatchRecord, path: Path) -> PatchRecord:
     """A record of an old format with today's settings."""
-    parts = {name: replace(part, mhla=new_settings(part.mhla)) for name, part in record.transformers.items()}
-    for note in {note for part in record.transformers.values() if (note := note_of(part.mhla)) is not None}:
+    parts = {name: replace(part, mhla=_new_settings(part.mhla)) for name, part in record.transformers.items()}
+    for note in {note for part in record.transformers.values() if (note := _note_of(part.mhla)) is not None}:
         warnings.warn(f"{path}: {note}", stacklevel=4)
     return replace(record, transformers=parts)
 
@@ -228,3 +227,61 @@ def _differences(now: Any, saved: Any, path: str) -> Iterator[tuple[str, Any, An
             yield from _differences(now.get(name), saved.get(name), f"{path}.{name}" if path else name)
     elif now != saved:
         yield path, now, saved
+
+
+# Patches that were saved before all blocks of the sparse branch were uniform: format versions 1 and 2
+
+_OLD_TENSORS = {".mhla.far_field_log_weight": ".mhla.linear_log_weight", ".mhla.mean_bias": ".mhla.pooled_bias"}
+"""Ends of names: then, now."""
+
+
+def _new_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of today's :class:`MHLAConfig` that say the same as those of an old patch, or what comes closest.
+
+    Lists that were chosen by content have uniform blocks now, as long as the patch says, or of 64 tokens where it had
+    boxes of the grid; β stays the parameter that it was with boxes.
+
+    Raises:
+        ValueError: lists of boxes that were calibrated, or that held the own box alone.
+    """
+    settings = dict(settings)
+    sparse = "own" if settings.pop("near_field", "none") == "softmax" else settings.pop("exact", "none")
+    if sparse == "calibrated" or (sparse == "own" and settings.get("causal") is None):
+        raise ValueError(
+            f"its lists of boxes, exact={sparse!r}, are not supported any more. Lists are chosen by content now, from "
+            f"uniform blocks: apply_mhla(model, blocks={tuple(settings.get('blocks', ()))}, sparse='content'), which "
+            "needs no training; or adapt such a patch anew."
+        )
+    settings.pop("exact_tiles", None)
+    block_size, density = settings.pop("block_size", None), settings.pop("exact_share", None)
+    pooled, fit = settings.pop("tile_means", True), settings.pop("fit_mean_bias", None)
+    settings |= {"sparse": sparse, "pooled": pooled}
+    if sparse == "content":
+        learned = False if pooled and block_size is None else fit
+        settings |= {
+            "density": density,
+            "block_size": block_size or DEFAULT_BLOCK_SIZE,
+            "fit_pooled_bias": learned,
+        }
+    return settings
+
+
+def _note_of(settings: Mapping[str, Any]) -> str | None:
+    """What to tell of an old patch that opens as something else than it was trained with; None if nothing."""
+    if settings.get("exact") != "content" or settings.get("block_size") is not None:
+        return None
+    return (
+        "this patch was trained with boxes of the token grid, and opens with uniform blocks, which it was not "
+        f"trained with: of {DEFAULT_BLOCK_SIZE} tokens, or of as many as load_mhla(..., block_size=...) is told; "
+        "calibrate_sparse(model, run) fits λ and β to them, and adapting it brings the rest."
+    )
+
+
+def new_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of an old patch by the names that they have now."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in _OLD_TENSORS.items():
+            name = name.replace(old, new)
+        renamed[name] = tensor
+    return renamed

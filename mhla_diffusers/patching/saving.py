@@ -1,9 +1,9 @@
-"""Save a patched model's MHLA to a folder.
+"""Save a patched model's MHLA to a folder, and share it on the Hub.
 
 A folder holds ``mhla_config.json`` and one safetensors file, named after the hash of its content. The JSON is written
 last and names the file, so that at every moment the folder holds one complete patch: a kill in the middle of saving
 leaves the patch that was there before. The model's own tensors go by the names of a plain model (see
-:mod:`mhla_diffusers.patching.base_weights`).
+:mod:`mhla_diffusers.patching.weights`).
 """
 
 import json
@@ -12,6 +12,7 @@ import os
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import torch
@@ -19,8 +20,8 @@ from torch import nn
 
 from ..families import get_family
 from ..files import file_hash, write_json, write_tensors
-from .base_weights import base_weights, has_replaced, is_plain
-from .finding import find_transformers, is_patched, mhla_layers, require_layers
+from .describe import describe
+from .handle import Patched, find_transformers, mhla_layers, require_layers, require_patched
 from .record import (
     CONFIG_NAME,
     FORMAT_VERSION,
@@ -31,6 +32,7 @@ from .record import (
     check_finite,
     read_record,
 )
+from .weights import base_weights, is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -81,23 +83,22 @@ def save_mhla(
     if dtype is not None and dtype not in _FLOAT_TYPES:
         raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(map(str, _FLOAT_TYPES))}.")
     require_layers(model)
-    transformers = find_transformers(model)
-    patched = {name: transformer for name, transformer in transformers.items() if is_patched(transformer)}
+    handles = require_patched(model)
     base_model = base_model or _base_model(model)
     tensors: dict[str, torch.Tensor] = {}
     records = {}
-    for name, transformer in patched.items():
-        if weights == "mhla" and has_replaced(transformer):
+    for name, patched in handles.items():
+        if weights == "mhla" and patched.replaced_weights != {}:
             logger.warning(
                 "The patch of the %s came with weights of the model, which weights='mhla' does not save: loaded "
                 "elsewhere it draws something else. Save weights='changed' with base=the unpatched model.",
                 name,
             )
-        chosen = _choose_tensors(name, transformer, weights, base, base_model)
+        chosen = _choose_tensors(name, patched, weights, base, base_model)
         saved = {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
         tensors |= _apart(saved)
         changed = sorted(key for key in chosen if ".mhla." not in key) if weights == "changed" else []
-        records[name] = _describe_transformer(transformer, changed)
+        records[name] = _describe_transformer(patched, changed)
     record = PatchRecord(
         FORMAT_VERSION,
         base_model_name(base_model),
@@ -106,7 +107,7 @@ def save_mhla(
         file="",
         sha256="",
         transformers=records,
-        unpatched=sorted(set(transformers) - set(patched)),
+        unpatched=sorted(set(find_transformers(model)) - set(handles)),
     )
     folder = _make_folder(folder)
     earlier = _earlier_file(folder)
@@ -164,13 +165,12 @@ def _base_model(model: Any) -> str:
     return str(getattr(source.config, "_name_or_path", "") or "")
 
 
-def _describe_transformer(transformer: nn.Module, changed: list[str]) -> TransformerRecord:
-    family = get_family(transformer)
-    layer = next(iter(require_layers(transformer).values()))
+def _describe_transformer(patched: Patched, changed: list[str]) -> TransformerRecord:
+    layer = next(iter(patched.layers.values()))
     return TransformerRecord(
-        family.name,
-        type(transformer).__name__,
-        len(family.self_attentions(transformer)),
+        patched.family.name,
+        type(patched.transformer).__name__,
+        len(patched.attentions),
         layer.heads,
         layer.head_dim,
         layer.config.to_dict(),
@@ -179,13 +179,14 @@ def _describe_transformer(transformer: nn.Module, changed: list[str]) -> Transfo
 
 
 def _choose_tensors(
-    name: str, transformer: nn.Module, weights: Weights, base: Any, base_model: str
+    name: str, patched: Patched, weights: Weights, base: Any, base_model: str
 ) -> dict[str, torch.Tensor]:
+    transformer = patched.transformer
     whole = transformer.state_dict()
     # under plain names, also where PEFT's modules_to_save has put a copy of a layer beside it
     own = {
-        f"{path}.{key}": tensor
-        for path, layer in mhla_layers(transformer).items()
+        f"{path}.mhla.{key}": tensor
+        for path, layer in patched.layers.items()
         for key, tensor in layer.state_dict().items()
     }
     written = own if weights == "mhla" else whole
@@ -256,3 +257,116 @@ def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], record: Patch
     finally:
         aside.unlink(missing_ok=True)
     return file, digest
+
+
+_CARD = """\
+# {title}
+
+A patch that gives {base_link} Multi-Head Linear Attention (MHLA),
+self-attention of linear cost, through [mhla_diffusers](https://pypi.org/project/mhla-diffusers).
+
+```python
+import torch
+from diffusers import DiffusionPipeline
+from mhla_diffusers import load_mhla
+
+pipe = DiffusionPipeline.from_pretrained("{base_source}", dtype=torch.bfloat16)
+load_mhla(pipe, "{repo_id}")
+```
+
+`remove_mhla(pipe)` takes it away again.
+
+## What it holds
+
+{holds}
+
+```
+{table}
+```
+
+## Settings
+
+```json
+{settings}
+```
+"""
+
+_HOLDS = {
+    "mhla": "Only the tensors that MHLA adds; the base model's weights are used as they are.",
+    "changed": "The tensors that MHLA adds and those of the base model that were adapted to it.",
+    "all": "All weights of the transformer.",
+}
+
+
+def push_mhla(
+    model: Any,
+    repo_id: str,
+    *,
+    weights: Weights = "mhla",
+    base: Any = None,
+    private: bool = False,
+    token: str | None = None,
+) -> str:
+    """Upload the patch with a model card to the Hub.
+
+    Args:
+        model: patched pipeline or transformer.
+        repo_id: ``user/name``; is made if it is missing.
+        weights: see :func:`save_mhla`.
+        base: see :func:`save_mhla`.
+        private: for a repository that is made.
+        token: for the Hub; None for the one of ``hf auth login``.
+
+    Returns:
+        Address of the commit.
+
+    Raises:
+        ValueError: what :func:`save_mhla` raises, or a ``repo_id`` that cannot be one.
+        OSError: the Hub cannot be reached, or refused.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # of the HTTP library, whose errors of connection are no OSErrors
+
+    with TemporaryDirectory() as folder:
+        save_mhla(model, folder, weights=weights, base=base)
+        Path(folder, "README.md").write_text(model_card(model, repo_id, read_record(Path(folder))), encoding="utf-8")
+        hub = HfApi(token=token)
+        try:
+            hub.create_repo(repo_id, private=private, exist_ok=True)
+            commit = hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload MHLA patch")
+        except (HTTPError, OSError) as error:
+            raise OSError(
+                f"The patch could not be uploaded to the Hub repository {repo_id!r}: {error} Check the connection, "
+                "HF_HUB_OFFLINE and the token (hf auth login) and call push_mhla again; until then "
+                "save_mhla(model, folder) keeps the patch here."
+            ) from error
+    return str(commit.commit_url)
+
+
+def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
+    """Text of the model card.
+
+    Args:
+        model: the patched pipeline or transformer.
+        repo_id: where it will be uploaded.
+        record: what was saved.
+    """
+    from huggingface_hub import ModelCardData
+
+    base, on_hub = record.base_model, "/" in record.base_model
+    data = ModelCardData(
+        base_model=base if on_hub else None, library_name="diffusers", tags=["mhla", "linear-attention"]
+    )
+    settings = {name: part.mhla for name, part in record.transformers.items()}
+    body = _CARD.format(
+        title=repo_id.split("/")[-1],
+        repo_id=repo_id,
+        base_link=f"[{base}](https://huggingface.co/{base})"
+        if on_hub
+        else f"the model {base or 'that it was made for'}",
+        base_source=base if on_hub else f"path/to/{base or 'the-model'}",
+        holds=_HOLDS[record.weights],
+        table=describe(model),
+        settings=json.dumps(settings, indent=2),
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n{body}"

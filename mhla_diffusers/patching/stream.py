@@ -14,10 +14,10 @@ from torch import nn
 from ..attention import MHLAState
 from ..attention.rope import Rotary
 from ..families import get_family, unwrapped
-from .finding import find_transformers
+from .handle import find_transformers
 from .layer import MHLALayer, layer_of
 from .parallel import parallel_of
-from .token_grid import Grid, in_stream
+from .runtime import Grid, call_context
 
 
 class VideoStream:
@@ -106,7 +106,7 @@ class VideoStream:
         """
         self._check_call()
         step = _Step(self, keep)
-        with in_stream(step):
+        with call_context(stream=step):
             output = self._transformer(*args, **kwargs)
         missing = [name for name in self._layers if name not in step.states]
         if missing:

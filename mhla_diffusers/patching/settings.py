@@ -1,51 +1,16 @@
-"""One transformer's patch: which layers, checked first, then carried out."""
+"""Which settings a transformer can have, and which of its layers they choose."""
 
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from torch import nn
 
 from ..config import AUTOMATIC, LayerChoice, MHLAConfig, is_automatic, parse_layers
-from ..families import Family, get_family
-from .denoising_steps import StepHooks
-from .finding import is_patched
-from .layer import MHLALayer
-from .other_processors import ProcessorWatch
-from .processor import MHLAProcessor, holds_weights, make_layer
-from .token_grid import TokenGridHooks
+from ..families import get_family
+from .processor import holds_weights
 
 _SHOWN_NAMES = 4
 """How many layers an error names."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A checked patch of one transformer."""
-
-    transformer: nn.Module
-    family: Family
-    processor: MHLAProcessor
-    layers: list[tuple[Any, MHLALayer]]
-    """Attentions to patch, each with its new layer."""
-
-
-def make_plan(transformer: nn.Module, processor: MHLAProcessor) -> Plan:
-    """Check everything and change nothing.
-
-    Raises:
-        ValueError: unsupported or offloaded transformer, already patched, or settings that do not fit.
-    """
-    family, config = get_family(transformer), processor.config
-    if is_patched(transformer):
-        raise ValueError(
-            f"This {type(transformer).__name__} is already patched with MHLA; change_mhla() changes its settings, "
-            "or call remove_mhla() first."
-        )
-    check_settings(transformer, config)
-    chosen = choose_attentions(transformer, config)
-    layers = [(attn, make_layer(attn, config, family)) for attn in chosen.values()]
-    return Plan(transformer, family, processor, layers)
 
 
 def choose_attentions(transformer: nn.Module, config: MHLAConfig) -> dict[str, Any]:
@@ -124,26 +89,6 @@ def refuse_order(transformer: nn.Module, causal: object) -> None:
 def _is_group_offloaded(module: nn.Module) -> bool:
     hooks: Any = getattr(module, "_diffusers_hook", None)
     return hooks is not None and hooks.get_hook("group_offloading") is not None
-
-
-def carry_out(plan: Plan, model: Any) -> None:
-    """Patch the transformer, which is ``model`` or a part of it."""
-    plan.family.prepare(plan.transformer)
-    for attn, layer in plan.layers:
-        layer.original_processor = attn.processor
-        attn.mhla = layer
-        if getattr(attn.processor, "_parallel_config", None) is not None:
-            plan.processor._parallel_config = attn.processor._parallel_config
-        attn.set_processor(plan.processor)
-    if plan.family.kind == "language":
-        return
-    TokenGridHooks(plan.family).install(plan.transformer)
-    if plan.family.kind == "vision":
-        return
-    pipe = None if isinstance(model, nn.Module) else model
-    StepHooks(plan.family, plan.processor.config.softmax_steps, pipe).install(plan.transformer)
-    watch = ProcessorWatch(plan.family, plan.processor)
-    watch.handle = plan.transformer.register_forward_pre_hook(watch, with_kwargs=True)
 
 
 def automatic_count(choice: LayerChoice, count: int) -> int:

@@ -8,11 +8,8 @@ import torch
 from torch import nn
 
 from ..families import get_family
-from .denoising_steps import patch_in_every_step
-from .finding import find_transformers, is_patched, refuse_language, require_layers
-from .other_processors import other_processors_wanted
-from .processor import MHLAProcessor
-from .removal import mhla_disabled, original_processor
+from .handle import Patched, mhla_disabled, refuse_language, require_layers, require_patched
+from .runtime import call_context
 
 
 def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]:
@@ -32,24 +29,12 @@ def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]
     """
     refuse_language(model, "layer_sensitivity()")
     require_layers(model)
-    transformers = {name: part for name, part in find_transformers(model).items() if is_patched(part)}
-    with mhla_disabled(model):
-        calls = record_calls(transformers, run)
-    prefixes = {name: "" if isinstance(model, nn.Module) else f"{name}." for name in transformers}
+    handles = require_patched(model)
+    calls = record_unpatched(model, handles, run)
     return {
-        f"{prefixes[name]}{layer}": value
-        for name, transformer in transformers.items()
-        for layer, value in measure_sensitivity(transformer, patched_pairs(transformer), calls[name]).items()
-    }
-
-
-def patched_pairs(transformer: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Name of every patched self-attention → it and its processor of before."""
-    family = get_family(transformer)
-    return {
-        name: (attn, original_processor(attn, family, transformer))
-        for name, attn in family.self_attentions(transformer).items()
-        if isinstance(attn.processor, MHLAProcessor)
+        f"{'' if isinstance(model, nn.Module) else f'{component}.'}{layer}": value
+        for component, patched in handles.items()
+        for layer, value in measure_sensitivity(patched, calls[component]).items()
     }
 
 
@@ -68,7 +53,7 @@ class TransformerCall:
 
     def predict(self, transformer: nn.Module) -> torch.Tensor:
         """Output of the transformer: (B, output channels, ...), as its family has it."""
-        with patch_in_every_step():  # outside of the loop that it was recorded in
+        with call_context(in_every_step=True):  # outside of the loop that it was recorded in
             prediction = transformer(*self.args, **{**self.kwargs, "return_dict": False})[0]
         return prediction if isinstance(prediction, torch.Tensor) else torch.stack(list(prediction))
 
@@ -117,6 +102,14 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
     return calls
 
 
+def record_unpatched(
+    model: Any, handles: Mapping[str, Patched], run: Callable[[], object]
+) -> dict[str, list[TransformerCall]]:
+    """Like :func:`record_calls`, with the patch switched off: what the transformers get from an unpatched model."""
+    with mhla_disabled(model):
+        return record_calls({component: patched.transformer for component, patched in handles.items()}, run)
+
+
 def repeat_calls(transformer: nn.Module, calls: Iterable[TransformerCall]) -> None:
     """Run a transformer on recorded calls again."""
     for call in calls:
@@ -130,48 +123,44 @@ def _copy(value: Any) -> Any:
 
 
 @torch.no_grad()
-def measure_sensitivity(
-    transformer: nn.Module, attentions: Mapping[str, tuple[Any, Any]], calls: list[TransformerCall]
-) -> dict[str, float]:
+def measure_sensitivity(patched: Patched, calls: Sequence[TransformerCall]) -> dict[str, float]:
     """Replace one patched attention at a time and compare the transformer's output with that of none.
 
     Args:
-        transformer: with all these attentions patched; it is left as it is.
-        attentions: name → attention and its processor of before the patch.
+        patched: left as it is.
         calls: inputs to compare on.
 
     Returns:
         Name → ‖output − output of none‖² / ‖output of none‖², averaged over the calls.
     """
-    patched = {name: attn.processor for name, (attn, _) in attentions.items()}
-    sensitivities = {}
-    with other_processors_wanted(transformer):
+    pairs, sensitivities = patched.running_pairs(), {}
+    processors = {name: attn.processor for name, (attn, _) in pairs.items()}
+    with patched.pause():
         try:
-            for attn, original in attentions.values():
+            for attn, original in pairs.values():
                 attn.set_processor(original)
-            expected = [call.predict(transformer).float() for call in calls]
-            for name, (attn, original) in attentions.items():
-                attn.set_processor(patched[name])
-                changes = [
-                    _change(call.predict(transformer).float(), e) for call, e in zip(calls, expected, strict=True)
-                ]
-                sensitivities[name] = sum(changes) / len(changes)
+            expected = [call.predict(patched.transformer).float() for call in calls]
+            for name, (attn, original) in pairs.items():
+                attn.set_processor(processors[name])
+                sensitivities[name] = _mean_change(patched.transformer, calls, expected)
                 attn.set_processor(original)
         finally:
-            for name, (attn, _) in attentions.items():
-                attn.set_processor(patched[name])
+            for name, (attn, _) in pairs.items():
+                attn.set_processor(processors[name])
     return sensitivities
 
 
 @torch.no_grad()
-def measure_change(transformer: nn.Module, calls: Sequence[TransformerCall]) -> float:
+def measure_change(patched: Patched, calls: Sequence[TransformerCall]) -> float:
     """How much the whole patch moves the output, relative and squared as of one layer, averaged over calls."""
-    found = [call.predict(transformer).float() for call in calls]
-    with mhla_disabled(transformer):
-        return sum(_change(f, call.predict(transformer).float()) for f, call in zip(found, calls, strict=True)) / len(
-            calls
-        )
+    with patched.disabled():
+        expected = [call.predict(patched.transformer).float() for call in calls]
+    return _mean_change(patched.transformer, calls, expected)
 
 
-def _change(output: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((output - expected).square().sum() / expected.square().sum())
+def _mean_change(transformer: nn.Module, calls: Sequence[TransformerCall], expected: Sequence[torch.Tensor]) -> float:
+    changes = []
+    for call, wanted in zip(calls, expected, strict=True):
+        output = call.predict(transformer).float()
+        changes.append(float((output - wanted).square().sum() / wanted.square().sum()))
+    return sum(changes) / len(changes)

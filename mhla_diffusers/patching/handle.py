@@ -1,0 +1,595 @@
+"""The handle of a patched transformer, and how it is found from a pipeline or a model."""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..attention.parallel.place import Parallel
+from ..config import MHLAConfig
+from ..families import Family, find_family, get_family, unwrapped
+from .costs import attention_sizes
+from .layer import MHLALayer, layer_of, replaced_processor
+from .parallel import check_split, compare_patches, parallel_of
+from .processor import (
+    MHLAProcessor,
+    PerturbedMHLAProcessor,
+    attentions_of,
+    default_cross_attention_processor,
+    holds_weights,
+    with_backend_of,
+)
+from .runtime import CarryingCheckpoint, Grid, allow_graphs, call_context, current, give_back_graphs
+from .steps import DenoisingLoop, Step
+from .weights import check_writable, write_weights
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_mhla"
+"""Of the module of a patched transformer that runs its blocks: the handle."""
+_CACHE_CONTEXT = "cache_context"
+"""Method of diffusers' ``CacheMixin`` that a pipeline enters around every forward."""
+
+
+class Patched:
+    """One patched transformer: all that a patch has put into it, and all that is known of the two.
+
+    :func:`apply_mhla` and :func:`load_mhla` make it, :func:`find_patched` finds it, and whatever works on a patch takes
+    it. Its hooks give every forward its :class:`~mhla_diffusers.patching.runtime.CallContext`. A transformer that was
+    patched by diffusers' own ``set_attn_processor``, which tells no model, gets a handle without hooks when one is
+    asked for.
+
+    Args:
+        transformer: of a family.
+        processor: that runs MHLA; None of such a transformer in which none runs now.
+    """
+
+    def __init__(self, transformer: nn.Module, processor: MHLAProcessor | None) -> None:
+        self.transformer = transformer
+        self.family: Family = get_family(transformer)
+        self.attentions: dict[str, Any] = self.family.self_attentions(transformer)
+        """Name and module of every self-attention, patched or not, in the order of the layer indices."""
+        self.processor = processor
+        self.loop = DenoisingLoop(self.family, None)
+        self.latest_grid: Grid | None = None
+        """Token grid of the latest forward, to be shown; no attention reads it."""
+        self.replaced_weights: dict[str, torch.Tensor] | None = {}
+        """Weights of the model that the patch replaced, as they were; None if they were not kept."""
+        self.paused = 0
+        """How many contexts have other processors run on purpose."""
+        self.parallel: Parallel | None = None
+        """The processes between which tokens are split."""
+        self._compared: Any = None
+        """diffusers' configuration under which the processes have compared their patches."""
+        self._has_told_of_cost = self._has_told_of_processors = self._has_told_of_steps = False
+        self._hooks: list[RemovableHandle] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copied or pickled transformer."""
+        return {name: value for name, value in vars(self).items() if name != "_meet_processes"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of such a one."""
+        vars(self).update(state)
+        if self._hooks:
+            self._prepare_compiling()
+
+    @property
+    def layers(self) -> dict[str, MHLALayer]:
+        """Name of every patched self-attention, with its layer."""
+        found = ((name, layer_of(attn)) for name, attn in self.attentions.items())
+        return {name: layer for name, layer in found if layer is not None}
+
+    @property
+    def config(self) -> MHLAConfig:
+        """Settings of the patch."""
+        layer = next(iter(self.layers.values()), None)
+        if layer is not None:
+            return layer.config
+        if self.processor is None:
+            raise ValueError("This transformer is not patched with MHLA.")
+        return self.processor.config
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it has hooks: not in diffusers' own form, and not any more after removal."""
+        return vars(self.family.trunk(self.transformer)).get(_ATTRIBUTE) is self
+
+    # Putting in and taking away
+
+    def install(self, layers: dict[str, MHLALayer], pipe: Any) -> None:
+        """Patch the transformer.
+
+        Args:
+            layers: name of every self-attention to be patched, with its new layer.
+            pipe: pipeline that calls the transformer; a transformer or None where that is not known.
+        """
+        processor, trunk = self.running_processor(), self.family.trunk(self.transformer)
+        self.family.prepare(self.transformer)
+        for name, layer in layers.items():
+            attn = self.attentions[name]
+            layer.original_processor = attn.processor
+            attn.mhla = layer
+            if getattr(attn.processor, "_parallel_config", None) is not None:
+                processor._parallel_config = attn.processor._parallel_config
+            attn.set_processor(processor)
+        setattr(trunk, _ATTRIBUTE, self)
+        if self.family.kind == "language":  # their calls are told everything by transformers
+            return
+        self._prepare_compiling()
+        self._hooks = [
+            trunk.register_forward_pre_hook(self.begin, with_kwargs=True),
+            trunk.register_forward_hook(self.end, always_call=True),
+        ]
+        if self.family.is_diffusion:
+            self.call_from(pipe)
+            if hasattr(type(self.transformer), _CACHE_CONTEXT):
+                setattr(self.transformer, _CACHE_CONTEXT, _Listening(self))
+
+    def call_from(self, pipe: Any) -> None:
+        """Say which pipeline calls the transformer; it is not kept alive."""
+        self.loop = DenoisingLoop(self.family, None if isinstance(pipe, nn.Module) else pipe)
+
+    def check_removable(self) -> None:
+        """Raise unless weights of the model that the patch replaced can be brought back.
+
+        Raises:
+            ValueError: they were not kept, or cannot be written.
+        """
+        if self.replaced_weights is None:
+            raise ValueError(
+                "The patch replaced weights of the model, which load_mhla(..., keep_replaced=False) did not keep, so "
+                "they cannot be brought back; load the model again with from_pretrained()."
+            )
+        check_writable(self.transformer, self.replaced_weights, "remove the patch")
+
+    def remove(self) -> None:
+        """Take everything away that :meth:`install` has put in, and bring back weights that were replaced."""
+        write_weights(self.transformer, self.replaced_weights or {})
+        self.replaced_weights = {}
+        for attn in attentions_of(self.transformer).values():
+            if isinstance(attn.processor, MHLAProcessor) or hasattr(attn, "mhla"):
+                attn.set_processor(self.original_processor(attn))
+            if hasattr(attn, "mhla"):
+                del attn.mhla
+        for hook in self._hooks:
+            hook.remove()
+        if isinstance(vars(self.transformer).get(_CACHE_CONTEXT), _Listening):
+            delattr(self.transformer, _CACHE_CONTEXT)
+        if self._hooks:
+            for module in self._that_checkpoint():
+                CarryingCheckpoint.take_off(module)
+            give_back_graphs(self)
+        if self.is_installed:
+            delattr(self.family.trunk(self.transformer), _ATTRIBUTE)
+        self.family.restore(self.transformer)
+
+    def original_processor(self, attn: Any) -> Any:
+        """The processor that an attention had before the patch, or a fresh one where no record was kept.
+
+        It gets the backend that ``set_attention_backend`` has set meanwhile. One with weights that was set since the
+        patch, as loading an IP-Adapter does, stays.
+        """
+        if holds_weights(attn.processor):
+            return attn.processor
+        original = replaced_processor(attn)
+        if original is None and any(attn is own for own in self.attentions.values()):
+            original = self.family.self_attention_processor()
+        elif original is None:
+            original = default_cross_attention_processor(attn, self.family)
+        return with_backend_of(attn.processor, original) if isinstance(attn.processor, MHLAProcessor) else original
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within it no other processor of the transformer is warned of or replaced."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Within it the transformer attends as before the patch, with the same weights."""
+        running = [
+            attn for attn in attentions_of(self.transformer).values() if isinstance(attn.processor, MHLAProcessor)
+        ]
+        switched = [(attn, attn.processor, hasattr(attn, "mhla")) for attn in running]
+        for attn in running:
+            attn.set_processor(self.original_processor(attn))
+        try:
+            with self.pause():
+                yield
+        finally:
+            for attn, processor, had_layer in switched:
+                # the patch may have been removed meanwhile; in diffusers' own form there may be no layer yet
+                if hasattr(attn, "mhla") or not had_layer:
+                    attn.set_processor(processor)
+
+    def running_pairs(self) -> dict[str, tuple[Any, Any]]:
+        """Name of every self-attention that runs MHLA → it and its processor of before."""
+        return {
+            name: (attn, self.original_processor(attn))
+            for name, attn in self.attentions.items()
+            if isinstance(attn.processor, MHLAProcessor)
+        }
+
+    def running_processor(self) -> MHLAProcessor:
+        """The processor of the patch, also where something else has set others.
+
+        Raises:
+            ValueError: in diffusers' own form, where none runs.
+        """
+        if self.processor is None:
+            raise ValueError(
+                "No attention of this model runs MHLA now: its patch is switched off, or other processors have been "
+                "set since. Leave mhla_disabled(), or set the processor again with transformer.set_attn_processor()."
+            )
+        return self.processor
+
+    # Every forward
+
+    def begin(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward: look at the processors and fill in the context of the call."""
+        arguments, context = self.family.named_arguments(args, kwargs), current()
+        if self.family.is_diffusion and not self.paused:
+            self._check_processors()
+        # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
+        name = self.family.forward_names[0]
+        latents = arguments.get(name)
+        if latents is None:
+            raise ValueError(f"{type(trunk).__name__} was called without {name}, of which it reads the token grid.")
+        for tensor in [latents] if isinstance(latents, torch.Tensor) else latents:
+            for axis in range(1, tensor.ndim) if isinstance(tensor, torch.Tensor) else ():
+                torch._dynamo.mark_static(tensor, axis)
+        grid = tuple(int(size) for size in self.family.grid_of_arguments(trunk, arguments))
+        self._meet_processes()
+        context.parallel = None
+        if self.parallel is not None:
+            check_split(self.transformer, self.family, self.layers, arguments, grid, self.parallel)
+            context.parallel = self.parallel
+        if not torch.compiler.is_compiling() and not self._has_told_of_cost and grid != self.latest_grid:
+            self._tell_if_nothing_is_gained(grid)
+        context.grid = self.latest_grid = grid
+        context.disabled = self.family.is_diffusion and self._is_disabled(trunk, args, kwargs)
+        for module in self._that_checkpoint():
+            CarryingCheckpoint.put_on(module)
+
+    def end(self, *_: Any) -> None:
+        """After a forward."""
+        context = current()
+        context.grid = context.parallel = None
+        context.disabled = False
+
+    def step_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """The denoising step of a forward with these arguments; None if nothing tells it."""
+        told = current().step
+        return told if told is not None else self.loop.step(self.transformer, args, kwargs)
+
+    def _is_disabled(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the patch is disabled in the denoising step of a forward; in training mode it never is."""
+        steps, context = self.config.softmax_steps, current()
+        if not steps or transformer.training or context.in_every_step:
+            return False
+        if isinstance(steps, float) and steps == 1:  # whichever step it is
+            return True
+        if context.step is not None:
+            return context.step_disabled
+        step = self.loop.step(transformer, args, kwargs)
+        if step is None and not self._has_told_of_steps:
+            self._has_told_of_steps = True
+            logger.warning(
+                "softmax_steps=%s has no effect on a forward of %s that nothing tells its denoising step: MHLA runs. "
+                "Give the pipeline that calls it to apply_mhla(), load_mhla() or change_mhla(), or enter "
+                'transformer.cache_context("cond", step_index=…, num_inference_steps=…) around it.',
+                steps,
+                type(transformer).__name__,
+            )
+        return step is not None and step.is_among_first(steps)
+
+    def _check_processors(self) -> None:
+        """Look whether patched attentions still run MHLA, which something else may have changed.
+
+        Under perturbed-attention guidance MHLA goes on in the branches that are not perturbed. Where diffusers has put
+        a blank processor or one that runs fused projections, that of the patch comes back. Of others there is one
+        warning.
+        """
+        others = {}
+        for name, attn in self.attentions.items():
+            if layer_of(attn) is None:
+                continue
+            processor = attn.processor
+            parts = None if isinstance(processor, MHLAProcessor) else self.family.perturbed_parts(processor)
+            is_of_fusing = attn.fused_projections and type(processor).__name__.startswith("Fused")
+            if isinstance(processor, MHLAProcessor):
+                if processor.is_blank:
+                    attn.processor = self.processor
+            elif is_of_fusing:
+                attn.processor = self.processor
+            elif parts is not None:
+                attn.processor = PerturbedMHLAProcessor(self.running_processor(), parts)
+            else:
+                others[name] = type(processor).__name__
+        if torch.compiler.is_compiling():
+            return
+        if others and not self._has_told_of_processors:
+            name, kind = next(iter(others.items()))
+            logger.warning(
+                "%d patched layers do not run MHLA, for example %s, which runs %s: something has set their "
+                "processors since. describe(model) tells what every layer runs, change_mhla(model) brings MHLA "
+                "back, remove_mhla(model) takes it away.",
+                len(others),
+                name,
+                kind,
+            )
+        self._has_told_of_processors = bool(others)
+
+    def _tell_if_nothing_is_gained(self, grid: Grid) -> None:
+        """Warn, once, of a grid on which the patch computes no less than the softmax attention that it replaces."""
+        layer = next(iter(self.layers.values()), None)
+        if layer is None or self.family.own_attention != "softmax" or layer.config.causal is not None:
+            return
+        sizes = attention_sizes(layer.config, grid, layer.heads, layer.head_dim, self.family.extra_tokens)
+        if layer.config.listed < 1 and sizes.flops >= sizes.softmax_flops:
+            self._has_told_of_cost = True
+            logger.warning(
+                "On a grid of %d tokens this patch computes %.0f%% of what softmax attention does, so it gains nothing "
+                "here. Fewer MHLA blocks (blocks), a lower density or larger uniform blocks (block_size) cost less; "
+                "softmax attention costs more at larger sizes.",
+                math.prod(grid),
+                100 * sizes.flops / sizes.softmax_flops,
+            )
+
+    def _that_checkpoint(self) -> list[Any]:
+        """Modules that may be told to run a block, or themselves, under gradient checkpointing."""
+        if self.family.is_diffusion:
+            return [self.transformer]
+        return list(self.family.blocks_of(self.transformer).values())
+
+    def _prepare_compiling(self) -> None:
+        allow_graphs(self)
+
+        def meet() -> None:
+            """At the first call under a configuration: learn who the processes are, and that they are patched alike."""
+            config: Any = getattr(self.transformer, "_parallel_config", None)
+            if config is self._compared:
+                return
+            self.parallel = parallel_of(config)
+            if self.parallel is not None:
+                compare_patches(self.layers, config, self.parallel)
+            self._compared = config
+
+        self._meet_processes = meet
+        vars(meet)["_dynamo_marked_constant"] = True  # runs while torch.compile traces a graph, and not in it
+
+
+class _Listening:
+    """A transformer's ``cache_context`` that notes the denoising step that it is told."""
+
+    def __init__(self, patched: Patched) -> None:
+        self._patched = patched
+
+    def __call__(self, name: str, **fields: Any) -> AbstractContextManager[None]:
+        """Of diffusers; what it is told goes on to it."""
+        return self._noted(name, fields)
+
+    @contextmanager
+    def _noted(self, name: str, fields: dict[str, Any]) -> Iterator[None]:
+        index, count = fields.get("step_index"), fields.get("num_inference_steps")
+        patched, step, transformer = self._patched, None, self._patched.transformer
+        if index is not None and count is not None:
+            step = patched.loop.told_step(int(index), int(count))
+        disabled = step is not None and step.is_among_first(patched.config.softmax_steps)
+        of_class: Any = getattr(type(transformer), _CACHE_CONTEXT)
+        with call_context(step=step, step_disabled=disabled), of_class(transformer, name, **fields):
+            yield
+
+
+def find_patched(model: Any) -> dict[str, Patched]:
+    """The handle of every patched transformer of a pipeline by component name, or of a model as ``transformer``."""
+    found = {name: _patched(transformer) for name, transformer in supported_transformers(model).items()}
+    return {name: patched for name, patched in found.items() if patched is not None}
+
+
+def _patched(transformer: nn.Module) -> Patched | None:
+    held: Patched | None = vars(get_family(transformer).trunk(transformer)).get(_ATTRIBUTE)
+    if held is not None:
+        return held
+    attentions = attentions_of(transformer).values()
+    processor = next((attn.processor for attn in attentions if isinstance(attn.processor, MHLAProcessor)), None)
+    if processor is None and not any(hasattr(attn, "mhla") for attn in attentions):
+        return None
+    return Patched(transformer, processor)
+
+
+def require_patched(model: Any) -> dict[str, Patched]:
+    """Like :func:`find_patched`.
+
+    Raises:
+        ValueError: no transformer is patched, with the way to one that lies inside the model.
+    """
+    found = find_patched(model)
+    if not found:
+        refuse_wrapped(model)
+        raise ValueError("The model is not patched with MHLA; call apply_mhla() first.")
+    return found
+
+
+def is_patched(model: Any) -> bool:
+    """Whether any attention of a pipeline or transformer runs MHLA or holds its weights."""
+    return bool(find_patched(model))
+
+
+def mhla_layers(model: Any) -> dict[str, MHLALayer]:
+    """Name and module of every MHLA layer that is in use, put in by a patch or built into the model, as into VLT.
+
+    The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
+    """
+    if not supported_transformers(model):
+        return _built_in_layers(model)
+    return {
+        f"{'' if isinstance(model, nn.Module) else f'{component}.'}{name}.mhla": layer
+        for component, patched in find_patched(model).items()
+        for name, layer in patched.layers.items()
+    }
+
+
+def require_layers(model: Any) -> dict[str, MHLALayer]:
+    """Like :func:`mhla_layers`.
+
+    Raises:
+        ValueError: if there are none, with the way to get them, or to a model that lies inside this one.
+    """
+    layers = mhla_layers(model)
+    if not layers:
+        require_patched(model)
+        raise ValueError(
+            "The model has no MHLA weights yet: diffusers' own set_attn_processor makes them at the first forward. "
+            "Run one, or use mhla_diffusers.set_attn_processor(transformer, processor)."
+        )
+    return layers
+
+
+@contextmanager
+def mhla_disabled(model: Any) -> Iterator[None]:
+    """Within the context the model attends as before the patch, with the same weights.
+
+    Raises:
+        ValueError: if the model is not patched.
+    """
+    handles = require_patched(model).values()
+    with ExitStack() as stack:
+        for patched in handles:
+            stack.enter_context(patched.disabled())
+        yield
+
+
+# Which transformers there are, and what is refused of them
+
+
+def find_transformers(model: Any) -> dict[str, nn.Module]:
+    """The supported transformers of a pipeline by component name, or the transformer itself as ``transformer``.
+
+    Raises:
+        ValueError: if there is none, a model that has MHLA built in, or what :func:`refuse_wrapped` refuses.
+    """
+    refuse_wrapped(model)
+    found = supported_transformers(model)
+    if found:
+        return found
+    layers = _built_in_layers(model)
+    if layers:
+        raise ValueError(
+            f"{type(model).__name__} has MHLA built in ({len(layers)} layers, the first is {next(iter(layers))}), so "
+            "nothing can patch it or take the patch away. Its settings are those of its configuration, such as "
+            "VLTConfig(mhla=…), and its save_pretrained() saves it."
+        )
+    for name, module in _modules(model).items():
+        if name.startswith("transformer"):
+            get_family(module)
+    components = ", ".join(getattr(model, "components", {})) or "none"
+    raise ValueError(
+        f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). Pass a pipeline "
+        'or a model that the page "Models" of the documentation (docs/models.md) lists.'
+    )
+
+
+def supported_transformers(model: Any) -> dict[str, nn.Module]:
+    """Like :func:`find_transformers`, but empty if there is none.
+
+    A language or vision model in a pipeline encodes its prompts or pictures and is left alone.
+    """
+    is_alone = isinstance(model, nn.Module)
+    return {
+        name: module
+        for name, module in _modules(model).items()
+        if (family := find_family(module)) is not None and (is_alone or family.is_diffusion)
+    }
+
+
+def _modules(model: Any) -> dict[str, nn.Module]:
+    components = {"transformer": model} if isinstance(model, nn.Module) else getattr(model, "components", {})
+    return {name: unwrapped(part) for name, part in components.items() if isinstance(part, nn.Module)}
+
+
+def _built_in_layers(model: Any) -> dict[str, MHLALayer]:
+    """Layers of a model that has MHLA without a patch: an ``nn.Module`` with none of a family in it.
+
+    PEFT may have wrapped it.
+    """
+    if not isinstance(model, nn.Module) or any(find_family(module) is not None for module in model.modules()):
+        return {}
+    layers = {path: layer_of(module) for path, module in unwrapped(model).named_modules()}
+    return {f"{path}.mhla": layer for path, layer in layers.items() if layer is not None}
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Raise if the model that was meant lies inside what was given.
+
+    Raises:
+        ValueError: a pipeline of transformers, or PEFT's wrapper, with the way to what is inside.
+    """
+    inside = getattr(model, "model", None)
+    if not isinstance(model, nn.Module) and isinstance(inside, nn.Module) and find_family(inside) is not None:
+        raise ValueError(
+            f"{type(model).__name__} has its {type(inside).__name__} as .model; pass that: pipe.model of a pipeline of "
+            "transformers."
+        )
+    for name, module in _modules(model).items():
+        # of PEFT's PeftModel, which would go on with a patched model inside, but is saved and called in its own ways
+        take_out: Any = getattr(module, "get_base_model", None)
+        if callable(take_out) and find_family(take_out()) is not None:
+            raise ValueError(
+                f"The {name} is wrapped in PEFT's {type(module).__name__}. Pass the model inside, which keeps the "
+                f"adapters: {name}.get_base_model(), in a pipeline pipe.{name} = pipe.{name}.get_base_model(). "
+                f"diffusers' own {name}.add_adapter(...) wraps nothing."
+            )
+
+
+def refuse_language(model: Any, what: str) -> None:
+    """Raise if a model predicts from the past alone, where ``what`` compares with attention that sees everything.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for transformer in supported_transformers(model).values():
+        if get_family(transformer).kind == "language":
+            raise ValueError(
+                f"{what} compares a patch with attention that sees all tokens, and {type(transformer).__name__} is a "
+                "language model; patch it and train it, as docs/language.md shows."
+            )
+
+
+def require_diffusion(model: Any, what: str) -> None:
+    """Raise unless all supported models of a pipeline are diffusion models, of which ``what`` compares predictions.
+
+    Raises:
+        ValueError: naming the one that is not.
+    """
+    for transformer in supported_transformers(model).values():
+        family = get_family(transformer)
+        if not family.is_diffusion:
+            raise ValueError(
+                f"{what} compares what a diffusion model predicts in its denoising steps, and "
+                f"{type(transformer).__name__} is a {family.kind} model, which has none."
+            )
+
+
+def refuse_causal(configs: Iterable[MHLAConfig], what: str) -> None:
+    """Raise if a patch is causal, where only attention that sees everything can stand in its place.
+
+    Raises:
+        ValueError: naming the order that the patch has.
+    """
+    for config in configs:
+        if config.causal is not None:
+            raise ValueError(
+                f"{what} goes by attention that sees all tokens, and a patch with causal={config.causal!r} is not to "
+                "see later ones: its mixing matrices and λ are trained, as docs/stream.md shows. causal=None is for "
+                "attention that knows no order."
+            )

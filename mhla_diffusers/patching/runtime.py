@@ -1,0 +1,159 @@
+"""The context of a call: what a transformer's forward tells the attentions that run in it.
+
+The handle of a patched transformer fills it in before a forward, for its own thread, and a recomputation knows it
+again. It belongs to the call and not to the layers, which two threads share and which PEFT, ``deepcopy`` and
+checkpointing copy or run again.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from ..attention import MHLAState
+from ..attention.parallel.place import Parallel
+from ..attention.rope import Rotary
+from .steps import Step
+
+Grid = tuple[int, ...]
+
+
+class InStream(Protocol):
+    """What a step of a video that is generated frame block after frame block tells its attentions."""
+
+    keep: bool
+    """Whether its tokens belong to the past of the next step."""
+
+    def state_of(self, attn: Any, grid: Grid) -> MHLAState:
+        """What the frame blocks before have left behind in an attention."""
+
+    def rotary(self, rotary: Rotary | None, grid: Grid) -> Rotary | None:
+        """RoPE of the step's place in the video, from what the model hands to its attentions."""
+
+
+class CallContext:
+    """What a thread's transformer is working on."""
+
+    grid: Grid | None = None
+    """Token grid of the forward that runs; None outside of one."""
+    parallel: Parallel | None = None
+    """The processes between which its tokens are split."""
+    disabled: bool = False
+    """Whether patched attentions run what they ran before the patch."""
+    stream: InStream | None = None
+    """The step of a video that the call is; None of one that stands by itself."""
+    step: Step | None = None
+    """The denoising step, where the pipeline tells it to ``cache_context``."""
+    step_disabled: bool = False
+    """Whether the patch is disabled in that step. Worked out when it is told: a compiled transformer that looked at
+    numbers of steps would be compiled anew for each.
+    """
+    in_every_step: bool = False
+    """Whether patches run in every step, for forwards that are no part of a denoising loop."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.context = CallContext()  # an object of its own, since torch.compile follows no context variables
+
+
+_THREAD = _Thread()
+
+
+def current() -> CallContext:
+    """The context of this thread."""
+    return _THREAD.context
+
+
+@contextmanager
+def call_context(**fields: Any) -> Iterator[None]:
+    """Within it, fields of this thread's :class:`CallContext` have other values.
+
+    Raises:
+        AttributeError: an unknown field.
+    """
+    context = _THREAD.context
+    before = {name: getattr(context, name) for name in fields}
+    for name, value in fields.items():
+        setattr(context, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(context, name, value)
+
+
+class CarryingCheckpoint:
+    """diffusers' function that runs a block under gradient checkpointing; it carries the call's context along.
+
+    The block runs again during the backward pass, in whatever thread and after whatever other forwards.
+    """
+
+    ATTRIBUTE = "_gradient_checkpointing_func"
+    """In which gradient checkpointing is switched on: of diffusers' transformer, or of every block of transformers'
+    models.
+    """
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, block: Any, *args: Any) -> Any:
+        """Run a block; when it runs again, it has the context of now."""
+        if torch.compiler.is_compiling():  # recomputes its graph, of which the grid is a part
+            return self.checkpoint(block, *args)
+        context = _THREAD.context
+        run = partial(_run_within, context.grid, context.parallel, context.disabled, block)
+        return self.checkpoint(run, *args)
+
+    @classmethod
+    def put_on(cls, module: Any) -> None:
+        """Wrap the function of a module that has one."""
+        checkpoint = getattr(module, cls.ATTRIBUTE, None)
+        if checkpoint is not None and not isinstance(checkpoint, cls):
+            setattr(module, cls.ATTRIBUTE, cls(checkpoint))
+
+    @classmethod
+    def take_off(cls, module: Any) -> None:
+        """Undo :meth:`put_on`."""
+        carrying = getattr(module, cls.ATTRIBUTE, None)
+        if isinstance(carrying, cls):
+            setattr(module, cls.ATTRIBUTE, carrying.checkpoint)
+
+
+def _run_within(grid: Grid | None, parallel: Parallel | None, disabled: bool, block: Any, *args: Any) -> Any:
+    with call_context(grid=grid, parallel=parallel, disabled=disabled):
+        return block(*args)
+
+
+GRAPHS = 64
+"""Resolutions that a patched transformer is compiled for before torch.compile gives up; PyTorch's limit is 8."""
+_owners: "weakref.WeakSet[object]" = weakref.WeakSet()
+_limits_before: list[int] = []
+"""PyTorch's limit while there are owners."""
+
+
+def allow_graphs(owner: object) -> None:
+    """Raise PyTorch's limit of graphs, which knows no single models, in this thread as long as ``owner`` lives."""
+    config = torch._dynamo.config
+    if not _owners and config.recompile_limit < GRAPHS:
+        _limits_before.append(config.recompile_limit)
+        config.recompile_limit = GRAPHS
+    weakref.finalize(owner, _restore_limit)  # before the set knows it, which then forgets it first
+    _owners.add(owner)
+
+
+def give_back_graphs(owner: object) -> None:
+    """Once no owner is left, PyTorch's limit is that of before, unless it was changed since."""
+    _owners.discard(owner)
+    _restore_limit()
+
+
+def _restore_limit() -> None:
+    if not _owners and _limits_before:
+        before = _limits_before.pop()
+        if torch._dynamo.config.recompile_limit == GRAPHS:
+            torch._dynamo.config.recompile_limit = before

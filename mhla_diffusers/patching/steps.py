@@ -1,0 +1,123 @@
+"""Which denoising step a forward of a transformer belongs to.
+
+A step is one of the ``num_inference_steps`` of a pipeline's call, and all forwards that the scheduler's solver makes in
+it belong to it: those of second order, such as Heun's, make two. The forward is found by diffusers' ``cache_context``,
+where a pipeline tells it as Wan's does, and of any other by its timestep among those of the scheduler.
+"""
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..families import Family
+
+_SAME = 1e-5
+"""Relative difference up to which two timesteps are one, since some are scaled on their way to the transformer.
+
+Of one that is told in a lower type it is the rounding of that type.
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a denoising loop."""
+
+    index: int
+    """From 0."""
+    count: int
+    """Of all steps."""
+
+    def is_among_first(self, steps: int | float) -> bool:
+        """Whether it is one of the first ``steps``, a number or, as a float, a fraction of all, rounded up."""
+        return self.index < (steps if isinstance(steps, int) else math.ceil(steps * self.count - 1e-9))
+
+
+class DenoisingLoop:
+    """The loop of the pipeline that calls a transformer, which is not kept alive.
+
+    Args:
+        family: of the transformer.
+        pipe: None if only the transformer is known.
+    """
+
+    def __init__(self, family: Family, pipe: Any) -> None:
+        self.family = family
+        self._pipe = None if pipe is None else weakref.ref(pipe)
+        self._timesteps: Any = None
+        """Of the scheduler, at the latest forward."""
+        self._first = 0
+        """Place of the first of them that a pipeline's call has come to."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle of the transformer, which some other pipeline will call."""
+        return {"family": self.family, "_pipe": None, "_timesteps": None, "_first": 0}
+
+    @property
+    def _scheduler(self) -> Any:
+        return getattr(self._pipe() if self._pipe is not None else None, "scheduler", None)
+
+    def told_step(self, index: int, count: int) -> Step:
+        """The step that a pipeline tells, which may have numbered the scheduler's timesteps and not the steps."""
+        scheduler = self._scheduler
+        timesteps = getattr(scheduler, "timesteps", None)
+        if timesteps is None or len(timesteps) != count:
+            return Step(index, count)
+        return Step(_step_of(scheduler, index), _count_steps(scheduler))
+
+    def step(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """The step of a forward by its timestep, for which a device is waited; None if that does not tell."""
+        timestep = self.family.named_arguments(args, kwargs).get(self.family.timestep_name)
+        scheduler = self._scheduler
+        timesteps = getattr(scheduler, "timesteps", None)
+        if timestep is None or timesteps is None or not len(timesteps):
+            return None
+        given = torch.as_tensor(timestep)
+        of_scheduler = self.family.scheduler_timestep(transformer, given.float().max())
+        places = timesteps.to(of_scheduler.device).float()
+        as_told, same = places, _SAME
+        if given.is_floating_point():  # some pipelines round to the type of the latents before they scale
+            as_told, same = places.to(given.dtype).float(), max(_SAME, torch.finfo(given.dtype).eps)
+        differences = (as_told - of_scheduler).abs()
+        nearest = differences <= same * max(1.0, float(of_scheduler))
+        if not bool(nearest.any()):
+            return None
+        forward = int(differences.argmin())
+        # some timesteps are the same, or a low type rounds them so: which of them it is a scheduler that counts knows
+        counted = _counted(scheduler)
+        if counted is not None and counted < len(places) and bool(nearest[counted]):
+            forward = counted
+        index = _step_of(scheduler, forward)
+        # a call with a strength leaves the first timesteps out; every call makes the scheduler new ones
+        if timesteps is not self._timesteps or index < self._first:
+            self._timesteps, self._first = timesteps, index
+        return Step(index - self._first, _count_steps(scheduler) - self._first)
+
+
+def _counted(scheduler: Any) -> int | None:
+    """Forwards that a scheduler has done or left out since its timesteps were made; None if it counts none."""
+    if not hasattr(scheduler, "step_index"):
+        return getattr(scheduler, "counter", None)  # of PNDM
+    done = scheduler.step_index
+    return int(done if done is not None else getattr(scheduler, "begin_index", None) or 0)
+
+
+def _step_of(scheduler: Any, forward: int) -> int:
+    """The step of ``num_inference_steps`` that a forward belongs to, by its place among the scheduler's timesteps."""
+    runge_kutta = getattr(scheduler, "prk_timesteps", None)
+    if runge_kutta is None:
+        return forward // int(getattr(scheduler, "order", 1))
+    # PNDM begins with steps of four forwards each, or with one of two
+    if not len(runge_kutta):
+        return max(0, forward - 1)
+    return forward // 4 if forward < len(runge_kutta) else forward - len(runge_kutta) * 3 // 4
+
+
+def _count_steps(scheduler: Any) -> int:
+    timesteps = len(scheduler.timesteps)
+    if getattr(scheduler, "num_inference_steps", None) == timesteps - 1 and not hasattr(scheduler, "prk_timesteps"):
+        timesteps -= 1  # of SANA-Sprint's scheduler the last one is where the steps end
+    return _step_of(scheduler, timesteps - 1) + 1
