@@ -1,6 +1,5 @@
 """Whether an attention is right on this device and in this type, asked before anything is timed."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,8 +10,7 @@ import torch
 
 from ..attention import Call, ContentRule, initial_mixing, mhla_attention, reference_attention
 from ..attention.rope import rotary_table, table_of_tokens
-from ..patching import MHLALayer, mhla_layers
-from ..patching.attended import Attended
+from ..patching import LayerInput, MHLALayer, mhla_layers
 from .shapes import Shape, draw_lists
 
 OUTPUT = "output"
@@ -230,9 +228,7 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
     layers = list(mhla_layers(transformer).values())
 
     def compare(layer: MHLALayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
-        bound = inspect.signature(layer.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = Attended(**{name: bound.arguments[name] for name in Attended._fields})
+        given: LayerInput = args[0]
         weights, value = layer.weights(given), given.value
         errors = errors_of(
             {OUTPUT: output}, {OUTPUT: torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype))}

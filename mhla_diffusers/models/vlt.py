@@ -23,8 +23,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..attention.rope import Rotary, rotary_table, rotated
 from ..config import MHLAConfig, check, check_names
-from ..patching.gate_and_convolution import Convolution, Gate
-from ..patching.layer import FLOAT32_PARAMETERS, MHLALayer
+from ..patching.layer import FLOAT32_PARAMETERS, Convolution, Gate, LayerInput, MHLALayer
 
 Grid = tuple[int, int]
 """Rows and columns of tokens."""
@@ -174,24 +173,15 @@ class SoftmaxAttention(nn.Module):
         self.gate = Gate(size, size) if config.output_gate else None
         self.convolution = Convolution(size, config.convolution, 2) if config.convolution is not None else None
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        hidden_states: torch.Tensor,
-        grid: Grid,
-        rotary: Rotary | None,
-    ) -> torch.Tensor:
-        """(B, N, H, D) of query, key and value, before and after; ``hidden_states`` are the input of the attention."""
-        table = rotary_table(rotary) if rotary is not None else None
+    def forward(self, given: LayerInput) -> torch.Tensor:
+        """(B, N, H, D), before the output projection."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        by_head = (x.transpose(1, 2) for x in (rotated(query, table), rotated(key, table), value))
+        by_head = (x.transpose(1, 2) for x in given.rotated()[:3])
         output, _ = attend(self, *by_head, None, dropout=0.0, scaling=self.head_dim**-0.5)
         if self.gate is not None:
-            output = output * nn.functional.silu(self.gate(hidden_states)).unflatten(-1, (self.heads, -1))
+            output = output * nn.functional.silu(self.gate(given.hidden_states)).unflatten(-1, (self.heads, -1))
         if self.convolution is not None:
-            output = output + self.convolution.of_tokens(value.flatten(2), grid).unflatten(-1, (self.heads, -1))
+            output = output + self.convolution(given.value.flatten(2), given.grid).unflatten(-1, (self.heads, -1))
         return output
 
 
@@ -223,7 +213,7 @@ class VLTAttention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         attend = self.mhla if hasattr(self, "mhla") else self.softmax
-        return self.o_proj(attend(query, key, value, hidden_states, grid, rotary).flatten(2))
+        return self.o_proj(attend(LayerInput(query, key, value, hidden_states, grid, rotary=rotary)).flatten(2))
 
 
 class FeedForward(nn.Module):

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from .processor import (
 )
 from .runtime import CarryingCheckpoint, Grid, allow_graphs, call_context, current, give_back_graphs
 from .steps import DenoisingLoop, Step
-from .weights import check_writable, write_weights
+from .weights import base_weights, check_writable, write_weights
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,27 @@ class Patched:
                 "they cannot be brought back; load the model again with from_pretrained()."
             )
         check_writable(self.transformer, self.replaced_weights, "remove the patch")
+
+    @torch.no_grad()
+    def replace_weights(self, tensors: Mapping[str, torch.Tensor], keep: bool) -> None:
+        """Write an adapted patch's weights over those of the model.
+
+        Args:
+            tensors: name in a plain model → value.
+            keep: whether to keep those that change, on the CPU, for :meth:`remove`.
+        """
+        places = base_weights(self.transformer)
+        replaced: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            first = places[name][0]
+            new = tensor.to(first.device, first.dtype)
+            if first.is_meta or torch.equal(first, new):
+                continue
+            if keep:
+                replaced[name] = first.to("cpu", copy=True)
+            self.replaced_weights = replaced if keep else None  # before it is written, should that be interrupted
+            for place in places[name]:
+                place.copy_(new)
 
     def remove(self) -> None:
         """Take everything away that :meth:`install` has put in, and bring back weights that were replaced."""

@@ -27,7 +27,7 @@ from .record import (
     new_tensors,
     read_record,
 )
-from .weights import base_weights, changing_weights, check_writable, resized, write_weights
+from .weights import base_weights, check_writable, resized
 
 Model = TypeVar("Model")
 
@@ -100,9 +100,7 @@ def load_mhla(
                 own = f"{name}.mhla."
                 _fill(layer, {key.removeprefix(own): part.pop(key) for key in list(part) if key.startswith(own)})
             patched.install(layers, model)
-            if part:  # before it is written, should that be interrupted
-                patched.replaced_weights = changing_weights(patched.transformer, part) if keep_replaced else None
-            write_weights(patched.transformer, part)
+            patched.replace_weights(part, keep_replaced)
     except BaseException:  # no memory, or interrupted
         if is_patched(model) and all(patched.replaced_weights is not None for patched, _, _ in prepared):
             remove_mhla(model)

@@ -59,17 +59,6 @@ def write_weights(transformer: nn.Module, tensors: Mapping[str, torch.Tensor]) -
                 place.copy_(tensor)
 
 
-def changing_weights(transformer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies on the CPU of those weights of the model that :func:`write_weights` would change."""
-    places = {name: places[0] for name, places in base_weights(transformer).items()}
-    return {
-        name: places[name].detach().to("cpu", copy=True)
-        for name, tensor in tensors.items()
-        if not places[name].is_meta
-        and not torch.equal(places[name], tensor.to(places[name].device, places[name].dtype))
-    }
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds its values as they are: no quantised parameter, no part of a sharded one."""
     return type(tensor) in (torch.Tensor, nn.Parameter)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..attention.precision import without_autocast
 from ..families import DiffusionProcess, NoisedBatch, get_family, predict
-from ..patching import token_grid
+from ..patching import call_context
 from ..patching.parallel import parallel_of
 from .config import ObjectiveWeights
 from .teacher import Teacher
@@ -148,7 +148,7 @@ def transfer_attention(
         parallel = parallel_of(getattr(transformer, "_parallel_config", None))
         for name, attn in attentions.items():
             args, kwargs, output = calls.pop(name)
-            with token_grid(grid, parallel):
+            with call_context(grid=grid, parallel=parallel):
                 found = attn(*args, **kwargs)
             compare(found, output)
     return total, prediction

@@ -11,7 +11,7 @@ from torch import nn
 from ..families import Clip, DiffusionProcess, get_family, predict, unwrapped
 from ..generation.noise import generator_for
 from ..generation.record import write_sample
-from ..patching import calibrate_sparse, mhla_layers, patch_in_every_step
+from ..patching import calibrate_sparse, call_context, mhla_layers
 from .config import TrainingConfig
 from .latents.data import TrainingData, on_device
 from .latents.times import even_quantiles, frames_together
@@ -49,7 +49,7 @@ def validation_loss(
         for quantile in quantiles:
             times = quantile if together is None else even_quantiles(quantile, latents.shape[2], together)
             batch = process.make_batch(latents, noise, times[None], conditioning)
-            with patch_in_every_step():
+            with call_context(in_every_step=True):
                 prediction = predict(transformer, batch)
             loss = process.loss(prediction, batch).double().squeeze(0)
             total += (start + rank <= last) * loss / count

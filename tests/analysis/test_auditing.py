@@ -10,7 +10,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.analysis.audit import DENSITIES
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching.processor import attended
+from mhla_diffusers.patching.processor import layer_input
 
 from .. import models
 from ..patching.shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
@@ -98,7 +98,7 @@ def test_mass_is_the_softmax_weight_of_the_listed_pairs():
     weights = {}
 
     def note(_, args, kwargs):
-        given = attended(attn, args, kwargs)
+        given = layer_input(attn, args, kwargs)
         query, key, *_ = given
         logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
         listed, block = attn.mhla.call(given).lists.mask(), layout_of(given.grid, 4).rows.long() // 4

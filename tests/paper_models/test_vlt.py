@@ -84,9 +84,7 @@ def test_one_block_is_blocks_that_weigh_alike_and_both_are_plain_linear_attentio
     weights = query @ key.mT
     value = layer.v_proj(hidden)
     expected = weights @ value / weights.sum(dim=-1, keepdim=True)
-    expected = expected * torch.nn.functional.silu(layer.mhla.gate(hidden)) + layer.mhla.convolution.of_tokens(
-        value, grid
-    )
+    expected = expected * torch.nn.functional.silu(layer.mhla.gate(hidden)) + layer.mhla.convolution(value, grid)
     torch.testing.assert_close(layer(hidden, grid, None), layer.o_proj(expected), rtol=1e-4, atol=1e-5)
 
 

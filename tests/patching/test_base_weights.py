@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import loading
+from mhla_diffusers.patching import Patched
 
 from ..models import FAMILIES, assert_changed, inputs, output
 from ..pipelines import wan22_pipeline
@@ -209,7 +209,7 @@ def test_what_fails_before_anything_was_replaced_is_undone_without_keeping_too(t
     def full(*_):
         raise MemoryError
 
-    monkeypatch.setattr(loading, "replace_weights", full)
+    monkeypatch.setattr(Patched, "replace_weights", full)
     with pytest.raises(MemoryError):
         mhla.load_mhla(model, folder, keep_replaced=False)
     assert_same_footprint(model, before)

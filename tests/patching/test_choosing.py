@@ -14,7 +14,7 @@ from mhla_diffusers import (
 )
 from mhla_diffusers.families import get_family
 from mhla_diffusers.patching.describe import describe
-from mhla_diffusers.patching.plan import choose_layers
+from mhla_diffusers.patching.settings import choose_layers
 
 from .. import models, pipelines
 

@@ -35,7 +35,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching.denoising_steps import Step, patch_in_every_step
+from mhla_diffusers.patching import call_context
+from mhla_diffusers.patching.steps import Step
 
 from ..families.tiny import case_of
 from ..models import FAMILIES, assert_changed, inputs, output, patched
@@ -311,7 +312,7 @@ def test_a_loop_of_ones_own():
         before = output(model, arguments)
     with model.cache_context("cond", step_index=0, num_inference_steps=4):
         assert torch.equal(output(model, arguments), before)
-        with patch_in_every_step():
+        with call_context(in_every_step=True):
             assert_changed(output(model, arguments), before)
     with model.cache_context("cond", step_index=2, num_inference_steps=4):
         assert_changed(output(model, arguments), before)
@@ -426,7 +427,7 @@ def test_compiled_it_takes_two_graphs_whatever_the_number_of_steps(whole):
     arguments = inputs("wan")
     with mhla.mhla_disabled(model):
         before = output(model, arguments)
-    with patch_in_every_step():
+    with call_context(in_every_step=True):
         after = output(model, arguments)
     if whole:
         model.compile(backend=counter, fullgraph=True)

@@ -8,7 +8,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.attention import Call, reference_attention
 from mhla_diffusers.attention.rope import rotary_table
 from mhla_diffusers.families.adapters import project_tokens
-from mhla_diffusers.patching.token_grid import token_grid
+from mhla_diffusers.patching import call_context
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import MODELS
@@ -40,7 +40,7 @@ def test_every_layer_computes_equation_4_on_the_grid_of_the_input(name, ragged):
     calls = layer_calls(model, inputs(name, ragged=ragged))
     assert len(calls) == case.self_attentions
     for path, (arguments, result) in calls.items():
-        query, key, value, _, _, rotary, *_ = arguments
+        query, key, value, rotary = arguments[0].query, arguments[0].key, arguments[0].value, arguments[0].rotary
         mixing = mhla.mhla_layers(model)[path].mixing.detach()
         table = rotary_table(rotary) if rotary is not None else None
         expected = reference_attention(Call(query, key, value, mixing, grid, case.blocks, rotary=table))
@@ -79,7 +79,7 @@ def test_one_block_on_sana_is_its_own_linear_attention(name, settings):
     for block, other in zip(own.transformer_blocks, patched_model.transformer_blocks, strict=True):
         alive = (project_tokens(block.attn1, hidden_states)[0] > 1e-3).any(dim=-1).all(dim=-1)
         assert alive.float().mean() > 0.9
-        with token_grid((8, 8)):
+        with call_context(grid=(8, 8)):
             expected, found = block.attn1(hidden_states)[alive], other.attn1(hidden_states)[alive]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert_changed(output(patched(name), inputs(name)), output(own, inputs(name)))

@@ -12,7 +12,7 @@ from mhla_diffusers import (
     mhla_layers,
     save_mhla,
 )
-from mhla_diffusers.patching import mixing_calibration
+from mhla_diffusers.patching import calibrate
 
 from .. import models
 
@@ -113,8 +113,8 @@ def test_what_is_interrupted_leaves_the_matrices_of_before(monkeypatch):
             raise KeyboardInterrupt
         return fit_mixing(*arguments)
 
-    fit_mixing = mixing_calibration.fit_mixing
-    monkeypatch.setattr(mixing_calibration, "fit_mixing", interrupted)
+    fit_mixing = calibrate.fit_mixing
+    monkeypatch.setattr(calibrate, "fit_mixing", interrupted)
     with pytest.raises(KeyboardInterrupt):
         calibrate_mixing(model, lambda: models.output(model, models.inputs("wan")))
     assert all(torch.equal(layer.mixing, before[name]) for name, layer in mhla_layers(model).items())

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching.plan import choose_layers
+from mhla_diffusers.patching.settings import choose_layers
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 

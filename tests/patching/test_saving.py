@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from mhla_diffusers import MHLAProcessor, apply_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla
 from mhla_diffusers.patching import saving
 from mhla_diffusers.patching.record import CONFIG_NAME, read_record
-from mhla_diffusers.patching.sharing import model_card
+from mhla_diffusers.patching.saving import model_card
 
 from .. import models, pipelines
 from ..forking import CONTEXT

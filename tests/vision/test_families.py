@@ -21,7 +21,7 @@ from transformers import (
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import reference_attention
-from mhla_diffusers.patching import attended
+from mhla_diffusers.patching import layer_input
 
 from ..models import assert_changed, relative_change
 from ..patching.shared import assert_same_footprint, footprint, lora
@@ -115,7 +115,7 @@ def test_an_attention_is_the_reference_with_its_tokens_before_the_grid(name, set
         attn.mhla.mixing.uniform_(0.1, 0.9)
 
     def note(attn: Any, args: Any, kwargs: Any) -> None:
-        seen["given"] = attended(attn, args, kwargs)
+        seen["given"] = layer_input(attn, args, kwargs)
 
     attn.register_forward_pre_hook(note, with_kwargs=True)
     attn.get_submodule(case.output).register_forward_pre_hook(lambda _, args: seen.update(found=args[0]))

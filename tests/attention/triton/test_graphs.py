@@ -20,7 +20,7 @@ from mhla_diffusers import MHLAConfig
 from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
 from mhla_diffusers.attention.triton import backend
 from mhla_diffusers.attention.triton.launch import Launch
-from mhla_diffusers.patching.layer import MHLALayer
+from mhla_diffusers.patching.layer import LayerInput, MHLALayer
 
 from ..problems import make_problem
 from ..test_extra import make as make_beside_text
@@ -157,7 +157,7 @@ def test_nothing_in_a_layer_waits(sparse):
         layer = MHLALayer(config, 2, 8, 16)
         grid = (3, 3, 6)
         query, hidden_states = torch.empty(1, math.prod(grid), 2, 8), torch.empty(1, math.prod(grid), 16)
-    twice(lambda: layer(query, query, query, hidden_states, grid, backend="triton"))
+    twice(lambda: layer(LayerInput(query, query, query, hidden_states, grid), backend="triton"))
 
 
 def captured(sparse):
