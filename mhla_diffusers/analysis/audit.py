@@ -1,7 +1,7 @@
 """What a patch costs: every patched self-attention beside the one before the patch, on the same input, in one run."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.calibrate import weight_held
 from ..attention.precision import without_autocast
 from ..files import write_json
-from ..patching.calibration import check_reached, tokens_of_grid
-from ..patching.denoising_steps import Step, StepHooks
-from ..patching.finding import find_transformers, hook_of, require_diffusion, require_layers
+from ..patching.calibrate import check_reached, spread_calls
+from ..patching.calls import check_run, measure_change, measure_sensitivity, record_calls
+from ..patching.handle import Patched, require_diffusion, require_layers, require_patched
 from ..patching.layer import layer_of
-from ..patching.processor import adapter_of, attended
-from ..patching.sensitivity import check_run, measure_change, measure_sensitivity, patched_pairs, record_calls
-from ..patching.sparse_calibration import spread_calls
-from ..patching.token_grid import attend_as_before, attends_as_before
+from ..patching.processor import adapter_of, layer_input, tokens_of_grid
+from ..patching.runtime import call_context, current
+from ..patching.steps import Step
 from ..reporting import require_matplotlib, text_table
 
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
@@ -191,15 +190,15 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     check_run(run)
     require_diffusion(model, "audit()")
     require_layers(model)
-    pairs = {name: found for name, part in find_transformers(model).items() if (found := patched_pairs(part))}
-    if not pairs:
+    running = {name: patched for name, patched in require_patched(model).items() if patched.running_pairs()}
+    if not running:
         raise ValueError("No attention of this model runs MHLA now; leave mhla_disabled(), or call change_mhla(model).")
-    transformers = {name: part for name, part in find_transformers(model).items() if name in pairs}
-    clock = _Clock()
+    transformers = {name: patched.transformer for name, patched in running.items()}
+    clock = _Clock(running.values())
     watches = {
         (component, name): _Watch(attn, original, clock)
-        for component, found in pairs.items()
-        for name, (attn, original) in found.items()
+        for component, patched in running.items()
+        for name, (attn, original) in patched.running_pairs().items()
     }
     handles = [part.register_forward_pre_hook(clock.tick, with_kwargs=True) for part in transformers.values()]
     for watch in watches.values():
@@ -213,30 +212,27 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in watches}
     check_reached(list(names.values()), [names[key] for key, watch in watches.items() if watch.calls])
     calls = {component: spread_calls(found) for component, found in recorded.items()}
-    moves = {
-        component: measure_sensitivity(part, pairs[component], calls[component])
-        for component, part in transformers.items()
-    }
+    moves = {component: measure_sensitivity(patched, calls[component]) for component, patched in running.items()}
     layers = tuple(
         watch.result(component, name, names[component, name], moves[component][name])
         for (component, name), watch in watches.items()
     )
-    changes = [measure_change(part, calls[component]) for component, part in transformers.items()]
+    changes = [measure_change(patched, calls[component]) for component, patched in running.items()]
     return Audit(layers, clock.rests, clock.knows_steps, sum(changes) / len(changes))
 
 
 class _Clock:
     """Which denoising step every forward of the transformers belongs to."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: Iterable[Patched]) -> None:
+        self._handles = {id(patched.transformer): patched for patched in running}
         self._steps: list[Step | None] = []
         self.resting: set[int] = set()
         """Numbers of the forwards in which the patch rests."""
 
     def tick(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward."""
-        hooks = hook_of(transformer, StepHooks)
-        self._steps.append(hooks.step(transformer, args, kwargs) if hooks is not None else None)
+        self._steps.append(self._handles[id(transformer)].step_of(args, kwargs))
 
     @property
     def call(self) -> int:
@@ -290,19 +286,16 @@ class _Watch:
 
     def _compare(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """After a forward, run the other one of the two attentions."""
-        first, processor, resting = self._take(output), attn.processor, attends_as_before()
+        first, processor, resting = self._take(output), attn.processor, current().disabled
         if resting:
             self.clock.resting.add(self.clock.call)
-            attend_as_before(False)
         else:
             attn.set_processor(self.original)
         try:
-            second = self._take(attn.forward(*args, **kwargs))
+            with call_context(disabled=False):
+                second = self._take(attn.forward(*args, **kwargs))
         finally:
-            if resting:
-                attend_as_before(True)
-            else:
-                attn.set_processor(processor)
+            attn.set_processor(processor)
         before, patched = (first, second) if resting else (second, first)
         before, patched = (tokens_of_grid(attn, args, kwargs, x) for x in (before, patched))
         # under perturbed-attention guidance the last part of a batch is no attention, and handed on by itself
@@ -312,7 +305,7 @@ class _Watch:
         self._squares.append(before.square().sum(dim=(0, 1, 3)).double().cpu())
         if not self._has_lists:
             return
-        given, config = attended(attn, args, kwargs), attn.mhla.config
+        given, config = layer_input(attn, args, kwargs), attn.mhla.config
         density = config.listed_on(given.grid)
         with without_autocast(given.query.device):
             call = attn.mhla.call(given.in_float32())

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..families import get_family
-from ..patching.changing import Change, carry_out_change, change_mhla, make_change
-from ..patching.finding import find_transformers, mhla_layers, refuse_causal, require_diffusion, require_layers
+from ..patching.handle import find_transformers, refuse_causal, require_diffusion, require_layers, require_patched
+from ..patching.patch import Change, change_mhla, plan_change
 from .audit import DENSITIES, Audit, LayerAudit
 
 Model = TypeVar("Model")
@@ -20,7 +19,7 @@ def set_density(model: Model, density: float) -> Model:
     """List another part of all pairs of blocks, in place.
 
     At 1 the attention is softmax attention to rounding, without pooled keys and linear branch. Everything else stays as
-    it is, λ and β too. It is :func:`change_mhla` with ``density``; layers have new parameters afterwards.
+    it is, λ and β too. It is :func:`change_mhla` with ``density``, and keeps all parameters.
 
     Args:
         model: patched pipeline or transformer with ``sparse="content"``.
@@ -80,10 +79,10 @@ def densify(model: Model, audit: Audit, density: float) -> Model:
     if not isinstance(audit, Audit):
         raise ValueError(f"audit={audit!r} must be what audit(model, run) gives.")
     _check_order(model, "densify()")
-    transformers = {name: part for name, part in find_transformers(model).items() if mhla_layers(part)}
-    found = {name: [layer for layer in audit.layers if layer.component == name] for name in transformers}
-    for name, part in transformers.items():
-        attentions = get_family(part).self_attentions(part)
+    handles = {name: patched for name, patched in require_patched(model).items() if patched.layers}
+    found = {name: [layer for layer in audit.layers if layer.component == name] for name in handles}
+    for name, patched in handles.items():
+        attentions = patched.attentions
         fits = [
             layer.attention in attentions and layer.errors.shape[1] == attentions[layer.attention].heads
             for layer in found[name]
@@ -93,19 +92,19 @@ def densify(model: Model, audit: Audit, density: float) -> Model:
     if density == 1:
         return change_mhla(model, softmax_steps=1.0)
     changes: list[Change] = []
-    for name, part in transformers.items():
+    for name, patched in handles.items():
         layers = found[name]
         spending = plan_spending(layers, density, audit.knows_steps)
-        names, active = list(get_family(part).self_attentions(part)), active_steps(layers)
+        names, active = list(patched.attentions), active_steps(layers)
         settings: dict[str, Any] = {
             "layers": [names.index(layer.attention) for i, layer in enumerate(layers) if i not in spending.whole],
             "softmax_steps": (active[spending.steps - 1] + 1) / len(audit.rests) if spending.steps else 0,
         }
         if spending.density:
             settings["density"] = spending.density
-        changes.append(make_change(part, None, settings))
+        changes.append(plan_change(patched, None, settings))
     for change in changes:
-        carry_out_change(change, model)
+        change.carry_out(model)
     return model
 
 

@@ -21,7 +21,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..attention.rope import Rotary, rotary_table, rotated
+from ..attention.rope import Rotary
 from ..config import MHLAConfig, check, check_names
 from ..patching.layer import FLOAT32_PARAMETERS, Convolution, Gate, LayerInput, MHLALayer
 
