@@ -133,7 +133,7 @@ def test_the_convolution_runs_over_the_token_grid(name):
             layer.convolution.weight[(..., *[1] * (len(case.grid) - 1), 2)] = 1
     first = next(iter(plain))
     shifted = layer_calls(model, inputs(name, ragged=True))[first][1] - plain[first][1]
-    value = plain[first][0][2].unflatten(1, case.ragged_grid)
+    value = plain[first][0][0].value.unflatten(1, case.ragged_grid)
     axis = len(case.ragged_grid)
     width = value.shape[axis]
     expected = torch.zeros_like(value)
