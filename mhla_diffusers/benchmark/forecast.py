@@ -17,8 +17,8 @@ from ..families import Model
 from ..generation.names import parse_steps
 from ..patching import apply_mhla
 from ..patching.costs import attention_sizes
-from ..patching.steps import Step
 from ..patching.settings import choose_layers
+from ..patching.steps import Step
 from ..reporting import scaled, text_table, times
 from .models import Size, build_transformer, choose_sizes, family_of_model, find_models, make_forward_inputs
 from .parts import ATTENTION, PARTS, count_parts
