@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..patching.handle import find_transformers, refuse_causal, require_diffusion, require_layers, require_patched
+from ..patching.finding import find_transformers, refuse_causal, require_diffusion, require_layers, require_patched
 from ..patching.patch import Change, change_mhla, plan_change
 from .audit import DENSITIES, Audit, LayerAudit
 

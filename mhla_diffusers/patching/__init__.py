@@ -4,8 +4,7 @@ from .calibrate import calibrate_mixing, calibrate_output_norm, calibrate_sparse
 from .calls import TransformerCall, layer_sensitivity, record_calls
 from .conversion import convert_wan
 from .describe import describe, suggest_blocks
-from .handle import (
-    Patched,
+from .finding import (
     find_patched,
     find_transformers,
     is_patched,
@@ -14,6 +13,7 @@ from .handle import (
     require_layers,
     require_patched,
 )
+from .handle import Patched
 from .layer import LayerInput, MHLALayer
 from .loading import load_mhla
 from .patch import apply_mhla, attn_processors, change_mhla, register_mixing_clip, remove_mhla, set_attn_processor

@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.calibrate import BlockInput, Candidates, candidate_errors, fit_mixing
 from ..attention.precision import without_autocast
 from .calls import TransformerCall, check_run, record_unpatched, repeat_calls
-from .handle import Patched, mhla_disabled, refuse_causal, refuse_language, require_patched
+from .finding import mhla_disabled, refuse_causal, refuse_language, require_patched
+from .handle import Patched
 from .layer import LayerInput, MHLALayer
 from .processor import adapter_of, layer_input, tokens_of_grid
 

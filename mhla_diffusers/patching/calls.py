@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..families import get_family
-from .handle import Patched, mhla_disabled, refuse_language, require_layers, require_patched
+from .finding import mhla_disabled, refuse_language, require_layers, require_patched
+from .handle import Patched
 from .runtime import call_context
 
 

@@ -14,7 +14,7 @@ from ..config import MHLAConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, text_table, times
 from .costs import AttentionCost, attention_cost, own_block_density
-from .handle import find_patched, find_transformers
+from .finding import find_patched, find_transformers
 from .layer import layer_of
 from .processor import MHLAProcessor
 

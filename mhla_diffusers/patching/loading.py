@@ -11,7 +11,8 @@ from torch import nn
 
 from ..config import MHLAConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
-from .handle import Patched, find_transformers, is_patched
+from .finding import find_transformers, is_patched
+from .handle import Patched
 from .layer import MHLALayer
 from .patch import plan_patch, remove_mhla
 from .processor import MHLAProcessor

@@ -15,8 +15,7 @@ from ..config import MHLAConfig, Patch, is_automatic, load_patch
 from ..families import Family, get_family
 from .calibrate import calibrate_mixing, calibrate_sparse
 from .calls import check_run, measure_sensitivity, record_calls, repeat_calls
-from .handle import (
-    Patched,
+from .finding import (
     find_patched,
     find_transformers,
     is_patched,
@@ -25,6 +24,7 @@ from .handle import (
     refuse_wrapped,
     require_layers,
 )
+from .handle import Patched
 from .layer import MHLALayer, share_parameters
 from .processor import MHLAProcessor, attentions_of, make_layer
 from .settings import automatic_count, check_settings, choose_attentions, refuse_order

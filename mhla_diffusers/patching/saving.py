@@ -21,7 +21,8 @@ from torch import nn
 from ..families import get_family
 from ..files import file_hash, write_json, write_tensors
 from .describe import describe
-from .handle import Patched, find_transformers, mhla_layers, require_layers, require_patched
+from .finding import find_transformers, mhla_layers, require_layers, require_patched
+from .handle import Patched
 from .record import (
     CONFIG_NAME,
     FORMAT_VERSION,

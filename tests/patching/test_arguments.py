@@ -13,7 +13,7 @@ from mhla_diffusers.attention import MHLAState
 from mhla_diffusers.families import find_family, get_family
 from mhla_diffusers.families.wan import WanFamily
 from mhla_diffusers.models import VLTConfig, VLTForImageClassification
-from mhla_diffusers.patching.handle import find_transformers
+from mhla_diffusers.patching.finding import find_transformers
 from mhla_diffusers.tiny import pipeline_folder
 
 from ..models import FAMILIES, inputs, patched
