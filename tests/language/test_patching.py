@@ -339,7 +339,7 @@ def test_threads_do_not_disturb_each_other():
 
 @pytest.mark.slow
 def test_torch_compile_gives_the_same_in_one_graph():
-    model, ids = patched(layers=[1]), text()
+    model, ids = patch(llama(num_hidden_layers=2), layers=[1]), text()
     expected = logits(model, ids, use_cache=False)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(logits(compiled, ids, use_cache=False), expected, **ROUNDING)
