@@ -88,18 +88,16 @@ class BlockLists:
                 "BlockLists.from_mask() makes them."
             )
         if self.keys.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._check_lists()
+            begin, end = int(self.offsets[0]), int(self.offsets[-1])
+            if begin or end != len(self.keys) or bool((self.offsets.diff() < 0).any()):
+                raise ValueError(
+                    f"offsets must ascend from 0 to {len(self.keys)}, the number of pairs; they go from {begin} to "
+                    f"{end}. BlockLists.from_mask() makes them."
+                )
+            if end and not 0 <= int(self.keys.min()) <= int(self.keys.max()) < self.blocks:
+                raise ValueError(f"keys must be from 0 to {self.blocks - 1}, the blocks of the grid.")
         if self.longest < 0:
             object.__setattr__(self, "longest", int(self.offsets.diff().max()))
-
-    def _check_lists(self) -> None:
-        if int(self.offsets[0]) or int(self.offsets[-1]) != len(self.keys) or bool((self.offsets.diff() < 0).any()):
-            raise ValueError(
-                f"offsets must ascend from 0 to {len(self.keys)}, the number of pairs; they go from "
-                f"{int(self.offsets[0])} to {int(self.offsets[-1])}. BlockLists.from_mask() makes them."
-            )
-        if len(self.keys) and not 0 <= int(self.keys.min()) <= int(self.keys.max()) < self.blocks:
-            raise ValueError(f"keys must be from 0 to {self.blocks - 1}, the blocks of the grid.")
 
     @classmethod
     def from_mask(cls, block_size: int, mask: torch.Tensor) -> "BlockLists":
@@ -304,19 +302,6 @@ class Call:
         return self.shares.index((self.first, self.query.shape[1]))
 
     @property
-    def process_group(self) -> str:
-        """:attr:`group`, where there is one.
-
-        Raises:
-            ValueError: there is none.
-        """
-        if self.group is None:
-            raise ValueError(
-                "This call is of one process; only where mhla_attention(parallel=...) is told, it has a group."
-            )
-        return self.group
-
-    @property
     def grid_3d(self) -> Shape:
         """The token grid with three axes; missing ones stand in front, of one token."""
         return (1,) * (3 - len(self.grid)) + self.grid
@@ -337,12 +322,7 @@ class Call:
 
 
 def split_call(call: Call, rotary: Rotary | None, extra: Extra) -> tuple[Call, Rotary | None]:
-    """Take the extra tokens out of query, key, value and key mask of a whole sequence.
-
-    Args:
-        call: without RoPE, of the sequence: (B, before + N + after, H, D), mask (B, before + N + after).
-        rotary: (cos, sin), each (1 or B, before + N + after, 1, D).
-        extra: how many tokens stand before and after those of the grid, not both 0.
+    """Take the extra tokens out of a call of a whole sequence, which has no RoPE yet.
 
     Returns:
         The call of the grid's tokens, with the extra ones, and RoPE of the grid's, for :func:`with_rotary`.
@@ -356,13 +336,7 @@ def split_call(call: Call, rotary: Rotary | None, extra: Extra) -> tuple[Call, R
 
 
 def with_rotary(call: Call, rotary: Rotary, axes: Shape | None) -> Call:
-    """A call with RoPE.
-
-    Args:
-        call: without it.
-        rotary: (cos, sin), each (1 or B, N, 1, D).
-        axes: channels that turn with each axis of the grid; None for angles of any kind.
-    """
+    """A call with RoPE; ``axes`` are channels that turn with each axis of the grid, None for angles of any kind."""
     if axes is None:
         return replace(call, rotary=rotary_table(rotary))
     missing = (0,) * (3 - len(axes))

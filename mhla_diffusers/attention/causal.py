@@ -176,8 +176,7 @@ def _attend(call: Call, blocks: slice, tokens: slice) -> Own:
     if call.linear_weight is not None:
         if table is not None:
             query, key = apply_rotary(query, table), apply_rotary(key, table)
-        attend = softmax_up_to_itself if call.causal == "token" else softmax_over_all
-        output, log_sum = attend(query, key, value, mask)
+        output, log_sum = own_softmax(query, key, value, mask, call.causal == "token")
         return _tokens(output), _tokens(log_sum)
     output, normaliser = _linear_up_to_itself(call, query, key, value, table, mask)
     own = call.mixing.diagonal(dim1=-2, dim2=-1)[..., blocks, None, None].to(dtype)
@@ -186,38 +185,27 @@ def _attend(call: Call, blocks: slice, tokens: slice) -> Own:
     return _tokens(output / normaliser), _tokens((own * normaliser).log())
 
 
-def softmax_up_to_itself(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+def own_softmax(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention in which the last query sees all keys, the one before it all but the last, and so on.
+    """Softmax attention, in which with ``is_causal`` the last query sees all keys, the one before it all but the last.
 
     Args:
         query: (..., n, D) after RoPE.
         key: (..., m, D), m ≥ n, likewise.
         value: (..., m, D).
         mask: (..., m, 1), the positive weight of every key.
+        is_causal: whether later keys are hidden.
 
     Returns:
         Output (..., n, D) and log of the sum of weights (..., n, 1).
     """
-    scores = _scores(query, key, mask)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(key.shape[-2] - query.shape[-2])
-    return _weighed(scores.masked_fill(~seen, -math.inf), value)
-
-
-def softmax_over_all(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention to all keys; arguments and results as of :func:`softmax_up_to_itself`."""
-    return _weighed(_scores(query, key, mask), value)
-
-
-def _scores(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     scores = query * query.shape[-1] ** -0.5 @ key.mT
-    return scores if mask is None else scores + mask.log().mT
-
-
-def _weighed(scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if mask is not None:
+        scores = scores + mask.log().mT
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(~seen.tril(key.shape[-2] - query.shape[-2]), -math.inf)
     log_sum = scores.logsumexp(dim=-1, keepdim=True)
     return (scores - log_sum).exp() @ value, log_sum
 

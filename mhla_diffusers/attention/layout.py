@@ -184,36 +184,20 @@ class Layout:
 
 
 @lru_cache(maxsize=64)
-def layout_of(
-    grid: Shape, block_size: int, extra: Extra = (0, 0), frame_blocks: tuple[int, ...] = (), device: str = "cpu"
-) -> Layout:
-    """The tables for a token grid.
-
-    Args:
-        grid: tokens on each of 1 to 3 axes.
-        block_size: rows of a block.
-        extra: tokens of the sequence before and after those of the grid.
-        frame_blocks: lengths along the first axis; each such part of the grid has a curve of its own that begins a
-            new block. Empty for one curve through the whole grid.
-        device: that holds the tables.
-    """
-    before, after = extra
-    count, row = math.prod(grid), math.prod(grid[1:])
+def layout_of(grid: Shape, block_size: int, extra: int = 0, device: str = "cpu") -> Layout:
+    """The tables for a token grid and extra tokens behind it, on a device."""
+    count = math.prod(grid)
     # kept for calls that take gradients, and made on the CPU whatever the default device is
     with torch.inference_mode(False), torch.device("cpu"):
-        parts, start = [], 0
-        for length in frame_blocks or grid[:1]:
-            parts.append(hilbert_curve((length, *grid[1:])) + before + start * row)
-            start += length
-        grid_blocks = sum(-(-len(part) // block_size) for part in parts)
-        if before + after:
-            parts.append(torch.cat([torch.arange(before), before + count + torch.arange(after)]))
+        parts = hilbert_curve(grid), count + torch.arange(extra)
         order = torch.cat([torch.nn.functional.pad(part, (0, -len(part) % block_size), value=-1) for part in parts])
-        rows = torch.empty(before + count + after, dtype=torch.int64)
-        rows[order[order >= 0]] = (order >= 0).nonzero().flatten()
-        valid = (order >= 0).view(-1, block_size).sum(dim=1)
-        order, valid, rows = (x.to(torch.int32).to(device) for x in (order, valid, rows))
-        return Layout(block_size, grid_blocks, order, valid, rows)
+        exists = order >= 0
+        rows = torch.empty(count + extra, dtype=torch.int64)
+        rows[order[exists]] = exists.nonzero().flatten()
+        order, valid, rows = (
+            x.to(torch.int32).to(device) for x in (order, exists.view(-1, block_size).sum(dim=1), rows)
+        )
+        return Layout(block_size, block_count(grid, block_size), order, valid, rows)
 
 
 def block_count(grid: Sequence[int], block_size: int) -> int:
@@ -352,7 +336,7 @@ def block_table(
         count = math.prod(grid) - first if count < 0 else count
         if block_size:
             extra = max(0, first + count - math.prod(grid))
-            order = layout_of(grid, block_size, (0, extra)).order.long().view(-1, block_size)
+            order = layout_of(grid, block_size, extra).order.long().view(-1, block_size)
             exists, everyone = (order >= first) & (order < first + count), len(order)
             own = exists.any(dim=1).nonzero().flatten()
             exists, tokens = exists[own], (order[own] - first).where(exists[own], 0)
@@ -371,18 +355,9 @@ def block_table(
         return BlockTable(everyone, *(x.to(device) for x in (own, tokens, exists, rows, padding)))
 
 
-def _longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
-    """Most tokens of a run that lie in one block."""
-    return _counted_longest(grid, blocks, first, count)
-
-
-# torch.compile runs it while it traces a graph, and does not trace it
-vars(_longest)["_dynamo_marked_constant"] = True
-
-
 @lru_cache(maxsize=256)
 def _counted_longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
-    """The same, counted in Python, as shapes are known where no tensor is."""
+    """Most tokens of a run that lie in one block, counted in Python, as shapes are known where no tensor is."""
     row, ends = grid[-1], list(accumulate(block_lengths(grid[-1], blocks[-1])))
     sizes: dict[tuple[int, ...], int] = {}
     for line in range(first // row, -(-(first + count) // row)):
@@ -397,6 +372,14 @@ def _counted_longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
             if inside > 0:
                 sizes[*block, last] = sizes.get((*block, last), 0) + inside
     return max(sizes.values(), default=0)
+
+
+def _longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
+    return _counted_longest(grid, blocks, first, count)
+
+
+# torch.compile runs it while it traces a graph, and does not trace it
+vars(_longest)["_dynamo_marked_constant"] = True
 
 
 def block_rows(grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int) -> tuple[int, int]:

@@ -28,8 +28,8 @@ from .causal import (
     Own,
     beside_earlier,
     has_own_part,
+    own_softmax,
     part_of,
-    softmax_up_to_itself,
     with_causal_mixing,
 )
 from .feature_maps import get_feature_map
@@ -97,20 +97,16 @@ class MHLAState:
         self.length = 0
         """Tokens so far."""
         self._starts = frame_block_starts(self.grid, self.blocks)
+        # (B, H, F, blocks of a frame block, D + normalize, D) of the frame blocks that are over, oldest first; behind
+        # the matrix's last frame block the oldest is a sum, which _row_of divides
         self._closed: torch.Tensor | None = None
-        """(B, H, F, blocks of a frame block, D + normalize, D) of the frame blocks that are over, oldest first.
-
-        Behind the matrix's last frame block the oldest is a sum, which ``_row_of`` divides."""
+        # (B, H, blocks of a frame block, D + normalize, D): their mixture for the open frame block, and its own states
         self._earlier: torch.Tensor | None = None
-        """Their mixture for the open frame block, (B, H, blocks of a frame block, D + normalize, D)."""
         self._open: torch.Tensor | None = None
-        """Like ``_earlier``, the states of the frame block that is not over."""
+        # its keys after RoPE and values (B, H, n, D), and weights of the keys (B, 1, n, 1), for softmax among tokens
         self._keys: torch.Tensor | None = None
-        """Its keys after RoPE, for softmax among tokens, (B, H, n, D)."""
         self._values: torch.Tensor | None = None
-        """(B, H, n, D)."""
         self._weights: torch.Tensor | None = None
-        """Of these keys, (B, 1, n, 1)."""
 
     def step(
         self,
@@ -314,7 +310,7 @@ class MHLAState:
             key, value = torch.cat([self._keys, key], dim=2), torch.cat([self._values, value], dim=2)
             weight = torch.cat([self._weights, weight], dim=2)
         self._keys, self._values, self._weights = key, value, weight
-        output, log_sum = softmax_up_to_itself(query, key, value, weight)
+        output, log_sum = own_softmax(query, key, value, weight, is_causal=True)
         return output.transpose(1, 2), log_sum.transpose(1, 2)
 
     def _keep(self, piece: Call, states: torch.Tensor) -> None:

@@ -105,7 +105,7 @@ def summed(x: torch.Tensor, group: str | None) -> torch.Tensor:
     return finished_sum(started_sum(x, group), group)
 
 
-def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
+def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str | None) -> torch.Tensor:
     """Rows to whom they are due.
 
     Args:
@@ -120,7 +120,7 @@ def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], 
     return _applied(_Exchange, rows, tuple(sent), tuple(received), group)
 
 
-def gathered(rows: torch.Tensor, counts: Sequence[int], group: str) -> torch.Tensor:
+def gathered(rows: torch.Tensor, counts: Sequence[int], group: str | None) -> torch.Tensor:
     """The rows of all processes, (Σ counts, ...), of which this one has (own count, ...)."""
     if rows.dtype == torch.bool:  # of which not every backend knows
         return gathered(rows.byte(), counts, group).bool()

@@ -78,7 +78,7 @@ def ring_sparse_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
             torch.cat([own_value, extra.value[:, extra.own].to(dtype)], dim=1),
             mask,
         )
-        return torch.cat([output, of_own(*from_here, extra, call.process_group)], dim=1), lse
+        return torch.cat([output, of_own(*from_here, extra, call.group)], dim=1), lse
 
 
 def _share(call: Call) -> tuple[int, int]:
@@ -89,7 +89,7 @@ def _mask_of_all(call: Call) -> torch.Tensor | None:
     """Key mask (B, tokens of the grid)."""
     if call.key_mask is None:
         return None
-    return gathered(call.key_mask.mT, [count for _, count in call.shares], call.process_group).mT
+    return gathered(call.key_mask.mT, [count for _, count in call.shares], call.group).mT
 
 
 def _fetched(call: Call, x: torch.Tensor, own: BlockTable) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _fetched(call: Call, x: torch.Tensor, own: BlockTable) -> torch.Tensor:
     coming = [needed[call.rank][:, :, block_of[a : a + n]] for a, n in call.shares]
     due[call.rank], coming[call.rank] = (torch.zeros_like(x[call.rank]) for x in (due, coming))
     sent, received = ([int(some.sum()) for some in of_process] for of_process in (due, coming))
-    others = exchanged(torch.cat([rows[some] for some in due]), sent, received, call.process_group)
+    others = exchanged(torch.cat([rows[some] for some in due]), sent, received, call.group)
     places = [place[:, :, a : a + n][some] for (a, n), some in zip(call.shares, coming, strict=True)]
     here = torch.cat([rows.flatten(0, 2), others])
     to = torch.cat([place[:, :, first : first + count].flatten(), *places])
@@ -147,7 +147,7 @@ def of_everyone(own: ExtraTokens, group: Group, even: bool) -> ExtraTokens:
     return replace(own, query=query, key=key, value=value, key_mask=mask, counts=tuple(counts), rank=group.rank)
 
 
-def of_own(output: torch.Tensor, log_sum: torch.Tensor, others: ExtraTokens, group: str) -> torch.Tensor:
+def of_own(output: torch.Tensor, log_sum: torch.Tensor, others: ExtraTokens, group: str | None) -> torch.Tensor:
     """What the queries of this process get from the tokens of all processes.
 
     Args:

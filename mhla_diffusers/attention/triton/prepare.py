@@ -299,7 +299,7 @@ GRID = "SymInt[] grid, SymInt block_size, SymInt extra"
 
 def layout_for(grid: Sequence[int], block_size: int, extra: int, device: torch.device) -> Layout:
     """The layout of an operator's tokens, the extra ones last."""
-    return layout_of(tuple(grid), block_size, (0, extra), device=str(device))
+    return layout_of(tuple(grid), block_size, extra, str(device))
 
 
 @torch.library.custom_op(

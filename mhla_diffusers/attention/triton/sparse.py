@@ -185,7 +185,7 @@ def _bias_shape(query: torch.Tensor, *_: Any) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _padding_bias(grid: Shape, block_size: int, extra: int, device: torch.device) -> torch.Tensor:
     """(1, R): −∞ for rows without a token."""
-    return (layout_of(grid, block_size, (0, extra)).order >= 0).float().log()[None].to(device)
+    return (layout_of(grid, block_size, extra).order >= 0).float().log()[None].to(device)
 
 
 def _merged(
