@@ -1,14 +1,16 @@
 """The operator on shares of the tokens, over processes on gloo, against the whole in one process."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mhla_diffusers.attention import BlockLists, mhla_attention
-from mhla_diffusers.attention.layout import block_count
+from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
+from mhla_diffusers.attention.layout import block_count, layout_of
 from mhla_diffusers.attention.parallel.place import Parallel, parts
 from mhla_diffusers.benchmark.parallel import Layout, make_world
 
@@ -129,8 +131,13 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
 
 
+PLAIN, CURVE, SIZE = (4, 5, 6), (3, 5, 6), 8
+"""Grids; of the second, half of the tokens, or a quarter, ends within a uniform block of 8."""
 ALL = {"norm": True, "gate": True, "mask": True, "axes": (4, 4, 4)}
-CASES = {
+LISTS = ALL | {"linear": True, "pooled": True, "lists": SIZE}
+BY_CONTENT = {"sparse": ContentRule(SIZE, 0.25), "lists": None}
+FITTED = {"sparse": ContentRule(SIZE, 0.25, fit_pooled_bias=True), "lists": None, "pooled": False}
+LINEAR_CASES = {
     "plain": {},
     "all": ALL,
     "rope before": ALL | {"rope": "before"},
@@ -138,25 +145,124 @@ CASES = {
     "unnormalized": {"normalize": False, "axes": (4, 4, 4)},
     "a sample without a key": {"mask": "a sample whole"},
 }
+SPARSE_CASES = {
+    "lists alone": {"lists": SIZE},
+    "linear": {"lists": SIZE, "linear": True, "axes": (4, 4, 4)},
+    "pooled": {"lists": SIZE, "pooled": True, "axes": (4, 4, 4), "rope": "before"},
+    "lists of every sample": LISTS | {"samples": 2},
+    "single tokens": LISTS | {"lists": 1},
+    "one block": LISTS | {"lists": 128},
+    "content": LISTS | BY_CONTENT,
+    "fitted": LISTS | FITTED,
+    "everything": LISTS | {"lists": None, "sparse": ContentRule(SIZE, 1.0)},
+    "text alone, before": {"extra": (6, 0)},
+    "text alone, after": {"extra": (0, 6), "linear": True},
+    "text alone, all": ALL | {"extra": (4, 2)},
+    "text that fills more than a block": {"extra": (0, 140)},
+    "text and lists": LISTS | {"extra": (6, 4)},
+    "text and content": ALL | {"extra": (0, 8), "sparse": ContentRule(SIZE, 0.25), "linear": True},
+    "text, fitted": ALL | FITTED | {"extra": (2, 6), "linear": True},
+}
+CASES = {name: (PLAIN, case, 2e-6) for name, case in LINEAR_CASES.items()}
+CASES |= {name: (CURVE, case, 1e-5) for name, case in SPARSE_CASES.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
-def test_two_processes_equal_one(two: Processes, degrees: tuple[int, int], case: str) -> None:
-    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
-        for found in two.run(errors, degrees, False, (4, 5, 6), (3, 2, 2), CASES[case], dtype):
-            assert max(found.values()) < limit, found
+@pytest.mark.parametrize(("grid", "case", "limit"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ring", "heads"])
+def test_two_processes_equal_one(two: Processes, degrees: tuple[int, int], grid: Any, case: Any, limit: float) -> None:
+    for dtype, largest in ((torch.float64, 1e-12), (torch.float32, limit)):
+        for found in two.run(errors, degrees, False, grid, (3, 2, 2), case, dtype):
+            assert max(found.values()) < largest, found
 
 
-@pytest.mark.parametrize("degrees", [(4, 1), (1, 4), (2, 2)])
-def test_four_processes_equal_one(four: Processes, degrees: tuple[int, int]) -> None:
-    for found in four.run(errors, degrees, False, (3, 4, 6), (2, 3, 2), ALL, torch.float64):
+FOUR = {
+    "all": ((3, 4, 6), ALL),
+    "lists": ((3, 4, 7), LISTS),
+    "content": ((3, 4, 7), LISTS | BY_CONTENT),
+    "fitted": ((3, 4, 7), LISTS | FITTED),
+    "text alone": ((3, 4, 7), ALL | {"extra": (8, 4)}),
+    "text and lists": ((3, 4, 7), LISTS | {"extra": (8, 4)}),
+}
+
+
+@pytest.mark.parametrize(("grid", "case"), FOUR.values(), ids=FOUR)
+@pytest.mark.parametrize("degrees", [(4, 1), (2, 2)], ids=str)
+def test_four_processes_equal_one(four: Processes, degrees: tuple[int, int], grid: Any, case: Any) -> None:
+    for found in four.run(errors, degrees, False, grid, (2, 3, 2), case, torch.float64):
         assert max(found.values()) < 1e-12, found
 
 
-@pytest.mark.parametrize("degrees", [(4, 1), (1, 4)])
-@pytest.mark.parametrize("grid", [(5, 3, 7), (1, 1, 6), (2, 5, 3)])
-def test_shares_may_differ(four: Processes, degrees: tuple[int, int], grid: tuple[int, ...]) -> None:
+RAGGED = {
+    "all": ((5, 3, 7), ALL),
+    "few tokens": ((1, 1, 6), ALL),
+    "few rows": ((2, 5, 3), ALL),
+    "lists alone": ((5, 3, 7), {"lists": SIZE}),
+    "lists of every sample": ((2, 3, 2), LISTS | {"samples": 2}),
+    "content": ((5, 3, 7), LISTS | BY_CONTENT),
+    "text before": ((5, 3, 7), LISTS | {"extra": (5, 0)}),
+    "text around": ((5, 3, 7), LISTS | {"extra": (4, 6)}),
+}
+
+
+@pytest.mark.parametrize(("grid", "case"), RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("degrees", [(4, 1), (1, 4)], ids=["ring", "heads"])
+def test_shares_may_differ(four: Processes, degrees: tuple[int, int], grid: Any, case: Any) -> None:
     blocks = tuple(min(2, size) for size in grid)
-    for found in four.run(errors, degrees, True, grid, blocks, ALL, torch.float64):
+    for found in four.run(errors, degrees, True, grid, blocks, case, torch.float64):
         assert max(found.values()) < 1e-12, found
+
+
+def interpreted(*arguments: Any) -> dict[str, float]:
+    from ..attention.triton.interpreter import make_interpreter_fast
+
+    make_interpreter_fast()
+    return errors(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the processes are on the CPU, where only the interpreter runs")
+def test_kernels_over_two_processes_equal_one(two: Processes) -> None:
+    settings = ALL | {"backend": "triton"}
+    for found in two.run(interpreted, (2, 1), True, (3, 3, 3), (2, 1, 1), settings, torch.float32):
+        assert max(found.values()) < 1e-5, found
+
+
+class _Rows(TorchDispatchMode):
+    """The shape of what every all-to-all is given, and how many rows it is told to send to every process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.Size, list[int]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops._c10d_functional.all_to_all_single.default:
+            self.found.append((args[0].shape, list(args[2])))
+        return function(*args, **(kwargs or {}))
+
+
+def rows_sent(ring: int) -> tuple[list[tuple[torch.Size, list[int]]], list[int]]:
+    """What the all-to-alls of a process are given, and the rows that each of the others needs of it, one by one."""
+    place, tokens, mask = parallel(ring, 1, anything=True), math.prod(CURVE), random_mask(CURVE, SIZE, 1, 0.05)
+    first, count = place.own_share(tokens)
+    query = torch.randn(2, count, HEADS, HEAD_DIM, requires_grad=True)
+    lists = lists_of(mask, SIZE, slice(None))
+    with _Rows() as rows:
+        output = mhla_attention(query, query, query, torch.ones(1, 1), CURVE, (1, 1, 1), sparse=lists, parallel=place)
+        output.sum().backward()
+    block_of, needed = (layout_of(CURVE, SIZE).rows // SIZE).tolist(), []
+    for rank, (begin, length) in enumerate(place.shares(tokens)):
+        asking = set(block_of[begin : begin + length])
+        pairs = itertools.product(range(HEADS), range(first, first + count))
+        due = [any(mask[0, head, block, block_of[token]] for block in asking) for head, token in pairs]
+        needed.append(sum(due) if rank != place.ring.rank else 0)
+    return rows.found, needed
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_nothing_is_sent_but_what_lists_hold(two: Processes, four: Processes, ring: int) -> None:
+    for found, needed in (two if ring == 2 else four).run(rows_sent, ring):
+        (forward, sent), (backward, _) = found
+        assert sent == needed
+        assert forward == (sum(needed), 2, 2 * HEAD_DIM), "keys and values of both samples"
+        assert backward[1:] == forward[1:]
+        assert 0 < sum(needed) < (ring - 1) * math.prod(CURVE) // ring * HEADS, "less than all to everyone"

@@ -53,19 +53,14 @@ def test_gradients_of_an_adapter(two: Processes, degrees: tuple[int, int]) -> No
 @pytest.mark.parametrize(("different", "words"), [("blocks", "settings or layers"), ("weights", "weights")])
 def test_patches_that_differ_are_found_at_the_first_call(two: Processes, different: str, words: str) -> None:
     for message in two.run(message_of, (2, 1), different=different):
-        assert f"patched differently: {words} of the patch of process 1 are not those of process 0" in message
+        assert f"{words} of the patch of process 1 are not those of process 0" in message
 
 
-def test_tokens_that_cannot_be_shared_out(two: Processes) -> None:
+def test_what_cannot_be_shared_out(two: Processes, four: Processes) -> None:
     for message in two.run(message_of, (2, 1), name="flux", ragged=True):
-        assert "35 tokens cannot be split evenly over 2 processes" in message
-        assert "ring_anything=True" in message
-
-
-def test_heads_that_cannot_be_shared_out(four: Processes) -> None:
+        assert "35 tokens" in message and "ring_anything=True" in message
     for message in four.run(message_of, (1, 4)):
-        assert "ulysses_degree=4 does not divide the 2 heads" in message
-        assert "such as 2" in message
+        assert "ulysses_degree=4 does not divide the 2 heads" in message and "such as 2" in message
 
 
 @either

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,19 +14,6 @@ from mhla_diffusers.benchmark.parallel import Traffic
 
 NUMBERS = 2**21
 """float32, that a collective is given: beside 8 MiB the headers of TCP and a stranger's bytes are few."""
-
-
-def _sum(x: torch.Tensor, group: str) -> torch.Tensor:
-    return summed(x, group)
-
-
-def _gather(x: torch.Tensor, group: str) -> torch.Tensor:
-    size = dist.get_world_size()
-    return functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
-
-
-def _gather_rows(x: torch.Tensor, group: str) -> torch.Tensor:
-    return gathered(x, [len(x)] * dist.get_world_size(), group)
 
 
 def _exchange(x: torch.Tensor, group: str) -> torch.Tensor:
@@ -41,24 +29,22 @@ def _uneven(x: torch.Tensor, group: str) -> torch.Tensor:
     return exchanged(x, sent, received, group)
 
 
-def _scatter(x: torch.Tensor, group: str) -> torch.Tensor:
-    return functional.wait_tensor(
-        torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", dist.get_world_size(), group)
-    )
+def _ops() -> Any:
+    return torch.ops._c10d_functional
 
 
-def _in_place(x: torch.Tensor, group: str) -> torch.Tensor:
-    dist.all_reduce(x)
-    return x
-
-
-def _list(x: torch.Tensor, group: str) -> torch.Tensor:
-    found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, x)
-    return torch.cat(found)
-
-
-CARRIED = [_sum, _gather, _gather_rows, _exchange, _uneven, _in_place, _list]
+CARRIED: dict[str, Callable[[torch.Tensor, str], Any]] = {
+    "sum": summed,
+    "gather": lambda x, group: functional.wait_tensor(_ops().all_gather_into_tensor(x, dist.get_world_size(), group)),
+    "gathered rows": lambda x, group: gathered(x, [len(x)] * dist.get_world_size(), group),
+    "exchange": _exchange,
+    "uneven": _uneven,
+    "in place": lambda x, group: dist.all_reduce(x),
+    "list": lambda x, group: dist.all_gather([torch.empty_like(x) for _ in range(dist.get_world_size())], x),
+    "scatter": lambda x, group: functional.wait_tensor(
+        _ops().reduce_scatter_tensor(x, "sum", dist.get_world_size(), group)
+    ),
+}
 
 
 def _passed() -> int:
@@ -67,7 +53,7 @@ def _passed() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-def _carry_out(run: Callable[[torch.Tensor, str], torch.Tensor], repetitions: int) -> tuple[int, int]:
+def _carry_out(name: str, repetitions: int = 3) -> tuple[int, int]:
     """Bytes counted and bytes passed, of this process and of all of them; the least of some repetitions."""
     group, passed, counted = dist.group.WORLD.group_name, [], []
     for _ in range(repetitions):
@@ -76,7 +62,7 @@ def _carry_out(run: Callable[[torch.Tensor, str], torch.Tensor], repetitions: in
         before = _passed()
         dist.barrier()
         with Traffic() as traffic:
-            run(x, group)
+            CARRIED[name](x, group)
         counted.append(traffic.bytes)
         dist.barrier()
         passed.append(_passed() - before)
@@ -86,22 +72,19 @@ def _carry_out(run: Callable[[torch.Tensor, str], torch.Tensor], repetitions: in
 
 @pytest.mark.parametrize("count", ["two", "four"])
 def test_what_is_counted_is_what_passes(count, request):
-    """Of gloo's loopback device, whose TCP adds headers and answers: 0.1 % was found; 1 % is allowed."""
-    processes = request.getfixturevalue(count)
-    for run in CARRIED:
-        counted, passed = _of_all(processes, run)
-        assert counted <= passed <= 1.01 * counted, f"{run.__name__}: {counted} counted, {passed} passed"
+    """Of gloo's loopback device, whose TCP adds headers and answers: 0.1 % was found; 1 % is allowed.
 
-
-def test_gloo_scatters_sums_at_twice_the_least(two):
-    """It adds up everything everywhere, as if for an all-reduce; NCCL does not, and what is counted is the least."""
-    counted, passed = _of_all(two, _scatter)
-    assert 2 * counted <= passed <= 2.02 * counted
-
-
-def _of_all(processes, run) -> tuple[int, int]:
-    answers = processes.run(_carry_out, run, 3)
-    return sum(counted for counted, _ in answers), answers[0][1]
+    gloo adds up everything everywhere to scatter sums, as if for an all-reduce; NCCL does not, and what is counted is
+    the least.
+    """
+    for name in CARRIED:
+        answers = request.getfixturevalue(count).run(_carry_out, name)
+        counted, passed = sum(counted for counted, _ in answers), answers[0][1]
+        if name == "scatter":
+            if count == "four":
+                continue
+            counted *= 2
+        assert counted <= passed <= 1.01 * counted, f"{name}: {counted} counted, {passed} passed"
 
 
 def test_a_collective_that_is_not_counted_is_refused(two):
@@ -109,15 +92,8 @@ def test_a_collective_that_is_not_counted_is_refused(two):
 
 
 def _gather_to_one() -> None:
-    with Traffic(), pytest.raises(NotImplementedError, match=r"gather_.* is not counted; .*all-to-all"):
+    with Traffic(), pytest.raises(NotImplementedError, match="gather_"):
         dist.gather(torch.ones(1), [torch.ones(1)] * 2 if dist.get_rank() == 0 else None)
-
-
-def test_waiting_and_barriers_send_nothing(two):
-    two.run(_only_wait)
-
-
-def _only_wait() -> None:
     with Traffic() as traffic:
         dist.barrier()
-    assert traffic.bytes == 0 and not traffic.groups
+    assert traffic.bytes == 0
