@@ -27,7 +27,7 @@ from .finding import (
 from .handle import Patched
 from .layer import MHLALayer, share_parameters
 from .processor import MHLAProcessor, attentions_of, make_layer
-from .settings import automatic_count, check_settings, choose_attentions, refuse_order
+from .settings import automatic_count, chosen_attentions, refuse_order
 from .weights import resized
 
 Model = TypeVar("Model")
@@ -106,16 +106,14 @@ def plan_patch(transformer: nn.Module, processor: MHLAProcessor) -> tuple[Patche
     Raises:
         ValueError: unsupported or offloaded transformer, already patched, or settings that do not fit.
     """
-    family, config = get_family(transformer), processor.config
     if is_patched(transformer):
         raise ValueError(
             f"This {type(transformer).__name__} is already patched with MHLA; change_mhla() changes its settings, "
             "or call remove_mhla() first."
         )
-    check_settings(transformer, config)
-    chosen = choose_attentions(transformer, config)
-    layers = {name: make_layer(attn, config, family) for name, attn in chosen.items()}
-    return Patched(transformer, processor), layers
+    patched, config = Patched(transformer, processor), processor.config
+    chosen = chosen_attentions(patched, config)
+    return patched, {name: make_layer(attn, config, patched.family) for name, attn in chosen.items()}
 
 
 def _choose_automatically(
@@ -312,12 +310,12 @@ def plan_change(patched: Patched, backend: str | None, settings: Mapping[str, An
     """
     if patched.paused:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
-    attentions, family, transformer = patched.attentions, patched.family, patched.transformer
+    attentions, family = patched.attentions, patched.family
     if any(not isinstance(getattr(attn, "mhla", None), MHLALayer | None) for attn in attentions.values()):
         raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
     before, old_config, old_processor = patched.layers, patched.config, patched.running_processor()
     config = old_config.replace(**settings)
-    check_settings(transformer, config)
+    chosen = chosen_attentions(patched, config)
     if config.softmax_steps and not patched.is_installed:
         raise ValueError(
             f"softmax_steps={config.softmax_steps!r} needs a patch of apply_mhla(), which keeps the processors of "
@@ -331,7 +329,7 @@ def plan_change(patched: Patched, backend: str | None, settings: Mapping[str, An
     keeps_parameters, layers = share_parameters(old_config, config), {}
     tensors = {f"{name}.mhla.{key}": x for name, layer in before.items() for key, x in layer.state_dict().items()}
     fitting = resized(tensors, old_config, config)
-    for name, attn in choose_attentions(transformer, config).items():
+    for name, attn in chosen.items():
         if name in before and keeps_parameters:
             layers[name] = before[name]
             continue

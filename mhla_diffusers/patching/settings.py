@@ -7,70 +7,68 @@ from torch import nn
 
 from ..config import AUTOMATIC, LayerChoice, MHLAConfig, is_automatic, parse_layers
 from ..families import get_family
+from .handle import Patched
 from .processor import holds_weights
 
 _SHOWN_NAMES = 4
 """How many layers an error names."""
 
 
-def choose_attentions(transformer: nn.Module, config: MHLAConfig) -> dict[str, Any]:
-    """Name and module of every self-attention that a configuration chooses.
+def chosen_attentions(patched: Patched, config: MHLAConfig) -> dict[str, Any]:
+    """Name and module of every self-attention that settings choose, after checking that the transformer can have them.
 
     Raises:
-        ValueError: one of them runs a processor that has weights, or ``config.layers`` cannot be read.
+        ValueError: settings that do not fit, offloaded weights, or attentions whose processors have weights.
     """
-    found = list(get_family(transformer).self_attentions(transformer).items())
-    indices = choose_layers(config.layers, len(found))
-    processors = [getattr(attn, "processor", None) for _, attn in found]
-    holding = [index for index in indices if holds_weights(processors[index])]
-    if holding:
-        names = ", ".join(found[index][0] for index in holding[:_SHOWN_NAMES])
-        more = f" and {len(holding) - _SHOWN_NAMES} more" if len(holding) > _SHOWN_NAMES else ""
-        kind = type(processors[holding[0]]).__name__
-        others = [index for index in indices if index not in holding]
-        way_out = f"Leave these layers as they are with layers={others}, or take" if others else "Take"
-        raise ValueError(
-            f"{names}{more} run {kind}, which has weights of its own, as those of IP-Adapters have, and what it adds "
-            f"would be lost. {way_out} the adapter away first, for example with pipe.unload_ip_adapter()."
-        )
-    return dict(found[index] for index in indices)
-
-
-def check_settings(transformer: nn.Module, config: MHLAConfig) -> None:
-    """Raise unless a transformer can have these settings.
-
-    Raises:
-        ValueError: offloaded weights, or settings that do not fit.
-    """
-    family = get_family(transformer)
+    family, kind = patched.family, type(patched.transformer).__name__
     if len(config.blocks) != family.axes:
         raise ValueError(
-            f"blocks={config.blocks} has {len(config.blocks)} axes, but {type(transformer).__name__} has "
-            f"{family.axes}; for example blocks={family.default_config.blocks}."
+            f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
+            f"blocks={family.default_config.blocks}."
         )
     if config.sparse != "none" and family.own_attention != "softmax":
         raise ValueError(
-            f"sparse={config.sparse!r} approximates softmax attention, and the own attention of "
-            f"{type(transformer).__name__} is {family.own_attention}; leave it at 'none'."
+            f"sparse={config.sparse!r} approximates softmax attention, and the own attention of {kind} is "
+            f"{family.own_attention}; leave it at 'none'."
         )
     if family.adapter.has_extra and not config.normalize:
         raise ValueError(
-            f"normalize=False leaves {type(transformer).__name__} no common denominator with the softmax over its "
-            "extra tokens; leave it at True."
+            f"normalize=False leaves {kind} no common denominator with the softmax over its extra tokens; leave it at "
+            "True."
         )
-    refuse_order(transformer, config.causal)
+    refuse_order(patched.transformer, config.causal)
     if family.adapter.rope_by_head and config.rope != "before":
         raise ValueError(
-            f"rope={config.rope!r} would need one table for all heads, and {type(transformer).__name__} turns every "
-            "head by other angles; set rope='before'."
+            f"rope={config.rope!r} would need one table for all heads, and {kind} rotates every head by other angles; "
+            "set rope='before'."
         )
-    if (why := family.why_not_patched(transformer, config)) is not None:
+    if (why := family.why_not_patched(patched.transformer, config)) is not None:
         raise ValueError(why)
-    if any(_is_group_offloaded(module) for module in transformer.modules()):
+    hooks: list[Any] = [getattr(module, "_diffusers_hook", None) for module in patched.transformer.modules()]
+    if any(one is not None and one.get_hook("group_offloading") is not None for one in hooks):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
-    count = len(family.self_attentions(transformer))
-    if not choose_layers(config.layers, count):
-        raise ValueError(f"layers={config.layers!r} chooses none of the {count} layers.")
+    found = list(patched.attentions.items())
+    indices = choose_layers(config.layers, len(found))
+    if not indices:
+        raise ValueError(f"layers={config.layers!r} chooses none of the {len(found)} layers.")
+    _refuse_processors_with_weights(found, indices)
+    return dict(found[index] for index in indices)
+
+
+def _refuse_processors_with_weights(found: list[tuple[str, Any]], indices: list[int]) -> None:
+    processors = [getattr(attn, "processor", None) for _, attn in found]
+    holding = [index for index in indices if holds_weights(processors[index])]
+    if not holding:
+        return
+    names = ", ".join(found[index][0] for index in holding[:_SHOWN_NAMES])
+    more = f" and {len(holding) - _SHOWN_NAMES} more" if len(holding) > _SHOWN_NAMES else ""
+    kind = type(processors[holding[0]]).__name__
+    others = [index for index in indices if index not in holding]
+    way_out = f"Leave these layers as they are with layers={others}, or take" if others else "Take"
+    raise ValueError(
+        f"{names}{more} run {kind}, which has weights of its own, as those of IP-Adapters have, and what it adds "
+        f"would be lost. {way_out} the adapter away first, for example with pipe.unload_ip_adapter()."
+    )
 
 
 def refuse_order(transformer: nn.Module, causal: object) -> None:
@@ -84,11 +82,6 @@ def refuse_order(transformer: nn.Module, causal: object) -> None:
             f"causal={causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to extra "
             "tokens too, such as text or a class token, which have no place in that order; leave it at None."
         )
-
-
-def _is_group_offloaded(module: nn.Module) -> bool:
-    hooks: Any = getattr(module, "_diffusers_hook", None)
-    return hooks is not None and hooks.get_hook("group_offloading") is not None
 
 
 def automatic_count(choice: LayerChoice, count: int) -> int:
