@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..families import Clip, Family, get_family
 from ..reporting import from_to, text_table, times
 from .costs import AttentionCost, attention_cost, own_block_density
 from .finding import find_patched, find_transformers
+from .handle import Patched
 from .layer import layer_of
 from .processor import MHLAProcessor
 
@@ -56,11 +57,11 @@ class LayerDescription:
     replaced: bool
     """Whether it is patched."""
     grid: tuple[int, ...] | None
-    """Token grid of the latest input, or the one given; None before the first forward."""
+    """Token grid of the latest forward, or the one given; None before the first forward."""
     blocks: tuple[int, ...] | None
     """Block counts; None for a layer that was kept."""
     tokens_per_block: tuple[int, int] | None
-    """Smallest and largest block; None while the grid is unknown."""
+    """Smallest and largest; None while the grid is unknown."""
     extra_parameters: int
     """Parameters that MHLA adds."""
     sparse: SparseDescription | None = None
@@ -84,41 +85,37 @@ class Description(list[LayerDescription]):
     """The layers of a model; printed, it is a table."""
 
     def __str__(self) -> str:
-        header = ["layer", "attention", "grid", "MHLA blocks", "tokens per block", "extra parameters"]
-        rows = [_cells(layer) for layer in self]
+        header = ["layer", "attention", "grid", "MHLA blocks", "tokens per block", "density", "extra parameters"]
+        rows = []
+        for layer in self:
+            kind = f"off: {layer.processor}" if layer.is_off else "MHLA" if layer.replaced else "kept"
+            blocks = f"{times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
+            density = "-" if layer.sparse is None else f"{layer.sparse.density:.1%}"
+            tokens, extra = from_to(layer.tokens_per_block), f"{layer.extra_parameters:,}"
+            rows.append([layer.name, kind, times(layer.grid), blocks, tokens, density, extra])
+        if all(layer.sparse is None for layer in self):
+            for row in (header, *rows):
+                del row[-2]
+        lines = [text_table(header, rows)]
         # what all layers have in common stands below, so that the table fits a terminal
-        if any(layer.sparse is not None for layer in self):
-            header.insert(-1, "density")
-            rows = [(*row[:-1], _density(layer), row[-1]) for row, layer in zip(rows, self, strict=True)]
+        lines += dict.fromkeys(str(layer.sparse) for layer in self if layer.sparse is not None)
+        for steps in {layer.softmax_steps for layer in self if layer.softmax_steps}:
+            first = f"{steps:.0%} of the denoising steps" if isinstance(steps, float) else f"{steps} steps"
+            lines.append(f"as before the patch in the first {first}")
+        grids = {layer.grid for layer in self if layer.grid is not None}
+        if self.cost is not None and len(grids) == 1:
+            lines.append(f"attention of {math.prod(grids.pop()):,} tokens: {self.cost}")
         replaced, off = sum(layer.replaced for layer in self), sum(layer.is_off for layer in self)
-        extra = sum(layer.extra_parameters for layer in self)
-        total = f"{replaced} of {len(self)} self-attentions replaced, {extra:,} extra parameters"
-        if off:
-            total += f"; MHLA does not run in {off} of them now"
-        return "\n".join(
-            [text_table(header, rows), *self._sparse_lines(), *self._step_lines(), *self._cost_lines(), total]
-        )
+        added = sum(layer.extra_parameters for layer in self)
+        end = f"; MHLA does not run in {off} of them now" if off else ""
+        lines.append(f"{replaced} of {len(self)} self-attentions replaced, {added:,} extra parameters{end}")
+        return "\n".join(lines)
 
     @property
     def cost(self) -> AttentionCost | None:
         """Of all self-attentions of one forward and sample; None while a grid is unknown."""
         costs = [layer.cost for layer in self if layer.cost is not None]
         return sum(costs, AttentionCost()) if costs and len(costs) == len(self) else None
-
-    def _cost_lines(self) -> list[str]:
-        grids = {layer.grid for layer in self if layer.grid is not None}
-        if self.cost is None or len(grids) != 1:
-            return []
-        return [f"attention of {math.prod(grids.pop()):,} tokens: {self.cost}"]
-
-    def _step_lines(self) -> list[str]:
-        steps = {layer.softmax_steps for layer in self if layer.softmax_steps}
-        texts = [f"{one:.0%} of the denoising steps" if isinstance(one, float) else f"{one} steps" for one in steps]
-        return [f"as before the patch in the first {text}" for text in texts]
-
-    def _sparse_lines(self) -> list[str]:
-        """A line for every sparse branch that layers have."""
-        return list(dict.fromkeys(str(layer.sparse) for layer in self if layer.sparse is not None))
 
 
 def describe(
@@ -155,86 +152,44 @@ def describe(
         grids.update(grids_of_size(model, height, width, num_frames))
     layers, handles = Description(), find_patched(model)
     for component, transformer in transformers.items():
-        latest = handles[component].latest_grid if component in handles else None
         prefix = f"{component}." if len(transformers) > 1 else ""
-        family = get_family(transformer)
-        for name, attn in family.self_attentions(transformer).items():
-            layer = _describe_layer(prefix + name, attn, family, grids[component], latest)
-            layers.append(layer if layer.grid is None else replace(layer, cost=_cost(layer, attn, family)))
+        patched = handles[component] if component in handles else Patched(transformer, None)
+        for name, attn in patched.attentions.items():
+            layers.append(_describe_layer(prefix + name, attn, patched, grids[component]))
     return layers
 
 
-def _describe_layer(
-    name: str, attn: Any, family: Family, grid: tuple[int, ...] | None, latest: tuple[int, ...] | None
-) -> LayerDescription:
-    layer = layer_of(attn)
+def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, ...] | None) -> LayerDescription:
+    layer, family = layer_of(attn), patched.family
     processor: Any = getattr(attn, "processor", None)
-    if layer is None and not isinstance(processor, MHLAProcessor):
-        kind = type(processor if processor is not None else attn).__name__
-        return LayerDescription(name, False, grid or latest, None, None, 0, None, kind)
-    config = layer.config if layer is not None else processor.config
+    running, kind = isinstance(processor, MHLAProcessor), type(processor if processor is not None else attn).__name__
+    grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
+    if layer is None and not running:
+        cost = None if grid is None else attention_cost(attn, family, None, grid, family.extra_tokens)
+        return LayerDescription(name, False, grid, None, None, 0, None, kind, cost)
+    config: MHLAConfig = layer.config if layer is not None else processor.config
+    if wanted is not None:
+        config.check_whole(wanted)
+        check_layout(config.grid_from(wanted), config.blocks_on(wanted), is_causal=config.causal is not None)
+    extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
+    blocks, tokens, cost = config.blocks, None, None
     if grid is not None:
-        config.check_whole(grid)
-        check_layout(config.grid_from(grid), config.blocks_on(grid), is_causal=config.causal is not None)
-    else:
-        grid = getattr(processor, "grid", None) or latest
-    extra = sum(parameter.numel() for parameter in layer.parameters()) if layer is not None else 0
-    cut, blocks = _cut(config, grid)
-    tokens = _tokens_per_block(cut, blocks)
-    sparse, running = _describe_sparse(config, family, grid), isinstance(processor, MHLAProcessor)
-    kind = type(processor).__name__
-    return LayerDescription(
-        name, True, grid, blocks, tokens, extra, sparse, kind, softmax_steps=config.softmax_steps, runs_mhla=running
-    )
-
-
-def _cost(layer: LayerDescription, attn: Any, family: Family) -> AttentionCost | None:
-    """None for a grid that was refused and remembered."""
-    config = (layer_of(attn) or attn.processor).config if layer.runs_mhla else None
-    if layer.grid is None or layer.replaced and layer.tokens_per_block is None:
-        return None
-    return attention_cost(attn, family, config, layer.grid, family.extra_tokens)
-
-
-def _cut(config: MHLAConfig, grid: tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """The grid that blocks cut, which a causal sequence begins, and their counts; None as :func:`_tokens_per_block`."""
-    if grid is None:
-        return None, config.blocks
-    try:
-        return config.grid_from(grid), config.blocks_on(grid)
-    except ValueError:  # a sequence that was too long, refused and remembered
-        return None, config.blocks
+        blocks = config.blocks_on(grid)
+        tokens = smallest_and_largest(config.grid_from(grid), blocks)
+        cost = attention_cost(attn, family, config if running else None, grid, family.extra_tokens)
+    sparse = _describe_sparse(config, family, grid)
+    return LayerDescription(name, True, grid, blocks, tokens, extra, sparse, kind, cost, config.softmax_steps, running)
 
 
 def _describe_sparse(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> SparseDescription | None:
     if config.sparse == "none":
         return None
     if config.sparse == "own":
-        cut, _ = _cut(config, grid)
-        density = own_block_density(config, family, grid if cut is not None else None)
-        return SparseDescription("own", None, None, density, False)
-    density, blocks = config.listed, None
-    if grid is not None:
-        density, blocks = config.listed_on(grid), block_count(grid, config.block_size)
-    return SparseDescription("content", config.block_size, blocks, density, config.pooled)
-
-
-def _tokens_per_block(grid: tuple[int, ...] | None, counts: tuple[int, ...]) -> tuple[int, int] | None:
-    """Smallest and largest; None for a grid that is unknown, or was refused and remembered."""
-    if grid is None or any(count > size for count, size in zip(counts, grid, strict=True)):
-        return None
-    return smallest_and_largest(grid, counts)
-
-
-def _cells(layer: LayerDescription) -> tuple[str, ...]:
-    blocks = f"{times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
-    kind = f"off: {layer.processor}" if layer.is_off else "MHLA" if layer.replaced else "kept"
-    tokens = from_to(layer.tokens_per_block)
-    return layer.name, kind, times(layer.grid), blocks, tokens, f"{layer.extra_parameters:,}"
-
-
-def _density(layer: LayerDescription) -> str:
-    return "-" if layer.sparse is None else f"{layer.sparse.density:.1%}"
+        return SparseDescription("own", None, None, own_block_density(config, family, grid), False)
+    if grid is None:
+        return SparseDescription("content", config.block_size, None, config.listed, config.pooled)
+    blocks = block_count(grid, config.block_size)
+    return SparseDescription("content", config.block_size, blocks, config.listed_on(grid), config.pooled)
 
 
 def grids_of_size(

@@ -276,14 +276,16 @@ class Patched:
             context.parallel = self.parallel
         if not torch.compiler.is_compiling() and not self._has_told_of_cost and grid != self.latest_grid:
             self._tell_if_nothing_is_gained(grid)
-        context.grid = self.latest_grid = grid
+        context.grid = grid
         context.disabled = self.family.is_diffusion and self._is_disabled(trunk, args, kwargs)
         for module in self._that_checkpoint():
             CarryingCheckpoint.put_on(module)
 
-    def end(self, *_: Any) -> None:
-        """After a forward."""
+    def end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        """After a forward, also one that failed, whose result is None."""
         context = current()
+        if result is not None:
+            self.latest_grid = context.grid
         context.grid = context.parallel = None
         context.disabled = False
 
