@@ -131,12 +131,7 @@ def describe_images(
 ) -> Description:
     """Run the extractor over a set of images.
 
-    Args:
-        images: the set.
-        extractor: what makes features of images.
-        batch_size: images per call of the extractor.
-        store: a new file for the pooled features, which are then mapped into memory; None for memory itself.
-        progress: see :data:`Progress`.
+    Pooled features are mapped into memory from a new file at ``store``; None keeps them in memory itself.
 
     Raises:
         ValueError: damaged images, or fewer than two; or an extractor that gives something else than features.
@@ -197,16 +192,10 @@ def describe_reference(
     store: Path | None = None,
     progress: Progress | None = None,
 ) -> Description:
-    """Describe a reference, or read what was written the last time; the other arguments as :func:`describe_images`.
+    """Describe a reference by an extractor of some name, or read what was written the last time.
 
-    Args:
-        reference: images (folder or npz), a statistics file, or an npz with ``mu`` and ``sigma``; ADM's has ``mu_s``,
-            ``sigma_s`` and some images as well.
-        extractor: what makes features of images.
-        name: of the extractor.
-        batch_size: images per call of the extractor.
-        store: a new file for the pooled features.
-        progress: see :data:`Progress`.
+    A reference is images (folder or npz), a statistics file, or an npz with ``mu`` and ``sigma``; ADM's has ``mu_s``,
+    ``sigma_s`` and some images as well.
 
     Raises:
         FileNotFoundError: no such reference.

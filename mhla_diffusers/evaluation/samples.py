@@ -26,11 +26,7 @@ from ..generation.record import (
 def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 0) -> list[Sample]:
     """Class-conditional images ``000000.png`` …: 50 000 of 1000 classes for ImageNet.
 
-    Args:
-        count: how many.
-        labels: number of classes.
-        order: "balanced" goes through the classes again and again, "random" draws them.
-        seed: of the drawing.
+    The order "balanced" goes through the classes again and again, "random" draws them.
 
     Raises:
         ValueError: a value that is not allowed.

@@ -65,9 +65,6 @@ def ssim(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], str | None]:
     """PSNR, SSIM and, where the ``lpips`` package and its weights are there, LPIPS with AlexNet. Nothing is downloaded.
 
-    Args:
-        device: where they run; "auto" for a GPU if there is one.
-
     Returns:
         Name → measure, and why LPIPS is not among them, if it is not.
 

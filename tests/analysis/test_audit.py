@@ -1,31 +1,219 @@
-"""An audit as files, and ``mhla audit``."""
+"""What a patch costs, layer by layer, head by head and step by step."""
 
 import json
 
 import pytest
 import torch
+from diffusers import SanaPAGPipeline, SanaPipeline
 from PIL import Image
-from typer.testing import CliRunner
 
-from mhla_diffusers import apply_mhla, audit
+import mhla_diffusers as mhla
 from mhla_diffusers.analysis import draw_audit, write_audit
-from mhla_diffusers.cli import app
-from mhla_diffusers.tiny import load_tiny
+from mhla_diffusers.analysis.audit import DENSITIES
+from mhla_diffusers.attention.layout import layout_of
+from mhla_diffusers.families import get_family
+from mhla_diffusers.patching.processor import layer_input
 
 from .. import models
-from ..pipelines import generate, wan22_pipeline
-from .tiny import run_tiny
+from ..patching.shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
+from ..pipelines import PIPELINES, generate, quiet, sana_pipeline, wan22_pipeline
+
+NAMES = ["wan", "wan_vace", "sana", "dit"]
+SPARSE = {"sparse": "content", "block_size": 4}
 
 
-def mhla(*arguments):
-    """The command within this process; errors of users are in ``exception``."""
-    return CliRunner().invoke(app, list(map(str, arguments)))
+def audited(name, **settings):
+    model = models.patched(name, **settings)
+    return model, mhla.audit(model, lambda: models.output(model, models.inputs(name)))
+
+
+def handed_on(model, name):
+    """What every self-attention hands to its output projection, with the same input: layer → (B, N, H, D)."""
+    found, handles = {}, []
+    for layer, attn in get_family(model).self_attentions(model).items():
+
+        def note(_, args, layer=layer, attn=attn):
+            found[layer] = args[0].unflatten(-1, (attn.heads, -1))
+
+        handles.append(attn.to_out[0].register_forward_pre_hook(note))
+    models.output(model, models.inputs(name))
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_layers_error_is_what_its_heads_hand_on(name):
+    """Later layers get other inputs without the patch, so only the first can be compared from outside."""
+    model, found = audited(name)
+    with mhla.mhla_disabled(model):
+        before = handed_on(model, name)
+    patched = handed_on(model, name)
+    first = found.layers[0]
+    expected = (patched[first.attention] - before[first.attention]).square().sum(dim=(0, 1, 3))
+    expected = (expected / before[first.attention].square().sum(dim=(0, 1, 3))).sqrt()
+    torch.testing.assert_close(first.errors_of_heads.float(), expected, rtol=1e-5, atol=0)
+    assert [layer.name for layer in found.layers] == list(get_family(model).self_attentions(model))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moves_are_what_single_layers_and_the_whole_patch_change_and_the_model_is_left_as_it_was(name):
+    model = models.patched(name)
+    run = lambda: models.output(model, models.inputs(name))  # noqa: E731
+    before, expected = footprint(model), run()
+    found = mhla.audit(model, run)
+    assert_same_footprint(model, before)
+    assert torch.equal(run(), expected)
+    assert {layer.name: layer.moves for layer in found.layers} == mhla.layer_sensitivity(model, run)
+    original = models.output(models.FAMILIES[name].build(), models.inputs(name))
+    assert found.moves == pytest.approx(models.relative_change(expected, original) ** 2, rel=1e-4)
+
+
+def test_a_patch_that_changes_nothing_has_no_error():
+    _, found = audited("wan", **SPARSE, density=1.0)
+    # the same sums in another order
+    assert all(layer.error < 1e-5 for layer in found.layers)
+    assert all(layer.mass_kept == pytest.approx(1, abs=1e-5) for layer in found.layers)
+    assert found.moves < 1e-10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lora_is_part_of_both_attentions(name):
+    model = with_lora(models.patched(name), *PROJECTIONS)
+    found = mhla.audit(model, lambda: models.output(model, models.inputs(name)))
+    with mhla.mhla_disabled(model):
+        before = handed_on(model, name)
+    first = found.layers[0]
+    expected = before[first.attention].square().sum(dim=(0, 1, 3)).double()
+    torch.testing.assert_close(first.squares[0], expected, rtol=1e-5, atol=0)
+
+
+def test_mass_is_the_softmax_weight_of_the_listed_pairs():
+    """With all queries looked at the measured weight is the whole truth; longer lists hold more of it."""
+    model, found = audited("dit", **SPARSE, density=0.2)
+    attn = model.transformer_blocks[0].attn1
+    weights = {}
+
+    def note(_, args, kwargs):
+        given = layer_input(attn, args, kwargs)
+        query, key, *_ = given
+        logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+        listed, block = attn.mhla.call(given).lists.mask(), layout_of(given.grid, 4).rows.long() // 4
+        weights["kept"] = (logits.softmax(dim=-1) * listed[:, :, block][..., block]).sum(dim=-1).mean()
+
+    handle = attn.register_forward_pre_hook(note, with_kwargs=True)
+    models.output(model, models.inputs("dit"))
+    handle.remove()
+    first = found.layers[0]
+    assert first.mass_kept == pytest.approx(float(weights["kept"]), rel=1e-4)
+    assert first.density == pytest.approx(3 / 16)
+    assert list(first.mass_at) == sorted(first.mass_at) and len(first.mass_at) == len(DENSITIES)
+    assert first.mass_at[-1] == pytest.approx(1, abs=1e-5)
+    assert first.mass_at[DENSITIES.index(0.2)] == pytest.approx(first.mass_kept)
+
+
+def test_without_lists_there_is_no_mass():
+    for name in ("wan", "sana"):
+        _, found = audited(name)
+        assert all(layer.density is None and layer.mass_kept is None for layer in found.layers)
+        assert "mass" not in str(found)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_pipeline_tells_its_steps(name):
+    case = PIPELINES[name]
+    pipe = mhla.apply_mhla(case.build(), sparse="none", blocks=case.blocks, softmax_steps=1)
+    found = mhla.audit(pipe, lambda: generate(name, pipe))
+    steps = case.call["num_inference_steps"]
+    assert found.knows_steps
+    assert found.rests == (True, *[False] * (steps - 1))
+    by_steps = found.errors_of_steps
+    assert (by_steps[:, 0][~by_steps[:, 0].isnan()] == 0).all()
+    assert (by_steps[:, 1:][~by_steps[:, 1:].isnan()] > 0).all()
+    # what the patch would do in a step in which it rests is known all the same
+    assert (found.layers[0].errors[0] > 0).all()
+    assert "as before the patch" in str(found)
+
+
+def test_both_transformers_are_audited_each_in_its_steps():
+    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
+    found = mhla.audit(pipe, lambda: generate("wan22", pipe))
+    assert [layer.name for layer in found.layers[::4]] == ["transformer.blocks.0.attn1", "transformer_2.blocks.0.attn1"]
+    ran = found.errors_of_steps.isnan().logical_not()
+    assert torch.equal(ran[0], ~ran[4]) and ran.any(dim=1).all(), "each step has one transformer"
+
+
+def test_guidance_counts_both_forwards_of_a_step():
+    pipe = mhla.apply_mhla(PIPELINES["wan"].build(), sparse="none", blocks=(1, 1, 1))
+    calls = []
+    handle = pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
+    found = mhla.audit(pipe, lambda: generate("wan", pipe))
+    handle.remove()
+    assert len(found.rests) == 3 < len(calls)
+
+
+def test_under_perturbed_attention_guidance_the_branches_that_attend_are_compared():
+    """With one block MHLA is SANA's own attention but for the floor of its normaliser, in branches that it runs in."""
+    squares = []
+    for pag in ({}, {"pag_scale": 3.0}):
+        components = sana_pipeline(mhla.apply_mhla(models.sana(), blocks=(1, 1), eps=1e-12)).components
+        of_layers = {"pag_applied_layers": ["transformer_blocks.1"]} if pag else {}
+        pipe = quiet((SanaPAGPipeline if pag else SanaPipeline)(**components, **of_layers))
+        call = {**PIPELINES["sana"].call, **pag, "generator": torch.Generator().manual_seed(3)}
+        found = mhla.audit(pipe, lambda pipe=pipe, call=call: pipe(**call))
+        assert all(layer.error < 1e-3 for layer in found.layers)
+        squares.append([layer.squares[0] for layer in found.layers])
+    plain, guided = squares
+    torch.testing.assert_close(guided[1], plain[1])
+    assert (guided[0] > 1.2 * plain[0]).all(), "where nothing is perturbed all three branches are compared"
+
+
+def test_forwards_without_steps_are_numbered():
+    model = models.patched("dit")
+    found = mhla.audit(model, lambda: [models.output(model, models.inputs("dit", seed=seed)) for seed in (1, 2)])
+    assert not found.knows_steps and len(found.rests) == 2
+    assert "forward  error" in str(found)
+
+
+def test_a_compiled_model_is_audited():
+    model = models.patched("dit")
+    compiled = torch.compile(model, backend="eager")
+    models.output(compiled, models.inputs("dit"))
+    found = mhla.audit(model, lambda: models.output(compiled, models.inputs("dit")))
+    expected = mhla.audit(model, lambda: models.output(model, models.inputs("dit")))
+    assert [layer.error for layer in found.layers] == [layer.error for layer in expected.layers]
+
+
+def test_figures_as_json():
+    _, found = audited("dit", **SPARSE, density=0.1)
+    written = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    first = written["layers"][0]
+    assert first["error"] == found.layers[0].error
+    assert len(first["errors_of_heads"]) == 2 and first["mass_kept"] > 0.1
+    for layer, row in zip(found.layers, str(found).splitlines()[1:], strict=False):
+        worst = f"{layer.worst_head}: {layer.errors_of_heads[layer.worst_head]:.1%}"
+        cells = [layer.name, f"{layer.error:.1%}", worst, f"{layer.density:.1%}", f"{layer.mass_kept:.1%}"]
+        assert row.split() == " ".join([*cells, f"{layer.change:.1%}"]).split()
+    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
+    of_two = mhla.audit(pipe, lambda: generate("wan22", pipe)).to_dict()
+    assert None in of_two["layers"][0]["errors_of_steps"]
+    json.dumps(of_two, allow_nan=False)
+
+
+def test_what_cannot_be_audited_is_refused():
+    with pytest.raises(ValueError, match="not patched with MHLA"):
+        mhla.audit(models.wan(), lambda: None)
+    model = models.patched("wan")
+    with pytest.raises(ValueError, match=r"run\(\) did not run transformer"):
+        mhla.audit(model, lambda: None)
+    with mhla.mhla_disabled(model), pytest.raises(ValueError, match="leave mhla_disabled"):
+        mhla.audit(model, lambda: None)
+    assert not any(len(attn._forward_hooks) for attn in model.modules() if hasattr(attn, "to_out"))
 
 
 def test_files_hold_what_was_found(tmp_path):
     pytest.importorskip("matplotlib")
-    pipe = apply_mhla(load_tiny("dit"), block_size=4)
-    found = audit(pipe, run_tiny(pipe))
+    _, found = audited("dit")
     assert [file.name for file in write_audit(found, tmp_path / "new")] == ["audit.json", "audit.png"]
     assert json.loads((tmp_path / "new" / "audit.json").read_text()) == found.to_dict()
 
@@ -33,14 +221,14 @@ def test_files_hold_what_was_found(tmp_path):
 def test_the_picture_shows_where_the_error_is_and_what_did_not_run(tmp_path):
     pytest.importorskip("matplotlib")
     model = models.patched("dit")
-    found = audit(model, lambda: models.output(model, models.inputs("dit")))
+    found = mhla.audit(model, lambda: models.output(model, models.inputs("dit")))
     for layer in found.layers:
         layer.errors[:] = 0
     dark = brightness(draw_audit(found, tmp_path / "dark.png"))
     found.layers[0].errors[:] = found.layers[0].squares
     assert brightness(draw_audit(found, tmp_path / "bright.png")) > dark + 5
-    pipe = apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
-    of_two = audit(pipe, lambda: generate("wan22", pipe))
+    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
+    of_two = mhla.audit(pipe, lambda: generate("wan22", pipe))
     with Image.open(draw_audit(of_two, tmp_path / "two.png")) as image:
         grey = sum(count for count, colour in image.convert("RGB").getcolors(10**6) if colour == (204, 204, 204))
         assert grey > 0.05 * image.width * image.height
@@ -50,31 +238,3 @@ def brightness(file):
     with Image.open(file) as image:
         pixels = torch.tensor(list(image.convert("L").tobytes()), dtype=torch.float32)
     return float(pixels.mean())
-
-
-def test_command(tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "patch.yaml").write_text(
-        "family: dit\nbase_model: tiny-dit\ndescription: half\n"
-        "mhla:\n  blocks: [4, 4]\n  sparse: content\n  block_size: 4\n"
-    )
-    shown = mhla("audit", "dit", "seven", "--patch", tmp_path / "patch.yaml", "--output", tmp_path / "out")
-    assert shown.exit_code == 0, shown.output
-    for text in ("worst head", "mass kept", "together the patch moves", "audit.png"):
-        assert text in shown.output
-    assert len(json.loads((tmp_path / "out" / "audit.json").read_text())["rests"]) == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give --patch or --weights"),
-        (("--patch", "sana-0.6b"), "This patch is for the 'sana' family"),
-        (("--patch", "dit-xl-2-256", "--set", "num_inference_step=2"), "did you mean 'num_inference_steps'"),
-    ],
-)
-def test_command_refuses_what_cannot_be(tmp_path, arguments, message):
-    shown = mhla("audit", "dit", "seven", *arguments, "--output", tmp_path / "out")
-    assert isinstance(shown.exception, ValueError)
-    assert message in str(shown.exception)
-    assert not (tmp_path / "out").exists()

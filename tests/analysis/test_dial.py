@@ -43,11 +43,11 @@ def test_the_error_falls_with_what_is_spent(name, sparse):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["wan", "dit", "sana"])
+@pytest.mark.parametrize("family", ["dit", "sana"])
 def test_the_error_of_trained_pipelines_falls_with_what_is_spent(family):
     sparse = {} if family == "sana" else {"sparse": "content", "block_size": 4, "density": 0.1}
     pipe = mhla.apply_mhla(load_tiny(family), **sparse)
-    run = run_tiny(pipe, steps=2 if family == "wan" else 4)
+    run = run_tiny(pipe, steps=2)
     audit = mhla.audit(pipe, run)
     errors = [Along(mhla.densify(pipe, audit, density), run).error for density in DENSITIES]
     assert errors == sorted(errors, reverse=True)
@@ -138,14 +138,12 @@ def test_a_densified_patch_is_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["wan", "sana"])
-def test_what_the_dial_cannot_turn_is_refused(name):
+def test_a_patch_without_lists_has_no_density_to_set(name):
     model = models.patched(name)
     before = footprint(model)
     with pytest.raises(ValueError, match="sparse='none' has no density to set.*densify"):
         mhla.set_density(model, 0.1)
     assert_same_footprint(model, before)
-    with pytest.raises(ValueError, match="not patched"):
-        mhla.set_density(models.FAMILIES[name].build(), 0.1)
 
 
 def test_a_causal_patch_gives_no_layer_back_to_attention_that_sees_later_frames():
@@ -159,15 +157,15 @@ def test_a_causal_patch_gives_no_layer_back_to_attention_that_sees_later_frames(
     assert_same_footprint(model, before)
 
 
-@pytest.mark.parametrize("density", [0, -0.1, 1.01, True, "5%", float("nan")])
-def test_densities_that_are_none_are_refused(density):
+def test_densities_that_are_none_are_refused():
     model = patched("dit")
     audit = mhla.audit(model, run_of(model, "dit"))
     before = footprint(model)
-    for turn in (mhla.set_density, lambda model, density: mhla.densify(model, audit, density)):
-        with pytest.raises(ValueError, match=r"must be (in \(0, 1\]|a number|a part)"):
-            turn(model, density)
-        assert_same_footprint(model, before)
+    for density in (0, -0.1, 1.01, True, "5%", float("nan")):
+        for turn in (mhla.set_density, lambda model, density: mhla.densify(model, audit, density)):
+            with pytest.raises(ValueError, match=r"must be (in \(0, 1\]|a number|a part)"):
+                turn(model, density)
+            assert_same_footprint(model, before)
 
 
 def test_the_audit_of_another_model_is_refused():
@@ -180,8 +178,9 @@ def test_the_audit_of_another_model_is_refused():
     with pytest.raises(ValueError, match="The audit is of another model"):
         mhla.densify(fewer, of_more, 0.5)
     assert_same_footprint(fewer, before)
-    with pytest.raises(ValueError, match="not patched"):
-        mhla.densify(models.dit(), of_other, 0.5)
+    for turn in (mhla.set_density, lambda model, density: mhla.densify(model, of_other, density)):
+        with pytest.raises(ValueError, match="not patched"):
+            turn(models.dit(), 0.5)
     audit = mhla.audit(model, run_of(model, "sana"))
     with mhla_disabled(model), pytest.raises(ValueError, match="switched off"):
         mhla.densify(model, audit, 0.5)

@@ -1,6 +1,7 @@
 """Features of images: Inception's weights, and callables of one's own."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,20 +14,19 @@ from .pictures import blocks, mhla, write_pictures
 from .test_compare import write_set
 
 
-@pytest.mark.parametrize(("choice", "file"), [("adm", "6726825d.pth"), ("clean", "inception-2015-12-05.pt")])
-def test_missing_weights_are_named_with_their_source(choice, file, tmp_path):
-    for weights in (None, tmp_path / file):
-        with pytest.raises(FileNotFoundError, match=f"https://.*{file} and give its path with --weights"):
-            load_extractor(choice, weights)
-
-
-def test_unknown_extractors_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="allowed: adm, clean, or package.module:callable"):
-        load_extractor("vgg")
-    with pytest.raises(ValueError, match="no callable named 'none'"):
-        load_extractor("tests.evaluation.pictures:none")
-    with pytest.raises(ValueError, match="brings its own"):
-        load_extractor("tests.evaluation.pictures:blocks", tmp_path)
+@pytest.mark.parametrize(
+    ("choice", "weights", "error", "message"),
+    [
+        ("adm", None, FileNotFoundError, "https://.*6726825d.pth and give its path with --weights"),
+        ("clean", Path("inception-2015-12-05.pt"), FileNotFoundError, "https://.*inception-2015-12-05.pt and give"),
+        ("vgg", None, ValueError, "allowed: adm, clean, or package.module:callable"),
+        ("tests.evaluation.pictures:none", None, ValueError, "no callable named 'none'"),
+        ("tests.evaluation.pictures:blocks", Path("x"), ValueError, "brings its own"),
+    ],
+)
+def test_extractors_that_are_not_there_are_refused(choice, weights, error, message):
+    with pytest.raises(error, match=message):
+        load_extractor(choice, weights)
 
 
 def broken(*arguments):

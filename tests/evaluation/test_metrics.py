@@ -35,15 +35,6 @@ def test_frechet_distance_of_sets_without_spread():
 
 @pytest.mark.parametrize(("dimensions", "samples"), [(64, 1000), (256, 100)])
 def test_frechet_distance_agrees_with_the_matrix_square_root(dimensions, samples):
-    check_against_scipy(dimensions, samples)
-
-
-@pytest.mark.slow
-def test_frechet_distance_agrees_at_the_size_of_inception_with_fewer_samples():
-    check_against_scipy(2048, 1500)
-
-
-def check_against_scipy(dimensions, samples):
     linalg = pytest.importorskip("scipy.linalg")
     scale = torch.linspace(0.1, 2, dimensions, dtype=torch.float64)
     first, second = normal(samples, dimensions) * scale, 0.5 + normal(samples, dimensions, seed=1)
@@ -72,7 +63,7 @@ def test_memory_of_statistics_does_not_grow_with_the_number_of_features():
 import resource, torch
 from mhla_diffusers.evaluation.metrics import FeatureStatistics, InceptionScore
 statistics, score = FeatureStatistics(), InceptionScore()
-for count in (20, 280):
+for count in (20, 180):
     for _ in range(count):
         batch = torch.rand(1000, 64)
         statistics.update(batch)
@@ -81,7 +72,7 @@ for count in (20, 280):
 """
     ended = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     (first, before), (second, after) = (map(int, line.split()) for line in ended.stdout.splitlines())
-    assert (first, second) == (20_000, 300_000)
+    assert (first, second) == (20_000, 200_000)
     unit = 1024 if sys.platform == "linux" else 1
     kept = (second - first) * 64 * 4
     assert (after - before) * unit < kept / 5
@@ -97,11 +88,18 @@ def test_odd_features_are_refused(features, message):
         statistics.update(features)
 
 
-def test_sets_that_have_no_distance_are_refused():
-    with pytest.raises(ValueError, match="holds 1 features"):
-        frechet_distance(torch.zeros(1, 4), torch.zeros(5, 4))
-    with pytest.raises(ValueError, match="4 and 5 channels"):
-        frechet_distance(torch.zeros(5, 4), torch.zeros(5, 5))
+@pytest.mark.parametrize(
+    ("measure", "first", "second", "message"),
+    [
+        (frechet_distance, (1, 4), (5, 4), "holds 1 features"),
+        (frechet_distance, (5, 4), (5, 5), "4 and 5 channels"),
+        (kernel_distance, (1, 4), (5, 4), "hold 1 and 5 features"),
+        (precision_recall, (5, 4), (3, 4), "sample set holds 3"),
+    ],
+)
+def test_sets_that_have_no_distance_are_refused(measure, first, second, message):
+    with pytest.raises(ValueError, match=message):
+        measure(torch.zeros(first), torch.zeros(second))
 
 
 def test_inception_score_of_constant_and_of_balanced_predictions():
@@ -136,8 +134,6 @@ def test_precision_and_recall_tell_lost_quality_from_lost_variety():
     precision, recall = precision_recall(reference, narrow)
     assert precision > 0.9
     assert recall < 0.3
-    with pytest.raises(ValueError, match="sample set holds 3"):
-        precision_recall(reference, narrow[:3])
 
 
 def test_kernel_distance_is_unbiased():

@@ -54,14 +54,17 @@ def test_classes_are_those_that_the_model_was_trained_on(tmp_path):
     assert DiTFamily().class_count({}, {"num_embeds_ada_norm": 1000}) == 1000
 
 
-def test_classes_that_the_model_does_not_have_are_refused(tmp_path):
-    drawn = ("--count", "4", "--labels", "5000", "--label-order", "random")
-    refused = samples("classes", tmp_path, "--family", "dit", *drawn)
-    assert re.search(r"'\d+' is no class of this DiT.* 0 to 9", str(refused.exception))
-    refused = samples("classes", tmp_path, "--family", "sana", "--count", "4")
-    assert "sana is asked for text, not for classes" in str(refused.exception)
-    refused = samples("classes", tmp_path, "--family", "kandinsky", "--count", "4")
-    assert "family='kandinsky' is unknown" in str(refused.exception)
+@pytest.mark.parametrize(
+    ("family", "arguments", "message"),
+    [
+        ("dit", ("--labels", 5000, "--label-order", "random"), r"'\d+' is no class of this DiT.* 0 to 9"),
+        ("sana", (), "sana is asked for text, not for classes"),
+        ("kandinsky", (), "family='kandinsky' is unknown"),
+    ],
+)
+def test_classes_that_the_model_does_not_have_are_refused(tmp_path, family, arguments, message):
+    refused = samples("classes", tmp_path, "--family", family, "--count", 4, *arguments)
+    assert re.search(message, str(refused.exception))
 
 
 def test_prompts_come_from_a_file(tmp_path):
@@ -107,19 +110,8 @@ def test_processes_of_accelerate_share_the_work_and_go_on(tmp_path):
     script.write_text("from mhla_diffusers.cli import run\nrun()\n")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command = [
-        *launch,
-        str(script),
-        "eval",
-        "samples",
-        "classes",
-        str(tmp_path / "out"),
-        "--family",
-        "dit",
-        "--count",
-        "3",
-    ]
-    command += ["--labels", "10", "--set", "num_inference_steps=2", "--npz", str(tmp_path / "out.npz")]
+    command = [*launch, script, "eval", "samples", "classes", tmp_path / "out", "--family", "dit", "--count", "3"]
+    command += ["--labels", "10", "--set", "num_inference_steps=2", "--npz", tmp_path / "out.npz"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     make(config(tmp_path / "out", count=1))
     kept = (tmp_path / "out" / "000000.png").stat().st_mtime_ns

@@ -1,0 +1,81 @@
+"""``mhla analyze`` and ``mhla audit``, and what analyze does."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mhla_diffusers import apply_mhla
+from mhla_diffusers.analysis.run import analyze
+from mhla_diffusers.tiny import load_tiny
+
+from ..evaluation.pictures import mhla
+from .tiny import run_tiny
+
+HEAD = "family: dit\nbase_model: tiny-dit\ndescription: half\nmhla:\n  blocks: [4, 4]\n"
+
+
+def test_an_analysis_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    pipe = load_tiny("dit")
+    apply_mhla(pipe, sparse="none", blocks=(4, 4), layers=[1, 2])
+    run = run_tiny(pipe, steps=1)
+    result = analyze(pipe, run, tmp_path)
+    assert [layer.attention for layer in result.layers] == ["softmax", "MHLA", "MHLA", "softmax"]
+    assert set(result.sensitivity) == {"transformer_blocks.1.attn1", "transformer_blocks.2.attn1"}
+    assert [picture.name for picture in result.pictures] == ["attention-maps.png", "mixing-matrices.png"]
+    assert all(picture.stat().st_size > 5000 for picture in result.pictures)
+    assert json.loads((tmp_path / "analysis.json").read_text())["grid"] == [8, 8]
+    # a layer of two makes a picture half as wide; of an unpatched one there is no mixing
+    one = analyze(pipe, run, tmp_path / "one", layers=[1]).pictures[1]
+    assert Image.open(one).width < Image.open(result.pictures[1]).width
+    assert len(analyze(pipe, run, tmp_path / "none", layers=[0]).pictures) == 1
+    for wrong, message in (({"token": 64}, "token=64 is out of range.*0 to 63"), ({"layers": [4]}, "Layer 4 is out")):
+        with pytest.raises(ValueError, match=message):
+            analyze(pipe, run, tmp_path, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "said", "written"),
+    [
+        ("analyze", "  layers: [0, 3]\n", ("mixing-matrices.png", "softmax", "MHLA"), "analysis.json"),
+        (
+            *("audit", "  sparse: content\n  block_size: 4\n"),
+            ("worst head", "mass kept", "together the patch moves", "audit.png"),
+            "audit.json",
+        ),
+    ],
+)
+def test_commands(tmp_path, command, settings, said, written):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "patch.yaml").write_text(HEAD + settings)
+    asked = ("--patch", tmp_path / "patch.yaml", "--output", tmp_path / "out", "--set", "num_inference_steps=2")
+    shown = mhla(command, "dit", "seven", *asked)
+    assert shown.exit_code == 0, shown.output
+    assert all(text in shown.output for text in said)
+    found = json.loads((tmp_path / "out" / written).read_text())
+    assert command == "analyze" or len(found["rests"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("analyze", ("",), "'' is no class"),
+        ("analyze", ("seven", "--device", "tpu9"), "device='tpu9'"),
+        ("analyze", ("seven", "--set", "num_inference_step=2"), "did you mean 'num_inference_steps'"),
+        ("analyze", ("seven", "--seed", "-1"), "seed -1 is out of range"),
+        ("analyze", ("seven", "--model", "docs"), "docs is no diffusers pipeline: model_index.json is missing"),
+        ("analyze", ("seven", "--output", "file"), "The output file is a file; give a folder."),
+        ("audit", ("seven",), "give --patch or --weights"),
+        ("audit", ("seven", "--patch", "sana-0.6b"), "This patch is for the 'sana' family"),
+    ],
+)
+def test_commands_refuse_what_cannot_be(tmp_path, monkeypatch, command, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("docs").mkdir()
+    Path("file").touch()
+    shown = mhla(command, "dit", *(arguments if "--output" in arguments else (*arguments, "--output", "out")))
+    assert isinstance(shown.exception, ValueError | OSError)
+    assert message in str(shown.exception)
+    assert not Path("out").exists()
