@@ -1,9 +1,11 @@
 """Fresh models of two layers to train, and samples for them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from mhla_diffusers.families import Sample
 from mhla_diffusers.training import InMemoryData, ObjectiveWeights, StageConfig, TrainingConfig
 
 from .. import models
@@ -24,15 +26,32 @@ def tiny_dit(seed: int = 0) -> Any:
 
 
 def wan_data(count: int = 16) -> InMemoryData:
+    return _data(count, (4, 2, 8, 8), _text, {"encoder_hidden_states": torch.zeros(3, 8)})
+
+
+def sana_data(count: int = 16) -> InMemoryData:
+    def text(index: int, generator: torch.Generator) -> Sample:
+        return {**_text(index, generator), "encoder_attention_mask": torch.tensor([1, 1, 0])}
+
+    empty = {"encoder_hidden_states": torch.zeros(3, 8), "encoder_attention_mask": torch.tensor([1, 0, 0])}
+    return _data(count, (4, 8, 8), text, empty)
+
+
+def dit_data(count: int = 16) -> InMemoryData:
+    labels = {"class_labels": torch.tensor(10)}
+    return _data(count, (4, 8, 8), lambda index, _: {"class_labels": torch.tensor(index % 10)}, labels)
+
+
+def _data(
+    count: int, shape: tuple[int, ...], conditioning: Callable[[int, torch.Generator], Sample], empty: Sample
+) -> InMemoryData:
     generator = torch.Generator().manual_seed(1)
-    samples = [
-        {
-            "latents": torch.randn(4, 2, 8, 8, generator=generator),
-            "encoder_hidden_states": torch.randn(3, 8, generator=generator),
-        }
-        for _ in range(count)
-    ]
-    return InMemoryData(samples, {"encoder_hidden_states": torch.zeros(3, 8)})
+    latents = (torch.randn(shape, generator=generator) for _ in range(count))
+    return InMemoryData([{"latents": x, **conditioning(i, generator)} for i, x in enumerate(latents)], empty)
+
+
+def _text(index: int, generator: torch.Generator) -> Sample:
+    return {"encoder_hidden_states": torch.randn(3, 8, generator=generator)}
 
 
 def poisoned_wan_data(*indices: int, value: float = float("nan")) -> InMemoryData:
@@ -42,29 +61,6 @@ def poisoned_wan_data(*indices: int, value: float = float("nan")) -> InMemoryDat
     for index in indices:
         samples[index]["latents"] = torch.full_like(samples[index]["latents"], value)
     return InMemoryData(samples, data.empty)
-
-
-def sana_data(count: int = 16) -> InMemoryData:
-    generator = torch.Generator().manual_seed(1)
-    samples = [
-        {
-            "latents": torch.randn(4, 8, 8, generator=generator),
-            "encoder_hidden_states": torch.randn(3, 8, generator=generator),
-            "encoder_attention_mask": torch.tensor([1, 1, 0]),
-        }
-        for _ in range(count)
-    ]
-    empty = {"encoder_hidden_states": torch.zeros(3, 8), "encoder_attention_mask": torch.tensor([1, 0, 0])}
-    return InMemoryData(samples, empty)
-
-
-def dit_data(count: int = 16) -> InMemoryData:
-    generator = torch.Generator().manual_seed(1)
-    samples = [
-        {"latents": torch.randn(4, 8, 8, generator=generator), "class_labels": torch.tensor(index % 10)}
-        for index in range(count)
-    ]
-    return InMemoryData(samples, {"class_labels": torch.tensor(10)})
 
 
 def one_stage(output: object, steps: int = 4, **settings: Any) -> TrainingConfig:

@@ -75,7 +75,7 @@ def _train_alone(config: TrainingConfig, resume: str | None = None) -> None:
 
 
 def _differences(one: Path, other: Path) -> dict[str, float]:
-    """Differences of two runs in units of what rounding may be: of metrics, and of gradients and weights of every update.
+    """Differences of two runs in units of what rounding may be: of metrics, and of all gradients and weights.
 
     The first moments that AdamW begins a stage with are its gradients, but for a factor.
     """

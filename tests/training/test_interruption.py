@@ -5,6 +5,7 @@ import random
 import resource
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -102,26 +103,30 @@ def test_ctrl_c_leaves_workers_alone(tmp_path: Path) -> None:
         next(batches)
 
 
+class _Watched:
+    """Data that calls something with the number of samples read so far, this one included, whenever one is read."""
+
+    def __init__(self, on_read: Callable[[int], object]) -> None:
+        self.data, self.on_read, self.read, self.empty = wan_data(), on_read, 0, None
+        self.shapes = self.data.shapes
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> object:
+        self.read += 1
+        self.on_read(self.read)
+        return self.data[index]
+
+
 def _train_on_data_that_waits(folder: Path) -> None:
-    class Waiting:
-        """Data whose second sample takes long."""
-
-        def __init__(self) -> None:
-            self.data = wan_data()
-            self.empty, self.shapes, self.read = None, self.data.shapes, 0
-
-        def __len__(self) -> int:
-            return len(self.data)
-
-        def __getitem__(self, index: int) -> object:
-            self.read += 1
-            if self.read == 2:
-                (folder / "waiting").touch()
-                time.sleep(60)
-            return self.data[index]
+    def wait(read: int) -> None:
+        if read == 2:
+            (folder / "waiting").touch()
+            time.sleep(60)
 
     config = one_stage(folder / "run", steps=6, patch=PATCH)
-    train(apply_mhla(tiny_wan(), PATCH), Waiting(), config)  # type: ignore[arg-type]
+    train(apply_mhla(tiny_wan(), PATCH), _Watched(wait), config)  # type: ignore[arg-type]
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
@@ -146,24 +151,13 @@ def test_full_disk_keeps_the_last_checkpoint_and_training_goes_on(
     config = one_stage(tmp_path / "run", steps=6, checkpoint_every=2, patch=PATCH, keep_checkpoints=9)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    class FullAfterFirstCheckpoint:
-        """Data that fills the disk, as far as a file size limit can, from step 3 to 5."""
-
-        def __init__(self) -> None:
-            self.data = wan_data()
-            self.empty, self.shapes, self.read = None, self.data.shapes, 0
-
-        def __len__(self) -> int:
-            return len(self.data)
-
-        def __getitem__(self, index: int) -> object:
-            self.read += 1
-            full = 2 * config.batch_size < self.read <= 4 * config.batch_size
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if full else limits[0], limits[1]))
-            return self.data[index]
+    def fill(read: int) -> None:
+        """From step 3 to 5, as far as a file size limit can."""
+        full = 2 * config.batch_size < read <= 4 * config.batch_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if full else limits[0], limits[1]))
 
     try:
-        train(apply_mhla(tiny_wan(), PATCH), FullAfterFirstCheckpoint(), config)  # type: ignore[arg-type]
+        train(apply_mhla(tiny_wan(), PATCH), _Watched(fill), config)  # type: ignore[arg-type]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

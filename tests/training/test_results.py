@@ -1,0 +1,61 @@
+"""What a finished run leaves is the trained model, in its pipeline."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
+from mhla_diffusers.generation import PipelineChoice, load_result
+from mhla_diffusers.training import train
+from mhla_diffusers.training.run_folder import RunFolder
+from mhla_diffusers.training.trainable import add_adapters
+
+from .models import one_stage, tiny_wan, wan_data
+from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline
+
+PATCH = MHLAConfig(blocks=(2, 2, 2))
+
+
+def _output(transformer: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, 4, 2, 8, 8, generator=generator)
+    text = torch.randn(1, 3, 8, generator=generator)
+    with torch.no_grad():
+        prediction: torch.Tensor = transformer.eval()(latents, torch.tensor([500]), text, return_dict=False)[0]
+    return prediction
+
+
+@pytest.mark.parametrize("trainable", ["unpatched", "mhla", "all", "lora"])
+def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -> None:
+    pipe = wan_pipeline()
+    pipe.save_pretrained(tmp_path / "model")
+    settings: dict[str, Any] = {"trainable": trainable, "patch": PATCH, "learning_rate": 1e-2}
+    settings |= {"trainable": "all", "patch": None} if trainable == "unpatched" else {}
+    settings |= {"lora_rank": 2} if trainable == "lora" else {}
+    begun = wan_pipeline().transformer
+    for transformer in (pipe.transformer, begun):
+        if settings["patch"]:
+            apply_mhla(transformer, PATCH)
+    result = train(pipe.transformer, wan_data(), one_stage(tmp_path / "run", **settings)).result
+    assert result is not None
+    trained, loaded = _output(pipe.transformer), wan_pipeline()
+    load_result(loaded, result)
+    assert torch.allclose(_output(loaded.transformer), trained, atol=1e-6)
+    assert not torch.allclose(_output(begun), trained, atol=1e-3)
+    if trainable == "lora":
+        assert not torch.allclose(_output(load_mhla(tiny_wan(), result)), trained, atol=1e-4)
+        chosen = PipelineChoice("wan", model=str(tmp_path / "model"), weights=str(result)).load()
+        assert torch.allclose(_output(chosen.transformer), trained, atol=1e-6)
+    if trainable == "unpatched":
+        with pytest.raises(ValueError, match="WanTransformer3DModel.* SanaTransformer2D"):
+            load_result(sana_pipeline(), result)
+
+
+def test_lora_for_a_pipeline_that_takes_none_is_refused(tmp_path: Path) -> None:
+    pipe = dit_pipeline()
+    add_adapters(apply_mhla(pipe.transformer, sparse="none", blocks=(2, 2)), 2, seed=0)
+    RunFolder(tmp_path).export(pipe.transformer, one_stage("unused", patch="unused", trainable="lora", lora_rank=2))
+    with pytest.raises(ValueError, match="holds LoRA, but DiTPipeline takes none"):
+        load_result(dit_pipeline(), tmp_path / "result")
