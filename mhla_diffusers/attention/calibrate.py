@@ -93,11 +93,7 @@ class SampledQueries:
 def tokens_along(call: Call, block_size: int, count: int, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of the grid, evenly along the curve of uniform blocks, and their blocks: both int64 (at most count,).
 
-    Args:
-        call: whose grid it is.
-        block_size: tokens of a block.
-        count: how many.
-        shift: another one gives others.
+    Another ``shift`` gives others.
     """
     order = layout_of(call.grid, block_size).order.long()
     order = order[order >= 0]
@@ -114,15 +110,8 @@ def block_of_keys(call: Call, block_size: int) -> torch.Tensor:
 def weight_held(call: Call, block_size: int, densities: Sequence[float], count: int, shift: int) -> torch.Tensor:
     """Part of softmax attention's weight that the lists chosen by content hold, extra tokens counted with them.
 
-    Args:
-        call: of the attention.
-        block_size: tokens of a block.
-        densities: of the lists.
-        count: how many queries of every head are looked at.
-        shift: another one looks at others.
-
     Returns:
-        float64 (densities,), mean over samples, queries and heads.
+        float64 (densities,), mean over samples, heads and ``count`` queries, which another ``shift`` chooses anew.
     """
     tokens, block = tokens_along(call, block_size, count, shift)
     sampled, member = SampledQueries.of(call, tokens), block_of_keys(call, block_size)
@@ -165,13 +154,8 @@ def candidate_errors(
 ) -> torch.Tensor:
     """Mean squared error of the merged output for every pair of candidates: (H, candidates of β, candidates of log λ).
 
-    Args:
-        call: with its lists; without any no block is listed.
-        block_size: tokens of a block.
-        count: how many queries of every head are looked at.
-        shift: another one looks at others.
-        projections: (H, D, D), see :meth:`SampledQueries.rows`.
-        candidates: what to try.
+    Looks at ``count`` queries of every head, which another ``shift`` chooses anew, through ``projections`` (H, D, D),
+    see :meth:`SampledQueries.rows`. A call without lists has no block listed.
     """
     device, heads, head_dim = call.query.device, call.query.shape[2], call.query.shape[3]
     tokens, block = tokens_along(call, block_size, count, shift)
@@ -313,13 +297,8 @@ def _parts(given: BlockInput, head: int, projection: torch.Tensor) -> Iterator[_
 def fit_mixing(given: list[BlockInput], projections: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
     """Weights that lower the squared error of every head's output, summed over heads where they share one matrix.
 
-    Args:
-        given: calls.
-        projections: (H, D, D), see :meth:`SampledQueries.rows`.
-        mixing: (M, M) or (H, M, M) to begin with, positive somewhere in every row.
-
-    Returns:
-        Of the same shape; the largest weight of every row is 1.
+    Begins with ``mixing``, (M, M) or (H, M, M), which is positive somewhere in every row, and sees errors through
+    ``projections``, see :meth:`SampledQueries.rows`. The largest weight of every row that is found is 1.
     """
     weights = mixing.float().view(-1, *mixing.shape[-2:])
     for _ in range(_ROUNDS):

@@ -19,11 +19,7 @@ from .rope import Rotary, axial_table, rotary_table, rotated, table_of_tokens
 
 
 def check_block_size(block_size: Any) -> int:
-    """Return ``block_size`` after checking it alone.
-
-    Raises:
-        ValueError: it is no positive number.
-    """
+    """Return ``block_size``, if it is a positive number."""
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
         raise ValueError(f"block_size={block_size!r} must be a positive number of tokens, such as 64.")
     return block_size
@@ -36,11 +32,7 @@ def list_length(density: float, blocks: int) -> int:
 
 @dataclass(frozen=True)
 class ContentRule:
-    """Lists are chosen by query and key at every call (:func:`mhla_diffusers.attention.sparse.choose_by_content`).
-
-    Raises:
-        ValueError: the density is not in (0, 1], or the block size is no positive number.
-    """
+    """Lists are chosen by query and key at every call (:func:`mhla_diffusers.attention.sparse.choose_by_content`)."""
 
     block_size: int
     """Tokens of a block."""
@@ -192,7 +184,7 @@ class ExtraTokens:
 
     @property
     def count(self) -> int:
-        """How many there are, n."""
+        """N."""
         return self.query.shape[1]
 
     @property
@@ -205,14 +197,7 @@ class ExtraTokens:
     def after(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The grid's tokens with these after them, in the types of the grid's: (B, N + n, H, D), mask (B, N + n).
-
-        Args:
-            query: (B, N, H, D) after RoPE.
-            key: (B, N, H, D) after RoPE.
-            value: (B, N, H, D).
-            key_mask: (B, N).
-        """
+        """The grid's tokens (B, N, H, D), after RoPE, with these after them, in the types of the grid's."""
         pairs = ((query, self.query), (key, self.key), (value, self.value))
         query, key, value = (torch.cat([x, own.to(x.dtype)], dim=1) for x, own in pairs)
         if key_mask is not None and self.key_mask is not None:

@@ -46,7 +46,7 @@ class CausalAttention:
     """MHLA throughout."""
     own: Callable[[Call], Own]
     """What a query takes from its own frame block, up to itself or whole,
-    :func:`mhla_diffusers.attention.causal.own_block_attention`."""
+    :func:`own_block_attention`."""
 
     def __call__(self, call: Call) -> torch.Tensor:
         """The output (B, N, H, D) of a sequence from its begin."""

@@ -73,7 +73,7 @@ def _has_kernels() -> bool:
 
 @cache
 def _kernel() -> Callable[..., tuple[Any, ...]]:
-    """``chunk_gla`` of flash-linear-attention, looked for once and not at every call; raises what its caller raises."""
+    """``chunk_gla`` of flash-linear-attention, looked for once and not at every call."""
     try:
         from fla.ops.gla import chunk_gla  # type: ignore[import-not-found]
     except ImportError as error:

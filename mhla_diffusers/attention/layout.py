@@ -35,11 +35,7 @@ _AXIS_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "
 
 
 def check_blocks(blocks: Sequence[int], name: str = "blocks") -> Shape:
-    """Return ``blocks`` as a tuple after checking it alone.
-
-    Raises:
-        ValueError: if there are not 1 to 3 counts, or one of them is no positive integer; with ``name``.
-    """
+    """Return ``blocks`` as a tuple; a ValueError with ``name`` unless they are 1 to 3 positive integers."""
     if not isinstance(blocks, Sequence) or isinstance(blocks, str):
         raise ValueError(f"{name}={blocks!r} must be a list of counts, one per axis, for example (4, 4) or (7, 3, 5).")
     counts = tuple(map(_as_integer, blocks))
@@ -55,7 +51,7 @@ def check_blocks(blocks: Sequence[int], name: str = "blocks") -> Shape:
 
 
 def _as_integer(count: Any) -> Any:
-    """An integer of any kind, such as NumPy's, as Python's own; anything else as it is."""
+    # an integer of any kind, such as NumPy's, as Python's own; anything else as it is
     try:
         return count if isinstance(count, bool) else operator.index(count)
     except TypeError:
@@ -65,16 +61,9 @@ def _as_integer(count: Any) -> Any:
 def check_layout(
     grid: Sequence[int], blocks: Sequence[int], name: str = "blocks", is_causal: bool = False
 ) -> tuple[Shape, Shape]:
-    """Return ``grid`` and ``blocks`` as tuples after checking that one can cut the other.
+    """Return ``grid`` and ``blocks`` as tuples; a ValueError with ``name`` if one cannot cut the other.
 
-    Args:
-        grid: tokens on each axis.
-        blocks: counts on each axis.
-        name: of the counts, for errors.
-        is_causal: whether they are those of a causal call, whose blocks are never clamped, for errors.
-
-    Raises:
-        ValueError: if the number of axes differs, or an axis has fewer tokens than blocks; with ``name``.
+    ``is_causal`` tells whether they are those of a causal call, whose blocks are never clamped.
     """
     if not isinstance(grid, Sequence) or isinstance(grid, str):
         raise ValueError(f"grid={grid!r} must be a list of tokens, one per axis, for example (16, 16) or (21, 30, 52).")
@@ -113,14 +102,7 @@ def frame_block_starts(grid: Sequence[int], blocks: Sequence[int]) -> list[int]:
 
 
 def blocks_of_range(grid: Sequence[int], blocks: Sequence[int], first: int, count: int) -> slice:
-    """The blocks, by number, that a run of tokens may lie in: whole rows of the first axis' blocks.
-
-    Args:
-        grid: token grid.
-        blocks: block count per axis.
-        first: place of the run's first token, in raster order.
-        count: its length.
-    """
+    """The blocks that a run of tokens may lie in, by number: whole rows of the first axis' blocks."""
     row, behind = math.prod(grid[1:]), math.prod(blocks[1:])
     shortest, longer = divmod(grid[0], blocks[0])
     places = first // row, max(first, first + count - 1) // row
@@ -150,13 +132,8 @@ def block_index(grid: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
 def tokens_by_block(
     grid: Sequence[int], blocks: Sequence[int], first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A run of tokens sorted by block: int64 (N,), counted from its first, and where each block begins, (M + 1,).
-
-    Args:
-        grid: token grid.
-        blocks: block count per axis.
-        first: place on the grid of the run's first token.
-        count: N, how many they are.
+    """N = ``count`` tokens from ``first`` on, sorted by block: int64 (N,), counted from the first; and where each block
+    begins, (M + 1,).
     """
     index = block_index(grid, blocks)[first : first + count]
     sizes = torch.bincount(index, minlength=math.prod(blocks))
@@ -211,9 +188,6 @@ def hilbert_curve(grid: Shape) -> torch.Tensor:
 
     A box is cut into two to five boxes, each entered beside the place at which the one before is left, until one is a
     line; the construction is J. Červený's generalised Hilbert curve for boxes of any size.
-
-    Args:
-        grid: tokens on each of 1 to 3 axes.
     """
     sizes = (1,) * (3 - len(grid)) + tuple(grid)
     strides = (sizes[1] * sizes[2], sizes[2], 1)
@@ -270,8 +244,7 @@ def _halves(edge: _Edge) -> tuple[_Edge, _Edge]:
 
 
 def _reach(edge: _Edge) -> int:
-    """From the first place of an edge to behind its last."""
-    return edge[0] * edge[1]
+    return edge[0] * edge[1]  # from the first place of an edge to behind its last
 
 
 def _last(edge: _Edge) -> int:
@@ -405,18 +378,12 @@ def to_blocks(
 ) -> torch.Tensor:
     """Tokens in the order of their blocks. An operator, so that torch.compile does not trace what reads the tables.
 
-    Args:
-        x: (B, N, ...), a run of the grid's tokens in raster order; of uniform blocks all of them, with extra tokens
-            behind.
-        grid: token grid.
-        blocks: MHLA blocks per axis, [] for uniform ones.
-        block_size: of uniform blocks, else 0.
-        first: place on the grid of the first token.
-        zeros: whether rows that a block lacks are 0; else they are any token once more, and what uses them must give
-            them no gradient.
+    Takes (B, N, ...), a run of the grid's tokens in raster order from ``first`` on; of uniform blocks all of them, with
+    extra tokens behind. Grid, blocks and block size are those of :func:`block_table`. Without ``zeros``, rows that a
+    block lacks are any token once more, and what uses them must give them no gradient.
 
     Returns:
-        (B, b, L, ...): the b blocks of :func:`block_table`, L tokens long as the longest.
+        (B, b, L, ...): the b blocks of the table, L tokens long as the longest.
     """
     table = block_table(tuple(grid), tuple(blocks), block_size, x.device, first, x.shape[1])
     rows = x.index_select(1, table.tokens.flatten())

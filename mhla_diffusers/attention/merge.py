@@ -34,7 +34,8 @@ class LinearAttention:
 
     def __call__(self, call: Call) -> torch.Tensor:
         """The output (B, N, H, D)."""
-        return self.read(call, summed(self.states(call), call.group))[0]
+        states = self.states(call)
+        return self.read(call, states if call.group is None else summed(states, call.group))[0]
 
 
 def merged_attention(call: Call, sparse: SparseAttention, linear: LinearAttention) -> torch.Tensor:

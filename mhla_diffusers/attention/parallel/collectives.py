@@ -86,11 +86,8 @@ def _applied(function: type[torch.autograd.Function], *arguments: Any) -> torch.
 def started_sum(x: torch.Tensor, group: str | None) -> torch.Tensor:
     """Begin to add a tensor up over processes; :func:`finished_sum` gives the sum.
 
-    Between the two, work that needs no sum takes place while it is on its way, in the backward pass too.
-
-    Args:
-        x: of the same shape on all of them.
-        group: of the processes; None for this one alone.
+    Between the two, work that needs no sum takes place while it is on its way, in the backward pass too. A group of
+    None is this process alone.
     """
     return x if group is None else _applied(_StartSum, x, group)
 
@@ -106,17 +103,7 @@ def summed(x: torch.Tensor, group: str | None) -> torch.Tensor:
 
 
 def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str | None) -> torch.Tensor:
-    """Rows to whom they are due.
-
-    Args:
-        rows: (Σ sent, ...), those for the first process of the group first.
-        sent: how many rows each process is to get from this one.
-        received: how many it is to get from each.
-        group: of the processes.
-
-    Returns:
-        (Σ received, ...), those of the first process first.
-    """
+    """Rows (Σ sent, ...) to whom they are due, and those received (Σ received, ...), each in the order of processes."""
     return _applied(_Exchange, rows, tuple(sent), tuple(received), group)
 
 
@@ -128,31 +115,18 @@ def gathered(rows: torch.Tensor, counts: Sequence[int], group: str | None) -> to
 
 
 def counts_of(count: int, group: Group, even: bool, device: torch.device) -> list[int]:
-    """What every process of a group counts, of which this one's count is given.
-
-    Args:
-        count: of this process.
-        group: the processes.
-        even: whether all count the same, so that nothing need be sent.
-        device: that the group's collectives work on.
-    """
+    """What every process of a group counts, of which this one's is given; where all are ``even`` nothing is sent."""
     if even:
         return [count] * group.size
     return [int(found) for found in gathered(torch.tensor([count], device=device), [1] * group.size, group.name)]
 
 
 def rows_around(x: torch.Tensor, grid: Shape, reach: int, parallel: Parallel) -> tuple[torch.Tensor, slice]:
-    """Own tokens and those around them, on whole rows of the grid's first axis.
-
-    Args:
-        x: (B, own tokens, C).
-        grid: token grid, of which x holds a share.
-        reach: how far neighbours are away, along every axis.
-        parallel: the processes.
+    """Own tokens (B, own tokens, C) and those at most ``reach`` away along every axis, as a convolution needs them.
 
     Returns:
-        (B, rows, *rest of the grid, C), in which tokens that are no neighbours of own ones may be 0, and where the own
-        tokens stand in it, read in raster order.
+        (B, rows, *rest of the grid, C), whole rows of the grid's first axis, in which tokens that are no neighbours of
+        own ones may be 0; and where the own tokens stand in it, read in raster order.
     """
     tokens, row = math.prod(grid), math.prod(grid[1:])
     shares = parallel.shares(tokens)

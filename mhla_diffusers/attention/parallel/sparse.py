@@ -127,13 +127,7 @@ def _fetched(call: Call, x: torch.Tensor, own: BlockTable) -> torch.Tensor:
 
 
 def of_everyone(own: ExtraTokens, group: Group, even: bool) -> ExtraTokens:
-    """The extra tokens of all processes of the ring.
-
-    Args:
-        own: those of this process.
-        group: the processes, each of which has at least one such token.
-        even: whether all have as many.
-    """
+    """The extra tokens of all processes of the ring, each of which has at least one, and as many where ``even``."""
     counts = counts_of(own.count, group, even, own.key.device)
 
     def everyones(x: torch.Tensor) -> torch.Tensor:
@@ -148,16 +142,9 @@ def of_everyone(own: ExtraTokens, group: Group, even: bool) -> ExtraTokens:
 
 
 def of_own(output: torch.Tensor, log_sum: torch.Tensor, others: ExtraTokens, group: str | None) -> torch.Tensor:
-    """What the queries of this process get from the tokens of all processes.
+    """What the own ones of n extra queries get from the tokens of all processes, (B, own of n, H, D).
 
-    Args:
-        output: (B, n, H, D), what the queries of all processes get from the tokens of this one.
-        log_sum: (B, n, H, 1), log of its sum of weights.
-        others: the n tokens.
-        group: of the processes.
-
-    Returns:
-        (B, own of n, H, D).
+    Given output (B, n, H, D) and log of the sum of weights (B, n, H, 1) of all extra queries with this one's tokens.
     """
     rows, counts = torch.cat([output, log_sum], dim=-1).movedim(1, 0), others.counts
     found = exchanged(rows, counts, [counts[others.rank]] * len(counts), group).unflatten(0, (len(counts), -1))

@@ -152,18 +152,9 @@ def _places(share: Share, grid: Shape, device: torch.device) -> list[torch.Tenso
 def attend_by_heads(
     call: Call, rotary: Rotary | None, axes: Shape | None, extra: Extra, parallel: Parallel, attend: Attend
 ) -> torch.Tensor:
-    """Attend with all tokens and some heads, and give the own tokens back.
+    """Attend with all tokens and some heads, and give the own tokens back, (B, own tokens, H, D).
 
-    Args:
-        call: of the own tokens and all heads, without RoPE.
-        rotary: RoPE of the own tokens.
-        axes: channels that turn with each axis of the grid.
-        extra: how many of the own tokens stand before and after those of the grid.
-        parallel: the processes.
-        attend: attends with what it is given.
-
-    Returns:
-        (B, own tokens, H, D).
+    Call, RoPE and numbers of extra tokens are those of the own tokens, with all heads.
     """
     segment = _Segment.of(call, extra, parallel)
     heads = parallel.heads(call.query.shape[2])

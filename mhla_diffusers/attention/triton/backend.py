@@ -95,15 +95,17 @@ def usable_call(call: Call) -> Call:
 
 
 def _states(call: Call) -> torch.Tensor:
+    usable = usable_call(call)
     from .linear import linear_states
 
-    return linear_states(call)
+    return linear_states(usable)
 
 
 def _read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    usable = usable_call(call)
     from .linear import linear_read
 
-    return linear_read(call, states)
+    return linear_read(usable, states)
 
 
 def _own_block(call: Call) -> Own:
@@ -114,12 +116,7 @@ def _own_block(call: Call) -> Own:
 
 
 LINEAR = LinearAttention(_states, _read)
-"""Of calls that :func:`usable_call` gave."""
-TRITON_CAUSAL = CausalAttention(
-    LinearAttention(lambda call: _states(usable_call(call)), lambda call, states: _read(usable_call(call), states)),
-    _own_block,
-)
-"""Of calls as they come."""
+TRITON_CAUSAL = CausalAttention(LINEAR, _own_block)
 
 
 def _check(call: Call) -> None:

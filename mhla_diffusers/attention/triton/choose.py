@@ -254,15 +254,10 @@ def select_launch(
     wanted: tuple[int, int, int],
     card: str,
 ) -> Launch:
-    """The kernel that fills indices, counts and bits of a part's rows.
+    """The kernel that fills indices, counts and bits, ``chosen``, of a part's rows.
 
-    Args:
-        scores: float32 (rows of the part at least, T rounded up to ALIGNMENT), -inf behind the T of a row.
-        part: which rows of all they are.
-        chosen: indices, counts and bits of all rows.
-        blocks: query blocks and key blocks of a group.
-        wanted: n, extra and total.
-        card: its architecture.
+    Scores are float32 (rows of the part at least, T rounded up to ALIGNMENT), -inf behind the T of a row; ``blocks``
+    are query blocks and key blocks of a group, and ``wanted`` n, extra and total.
     """
     indices, counts, listed = chosen
     (query_blocks, key_blocks), (best, extra, total) = blocks, wanted

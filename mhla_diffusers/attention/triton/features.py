@@ -196,18 +196,15 @@ def filled(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 class Source(NamedTuple):
-    """A tile of query or key with what its features are computed from."""
+    """A tile of query or key with what its features are computed from: for each token pointers to its first channel and
+    first angle, whether it is there, and for the softmax map its largest channel and the sum of its exponentials.
+    """
 
     x: Any
-    """Pointers to the first channel of each token, (tokens,)."""
     angles: Any
-    """Likewise, of RoPE; without it they are not read."""
     there: Any
-    """Whether there is such a token, (tokens,)."""
     largest: Any
-    """Largest channel of each token, which only the softmax map uses."""
     total: Any
-    """Sum of its exponentials."""
     eps: Any
 
 

@@ -249,17 +249,10 @@ def prepare_backward_launch(
     dtype: torch.dtype,
     architecture: str | None = None,
 ) -> Launch:
-    """The launch that writes the gradients ``query``, ``key`` and ``value`` (B, N, H, D), contiguous.
+    """The launch that writes the gradients ``query``, ``key`` and ``value``, contiguous, of this shape and type.
 
-    Args:
-        gradients: contiguous, of the three rows and of pooled key and value; None for both where nothing read them.
-            Choosing blocks passes no gradient on, so there is none of the pooled query and the spread.
-        angles: as in :func:`prepare`, like the next two.
-        key_mask: weights of the keys.
-        layout: the order of the rows.
-        shape: of the gradients.
-        dtype: of the gradients.
-        architecture: of a card that is not there.
+    ``gradients`` are contiguous, of the three rows and of pooled key and value; None for both where nothing read them.
+    Choosing blocks passes no gradient on, so there is none of the pooled query and the spread.
     """
     names = "query_rows", "key_rows", "value_rows", "pooled_key", "pooled_value"
     arguments = dict(zip(names, gradients, strict=True))

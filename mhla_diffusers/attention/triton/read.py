@@ -124,11 +124,7 @@ def query_gradient_launch(
 ) -> Launch:
     """The launch that writes gradients by query; those of the mixed states are sums of ``product_gradient``.
 
-    Args:
-        reading: what was read.
-        output_gradient: (B, N, H, D), contiguous, in the order of the sequence.
-        normaliser_gradient: float32 (B, N, H, 1), contiguous, or None.
-        architecture: of a card that is not there.
+    Those of output (B, N, H, D) and normaliser, float32 (B, N, H, 1), are contiguous, in the order of the sequence.
     """
     query, blocks, branches, gate = reading.query, reading.blocks, reading.branches, reading.gate
     architecture = architecture or architecture_of(query.device)

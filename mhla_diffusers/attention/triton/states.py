@@ -52,17 +52,12 @@ def states_launch(
     sum_weight: torch.Tensor | None = None,
     architecture: str | None = None,
 ) -> Launch:
-    """KV state Σ w φ(k) vᵀ and normaliser state Σ w φ(k) of every block, in as many parts as fill the card.
+    """States of all blocks, in as many parts as fill the card.
 
-    Args:
-        key: (B, N, H, D) of any strides but the last, which is 1.
-        value: likewise; or any rows to be added up by the features of the key.
-        blocks: the tables.
-        features: of the key.
-        key_mask: w, float32 (B, N), contiguous, in the order of the sequence; or None.
-        normalize: whether the normaliser is wanted.
-        sum_weight: of a token and head in the normaliser state, float32 (B, H, N) in the order of ``blocks.members``.
-        architecture: of a card that is not there.
+    Key and value are (B, N, H, D) of any strides but the last, which is 1; the value may be any rows to be added up by
+    the features of the key. ``key_mask`` is float32 (B, N), contiguous, in the order of the sequence; ``sum_weight``
+    that of a token and head in the normaliser state, float32 (B, H, N) in the order of ``blocks.members``.
+    ``architecture`` is that of a card that is not there.
     """
     architecture = architecture or architecture_of(key.device)
     batch, _, heads, head_dim = key.shape
@@ -110,16 +105,10 @@ def key_gradient_launch(
     key_mask: torch.Tensor | None,
     architecture: str | None = None,
 ) -> Launch:
-    """Gradients of key and value from those of :func:`states_launch`, whose other arguments these are.
+    """The launch that writes ``key_gradient`` and ``value_gradient``, given what :func:`states_launch` was.
 
-    Args:
-        states_gradient: (B, H, M, D, D) in the type of the states, contiguous.
-        sums_gradient: float32 (B, H, M, D), contiguous, or None.
-        key: and so on, as there.
-
-    Returns:
-        The launch that writes ``key_gradient`` and ``value_gradient``, in the type of the key and the order of its
-        axes in memory; rows without a token are 0.
+    They are in the type of the key and the order of its axes in memory, 0 in rows without a token. The gradients of the
+    states are (B, H, M, D, D) in their type, those of the normaliser states float32 (B, H, M, D) or None; contiguous.
     """
     architecture = architecture or architecture_of(key.device)
     tile = tile_of("key_gradient", key, blocks.longest, architecture)
