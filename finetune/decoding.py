@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mhla_diffusers import MHLACache, apply_mhla
-from mhla_diffusers.benchmark.conditions import gather_conditions
+from mhla_diffusers.benchmark.results import gather_conditions
 from mhla_diffusers.reporting import scaled, write_table
 
 LENGTHS = (1024, 4096, 16384, 65536)

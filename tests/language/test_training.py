@@ -167,7 +167,7 @@ def test_kinds_of_attention_are_compared_and_finished_seeds_kept(tmp_path, run):
     told = run(*given, "seeds=[1,0]", "steps=4", "batch_size=3", fails=True)
     assert re.search("seed-0.json is of another configuration, which differs in batch_size, steps;", told)
     assert not (output / "seed-1.json").exists()
-    other = run(*given[:-1], tmp_path / "other", "steps=1", "adapt={}")
+    other = run(*given[:-1], tmp_path / "other", "steps=1", "variants={softmax: softmax}", "adapt={}")
     assert "perplexity after 1 steps" in other and "| own |" not in other
     told = run("compare", "--config", write_config(tmp_path, text=OF_THE_HUB), "--output", tmp_path / "hub", fails=True)
     assert "Nothing of a data set of the Hub is held out" in told and not (tmp_path / "hub").exists()
