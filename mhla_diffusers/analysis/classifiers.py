@@ -61,9 +61,6 @@ def draw_classifiers(results: Mapping[str, Sequence[Mapping[str, Any]]], output:
 
     Returns:
         The files; none where nothing has a rank.
-
-    Raises:
-        ImportError: matplotlib is missing.
     """
     known = {name: found for name, found in results.items() if "rank" in found[0]}
     if not known:

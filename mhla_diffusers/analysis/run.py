@@ -47,8 +47,6 @@ def analyze(
 
     Raises:
         ValueError: a layer or token out of range, too many tokens, or ``run`` did not reach the transformer.
-        ImportError: matplotlib is missing.
-        OSError: the folder cannot be written.
     """
     require_matplotlib()
     output.mkdir(parents=True, exist_ok=True)

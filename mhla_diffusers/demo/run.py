@@ -63,11 +63,7 @@ Curves = dict[str, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo does.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
+    """What the demo does."""
 
     output: Path = Path("outputs/demo")
     family: str = "wan"

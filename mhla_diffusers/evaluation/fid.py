@@ -200,7 +200,6 @@ def describe_reference(
     Raises:
         FileNotFoundError: no such reference.
         ValueError: damaged images, or statistics of another extractor.
-        OSError: the statistics cannot be written beside the images.
     """
     if reference.suffix == ".safetensors":
         return _load_statistics(reference, name)[0]

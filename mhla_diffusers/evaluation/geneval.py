@@ -18,7 +18,6 @@ def read_geneval_metadata(file: str | Path) -> list[dict[str, Any]]:
     """GenEval's ``evaluation_metadata.jsonl``: 553 prompts with what must be in the picture.
 
     Raises:
-        FileNotFoundError: no such file.
         ValueError: a line without a prompt and a tag.
     """
     entries = read_json_lines(Path(file))
@@ -52,7 +51,6 @@ def geneval_score(results: str | Path) -> dict[str, float]:
         Part of right pictures for each tag, and as ``overall`` the unweighted mean of the six.
 
     Raises:
-        FileNotFoundError: no such file.
         ValueError: a line without tag and correct, an unknown tag, or a tag without pictures.
     """
     right: dict[str, list[bool]] = {tag: [] for tag in TAGS}

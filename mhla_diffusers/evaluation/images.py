@@ -56,11 +56,7 @@ class Images:
         return self._count
 
     def batches(self, size: int) -> Iterator[torch.Tensor]:
-        """Batches of at most ``size`` images of one resolution: uint8 (B, 3, H, W), or (B, F, 3, H, W) of videos.
-
-        Raises:
-            UnreadableImageError: a damaged image, named.
-        """
+        """Batches of at most ``size`` images of one resolution: uint8 (B, 3, H, W), or (B, F, 3, H, W) of videos."""
         if not self._files:
             yield from self._batches_of_array(size)
             return
@@ -96,7 +92,6 @@ def read_sample(file: Path) -> torch.Tensor:
     """An image, uint8 (3, H, W), or a video, uint8 (F, 3, H, W).
 
     Raises:
-        UnreadableImageError: it is damaged.
         ImportError: a video, and PyAV is missing.
     """
     if file.suffix.lower() != VIDEO_SUFFIX:
@@ -116,11 +111,7 @@ def read_sample(file: Path) -> torch.Tensor:
 
 
 def read_image(file: Path) -> torch.Tensor:
-    """One image: uint8 (3, H, W).
-
-    Raises:
-        UnreadableImageError: it is damaged.
-    """
+    """One image: uint8 (3, H, W)."""
     from PIL import Image
 
     try:
@@ -157,8 +148,6 @@ def write_npz(images: Images, path: Path) -> None:
 
     Raises:
         ValueError: videos, or images of several resolutions.
-        UnreadableImageError: a damaged image, named.
-        OSError: the file cannot be written.
     """
     from numpy.lib import format as npy
 

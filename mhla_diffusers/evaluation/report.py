@@ -79,9 +79,6 @@ def write_report(comparison: Comparison, folder: Path, shown: int = 6) -> Path:
 
     Returns:
         The HTML file.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     variants, base = comparison.variants, comparison.variants[0]
     found = {

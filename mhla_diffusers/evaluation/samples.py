@@ -27,9 +27,6 @@ def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 
     """Class-conditional images ``000000.png`` …: 50 000 of 1000 classes for ImageNet.
 
     The order "balanced" goes through the classes again and again, "random" draws them.
-
-    Raises:
-        ValueError: a value that is not allowed.
     """
     if count < 1 or labels < 1:
         raise ValueError(f"count={count} and labels={labels} must be positive.")
@@ -80,11 +77,7 @@ def require_samples(folder: Path) -> list[Sample]:
 
 @dataclass(frozen=True)
 class SampleConfig(PipelineChoice):
-    """Which samples, of which model, to where.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
+    """Which samples, of which model, to where."""
 
     samples: Sequence[Sample]
     output: Path
@@ -117,7 +110,6 @@ def prepare_folder(config: SampleConfig) -> None:
     A longer set may go on in the folder of a shorter one. What is written down there holds for files that are there.
 
     Raises:
-        OSError: the folder cannot be written.
         ValueError: the folder holds samples of another run, or the pipeline does not take a setting.
     """
     folder = config.output
@@ -146,7 +138,6 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
         The number of this process's samples that are there, first as it begins.
 
     Raises:
-        OSError: a file cannot be written.
         ValueError: the model is refused, or a class that it does not have.
         ImportError: imageio is missing and there are videos to write.
     """

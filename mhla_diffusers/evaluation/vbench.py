@@ -57,7 +57,6 @@ def read_suite(file: str | Path) -> list[dict[str, Any]]:
     """The entries of ``VBench_full_info.json``, which comes with VBench.
 
     Raises:
-        FileNotFoundError: no such file.
         ValueError: it is no suite.
     """
     entries = read_json(Path(file))
@@ -74,7 +73,6 @@ def read_augmented(file: str | Path, entries: list[dict[str, Any]]) -> dict[str,
     Wan's are such a file in VBench's repository. Of a prompt that occurs twice the first line counts.
 
     Raises:
-        FileNotFoundError: no such file.
         ValueError: another number of lines than of entries or of distinct prompts.
     """
     lines = [line.strip() for line in read_text(Path(file)).splitlines() if line.strip()]

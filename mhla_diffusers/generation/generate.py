@@ -30,11 +30,7 @@ _MAX_LENGTH, _MAX_BYTES = 60, 150
 
 @dataclass(frozen=True)
 class GenerationConfig(PipelineChoice):
-    """What to generate, with which model, to where.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
+    """What to generate, with which model, to where."""
 
     prompts: tuple[str, ...]
     """For DiT: class labels, by name or number."""

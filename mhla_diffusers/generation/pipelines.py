@@ -28,11 +28,7 @@ _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """Which pipeline generates, and how it is called.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
+    """Which pipeline generates, and how it is called."""
 
     family: str
     """dit, sana, wan, or the name of a registered family."""
@@ -85,7 +81,6 @@ class PipelineChoice:
         """What decides how a result looks, but for prompt and seed; of patch and weights, what lies there now too.
 
         Raises:
-            FileNotFoundError: no such patch file.
             ValueError: an unknown patch.
         """
         names = ("family", "model", "patch", "weights", "dtype", "settings")
@@ -210,9 +205,6 @@ def component_identity(model: str, component: str) -> str:
     """Class and configuration of a pipeline's component such as ``vae``, read without its weights.
 
     For example ``"AutoencoderKLWan (configuration 3f2a91c07d55)"``, or "none" if there is no such component.
-
-    Raises:
-        FileNotFoundError: no such pipeline.
     """
     _, name = read_json(pipeline_file(model, "model_index.json")).get(component) or (None, None)
     if name is None:
@@ -224,12 +216,7 @@ def component_identity(model: str, component: str) -> str:
 
 
 def class_count(model: str | None, family: str) -> int:
-    """How many classes a pipeline of a class-conditional family was trained on, read without its weights.
-
-    Raises:
-        FileNotFoundError: no such pipeline.
-        ValueError: the family is unknown.
-    """
+    """How many classes a pipeline of a class-conditional family was trained on, read without its weights."""
     place = str(pipeline_folder(family)) if model is None else model
     files = ("model_index.json", "transformer/config.json")
     index, config = (read_json(pipeline_file(place, name)) for name in files)
@@ -237,11 +224,7 @@ def class_count(model: str | None, family: str) -> int:
 
 
 def family_named(name: str) -> Family:
-    """The registered family of diffusion models of a name.
-
-    Raises:
-        ValueError: there is none; with the allowed names.
-    """
+    """The registered family of diffusion models of a name."""
     named = {family.name: family for family in families() if family.is_diffusion}
     if name not in named:
         raise ValueError(f"family={name!r} is unknown; allowed: {', '.join(named)}.")
@@ -252,7 +235,6 @@ def family_of(model: str, component: str = "transformer") -> Family:
     """The family of a pipeline's transformer, told by its class without its weights.
 
     Raises:
-        FileNotFoundError: no such pipeline.
         ValueError: no such component, or a transformer that is not supported.
     """
     name = component_identity(model, component).split(" ")[0]
@@ -269,11 +251,7 @@ def family_of(model: str, component: str = "transformer") -> Family:
 
 
 def pipeline_file(model: str, name: str) -> Path:
-    """A file of a pipeline, here or from the Hub.
-
-    Raises:
-        FileNotFoundError: no such pipeline or file.
-    """
+    """A file of a pipeline, here or from the Hub."""
     if Path(model).is_dir():
         path = Path(model, name)
         if not path.is_file():

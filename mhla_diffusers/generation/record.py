@@ -32,20 +32,12 @@ class Sample:
 
 
 def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:
-    """Write the list of a set into its folder.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write the list of a set into its folder."""
     write_json([asdict(sample) for sample in samples], folder / SAMPLE_LIST)
 
 
 def read_sample_list(folder: Path) -> list[Sample] | None:
-    """The list of a set, or None where a folder has none.
-
-    Raises:
-        ValueError: the list is damaged.
-    """
+    """The list of a set, or None where a folder has none."""
     file = folder / SAMPLE_LIST
     if not file.is_file():
         return None
@@ -84,7 +76,6 @@ def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: the folder holds files that were made with other choices.
-        OSError: the folder cannot be written.
     """
     check_choices(folder, choices)
     write_json(choices, folder / RECORD_NAME)
@@ -143,7 +134,6 @@ def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:
         frames_per_second: of a video.
 
     Raises:
-        OSError: the file cannot be written.
         ImportError: frames, and imageio is missing.
     """
     with written_aside(file) as aside:
