@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,13 @@ from transformers import AutoModelForImageClassification, PreTrainedConfig, ViTC
 from transformers.image_processing_base import ImageProcessingMixin
 
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla, models
-from mhla_diffusers.analysis.classifiers import draw_classifiers, look_at_classifier
+from mhla_diffusers.analysis import analyze_layers
+from mhla_diffusers.analysis.pictures import draw_attention_maps, middle_of
 from mhla_diffusers.config import check, check_names
 from mhla_diffusers.devices import choose_device, launched_processes
 from mhla_diffusers.families import find_family
 from mhla_diffusers.files import IMAGE_SUFFIXES
-from mhla_diffusers.patching import CONFIG_NAME
+from mhla_diffusers.patching import CONFIG_NAME, TransformerCall
 from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, show_progress, write_table
 from mhla_diffusers.tiny.digits import load_digits
 from mhla_diffusers.training import trainer
@@ -653,6 +655,70 @@ def evaluate(
 
 Results = dict[str, list[dict[str, Any]]]
 """Name of a variant → what was found of it, one for every seed."""
+
+
+def look_at_classifier(model: torch.nn.Module, pictures: torch.Tensor, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Rank and entropy of the attention matrices of a model, averaged over layers, heads and pictures (paper, Fig. 3b).
+
+    Args:
+        model: in eval mode, patched or not.
+        pictures: (B, 3, H, W).
+        settings: what its forward needs beside them, such as ``interpolate_pos_encoding`` at another size.
+
+    Returns:
+        As JSON has it: ``rank``, ``entropy`` in nats, the token ``grid``, and ``map``, what the token in the middle of
+        the first picture gives to all tokens in the layer in the middle, its mean over heads; nothing of a model of no
+        family, such as VLT, whose attention is built in.
+    """
+    family = find_family(model)
+    if family is None:
+        return {}
+    call = TransformerCall((pictures,), settings)
+    grid = call.grid(model)
+    names = list(family.self_attentions(model))
+    rows: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, matrix: torch.Tensor) -> None:
+        rows[name] = matrix[0, :, middle_of(grid)].mean(dim=0)
+
+    layers = analyze_layers(model, call, each=keep)
+    weights = rows[names[len(names) // 2]].tolist()
+    return {
+        "rank": fmean(layer.rank for layer in layers),
+        "entropy": fmean(layer.entropy for layer in layers),
+        "grid": list(grid),
+        "map": [round(weight, 6) for weight in weights],
+    }
+
+
+def draw_classifiers(results: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> list[Path]:
+    """Rank and entropy as bars, and the maps of the first of each, from :func:`look_at_classifier`.
+
+    Args:
+        results: name → one for every seed; those without a rank are left out.
+        output: folder of ``rank-and-entropy.png`` and ``attention-maps.png``.
+
+    Returns:
+        The files; none where nothing has a rank.
+    """
+    known = {name: found for name, found in results.items() if "rank" in found[0]}
+    if not known:
+        return []
+    output.mkdir(parents=True, exist_ok=True)
+    first = next(iter(known.values()))[0]
+    rows = {name: torch.tensor(found[0]["map"]) for name, found in known.items()}
+    maps = draw_attention_maps(rows, first["grid"], middle_of(first["grid"]), output / "attention-maps.png")
+    plt, names = require_matplotlib(), list(known)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 1.2 + 0.4 * len(names)), sharey=True, layout="constrained")
+    for axis, key, label in zip(axes, ("rank", "entropy"), ("rank", "entropy in nats"), strict=True):
+        values = [[float(one[key]) for one in known[name]] for name in names]
+        spreads = [stdev(found) if len(found) > 1 else 0.0 for found in values]
+        axis.barh(names, [fmean(found) for found in values], xerr=spreads, color="tab:blue", capsize=3)
+        axis.set_xlabel(label)
+    axes[0].invert_yaxis()
+    figure.savefig(output / "rank-and-entropy.png", dpi=110)
+    plt.close(figure)
+    return [output / "rank-and-entropy.png", maps]
 
 
 def look_at_pictures(model: Any, config: ClassifyConfig, most: int) -> Mapping[str, Any]:
