@@ -34,11 +34,11 @@ def require_patched(model: Any) -> dict[str, Patched]:
     """Like :func:`find_patched`.
 
     Raises:
-        ValueError: no transformer is patched, with the way to one that lies inside the model.
+        ValueError: no transformer is patched, or what :func:`find_transformers` raises.
     """
     found = find_patched(model)
     if not found:
-        refuse_wrapped(model)
+        find_transformers(model)  # tells what the model is, if it is none that could be patched
         raise ValueError("The model is not patched with MHLA; call apply_mhla() first.")
     return found
 
