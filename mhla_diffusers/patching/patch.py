@@ -78,10 +78,16 @@ def apply_mhla(
     for transformer in transformers.values():  # before the settings, which would ask for more of such a patch
         refuse_order(transformer, settings.get("causal"))
     chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
-    configs = {
-        name: _choose_config(get_family(transformer), chosen).replace(**settings)
-        for name, transformer in transformers.items()
-    }
+    configs = {}
+    for name, transformer in transformers.items():
+        family = get_family(transformer)
+        if isinstance(chosen, Patch) and chosen.family != family.name:
+            raise ValueError(
+                f"This patch is for the {chosen.family!r} family (made for {chosen.base_model}), but the model belongs "
+                f"to {family.name!r}."
+            )
+        config = chosen.config if isinstance(chosen, Patch) else chosen or family.default_config
+        configs[name] = config.replace(**settings)
     if calibration is not None:
         refuse_causal(configs.values(), "calibration")
     automatic = any(is_automatic(config.layers) for config in configs.values())
@@ -148,19 +154,6 @@ def _choose_automatically(
         count = automatic_count(configs[name].layers, len(values))
         chosen[name] = configs[name].replace(layers=tuple(sorted(least[:count])))
     return chosen
-
-
-def _choose_config(family: Family, chosen: MHLAConfig | Patch | None) -> MHLAConfig:
-    if chosen is None:
-        return family.default_config
-    if isinstance(chosen, MHLAConfig):
-        return chosen
-    if chosen.family != family.name:
-        raise ValueError(
-            f"This patch is for the {chosen.family!r} family (made for {chosen.base_model}), "
-            f"but the model belongs to {family.name!r}."
-        )
-    return chosen.config
 
 
 def set_attn_processor(transformer: Any, processor: Any) -> None:

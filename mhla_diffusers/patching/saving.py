@@ -18,7 +18,6 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from ..families import get_family
 from ..files import file_hash, write_json, write_tensors
 from .describe import describe
 from .finding import find_transformers, mhla_layers, require_layers, require_patched
@@ -85,7 +84,8 @@ def save_mhla(
         raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(map(str, _FLOAT_TYPES))}.")
     require_layers(model)
     handles = require_patched(model)
-    base_model = base_model or _base_model(model)
+    source: Any = model if not isinstance(model, nn.Module) else next(iter(handles.values())).transformer
+    base_model = base_model or str(getattr(source.config, "_name_or_path", "") or "")
     tensors: dict[str, torch.Tensor] = {}
     records = {}
     for name, patched in handles.items():
@@ -99,7 +99,16 @@ def save_mhla(
         saved = {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
         tensors |= _apart(saved)
         changed = sorted(key for key in chosen if ".mhla." not in key) if weights == "changed" else []
-        records[name] = _describe_transformer(patched, changed)
+        layer = next(iter(patched.layers.values()))
+        records[name] = TransformerRecord(
+            patched.family.name,
+            type(patched.transformer).__name__,
+            len(patched.attentions),
+            layer.heads,
+            layer.head_dim,
+            layer.config.to_dict(),
+            changed,
+        )
     record = PatchRecord(
         FORMAT_VERSION,
         base_model_name(base_model),
@@ -160,25 +169,6 @@ def _make_folder(folder: str | Path) -> Path:
     return Path(folder)
 
 
-def _base_model(model: Any) -> str:
-    transformers = find_transformers(model)
-    source = model if not isinstance(model, nn.Module) else next(iter(transformers.values()))
-    return str(getattr(source.config, "_name_or_path", "") or "")
-
-
-def _describe_transformer(patched: Patched, changed: list[str]) -> TransformerRecord:
-    layer = next(iter(patched.layers.values()))
-    return TransformerRecord(
-        patched.family.name,
-        type(patched.transformer).__name__,
-        len(patched.attentions),
-        layer.heads,
-        layer.head_dim,
-        layer.config.to_dict(),
-        changed,
-    )
-
-
 def _choose_tensors(
     name: str, patched: Patched, weights: Weights, base: Any, base_model: str
 ) -> dict[str, torch.Tensor]:
@@ -207,26 +197,22 @@ def _choose_tensors(
         if tensor.is_meta:
             raise ValueError(f"{name}.{key} is offloaded and has no data; switch offloading off before saving.")
     if weights == "changed":
-        found = base_weights(_base_transformer(name, transformer, base, base_model))
+        found = base_weights(_base_transformer(name, patched, base, base_model))
         reference = {key: places[0] for key, places in found.items()}
-        strange = [key for key, x in state.items() if not _has_shape(reference.get(key), x)]
+        strange = [key for key, x in state.items() if key not in reference or reference[key].shape != x.shape]
         if strange:
             raise ValueError(
                 f"The base does not fit: it has no {name}.{strange[0]} of shape {state[strange[0]].shape}."
             )
-        state = {key: x for key, x in state.items() if _differs(x, reference[key])}
+        state = {
+            key: tensor
+            for key, tensor in state.items()
+            if not torch.equal(tensor.cpu(), reference[key].to(device="cpu", dtype=tensor.dtype))
+        }
     return own | state
 
 
-def _has_shape(tensor: torch.Tensor | None, other: torch.Tensor) -> bool:
-    return tensor is not None and tensor.shape == other.shape
-
-
-def _differs(tensor: torch.Tensor, base: torch.Tensor) -> bool:
-    return not torch.equal(tensor.cpu(), base.to(device="cpu", dtype=tensor.dtype))
-
-
-def _base_transformer(name: str, transformer: nn.Module, base: Any, base_model: str) -> nn.Module:
+def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -> nn.Module:
     if base is not None:
         found = find_transformers(base)
         if name not in found or mhla_layers(base):
@@ -237,11 +223,9 @@ def _base_transformer(name: str, transformer: nn.Module, base: Any, base_model: 
             "weights='changed' compares with the base model, but it is unknown where this model came from; "
             "give base=the unpatched model, or base_model=its Hub id."
         )
-    family = get_family(transformer)
-    cls = family.transformer_class(type(transformer).__name__)
-    is_pipeline = family.is_diffusion and not Path(base_model, "config.json").is_file()
-    inside = {"subfolder": name} if is_pipeline else {}
-    loaded: nn.Module = cls.from_pretrained(base_model, **inside)
+    kind = patched.family.transformer_class(type(patched.transformer).__name__)
+    is_pipeline = patched.family.is_diffusion and not Path(base_model, "config.json").is_file()
+    loaded: nn.Module = kind.from_pretrained(base_model, **({"subfolder": name} if is_pipeline else {}))
     return loaded
 
 
