@@ -29,16 +29,6 @@ from .reporting import text_table, times
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 
-_AXES = ("frames", "height", "width")
-
-
-def print_any_patch(patch: str) -> None:
-    """A preset by its name or YAML path, or a saved one by its folder."""
-    if (folder := _saved_folder(patch)) is not None:
-        print_saved(folder)
-    else:
-        print_patch(patch)
-
 
 def print_info() -> None:
     """Versions, devices, backends, supported models and patches."""
@@ -46,8 +36,9 @@ def print_info() -> None:
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     typer.echo(f"\nDevices: {', '.join([*devices, f'CPU ({platform.machine()})'])}")
     typer.echo(f"Backends: {', '.join(backend_names())}; feature maps: {', '.join(feature_map_names())}\n")
+    axes = {1: "tokens of a text", 2: "height x width", 3: "frames x height x width"}
     models = [
-        (family.name, transformer, _axes(family.axes), str(family.default_config.blocks))
+        (family.name, transformer, axes[family.axes], str(family.default_config.blocks))
         for family in families()
         for transformer in family.transformers
     ]
@@ -70,10 +61,6 @@ def print_info() -> None:
     _print_table("Cards whose times are known, for --model … --device h100", ["name", "on", "models"], cards)
 
 
-def _axes(count: int) -> str:
-    return " x ".join(_AXES[-count:]) if count > 1 else "tokens of a text"
-
-
 def report(patch: str | None) -> str:
     """What a report of a bug begins with, as plain text to paste: no paths, no names of users or machines.
 
@@ -84,7 +71,11 @@ def report(patch: str | None) -> str:
         ValueError: unknown patch, or a file that is none.
         FileNotFoundError: no such file.
     """
-    devices = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        memory, capability = f"{card.total_memory / 2**30:.0f} GiB", f"{card.major}.{card.minor}"
+        devices.append(f"{card.name} ({memory}, capability {capability})")
     lines = [
         *(f"{package} {_version(package)}" for package in _PACKAGES),
         f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
@@ -92,17 +83,10 @@ def report(patch: str | None) -> str:
         f"devices: {', '.join([*devices, f'CPU with {torch.get_num_threads()} threads'])}",
         f"backends: {', '.join(backend_names())}",
     ]
-    if patch is not None:
-        lines += [f"patch {Path(patch).resolve().name}: {settings}" for settings in _settings_of(patch)]
+    for family, config in [] if patch is None else configs_of(patch):
+        settings = {"family": family, **config.to_dict()}.items()
+        lines.append(f"patch {Path(str(patch)).resolve().name}: {', '.join(f'{name}={x!r}' for name, x in settings)}")
     return "\n".join(lines)
-
-
-def _settings_of(patch: str) -> list[str]:
-    """Family and settings of a patch, of a saved one for each of its transformers."""
-    return [
-        ", ".join(f"{name}={value!r}" for name, value in {"family": family, **config.to_dict()}.items())
-        for family, config in configs_of(patch)
-    ]
 
 
 def configs_of(patch: str) -> list[tuple[str, MHLAConfig]]:
@@ -120,26 +104,30 @@ def configs_of(patch: str) -> list[tuple[str, MHLAConfig]]:
     return [(part.family, MHLAConfig.from_dict(part.mhla)) for part in parts]
 
 
-def _describe_gpu(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    capability = f"{properties.major}.{properties.minor}"
-    return f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB, capability {capability})"
-
-
-def print_patch(name: str) -> None:
-    """Every setting of a preset, and what a layer costs at the sizes that its family is measured at."""
-    patch = load_patch(name)
-    _print_settings(f"{name}: {patch.description}", patch)
-    _print_costs(patch)
-
-
-def print_saved(folder: Path) -> None:
-    """What a saved patch was made for, its settings, and what its file holds.
+def print_any_patch(patch: str) -> None:
+    """A preset by its name or YAML path, with what its layers cost, or a saved patch by its folder.
 
     Raises:
-        ValueError: it is damaged.
-        FileNotFoundError: it is incomplete.
+        ValueError: unknown patch, or a damaged one.
+        FileNotFoundError: no such file, or an incomplete patch.
     """
+    folder = _saved_folder(patch)
+    if folder is not None:
+        _print_saved(folder)
+        return
+    preset = load_patch(patch)
+    _print_settings(f"{patch}: {preset.description}", preset)
+    _print_costs(preset)
+
+
+def _saved_folder(patch: str) -> Path | None:
+    if patch in patch_names():
+        return None
+    return adapted_patch_folder(patch) or (Path(patch) if Path(patch).is_dir() else None)
+
+
+def _print_saved(folder: Path) -> None:
+    """What a saved patch was made for, its settings, and what its file holds."""
     record = read_record(folder)
     file = check_file(folder, record)
     rows = [
@@ -162,12 +150,6 @@ def print_saved(folder: Path) -> None:
         )
         patch = Patch(part.family, record.base_model, name, MHLAConfig.from_dict(part.mhla))
         _print_settings(f"Settings of the {name}", patch)
-
-
-def _saved_folder(patch: str) -> Path | None:
-    if patch in patch_names():
-        return None
-    return adapted_patch_folder(patch) or (Path(patch) if Path(patch).is_dir() else None)
 
 
 def _print_settings(title: str, patch: Patch) -> None:

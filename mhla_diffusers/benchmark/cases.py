@@ -23,7 +23,7 @@ from .correctness import check_operation, check_patched
 from .models import Size, build_transformer, cast_weights, make_forward_inputs, parse_size, small_size
 from .operation import fastest_backend
 from .parts import count_parts
-from .results import COMPILED, CONTENT, HYBRID, PLAIN, Rates, Row, make_row
+from .results import COMPILED, CONTENT, HYBRID, PLAIN, Recorder, Row
 from .shapes import SOFTMAX_BACKENDS, Cost, shape_of, why_no_softmax
 from .timing import Absent, Outcome, Variant
 
@@ -131,12 +131,8 @@ def softmax_choices(
 ) -> list[Choice]:
     """Softmax attention as it comes, and through each backend.
 
-    Args:
-        tokens: N, of the attention with the most pairs of tokens.
-        heads: H of it, times the batch size.
-        device: where it will run.
-        baseline: whether softmax is the model's own attention.
-        dispatched: whether diffusers' backends reach the attentions; else each of PyTorch's is chosen.
+    Tokens and heads are those of the attention with the most pairs, heads times the batch size. Where diffusers'
+    backends do not reach the attentions (``dispatched``), each of PyTorch's is chosen.
     """
     choices = [Choice("softmax native", "softmax", baseline)]
     for backend in _diffusers_backends() if dispatched else SOFTMAX_BACKENDS:
@@ -322,18 +318,16 @@ class Case:
                 layer.compile(dynamic=False)
         return Candidate(choice, variant, compiled)
 
-    def row(self, outcome: Outcome, rates: Rates, **what: Any) -> Row:
+    def row(self, recorder: Recorder, outcome: Outcome, **what: Any) -> Row:
         """A row of this case."""
-        return make_row(
+        return recorder.row(
             outcome,
-            rates,
             case=f"{self.model.name} {self.size}",
             model=self.model.name,
             frames=self.size.frames,
             height=self.size.height,
             width=self.size.width,
             batch=self.size.batch,
-            dtype=self.dtype,
             **{"layers": self.layers or self.all_layers, "all_layers": self.all_layers} | what,
         )
 

@@ -44,14 +44,13 @@ def bench_operation(
     from .operation import benchmark_operation, choose_stages
     from .results import Recorder
     from .shapes import choose_shapes
-    from .timing import Budget
 
     place, precision = _place(device, dtype)
-    shapes, stages, budget = choose_shapes(shape, place.type), choose_stages(stage), Budget(seconds)
-    recorder = Recorder("op", place, precision, output)
+    shapes, stages = choose_shapes(shape, place.type), choose_stages(stage)
+    recorder = Recorder("op", place, precision, output, seconds)
     compiled = place.type != "cpu" if compile is None else compile
     for one in shapes:
-        recorder.add(benchmark_operation(one, place, precision, recorder.rates, budget, stages, compile=compiled))
+        recorder.add(benchmark_operation(one, recorder, stages, compile=compiled))
     recorder.finish()
 
 
@@ -70,10 +69,9 @@ def bench_scaling(
     """Time and memory over tokens N and token blocks M; how time grows with N and what mixing adds."""
     from .operation import Scaling, benchmark_scaling, check_scaling, default_scaling, print_scaling
     from .results import Recorder
-    from .timing import Budget
 
     place, precision = _place(device, dtype)
-    default, budget = default_scaling(place.type), Budget(seconds)
+    default = default_scaling(place.type)
     config = Scaling(
         tuple(sorted(tokens or default.tokens)),
         tuple(sorted(blocks or default.blocks)),
@@ -82,9 +80,9 @@ def bench_scaling(
         default.softmax_tokens if softmax_tokens is None else softmax_tokens,
     )
     check_scaling(config, place, precision)
-    recorder = Recorder("scaling", place, precision, output)
+    recorder = Recorder("scaling", place, precision, output, seconds)
     for number in config.tokens:
-        recorder.add(benchmark_scaling(config, number, place, precision, recorder.rates, budget))
+        recorder.add(benchmark_scaling(config, number, recorder))
     print_scaling(recorder.finish())
 
 
@@ -109,14 +107,12 @@ def bench_transformer(
     output: _OUTPUT = _FOLDER,
 ) -> None:
     """Whole transformers with random weights: softmax through each backend against linear attentions."""
-    from .timing import Budget
     from .transformer import benchmark_transformer
 
-    budget = Budget(seconds)
-    cases, recorder = _cases("transformer", model, size, frames, layers, batch, device, dtype, output)
+    cases, recorder = _cases("transformer", model, size, frames, layers, batch, device, dtype, output, seconds)
+    compiled = recorder.device.type != "cpu" if compile is None else compile
     for case in cases:
-        compiled = case.device.type != "cpu" if compile is None else compile
-        recorder.add(benchmark_transformer(case, recorder.rates, budget, compile=compiled))
+        recorder.add(benchmark_transformer(case, recorder, compile=compiled))
     recorder.finish()
 
 
@@ -134,13 +130,11 @@ def bench_training(
     output: _OUTPUT = _FOLDER,
 ) -> None:
     """Forward, backward and optimizer step of whole transformers; all weights train."""
-    from .timing import Budget
     from .transformer import benchmark_training
 
-    budget = Budget(seconds)
-    cases, recorder = _cases("train", model, size, frames, layers, batch, device, dtype, output)
+    cases, recorder = _cases("train", model, size, frames, layers, batch, device, dtype, output, seconds)
     for case in cases:
-        recorder.add(benchmark_training(case, recorder.rates, budget, checkpointing=checkpointing))
+        recorder.add(benchmark_training(case, recorder, checkpointing=checkpointing))
     recorder.finish()
 
 
@@ -177,7 +171,7 @@ def bench_pipeline(
     settings = {name: value for name, value in asked.items() if value is not None}
     case = choose_pipeline(model, place, precision, repetitions, settings, parse_steps(softmax_steps))
     recorder = Recorder("pipeline", place, precision, output)
-    recorder.add(benchmark_pipeline(case, recorder.rates))
+    recorder.add(benchmark_pipeline(case, recorder))
     recorder.finish()
 
 
@@ -189,7 +183,7 @@ def bench_gpu_check(
     ] = None,
     device: _DEVICE = "auto",
 ) -> None:
-    """What to run first on a new GPU: right, within limits, how fast each kernel? Run again, it goes on."""
+    """Run first on a new GPU: whether it is right, within limits, and works with what is around it."""
     from ..devices import choose_device
     from .gpu_check import check_gpu, choose_steps
 
@@ -241,11 +235,11 @@ def bench_ceilings(
 ) -> None:
     """Counted, not timed: what every model spends on attention by resolution, and how much a patch can save at most."""
     from ..reporting import write_table
-    from .forecast import CEILINGS, ceilings
+    from .forecast import CEILINGS, ceiling_cells, ceilings
     from .models import find_models, models
 
     chosen = find_models(model, "cpu") if model else [one for one in models().values() if not one.is_tiny]
-    typer.echo(write_table(CEILINGS, [found.cells() for found in ceilings(chosen)], output, "ceilings"))
+    typer.echo(write_table(CEILINGS, [ceiling_cells(found) for found in ceilings(chosen)], output, "ceilings"))
 
 
 _SPLIT = Annotated[
@@ -348,6 +342,7 @@ def _cases(
     device: str,
     dtype: str | None,
     output: Path,
+    seconds: float,
 ) -> "tuple[list[Case], Recorder]":
     """Every model at every size that was asked for, classifiers with MHLA built in behind those that are patched.
 
@@ -370,7 +365,7 @@ def _cases(
         if name in CLASSIFIERS
         for chosen in CLASSIFIERS[name].choose_sizes(size, place.type, batch)
     ]
-    return cases, Recorder(command, place, precision, output)
+    return cases, Recorder(command, place, precision, output, seconds)
 
 
 def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]":

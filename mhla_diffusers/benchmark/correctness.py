@@ -184,13 +184,6 @@ def check_operation(
 
     MHLA blocks, up to 1024 tokens, are as long as the shape's, and uniform blocks have as many tokens.
 
-    Args:
-        shape: the attention; with a block size where ``sparse`` is set.
-        device: where.
-        dtype: of query, key and value.
-        backend: of :func:`mhla_attention`.
-        sparse: check the sparse branch with lists given, pooled keys, and the linear branch beside it.
-
     Returns:
         Relative error of the output.
 
@@ -218,9 +211,7 @@ def check_agreement(found: torch.Tensor, eager: torch.Tensor, what: str) -> None
 def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
     """Run a model with MHLA and compare its first and last layer of it with the reference, on what they were given.
 
-    Args:
-        transformer: patched or with MHLA built in, fresh, so that gates are 1; in the type to measure.
-        inputs: of its forward, few tokens.
+    The model is fresh, so that gates are 1, and in the type to measure; inputs are of few tokens.
 
     Raises:
         IncorrectAttentionError: the relative error of a layer is too large.

@@ -95,10 +95,7 @@ def count_forwards(question: Question, dtype: torch.dtype, layers: int | None = 
 
     Of one layer and of two, since all are alike.
 
-    Args:
-        question: model, size and patch.
-        dtype: of the weights.
-        layers: of the model; all for None.
+    The type is that of the weights.
     """
     model, size, meta = question.model, question.size, torch.device("meta")
     more = (layers or model.layers) - 1
@@ -115,6 +112,11 @@ def count_forwards(question: Question, dtype: torch.dtype, layers: int | None = 
         for first, second in zip(one, two, strict=True)
     )
     return unpatched, patched
+
+
+def total(costs: Costs) -> Cost:
+    """Of all parts."""
+    return sum(costs.values(), Cost(0, 0))
 
 
 def forward_seconds(
@@ -147,11 +149,6 @@ class Forecast:
 
 def make_forecast(question: Question, dtype: torch.dtype, speeds: Speeds | None = None) -> Forecast:
     """Count, and where speeds are known tell times.
-
-    Args:
-        question: what is asked.
-        dtype: of the weights, for bytes.
-        speeds: of the parts; None for counts alone.
 
     Raises:
         ValueError: a patch that does not fit the model or the size.
@@ -337,7 +334,7 @@ def _heading(question: Question) -> list[str]:
 
 def _table(forecast: Forecast, dtype: str) -> str:
     """A line per part that the model has, and one for all of them."""
-    costs = [{**one, "denoising": sum(one.values(), Cost(0, 0))} for one in (forecast.unpatched, forecast.patched)]
+    costs = [{**one, "denoising": total(one)} for one in (forecast.unpatched, forecast.patched)]
     shown = [part for part in (*PARTS, "denoising") if costs[0][part] != Cost(0, 0)]
     header = ["part", "FLOP unpatched", "patched", f"bytes unpatched, {dtype}", "patched"]
     columns = [[scaled(of[part].flops, 1000, "") for part in shown] for of in costs]
@@ -402,44 +399,24 @@ CEILINGS = ("model", "size", "tokens", "forward, TFLOP", "attention", "patched, 
 """Header of the table."""
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """One model at one size, one forward of one sample without and with the family's default patch in every layer."""
-
-    question: Question
-    flops: int
-    """Of a forward, unpatched."""
-    attention_flops: int
-    """Of its self-attentions without their projections."""
-    patched_flops: int
-
-    @property
-    def ceiling(self) -> float:
-        """How many times less arithmetic the patch leaves: the speed-up where arithmetic is all that takes time."""
-        return self.flops / self.patched_flops
-
-    def cells(self) -> tuple[str, ...]:
-        """Texts for a table, in the order of ``CEILINGS``."""
-        whole, patched = (
-            f"{one / 1e12:,.0f}" if one >= 1e14 else f"{one / 1e12:.3g}" for one in (self.flops, self.patched_flops)
-        )
-        tokens, share = f"{self.question.tokens:,}", f"{self.attention_flops / self.flops:.0%}"
-        model, size = self.question.model.name, str(self.question.size)
-        return model, size, tokens, whole, share, patched, f"{self.ceiling:.2f} x"
-
-
-def ceilings(models: Iterable[Model]) -> list[Ceiling]:
-    """Count every model at all of its sizes, with the patch that ``apply_mhla(pipe)`` makes.
+def ceilings(models: Iterable[Model]) -> list[Forecast]:
+    """Count a forward of every model at all of its sizes, with the patch of ``apply_mhla(pipe)`` in every layer.
 
     Models whose own attention is linear are left out, since a patch saves nothing there.
     """
     found = []
     for model in models:
         if family_of_model(model).own_attention == "softmax":
-            config = family_of_model(model).default_config.replace(blocks=model.blocks)
-            for size in choose_sizes(model, None, None, "cuda"):
-                question = Question(model, size, config)
-                one, other = count_forwards(question, torch.bfloat16)
-                flops, patched = (sum(cost.flops for cost in costs.values()) for costs in (one, other))
-                found.append(Ceiling(question, flops, one[ATTENTION].flops, patched))
+            config = family_of_model(model).default_config.replace(blocks=model.blocks, layers="all", softmax_steps=0)
+            sizes = choose_sizes(model, None, None, "cuda")
+            found += [make_forecast(Question(model, size, config, 1, 1), torch.bfloat16) for size in sizes]
     return found
+
+
+def ceiling_cells(found: Forecast) -> tuple[str, ...]:
+    """A row of ``CEILINGS``; times less arithmetic is the speed-up where arithmetic is all that takes time."""
+    flops, patched = total(found.unpatched).flops, total(found.patched).flops
+    whole, left = (f"{one / 1e12:,.0f}" if one >= 1e14 else f"{one / 1e12:.3g}" for one in (flops, patched))
+    tokens, share = f"{found.question.tokens:,}", f"{found.unpatched[ATTENTION].flops / flops:.0%}"
+    model, size = found.question.model.name, str(found.question.size)
+    return model, size, tokens, whole, share, left, f"{flops / patched:.2f} x"

@@ -13,18 +13,17 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 
 from ..attention import mhla_attention
-from ..attention.triton.launch import Launch, architecture_of
+from ..attention.triton.launch import architecture_of
 from ..devices import FLOAT_TYPES, choose_device
 from ..files import check_writable, read_json, write_json, write_text
 from ..patching import apply_mhla, mhla_layers
@@ -40,9 +39,9 @@ from .correctness import (
     too_large,
 )
 from .models import build_transformer, choose_sizes, make_forward_inputs, models
-from .results import Rates, console, gather_conditions, measure_rates
+from .results import console, gather_conditions, measure_rates
 from .shapes import Shape, draw_lists, shapes
-from .timing import Clock, free_bytes, summarise
+from .timing import free_bytes
 
 SHAPES = ("wan2.1-1.3b-480p", "wan2.1-1.3b-720p", "dit-xl-2-1024px", "sana-1.6b-2048px")
 """Head dims 128, 72 and 32."""
@@ -190,59 +189,45 @@ def _compare(shape: Shape, device: torch.device, dtype: torch.dtype, kind: str) 
 # ---- limits ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Large:
-    """A query too large for offsets of 32 bits, in slices that do not see each other."""
-
-    batch: int
-    slices: int
-    """Along the tokens: blocks of an identity mixing matrix."""
-    slice_tokens: int
-    heads: int
-    head_dim: int
-    block_size: int | None = None
-    """Of the sparse branch, which a batch row has for itself."""
-
-    @property
-    def size(self) -> tuple[int, int, int, int]:
-        """(B, N, H, D)."""
-        return self.batch, self.slices * self.slice_tokens, self.heads, self.head_dim
-
-    def attend(self, query: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Output, and gradients of query, key and value, which are one tensor to save memory."""
-        grid, mixing = (self.size[1],), torch.eye(self.slices, device=query.device)
-        settings: dict[str, Any] = {"grid": grid, "blocks": (self.slices,), "mixing": mixing}
-        if self.block_size is not None:
-            shape = Shape("", grid, (self.slices,), self.heads, self.head_dim, self.block_size)
-            settings |= {"sparse": draw_lists(shape, query.device), **branch_weights(self.heads, query.device)}
-        tensors = dict.fromkeys(("query", "key", "value"), query)
-        return differentiate(partial(mhla_attention, backend="triton", **settings), tensors, query)
-
-
 def check_limits(notebook: Notebook, device: torch.device) -> None:
     """What a small call on one device does not show: offsets beyond 2^31, the same bits twice, another device."""
     cpu = device.type == "cpu"
     tokens, heads, head_dim, block = (32, 1, 16, 16) if cpu else (16384, 16, 128, 64)
     many, words = (3, "few elements") if cpu else (65, "2^31 elements")
-    notebook.attempt(f"{words} along the batch", _check_last_slice, Large(many, 1, tokens, heads, head_dim), device)
-    notebook.attempt(f"{words} along the tokens", _check_last_slice, Large(1, many, tokens, heads, head_dim), device)
-    notebook.attempt(f"{words}, sparse", _check_last_slice, Large(many, 1, tokens, heads, head_dim, block), device)
+    one, long = (Shape("", (count * tokens,), (count,), heads, head_dim) for count in (1, many))
+    notebook.attempt(f"{words} along the batch", _check_last_slice, one, many, device)
+    notebook.attempt(f"{words} along the tokens", _check_last_slice, long, 1, device)
+    notebook.attempt(f"{words}, sparse", _check_last_slice, replace(one, block_size=block), many, device)
     notebook.attempt("the same bits twice", _same_bits_twice, device)
     notebook.attempt("a second device", _second_device, device)
     notebook.attempt("compute-sanitizer", _run_sanitizer, device)
 
 
-def _check_last_slice(large: Large, device: torch.device) -> Finding:
-    """The last batch row, or the last block of tokens, of a huge call against the same one alone."""
+def _check_last_slice(shape: Shape, batch: int, device: torch.device) -> Finding:
+    """The last batch row and block of tokens of a call too large for offsets of 32 bits, against the same one alone.
+
+    Blocks do not see each other: they are mixed by an identity matrix.
+    """
+    size = (batch, shape.tokens, shape.heads, shape.head_dim)
     # of a forward and backward pass: 16 tensors of the size of the query, some of them float32, and a margin
-    needed, free = 18 * math.prod(large.size) * _DTYPE.itemsize, free_bytes(device)
+    needed, free = 18 * math.prod(size) * _DTYPE.itemsize, free_bytes(device)
     if needed > free:
         raise NotHereError(f"it needs {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free")
+
+    def attend(query: torch.Tensor, blocks: int) -> dict[str, torch.Tensor]:
+        """Output, and gradients of query, key and value, which are one tensor to save memory."""
+        grid, mixing = (query.shape[1],), torch.eye(blocks, device=device)
+        settings: dict[str, Any] = {"grid": grid, "blocks": (blocks,), "mixing": mixing}
+        if shape.block_size is not None:
+            settings |= {"sparse": draw_lists(shape, device), **branch_weights(shape.heads, device)}
+        tensors = dict.fromkeys(("query", "key", "value"), query)
+        return differentiate(partial(mhla_attention, backend="triton", **settings), tensors, query)
+
     torch.manual_seed(0)
-    query = torch.randn(large.size, device=device, dtype=_DTYPE)
-    rows, tokens = slice(large.batch - 1, None), slice(-large.slice_tokens, None)
-    last = {name: x[rows, tokens].clone() for name, x in large.attend(query).items()}
-    errors = errors_of(last, replace(large, batch=1, slices=1).attend(query[rows, tokens].clone()))
+    query, (blocks,) = torch.randn(size, device=device, dtype=_DTYPE), shape.blocks
+    rows, tokens = slice(batch - 1, None), slice(-(shape.tokens // blocks), None)
+    last = {name: x[rows, tokens].clone() for name, x in attend(query, blocks).items()}
+    errors = errors_of(last, attend(query[rows, tokens].clone(), 1))
     wrong = too_large(errors, limits_of(errors, _DTYPE))
     text = f"{query.numel()} elements, error at most {max(errors.values()):.1e}"
     return found(text, f"the last slice differs: {wrong}" if wrong else "", errors=errors)
@@ -383,53 +368,6 @@ def _agreement(one: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     return found(f"differs by at most {max(errors.values()):.1e}", wrong, errors=errors)
 
 
-# ---- kernels --------------------------------------------------------------------------------------------------------
-
-
-def measure_kernels(notebook: Notebook, device: torch.device) -> None:
-    """The time of each kernel of Wan's attention beside the bytes that it moves."""
-    shape = SMALL if device.type == "cpu" else shapes()[SHAPES[0]]
-    rates, clock = measure_rates(device, _DTYPE) if device.type == "cuda" else None, Clock(device)
-    known: set[str] = set()
-    for kind in ("plain", "sparse by content", "causal"):
-        problem = draw_problem(shape, device, _DTYPE, kind)
-        with _recorded_launches() as launches:
-            problem.attend("triton")
-        for name in launches.keys() - known:
-            known.add(name)
-            notebook.attempt(f"{name}, {kind}", _time, launches[name], rates, clock)
-
-
-@contextmanager
-def _recorded_launches() -> Iterator[dict[str, Launch]]:
-    """Within the context the last launch of every kernel is kept with its tensors, so that it can be run again."""
-    launches: dict[str, Launch] = {}
-    run = Launch.run
-
-    def keep(launch: Launch) -> None:
-        launches[launch.kernel.__name__] = launch
-        run(launch)
-
-    with mock.patch.object(Launch, "run", keep):
-        yield launches
-
-
-def _time(launch: Launch, rates: Rates | None, clock: Clock) -> Finding:
-    """Median of replays of a CUDA graph that holds the launch alone; on a CPU bytes alone, as nothing has a speed."""
-    moved = launch.moved_bytes
-    if rates is None:
-        return found(f"{moved} bytes, not timed on a CPU", bytes=moved)
-    launch.run()
-    torch.cuda.synchronize(clock.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(clock.device), torch.cuda.graph(graph):
-        launch.run()
-    seconds = summarise([clock.seconds(graph.replay) for _ in range(20)]).median
-    share = moved / seconds / rates.copy
-    text = f"{1e6 * seconds:.0f} µs, {moved / 1e6:.0f} MB, {share:.0%} of the copy rate"
-    return found(text, bytes=moved, seconds=seconds, copy_fraction=share)
-
-
 # ---- the run: a process per step ------------------------------------------------------------------------------------
 
 STEPS: dict[str, tuple[Callable[[Notebook, torch.device], None], float]] = {
@@ -437,7 +375,6 @@ STEPS: dict[str, tuple[Callable[[Notebook, torch.device], None], float]] = {
     "correctness": (check_correctness, 600),
     "limits": (check_limits, 180),
     "integration": (check_integration, 300),
-    "kernels": (measure_kernels, 180),
 }
 """Name → what it does, and the seconds after which its process is ended, in the order of a run."""
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from ..attention import initial_mixing, mhla_attention
 from ..attention.triton import why_not
 from .correctness import branch_weights, check_agreement, check_operation, make_inputs, random_rotary, rule_of
-from .results import CONTENT, PLAIN, Rates, Row, Run, console, make_row
+from .results import CONTENT, PLAIN, Recorder, Row, Run, console
 from .shapes import (
     CHUNKED,
     FLASH,
@@ -30,7 +30,7 @@ from .shapes import (
     why_no_package,
     why_no_softmax,
 )
-from .timing import Absent, Budget, Outcome, Variant, time_interleaved
+from .timing import Absent, Outcome, Variant
 
 STAGES = ("forward", "forward+backward")
 SOFTMAX = "softmax"
@@ -89,36 +89,17 @@ class Attention:
         return lambda: torch.autograd.grad(attend(), self.inputs, upstream)
 
 
-def benchmark_operation(
-    shape: Shape,
-    device: torch.device,
-    dtype: torch.dtype,
-    rates: Rates,
-    budget: Budget,
-    stages: Sequence[str] = STAGES,
-    *,
-    compile: bool,
-) -> list[Row]:
-    """Check every MHLA backend against the reference, then time all variants in turns.
+def benchmark_operation(shape: Shape, recorder: Recorder, stages: Sequence[str], *, compile: bool) -> list[Row]:
+    """Check every MHLA backend against the reference, then time all variants in turns: a row per stage and variant.
 
     MHLA is timed as a model calls it: with a mixing matrix per head, RoPE where the model has it, and choosing and
-    fitting where lists are chosen by content. Softmax attention is timed without RoPE.
-
-    Args:
-        shape: which attention.
-        device: where.
-        dtype: of query, key and value.
-        rates: of the device.
-        budget: how often.
-        stages: of ``STAGES``.
-        compile: whether to time torch.compile of the eager backend too, which takes a minute to compile.
-
-    Returns:
-        A row per stage and variant.
+    fitting where lists are chosen by content. Softmax attention is timed without RoPE. With ``compile`` torch.compile
+    of the eager backend is timed too, which takes a minute to compile.
 
     Raises:
         IncorrectAttentionError: a backend is wrong here; then nothing is timed.
     """
+    device, dtype = recorder.device, recorder.dtype
     absent = {} if (reason := why_no_triton(shape, device, dtype)) is None else {"triton": reason}
     for backend in _BACKENDS:
         if backend not in absent:
@@ -133,29 +114,25 @@ def benchmark_operation(
         attentions = _attentions(shape, device, dtype, absent, backward)
         if not backward and device.type == "cuda":
             _check_at_full_size(attentions)
-        outcomes = time_interleaved({name: one.run(backward) for name, one in attentions.items()}, device, budget)
+        outcomes = recorder.measure({name: one.run(backward) for name, one in attentions.items()})
         for name, outcome in outcomes.items():
             one = attentions[name]
-            rows.append(operation_row(one.shape, name, stage, dtype, outcome, rates, _KINDS[one.kind][0]))
+            rows.append(_row(recorder, outcome, one.shape, name, stage, _KINDS[one.kind][0]))
     return rows
 
 
-def operation_row(
-    shape: Shape, variant: str, stage: str, dtype: torch.dtype, outcome: Outcome, rates: Rates, work: Work
-) -> Row:
-    """The row of one attention, with the blocks of this variant; what it computes tells FLOPs and bytes."""
-    cost = cost_of(shape, work, dtype.itemsize, stage == "forward+backward")
+def _row(recorder: Recorder, outcome: Outcome, shape: Shape, variant: str, stage: str, work: Work) -> Row:
+    """Of one attention, with the blocks of this variant; what it computes tells FLOPs and bytes."""
+    cost = cost_of(shape, work, recorder.dtype.itemsize, stage == "forward+backward")
     softmax = work == "softmax"
-    return make_row(
+    return recorder.row(
         outcome,
-        rates,
         flops=cost.flops,
         bytes=cost.bytes,
         case=shape.name,
         stage=stage,
         variant=variant,
         baseline=softmax,
-        dtype=dtype,
         tokens=shape.tokens,
         blocks=None if work in ("softmax", "lists") else math.prod(shape.blocks),
         note="without RoPE" if softmax and shape.rotary_axes is not None else "",
@@ -165,14 +142,9 @@ def operation_row(
 def linear_attention(
     shape: Shape, inputs: Sequence[torch.Tensor], backend: str, mixing: torch.Tensor | None = None, **options: Any
 ) -> Attend:
-    """MHLA, or plain linear attention where the shape has one block.
+    """MHLA, or plain linear attention where the shape has one block, with the initial mixing matrix if none is given.
 
-    Args:
-        shape: grid and blocks.
-        inputs: query, key and value.
-        backend: of :func:`mhla_attention`, or "torch.compile" of the eager one.
-        mixing: (M, M) or (H, M, M); the initial one if left out.
-        **options: further arguments of :func:`mhla_attention`, such as those of the sparse branch.
+    The backend is one of :func:`mhla_attention`, or "torch.compile" of the eager one; options are further arguments.
     """
     matrix = initial_mixing(shape.blocks).to(inputs[0].device) if mixing is None else mixing
     query, key, value = inputs
@@ -298,22 +270,16 @@ def default_scaling(device_type: str) -> Scaling:
 
 
 def check_scaling(config: Scaling, device: torch.device, dtype: torch.dtype) -> None:
-    """Check MHLA with every M.
-
-    Raises:
-        IncorrectAttentionError: it is wrong here.
-    """
+    """Check MHLA with every M; raises IncorrectAttentionError where it is wrong."""
     for count in config.blocks:
         shape = config.shape(min(config.tokens), count)
         check_operation(shape, device, dtype, fastest_backend(shape, device, dtype))
 
 
-def benchmark_scaling(
-    config: Scaling, tokens: int, device: torch.device, dtype: torch.dtype, rates: Rates, budget: Budget
-) -> list[Row]:
+def benchmark_scaling(config: Scaling, tokens: int, recorder: Recorder) -> list[Row]:
     """Time softmax, plain linear attention and MHLA with every M at one N, in turns, after :func:`check_scaling`."""
-    whole = config.shape(tokens, 1)
-    backend, inputs = fastest_backend(whole, device, dtype), make_inputs(whole, device, dtype)
+    whole, place = config.shape(tokens, 1), (recorder.device, recorder.dtype)
+    backend, inputs = fastest_backend(whole, *place), make_inputs(whole, *place)
     shapes = {SOFTMAX: whole, PLAIN: whole}
     shapes |= {f"MHLA M={count}": config.shape(tokens, count) for count in sorted(config.blocks) if count <= tokens}
     variants: dict[str, Variant] = {
@@ -325,10 +291,9 @@ def benchmark_scaling(
     else:
         q, k, v = (x.transpose(1, 2) for x in inputs)
         variants[SOFTMAX] = torch.no_grad()(partial(torch.nn.functional.scaled_dot_product_attention, q, k, v))
-    outcomes = time_interleaved(variants, device, budget)
     return [
-        operation_row(shapes[name], name, "forward", dtype, outcome, rates, "softmax" if name == SOFTMAX else "linear")
-        for name, outcome in outcomes.items()
+        _row(recorder, outcome, shapes[name], name, "forward", "softmax" if name == SOFTMAX else "linear")
+        for name, outcome in recorder.measure(variants).items()
     ]
 
 

@@ -26,7 +26,7 @@ from ..families import Model
 from ..patching.parallel import parallel_of
 from ..reporting import write_table
 from .correctness import random_rotary
-from .forecast import Question, count_forwards
+from .forecast import Question, count_forwards, total
 from .models import Size, build_transformer, family_of_model
 from .parts import ATTENTION
 from .shapes import Shape
@@ -424,12 +424,7 @@ def plan(
 ) -> list[Planned]:
     """Softmax and a patch on every number of GPUs.
 
-    Args:
-        model: which.
-        size: that it makes.
-        gpus: how many.
-        machines: what they are taken to reach.
-        config: of the patch; MHLA in all layers with the model's block counts for None.
+    Without settings of a patch it is MHLA in all layers with the model's block counts.
 
     Raises:
         ValueError: a number that is not allowed, or a patch that does not fit.
@@ -447,7 +442,7 @@ def plan(
     question = Question(model, size, config)
     unpatched, patched = count_forwards(question, torch.bfloat16)
     softmax, mhla = unpatched[ATTENTION].flops, patched[ATTENTION].flops
-    others, part = sum(cost.flops for cost in unpatched.values()) - softmax, question.layers / model.layers
+    others, part = total(unpatched).flops - softmax, question.layers / model.layers
     flops = {SOFTMAX: others + softmax, MHLA: others + part * mhla + (1 - part) * softmax}
     # the layers that are patched as the attention has it, and all others with softmax
     layers = {SOFTMAX: {SOFTMAX: model.layers}, MHLA: {MHLA: question.layers, SOFTMAX: model.layers - question.layers}}

@@ -35,13 +35,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def time_parts(transformer: Any, run: Callable[[], object], device: torch.device) -> dict[str, Timing]:
-    """Part → seconds of it in a forward, of three repetitions; modules are timed by hooks.
-
-    Args:
-        transformer: not compiled.
-        run: its forward, warmed up.
-        device: where it runs.
-    """
+    """Part → seconds of it in a forward, of three repetitions; modules are timed by hooks."""
 
     def mark() -> _Mark:
         if device.type != "cuda":
@@ -86,9 +80,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
     writes the output of its heads, and block states and pooled keys are written and read. In the rest, norms,
     modulation and residuals, every operator of PyTorch reads and writes for itself.
 
-    Args:
-        transformer: on the meta device, where nothing is computed.
-        inputs: of its forward.
+    The transformer and the inputs of its forward lie on the meta device, where nothing is computed.
     """
     flops, moved = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     filled_up = 0

@@ -17,7 +17,7 @@ from .cases import CLASSIFIERS, LINEAR_KINDS, patch_settings
 from .correctness import check_operation
 from .models import models
 from .operation import fastest_backend
-from .results import CONTENT, PART, Rates, Row, make_row
+from .results import CONTENT, PART, Recorder, Row
 from .shapes import Shape
 from .timing import Outcome, outcome_of, peak_bytes, summarise, synchronize
 
@@ -79,18 +79,16 @@ class PipelineCase(PipelineChoice):
             if variant != UNPATCHED:
                 remove_mhla(pipe)
 
-    def row(self, outcome: Outcome, rates: Rates, stage: str, variant: str) -> Row:
+    def row(self, recorder: Recorder, outcome: Outcome, stage: str, variant: str) -> Row:
         """A row of this case."""
         settings = {**self.settings, **({"softmax_steps": self.softmax_steps} if self.softmax_steps else {})}
         described = ", ".join(f"{name}={value}" for name, value in settings.items())
-        return make_row(
+        return recorder.row(
             outcome,
-            rates,
             case=f"{self.name}, {described}" if described else self.name,
             stage=stage,
             variant=variant,
             baseline=variant == UNPATCHED,
-            dtype=self.dtype,
             model=self.name,
             frames=self.settings.get("num_frames"),
             height=self.settings.get("height"),
@@ -108,13 +106,7 @@ def choose_pipeline(
 ) -> PipelineCase:
     """A pipeline by name, checked with its settings before anything is loaded.
 
-    Args:
-        name: tiny-dit, tiny-sana, tiny-wan, or the Hub id or folder of a pipeline.
-        device: where.
-        dtype: of its weights.
-        repetitions: calls of each variant.
-        settings: arguments of the call, such as num_inference_steps, guidance_scale, height, width, num_frames.
-        softmax_steps: first denoising steps in which patches are disabled.
+    The name is tiny-dit, tiny-sana, tiny-wan, or the Hub id or folder of one; settings are arguments of the call.
 
     Raises:
         FileNotFoundError: no such pipeline.
@@ -139,7 +131,7 @@ def choose_pipeline(
     return case
 
 
-def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
+def benchmark_pipeline(case: PipelineCase, recorder: Recorder) -> list[Row]:
     """Check MHLA, then call the pipeline with every attention in turns.
 
     Returns:
@@ -171,12 +163,12 @@ def benchmark_pipeline(case: PipelineCase, rates: Rates) -> list[Row]:
     rows = []
     for variant in case.variants:
         if variant in refused:
-            rows.append(case.row(refused[variant], rates, WHOLE, variant))
+            rows.append(case.row(recorder, refused[variant], WHOLE, variant))
             continue
         for part in (WHOLE, *PARTS):
             stage, peak = (part, peaks[variant]) if part == WHOLE else (PART + part, None)
             timing = summarise([call[part] for call in calls[variant]])
-            rows.append(case.row(Outcome("measured", timing, peak), rates, stage, variant))
+            rows.append(case.row(recorder, Outcome("measured", timing, peak), stage, variant))
     return rows
 
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..files import read_json, write_json, write_text
-from .timing import Clock, Outcome, summarise
+from .timing import Budget, Clock, Outcome, Variant, summarise, time_interleaved
 
 COMMANDS = ("op", "scaling", "transformer", "train", "pipeline")
 """Commands that write results, in the order of a report."""
@@ -286,30 +286,45 @@ class Run:
 
 
 class Recorder:
-    """Prints every case as a table and rewrites the files after it, so that a run that is cut off leaves its cases.
+    """Where, in which type and how often a command measures, and what becomes of its rows.
+
+    Every case is printed as a table, and the files are rewritten after it, so that a run that is cut off leaves its
+    cases.
 
     Args:
         command: one of ``COMMANDS``.
         device: where the run measures; its rates are measured now.
-        dtype: of the matrix product.
+        dtype: of the inputs.
         output: folder that gets a folder for the device.
+        seconds: to spend on each variant.
 
     Raises:
         OSError: the device's folder holds results of another device.
     """
 
-    def __init__(self, command: str, device: torch.device, dtype: torch.dtype, output: Path) -> None:
+    def __init__(
+        self, command: str, device: torch.device, dtype: torch.dtype, output: Path, seconds: float = 1.0
+    ) -> None:
+        self.device, self.dtype, self.budget = device, dtype, Budget(seconds)
         conditions = gather_conditions(device)
         _check_device(output / conditions.folder_name, conditions)
         self.run = Run(command, conditions, measure_rates(device, dtype))
-        self.rates, self.output = self.run.rates, output
+        self.output = output
         versions = ", ".join(f"{name} {version}" for name, version in conditions.versions.items())
         console().print(f"{conditions.device}; {versions}", highlight=False)
         console().print(
-            f"measured: {self.rates.matmul / 1e12:.3g} TFLOP/s in {self.rates.matmul_dtype} matrix products, "
-            f"{self.rates.copy / 1e9:.3g} GB/s copied",
+            f"measured: {self.run.rates.matmul / 1e12:.3g} TFLOP/s in {self.run.rates.matmul_dtype} matrix products, "
+            f"{self.run.rates.copy / 1e9:.3g} GB/s copied",
             highlight=False,
         )
+
+    def measure(self, variants: Mapping[str, Variant]) -> dict[str, Outcome]:
+        """Time variants in turns, see :func:`time_interleaved`."""
+        return time_interleaved(variants, self.device, self.budget)
+
+    def row(self, outcome: Outcome, **what: Any) -> Row:
+        """A row of this run, see :func:`make_row`."""
+        return make_row(outcome, self.run.rates, dtype=self.dtype, **what)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Show and save the rows of one case."""

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..attention import BlockLists
 from ..attention.call import list_length
@@ -169,11 +168,7 @@ def softmax_attention(backend: str, query: torch.Tensor, key: torch.Tensor, valu
 def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) -> str | None:
     """Why a backend is not to be tried; None if it is, which does not mean that it can run the call.
 
-    Args:
-        backend: key of ``SOFTMAX_BACKENDS``, or flex.
-        device: where.
-        tokens: N.
-        heads: H, times the batch size.
+    Heads are those of all samples of the batch.
     """
     if device.type != "cpu":
         return None
@@ -246,12 +241,9 @@ def flex_over_lists(shape: Shape, inputs: Sequence[torch.Tensor], lists: BlockLi
     """Softmax attention over listed blocks by compiled FlexAttention: what attends gives (B, N, H, D).
 
     Tokens are brought into the order of the uniform blocks and back again. Blocks that are not listed are left out.
-
-    Args:
-        shape: with the grid.
-        inputs: query, key and value, each (B, N, H, D).
-        lists: the same for all samples.
     """
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
     device, block = inputs[0].device, lists.block_size
     layout = layout_of(shape.grid, block, device=str(device))
     rows, back, is_token = layout.order.clamp_min(0), layout.rows, layout.order >= 0

@@ -7,35 +7,28 @@ import torch
 
 from .cases import REST, Candidate, Case, Counts
 from .parts import time_parts
-from .results import PART, Rates, Row
-from .timing import Absent, Budget, Outcome, Variant, free_bytes, show_progress, time_interleaved
+from .results import PART, Recorder, Row
+from .timing import Absent, Outcome, Variant, free_bytes, show_progress
 
 FORWARD, TRAINING_STEP = "forward", "training step"
 
 
-def benchmark_transformer(case: Case, rates: Rates, budget: Budget, *, compile: bool) -> list[Row]:
+def benchmark_transformer(case: Case, recorder: Recorder, *, compile: bool) -> list[Row]:
     """Check the patched attention, then time a forward of all variants in turns, and then the parts of each.
 
-    Args:
-        case: what to measure.
-        rates: of the device.
-        budget: how often.
-        compile: time every variant with its repeated blocks compiled as well.
-
-    Returns:
-        A row per variant, and one per variant and part.
+    With ``compile`` every variant is timed with its repeated blocks compiled as well.
 
     Raises:
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
     """
     counts = case.count()
-    if (refused := _refuse_for_memory(case, counts.weight_bytes, rates, FORWARD)) is not None:
+    if (refused := _refuse_for_memory(case, counts.weight_bytes, recorder, FORWARD)) is not None:
         return [refused]
     candidates, inputs = _make_candidates(case, counts, compile=compile)
     runs = {candidate.name: candidate.run(inputs) for candidate in candidates}
     # every variant compiles the same code anew; beyond the limit torch would silently stop compiling
     with torch._dynamo.config.patch(cache_size_limit=64):
-        rows = _measure(case, counts, candidates, runs, rates, budget, FORWARD)
+        rows = _measure(case, counts, candidates, runs, recorder, FORWARD)
     measured = {row.variant for row in rows if row.median is not None}
     for candidate in show_progress(candidates, "looking at parts"):
         run = runs[candidate.name]
@@ -44,8 +37,8 @@ def benchmark_transformer(case: Case, rates: Rates, budget: Budget, *, compile: 
             costs = counts.costs[candidate.choice.kind]
             rows += [
                 case.row(
+                    recorder,
                     Outcome("measured", timing),
-                    rates,
                     stage=PART + part,
                     variant=candidate.name,
                     baseline=False,
@@ -59,24 +52,17 @@ def benchmark_transformer(case: Case, rates: Rates, budget: Budget, *, compile: 
     return rows
 
 
-def benchmark_training(case: Case, rates: Rates, budget: Budget, *, checkpointing: bool) -> list[Row]:
+def benchmark_training(case: Case, recorder: Recorder, *, checkpointing: bool) -> list[Row]:
     """Check the patched attention, then time a step of every variant in turns; all weights train.
 
-    Args:
-        case: what to measure.
-        rates: of the device.
-        budget: how often.
-        checkpointing: compute activations again in the backward pass instead of keeping them.
-
-    Returns:
-        A row per variant.
+    With ``checkpointing`` activations are computed again in the backward pass instead of kept.
 
     Raises:
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
     """
     counts = case.count()
     copies = 4  # weights, gradients and both moments of AdamW
-    if (refused := _refuse_for_memory(case, copies * counts.weight_bytes, rates, TRAINING_STEP)) is not None:
+    if (refused := _refuse_for_memory(case, copies * counts.weight_bytes, recorder, TRAINING_STEP)) is not None:
         return [refused]
     candidates, inputs = _make_candidates(case, counts, compile=False)
     models = [candidate.model for candidate in candidates if candidate.model is not None]
@@ -88,17 +74,17 @@ def benchmark_training(case: Case, rates: Rates, budget: Budget, *, checkpointin
         if checkpointing:  # by the method that diffusers gives its models, or transformers
             (getattr(model, "enable_gradient_checkpointing", None) or model.activation_checkpointing_enable)()
     runs = {candidate.name: candidate.run(inputs, optimizer) for candidate in candidates}
-    return _measure(case, counts, candidates, runs, rates, budget, TRAINING_STEP)
+    return _measure(case, counts, candidates, runs, recorder, TRAINING_STEP)
 
 
-def _refuse_for_memory(case: Case, needed: int, rates: Rates, stage: str) -> Row | None:
+def _refuse_for_memory(case: Case, needed: int, recorder: Recorder, stage: str) -> Row | None:
     """A row that says so if not even the weights fit; asked beforehand, as Linux ends a process that tries."""
     free = free_bytes(case.device)
     if needed <= free:
         return None
     reason = f"the weights need {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
     reason += ". --layers builds fewer" if case.is_uniform else ""
-    return case.row(Outcome("out of memory", reason=reason), rates, stage=stage, variant="all", baseline=False)
+    return case.row(recorder, Outcome("out of memory", reason=reason), stage=stage, variant="all", baseline=False)
 
 
 def _make_candidates(case: Case, counts: Counts, *, compile: bool) -> tuple[list[Candidate], dict[str, Any]]:
@@ -118,15 +104,14 @@ def _measure(
     counts: Counts,
     candidates: Sequence[Candidate],
     runs: Mapping[str, Variant],
-    rates: Rates,
-    budget: Budget,
+    recorder: Recorder,
     stage: str,
 ) -> list[Row]:
     """Time all in turns, and make a row of each.
 
     Where layers are cut, with the time of all layers, extrapolated from the time of those and of ``REST``.
     """
-    outcomes, rows = time_interleaved(runs, case.device, budget), []
+    outcomes, rows = recorder.measure(runs), []
     rest = outcomes.get(REST.name)
     for candidate in candidates:
         choice, outcome = candidate.choice, outcomes[candidate.name]
@@ -141,8 +126,8 @@ def _measure(
                 notes.append(f"{case.layers} of {case.all_layers} layers; all would take {1000 * whole:.3g} ms")
         rows.append(
             case.row(
+                recorder,
                 outcome,
-                rates,
                 stage=stage,
                 variant=candidate.name,
                 baseline=choice.baseline,

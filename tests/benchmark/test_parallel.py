@@ -9,7 +9,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.benchmark.forecast import ceilings
+from mhla_diffusers.benchmark.forecast import ceilings, total
 from mhla_diffusers.benchmark.models import Size, find_models, models
 from mhla_diffusers.benchmark.parallel import (
     MHLA,
@@ -130,7 +130,7 @@ def test_the_page_tells_what_is_counted():
 def test_seconds_by_hand():
     model = tiny_wan()
     softmax, mhla = plan(model, SIZE, [2], ROUND)
-    whole = ceilings([model])[0].flops  # of its own size, which is this one
+    whole = total(ceilings([model])[0].unpatched).flops  # of its own size, which is this one
     assert softmax.compute == pytest.approx(whole / 2 / 1e12)
     for planned, attention in ((softmax, SOFTMAX), (mhla, MHLA)):
         assert planned.attention == attention
