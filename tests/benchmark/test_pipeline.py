@@ -30,7 +30,7 @@ def test_a_call_and_its_parts(tmp_path, family, model, more):
         assert list(parts) == [f"part: {part}" for part in PARTS]
         assert sum(parts.values()) == pytest.approx(whole[variant])
         assert parts["part: denoising"] > 0 and parts["part: VAE"] > 0
-        assert (parts["part: text encoding"] > 0) == bool(TINY[family].text_marks)
+        assert (parts["part: text encoding"] > 0) == (not TINY[family].prompts_are_classes)
     described = "num_inference_steps=2" + (", softmax_steps=0.5" if more else "")
     assert {(row.case, row.model) for row in run.rows} == {(f"{model}, {described}", model)}
 
