@@ -541,7 +541,7 @@ def training_config(phase: Phase, output: Path, seed: int) -> TrainingConfig:
         trainable="all",
         objectives=ObjectiveWeights(diffusion=1.0),
         scheduler="cosine",
-        warmup_steps=50,
+        warmup_steps=min(50, phase.steps // 2),
     )
     return TrainingConfig(
         output=str(output),

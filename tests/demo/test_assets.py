@@ -45,7 +45,7 @@ def quick(making, family, scenes, *phases):
 
 
 def test_a_pipeline_is_made_kept_and_installed(making, tmp_path, monkeypatch, assets):
-    recipe = quick(making, "dit", 8, making.Phase("whole", 50, 4, 1e-3))
+    recipe = quick(making, "dit", 8, making.Phase("whole", 2, 4, 1e-3))
     made = making.train_pipeline(recipe, tmp_path / "run")
     # what is finished is taken from the folder, so that nothing of it changes
     monkeypatch.setattr(making, "train_autoencoder", None)
@@ -63,7 +63,7 @@ def test_a_pipeline_is_made_kept_and_installed(making, tmp_path, monkeypatch, as
 
 @pytest.mark.slow
 def test_clips_are_learned_after_single_frames(making, tmp_path):
-    phases = making.Phase("single", 50, 2, 1e-3, frames=1), making.Phase("whole", 50, 1, 1e-3)
+    phases = making.Phase("single", 2, 2, 1e-3, frames=1), making.Phase("whole", 2, 1, 1e-3)
     pipe = making.train_pipeline(quick(making, "wan", 2, *phases), tmp_path)
     tiny = TINY["wan"]
     (clip,) = generate_scenes(pipe, tiny, [tiny.random_scene(random.Random(0))], 0, num_inference_steps=1)
