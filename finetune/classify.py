@@ -657,57 +657,43 @@ Results = dict[str, list[dict[str, Any]]]
 """Name of a variant → what was found of it, one for every seed."""
 
 
-def look_at_classifier(model: torch.nn.Module, pictures: torch.Tensor, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Rank and entropy of the attention matrices of a model, averaged over layers, heads and pictures (paper, Fig. 3b).
-
-    Args:
-        model: in eval mode, patched or not.
-        pictures: (B, 3, H, W).
-        settings: what its forward needs beside them, such as ``interpolate_pos_encoding`` at another size.
+def look_at_attention(model: Any, config: ClassifyConfig, most: int) -> dict[str, Any]:
+    """Rank and entropy of attention, averaged over layers, heads and the first held-out pictures (paper, Fig. 3b).
 
     Returns:
         As JSON has it: ``rank``, ``entropy`` in nats, the token ``grid``, and ``map``, what the token in the middle of
         the first picture gives to all tokens in the layer in the middle, its mean over heads; nothing of a model of no
         family, such as VLT, whose attention is built in.
     """
+    data: Any = pictures_of(config, 0, held_out=True)
+    pictures = torch.stack([data[index]["pixel_values"] for index in range(min(most, len(data)))]).to(model.device)
     family = find_family(model)
+    call = TransformerCall((pictures,), call_settings(model, config.size))
     if family is None:
         return {}
-    call = TransformerCall((pictures,), settings)
-    grid = call.grid(model)
-    names = list(family.self_attentions(model))
+    grid, names = call.grid(model), list(family.self_attentions(model))
     rows: dict[str, torch.Tensor] = {}
 
     def keep(name: str, matrix: torch.Tensor) -> None:
         rows[name] = matrix[0, :, middle_of(grid)].mean(dim=0)
 
     layers = analyze_layers(model, call, each=keep)
-    weights = rows[names[len(names) // 2]].tolist()
     return {
         "rank": fmean(layer.rank for layer in layers),
         "entropy": fmean(layer.entropy for layer in layers),
         "grid": list(grid),
-        "map": [round(weight, 6) for weight in weights],
+        "map": [round(weight, 6) for weight in rows[names[len(names) // 2]].tolist()],
     }
 
 
-def draw_classifiers(results: Mapping[str, Sequence[Mapping[str, Any]]], output: Path) -> list[Path]:
-    """Rank and entropy as bars, and the maps of the first of each, from :func:`look_at_classifier`.
-
-    Args:
-        results: name → one for every seed; those without a rank are left out.
-        output: folder of ``rank-and-entropy.png`` and ``attention-maps.png``.
-
-    Returns:
-        The files; none where nothing has a rank.
-    """
+def draw(results: Results, output: Path) -> None:
+    """``rank-and-entropy.png``, bars, and ``attention-maps.png``, of the first seed; of what has a rank."""
     known = {name: found for name, found in results.items() if "rank" in found[0]}
     if not known:
-        return []
-    output.mkdir(parents=True, exist_ok=True)
-    first = next(iter(known.values()))[0]
+        return
+    grid = next(iter(known.values()))[0]["grid"]
     rows = {name: torch.tensor(found[0]["map"]) for name, found in known.items()}
-    maps = draw_attention_maps(rows, first["grid"], middle_of(first["grid"]), output / "attention-maps.png")
+    draw_attention_maps(rows, grid, middle_of(grid), output / "attention-maps.png")
     plt, names = require_matplotlib(), list(known)
     figure, axes = plt.subplots(1, 2, figsize=(9, 1.2 + 0.4 * len(names)), sharey=True, layout="constrained")
     for axis, key, label in zip(axes, ("rank", "entropy"), ("rank", "entropy in nats"), strict=True):
@@ -718,14 +704,6 @@ def draw_classifiers(results: Mapping[str, Sequence[Mapping[str, Any]]], output:
     axes[0].invert_yaxis()
     figure.savefig(output / "rank-and-entropy.png", dpi=110)
     plt.close(figure)
-    return [output / "rank-and-entropy.png", maps]
-
-
-def look_at_pictures(model: Any, config: ClassifyConfig, most: int) -> Mapping[str, Any]:
-    """Rank and entropy of attention over the first held-out pictures."""
-    data: Any = pictures_of(config, 0, held_out=True)
-    pictures = torch.stack([data[index]["pixel_values"] for index in range(min(most, len(data)))])
-    return look_at_classifier(model, pictures.to(model.device), call_settings(model, config.size))
 
 
 def train_and_judge(config: ClassifyConfig, name: str, seed: int, checkpoints: Path) -> dict[str, Any]:
@@ -740,7 +718,7 @@ def train_and_judge(config: ClassifyConfig, name: str, seed: int, checkpoints: P
         "top-5": found["top5"],
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": seconds,
-        **look_at_pictures(model, config, config.analysed),
+        **look_at_attention(model, config, config.analysed),
     }
 
 
@@ -763,7 +741,7 @@ def compare(config: ClassifyConfig, tables: Mapping[str, Mapping[str, str]], out
     parts = {}
     for name in names:
         variant = config.all_variants()[name]
-        look_at_pictures(build(config, variant, 0).eval(), config, 1)  # says what is not allowed, before all training
+        look_at_attention(build(config, variant, 0).eval(), config, 1)  # says what is not allowed, before all training
         settings = trainer.settings_of(config, no_matter) | {"variant": variant}
         for seed in config.seeds:
             file = output / f"{trainer.file_name_of(name)}-seed-{seed}.json"
@@ -819,7 +797,7 @@ def run(given: argparse.Namespace, overrides: Sequence[str]) -> str:
         return compare(config, config.ablation_tables(), given.output)[0]
     require_matplotlib()  # which draws the result, after all the training
     text, results = compare(config, {"comparison": {name: name for name in config.variants}}, given.output)
-    draw_classifiers(results, given.output)
+    draw(results, given.output)
     return text
 
 

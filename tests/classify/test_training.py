@@ -195,14 +195,14 @@ def test_a_comparison_that_was_stopped_goes_on_within_a_training(tmp_path, monke
     folder, seen = output / "softmax-seed-0", []
     state = folder / "checkpoint-1" / "trainer_state.json"
 
-    def look(model, pictures, settings):
-        if len(pictures) > 1:  # after the training
+    def look(model, config, most):
+        if most > 1:  # after the training
             seen.append(state.stat().st_mtime_ns)
             if len(seen) == 1:
                 raise KeyboardInterrupt
         return {}
 
-    monkeypatch.setattr(classify, "look_at_classifier", look)
+    monkeypatch.setattr(classify, "look_at_attention", look)
     with pytest.raises(KeyboardInterrupt):
         classify.compare(config, of_variants(config), output)
     written, told = state.stat().st_mtime_ns, json.loads(state.read_text())
@@ -266,10 +266,10 @@ def test_a_model_to_begin_from_is_compared_at_another_size(tmp_path, monkeypatch
     found = classify.compare(config, of_variants(config), tmp_path / "out")[1]["MHLA"][0]
     assert found["grid"] == [8, 8] and found["rank"] >= 1
 
-    def refuse(model, pictures, settings):
+    def refuse(model, config, most):
         raise ValueError("no matrices")
 
-    monkeypatch.setattr(classify, "look_at_classifier", refuse)
+    monkeypatch.setattr(classify, "look_at_attention", refuse)
     with pytest.raises(ValueError, match="no matrices"):
         classify.compare(config, of_variants(config), tmp_path / "other")
     assert not (tmp_path / "other").exists()
