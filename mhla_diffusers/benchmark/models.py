@@ -142,6 +142,27 @@ def _check_size(model: Model, size: Size) -> None:
         raise ValueError(f"{model.name} takes square images only; got {size.height}x{size.width}.")
 
 
+def class_settings(model: Model, size: Size, layers: int | None = None) -> dict[str, Any]:
+    """Arguments of a model's class, or of its configuration where that is an object.
+
+    Args:
+        model: which.
+        size: of its inputs, which some transformers must know.
+        layers: build only so many, at least one; None for all.
+    """
+    built = layers or model.layers
+    others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
+    known = inspect.signature(family_of_model(model).transformer_class(model.transformer)).parameters
+    shape = {
+        "num_attention_heads": model.heads,
+        "attention_head_dim": model.head_dim,
+        "sample_size": size.height // model.stride,
+        "video_length": size.frames,
+    }
+    told = {name: value for name, value in shape.items() if name in known}
+    return {**told, **model.settings, model.layers_argument: built, **others}
+
+
 def build_transformer(model: Model, size: Size, layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
     """A transformer with seeded random weights, in eval mode.
 
@@ -155,18 +176,7 @@ def build_transformer(model: Model, size: Size, layers: int | None, device: torc
         device: where; "meta" for shapes alone.
         dtype: of the other weights.
     """
-    family = family_of_model(model)
-    built = layers or model.layers
-    others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
-    settings = {**model.settings, model.layers_argument: built, **others}
-    told = {
-        "num_attention_heads": model.heads,
-        "attention_head_dim": model.head_dim,
-        "sample_size": size.height // model.stride,
-        "video_length": size.frames,
-    }
-    known = inspect.signature(family.transformer_class(model.transformer)).parameters
-    settings |= {name: value for name, value in told.items() if name in known}
+    family, settings = family_of_model(model), class_settings(model, size, layers)
     torch.manual_seed(0)
     with device:
         transformer = family.build(model.transformer, settings).to(device)

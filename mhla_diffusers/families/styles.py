@@ -232,6 +232,6 @@ def _why_too_old(kind: str) -> str | None:
         return None
     needed = ".".join(map(str, _TRANSFORMERS))
     return (
-        f"A patch of {kind} needs the attentions, masks and caches of transformers {needed} or newer, and {major}.{minor} "
-        "is installed: pip install --upgrade transformers."
+        f"A patch of {kind} needs the attentions, masks and caches of transformers {needed} or newer, and "
+        f"{major}.{minor} is installed: pip install --upgrade transformers."
     )

@@ -6,7 +6,7 @@ from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEul
 
 from ..models import seeded
 from ..pipelines import quiet, wan_pipeline
-from .tiny.components import kl_autoencoder
+from .cases import kl_autoencoder
 
 CALL = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 8}
 """Arguments of the pipeline's call for a small picture: 8x8 latents, a token grid of 4x4."""

@@ -5,12 +5,13 @@ import torch
 from diffusers.models.transformers.transformer_chronoedit import ChronoEditRotaryPosEmbed
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import get_family
 from mhla_diffusers.families.chronoedit import ChronoEditFamily
 
-from ..models import assert_changed, output, relative_change
-from .tiny.chronoedit import CASE, EDIT_CASE
+from ..models import assert_changed
+from .cases import case_of
+
+CASE, EDIT_CASE = case_of("chronoedit"), case_of("chronoedit_edit")
 
 
 def _rotary(head_dim: int, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,31 +20,9 @@ def _rotary(head_dim: int, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("frames", [2, 3])
-@pytest.mark.parametrize("head_dim", [12, 128])
-def test_rope_turns_channels_with_one_axis_each(head_dim, frames):
-    grid, axes = (frames, 4, 3), ChronoEditFamily().rotary_axes(head_dim)
-    rotary = _rotary(head_dim, frames)
-    assert torch.equal(table_of_tokens(axial_table(rotary, grid), grid, axes), rotary_table(rotary))
-
-
-def test_a_table_that_is_cut_inside_a_pair_is_read_whole():
-    """diffusers cuts it into thirds, of 16 channels (6, 5, 5)."""
-    assert ChronoEditFamily().rotary_axes(16) is None
-
-
-@pytest.mark.parametrize("frames", [2, 3])
 def test_rope_tells_the_grid(frames):
     attn = CASE.transformer().blocks[0].attn1
     assert ChronoEditFamily().grid_of_attention(attn, _rotary(12, frames)) == (frames, 4, 3)
-
-
-@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-def test_softmax_in_place_of_mhla_is_the_own_attention_of_two_frames(ragged):
-    model, arguments = EDIT_CASE.transformer(), EDIT_CASE.inputs(ragged=ragged)
-    expected = output(model, arguments)
-    mhla.apply_mhla(model, blocks=(1, 1, 1), sparse="content", density=1.0)
-    # float32 sums in another order, through all layers
-    assert relative_change(output(model, arguments), expected) < 2e-5
 
 
 def test_the_default_blocks_run_on_the_grids_of_one_call():

@@ -2,35 +2,24 @@
 
 import pytest
 import torch
-from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import Clip, get_family
 
 from ..models import relative_change
+from .cases import ROUNDING, case_of, output
 from .recording import forwards
-from .test_every_family import ROUNDING, output
-from .tiny.cogvideox import CASE, TWO_FRAMES_CASE, pipeline, transformer
+
+CASE, TWO_FRAMES_CASE = case_of("cogvideox"), case_of("cogvideox_two_frames")
 
 CASES = pytest.mark.parametrize("case", [CASE, TWO_FRAMES_CASE], ids=["1.0", "1.5"])
 NO_ROPE = {"use_rotary_positional_embeddings": False}
 CLIP = Clip(9, 8.0, ((64, 96),))
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_softmax_in_place_of_mhla_where_a_token_has_two_latent_frames(ragged):
-    model, arguments = TWO_FRAMES_CASE.transformer(), TWO_FRAMES_CASE.inputs(ragged=ragged)
-    expected = output(model, arguments)
-    mhla.apply_mhla(model, blocks=(1, 1, 1), sparse="content", density=1.0)
-    assert relative_change(output(model, arguments), expected) < ROUNDING
-    grid = TWO_FRAMES_CASE.ragged_grid if ragged else TWO_FRAMES_CASE.grid
-    assert {layer.grid for layer in mhla.describe(model)} == {grid}
-
-
 def test_softmax_in_place_of_mhla_without_rope():
     """CogVideoX-2B, whose positions are added to the tokens."""
-    model, arguments = transformer(**NO_ROPE), CASE.inputs() | {"image_rotary_emb": None}
+    model, arguments = CASE.transformer(**NO_ROPE), CASE.inputs() | {"image_rotary_emb": None}
     expected = output(model, arguments)
     mhla.apply_mhla(model, blocks=(1, 1, 1), sparse="content", density=1.0)
     assert relative_change(output(model, arguments), expected) < ROUNDING
@@ -56,15 +45,6 @@ def test_forward_is_called_as_by_the_pipeline(case, size):
         assert torch.equal(table, expected)
     grid = family.grid_of_clip(pipe, pipe.transformer, Clip(call["num_frames"], 8.0, (size,)))
     assert family.grid_of_arguments(pipe.transformer, given) == grid
-
-
-def test_conditioning_has_the_shapes_that_are_told():
-    pipe = pipeline()
-    family = get_family(pipe.transformer)
-    for prompt in ("a red ball", ""):
-        encoded = family.encode_prompt(pipe, prompt)
-        shapes = family.conditioning_shapes(pipe.transformer.config)
-        assert {key: x.shape for key, x in encoded.items()} == {key: x.shape for key, x in shapes.items()}
 
 
 @torch.no_grad()
@@ -97,43 +77,15 @@ def test_generated_latents_have_channels_before_frames(case):
     assert torch.equal(found, frames[0].transpose(0, 1))
 
 
-@pytest.mark.parametrize("head_dim", [16, 64])
-def test_rope_turns_channels_with_one_axis_each(head_dim):
-    frames, *size = CASE.grid
-    tables = get_3d_rotary_pos_embed(head_dim, ((0, 0), size), size, frames)
-    rotary, axes = tuple(table[None, :, None] for table in tables), get_family(transformer()).rotary_axes(head_dim)
-    assert torch.equal(table_of_tokens(axial_table(rotary, CASE.grid), CASE.grid, axes), rotary_table(rotary))
-
-
-def test_grid_of_a_size():
-    for case, grid in ((CASE, (3, 4, 6)), (TWO_FRAMES_CASE, (2, 4, 6))):
-        pipe = mhla.apply_mhla(case.pipeline(), blocks=(1, 2, 2), sparse="none")
-        assert {layer.grid for layer in mhla.describe(pipe, height=64, width=96, num_frames=9)} == {grid}
-    assert mhla.suggest_blocks(pipeline(), height=480, width=720) == (4, 3, 5)
-
-
 def test_latents_that_do_not_fill_a_token_are_refused():
     model = TWO_FRAMES_CASE.transformer()
     with pytest.raises(ValueError, match="Latents of 3 frames do not fill tokens of 2"):
         get_family(model).token_grid(model, torch.empty(1, 4, 3, 8, 12))
 
 
-def test_image_to_video_is_patched_but_not_trained():
-    pipe = pipeline(lambda: transformer(in_channels=8))
-    family = get_family(pipe.transformer)
-    arguments = CASE.inputs()
-    arguments["hidden_states"] = torch.cat([arguments["hidden_states"]] * 2, dim=2)
-    expected = output(pipe.transformer, arguments)
-    mhla.apply_mhla(pipe, blocks=(1, 1, 1), sparse="content", density=1.0)
-    assert relative_change(output(pipe.transformer, arguments), expected) < ROUNDING
-    for refused in (lambda: family.encode_prompt(pipe, "a"), lambda: family.process(pipe.transformer, 1.0)):
-        with pytest.raises(ValueError, match="conditioned on pictures"):
-            refused()
-
-
 def test_diffusers_own_setter_cannot_tell_the_model():
     """Its text comes as a cross-attention's does, and must not be taken for it."""
-    model = transformer()
+    model = CASE.transformer()
     model.set_attn_processor(mhla.MHLAProcessor(blocks=CASE.blocks))
     with pytest.raises(ValueError, match=r"joint attention and does not tell .* use mhla_diffusers.set_attn_processor"):
         model(**CASE.inputs())

@@ -18,7 +18,10 @@ from mhla_diffusers.training.trainable import set_trainable
 from ..models import assert_changed, output, relative_change, seeded
 from ..patching.shared import with_lora
 from ..pipelines import dit_pipeline
-from .tiny.dig import CALL, CASE, transformer
+from .cases import case_of
+
+CASE = case_of("dig")
+CALL, transformer = CASE.call, CASE.transformer
 
 BLOCKS = {"blocks": (4, 2)}
 S_2 = 32_983_328

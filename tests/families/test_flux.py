@@ -3,16 +3,15 @@
 import pytest
 import torch
 from diffusers import FluxPipeline
-from diffusers.models.transformers.transformer_flux import FluxPosEmbed
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import get_family
 from mhla_diffusers.families.flux import FluxFamily
 
 from ..models import relative_change
-from .test_every_family import ROUNDING, output, plain
-from .tiny import flux
+from .cases import ROUNDING, case_of, output, plain
+
+flux = case_of("flux")
 
 FAMILY = FluxFamily()
 SETTINGS = plain("flux")
@@ -87,19 +86,11 @@ def test_a_model_without_embedded_guidance_is_given_none():
         assert ("guidance" in arguments) is embeds
 
 
-def test_rope_turns_channels_with_one_axis_each():
-    """What kernels read, a row for every place on an axis, is the table that the real model hands to its attentions."""
-    grid = (1, 4, 3)
-    rotary = tuple(table[None, :, None] for table in FluxPosEmbed(10000, (16, 56, 56))(places(0, 4, 3)))
-    table = table_of_tokens(axial_table(rotary, grid), grid, (0, *FAMILY.rotary_axes(128)))
-    assert table.equal(rotary_table(rotary))
-
-
 @torch.no_grad()
 def test_ids_that_change_in_place_are_read_again():
     """As where a graph or a server has one buffer for all sizes."""
-    model = mhla.apply_mhla(flux.CASE.transformer(), blocks=(2, 2), sparse="none")
-    arguments = flux.CASE.inputs()
+    model = mhla.apply_mhla(flux.transformer(), blocks=(2, 2), sparse="none")
+    arguments = flux.inputs()
     places = torch.cartesian_prod(torch.zeros(1), torch.arange(4).float(), torch.arange(16).float())
     expected = model(**arguments | {"img_ids": places}).sample
     model(**arguments)
@@ -109,7 +100,7 @@ def test_ids_that_change_in_place_are_read_again():
 
 @torch.no_grad()
 def test_arguments_by_place():
-    model = mhla.apply_mhla(flux.CASE.transformer(), blocks=(2, 2), sparse="none")
-    arguments = flux.CASE.inputs()
+    model = mhla.apply_mhla(flux.transformer(), blocks=(2, 2), sparse="none")
+    arguments = flux.inputs()
     names = get_family(model).forward_names
     assert torch.equal(model(*(arguments[name] for name in names))[0], model(**arguments)[0])

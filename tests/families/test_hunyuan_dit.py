@@ -10,7 +10,9 @@ from mhla_diffusers.families.hunyuan_dit import HunyuanDiTFamily
 from mhla_diffusers.families.processes import VelocityDDPM
 
 from ..models import assert_changed, output, relative_change, seeded
-from .tiny.hunyuan_dit import CALL, CASE
+from .cases import case_of
+
+CASE = case_of("hunyuan_dit")
 
 PLAIN = {"blocks": (4, 2), "sparse": "none"}
 
@@ -20,7 +22,7 @@ def test_rope_and_size_are_those_of_the_pipeline(height, width):
     """Its places lie in a crop of a square, so they begin above 0 along the shorter side."""
     pipe, given = CASE.pipeline(), {}
     pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
-    pipe(**{**CALL, "height": height, "width": width, "guidance_scale": 1.0})
+    pipe(**{**CASE.call, "height": height, "width": width, "guidance_scale": 1.0})
     latents = torch.zeros(1, 4, height // 8, width // 8)
     found = HunyuanDiTFamily().forward_arguments(pipe.transformer, latents, torch.tensor([500]), {})
     for name in ("image_rotary_emb", "image_meta_size", "style"):

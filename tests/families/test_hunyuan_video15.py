@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import Clip, get_family
 from mhla_diffusers.training.config import ObjectiveWeights, StageConfig, TrainingConfig
 from mhla_diffusers.training.estimate import estimate
 
 from ..models import relative_change
+from .cases import ROUNDING, case_of, output
 from .recording import forwards
-from .test_every_family import ROUNDING, output
-from .tiny.hunyuan_video15 import CASE, pipeline, transformer
+
+CASE = case_of("hunyuan_video15")
 
 ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 CLIP = Clip(7, 24.0, ((16, 24),))
@@ -28,7 +27,7 @@ def real_lengths(pipe):
 
 @torch.no_grad()
 def test_forward_is_called_as_by_the_pipeline():
-    pipe = real_lengths(pipeline())
+    pipe = real_lengths(CASE.pipeline())
     family = get_family(pipe.transformer)
     call = CASE.call | {"num_inference_steps": 1, "output_type": "latent"}
     given, _ = forwards(pipe, **call)
@@ -45,7 +44,7 @@ def test_forward_is_called_as_by_the_pipeline():
 
 @torch.no_grad()
 def test_conditioning_has_the_shapes_that_are_told():
-    pipe = real_lengths(pipeline())
+    pipe = real_lengths(CASE.pipeline())
     family = get_family(pipe.transformer)
     shapes = {key: (x.shape, x.dtype) for key, x in family.conditioning_shapes(pipe.transformer.config).items()}
     for prompt in ('a dog on "the red wave"', ""):
@@ -57,7 +56,7 @@ def test_conditioning_has_the_shapes_that_are_told():
 @pytest.mark.parametrize("masked", [False, True])
 def test_softmax_in_place_of_mhla_with_an_image(masked):
     """The image's tokens then take part; with a mask of no text but the image's, all others are behind them."""
-    model, arguments = transformer(), CASE.inputs()
+    model, arguments = CASE.transformer(), CASE.inputs()
     arguments["image_embeds"] = torch.randn(arguments["image_embeds"].shape, generator=torch.manual_seed(2))
     if masked:
         arguments["encoder_attention_mask_2"] = torch.zeros_like(arguments["encoder_attention_mask_2"])
@@ -68,7 +67,7 @@ def test_softmax_in_place_of_mhla_with_an_image(masked):
 
 @torch.no_grad()
 def test_masked_text_has_no_part():
-    model = mhla.apply_mhla(transformer(), blocks=(2, 2, 3), sparse="none")
+    model = mhla.apply_mhla(CASE.transformer(), blocks=(2, 2, 3), sparse="none")
     arguments = CASE.inputs()
     expected = output(model, arguments)
     kept = arguments["encoder_attention_mask"].bool()
@@ -78,7 +77,7 @@ def test_masked_text_has_no_part():
 
 @torch.no_grad()
 def test_encoding_is_the_inverse_of_what_the_pipeline_decodes():
-    pipe = pipeline()
+    pipe = CASE.pipeline()
     family, call = get_family(pipe.transformer), CASE.call | {"num_inference_steps": 1}
     pixels = torch.rand(1, 3, 7, 16, 24, generator=torch.Generator().manual_seed(0)) * 2 - 1
     latents = family.encode_pixels(pipe, pixels)
@@ -92,7 +91,7 @@ def test_encoding_is_the_inverse_of_what_the_pipeline_decodes():
 
 
 def test_guidance_of_generated_latents():
-    pipe = pipeline()
+    pipe = CASE.pipeline()
     family, guider = get_family(pipe.transformer), pipe.guider
     found = {
         scale: family.generate_latents(pipe, "a dog", CLIP, 1, scale, torch.Generator().manual_seed(1))
@@ -105,24 +104,12 @@ def test_guidance_of_generated_latents():
     assert not torch.equal(found[1.0], expected)
 
 
-def test_rope_turns_channels_with_one_axis_each():
-    grid, axes = (2, 3, 4), get_family(transformer()).rotary_axes(128)
-    tables = HunyuanVideo15RotaryPosEmbed(1, 1, list(axes))(torch.empty(1, 16, *grid))
-    rotary = tuple(table[None, :, None] for table in tables)
-    assert torch.equal(table_of_tokens(axial_table(rotary, grid), grid, axes), rotary_table(rotary))
-
-
-def test_grid_of_a_size():
-    pipe = mhla.apply_mhla(pipeline(), blocks=(1, 2, 2), sparse="none")
-    assert {layer.grid for layer in mhla.describe(pipe, height=16, width=24, num_frames=7)} == {(4, 4, 6)}
-
-
 @torch.no_grad()
 def test_as_many_tokens_without_values_as_with_them():
     """Values tell which tokens take part, not how many there are."""
     shapes = []
     for device in ("meta", "cpu"):
-        model = transformer().to(device)
+        model = CASE.transformer().to(device)
         model.transformer_blocks[0].register_forward_hook(lambda *call: shapes.append([x.shape for x in call[2]]))
         with get_family(model).without_values():
             model(**{key: x.to(device) for key, x in CASE.inputs().items()})
@@ -130,16 +117,7 @@ def test_as_many_tokens_without_values_as_with_them():
 
 
 def test_training_is_estimated_without_values():
-    model = mhla.apply_mhla(transformer(), blocks=(2, 2, 3), sparse="none").to("meta")
+    model = mhla.apply_mhla(CASE.transformer(), blocks=(2, 2, 3), sparse="none").to("meta")
     sample = {"latents": torch.empty(CASE.latents), **get_family(model).conditioning_shapes(model.config)}
     stage = StageConfig(1, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
     assert estimate(model, sample, TrainingConfig("unused", (stage,))).stages[0].flops > 0
-
-
-def test_image_to_video_is_patched_but_not_trained():
-    pipe = pipeline()
-    pipe.transformer = mhla.apply_mhla(transformer(task_type="i2v"), **ALL_LISTED)
-    family = get_family(pipe.transformer)
-    for refused in (lambda: family.encode_prompt(pipe, "a"), lambda: family.process(pipe.transformer, 7.0)):
-        with pytest.raises(ValueError, match="conditioned on pictures"):
-            refused()

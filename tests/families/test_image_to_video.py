@@ -14,21 +14,19 @@ from mhla_diffusers.training.latents.data import drop_prompts
 
 from ..models import wan_i2v
 from ..pipelines import quiet
-from .tiny import chronoedit, skyreels_v2
-from .tiny.components import wan_image_components
-from .tiny.draws import prompt_embeddings
+from .cases import case_of, embeddings, wan_components
 
 _FRAMES, _HEIGHT, _WIDTH = 13, 64, 96
 
 
 def _wan_pipeline() -> WanImageToVideoPipeline:
-    return quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **wan_image_components(5.0, 8)))
+    return quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **wan_components(5.0, 8)))
 
 
 PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "wan": (_wan_pipeline, {**prompt_embeddings(512, 32), "num_frames": _FRAMES}),
-    "chronoedit": (chronoedit.pipeline, chronoedit.CALL),
-    "skyreels_v2": (skyreels_v2.image_pipeline, skyreels_v2.IMAGE_CALL),
+    "wan": (_wan_pipeline, {**embeddings(512), "num_frames": _FRAMES}),
+    "chronoedit": (case_of("chronoedit").pipeline, case_of("chronoedit").call),
+    "skyreels_v2": (case_of("skyreels_v2_image").pipeline, case_of("skyreels_v2_image").call),
 }
 
 each_pipeline = pytest.mark.parametrize("name", PIPELINES)
@@ -134,6 +132,6 @@ def test_prompts_are_encoded_as_the_pipeline_encodes_them(name: str) -> None:
 
 def test_blocks_are_suggested_for_two_frames_and_for_more() -> None:
     """ChronoEdit's defaults are clamped to its usual two frames, of which a block has one."""
-    pipe = chronoedit.pipeline()
+    pipe = case_of("chronoedit").pipeline()
     assert suggest_blocks(pipe, 720, 1280) == (2, 3, 5)
     assert suggest_blocks(pipe, 720, 1280, 81) == (21, 3, 5)

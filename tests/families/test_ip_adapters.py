@@ -11,8 +11,9 @@ from diffusers.models.embeddings import IPAdapterTimeImageProjection
 import mhla_diffusers as mhla
 
 from ..models import assert_changed, relative_change, seeded
-from .test_every_family import ROUNDING, all_exact, plain
-from .tiny import flux, sd3
+from .cases import ROUNDING, all_exact, case_of, plain
+
+flux, sd3 = case_of("flux"), case_of("sd3")
 
 DOUBLE, SINGLE = [0, 1], [2, 3]
 """Layers of the tiny Flux, with an IP-Adapter and without."""
@@ -81,7 +82,7 @@ def image(pipe: Any, name: str, looks: bool = True) -> torch.Tensor:
         "flux": {"ip_adapter_image_embeds": [picture], "negative_ip_adapter_image_embeds": [none]},
         "sd3": {"ip_adapter_image_embeds": torch.cat([none, picture])},
     }
-    call = {"flux": flux.CALL, "sd3": sd3.CALL}[name] | (seen[name] if looks else {})
+    call = {"flux": flux.call, "sd3": sd3.call}[name] | (seen[name] if looks else {})
     return torch.as_tensor(pipe(**call, generator=torch.Generator().manual_seed(3)).images)
 
 

@@ -13,7 +13,9 @@ from mhla_diffusers.training.checks import check_fits
 
 from ..models import assert_changed, output, relative_change
 from ..training.models import one_stage
-from .tiny.latte import CASE
+from .cases import case_of
+
+CASE = case_of("latte")
 
 PLAIN = {"blocks": (4, 2), "sparse": "none"}
 

@@ -13,7 +13,10 @@ from mhla_diffusers.families.ltx import LTXFamily
 
 from ..models import assert_changed, output, relative_change
 from ..pipelines import quiet
-from .tiny.ltx import CALL, CASE
+from .cases import case_of
+
+CASE = case_of("ltx")
+CALL = CASE.call
 
 ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 """A patch with the attention that it replaces; of conditions as well, which are attended to with softmax anyway."""

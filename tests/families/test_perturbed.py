@@ -11,19 +11,18 @@ import mhla_diffusers as mhla
 
 from ..models import assert_changed, relative_change
 from ..pipelines import quiet
-from .tiny import hunyuan_dit, pixart
-from .tiny.case import FamilyCase
+from .cases import Case, case_of
 
-PIXART = (PixArtSigmaPAGPipeline, pixart.SIGMA_CASE, "transformer_blocks.1")
+PIXART = (PixArtSigmaPAGPipeline, case_of("pixart_sigma"), "transformer_blocks.1")
 CASES = {
     "pixart": (*PIXART, 1.5),
     "pixart-without-guidance": (*PIXART, 1.0),
     # diffusers' own pipeline fails without classifier-free guidance, for which it has sizes of three parts
-    "hunyuan_dit": (HunyuanDiTPAGPipeline, hunyuan_dit.CASE, "blocks.1", 1.5),
+    "hunyuan_dit": (HunyuanDiTPAGPipeline, case_of("hunyuan_dit"), "blocks.1", 1.5),
 }
 
 
-def generator_of(kind: type, case: FamilyCase, layer: str, guidance: float) -> tuple[Any, Callable[..., torch.Tensor]]:
+def generator_of(kind: type, case: Case, layer: str, guidance: float) -> tuple[Any, Callable[..., torch.Tensor]]:
     """A pipeline, and what generates latents with a scale of the perturbed guidance."""
     pipe = quiet(kind(**case.pipeline().components, pag_applied_layers=[layer]))
 

@@ -11,8 +11,8 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families import Clip, Family, get_family
 from mhla_diffusers.families.family import of_unit_scale
 
-from .tiny import case_of
-from .tiny.case import FamilyCase
+from .cases import Case as FamilyCase
+from .cases import case_of
 
 NAMES = ("flux", "hunyuan_dit", "latte", "ltx", "pixart", "qwenimage", "sana_video", "sd3", "z_image")
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rope import axial_table, rotary_of_complex, rotary_table, table_of_tokens
 from mhla_diffusers.families.qwenimage import QwenImageFamily
 
 from ..models import relative_change
+from .cases import ROUNDING, case_of, output, plain
 from .recording import forwards
-from .test_every_family import ROUNDING, output, plain
-from .tiny import qwenimage
+
+qwenimage = case_of("qwenimage")
 
 FAMILY = QwenImageFamily()
 
@@ -20,8 +19,8 @@ def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
     """Two texts of other lengths in one batch, the shorter one masked, and one text alone, without a mask."""
     pipe = qwenimage.pipeline()
     prompts = ["a red ball", "dog"]
-    batch = forwards(pipe, **{**qwenimage.CALL, "prompt": prompts, "negative_prompt": None})[0]
-    alone = forwards(pipe, **{**qwenimage.CALL, "prompt": prompts[0], "negative_prompt": None})[0]
+    batch = forwards(pipe, **{**qwenimage.call, "prompt": prompts, "negative_prompt": None})[0]
+    alone = forwards(pipe, **{**qwenimage.call, "prompt": prompts[0], "negative_prompt": None})[0]
     assert alone["encoder_hidden_states_mask"] is None
     for place, prompt in enumerate(prompts):
         found = FAMILY.encode_prompt(pipe, prompt, {"max_sequence_length": 8})
@@ -41,7 +40,7 @@ def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
 
 def test_text_is_cut_as_the_pipeline_cuts_it():
     pipe = qwenimage.pipeline()
-    call = {**qwenimage.CALL, "negative_prompt": None, "max_sequence_length": 2}
+    call = {**qwenimage.call, "negative_prompt": None, "max_sequence_length": 2}
     found = FAMILY.encode_prompt(pipe, call["prompt"], {"max_sequence_length": 2})
     assert found["encoder_hidden_states"].equal(forwards(pipe, **call)[0]["encoder_hidden_states"][0])
 
@@ -73,11 +72,3 @@ def test_another_mask_is_refused():
     model, arguments = mhla.apply_mhla(qwenimage.transformer(), **plain("qwenimage")), qwenimage.inputs()
     with pytest.raises(ValueError, match="encoder_hidden_states_mask; an attention_mask beside it has no place"):
         output(model, {**arguments, "attention_kwargs": {"attention_mask": torch.ones(2, 70, dtype=torch.bool)}})
-
-
-def test_rope_turns_channels_with_one_axis_each():
-    """What kernels read, a row for every place on an axis, is the table that the real model hands to its attentions."""
-    numbers, _ = QwenEmbedRope(10000, [16, 56, 56], scale_rope=True)([(1, 4, 3)], max_txt_seq_len=5)
-    rotary, grid = rotary_of_complex(numbers), (1, 4, 3)
-    table = table_of_tokens(axial_table(rotary, grid), grid, (0, *FAMILY.rotary_axes(128)))
-    assert table.equal(rotary_table(rotary))

@@ -10,36 +10,12 @@ from mhla_diffusers.analysis import attention_matrices
 from mhla_diffusers.families.sana_video import SanaVideoFamily
 from mhla_diffusers.patching import TransformerCall
 
-from ..models import assert_changed, output, relative_change
-from .tiny.sana_video import CASE, IMAGE_CASE
+from ..models import relative_change
+from .cases import case_of
 
-ONE_BLOCK = {"blocks": (1, 1, 1), "eps": 1e-15}
+CASE, IMAGE_CASE = case_of("sana_video"), case_of("sana_video_image")
+
 """What it has without a patch; MHLA adds to every feature as little as SANA to its normaliser."""
-
-
-@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-def test_timesteps_of_tokens(ragged):
-    """Of image-to-video, whose first frame is not noised."""
-    model, arguments = IMAGE_CASE.transformer(), IMAGE_CASE.inputs(ragged=ragged)
-    expected = output(model, arguments)
-    mhla.apply_mhla(model, **ONE_BLOCK)
-    assert relative_change(output(model, arguments), expected) < 2e-5  # float32 sums in another order
-
-
-def test_image_pipeline():
-    pipe = IMAGE_CASE.pipeline()
-
-    def generate():
-        return pipe(**IMAGE_CASE.call, generator=torch.Generator().manual_seed(3)).frames
-
-    expected = generate()
-    mhla.apply_mhla(pipe, blocks=CASE.blocks)
-    patched = generate()
-    assert_changed(patched, expected)
-    mhla.change_mhla(pipe, softmax_steps=1)
-    assert_changed(generate(), patched)
-    mhla.change_mhla(pipe, softmax_steps=2)
-    torch.testing.assert_close(generate(), expected, rtol=0, atol=0)
 
 
 def test_softmax_in_place_of_the_own_attention_has_its_norms_and_rope():

@@ -10,29 +10,21 @@ from mhla_diffusers.families.sd3 import SD3Family
 
 from ..models import assert_changed, relative_change
 from ..patching.shared import assert_same_footprint, footprint
-from .test_every_family import ROUNDING, all_exact, output, plain
-from .tiny import sd3
+from .cases import ROUNDING, case_of, output, plain
+
+sd3, dual = case_of("sd3"), case_of("sd3_dual")
 
 FAMILY = SD3Family()
 SETTINGS = plain("sd3")
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_softmax_in_place_of_mhla_is_the_second_attention_as_well(ragged):
-    """It is given no text, and its queries and keys are normed."""
-    model, arguments = sd3.dual(), sd3.inputs(ragged=ragged)
-    expected = output(model, arguments)
-    mhla.apply_mhla(model, **all_exact("sd3"))
-    assert relative_change(output(model, arguments), expected) < ROUNDING
-
-
 @pytest.mark.parametrize("sparse", [{}, {"sparse": "content", "block_size": 4}], ids=str)
 def test_the_second_attention_is_patched_and_restored(sparse):
-    model, arguments = sd3.dual(), sd3.inputs()
+    model, arguments = dual.transformer(), sd3.inputs()
     before, expected = footprint(model), output(model, arguments)
     mhla.apply_mhla(model, **{**SETTINGS, **sparse})
     layers = [name.removesuffix(".mhla") for name in mhla.mhla_layers(model)]
-    assert layers == list(sd3.DUAL_CASE.attentions)
+    assert layers == list(dual.attentions)
     all_patched = output(model, arguments)
     assert_changed(all_patched, expected)
     mhla.change_mhla(model, layers=[0, 2])
@@ -40,20 +32,6 @@ def test_the_second_attention_is_patched_and_restored(sparse):
     mhla.remove_mhla(model)
     assert torch.equal(output(model, arguments), expected)
     assert_same_footprint(model, before)
-
-
-def test_pipeline_with_the_second_attention():
-    pipe = sd3.pipeline(sd3.dual)
-
-    def generate() -> torch.Tensor:
-        return pipe(**sd3.CALL, generator=torch.Generator().manual_seed(3)).images
-
-    expected = generate()
-    mhla.apply_mhla(pipe, **SETTINGS)
-    assert_changed(generate(), expected)
-    mhla.change_mhla(pipe, **all_exact("sd3"))
-    # two steps, and an autoencoder after them
-    assert relative_change(generate(), expected) < 5 * ROUNDING
 
 
 def test_normed_projections_stay_normed_when_they_are_fused():

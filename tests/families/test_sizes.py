@@ -6,12 +6,11 @@ from diffusers import AutoencoderDC
 from mhla_diffusers.families.models import strides_of
 
 from ..pipelines import sana_pipeline, wan_pipeline
-from .tiny.components import kl_autoencoder
-from .tiny.ltx import CASE as LTX
+from .cases import case_of, kl_autoencoder
 
 
 def test_strides_are_those_of_the_autoencoder():
-    ltx = LTX.pipeline().vae
+    ltx = case_of("ltx").pipeline().vae
     assert strides_of(ltx.config) == (ltx.temporal_compression_ratio, ltx.spatial_compression_ratio) == (4, 16)
     assert strides_of({**ltx.config, "spatial_compression_ratio": 8}) == (4, 8)
     assert strides_of(kl_autoencoder().config) == (1, 8)

@@ -11,7 +11,10 @@ from mhla_diffusers.families import get_family
 from mhla_diffusers.families.skyreels_v2 import SkyReelsV2Family
 
 from ..models import assert_changed, output, relative_change, wan
-from .tiny.skyreels_v2 import CASE, FORCING_CALL, FORCING_CASE, IMAGE_CASE
+from .cases import case_of
+
+CASE, FORCING_CASE = case_of("skyreels_v2"), case_of("skyreels_v2_forcing")
+FORCING_CALL = FORCING_CASE.call
 
 _PLAIN = {"blocks": CASE.blocks, "sparse": "none"}
 _ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
@@ -29,15 +32,6 @@ def test_rope_turns_channels_with_one_axis_each_and_tells_the_grid() -> None:
     axes = SkyReelsV2Family().rotary_axes(12)
     assert torch.equal(table_of_tokens(axial_table(rotary, grid), grid, axes), rotary_table(rotary))
     assert SkyReelsV2Family().grid_of_attention(model.blocks[0].attn1, rotary) == grid
-
-
-@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-def test_softmax_in_place_of_mhla_is_the_own_attention_beside_a_picture(ragged: bool) -> None:
-    model, arguments = IMAGE_CASE.transformer(), IMAGE_CASE.inputs(ragged=ragged)
-    expected = output(model, arguments)
-    mhla.apply_mhla(model, **_ALL_LISTED)
-    # float32 sums in another order, through all layers
-    assert relative_change(output(model, arguments), expected) < 2e-5
 
 
 def test_diffusion_forcing_without_a_mask_has_a_time_for_every_frame() -> None:
@@ -136,10 +130,3 @@ def test_a_model_that_is_told_the_rate_is_told_24_frames_per_second() -> None:
     # as the pipeline tells it, 0 for 16 frames per second and 1 for any other rate
     assert torch.equal(output(model, made), output(model, {**arguments, "fps": [1, 1]}))
     assert_changed(output(model, made), output(model, {**arguments, "fps": [0, 0]}))
-
-
-def test_grids_of_sizes() -> None:
-    pipe = CASE.pipeline()
-    assert mhla.describe(pipe, height=544, width=960)[0].grid == (25, 34, 60)
-    assert mhla.describe(pipe, height=720, width=1280, num_frames=121)[0].grid == (31, 45, 80)
-    assert mhla.suggest_blocks(pipe, 544, 960) == SkyReelsV2Family().default_config.blocks

@@ -3,12 +3,9 @@
 import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanVACEPipeline
-from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from mhla_diffusers import apply_mhla, mhla_layers
-from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.families import Clip, get_family
-from mhla_diffusers.families.wan import WanFamily
 from mhla_diffusers.tiny import call_settings, load_tiny
 
 from ..pipelines import wan_pipeline
@@ -42,20 +39,6 @@ def test_prompts_of_pipelines_that_need_ftfy(pipeline):
     assert embedded.shape[1] == 8
 
 
-@pytest.mark.parametrize("head_dim", [12, 20, 128])
-def test_rope_turns_channels_with_one_axis_each(head_dim):
-    """What kernels read, a row for every place on an axis, is the table that the real model hands to its attentions."""
-    grid, axes = (2, 4, 3), WanFamily().rotary_axes(head_dim)
-    rotary = WanRotaryPosEmbed(head_dim, (1, 2, 2), 16)(torch.empty(1, 4, 2, 8, 6))
-    assert torch.equal(table_of_tokens(axial_table(rotary, grid), grid, axes), rotary_table(rotary))
-
-
 def test_layers_know_the_axes_of_rope():
     layers = mhla_layers(apply_mhla(wan_pipeline().transformer))
     assert {layer.rotary_axes for layer in layers.values()} == {(4, 4, 4)}
-
-
-@pytest.mark.parametrize("values", [{"fps": 0}, {"fps": -1.0}, {"frames": 0}, {"sizes": ()}, {"sizes": ((0, 8),)}])
-def test_clips_that_cannot_be(values):
-    with pytest.raises(ValueError, match=next(iter(values))):
-        Clip(**{"frames": 1, "fps": 1.0, "sizes": ((8, 8),), **values})

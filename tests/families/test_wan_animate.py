@@ -7,7 +7,9 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families import Clip, get_family
 
 from ..models import assert_changed, output
-from .tiny.wan_animate import CASE
+from .cases import case_of
+
+CASE = case_of("wan_animate")
 
 _BLOCKS = {"blocks": CASE.blocks, "sparse": "none"}
 

@@ -6,34 +6,24 @@ import pickle
 import pytest
 import torch
 from diffusers import ZImageTransformer2DModel
-from diffusers.models.transformers.transformer_z_image import RopeEmbedder
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rope import axial_table, rotary_of_complex, rotary_table, table_of_tokens
 from mhla_diffusers.families.z_image import ZImageFamily
 
 from ..models import relative_change
+from .cases import ROUNDING, case_of, output, plain
 from .recording import forwards
-from .test_every_family import ROUNDING, all_exact, output, plain
-from .tiny import z_image
+
+z_image, uneven = case_of("z_image"), case_of("z_image_uneven")
 
 FAMILY = ZImageFamily()
 SETTINGS = plain("z_image")
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_texts_of_other_lengths_are_masked(ragged):
-    """The shorter text of a batch is filled up, and the image as well where its tokens are no multiple of 32."""
-    model, arguments = z_image.transformer(), z_image.UNEVEN_CASE.inputs(ragged=ragged)
-    expected = output(model, arguments)
-    mhla.apply_mhla(model, **all_exact("z_image"))
-    assert relative_change(output(model, arguments), expected) < ROUNDING
-
-
-@pytest.mark.parametrize("ragged", [False, True])
 def test_a_sample_is_what_it_is_alone(ragged):
     """Under MHLA too its batch's other texts change nothing, however long they are."""
-    model, arguments = mhla.apply_mhla(z_image.transformer(), **SETTINGS), z_image.UNEVEN_CASE.inputs(ragged=ragged)
+    model, arguments = mhla.apply_mhla(z_image.transformer(), **SETTINGS), uneven.inputs(ragged=ragged)
     batch = output(model, arguments)
     for place in range(2):
         alone = {name: values[place : place + 1] for name, values in arguments.items()}
@@ -43,7 +33,7 @@ def test_a_sample_is_what_it_is_alone(ragged):
 def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
     pipe = z_image.pipeline()
     prompts = ["a red ball", "dog"]
-    texts = forwards(pipe, **{**z_image.CALL, "prompt": list(prompts), "negative_prompt": None})[0]["cap_feats"][:2]
+    texts = forwards(pipe, **{**z_image.call, "prompt": list(prompts), "negative_prompt": None})[0]["cap_feats"][:2]
     assert len(texts[0]) != len(texts[1])
     latents = torch.zeros(2, 4, 16, 16)
     samples = [FAMILY.encode_prompt(pipe, prompt, {"max_sequence_length": 8}) for prompt in prompts]
@@ -57,7 +47,7 @@ def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
 def test_a_step_of_the_pipeline_follows_the_prediction():
     """Sign and time are those of the pipeline: a step from given latents by the scheduler is the pipeline's own."""
     pipe = z_image.pipeline()
-    call = {**z_image.CALL, "guidance_scale": 0.0, "negative_prompt": None, "num_inference_steps": 1}
+    call = {**z_image.call, "guidance_scale": 0.0, "negative_prompt": None, "num_inference_steps": 1}
     latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     expected = pipe(**{**call, "output_type": "latent"}, latents=latents).images
     process = FAMILY.process(pipe.transformer, 1.0)
@@ -106,11 +96,3 @@ def test_a_patched_pipeline_is_saved_under_its_own_names(tmp_path):
     pipe.save_pretrained(tmp_path)
     loaded = type(pipe).from_pretrained(tmp_path)
     assert type(loaded.transformer) is ZImageTransformer2DModel
-
-
-def test_rope_turns_channels_with_one_axis_each():
-    """What kernels read, a row for every place on an axis, is the table that the real model hands to its attentions."""
-    ids = ZImageTransformer2DModel.create_coordinate_grid((1, 4, 3), (65, 0, 0)).flatten(0, 2)
-    rotary, grid = rotary_of_complex(RopeEmbedder(256.0, [32, 48, 48], [128, 32, 32])(ids)), (1, 4, 3)
-    table = table_of_tokens(axial_table(rotary, grid), grid, (0, *FAMILY.rotary_axes(128)))
-    assert table.equal(rotary_table(rotary))

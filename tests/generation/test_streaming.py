@@ -9,7 +9,7 @@ from diffusers import SkyReelsV2DiffusionForcingPipeline
 import mhla_diffusers as mhla
 from mhla_diffusers.generation.streaming import decode_latents, stream_latents
 
-from ..families.tiny import skyreels_v2
+from ..families.cases import case_of
 from ..models import assert_changed, bytes_alive, relative_change, wan, wan_i2v
 from ..pipelines import wan22_pipeline, wan_pipeline
 
@@ -76,7 +76,7 @@ def test_memory_is_flat_in_the_number_of_frame_blocks() -> None:
 
 @pytest.mark.parametrize("forcing", [False, True])
 def test_skyreels_v2_streams(forcing: bool) -> None:
-    pipe = skyreels_v2.FORCING_CASE.pipeline() if forcing else skyreels_v2.CASE.pipeline()
+    pipe = case_of("skyreels_v2_forcing" if forcing else "skyreels_v2").pipeline()
     assert isinstance(pipe, SkyReelsV2DiffusionForcingPipeline) == forcing
     mhla.apply_mhla(pipe, **_CAUSAL)
     found = _latents(pipe, 3, steps=3)

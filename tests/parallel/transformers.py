@@ -9,7 +9,7 @@ from torch import nn
 
 import mhla_diffusers as mhla
 
-from ..families.tiny import case_of
+from ..families.cases import case_of
 from ..models import FAMILIES, inputs
 from .diffusers_on_cpu import diffusers_on_cpu
 

@@ -38,7 +38,7 @@ from mhla_diffusers.families import get_family
 from mhla_diffusers.patching import call_context
 from mhla_diffusers.patching.steps import Step
 
-from ..families.tiny import case_of
+from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import PIPELINES, quiet, sana_pipeline, wan_pipeline
 from .shared import assert_equal_up_to_order, assert_same_footprint, footprint

@@ -14,8 +14,7 @@ from peft import get_peft_model
 import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
 
-from ..families.tiny import case_of, skyreels_v2
-from ..families.tiny.draws import drawer
+from ..families.cases import case_of, drawer
 from ..models import FAMILIES, inputs, output, patched, relative_change
 from ..pipelines import wan22_pipeline, wan_pipeline
 from .shared import MODELS, assert_same_footprint, footprint, lora, unet
@@ -205,10 +204,10 @@ def test_what_is_like_no_transformer_has_no_nearest_family():
 @pytest.mark.parametrize("layers", ["all", [1]])
 def test_a_pipeline_whose_mask_differs_between_queries_is_named_and_refused(layers):
     """With whatever layers: the mask goes to all of them."""
-    pipe = skyreels_v2.forcing_pipeline()
+    pipe = case_of("skyreels_v2_forcing").pipeline()
     mhla.apply_mhla(pipe, sparse="none", blocks=(2, 2, 3), layers=layers)
     with pytest.raises(ValueError, match=r"SkyReels-V2.*differs between queries.*causal_block_size=1.*layers=\["):
-        pipe(**skyreels_v2.FORCING_CALL, generator=torch.Generator().manual_seed(3))
+        pipe(**case_of("skyreels_v2_forcing").call, generator=torch.Generator().manual_seed(3))
 
 
 def test_a_layer_whose_mask_differs_between_queries_is_left_out_with_layers():

@@ -17,7 +17,7 @@ from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
 from mhla_diffusers.training.latents.media import read_clip
 
-from ...families.tiny.components import wan_image_components
+from ...families.cases import wan_components
 from ...models import wan_i2v
 from ...pipelines import quiet
 from ..models import one_stage, tiny_wan, wan_data
@@ -73,7 +73,7 @@ def test_videos_become_samples_that_train(videos: Path, tmp_path: Path) -> None:
 def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_path: Path) -> None:
     """Each with its first frame, which stays where the prompt is dropped."""
     pytest.importorskip("ftfy")
-    components = wan_image_components(flow_shift=5.0, channels=8)
+    components = wan_components(flow_shift=5.0, image_channels=8)
     pipe = quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **components))
     pipe.save_pretrained(tmp_path / "model")
     encode_folder(pipe, str(tmp_path / "model"), videos, tmp_path / "cache", WAN_CLIP)

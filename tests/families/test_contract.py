@@ -18,16 +18,14 @@ from mhla_diffusers.training.trainable import set_trainable
 
 from ..models import assert_changed, relative_change
 from ..patching.shared import assert_same_footprint, footprint, with_lora
-from .tiny import NAMES, case_of
-
-ROUNDING = 2e-5
-"""Relative: float32 sums in another order, through all layers."""
-_TEXT_TOKENS = 24
-"""Of texts to train on, which are cut to it."""
-PLAIN = {"sparse": "none"}
+from .cases import CASES, NAMES, ROUNDING, all_exact, case_of, output, plain
 
 every_family = pytest.mark.parametrize("name", NAMES)
+# the block-causal mask of diffusion forcing is refused, to which SkyReels-V2's own file looks
+RUNNING = tuple(name for name in CASES if name != "skyreels_v2_forcing")
+every_case = pytest.mark.parametrize("name", RUNNING)
 # no setting of a patch is the gated linear attention of DiG
+cases_that_mhla_can_be = pytest.mark.parametrize("name", [name for name in RUNNING if name != "dig"])
 families_that_mhla_can_be = pytest.mark.parametrize("name", [name for name in NAMES if name != "dig"])
 softmax_families = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dig", "sana_video")])
 # of what one family shows of all: RoPE, text in the sequence, class conditions
@@ -40,26 +38,7 @@ every_family_slowly = pytest.mark.parametrize(
 either_grid = pytest.mark.parametrize("ragged", [pytest.param(False, id="even"), pytest.param(True, id="ragged")])
 
 
-@torch.no_grad()
-def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    found = model(**arguments, return_dict=False)[0]
-    return found if isinstance(found, torch.Tensor) else torch.stack(list(found))
-
-
-def all_exact(name: str) -> dict[str, Any]:
-    """Settings with which a patch computes the attention that it replaces: all pairs listed; one block where linear."""
-    ones = (1,) * len(case_of(name).grid)
-    if name == "sana_video":
-        # what MHLA adds to every feature as small as what SANA adds to its normaliser
-        return {"blocks": ones, "eps": 1e-15, **PLAIN}
-    return {"blocks": ones, "sparse": "content", "density": 1.0}
-
-
-def plain(name: str, **settings: Any) -> dict[str, Any]:
-    return {"blocks": case_of(name).blocks, **PLAIN, **settings}
-
-
-@families_that_mhla_can_be
+@cases_that_mhla_can_be
 @either_grid
 def test_softmax_in_place_of_mhla_is_the_own_attention(name: str, ragged: bool) -> None:
     """Projections, norms, RoPE, masks and outputs are read as the model's own processor reads them."""
@@ -70,7 +49,7 @@ def test_softmax_in_place_of_mhla_is_the_own_attention(name: str, ragged: bool) 
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
-@every_family
+@every_case
 def test_apply_changes_and_remove_restores_bit_for_bit(name: str) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
@@ -84,7 +63,29 @@ def test_apply_changes_and_remove_restores_bit_for_bit(name: str) -> None:
     assert_same_footprint(model, before)
 
 
-@every_family
+@every_case
+def test_extra_tokens_lie_where_the_adapter_says(name: str) -> None:
+    """Other latents change the queries of the grid's tokens alone, before the first attention."""
+    case = case_of(name)
+    model, queries = case.transformer(), []
+
+    def note(attn: Any, args: Any, kwargs: Any) -> None:
+        adapter = case.of_family.adapter_of(attn)
+        given = adapter.read(attn, adapter.arguments(args, kwargs))
+        assert adapter.extra(given, tokens) == case.extra
+        queries.append(adapter.project(attn, given)[0])
+
+    tokens, latents = torch.Size(case.grid).numel(), case.of_family.forward_names[0]
+    model.get_submodule(case.attentions[0]).register_forward_pre_hook(note, with_kwargs=True)
+    for seed in (1, 2):
+        output(model, {**case.inputs(), latents: case.inputs(seed=seed)[latents]})
+    changed = (queries[0] != queries[1]).any(dim=-1).all(dim=-1)
+    expected = torch.zeros(sum(case.extra) + tokens, dtype=torch.bool)
+    expected[case.extra[0] :][:tokens] = True
+    assert (changed == expected).all()
+
+
+@every_case
 def test_samples_of_a_batch_do_not_mix(name: str) -> None:
     """As with guidance, whose halves are a batch."""
     case = case_of(name)
@@ -240,23 +241,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 
 def _batch(name: str, model: Any) -> tuple[NoisedBatch, Any]:
     """Random latents of the usual grid, and conditioning of the shapes that the family tells."""
-    case, family = case_of(name), get_family(model)
-    process = family.process(model, 3.0)
-    generator = torch.Generator().manual_seed(4)
-    latents = torch.randn(2, *case.latents, generator=generator)
-
-    def drawn(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        is_text = len(shape) == 2 or not dtype.is_floating_point
-        is_cut = is_text and shape and not case.whole_text
-        sizes = (min(shape[0], _TEXT_TOKENS), *shape[1:]) if is_cut else shape
-        return (
-            torch.randn(2, *sizes, generator=generator)
-            if dtype.is_floating_point
-            else torch.ones(2, *sizes, dtype=dtype)
-        )
-
-    shapes = family.conditioning_shapes(model.config)
-    conditioning = {key: drawn(x.shape, x.dtype) for key, x in shapes.items()}
+    case = case_of(name)
+    process = case.of_family.process(model, 3.0)
+    latents, conditioning = case.drawn(case.grid, 2, seed=4)
     return process.make_batch(latents, torch.randn_like(latents), torch.tensor([0.3, 0.7]), conditioning), process
 
 
@@ -318,8 +305,8 @@ def test_real_models_are_counted_without_weights(name: str) -> None:
         assert own > 0 and patched > 0
 
 
-@every_family
-def test_pipeline(name: str) -> None:
+@every_case
+def test_pipeline_changes_rests_and_is_restored(name: str) -> None:
     case = case_of(name)
     pipe = case.pipeline()
 
