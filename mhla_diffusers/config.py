@@ -1,6 +1,6 @@
-"""Settings of a patch, one validated, immutable, serialisable object; and the ready patches, which hold such settings.
+"""Settings of a patch, one validated, immutable, serialisable object; and the presets, which hold such settings.
 
-Ready patches are the YAML files of the ``patches/`` folder, which also ship in the wheel.
+Presets are the YAML files of the ``patches/`` folder, which also ship in the wheel.
 """
 
 import math
@@ -111,7 +111,8 @@ class MHLAConfig:
     """
     causal: Causal | None = None
     """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block"), see
-    :mod:`mhla_diffusers.attention.causal`. ``sparse`` is then "none", or "own" for the own block of the first axis.
+    :mod:`mhla_diffusers.attention.causal`. ``sparse`` is then "none", or "own" for the query's own
+    block of the first axis.
     """
     block_length: int | None = None
     """With ``causal``, tokens in every block of the first axis, such as 64 of a text or 3 latent frames of a video:
@@ -137,7 +138,7 @@ class MHLAConfig:
         check(
             count <= MOST_BLOCKS,
             f"blocks={self.blocks} are {count:,} blocks, whose mixing matrix would have {count:,} rows and columns; at "
-            f"most {MOST_BLOCKS:,} are allowed, and suggest_blocks() tells how many a size needs.",
+            f"most {MOST_BLOCKS:,} are allowed, and suggest_blocks() says how many a size needs.",
         )
         if isinstance(self.layers, list | tuple | range):
             object.__setattr__(self, "layers", tuple(self.layers))
@@ -473,14 +474,14 @@ class Patch:
 
 
 def patch_folder() -> Path:
-    """Where the ready patches lie: inside an installed package, or at the root of a source checkout."""
+    """Where the presets are: inside an installed package, or at the root of a source checkout."""
     package = Path(__file__).parent
     installed = package / "patches"
     return installed if installed.is_dir() else package.parent / "patches"
 
 
 def patch_names() -> list[str]:
-    """Names of the ready patches."""
+    """Names of the presets."""
     return sorted(path.stem for path in patch_folder().glob("*.yaml"))
 
 
@@ -513,7 +514,7 @@ def load_patch(name_or_path: str | Path) -> Patch:
                 hint = f": {path} is a folder; open a saved patch with load_mhla(model, {str(name_or_path)!r})."
             raise ValueError(
                 f"Unknown patch {str(name_or_path)!r}{hint} "
-                f"Ready patches: {', '.join(patch_names())}; or give the path of a .yaml file."
+                f"Presets: {', '.join(patch_names())}; or give the path of a .yaml file."
             )
         path = patch_folder() / f"{name_or_path}.yaml"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The ready patches and patch files."""
+"""The presets and patch files."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_bad_files_are_named(tmp_path, text, words):
 
 
 def test_unknown_patches_give_the_nearest_names(tmp_path):
-    with pytest.raises(ValueError, match=r"Unknown patch 'zzz'\. Ready patches: cogvideox-5b, dit-xl-2-256, "):
+    with pytest.raises(ValueError, match=r"Unknown patch 'zzz'\. Presets: cogvideox-5b, dit-xl-2-256, "):
         load_patch("zzz")
     with pytest.raises(ValueError, match="is a folder; open a saved patch with load_mhla"):
         load_patch(str(tmp_path))

@@ -76,7 +76,7 @@ class MHLACache(Cache):
         return layer.go_on(attn)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused, before any layer is touched: a KV state does not tell what each of its tokens has added.
+        """Refused before any layer is touched: a KV state is a sum, from which single tokens cannot be taken out.
 
         Raises:
             ValueError: any number but 0.
@@ -97,7 +97,7 @@ class MHLACache(Cache):
     def _check_whole(self) -> None:
         lengths = {layer.get_seq_length() for layer in self.layers}
         awaited = {layer.is_awaited for layer in self.layers if isinstance(layer, StateLayer)}
-        # where all wait, the model has not failed but does not run MHLA, which the layers tell
+        # where all wait, the model does not run MHLA at all, and the layers raise an error that says so
         if awaited != {True} and (len(lengths) > 1 or len(awaited) > 1):
             raise ValueError(
                 f"The last call with this MHLACache failed on its way through the layers, which now hold "
@@ -163,7 +163,7 @@ class StateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def go_on(self, attn: Any) -> MHLAState:
-        """The state of the texts so far, for the tokens that :meth:`update` was told of.
+        """The state of the texts so far, for the tokens given to :meth:`update`.
 
         Raises:
             ValueError: it belongs to another model, or to another layer of this one.

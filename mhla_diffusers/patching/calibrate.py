@@ -222,7 +222,7 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
     """Set every output norm so that MHLA's output has the scale of the replaced attention's.
 
     ``run`` is called once with the patch switched off; the root mean square of every head channel that the original
-    attention hands to its output projection, over all tokens and heads, becomes the weight of the output RMSNorm.
+    attention passes to its output projection, over all tokens and heads, becomes the weight of the output RMSNorm.
 
     Args:
         model: a patched pipeline or transformer whose configuration has ``output_norm=True``.
@@ -262,17 +262,17 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
 
 
 def _watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-    """Call ``note`` with what the heads of a patched self-attention hand on of the tokens of the grid: (B, N, H D)."""
-    handed: list[torch.Tensor] = []
+    """Call ``note`` with the output of a patched self-attention's heads for the tokens of the grid: (B, N, H D)."""
+    outputs: list[torch.Tensor] = []
     projection = adapter_of(attn).output_projection(attn)
 
     def look(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        of_heads = handed.pop() if handed else adapter_of(attn).heads_output(returned)
+        of_heads = outputs.pop() if outputs else adapter_of(attn).heads_output(returned)
         note(tokens_of_grid(attn, args, kwargs, of_heads))
 
     hooks = [attn.register_forward_hook(look, with_kwargs=True)]
     if projection is not None:
-        hooks.append(projection.register_forward_pre_hook(lambda _, args: handed.append(args[0])))
+        hooks.append(projection.register_forward_pre_hook(lambda _, args: outputs.append(args[0])))
     return hooks
 
 

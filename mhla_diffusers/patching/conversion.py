@@ -58,7 +58,7 @@ def convert_wan(
     Args:
         checkpoint: safetensors file with the names of the paper's code, or the ``.index.json`` of several.
         folder: where to write.
-        blocks: block counts (frames, height, width); None for those of the paper's code where M tells them.
+        blocks: block counts (frames, height, width); None to infer those of the paper's code from M.
         base_model: recorded as base model.
 
     Returns:

@@ -40,7 +40,7 @@ class SparseDescription:
 
     def __str__(self) -> str:
         if self.kind == "own":
-            return f"sparse branch: the own block of the first axis, {self.density:.1%} of the pairs"
+            return f"sparse branch: the query's own block of the first axis, {self.density:.1%} of the pairs"
         if self.density == 1:
             return "sparse branch: all pairs listed, which is softmax attention"
         count = "" if self.blocks is None else f"{self.blocks} "

@@ -38,7 +38,7 @@ def require_patched(model: Any) -> dict[str, Patched]:
     """
     found = find_patched(model)
     if not found:
-        find_transformers(model)  # tells what the model is, if it is none that could be patched
+        find_transformers(model)  # raises the fitting error for a model that cannot be patched
         raise ValueError("The model is not patched with MHLA; call apply_mhla() first.")
     return found
 

@@ -41,8 +41,7 @@ class Patched:
 
     :func:`apply_mhla` and :func:`load_mhla` make it, :func:`find_patched` finds it, and whatever works on a patch takes
     it. Its hooks give every forward its :class:`~mhla_diffusers.patching.runtime.CallContext`. A transformer that was
-    patched by diffusers' own ``set_attn_processor``, which tells no model, gets a handle without hooks when one is
-    asked for.
+    patched by diffusers' own ``set_attn_processor``, which passes no model, gets a handle without hooks on demand.
 
     Args:
         transformer: of a family.
@@ -66,7 +65,7 @@ class Patched:
         """The processes between which tokens are split."""
         self._compared: Any = None
         """diffusers' configuration under which the processes have compared their patches."""
-        self._has_told_of_cost = self._has_told_of_processors = self._has_told_of_steps = False
+        self._has_warned_of_cost = self._has_warned_of_processors = self._has_warned_of_steps = False
         self._hooks: list[RemovableHandle] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,7 +118,7 @@ class Patched:
                 processor._parallel_config = attn.processor._parallel_config
             attn.set_processor(processor)
         setattr(trunk, _ATTRIBUTE, self)
-        if self.family.kind == "language":  # their calls are told everything by transformers
+        if self.family.kind == "language":  # transformers passes their calls everything they need
             return
         self._prepare_compiling()
         self._hooks = [
@@ -233,7 +232,7 @@ class Patched:
                     attn.set_processor(processor)
 
     def running_pairs(self) -> dict[str, tuple[Any, Any]]:
-        """Name of every self-attention that runs MHLA → it and its processor of before."""
+        """Name of every self-attention that runs MHLA → it and its original processor."""
         return {
             name: (attn, self.original_processor(attn))
             for name, attn in self.attentions.items()
@@ -274,8 +273,8 @@ class Patched:
         if self.parallel is not None:
             check_split(self.transformer, self.family, self.layers, arguments, grid, self.parallel)
             context.parallel = self.parallel
-        if not torch.compiler.is_compiling() and not self._has_told_of_cost and grid != self.latest_grid:
-            self._tell_if_nothing_is_gained(grid)
+        if not torch.compiler.is_compiling() and not self._has_warned_of_cost and grid != self.latest_grid:
+            self._warn_if_nothing_is_gained(grid)
         context.grid = grid
         context.disabled = self.family.is_diffusion and self._is_disabled(trunk, args, kwargs)
         for module in self._that_checkpoint():
@@ -290,9 +289,9 @@ class Patched:
         context.disabled = False
 
     def step_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """The denoising step of a forward with these arguments; None if nothing tells it."""
-        told = current().step
-        return told if told is not None else self.loop.step(self.transformer, args, kwargs)
+        """The denoising step of a forward with these arguments; None if it is unknown."""
+        step = current().step
+        return step if step is not None else self.loop.step_by_timestep(self.transformer, args, kwargs)
 
     def _is_disabled(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the patch is disabled in the denoising step of a forward; in training mode it never is."""
@@ -303,11 +302,11 @@ class Patched:
             return True
         if context.step is not None:
             return context.step_disabled
-        step = self.loop.step(transformer, args, kwargs)
-        if step is None and not self._has_told_of_steps:
-            self._has_told_of_steps = True
+        step = self.loop.step_by_timestep(transformer, args, kwargs)
+        if step is None and not self._has_warned_of_steps:
+            self._has_warned_of_steps = True
             logger.warning(
-                "softmax_steps=%s has no effect on a forward of %s that nothing tells its denoising step: MHLA runs. "
+                "softmax_steps=%s has no effect on a forward of %s whose denoising step is unknown: MHLA runs. "
                 "Give the pipeline that calls it to apply_mhla(), load_mhla() or change_mhla(), or enter "
                 'transformer.cache_context("cond", step_index=…, num_inference_steps=…) around it.',
                 steps,
@@ -340,26 +339,26 @@ class Patched:
                 others[name] = type(processor).__name__
         if torch.compiler.is_compiling():
             return
-        if others and not self._has_told_of_processors:
+        if others and not self._has_warned_of_processors:
             name, kind = next(iter(others.items()))
             logger.warning(
                 "%d patched layers do not run MHLA, for example %s, which runs %s: something has set their "
-                "processors since. describe(model) tells what every layer runs, change_mhla(model) brings MHLA "
+                "processors since. describe(model) shows what every layer runs, change_mhla(model) brings MHLA "
                 "back, remove_mhla(model) takes it away.",
                 len(others),
                 name,
                 kind,
             )
-        self._has_told_of_processors = bool(others)
+        self._has_warned_of_processors = bool(others)
 
-    def _tell_if_nothing_is_gained(self, grid: Grid) -> None:
+    def _warn_if_nothing_is_gained(self, grid: Grid) -> None:
         """Warn, once, of a grid on which the patch computes no less than the softmax attention that it replaces."""
         layer = next(iter(self.layers.values()), None)
         if layer is None or self.family.own_attention != "softmax" or layer.config.causal is not None:
             return
         sizes = attention_sizes(layer.config, grid, layer.heads, layer.head_dim, self.family.extra_tokens)
         if layer.config.listed < 1 and sizes.flops >= sizes.softmax_flops:
-            self._has_told_of_cost = True
+            self._has_warned_of_cost = True
             logger.warning(
                 "On a grid of %d tokens this patch computes %.0f%% of what softmax attention does, so it gains nothing "
                 "here. Fewer MHLA blocks (blocks), a lower density or larger uniform blocks (block_size) cost less; "
@@ -369,7 +368,7 @@ class Patched:
             )
 
     def _that_checkpoint(self) -> list[Any]:
-        """Modules that may be told to run a block, or themselves, under gradient checkpointing."""
+        """Modules that hold a function for gradient checkpointing."""
         if self.family.is_diffusion:
             return [self.transformer]
         return list(self.family.blocks_of(self.transformer).values())
@@ -392,13 +391,13 @@ class Patched:
 
 
 class _Listening:
-    """A transformer's ``cache_context`` that notes the denoising step that it is told."""
+    """A transformer's ``cache_context`` that notes the denoising step it is called with."""
 
     def __init__(self, patched: Patched) -> None:
         self._patched = patched
 
     def __call__(self, name: str, **fields: Any) -> AbstractContextManager[None]:
-        """Of diffusers; what it is told goes on to it."""
+        """As diffusers calls it; passes all arguments on."""
         return self._noted(name, fields)
 
     @contextmanager
@@ -406,7 +405,7 @@ class _Listening:
         index, count = fields.get("step_index"), fields.get("num_inference_steps")
         patched, step, transformer = self._patched, None, self._patched.transformer
         if index is not None and count is not None:
-            step = patched.loop.told_step(int(index), int(count))
+            step = patched.loop.step_by_index(int(index), int(count))
         disabled = step is not None and step.is_among_first(patched.config.softmax_steps)
         of_class: Any = getattr(type(transformer), _CACHE_CONTEXT)
         with call_context(step=step, step_disabled=disabled), of_class(transformer, name, **fields):

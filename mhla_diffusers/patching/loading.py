@@ -129,7 +129,7 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
         return shipped
     if str(patch) in patch_names():
         raise ValueError(
-            f"{patch} is a ready patch, settings alone; apply_mhla(model, {str(patch)!r}) opens it, or --patch."
+            f"{patch} is a preset, settings without weights; apply_mhla(model, {str(patch)!r}) opens it, or --patch."
         )
     if "/" not in str(patch) and not path.exists():
         near = get_close_matches(str(patch), adapted_patch_names(), n=3, cutoff=0.4)

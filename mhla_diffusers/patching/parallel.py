@@ -1,7 +1,7 @@
 """Context parallelism of diffusers, as a patched transformer learns of it.
 
 ``transformer.enable_parallelism(config=ContextParallelConfig(...))`` sets up the processes, splits the tokens before
-the first block and tells every attention processor.
+the first block and sets its configuration on every attention processor.
 """
 
 import hashlib

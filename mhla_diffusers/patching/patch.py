@@ -45,12 +45,12 @@ def apply_mhla(
     """Replace the self-attention of a pipeline or transformer by MHLA, in place.
 
     ``apply_mhla(pipe)`` takes the family's defaults, ``apply_mhla(pipe, blocks=(7, 3, 5), layers="2/3")`` changes some
-    of them, ``apply_mhla(pipe, "wan2.1-t2v-1.3b-hybrid")`` takes a ready patch. Cross-attention stays as it is. If
+    of them, ``apply_mhla(pipe, "wan2.1-t2v-1.3b-hybrid")`` takes a preset. Cross-attention stays as it is. If
     anything is refused, the model is unchanged.
 
     Args:
         model: a pipeline (all its supported transformers are patched) or one transformer.
-        patch: settings, the name of a ready patch, or the path of a patch YAML; None for the family's defaults.
+        patch: settings, the name of a preset, or the path of a patch YAML; None for the family's defaults.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         calibration: makes the patch as good as it is without training: runs the model on typical inputs, for example
             ``lambda: pipe("a cat", num_inference_steps=4)``. It fits how the linear branch weighs beside the sparse
@@ -69,7 +69,7 @@ def apply_mhla(
     transformers = find_transformers(model)
     if not isinstance(patch, MHLAConfig | str | Path | None):
         raise ValueError(
-            f"patch={patch!r} must be a MHLAConfig, the name of a ready patch or the path of a patch YAML; "
+            f"patch={patch!r} must be a MHLAConfig, the name of a preset or the path of a patch YAML; "
             "single settings are keywords, for example blocks=(4, 4)."
         )
     if calibration is not None:
@@ -203,9 +203,9 @@ def attn_processors(transformer: Any) -> dict[str, Any]:
 
 
 def remove_mhla(model: Model) -> Model:
-    """Undo :func:`apply_mhla` and :func:`load_mhla`: processors, modules, hooks and methods are those of before.
+    """Undo :func:`apply_mhla` and :func:`load_mhla`: restore processors, modules, hooks and methods.
 
-    Weights of the model that an adapted patch replaced are those of before too, bit for bit.
+    Weights of the model that an adapted patch replaced are restored bit for bit.
 
     Attentions that were patched through diffusers' own ``set_attn_processor``, which keeps no record, get the
     processors that diffusers gives a new model.
@@ -232,11 +232,11 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     """Change blocks, layers, density, backend or other settings of a patched model, without loading it again.
 
     What the layers that stay patched have learned is kept: mixing matrices are interpolated to other blocks, as
-    :func:`load_mhla` does it; a layer that is patched now starts fresh, and one that is no longer patched gets its
-    processor of before. A warning tells what was learned and has no place with other settings, or was learned with
-    other uniform blocks. Other backend, density, uniform blocks or ``softmax_steps`` keep the parameters that there
-    are; with other settings layers have new ones, so make optimizers after it. Where something else has
-    set processors, MHLA runs again. If anything is refused the model is unchanged.
+    :func:`load_mhla` does it. A layer that is patched now starts fresh, and one that is no longer patched gets its
+    original processor. A warning names what was learned and is dropped, or was learned with other uniform blocks.
+    Another backend, density, block size or number of ``softmax_steps`` keeps all parameters; with other settings layers
+    have new ones, so make optimizers after it. Where something else has set processors, MHLA runs again. If anything is
+    refused the model is unchanged.
 
     Args:
         model: patched pipeline or transformer.
@@ -265,9 +265,9 @@ class Change:
     patched: Patched
     processor: MHLAProcessor
     layers: dict[str, MHLALayer]
-    """Name of every attention that is to be patched, with its layer: a new one, or that of before."""
+    """Name of every attention that is to be patched, with its layer: a new one, or the one it has."""
     loss: str | None
-    """What to tell of weights that were learned and have no place any more, or are not for the new settings."""
+    """Warning about learned weights that are dropped or were learned with other settings."""
 
     def carry_out(self, model: Any) -> None:
         """Change the transformer, which is ``model`` or a part of it."""
@@ -342,7 +342,7 @@ def plan_change(patched: Patched, backend: str | None, settings: Mapping[str, An
 def _loss(
     layers: Mapping[str, tuple[Any, MHLALayer, MHLALayer]], before: MHLAConfig, after: MHLAConfig, family: Family
 ) -> str | None:
-    """What to tell of what some layers have learned, given each with its attention and the layer after it."""
+    """Warning about what layers have learned, given each with its attention and the layer that follows it."""
     dropped, learned = set(), set()
     for attn, old, new in layers.values():
         fresh = make_layer(attn, before, family).state_dict()
@@ -351,14 +351,14 @@ def _loss(
         learned |= names
     if not learned:
         return None
-    tells = [f"What the patch has learned of {', '.join(sorted(dropped))} is dropped."] if dropped else []
+    parts = [f"What the patch has learned of {', '.join(sorted(dropped))} is dropped."] if dropped else []
     if (before.sparse, before.block_size) != (after.sparse, after.block_size):
         was, now = (
             f"blocks of {config.block_size} tokens" if config.sparse == "content" else f"sparse={config.sparse!r}"
             for config in (before, after)
         )
-        tells.append(f"The patch has learned with {was}, and runs with {now} now; adapt it again.")
-    return " ".join(tells) or None
+        parts.append(f"The patch has learned with {was}, and runs with {now} now; adapt it again.")
+    return " ".join(parts) or None
 
 
 def _carry_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping[str, torch.Tensor]) -> None:

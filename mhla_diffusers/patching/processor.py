@@ -31,8 +31,8 @@ class MHLAProcessor:
 
         pipe.transformer.set_attn_processor(MHLAProcessor(blocks=(7, 3, 5)))
 
-    diffusers does not tell a processor which model it is put on. Set in that way, it makes ``attn.mhla`` when the
-    attention first runs, and the attention must be told the grid (Wan's is, by the tables of RoPE) or ``grid`` given.
+    diffusers does not pass the model to a processor. Set in that way, it makes ``attn.mhla`` when the attention first
+    runs, and reads the grid off the tables of RoPE, as Wan's allow, or needs ``grid``.
     :func:`mhla_diffusers.set_attn_processor` and :func:`mhla_diffusers.apply_mhla` make the weights at once and read
     the grid of every input.
 
@@ -51,7 +51,7 @@ class MHLAProcessor:
 
     # read and written by diffusers' set_attention_backend; used for the cross-attention that is passed on
     _attention_backend: Any = None
-    # written by its enable_parallelism; for processors that are passed on to, since the transformer tells our own
+    # written by its enable_parallelism; handed on to original processors
     _parallel_config: Any = None
 
     def __init__(
@@ -238,7 +238,7 @@ class MHLAProcessor:
         if layer is None and self.config.softmax_steps:
             raise ValueError(
                 f"softmax_steps={self.config.softmax_steps!r} cannot be honoured when diffusers' own "
-                "set_attn_processor drops the processors of before; use apply_mhla(pipe, ...), which keeps them."
+                "set_attn_processor drops the original processors; use apply_mhla(pipe, ...), which keeps them."
             )
         # identity first: under torch.compile(dynamic=True) numbers inside an equality would become symbols
         if layer is not None and layer.config is not self.config and layer.config != self.config:
@@ -302,7 +302,7 @@ def holds_weights(processor: Any) -> bool:
 
 
 def with_backend_of(processor: MHLAProcessor, original: Any) -> Any:
-    """The processor of before with what diffusers has set on a patched one meanwhile: backend and processes."""
+    """The original processor with what diffusers has set on the patched one meanwhile: backend and processes."""
     if processor._parallel_config is not None and hasattr(original, _PARALLEL):
         setattr(original, _PARALLEL, processor._parallel_config)
     meanwhile = vars(processor).get(_BACKEND, original)
@@ -315,7 +315,7 @@ def adapter_of(attn: Any, family: Family | None = None) -> AttentionAdapter:
     """The adapter of a self-attention: that of its layer, or if it has none, of a family, or else the common one.
 
     Raises:
-        ValueError: joint attention, of which nothing tells the adapter.
+        ValueError: joint attention, of an unknown model.
     """
     layer = layer_of(attn)
     if layer is not None:
@@ -329,7 +329,7 @@ def adapter_of(attn: Any, family: Family | None = None) -> AttentionAdapter:
 
 def _unknown_model(attn: Any) -> ValueError:
     return ValueError(
-        f"This {type(attn).__name__} is joint attention and does not tell which model it is in; use "
+        f"This {type(attn).__name__} is joint attention of a model that a processor does not know; use "
         "mhla_diffusers.set_attn_processor(transformer, processor) or mhla_diffusers.apply_mhla(pipe, ...), which know "
         "the model."
     )
@@ -343,7 +343,7 @@ def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALaye
     Args:
         attn: the attention.
         config: settings.
-        family: of the model; None of an attention that nothing tells it of.
+        family: of the model; None where it is unknown.
 
     Raises:
         ValueError: if the weights of the attention are offloaded, so that its device is not known, or the attention
@@ -373,7 +373,7 @@ def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALaye
 
 
 def _skips_scores(attn: Any) -> bool:
-    """Whether a hook of diffusers asks this attention to hand on its values, as perturbed-attention guidance does."""
+    """Whether a hook of diffusers asks this attention to return its values, as perturbed-attention guidance does."""
     registry = getattr(attn, "_diffusers_hook", None)
     return registry is not None and any(
         getattr(hook, "skip_attention_scores", False) for hook in registry.hooks.values()
@@ -412,8 +412,8 @@ def default_cross_attention_processor(attn: Any, family: Family | None = None) -
     """A processor that does what diffusers' own does for this cross-attention.
 
     Args:
-        attn: whose class tells its processor, or else the family.
-        family: of the model; None where nothing tells it, so that the families are asked.
+        attn: whose class has a default processor, or else its family has.
+        family: of the model; None where it is unknown, to ask all families.
     """
     default = getattr(attn, "_default_processor_cls", None)
     if default is not None:
@@ -435,7 +435,7 @@ def layer_input(
         args: by place.
         kwargs: by name.
         adapter: of the attention; None of a patched one, which knows.
-        grid: token grid; None within a forward of a patched transformer, which tells it.
+        grid: token grid; None within a forward of a patched transformer, whose context has it.
     """
     adapter = adapter if adapter is not None else adapter_of(attn)
     arguments = adapter.arguments(args, kwargs)
@@ -456,7 +456,7 @@ def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: 
 
 
 def _grid_of_call(context: CallContext, attn: Any, given: AttentionInput) -> tuple[int, ...]:
-    """The token grid of the call that an attention is in: of the transformer, or else told by the tables of RoPE."""
+    """The token grid of the call that an attention is in: from the context, or else from the tables of RoPE."""
     grid = context.grid
     if grid is None and not torch.compiler.is_compiling():  # a compiled graph reads no values
         grid = grid_of_attention(attn, given.rotary)
@@ -471,7 +471,7 @@ def _grid_of_call(context: CallContext, attn: Any, given: AttentionInput) -> tup
             "or (height, width) for images."
         )
     raise ValueError(
-        "MHLAProcessor does not know the token grid: this model, or torch.compile, does not tell it to an attention. "
+        "MHLAProcessor does not know the token grid: this model, or torch.compile, does not pass it to an attention. "
         "Call mhla_diffusers.set_attn_processor(pipe.transformer, processor) or mhla_diffusers.apply_mhla(pipe, ...), "
         "which read it from every input, or give it to the processor, grid=(frames, height, width) in tokens, or "
         "(height, width) for images."

@@ -78,7 +78,7 @@ class PatchRecord:
             return
         check(
             "mhla" in metadata,
-            f"{self.file} was written anew without its settings, so nothing tells whether those in {CONFIG_NAME} "
+            f"{self.file} was written anew without its settings, so it is unknown whether those in {CONFIG_NAME} "
             "belong to its tensors; keep the metadata of the safetensors file, or save with save_mhla().",
         )
         settings = json.loads(metadata["mhla"])
@@ -267,12 +267,12 @@ def _new_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _note_of(settings: Mapping[str, Any]) -> str | None:
-    """What to tell of an old patch that opens as something else than it was trained with; None if nothing."""
+    """Warning about an old patch that opens as something else than it was trained with; None if it does not."""
     if settings.get("exact") != "content" or settings.get("block_size") is not None:
         return None
     return (
         "this patch was trained with boxes of the token grid, and opens with uniform blocks, which it was not "
-        f"trained with: of {DEFAULT_BLOCK_SIZE} tokens, or of as many as load_mhla(..., block_size=...) is told; "
+        f"trained with: of {DEFAULT_BLOCK_SIZE} tokens, or of load_mhla(..., block_size=...); "
         "calibrate_sparse(model, run) fits λ and β to them, and adapting it brings the rest."
     )
 

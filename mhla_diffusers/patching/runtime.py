@@ -1,4 +1,4 @@
-"""The context of a call: what a transformer's forward tells the attentions that run in it.
+"""The context of a call: what the attentions of a forward need to know of it.
 
 The handle of a patched transformer fills it in before a forward, for its own thread, and a recomputation knows it
 again. It belongs to the call and not to the layers, which two threads share and which PEFT, ``deepcopy`` and
@@ -23,7 +23,7 @@ Grid = tuple[int, ...]
 
 
 class InStream(Protocol):
-    """What a step of a video that is generated frame block after frame block tells its attentions."""
+    """One step of a video that is generated frame block after frame block, as its attentions see it."""
 
     keep: bool
     """Whether its tokens belong to the past of the next step."""
@@ -47,10 +47,10 @@ class CallContext:
     stream: InStream | None = None
     """The step of a video that the call is; None of one that stands by itself."""
     step: Step | None = None
-    """The denoising step, where the pipeline tells it to ``cache_context``."""
+    """The denoising step, where the pipeline passes it to ``cache_context``."""
     step_disabled: bool = False
-    """Whether the patch is disabled in that step. Worked out when it is told: a compiled transformer that looked at
-    numbers of steps would be compiled anew for each.
+    """Whether the patch is disabled in that step. Worked out outside of the transformer: a compiled one that
+    compared numbers of steps would be compiled anew for each.
     """
     in_every_step: bool = False
     """Whether patches run in every step, for forwards that are no part of a denoising loop."""
@@ -147,7 +147,7 @@ def allow_graphs(owner: object) -> None:
 
 
 def give_back_graphs(owner: object) -> None:
-    """Once no owner is left, PyTorch's limit is that of before, unless it was changed since."""
+    """Once no owner is left, restore PyTorch's limit, unless it was changed since."""
     _owners.discard(owner)
     _restore_limit()
 

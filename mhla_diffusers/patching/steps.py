@@ -2,7 +2,7 @@
 
 A step is one of the ``num_inference_steps`` of a pipeline's call, and all forwards that the scheduler's solver makes in
 it belong to it: those of second order, such as Heun's, make two. The forward is found by diffusers' ``cache_context``,
-where a pipeline tells it as Wan's does, and of any other by its timestep among those of the scheduler.
+where a pipeline calls it with a step as Wan's does, and otherwise by its timestep among those of the scheduler.
 """
 
 import math
@@ -18,7 +18,7 @@ from ..families import Family
 _SAME = 1e-5
 """Relative difference up to which two timesteps are one, since some are scaled on their way to the transformer.
 
-Of one that is told in a lower type it is the rounding of that type.
+For a timestep in a lower type it is the rounding of that type.
 """
 
 
@@ -60,16 +60,16 @@ class DenoisingLoop:
     def _scheduler(self) -> Any:
         return getattr(self._pipe() if self._pipe is not None else None, "scheduler", None)
 
-    def told_step(self, index: int, count: int) -> Step:
-        """The step that a pipeline tells, which may have numbered the scheduler's timesteps and not the steps."""
+    def step_by_index(self, index: int, count: int) -> Step:
+        """The step that a pipeline states, which may count the scheduler's timesteps and not the steps."""
         scheduler = self._scheduler
         timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None or len(timesteps) != count:
             return Step(index, count)
         return Step(_step_of(scheduler, index), _count_steps(scheduler))
 
-    def step(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """The step of a forward by its timestep, for which a device is waited; None if that does not tell."""
+    def step_by_timestep(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """The step of a forward by its timestep, for which a device is waited; None if it is unknown."""
         timestep = self.family.named_arguments(args, kwargs).get(self.family.timestep_name)
         scheduler = self._scheduler
         timesteps = getattr(scheduler, "timesteps", None)
@@ -78,10 +78,10 @@ class DenoisingLoop:
         given = torch.as_tensor(timestep)
         of_scheduler = self.family.scheduler_timestep(transformer, given.float().max())
         places = timesteps.to(of_scheduler.device).float()
-        as_told, same = places, _SAME
+        rounded, same = places, _SAME
         if given.is_floating_point():  # some pipelines round to the type of the latents before they scale
-            as_told, same = places.to(given.dtype).float(), max(_SAME, torch.finfo(given.dtype).eps)
-        differences = (as_told - of_scheduler).abs()
+            rounded, same = places.to(given.dtype).float(), max(_SAME, torch.finfo(given.dtype).eps)
+        differences = (rounded - of_scheduler).abs()
         nearest = differences <= same * max(1.0, float(of_scheduler))
         if not bool(nearest.any()):
             return None

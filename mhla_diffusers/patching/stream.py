@@ -41,7 +41,7 @@ class VideoStream:
 
     Raises:
         ValueError: no such model, a pipeline with two transformers, a patch that is not so, one with ``softmax_steps``,
-            tokens that are split between processes, or a model whose family does not tell RoPE of later frames.
+            tokens that are split between processes, or a model whose family does not give RoPE of later frames.
     """
 
     def __init__(self, model: Any) -> None:
@@ -51,7 +51,7 @@ class VideoStream:
         if type(inside).__name__ not in self._family.streamed:
             raise ValueError(
                 f"A {type(inside).__name__} cannot be given a video frame block after frame block: its family "
-                f"{self._family.name!r} tells that of {', '.join(self._family.streamed) or 'no transformer'}."
+                f"{self._family.name!r} supports {', '.join(self._family.streamed) or 'no transformer'}."
             )
         attentions = self._family.self_attentions(inside)
         self._layers = {name: _causal_layer(name, layer_of(attn)) for name, attn in attentions.items()}

@@ -101,7 +101,7 @@ def resized(tensors: Mapping[str, torch.Tensor], before: MHLAConfig, after: MHLA
     """The tensors that a patch with other settings has.
 
     Mixing matrices are interpolated over block positions. Those of causal patches go on along the first axis as
-    :func:`extend_mixing` tells, or end earlier there, since a block stands for as many tokens as before.
+    :func:`extend_mixing` says, or end earlier there, since a block stands for as many tokens as before.
 
     Args:
         tensors: name → tensor, for example ``blocks.0.attn1.mhla.mixing``; others are left as they are.
@@ -110,7 +110,7 @@ def resized(tensors: Mapping[str, torch.Tensor], before: MHLAConfig, after: MHLA
 
     Raises:
         ValueError: other blocks together with another order or another length of causal blocks, or more causal blocks
-            than one that stands alone can tell of, or entries below 0 where their logarithm is taken.
+            than a single one can be extended to, or entries below 0 where their logarithm is taken.
     """
     part = dict(tensors)
     if after.needs_positive_mixing:
