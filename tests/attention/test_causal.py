@@ -264,12 +264,6 @@ def test_it_compiles_as_one_graph(grid: Any, blocks: Any, causal: Any, linear_br
         assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-@pytest.mark.parametrize("causal", ["token", "block"])
-def test_no_sample_is_none(causal: Any) -> None:
-    empty = torch.empty(0, 12, 2, 8)
-    assert mhla_attention(empty, empty, empty, torch.ones(4, 4), (12,), (4,), causal=causal).shape == empty.shape
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -127,15 +127,6 @@ def test_the_linear_branch_alone_remains_where_all_else_is_masked():
     torch.testing.assert_close(attend(problem)[:1, 2:32], alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("parts", PARTS)
-def test_masked_samples_attend_to_nothing_without_nan(parts):
-    problem = make((6, 4), 4, (2, 3), parts)
-    problem.options["key_mask"] = torch.zeros(2, 29, dtype=torch.bool)
-    found = problem.run(mhla_attention)
-    assert all(x.isfinite().all() for x in found.values())
-    assert not found["output"][:, [0, 1, 26, 27, 28]].any()
-
-
 def test_large_logits_stay_finite_and_weights_sum_to_one():
     problem = make((7, 9), 8, (3, 4))
     tensors = problem.tensors | {"value": torch.ones_like(problem.tensors["value"])}

@@ -41,11 +41,6 @@ def test_identity_feature_map_needs_no_normaliser():
     check(make_problem((7, 9), (3, 4), feature_map="identity", normalize=False))
 
 
-@pytest.mark.parametrize("extra", ["mask", "norm", "gate", "per_head"])
-def test_extras(extra):
-    check(make_problem((7, 9), (3, 4), **{extra: True}))
-
-
 def test_everything_at_once():
     check(
         make_problem((5, 7, 3), (2, 3, 2), rotary=True, mask=True, norm=True, gate=True, per_head=True, normalize=False)

@@ -174,12 +174,6 @@ def test_the_operator_of_lists(pooled):
     assert counter.get_total_flops() == 5 * 2 * 8 * pairs, "five products"
 
 
-def test_masked_samples_attend_to_nothing_without_nan():
-    problem = make((6, 4), 4, mask=True)
-    problem.options["key_mask"] = torch.zeros(2, 24, dtype=torch.bool)
-    assert all(x.isfinite().all() for x in problem.run(mhla_attention, torch.float32).values())
-
-
 @pytest.mark.parametrize("shape", [(3, 6, 6), (2, 3, 6, 6)])
 def test_lists_and_masks_are_the_same_thing(shape):
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.4
@@ -187,13 +181,6 @@ def test_lists_and_masks_are_the_same_thing(shape):
     assert torch.equal(lists.mask().view(shape), mask)
     assert (lists.heads, lists.blocks, lists.longest) == (3, 6, int(mask.sum(dim=-1).max()))
     assert lists.density == pytest.approx(float(mask.float().mean()))
-
-
-def test_lists_wait_for_no_device():
-    """Reading a value on the meta device is an error."""
-    lists = random_lists((4, 6), 4)
-    on_meta = BlockLists(4, 2, lists.offsets.to("meta"), lists.keys.to("meta"), 6, lists.longest)
-    assert on_meta.padded().shape == lists.padded().shape and on_meta.mask().shape == lists.mask().shape
 
 
 @pytest.mark.parametrize(

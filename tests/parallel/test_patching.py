@@ -1,20 +1,26 @@
 """A patch over several processes: in whatever order it is made, removed, compiled, offloaded, adapted; and refusals."""
 
+from typing import Any
+
 import pytest
 
 from .processes import Processes
 from .test_families import ROUNDING
 from .transformers import (
+    FEATURES,
+    add_adapter,
+    compile_forward,
+    compile_one_block,
     error_of_another_with_the_same_processor,
-    error_when_offloaded,
     error_when_patched_after,
-    error_with_lora,
-    errors_after_inference_mode,
-    errors_when_compiled,
+    errors,
     errors_without_patch,
     message_of,
     message_of_what_is_set,
     of_masked_text,
+    offload_blocks,
+    offload_leaves,
+    run_without_gradients,
 )
 
 either = pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ring", "heads"])
@@ -32,21 +38,28 @@ def test_what_was_before_attends_over_the_processes(two: Processes, degrees: tup
         assert max(found) < ROUNDING, found
 
 
-@either
-def test_compiled(two: Processes, degrees: tuple[int, int]) -> None:
-    for found in two.run(errors_when_compiled, degrees):
-        assert max(found) < ROUNDING, found
+CHANGES: dict[str, dict[str, Any]] = {
+    "one block compiled": {"settings": FEATURES, "after": compile_one_block},
+    "blocks offloaded": {"settings": FEATURES, "after": offload_blocks, "gradients_too": False},
+    "leaves offloaded": {"settings": FEATURES, "after": offload_leaves, "gradients_too": False},
+    "an adapter": {"before": add_adapter},
+    # tables of blocks, which outlive a call, can be kept for a backward pass
+    "run without gradients first": {
+        "settings": {"sparse": "content", "block_size": 4},
+        "after": run_without_gradients,
+    },
+}
 
 
 @either
-@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
-def test_group_offloading(two: Processes, degrees: tuple[int, int], kind: str) -> None:
-    assert max(two.run(error_when_offloaded, degrees, kind)) < ROUNDING
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_two_processes_equal_one_after(two: Processes, degrees: tuple[int, int], change: dict[str, Any]) -> None:
+    for found in two.run(errors, "wan", degrees, **change):
+        assert max(found.values()) < ROUNDING, found
 
 
-@either
-def test_gradients_of_an_adapter(two: Processes, degrees: tuple[int, int]) -> None:
-    for found in two.run(error_with_lora, degrees):
+def test_a_whole_that_is_compiled(two: Processes) -> None:
+    for found in two.run(errors, "wan", (2, 1), FEATURES, after=compile_forward, gradients_too=False):
         assert max(found.values()) < ROUNDING, found
 
 
@@ -61,13 +74,6 @@ def test_what_cannot_be_shared_out(two: Processes, four: Processes) -> None:
         assert "35 tokens" in message and "ring_anything=True" in message
     for message in four.run(message_of, (1, 4)):
         assert "ulysses_degree=4 does not divide the 2 heads" in message and "such as 2" in message
-
-
-@either
-def test_gradients_after_a_call_without_them(two: Processes, degrees: tuple[int, int]) -> None:
-    """Tables of blocks, which outlive a call, can be kept for a backward pass."""
-    for found in two.run(errors_after_inference_mode, degrees):
-        assert max(found.values()) < ROUNDING, found
 
 
 def test_a_processor_of_two_transformers(two: Processes) -> None:

@@ -1,6 +1,7 @@
 """Real transformers on several processes against the same on one."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,20 +74,33 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+Change = Callable[[Any, dict[str, Any]], Any]
+"""Of a transformer and its inputs."""
+
+
 def errors(
     name: str,
     degrees: tuple[int, int],
     settings: dict[str, Any] | None = None,
     ragged: bool = False,
     gradients_too: bool = True,
+    before: Change | None = None,
+    after: Change | None = None,
     **options: Any,
 ) -> dict[str, float]:
-    """Relative errors of the output and of the worst of the gradients, which all processes give together."""
+    """Relative errors of the output and of the worst of the gradients, which all processes give together.
+
+    ``before`` changes the patched transformer before it is copied, and ``after`` the one that is spread.
+    """
     model, arguments = case(name, ragged)
     patched(model, name, **settings or {})
+    if before is not None:
+        before(model, arguments)
     alone = copy.deepcopy(model)
     spread(model, *degrees, **options)
     with diffusers_on_cpu():
+        if after is not None:
+            after(model, arguments)
         if not gradients_too:
             return {"output": relative(output_of(model, arguments), output_of(alone, arguments))}
         output, gradients = run(model, arguments)
@@ -100,6 +114,48 @@ def errors(
         worst[key] = float(difference / expected_gradients[key].norm().clamp_min(1e-3 * scale))
     worst_name = max(worst, key=worst.__getitem__)
     return {"output": relative(output, expected), worst_name: worst[worst_name]}
+
+
+def compile_one_block(model: Any, _: Any) -> None:
+    """To one graph; diffusers' own hooks of the first block and of the whole, which split the tokens, make none."""
+    torch._dynamo.reset()
+    model.blocks[2].compile(backend="aot_eager", fullgraph=True)
+
+
+def compile_forward(model: Any, _: Any) -> None:
+    """As far as it goes."""
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+
+
+def offload_blocks(model: Any, _: Any, kind: str = "block_level") -> None:
+    """Groups of weights wait elsewhere."""
+    from diffusers.hooks import apply_group_offloading
+
+    options = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+    cpu = torch.device("cpu")
+    apply_group_offloading(model, onload_device=cpu, offload_device=cpu, offload_type=kind, **options)
+
+
+def offload_leaves(model: Any, arguments: Any) -> None:
+    offload_blocks(model, arguments, "leaf_level")
+
+
+def add_adapter(model: Any, _: Any) -> None:
+    """LoRA, whose weights take gradients alone."""
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights="gaussian"))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for n, parameter in model.named_parameters():
+            if "lora_" in n:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def run_without_gradients(model: Any, arguments: Any) -> None:
+    with torch.inference_mode():
+        model(**arguments, return_dict=False)
 
 
 def error_when_patched_after(degrees: tuple[int, int]) -> float:
@@ -121,68 +177,6 @@ def errors_without_patch(degrees: tuple[int, int]) -> list[float]:
             found = [relative(output_of(model, arguments), expected)]
         mhla.remove_mhla(model)
         return [*found, relative(output_of(model, arguments), expected)]
-
-
-def errors_when_compiled(degrees: tuple[int, int]) -> list[float]:
-    """Of a transformer one of whose blocks is compiled to one graph, and of one that is compiled as far as it goes.
-
-    diffusers' own hooks of the first block and of the whole, which split the tokens, make no graph.
-    """
-    model, arguments = case("wan")
-    patched(model, "wan", **FEATURES)
-    expected, expected_gradients = run(copy.deepcopy(model), arguments)
-    by_block = copy.deepcopy(model)
-    for one in (by_block, model):
-        spread(one, *degrees)
-        torch._dynamo.reset()
-    by_block.blocks[2].compile(backend="aot_eager", fullgraph=True)
-    output, gradients = run(by_block, arguments)
-    worst = max(gradients, key=lambda name: expected_gradients[name].norm())
-    torch.distributed.all_reduce(gradients[worst])
-    found = [relative(output, expected), relative(gradients[worst], expected_gradients[worst])]
-    if degrees[1] > 1:  # either form tells what a compiled whole does
-        return found
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    return [*found, relative(output_of(compiled, arguments), expected)]
-
-
-def error_when_offloaded(degrees: tuple[int, int], kind: str) -> float:
-    """Of a transformer whose groups of weights wait elsewhere."""
-    from diffusers.hooks import apply_group_offloading
-
-    model, arguments = case("wan")
-    patched(model, "wan", **FEATURES)
-    expected = output_of(copy.deepcopy(model), arguments)
-    spread(model, *degrees)
-    options = {"num_blocks_per_group": 1} if kind == "block_level" else {}
-    apply_group_offloading(
-        model, onload_device=torch.device("cpu"), offload_device=torch.device("cpu"), offload_type=kind, **options
-    )
-    return relative(output_of(model, arguments), expected)
-
-
-def error_with_lora(degrees: tuple[int, int]) -> dict[str, float]:
-    """Of a transformer with an adapter, whose weights take gradients alone."""
-    from peft import LoraConfig
-
-    model, arguments = case("wan")
-    patched(model, "wan")
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights="gaussian"))
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for n, parameter in model.named_parameters():
-            if "lora_" in n:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    alone = copy.deepcopy(model)
-    spread(model, *degrees)
-    output, gradients = run(model, arguments)
-    expected, expected_gradients = run(alone, arguments)
-    found = {"output": relative(output, expected)}
-    for n in (n for n in gradients if "lora_" in n):
-        torch.distributed.all_reduce(gradients[n])
-        found[n] = relative(gradients[n], expected_gradients[n])
-    return found
 
 
 def message_of(degrees: tuple[int, int], name: str = "wan", different: str = "", **changes: Any) -> str:
@@ -216,18 +210,6 @@ def of_masked_text(degrees: tuple[int, int]) -> tuple[float, str]:
     except ValueError as refusal:
         return error, str(refusal)
     raise AssertionError("nothing was refused")
-
-
-def errors_after_inference_mode(degrees: tuple[int, int]) -> dict[str, float]:
-    """Of a transformer with a sparse branch that ran without gradients first."""
-    model, arguments = case("wan")
-    patched(model, "wan", sparse="content", block_size=4)
-    alone = copy.deepcopy(model)
-    spread(model, *degrees)
-    with torch.inference_mode():
-        model(**arguments, return_dict=False)
-    output, _ = run(model, arguments)
-    return {"output": relative(output, run(alone, arguments)[0])}
 
 
 def error_of_another_with_the_same_processor(degrees: tuple[int, int]) -> float:
