@@ -138,12 +138,7 @@ class AttentionAdapter:
         return rotary[0][None, :, None], rotary[1][None, :, None]
 
     def check_order(self, given: AttentionInput, config: MHLAConfig | None) -> None:
-        """Raise unless a patch sees of later frames what the model lets it see, by default all of them.
-
-        Args:
-            given: input of the attention.
-            config: of the patch; None of an attention that is not patched yet.
-        """
+        """Raise unless a patch sees of later frames what the model lets it see, by default all of them."""
 
     def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
         """How many extra tokens stand before and after those of the grid.

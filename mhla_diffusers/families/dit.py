@@ -17,8 +17,7 @@ from .processes import LearnedVarianceDDPM
 from .styles import ImageFamily
 
 _CLASS = "DiTTransformer2DModel"
-_SHOWN_LABELS = 12
-"""How many names of classes an error lists; ImageNet has a thousand."""
+_SHOWN_LABELS = 12  # in an error; ImageNet has a thousand
 
 
 def _model(name: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:

@@ -154,10 +154,6 @@ class Family:
     def build(self, name: str, settings: Mapping[str, Any]) -> Any:
         """A transformer with fresh weights.
 
-        Args:
-            name: one of :attr:`transformers`.
-            settings: arguments of the class, or of its configuration where that is an object.
-
         Raises:
             AttributeError: the library lacks it.
         """
@@ -214,12 +210,7 @@ class Family:
         return False
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
-        """Why a transformer of this family cannot have these settings, and the way out; None, if it can.
-
-        Args:
-            transformer: which.
-            config: settings that no other check refuses.
-        """
+        """Why a transformer of this family cannot have these settings, and the way out; None, if it can."""
         return None
 
     def prepare(self, transformer: Any) -> None:
@@ -264,22 +255,13 @@ class Family:
         return {**dict(zip(self.forward_names, args, strict=False)), **kwargs}
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Token grid of a forward of the transformer; by default ``hidden_states`` are latents (B, C, ...).
-
-        Args:
-            transformer: which.
-            arguments: of its forward by name.
-        """
+        """Token grid of a forward of the transformer; by default ``hidden_states`` are latents (B, C, ...)."""
         return self.token_grid(transformer, arguments["hidden_states"])
 
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
         """Token grid that RoPE's tables reveal to a self-attention; None for another model, or if they do not.
 
         With it diffusers' own ``set_attn_processor`` needs no ``grid``.
-
-        Args:
-            attn: a self-attention, in whatever model it is.
-            rotary: what the model passes to it, (cos, sin).
         """
         return None
 
@@ -301,13 +283,9 @@ class Family:
         return self.rotary_channels.get(head_dim)
 
     def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
-        """RoPE of frames that do not begin a video.
+        """RoPE of frames that do not begin a video, the first of them at place ``first`` of the grid's first axis.
 
-        Args:
-            transformer: which.
-            rotary: what it passes to its attentions, (cos, sin), as if the frames did begin one.
-            grid: of the tokens.
-            first: place of the first frame, in tokens of the first axis.
+        ``rotary`` is what the model passes to its attentions, (cos, sin), as if the frames did begin one.
 
         Raises:
             ValueError: the family does not say, or the model has no RoPE for so late a frame.
@@ -315,22 +293,11 @@ class Family:
         raise ValueError(f"The {self.name!r} family does not tell RoPE of later frames: give it a rotary_from().")
 
     def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
-        """Why a transformer has no RoPE for some frames of a video; None, if it has.
-
-        Args:
-            transformer: which.
-            first: place of the first frame, in tokens of the first axis.
-            last: place after the last one.
-        """
+        """Why a transformer has no RoPE for frames from ``first`` to before ``last`` of the grid; None, if it has."""
         return None
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """Why the tokens of a call of the transformer cannot be split over processes; None, if they can.
-
-        Args:
-            arguments: of the transformer's forward, by name.
-            grid: token grid.
-        """
+        """Why the tokens of a call cannot be split over processes; None, if they can; arguments by name."""
         return None
 
     # The transformer's forward
@@ -354,13 +321,7 @@ class Family:
         return {**arguments, **conditioning}
 
     def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
-        """What the transformer predicts for latents (B, C, ...), like them: by default its output as it is.
-
-        Args:
-            transformer: which.
-            output: first of what its forward returns as a tuple.
-            latents: those that it was given.
-        """
+        """What the transformer predicts for latents (B, C, ...), like them: by default its output as it is."""
         predicted: torch.Tensor = output
         return predicted
 
@@ -372,10 +333,6 @@ class Family:
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """The process that the model was trained with, by default of :attr:`process_class`.
-
-        Args:
-            transformer: whose configuration may change it.
-            flow_shift: shift of the timesteps, for families trained with flow matching.
 
         Raises:
             ValueError: the family does not say, or the transformer is conditioned on pictures.
@@ -415,12 +372,7 @@ class Family:
         return of_unit_scale(pipe.vae, latents.float())
 
     def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
-        """Arguments of the transformer's forward that come from a clip itself, without a batch axis; by default none.
-
-        Args:
-            pipe: pipeline with its encoders.
-            pixels: one clip, (1, 3, F, H, W) in [-1, 1].
-        """
+        """Arguments of the transformer's forward that come from a clip (1, 3, F, H, W); by default none."""
         return {}
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
@@ -456,9 +408,6 @@ class Family:
     def conditioning_shapes(self, transformer: Any) -> Sample:
         """What :meth:`encode_prompt` gives, without values, on the meta device.
 
-        Args:
-            transformer: configuration of the transformer.
-
         Raises:
             ValueError: the family does not say.
         """
@@ -476,13 +425,7 @@ class Family:
         return int(transformer.in_channels)
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """Shape of a sample's latents, (C, H, W) or (C, F, H, W); by default with the autoencoder's strides.
-
-        Args:
-            transformer: configuration of the transformer.
-            vae: configuration of the autoencoder.
-            clip: frames and size.
-        """
+        """Shape of a sample's latents, (C, H, W) or (C, F, H, W); by default with the autoencoder's strides."""
         temporal, spatial = strides_of(vae)
         frames = [(clip.frames - 1) // temporal + 1] if self.makes_videos else []
         return self.channels(transformer), *frames, *(side // spatial for side in clip.sizes[0])
@@ -499,12 +442,7 @@ class Family:
     # Calling the pipeline
 
     def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """How many classes a pipeline was trained on, known without loading it; 0 where prompts are text.
-
-        Args:
-            index: what its ``model_index.json`` holds.
-            config: what the ``config.json`` of its transformer holds.
-        """
+        """How many classes a pipeline was trained on, known without loading it; 0 where prompts are text."""
         return 0
 
     def check_prompt(self, pipe: Any, prompt: str) -> None:

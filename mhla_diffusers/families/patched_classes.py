@@ -110,11 +110,6 @@ class _VisionAttention(WithProcessor):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the class of transformers beside this one.
 
-        Args:
-            hidden_states: (B, N, hidden size).
-            attention_mask: what transformers has made of the model's mask for its attention implementation.
-            **kwargs: what the model's caller tells attention implementations besides.
-
         Returns:
             (B, N, hidden size), and weights where an attention that is not replaced gives them.
 
@@ -351,18 +346,6 @@ def attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What transformers calls for an attention, see :class:`transformers.AttentionInterface`.
-
-    Args:
-        module: the attention.
-        query: (B, H, n, D) after RoPE.
-        key: (B, key heads, N, D), all that the cache gives: the last n, or a part of them, are of these tokens.
-        value: likewise.
-        attention_mask: a :class:`CausalMask`.
-        replaced: implementation that the model had.
-        layer_input: (B, n, hidden size).
-        cache: of the call.
-        dropout: of attention weights.
-        **kwargs: what transformers tells its implementations besides.
 
     Returns:
         (B, n, H, D), and weights where another implementation gives them.

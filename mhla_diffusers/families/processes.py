@@ -116,7 +116,23 @@ class ReversedFlowMatching(FlowMatching):
         return 1 - time
 
 
-class LearnedVarianceDDPM(DiffusionProcess):
+class _DDPM(DiffusionProcess):
+    """Steps of a schedule, of which each is equally likely in training."""
+
+    steps: int
+    kept: torch.Tensor
+    """ᾱ of every step: float64 (steps,)."""
+
+    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
+        """The step: int64."""
+        return (quantile.double() * self.steps).long().clamp(0, self.steps - 1)
+
+    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+        """The step itself."""
+        return time
+
+
+class LearnedVarianceDDPM(_DDPM):
     """DiT: the model predicts the noise and, in as many further channels, where the variance lies.
 
     Loss as in improved DDPM: mean squared error of the noise, plus the variational bound in bits per dimension, whose
@@ -130,7 +146,6 @@ class LearnedVarianceDDPM(DiffusionProcess):
         self.steps = steps
         betas = torch.linspace(1e-4, 0.02, steps, dtype=torch.float64)
         self.kept = (1 - betas).cumprod(dim=0)
-        """ᾱ of every step: float64 (steps,)."""
         before = torch.cat([torch.ones(1, dtype=torch.float64), self.kept[:-1]])
         variance = betas * (1 - before) / (1 - self.kept)
         self.max_log_variance = betas.log()
@@ -139,18 +154,10 @@ class LearnedVarianceDDPM(DiffusionProcess):
         """Weights of the clean and the noised latents in the mean of the posterior."""
         self.noised_weight = (1 - before) * (1 - betas).sqrt() / (1 - self.kept)
 
-    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
-        """Every step is equally likely: int64."""
-        return (quantile.double() * self.steps).long().clamp(0, self.steps - 1)
-
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """√ᾱ latents + √(1 − ᾱ) noise."""
         kept, lost = self._at(self.kept, time, latents), self._at(1 - self.kept, time, latents)
         return kept.sqrt() * latents + lost.sqrt() * noise
-
-    def timestep(self, time: torch.Tensor) -> torch.Tensor:
-        """The step itself."""
-        return time
 
     def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
         """Squared error of the noise plus the variational bound of the variance.
@@ -169,13 +176,7 @@ class LearnedVarianceDDPM(DiffusionProcess):
         return simple + self._bound(noise.detach(), (fraction + 1) / 2, batch)
 
     def _bound(self, noise: torch.Tensor, fraction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
-        """Variational bound per sample in bits per dimension.
-
-        Args:
-            noise: predicted, (B, C, ...), without gradient.
-            fraction: 0 for the smallest, 1 for the largest variance on a log scale, like ``noise``.
-            batch: what was noised.
-        """
+        """Variational bound per sample in bits per dimension, of a variance from the smallest, 0, to the largest, 1."""
         latents, hidden_states, time = batch.latents.float(), batch.hidden_states.float(), batch.time
         kept, lost = self._at(self.kept, time, latents), self._at(1 - self.kept, time, latents)
         predicted = (hidden_states - lost.sqrt() * noise) / kept.sqrt()
@@ -197,7 +198,7 @@ class LearnedVarianceDDPM(DiffusionProcess):
         return _per_sample(table.to(time.device)[time].to(torch.float32), like)
 
 
-class VelocityDDPM(DiffusionProcess):
+class VelocityDDPM(_DDPM):
     """CogVideoX and HunyuanDiT: the model predicts the velocity, √ᾱ noise − √(1 − ᾱ) latents.
 
     Its squared error is that of the latents, divided by 1 − ᾱ as CogVideoX weighs it.
@@ -217,20 +218,11 @@ class VelocityDDPM(DiffusionProcess):
         kept = (1 - betas).cumprod(dim=0)
         kept = kept / (snr_shift + (1 - snr_shift) * kept)
         self.kept = _ending_in_noise(kept) if ends_in_noise else kept
-        """ᾱ of every step: float64 (steps,)."""
-
-    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
-        """Every step is equally likely: int64."""
-        return (quantile.double() * self.steps).long().clamp(0, self.steps - 1)
 
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """√ᾱ latents + √(1 − ᾱ) noise."""
         signal, rest = self._amplitudes(time, latents)
         return signal * latents + rest * noise
-
-    def timestep(self, time: torch.Tensor) -> torch.Tensor:
-        """The step itself."""
-        return time
 
     def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
         """Mean squared error to the velocity."""

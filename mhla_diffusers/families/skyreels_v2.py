@@ -24,11 +24,7 @@ class SkyReelsV2Adapter(AttentionAdapter):
     """Wan's, with the mask of diffusion forcing read as what it says."""
 
     def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
-        """What the arguments mean.
-
-        Raises:
-            ValueError: a mask that is neither block-causal nor a key-padding mask.
-        """
+        """A mask is block-causal or a key-padding mask."""
         mask, rotary = arguments.attention_mask, arguments.rotary_emb
         if mask is None or mask.ndim != 4 or mask.shape[2] != mask.shape[3] or rotary is None:
             return super().read(attn, arguments)
@@ -36,11 +32,7 @@ class SkyReelsV2Adapter(AttentionAdapter):
         return given._replace(frames_in_block=_frames_in_block(mask, grid_of_table(rotary[1])[0]))
 
     def check_order(self, given: AttentionInput, config: MHLAConfig | None) -> None:
-        """Raise unless a patch is as causal as the mask.
-
-        Raises:
-            ValueError: it sees all frames, or has blocks of another length.
-        """
+        """Raise ValueError unless a patch is as causal as the mask, with blocks of the same length."""
         length = given.frames_in_block
         if length is None or (config is not None and config.causal == "block" and config.block_length == length):
             return
@@ -58,11 +50,7 @@ class SkyReelsV2Adapter(AttentionAdapter):
 
 
 def _frames_in_block(mask: Any, frames: int) -> int:
-    """Frames of a block of a block-causal mask, (1, 1, N, N).
-
-    Raises:
-        ValueError: it is another mask.
-    """
+    """Frames of a block of a block-causal mask, (1, 1, N, N); any other raises ValueError."""
     if not hasattr(mask, "frames_in_block"):  # all layers of a forward are handed the same mask
         step = max(1, mask.shape[2] // frames)
         between = mask[0, 0, ::step, ::step].cpu()  # the model repeats what it lets frames see for all their tokens

@@ -147,12 +147,7 @@ class TransformersFamily(Family):
         return None
 
     def why_not_fitting(self, kind: str, config: MHLAConfig) -> str | None:
-        """Why models of this family cannot have these settings, and the way out; None, if they can.
-
-        Args:
-            kind: class of the model.
-            config: settings that no other check refuses.
-        """
+        """Why models of this family cannot have these settings, and the way out; None, if they can."""
         return None
 
     def prepare(self, transformer: Any) -> None:
@@ -175,12 +170,7 @@ def thirds(head_dim: int) -> tuple[int, ...]:
 
 
 def pack(latents: torch.Tensor, patch: Sequence[int]) -> torch.Tensor:
-    """Patches of latents (B, C, ...) in raster order, each a token: (B, N, C patch), channels slowest.
-
-    Args:
-        latents: (B, C, ...).
-        patch: latents per token along each axis, which divide them.
-    """
+    """Patches of latents (B, C, ...) in raster order, each a token: (B, N, C patch), channels slowest."""
     for axis, size in enumerate(patch):
         latents = latents.unflatten(2 + 2 * axis, (-1, size))
     axes = range(len(patch))
@@ -189,13 +179,7 @@ def pack(latents: torch.Tensor, patch: Sequence[int]) -> torch.Tensor:
 
 
 def unpack(tokens: torch.Tensor, grid: Sequence[int], patch: Sequence[int]) -> torch.Tensor:
-    """The inverse of :func:`pack`: (B, C, ...).
-
-    Args:
-        tokens: (B, N, C patch).
-        grid: token grid.
-        patch: latents per token along each axis.
-    """
+    """The inverse of :func:`pack`: (B, C, ...)."""
     patches = tokens.unflatten(2, (-1, *patch)).unflatten(1, tuple(grid))
     order = [0, 1 + len(grid)]
     for axis in range(len(grid)):

@@ -75,15 +75,7 @@ class WanAnimateFamily(WanFamily):
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """As Wan's; where the conditioning has neither, a pose of zeros and no face, as the pipeline's guidance has it.
-
-        Args:
-            transformer: which.
-            latents: (B, 36, F, H, W): noised ones, a mask and those of the picture.
-            timestep: (B,).
-            conditioning: with ``pose_hidden_states`` (B, 16, F - 1, H, W) and ``face_pixel_values`` (B, 3, 4 F - 7,
-                side, side) if there are any.
-        """
+        """As Wan's; where the conditioning has neither, a pose of zeros and no face, as in the pipeline's guidance."""
         (batch, _, frames, height, width), config = latents.shape, transformer.config
         still = latents.new_zeros(batch, config.latent_channels, frames - 1, height, width)
         side = config.motion_encoder_size
