@@ -43,11 +43,11 @@ class LayerAudit:
     """Shown: with the component's name before it, where a pipeline has two transformers."""
     errors: torch.Tensor
     """Squared error of what every head hands to the output projection, float64 (S, H); also of steps in which the patch
-    rests, where it is the error that it would have."""
+    is disabled, where it is the error that it would have."""
     squares: torch.Tensor
     """Square of what it hands on without the patch, float64 (S, H)."""
     rests: tuple[bool, ...]
-    """Of every step, whether the patch rested in it."""
+    """Of every step, whether the patch was disabled in it."""
     moves: float
     """Relative squared change of the transformer's output where this layer alone is patched."""
     density: float | None = None
@@ -59,7 +59,7 @@ class LayerAudit:
 
     @property
     def acting(self) -> torch.Tensor:
-        """:attr:`errors` of the steps in which the patch did not rest, 0 in the others: (S, H)."""
+        """:attr:`errors` of the steps in which the patch was on, 0 in the others: (S, H)."""
         return self.errors * ~torch.tensor(self.rests)[:, None]
 
     @property
@@ -90,11 +90,11 @@ class Audit:
     layers: tuple[LayerAudit, ...]
     """Of all transformers."""
     rests: tuple[bool, ...]
-    """Of every step, whether the patch rested in it."""
+    """Of every step, whether the patch was disabled in it."""
     knows_steps: bool
-    """Whether the pipeline told its steps; otherwise every forward counts as one."""
+    """Whether the steps of the pipeline are known; otherwise every forward counts as one."""
     moves: float
-    """Relative squared change of the transformer's output by the whole patch, where it does not rest."""
+    """Relative squared change of the transformer's output by the whole patch, where it is on."""
 
     @property
     def errors_of_steps(self) -> torch.Tensor:
@@ -229,7 +229,7 @@ class _Clock:
         self._handles = {id(patched.transformer): patched for patched in running}
         self._steps: list[Step | None] = []
         self.resting: set[int] = set()
-        """Numbers of the forwards in which the patch rests."""
+        """Numbers of the forwards in which the patch is disabled."""
 
     def tick(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward."""
@@ -252,7 +252,7 @@ class _Clock:
 
     @property
     def rests(self) -> tuple[bool, ...]:
-        """Of every step, whether the patch rested in it."""
+        """Of every step, whether the patch was disabled in it."""
         known = [step.count for step in self._steps if step is not None] if self.knows_steps else []
         resting = {self.indices[call] for call in self.resting}
         return tuple(index in resting for index in range(max([*known, 1 + max(self.indices)])))

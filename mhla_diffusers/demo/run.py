@@ -96,7 +96,7 @@ class Row:
     rank: float
     entropy: float
     seconds_per_step: float | None = None
-    """Of the transformer with two samples; None in all rows where the machine was too busy to tell."""
+    """Of the transformer with two samples; None in all rows where the machine was too busy to measure."""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -139,8 +139,9 @@ def run_demo(config: DemoConfig) -> list[Row]:
     started, tiny = time.perf_counter(), tiny_pipeline(config.family)
     shown, streams = variants(tiny), []
     with _quiet(), threads(free_threads()):
-        told = f"{len(shown)} attentions, {config.scenes} scenes, {torch.get_num_threads()} threads"
-        _say(f"tiny-{config.family}: {told}")
+        _say(
+            f"tiny-{config.family}: {len(shown)} attentions, {config.scenes} scenes, {torch.get_num_threads()} threads"
+        )
         adaptation = Adaptation(
             tiny,
             digit_latents(load_tiny(config.family, config.device), tiny, config.samples, config.held_out, config.seed),
@@ -283,12 +284,12 @@ def _write_folder(
     if streams:
         long = streams[-1]
         clips = draw_clips(long.name, long.pictures, yardstick.scenes[:_STREAMED], output / "stream.gif")
-        told = (
+        remark = (
             f"A few frames after others, {streaming.LONGER} times as many as were trained on, each seeing what is kept "
             "of the frames before it, which takes the same memory however many there are."
         )
         table = html_table(streaming.HEADER, (one.cells for one in streams))
-        sections["A longer clip"] = f"<p>{told}</p>{table}{html_media(clips, long.name)}"
+        sections["A longer clip"] = f"<p>{remark}</p>{table}{html_media(clips, long.name)}"
     table = html_table(_header_of(rows), (row.cells for row in rows))
     title = f"MHLA on tiny-{config.family}"
     write_page(output / "index.html", title, table, remarks, circumstances, figures, sections)

@@ -44,7 +44,7 @@ class Description:
     """A set of images in the eyes of an extractor."""
 
     count: int | None
-    """How many images; None where statistics of others do not tell."""
+    """How many images; None where statistics of others do not say."""
     pooled: Normal
     spatial: Normal | None = None
     inception_score: float | None = None

@@ -1,4 +1,4 @@
-"""Which pipeline generates, patched how; and what can be told of a pipeline without loading it."""
+"""Which pipeline generates, patched how; and what is known of a pipeline without loading it."""
 
 import hashlib
 import json
@@ -138,7 +138,7 @@ class PipelineChoice:
         return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings})
 
     def generate(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
-        """One sample per prompt: :meth:`call`, with errors that tell which settings were given.
+        """One sample per prompt: :meth:`call`, with errors that name the settings.
 
         Raises:
             ValueError: settings that the pipeline fails with.
@@ -232,7 +232,7 @@ def family_named(name: str) -> Family:
 
 
 def family_of(model: str, component: str = "transformer") -> Family:
-    """The family of a pipeline's transformer, told by its class without its weights.
+    """The family of a pipeline's transformer, by its class, without its weights.
 
     Raises:
         ValueError: no such component, or a transformer that is not supported.

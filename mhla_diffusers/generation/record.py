@@ -82,7 +82,7 @@ def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
 
 
 def identity_of_weights(weights: str) -> str | None:
-    """Hash of the files that a folder of weights holds, so that a record tells when they change; None for a Hub id."""
+    """Hash of the files that a folder of weights holds, by which a record shows when they change; None for a Hub id."""
     from ..config import adapted_patch_folder
 
     folder = adapted_patch_folder(weights) or Path(weights)
@@ -114,7 +114,7 @@ def is_whole(file: Path) -> bool:
         while place + 8 <= length:
             stream.seek(place)
             size, kind = struct.unpack(">I4s", stream.read(8))
-            if size == 1:  # the next eight bytes tell it
+            if size == 1:  # it stands in the next eight bytes
                 size = int.from_bytes(stream.read(8), "big")
             elif size == 0:  # the rest of the file
                 size = length - place
