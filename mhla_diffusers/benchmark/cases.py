@@ -22,7 +22,7 @@ from ..patching import apply_mhla
 from .correctness import check_operation, check_patched
 from .models import Size, build_transformer, cast_weights, make_forward_inputs, parse_size, small_size
 from .operation import fastest_backend
-from .parts import count_parts
+from .parts import count_parts, tensor_bytes
 from .results import COMPILED, CONTENT, HYBRID, PLAIN, Recorder, Row
 from .shapes import SOFTMAX_BACKENDS, Cost, shape_of, why_no_softmax
 from .timing import Absent, Outcome, Variant
@@ -267,7 +267,7 @@ class Case:
         for choice in choices:
             if choice.absent is None and choice.kind not in costs:
                 costs[choice.kind] = count_parts(self.variant(transformer, choice), inputs)
-        return Counts(math.prod(grid), _weight_bytes(transformer), choices, costs)
+        return Counts(math.prod(grid), tensor_bytes(list(transformer.parameters())), choices, costs)
 
     def check(self, model: Any) -> None:
         """Compare MHLA in the model, and the sparse branch where it is measured, with the reference on a small input.
@@ -330,10 +330,6 @@ class Case:
             batch=self.size.batch,
             **{"layers": self.layers or self.all_layers, "all_layers": self.all_layers} | what,
         )
-
-
-def _weight_bytes(model: Any) -> int:
-    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
 
 
 # ---- VLT ------------------------------------------------------------------------------------------------------------
@@ -434,7 +430,7 @@ class ClassifierCase(Case):
         for kind in dict.fromkeys(choice.kind for choice in choices if choice.absent is None):
             counts = count(self._build(kind, meta), *sides)
             costs[kind] = {"all": Cost(2 * self.size.batch * (counts.weight_macs + counts.attention_macs), 0)}
-        return Counts(tokens, _weight_bytes(self.build(meta)), choices, costs)
+        return Counts(tokens, tensor_bytes(list(self.build(meta).parameters())), choices, costs)
 
     def check(self, model: Any) -> None:
         """Compare MHLA of a fresh model with the reference, on 16 x 16 and 8 x 8 tokens in the stages that have it."""

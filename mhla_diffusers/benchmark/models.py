@@ -90,14 +90,9 @@ def _weights_of_layers(model: Model) -> int:
 def choose_sizes(
     model: Model, sizes: Sequence[str] | None, frames: Sequence[int] | None, device_type: str, batch: int = 1
 ) -> list[Size]:
-    """Sizes to measure a model at.
+    """Sizes to measure a model at: as asked for, such as "480x832", or its own, on a CPU the smallest of them.
 
-    Args:
-        model: which.
-        sizes: "480x832", or "512" for a square; the model's own for None, on a CPU the smallest of them.
-        frames: of videos; ignored for image models.
-        device_type: cpu, cuda, …
-        batch: samples per forward.
+    Frames are ignored for image models.
 
     Raises:
         ValueError: a size that cannot be read, or that the model's stride and patch size do not divide.
@@ -167,14 +162,7 @@ def build_transformer(model: Model, size: Size, layers: int | None, device: torc
     """A transformer with seeded random weights, in eval mode.
 
     Weights that diffusers keeps in float32 when it loads a model stay float32 here, and so do positions, which are
-    buffers.
-
-    Args:
-        model: which.
-        size: of its inputs, which some transformers must know.
-        layers: build only so many, at least one; None for all.
-        device: where; "meta" for shapes alone.
-        dtype: of the other weights.
+    buffers. Some transformers must know the size of their inputs.
     """
     family, settings = family_of_model(model), class_settings(model, size, layers)
     torch.manual_seed(0)
@@ -186,13 +174,7 @@ def build_transformer(model: Model, size: Size, layers: int | None, device: torc
 
 
 def cast_weights(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, kept: Collection[str]) -> None:
-    """Give tensors of a model another type, in place, where they are floating-point.
-
-    Args:
-        named: the tensors with their names.
-        dtype: of them afterwards.
-        kept: parts of names; what has one of them stays as it is.
-    """
+    """Give tensors of a model another type, in place, where they are floating-point and no part of a name is kept."""
     for name, tensor in named:
         if tensor.is_floating_point() and not any(part in kept for part in name.split(".")):
             tensor.data = tensor.data.to(dtype)

@@ -28,7 +28,7 @@ from ..reporting import write_table
 from .correctness import random_rotary
 from .forecast import Question, count_forwards, total
 from .models import Size, build_transformer, family_of_model
-from .parts import ATTENTION
+from .parts import ATTENTION, tensor_bytes
 from .shapes import Shape
 from .shapes import shape_of as shape_on
 
@@ -83,7 +83,7 @@ class Traffic(TorchDispatchMode):
             given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (kwargs or {})
             group = _group(given)
             self.groups[group.group_name] = self.groups.get(group.group_name, 0.0) + _sent(func, given, group)
-            self.delivered += 0 if func._schema.is_mutable else _bytes(output)
+            self.delivered += 0 if func._schema.is_mutable else tensor_bytes(output)
         return output
 
 
@@ -99,14 +99,10 @@ def _sent(func: Any, given: Mapping[str, Any], group: ProcessGroup) -> float:
     )
     rows, tensors = list(given.get("input_split_sizes") or ()), tree_leaves(brought)
     if kind == "all-to-all" and rows:  # in one tensor, so many rows for each process
-        return _bytes(brought) * (sum(rows) - rows[group.rank()]) // max(1, sum(rows))
+        return tensor_bytes(brought) * (sum(rows) - rows[group.rank()]) // max(1, sum(rows))
     if kind == "all-to-all" and len(tensors) > 1:  # a tensor for each
-        return _bytes(brought) - _bytes(tensors[group.rank()])
-    return _FACTORS[kind](group.size()) * _bytes(brought)
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(x.numel() * x.itemsize for x in tree_leaves(tensors) if isinstance(x, torch.Tensor))
+        return tensor_bytes(brought) - tensor_bytes(tensors[group.rank()])
+    return _FACTORS[kind](group.size()) * tensor_bytes(brought)
 
 
 def _group(given: Mapping[str, Any]) -> ProcessGroup:
@@ -448,7 +444,7 @@ def plan(
     layers = {SOFTMAX: {SOFTMAX: model.layers}, MHLA: {MHLA: question.layers, SOFTMAX: model.layers - question.layers}}
     shape = replace(shape_of(model, size), blocks=config.blocks_on(question.grid))
     transformer = build_transformer(model, size, None, torch.device("meta"), torch.bfloat16)
-    weights = sum(x.numel() * x.itemsize for x in transformer.parameters())
+    weights = tensor_bytes(list(transformer.parameters()))
 
     def on(attention: str, layout: Layout) -> Planned:
         own = -(-question.tokens // layout.processes)

@@ -97,7 +97,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         counted = int(counter.get_total_flops()) - begun[0]
         flops[part] += counted
         if part != ATTENTION:
-            moved[part] += _bytes((given, output, list(module.parameters())))
+            moved[part] += tensor_bytes((given, output, list(module.parameters())))
             return
         # attentions of transformers have no processor before they have a patch
         processor = getattr(module, "processor", None)
@@ -134,12 +134,12 @@ class _Traffic(TorchDispatchMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if not self.parts_open and not func.is_view:
-            self.bytes += _bytes((args, kwargs, output))
+            self.bytes += tensor_bytes((args, kwargs, output))
         return output
 
 
-def _bytes(tensors: Any) -> int:
-    """Of all tensors in nested lists, tuples and mappings."""
+def tensor_bytes(tensors: Any) -> int:
+    """Bytes of all tensors in nested lists, tuples and mappings."""
     return sum(x.numel() * x.itemsize for x in tree_leaves(tensors) if isinstance(x, torch.Tensor))
 
 

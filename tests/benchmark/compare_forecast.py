@@ -15,8 +15,8 @@ from pathlib import Path
 from mhla_diffusers.benchmark.cases import PATCHES, patch_settings
 from mhla_diffusers.benchmark.forecast import Costs, Question, count_forwards, forward_seconds
 from mhla_diffusers.benchmark.models import Size, family_of_model, models
-from mhla_diffusers.benchmark.results import COMPILED, HYBRID, PLAIN, Row, Run, read_run
-from mhla_diffusers.benchmark.speeds import find_card, measured_speeds
+from mhla_diffusers.benchmark.results import HYBRID, PLAIN, Row, Run, read_run
+from mhla_diffusers.benchmark.speeds import find_card, measured_speeds, read_card
 from mhla_diffusers.devices import FLOAT_TYPES
 from mhla_diffusers.families import Model
 from mhla_diffusers.reporting import text_table
@@ -43,53 +43,45 @@ def compare(run: Run) -> Iterator[Held]:
     for row in run.rows:
         cases.setdefault(row.case, []).append(row)
     for case, rows in cases.items():
-        others = [row for row in run.rows if row.case != case and row.model == rows[0].model]
-        if others:
-            names = dict.fromkeys(row.case.removeprefix(f"{row.model} ") for row in others)
-            yield from _of_pair(replace(run, rows=others), ", ".join(names), rows)
+        known = [row for row in run.rows if row.case != case and row.model == rows[0].model]
+        names = dict.fromkeys(row.case.removeprefix(f"{row.model} ") for row in known)
+        whole = {row.variant: row for row in rows if row.part is None and row.median is not None}
+        own = min((row for row in whole.values() if row.baseline), key=lambda row: row.median or math.inf, default=None)
+        both = whole.keys() & {row.variant for row in known if row.part is not None}
+        for kind in PATCHES:
+            if own is None or kind not in both or kind == HYBRID:
+                continue
+            model, size = models()[str(own.model)], size_of(own)
+            speeds = measured_speeds([replace(run, rows=known)], model, asked(model, size, kind).tokens, kind)
+            counts = counted(model.name, size, kind, own.dtype, own.layers)
+            times = forward_seconds(counts, own.layers or model.layers, speeds)
+            for row, seconds in zip((own, whole[kind]), times, strict=True):
+                attention = kind if row is not own else f"{row.variant}, beside {kind}"
+                yield Held(", ".join(names), case, attention, sum(seconds.values()), float(row.median or 0))
 
 
-def _of_pair(known: Run, name: str, rows: list[Row]) -> Iterator[Held]:
-    whole = {row.variant: row for row in rows if row.part is None and row.median is not None}
-    own = min((row for row in whole.values() if row.baseline), key=lambda row: row.median or math.inf, default=None)
-    if own is None:
-        return
-    model = models()[str(own.model)]
-    size = Size(int(own.height or 0), int(own.width or 0), own.frames, own.batch)
-    both = whole.keys() & {row.variant for row in known.rows if row.part is not None}
-    for kind in (kind for kind in PATCHES if kind in both and kind != HYBRID):
-        question = asked(model, size, kind)
-        speeds = measured_speeds([known], model, question.tokens, kind)
-        counts = counted(model.name, size, kind, own.dtype, own.layers)
-        for row, seconds in zip(
-            (own, whole[kind]), forward_seconds(counts, own.layers or model.layers, speeds), strict=True
-        ):
-            attention = kind if row is not own else f"{row.variant}, beside {kind}"
-            yield Held(name, rows[0].case, attention, sum(seconds.values()), float(row.median or 0))
+def size_of(row: Row) -> Size:
+    return Size(int(row.height or 0), int(row.width or 0), row.frames, row.batch)
 
 
-def compare_card(folder: Path) -> list[Held]:
+def compare_card(folder: Path) -> Iterator[Held]:
     """Of every size of a card of which whole forwards were timed and no parts, softmax by cuDNN beside each patch."""
-    whole, alone = (read_run(folder / f"{command}.json") for command in ("transformer", "op"))
+    whole, alone = read_card(folder)
     # with which no whole forward was timed
     alone = replace(alone, rows=[row for row in alone.rows if row.variant != "softmax FlashAttention-3"])
     with_parts = {row.case for row in whole.rows if row.part is not None}
-    return [held for row in whole.rows if row.case not in with_parts for held in _of_row(row, [whole, alone])]
-
-
-def _of_row(row: Row, runs: list[Run]) -> Iterator[Held]:
-    if row.variant.endswith(COMPILED) or row.variant not in ("softmax _native_cudnn", "MHLA", HYBRID):
-        return
-    model = models()[str(row.model)]
-    size = Size(int(row.height or 0), int(row.width or 0), row.frames)
-    try:
-        speeds = measured_speeds(runs, model, int(row.tokens or 0), "MHLA")
-    except ValueError:  # a model of which no parts were timed, nor of a relative
-        return
-    one, other = forward_seconds(counted(model.name, size, "MHLA", row.dtype, None), model.layers, speeds)
-    unpatched, patched = sum(one.values()), sum(other.values())
-    forecast = {"softmax _native_cudnn": unpatched, HYBRID: (2 * patched + unpatched) / 3}.get(row.variant, patched)
-    yield Held("parts", row.case, row.variant, forecast, float(row.median or 0))
+    for row in whole.rows:
+        if row.case in with_parts or row.variant not in ("softmax _native_cudnn", "MHLA", HYBRID):
+            continue
+        model = models()[str(row.model)]
+        try:
+            speeds = measured_speeds([whole, alone], model, int(row.tokens or 0), "MHLA")
+        except ValueError:  # a model of which no parts were timed, nor of a relative
+            continue
+        counts = counted(model.name, size_of(row), "MHLA", row.dtype, None)
+        one, other = (sum(seconds.values()) for seconds in forward_seconds(counts, model.layers, speeds))
+        forecast = {"softmax _native_cudnn": one, HYBRID: (2 * other + one) / 3}.get(row.variant, other)
+        yield Held("parts", row.case, row.variant, forecast, float(row.median or 0))
 
 
 @cache
