@@ -1,7 +1,6 @@
 """Plots of several runs, and one HTML page that holds everything."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -40,15 +39,6 @@ _GROUPS = (SOFTMAX, HYBRID, CONTENT, GIVEN, EARLIER[1], "MHLA", LISTED, PLAIN)
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A figure that was written."""
-
-    heading: str
-    file: Path
-    """The SVG; a PNG lies beside it."""
-
-
 def write_report(folders: Sequence[Path], output: Path) -> Path:
     """Draw everything in some folders of results: plots in ``output/{device}/plots``, and ``output/report.html``.
 
@@ -75,9 +65,9 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         "case in the same run: exact softmax attention, or the model's own where that is linear. Fractions are of the "
         "rates that were measured on the device in the same run.</p>"
     )
-    together = draw_together(runs, output) if len(devices) > 1 else None
-    if together is not None:
-        body += f"<h2>All devices</h2>{html_media(together.file, together.heading)}"
+    if len(devices) > 1:
+        heading = "The fastest MHLA variant against the fastest baseline"
+        body += f"<h2>All devices</h2>{_shown(draw_together(runs), output / 'devices.svg', heading)}"
     for device in devices:
         mine = [run for run in runs if run.conditions.device == device]
         body += f"<h2>{escape(device)}</h2>" + "".join(_section(run, output) for run in mine)
@@ -86,17 +76,21 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     return page
 
 
-def draw_run(run: Run, folder: Path) -> Iterator[Plot]:
-    """Write the figures of a run as SVG and PNG."""
-    for name, (heading, draw) in FIGURES[run.command].items():
-        figure = draw(run)
-        if figure is not None:
-            yield Plot(heading, _save(figure, folder / f"{name}.svg"))
+def _shown(figure: Figure | None, file: Path, heading: str) -> str:
+    """A figure as HTML, after it was written as SVG and as PNG; nothing where there is nothing to draw."""
+    if figure is None:
+        return ""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for suffix in (".svg", ".png"):
+        figure.savefig(file.with_suffix(suffix), dpi=130)
+    require_matplotlib().close(figure)
+    return f"<h4>{escape(heading)}</h4>{html_media(file, heading)}"
 
 
 def _section(run: Run, output: Path) -> str:
-    plots = draw_run(run, output / run.conditions.folder_name / "plots")
-    images = "".join(f"<h4>{escape(plot.heading)}</h4>{html_media(plot.file, plot.heading)}" for plot in plots)
+    plots = output / run.conditions.folder_name / "plots"
+    figures = FIGURES[run.command].items()
+    images = "".join(_shown(draw(run), plots / f"{name}.svg", heading) for name, (heading, draw) in figures)
     tables, rows = "", [row for row in run.rows if row.part is None]
     for case in dict.fromkeys(row.case for row in rows):
         header, texts = run.table([row for row in rows if row.case == case])
@@ -130,7 +124,7 @@ def _section(run: Run, output: Path) -> str:
     )
 
 
-def draw_together(runs: Sequence[Run], output: Path) -> Plot | None:
+def draw_together(runs: Sequence[Run]) -> Figure | None:
     """How many times faster MHLA is than the fastest baseline, for every case that several devices have."""
     found: dict[str, dict[str, float]] = {}
     for run in runs:
@@ -158,15 +152,7 @@ def draw_together(runs: Sequence[Run], output: Path) -> Plot | None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_xlabel("times the speed of the fastest baseline on the same device")
     figure.legend(loc="outside upper left", frameon=False, fontsize=9)
-    return Plot("The fastest MHLA variant against the fastest baseline", _save(figure, output / "devices.svg"))
-
-
-def _save(figure: Figure, file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    for suffix in (".svg", ".png"):
-        figure.savefig(file.with_suffix(suffix), dpi=130)
-    require_matplotlib().close(figure)
-    return file
+    return figure
 
 
 # ---- figures of one run: from a run to a matplotlib figure, or None where there is nothing to draw ------------------
