@@ -1,21 +1,21 @@
-"""What several tests of patching use: names of models, what a patch could leave behind, adapters."""
+"""What several tests of patching use: names of models, what a patch could leave behind, weights and adapters."""
 
 import inspect
 
 import torch
-from diffusers import (
-    UNet2DModel,
-)
+from diffusers import UNet2DModel
 from peft import LoraConfig, inject_adapter_in_model
 
 import mhla_diffusers as mhla
 
-from ..models import FAMILIES
+from ..models import FAMILIES, patched
 
 MODELS = list(FAMILIES)
-
-
 OWN_METHODS = [name for name, case in FAMILIES.items() if case.own_methods]
+ONE_PER_CLASS = ["wan", "wan_vace", "sana", "dit"]
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+EVERYTHING = {"output_norm": True, "output_gate": True, "convolution": 3}
+"""Settings that give a layer every kind of weight that it can have."""
 
 
 def footprint(model):
@@ -45,6 +45,11 @@ def assert_same_footprint(model, before):
         assert after[part] == before[part], part
 
 
+def assert_equal_up_to_order(found, expected):
+    """The same operations, perhaps in another order: float32 rounding of outputs of the order of 1."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
 def unet():
     """A diffusers model without any attention."""
     return UNet2DModel(
@@ -55,23 +60,23 @@ def unet():
     )
 
 
-ONE_PER_CLASS = ["wan", "wan_vace", "sana", "dit"]
-
-
-PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
-
-
-EVERYTHING = {"output_norm": True, "output_gate": True, "convolution": 3}
-"""Settings that give a layer every kind of weight that it can have."""
-
-
-def assert_equal_up_to_order(found, expected):
-    """The same operations, perhaps in another order: float32 rounding of outputs of the order of 1."""
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+def trained(name, **settings):
+    """A patched model whose layers have learned something, each its own."""
+    model = patched(name, **settings)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            for parameter in layer.parameters():
+                parameter.mul_(0.8 + 0.4 * torch.rand(parameter.shape, generator=generator))
+    return model
 
 
 def mixings(model):
     return [layer.mixing for layer in mhla.mhla_layers(model).values()]
+
+
+def self_attentions(model):
+    return [module for path, module in model.named_modules() if path.endswith("attn1")]
 
 
 def lora(*projections):

@@ -158,23 +158,45 @@ def test_signed_matrices_are_loaded_as_they_are_and_never_clipped(tmp_path):
     assert (layer.mixing < 0).any()
 
 
-def test_bad_checkpoints_are_named(tmp_path):
-    path = tmp_path / "paper.safetensors"
+LACKING = {
+    # what is kept of a checkpoint, offending value
+    "self-attention": (lambda name: ".self_attn." in name, "missing: patch_embedding.weight, proj_out.weight"),
+    "trained weights": (lambda name: ".block_attn." in name, "missing: patch_embedding.weight.*trained alone"),
+    "no cross-attention": (lambda name: "cross_attn" not in name, r"missing: blocks\.0\.attn2"),
+    "no norm": (lambda name: "g_norm" not in name, r"missing: blocks\.1\.attn1\.mhla\.output_norm, unexpected: none"),
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_what_a_checkpoint_lacks_is_named(tmp_path, case):
+    kept, missing = LACKING[case]
+    state = paper_checkpoint(models.wan(), [1], True, False)
+    save_file({name: tensor for name, tensor in state.items() if kept(name)}, tmp_path / "paper.safetensors")
+    with pytest.raises(ValueError, match=missing):
+        convert_wan(tmp_path / "paper.safetensors", tmp_path / "patch", blocks=BLOCKS)
+
+
+def test_what_is_no_checkpoint_of_the_paper_is_refused(tmp_path):
+    path, short, plain = (tmp_path / f"{name}.safetensors" for name in ("paper", "short", "plain"))
     save_file(paper_checkpoint(models.wan(), [1], False, False), path)
-    with pytest.raises(ValueError, match="M=12 blocks, blocks=None does not fit"):
-        convert_wan(path, tmp_path / "patch")
-    with pytest.raises(ValueError, match=r"M=12 blocks, blocks=\(2, 2, 2\) does not fit"):
-        convert_wan(path, tmp_path / "patch", blocks=(2, 2, 2))
-    save_file({"a": torch.ones(1)}, path)
-    with pytest.raises(ValueError, match="is no checkpoint of the paper's Wan code: .* its first name is 'a'"):
-        convert_wan(path, tmp_path / "patch")
-    with pytest.raises(ValueError, match="no safetensors file; pickle"):
-        convert_wan(tmp_path / "paper.pth", tmp_path / "patch")
-    with pytest.raises(ValueError, match=r"blocks=\(3, 5\) must be three .*\(3, 5, 10\)"):
-        convert_wan(tmp_path / "absent.safetensors", tmp_path / "patch", blocks=(3, 5))
-    path.write_bytes(b"short")
-    with pytest.raises(ValueError, match="cannot be read"):
-        convert_wan(path, tmp_path / "patch")
+    save_file({"a": torch.ones(1)}, plain)
+    short.write_bytes(b"short")
+    saved = [
+        save_mhla(apply_mhla(model), tmp_path / str(index), weights="all")
+        for index, model in enumerate((models.wan(), models.sana()))
+    ]
+    for file, blocks, value in (
+        (path, None, "M=12 blocks, blocks=None"),
+        (path, (2, 2, 2), r"M=12 blocks, blocks=\(2, 2, 2\)"),
+        (plain, BLOCKS, "no checkpoint of the paper's Wan code: .* 'a'"),
+        (tmp_path / "paper.pth", BLOCKS, "no safetensors file; pickle"),
+        (tmp_path / "absent.safetensors", (3, 5), r"blocks=\(3, 5\)"),
+        (short, BLOCKS, "cannot be read"),
+        *((next(folder.glob("*.safetensors")), (3, 5, 10), "no checkpoint of the.*load_mhla") for folder in saved),
+    ):
+        with pytest.raises(ValueError, match=value):
+            convert_wan(file, tmp_path / "patch", blocks=blocks)
+    assert not (tmp_path / "patch").exists()
 
 
 def test_a_checkpoint_in_several_files(tmp_path):
@@ -197,28 +219,3 @@ def test_a_checkpoint_in_several_files(tmp_path):
     with pytest.raises(ValueError, match=r"index\.json has no weight_map"):
         convert_wan(index, tmp_path / "part", blocks=BLOCKS)
     assert not (tmp_path / "part").exists()
-
-
-@pytest.mark.parametrize(
-    ("kept", "missing"),
-    [
-        (lambda name: ".self_attn." in name, "missing: patch_embedding.weight, proj_out.weight.* and 1 more"),
-        (lambda name: ".block_attn." in name, "missing: patch_embedding.weight.*trained alone"),
-        (lambda name: "cross_attn" not in name, r"missing: blocks\.0\.attn2"),
-        (lambda name: "g_norm" not in name, r"missing: blocks\.1\.attn1\.mhla\.output_norm, unexpected: none"),
-    ],
-)
-def test_what_a_checkpoint_lacks_is_named(tmp_path, kept, missing):
-    state = paper_checkpoint(models.wan(), [1], True, False)
-    save_file({name: tensor for name, tensor in state.items() if kept(name)}, tmp_path / "paper.safetensors")
-    with pytest.raises(ValueError, match=missing):
-        convert_wan(tmp_path / "paper.safetensors", tmp_path / "patch", blocks=BLOCKS)
-
-
-@pytest.mark.parametrize("build", [models.wan, models.sana])
-def test_a_patch_of_this_package_is_no_checkpoint_of_the_paper(tmp_path, build):
-    save_mhla(apply_mhla(build()), tmp_path / "saved", weights="all")
-    saved = next((tmp_path / "saved").glob("*.safetensors"))
-    with pytest.raises(ValueError, match=r"is no checkpoint of the paper's Wan code.*load_mhla"):
-        convert_wan(saved, tmp_path / "patch", blocks=(3, 5, 10))
-    assert not (tmp_path / "patch").exists()

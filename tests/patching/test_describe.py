@@ -1,13 +1,15 @@
-"""The table of what a patch did."""
+"""The table of what a patch did; grids, costs and block counts of sizes in pixels, before anything runs."""
 
 import math
 
 import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import mhla_diffusers as mhla
 
 from ..models import FAMILIES, inputs, output, patched, wan
-from ..pipelines import wan22_pipeline
+from ..pipelines import PIPELINES, dit_pipeline, sana_pipeline, wan22_pipeline, wan_pipeline
 from .shared import MODELS, unet
 
 
@@ -100,39 +102,144 @@ def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
         assert found.cost.listed_pairs / found.cost.all_pairs == pytest.approx(2 / frames)
         assert found.cost.softmax_flops == 4 * 4 * 12 * 2 * (24 * frames) ** 2
         assert found.cost.softmax_bytes == 4 * 2 * (24 * frames) ** 2
-    with pytest.raises(ValueError, match="8 tokens, more than the 3 blocks of 2"):
-        mhla.describe(model, grid=(8, 4, 6))
-    with pytest.raises(ValueError, match="width axis.* 1 tokens.* 2 blocks"):
-        mhla.describe(model, grid=(4, 4, 1))
     mhla.change_mhla(model, beyond="relative")
     (layer, *_) = mhla.describe(model, grid=(8, 4, 6))
     assert layer.blocks == (4, 2, 2)
 
 
-def test_describe_after_a_video_that_was_too_long():
-    model = mhla.apply_mhla(wan(), **(_CAUSAL | {"blocks": (2, 2, 2), "block_length": 1}))
-    with pytest.raises(ValueError, match="more than the 2 blocks of 1"):
-        output(model, inputs("wan"))
-    (layer, *_) = mhla.describe(model)
-    assert (layer.blocks, layer.tokens_per_block) == ((2, 2, 2), None)
+def test_describe_tells_what_really_runs():
+    model = patched("wan", layers=[1, 2])
+    assert [layer.runs_mhla for layer in mhla.describe(model)] == [False, True, True, False]
+    with mhla.mhla_disabled(model):
+        found = mhla.describe(model)
+        assert [(layer.replaced, layer.runs_mhla, layer.processor) for layer in found[:2]] == [
+            (False, False, "WanAttnProcessor"),
+            (True, False, "WanAttnProcessor"),
+        ]
+        assert "blocks.1.attn1  off: WanAttnProcessor" in str(found)
+        assert str(found).endswith("MHLA does not run in 2 of them now")
+    assert "off" not in str(mhla.describe(model))
+    model.set_attn_processor(WanAttnProcessor())
+    assert str(mhla.describe(model)).endswith("MHLA does not run in 2 of them now")
+
+
+def test_describe_after_a_grid_that_was_refused():
+    for settings in ({"blocks": (4, 4, 7)}, _CAUSAL | {"blocks": (2, 2, 2), "block_length": 1}):
+        model = mhla.apply_mhla(wan(), **{"sparse": "none"} | settings)
+        with pytest.raises(ValueError, match="too few for 7 blocks|more than the 2 blocks of 1"):
+            output(model, inputs("wan"))
+        (layer, *_) = mhla.describe(model)
+        assert (layer.blocks, layer.tokens_per_block) == (settings["blocks"], None)
     assert layer.sparse.density == 1 / 2
 
 
-def test_describe_refuses_a_grid_that_does_not_fit():
-    with pytest.raises(ValueError, match="width axis.* 2 tokens.* 3 blocks"):
-        mhla.describe(patched("wan"), grid=(4, 4, 2))
-    with pytest.raises(ValueError, match=r"\(4, 4\)"):
-        mhla.describe(patched("wan"), grid=(4, 4))
-    with pytest.raises(ValueError, match="UNet2DModel is not supported"):
-        mhla.describe(unet())
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_grid_of_a_size_is_that_of_a_run(name):
+    case, pipe = PIPELINES[name], PIPELINES[name].build()
+    mhla.apply_mhla(pipe, sparse="none", blocks=case.blocks)
+    size = {key: case.call[key] for key in ("height", "width", "num_frames") if key in case.call}
+    if name == "dit":  # makes its own size alone
+        size = {"height": 32, "width": 32}
+    told = [layer.grid for layer in mhla.describe(pipe, **size)]
+    pipe(**case.call)
+    ran = [layer.grid for layer in mhla.describe(pipe)]
+    assert None not in told
+    assert told == ran
 
 
-def test_describe_while_switched_off_and_after_a_refused_grid():
-    model = patched("wan")
-    output(model, inputs("wan"))
+@pytest.mark.parametrize("num_frames", [6, 8, 9])
+def test_frames_are_rounded_as_the_pipeline_does(num_frames):
+    pipe = mhla.apply_mhla(wan_pipeline(), sparse="none", blocks=(1, 2, 2))
+    call = PIPELINES["wan"].call | {"num_frames": num_frames}
+    told = mhla.describe(pipe, height=call["height"], width=call["width"], num_frames=num_frames)[0].grid
+    pipe(**call)
+    assert mhla.describe(pipe)[0].grid == told
+
+
+@pytest.mark.parametrize(("settings", "listed"), [({}, 0), ({"layers": [1, 2]}, 2 * 2 * 96**2)])
+def test_costs_count_what_is_computed(settings, listed):
+    """Two products for every pair of softmax attention; of MHLA those with KV states, the normaliser a column more."""
+    described = mhla.describe(patched("wan", **settings), grid=(4, 4, 6))
+    assert described.cost.listed_pairs == listed
+    assert described.cost.all_pairs == 4 * 2 * 96**2
+    assert described.cost.softmax_flops == 4 * 4 * 96**2 * 2 * 12
+    layer = next(layer for layer in described if layer.replaced)
+    # each head: KV states and reading of 96 tokens, D (D + 1), and 12 x 12 pairs of blocks
+    assert layer.cost.flops == 2 * (4 * 96 + 2 * 12**2) * 12 * 13
+    # the KV states and their mixtures, in float32
+    assert layer.cost.held_bytes == 2 * 4 * 12 * 2 * 12 * 13
+
+
+def test_costs_of_the_sparse_branch_grow_with_its_density():
+    costs = []
+    for density in (0.1, 0.5):
+        model = patched("wan", sparse="content", block_size=8, density=density)
+        costs.append(mhla.describe(model, grid=(4, 4, 6)).cost)
+    assert [cost.listed_pairs / cost.all_pairs for cost in costs] == pytest.approx([1 / 12, 0.5])
+    assert costs[1].flops - costs[0].flops == 4 * (costs[1].listed_pairs - costs[0].listed_pairs) * 12
     with mhla.mhla_disabled(model):
-        assert mhla.describe(model)[0].tokens_per_block == (8, 8)
-    model = patched("wan", blocks=(4, 4, 7))
-    with pytest.raises(ValueError, match="too few for 7 blocks"):
-        output(model, inputs("wan"))
-    assert mhla.describe(model)[0].tokens_per_block is None
+        assert mhla.describe(model, grid=(4, 4, 6)).cost.flops == costs[0].softmax_flops
+
+
+@pytest.mark.parametrize("settings", [{"density": 1.0}, {"block_size": 96}], ids=["density 1", "one block"])
+def test_where_all_is_listed_softmax_attention_is_all_that_is_computed(settings):
+    cost = mhla.describe(patched("wan", sparse="content", **settings), grid=(4, 4, 6)).cost
+    assert (cost.flops, cost.listed_pairs, cost.held_bytes) == (cost.softmax_flops, cost.all_pairs, 0)
+
+
+def test_own_attention_of_sana_is_linear():
+    cost = mhla.describe(FAMILIES["sana"].build(), grid=(8, 8)).cost
+    assert cost.flops == 3 * 4 * 64 * 2 * 16 * 17
+
+
+def causal():
+    return mhla.apply_mhla(wan(), **_CAUSAL)
+
+
+def wan_pipe():
+    return mhla.apply_mhla(wan_pipeline(), sparse="none", blocks=(3, 2, 2))
+
+
+SMALL = {"height": 32, "width": 48}
+REFUSED = {
+    # model, what it is to be described at, offending value
+    "width": (lambda: patched("wan"), {"grid": (4, 4, 2)}, "width axis.* 2 tokens.* 3 blocks"),
+    "axes": (lambda: patched("wan"), {"grid": (4, 4)}, r"\(4, 4\)"),
+    "no model": (unet, {}, "UNet2DModel is not supported"),
+    "frames": (causal, {"grid": (8, 4, 6)}, "8 tokens, more than the 3 blocks of 2"),
+    "width of a causal patch": (causal, {"grid": (4, 4, 1)}, "width axis.* 1 tokens.* 2 blocks"),
+    "half a size": (wan_pipe, {"height": 32}, "height=32 and width=None"),
+    "frames alone": (wan_pipe, {"num_frames": 9}, "height=None and width=None"),
+    "a grid as well": (wan_pipe, SMALL | {"grid": (3, 2, 3)}, r"grid=\(3, 2, 3\)"),
+    "no token": (wan_pipe, {"height": 4, "width": 48, "num_frames": 9}, r"height=4, width=48 .*\(3, 0, 3\)"),
+    "blocks": (wan_pipe, {"height": 32, "width": 16, "num_frames": 9}, "width axis.* 1 tokens.* 2 blocks"),
+    "size of a transformer": (wan, SMALL, "the pipeline.*grid="),
+    "frames of a picture": (sana_pipeline, SMALL | {"num_frames": 9}, "num_frames=9"),
+    "no square": (dit_pipeline, SMALL, "height=32, width=48"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sizes_that_do_not_fit_are_named(case):
+    build, settings, value = REFUSED[case]
+    with pytest.raises(ValueError, match=value):
+        mhla.describe(build(), **settings)
+
+
+def test_suggested_blocks_are_as_long_as_the_default_s():
+    """The default at the default size, as many per second of a longer clip; never more than tokens."""
+    pipe = wan_pipeline()
+    assert mhla.suggest_blocks(pipe, 480, 832) == (7, 3, 5)
+    assert mhla.suggest_blocks(pipe, 480, 832, 161) == (14, 3, 5)
+    assert mhla.suggest_blocks(pipe, 480, 832, 1) == (1, 3, 5)
+    assert mhla.suggest_blocks(pipe, 16, 16, 1) == (1, 1, 1)
+    assert mhla.suggest_blocks(wan22_pipeline(), 832, 480, 81) == (7, 5, 3)
+    mhla.apply_mhla(pipe, sparse="none", blocks=mhla.suggest_blocks(pipe, 32, 48, 9))
+    assert pipe(**PIPELINES["wan"].call).frames.isfinite().all()
+
+
+def test_mixing_suggested_blocks_costs_no_more_than_their_summaries():
+    pipe = wan_pipeline()
+    blocks = mhla.suggest_blocks(pipe, 2160, 3840, 321)
+    grid = mhla.describe(pipe, height=2160, width=3840, num_frames=321)[0].grid
+    assert 0.5 < math.prod(blocks) / math.sqrt(2 * torch.Size(grid).numel()) <= 1.2

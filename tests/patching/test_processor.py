@@ -59,14 +59,9 @@ def test_key_padding_masks_equal_dropping_the_tokens(name, form):
 def test_masks_that_differ_between_queries_are_refused(name, shape):
     with pytest.raises(ValueError, match="key-padding") as error:
         masked_attention(name, 64, torch.ones(shape, dtype=torch.bool))
-    assert str(shape) in str(error.value)
-    assert "(2, 64)" in str(error.value)
-
-
-def test_a_mask_of_integers_is_refused():
-    keep = (torch.arange(64) < 56).expand(2, 64)
+    assert str(shape) in str(error.value) and "(2, 64)" in str(error.value)
     with pytest.raises(ValueError, match="int64 is ambiguous"):
-        masked_attention("sana", 64, keep.long())
+        masked_attention(name, 64, torch.ones(2, 64, dtype=torch.int64))
 
 
 def single_instance(name, **settings):
@@ -159,18 +154,11 @@ def test_diffusers_own_form_names_the_line_that_gives_the_grid():
     torch._dynamo.reset()
 
 
-def test_a_grid_whose_product_is_not_the_number_of_tokens_is_refused():
-    model = FAMILIES["wan"].build()
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3), grid=(4, 4, 7)))
-    with pytest.raises(ValueError, match=r"holds 112 tokens.* got 96"):
-        output(model, inputs("wan"))
-
-
 def test_a_refused_first_forward_leaves_no_weights_behind():
     model = FAMILIES["wan"].build()
     keys = list(model.state_dict())
     model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3), grid=(4, 4, 7)))
-    with pytest.raises(ValueError, match="holds 112 tokens"):
+    with pytest.raises(ValueError, match="holds 112 tokens.* got 96"):
         output(model, inputs("wan"))
     assert list(model.state_dict()) == keys
 
@@ -195,19 +183,20 @@ def test_processor_of_other_settings_on_a_patched_attention_is_refused():
         output(model, inputs("wan"))
 
 
-def test_processor_arguments_are_checked():
-    with pytest.raises(ValueError, match="not both.*eps"):
-        mhla.MHLAProcessor(mhla.MHLAConfig(blocks=(2, 2)), eps=0.1)
-    with pytest.raises(ValueError, match=r"grid=\(4, 4\).*blocks=\(2, 2, 2\)"):
-        mhla.MHLAProcessor(blocks=(2, 2, 2), grid=(4, 4))
-    with pytest.raises(ValueError, match="'blocs'.*did you mean 'blocks'"):
-        mhla.MHLAProcessor(blocs=(2, 2, 2))
-    with pytest.raises(ValueError, match="need blocks"):
-        mhla.MHLAProcessor(grid=(2, 2))
-    with pytest.raises(ValueError, match=r"grid=\(4, -8, 8\) must hold positive integers, got -8"):
-        mhla.MHLAProcessor(blocks=(2, 2, 2), grid=(4, -8, 8))
-    with pytest.raises(ValueError, match="'eagr'.*auto.*eager"):
-        mhla.MHLAProcessor(blocks=(2, 2), backend="eagr")
+REFUSED = [
+    ((mhla.MHLAConfig(blocks=(2, 2)),), {"eps": 0.1}, "not both.*eps"),
+    ((), {"blocks": (2, 2, 2), "grid": (4, 4)}, r"grid=\(4, 4\).*blocks=\(2, 2, 2\)"),
+    ((), {"blocs": (2, 2, 2)}, "'blocs'"),
+    ((), {"grid": (2, 2)}, "need blocks"),
+    ((), {"blocks": (2, 2, 2), "grid": (4, -8, 8)}, r"grid=\(4, -8, 8\) .*got -8"),
+    ((), {"blocks": (2, 2), "backend": "eagr"}, "'eagr'.*auto.*eager"),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "value"), REFUSED, ids=lambda value: str(value)[:20])
+def test_processor_arguments_are_checked(args, kwargs, value):
+    with pytest.raises(ValueError, match=value):
+        mhla.MHLAProcessor(*args, **kwargs)
 
 
 def test_before_its_first_forward_diffusers_own_form_says_what_is_missing(tmp_path):
@@ -244,13 +233,3 @@ def test_a_norm_that_mhla_does_not_run_is_refused(norm):
     with pytest.raises(ValueError, match=rf"Attention has a {norm}.*layers="):
         mhla.apply_mhla(model, blocks=(2, 2))
     assert not mhla.is_patched(model)
-
-
-@pytest.mark.parametrize("wrong", ["x", None, mhla.MHLAProcessor, 3])
-def test_what_is_no_processor_is_refused(wrong):
-    model = FAMILIES["sana"].build()
-    before = model.attn_processors
-    for processor in (wrong, dict.fromkeys(before, wrong)):
-        with pytest.raises(ValueError, match=r"is no attention processor; allowed: MHLAProcessor\(...\)"):
-            mhla.set_attn_processor(model, processor)
-        assert model.attn_processors == before

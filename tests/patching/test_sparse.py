@@ -8,10 +8,8 @@ import torch
 import mhla_diffusers.attention.merge as merge
 from mhla_diffusers import (
     apply_mhla,
-    calibrate_sparse,
     change_mhla,
     load_mhla,
-    mhla_disabled,
     mhla_layers,
     patch_names,
     remove_mhla,
@@ -112,94 +110,6 @@ def test_compiles_to_one_graph():
     expected = models.output(model, arguments)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(models.output(compiled, arguments), expected, rtol=1e-4, atol=1e-5)
-
-
-def heads_of(attn, run):
-    """What every head of an attention adds to its output: (B, N, H, channels)."""
-    found = []
-    handle = attn.to_out[0].register_forward_pre_hook(lambda _, args: found.append(args[0].detach()))
-    run()
-    handle.remove()
-    weight = attn.to_out[0].weight.unflatten(1, (attn.heads, -1))
-    return torch.einsum("bnhd,chd->bnhc", found[0].unflatten(-1, (attn.heads, -1)), weight)
-
-
-@pytest.mark.parametrize("settings", [{}, {"fit_pooled_bias": False}, {"pooled": False}], ids=str)
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_fitted_weights_bring_heads_closer(name, settings):
-    """Than other ones do, on the run that they were fitted on and with the same lists."""
-    model, arguments, _ = patched(name, layers=[1], **settings)
-
-    def run():
-        return models.output(model, arguments)
-
-    layer = next(iter(mhla_layers(model).values()))
-    assert layer.needs_calibration == bool(settings), "β that is fitted in the call needs none"
-    calibrate_sparse(model, run)
-    assert not layer.needs_calibration
-    attn = model.get_submodule(next(iter(mhla_layers(model))).removesuffix(".mhla"))
-    with mhla_disabled(model):
-        softmax = heads_of(attn, run)
-
-    def error():
-        return (heads_of(attn, run) - softmax).square().sum(dim=(0, 1, 3))
-
-    fitted = error()
-    for pooled_bias in (-1.0, 0.0, 1.0) if layer.pooled_bias is not None else (0.0,):
-        for log_weight in (-3.0, 0.0, 3.0):
-            with torch.no_grad():
-                layer.linear_log_weight.fill_(log_weight)
-                if layer.pooled_bias is not None:
-                    layer.pooled_bias.fill_(pooled_bias)
-            assert (fitted < 1.01 * error()).all()
-
-
-def test_calibration_finds_the_weights_that_were_hidden():
-    """Where every token looks alike, pooled keys miss nothing, and a linear branch adds nothing that is not there."""
-    model, arguments = models.FAMILIES["dit"].build(), models.inputs("dit")
-    for block in model.transformer_blocks:
-        for projection in (block.attn1.to_q, block.attn1.to_k):
-            torch.nn.init.zeros_(projection.weight)
-            torch.nn.init.constant_(projection.bias, 2.0)
-    before = models.output(model, arguments)
-    blocks = models.FAMILIES["dit"].blocks
-    apply_mhla(model, blocks=blocks, **SETTINGS, fit_pooled_bias=False, mixing_init="uniform")
-    with torch.no_grad():
-        for layer in mhla_layers(model).values():
-            layer.pooled_bias.fill_(3.0)
-    assert models.relative_change(models.output(model, arguments), before) > 1e-6
-    calibrate_sparse(model, lambda: models.output(model, arguments))
-    torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
-
-
-def test_what_cannot_be_calibrated_is_refused():
-    for model in (models.wan(), models.patched("wan")):
-        with pytest.raises(ValueError, match="no sparse branch to calibrate"):
-            calibrate_sparse(model, lambda: None)
-    model, arguments, before = patched("wan")
-    with pytest.raises(ValueError, match=r"run\(\) did not run transformer"):
-        calibrate_sparse(model, lambda: None)
-    with mhla_disabled(model), pytest.raises(ValueError, match="switched off in some layers"):
-        calibrate_sparse(model, lambda: None)
-    remove_mhla(model)
-    with pytest.raises(ValueError, match="did not run transformer"):
-        apply_mhla(model, sparse="content", blocks=(2, 2, 3), calibration=lambda: None)
-    assert not mhla_layers(model), "a calibration that fails leaves the model as it was"
-    assert torch.equal(models.output(model, arguments), before)
-    with pytest.raises(ValueError, match="own attention of SanaTransformer2DModel is linear"):
-        models.patched("sana", sparse="content")
-
-
-def test_automatic_layers_with_a_sparse_branch():
-    model, arguments = models.wan(), models.inputs("wan")
-    apply_mhla(
-        model,
-        blocks=(2, 2, 3),
-        **SETTINGS,
-        layers="auto:2/4",
-        calibration=lambda: models.output(model, arguments),
-    )
-    assert len(mhla_layers(model)) == 2
 
 
 @pytest.mark.parametrize("name", models.FAMILIES)

@@ -32,29 +32,24 @@ def shortened(name, **settings):
     return mhla.apply_mhla(model, sparse="none", blocks=FAMILIES[name].blocks, **({"layers": [-1]} | settings))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ONE_PER_CLASS)
-def test_the_whole_transformer_compiles_to_one_graph(name, counter):
-    """``fullgraph=True`` refuses graph breaks; the second call compiles nothing."""
-    model = shortened(name, **EVERYTHING)
-    expected = output(model, inputs(name))
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for _ in range(2):
-        assert_equal_up_to_order(output(compiled, inputs(name)), expected)
-        assert counter.frame_count == 1
-
-
-@pytest.mark.slow
-def test_one_compilation_per_resolution(counter):
-    model = shortened("wan")
-    requests = [inputs("wan"), inputs("wan", ragged=True)]
-    expected = [output(model, arguments) for arguments in requests]
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
+def runs(compiled, counter, requests, expected):
+    """Check what comes out of some inputs, and return how many graphs there are after each."""
     counts = []
-    for arguments, wanted in zip(requests * 2, expected * 2, strict=True):
+    for arguments, wanted in zip(requests, expected, strict=True):
         assert_equal_up_to_order(output(compiled, arguments), wanted)
         counts.append(counter.frame_count)
-    assert counts == [1, 2, 2, 2]
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_the_whole_transformer_compiles_to_one_graph_per_resolution(name, counter):
+    """``fullgraph=True`` refuses graph breaks; a resolution that was seen compiles nothing."""
+    model, sizes = shortened(name, **EVERYTHING), (False, True) if name in ("wan", "sana") else (False,)
+    requests = [inputs(name, ragged=ragged) for ragged in sizes] * 2
+    expected = [output(model, arguments) for arguments in requests]
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    assert runs(compiled, counter, requests, expected) == ([1, 2, 2, 2] if len(sizes) == 2 else [1, 1])
 
 
 @pytest.mark.slow
@@ -79,25 +74,18 @@ def test_more_resolutions_than_pytorch_allows_graphs(counter, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_function_around_the_model_compiles_at_every_resolution(counter):
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_function_around_the_model_compiles_at_every_resolution(dynamic, counter):
+    """Where sizes are dynamic, how often is not promised: the token grid is a constant of every graph."""
     model = shortened("sana")
-    compiled = torch.compile(lambda arguments: model(**arguments).sample, backend=counter, fullgraph=True)
+    compiled = torch.compile(
+        lambda arguments: model(**arguments).sample, backend=counter, fullgraph=True, dynamic=dynamic
+    )
     with torch.no_grad():
         for count, ragged in enumerate((False, True), start=1):
             arguments = inputs("sana", ragged=ragged)
             assert_equal_up_to_order(compiled(arguments), output(model, arguments))
-            assert counter.frame_count == count
-
-
-@pytest.mark.slow
-def test_dynamic_compilation_is_right_at_every_resolution(counter):
-    """How often it compiles is not promised: the token grid is a constant of every graph."""
-    model = patched("sana")
-    del model.transformer_blocks[1:]
-    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
-    for ragged in (False, True):
-        arguments = inputs("sana", ragged=ragged)
-        assert_equal_up_to_order(output(compiled, arguments), output(model, arguments))
+            assert dynamic or counter.frame_count == count
 
 
 @pytest.mark.slow
@@ -121,32 +109,19 @@ def test_repeated_blocks_compile_once_per_resolution(counter):
     """Once for all blocks, whatever their number, at three resolutions."""
     model, usual = patched("wan"), inputs("wan")
     narrow = usual | {"hidden_states": usual["hidden_states"][..., :8, :6]}
-    requests = [usual, inputs("wan", ragged=True), narrow]
+    requests = [usual, inputs("wan", ragged=True), narrow] * 2
     expected = [output(model, arguments) for arguments in requests]
     model.compile_repeated_blocks(backend=counter, fullgraph=True)
-    for _ in range(2):
-        for arguments, wanted in zip(requests, expected, strict=True):
-            assert_equal_up_to_order(output(model, arguments), wanted)
-    assert counter.frame_count == len(requests)
+    assert runs(model, counter, requests, expected) == [1, 2, 3, 3, 3, 3]
 
 
 @pytest.mark.slow
 def test_repeated_blocks_of_vace_compile_once_for_each_kind(counter):
     """Three kinds, as without the patch: main blocks, the first control block with its input projection, the others."""
-    model, arguments = patched("wan_vace"), inputs("wan_vace")
-    expected = output(model, arguments)
+    model, requests = patched("wan_vace"), [inputs("wan_vace")] * 2
+    expected = [output(model, arguments) for arguments in requests]
     model.compile_repeated_blocks(backend=counter, fullgraph=True)
-    for _ in range(2):
-        assert_equal_up_to_order(output(model, arguments), expected)
-        assert counter.frame_count == 3
-
-
-@pytest.mark.parametrize("name", ["sana", "dit"])
-def test_diffusers_knows_no_repeated_blocks_in_sana_and_dit(name):
-    """``compile_repeated_blocks`` refuses these classes, patched or not; when that changes, test them above."""
-    for model in (FAMILIES[name].build(), patched(name)):
-        with pytest.raises(ValueError, match="_repeated_blocks"):
-            model.compile_repeated_blocks()
+    assert runs(model, counter, requests, expected) == [3, 3]
 
 
 @pytest.mark.slow

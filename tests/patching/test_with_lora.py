@@ -12,11 +12,7 @@ import mhla_diffusers as mhla
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import wan_pipeline
-from .shared import ONE_PER_CLASS, PROJECTIONS, assert_equal_up_to_order, mixings, with_lora
-
-
-def self_attentions(model):
-    return [module for path, module in model.named_modules() if path.endswith("attn1")]
+from .shared import ONE_PER_CLASS, PROJECTIONS, assert_equal_up_to_order, mixings, self_attentions, with_lora
 
 
 def lora_layers(model):
@@ -30,57 +26,42 @@ def test_lora_on_every_projection_acts_and_unloads_without_a_trace(name, project
     expected, keys = output(model, inputs(name)), list(model.state_dict())
     with_lora(model, projection)
     assert_changed(output(model, inputs(name)), expected)
-    if hasattr(model, "unload_lora"):
-        model.unload_lora()
-    else:
-        recurse_remove_peft_layers(model)
+    model.unload_lora() if hasattr(model, "unload_lora") else recurse_remove_peft_layers(model)
     assert torch.equal(output(model, inputs(name)), expected)
     assert list(model.state_dict()) == keys
 
 
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
-def test_lora_is_fused_and_unfused(name):
+def test_lora_is_merged_and_unmerged(name):
     model = with_lora(patched(name, layers="2/3"), *PROJECTIONS)
     adapted = output(model, inputs(name))
-    if hasattr(model, "fuse_lora"):
-        model.fuse_lora()
-    else:
-        for layer in lora_layers(model):
-            layer.merge()
-    assert all(layer.merged for layer in lora_layers(model))
+    for layer in lora_layers(model):
+        layer.merge()
     assert_equal_up_to_order(output(model, inputs(name)), adapted)
-    if hasattr(model, "unfuse_lora"):
-        model.unfuse_lora()
-    else:
-        for layer in lora_layers(model):
-            layer.unmerge()
-    assert not any(layer.merged for layer in lora_layers(model))
+    for layer in lora_layers(model):
+        layer.unmerge()
     assert_equal_up_to_order(output(model, inputs(name)), adapted)
 
 
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
-def test_patching_and_removing_under_lora(name):
-    """The order of the two does not matter, and removal leaves the adapter in place."""
+def test_patching_and_removing_under_lora(name, tmp_path):
+    """The order of the two does not matter, removal leaves the adapter in place, and its file holds nothing else."""
     only_lora = with_lora(FAMILIES[name].build(), *PROJECTIONS)
-    expected = output(only_lora, inputs(name))
+    before = output(only_lora, inputs(name))
     mhla.apply_mhla(only_lora, sparse="none", blocks=FAMILIES[name].blocks)
     both = with_lora(patched(name), *PROJECTIONS)
-    assert torch.equal(output(only_lora, inputs(name)), output(both, inputs(name)))
+    expected = output(both, inputs(name))
+    assert torch.equal(output(only_lora, inputs(name)), expected)
+    if name != "dit":  # diffusers has no LoRA files of DiT
+        both.save_lora_adapter(tmp_path)
+        (file,) = tmp_path.glob("*.safetensors")
+        assert all("lora_" in key and "mhla" not in key for key in load_file(file))
+        other = patched(name)
+        other.load_lora_adapter(tmp_path, prefix=None, weight_name=file.name)
+        assert torch.equal(output(other, inputs(name)), expected)
     for model in (only_lora, both):
         mhla.remove_mhla(model)
-        assert torch.equal(output(model, inputs(name)), expected)
-
-
-@pytest.mark.parametrize("name", [name for name in ONE_PER_CLASS if name != "dit"])
-def test_lora_file_of_a_patched_model_holds_the_adapter_only_and_loads(name, tmp_path):
-    """DiT has no LoRA files in diffusers."""
-    model = with_lora(patched(name), *PROJECTIONS)
-    model.save_lora_adapter(tmp_path)
-    (file,) = tmp_path.glob("*.safetensors")
-    assert all("lora_" in key and "mhla" not in key for key in load_file(file))
-    other = patched(name)
-    other.load_lora_adapter(tmp_path, prefix=None, weight_name=file.name)
-    assert torch.equal(output(other, inputs(name)), output(model, inputs(name)))
+        assert torch.equal(output(model, inputs(name)), before)
 
 
 def test_lora_loads_into_a_patched_pipeline():
@@ -95,6 +76,7 @@ def test_lora_loads_into_a_patched_pipeline():
     assert_equal_up_to_order(output(pipe.transformer, inputs("wan")), expected)
     pipe.set_adapters("style", 1.0)
     pipe.fuse_lora(components=["transformer"])
+    assert all(layer.merged for layer in lora_layers(pipe.transformer))
     assert_equal_up_to_order(output(pipe.transformer, inputs("wan")), adapted)
     pipe.unfuse_lora(components=["transformer"])
     pipe.unload_lora_weights()
@@ -102,30 +84,27 @@ def test_lora_loads_into_a_patched_pipeline():
     assert mhla.is_patched(pipe)
 
 
-def mixing_saved_with(model):
+def with_copies(model):
     """An adapter with a copy of every MHLA layer, which PEFT trains and saves along with LoRA."""
-    config = LoraConfig(r=4, target_modules=["to_q", "to_v"], modules_to_save=["mhla"])
-    model.add_adapter(config)
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], modules_to_save=["mhla"]))
     return model
 
 
 def test_lora_with_mixing_trains_the_copy_at_every_size():
     """PEFT copies the layers; the copies see the grid of the input, and are what is found, clipped and trained."""
-    model = patched("wan", blocks=(2, 2, 2), convolution=3)
+    model, reference = (patched("wan", blocks=(2, 2, 2), convolution=3) for _ in range(2))
     output(model, inputs("wan"))
-    mixing_saved_with(model)
-    layers = mhla.mhla_layers(model)
+    layers = mhla.mhla_layers(with_copies(model))
     assert list(layers) == [f"blocks.{index}.attn1.mhla" for index in range(4)]
     with torch.no_grad():
         for layer in layers.values():
             layer.convolution.weight.add_(0.1)
             layer.mixing.mul_(0.5)
-    reference = patched("wan", blocks=(2, 2, 2), convolution=3)
     for layer in mhla.mhla_layers(reference).values():
         layer.load_state_dict(next(iter(layers.values())).state_dict())
-    wide, ragged = inputs("wan"), inputs("wan", ragged=True)
+    wide = inputs("wan")
     tall = wide | {"hidden_states": wide["hidden_states"].mT}
-    for arguments in (wide, tall, ragged):
+    for arguments in (wide, tall, inputs("wan", ragged=True)):
         assert torch.equal(output(model, arguments), output(reference, arguments))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     mhla.register_mixing_clip(optimizer, model)
@@ -134,7 +113,7 @@ def test_lora_with_mixing_trains_the_copy_at_every_size():
 
 
 def test_lora_with_mixing_is_saved_under_plain_names_and_loads(tmp_path):
-    model = mixing_saved_with(patched("wan"))
+    model, original = with_copies(patched("wan")), FAMILIES["wan"].build()
     with torch.no_grad():
         for matrix in mixings(model):
             matrix.mul_(0.5)
@@ -143,21 +122,18 @@ def test_lora_with_mixing_is_saved_under_plain_names_and_loads(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(mixings(model), mixings(loaded), strict=True))
     with pytest.raises(ValueError, match="has LoRA adapters.*weights='all'"):
         mhla.save_mhla(model, tmp_path, weights="all")
-    original = FAMILIES["wan"].build()
     assert str(mhla.describe(model)) == str(mhla.describe(loaded))
     mhla.remove_mhla(model)
     assert not mhla.is_patched(model)
-    assert [type(one) for one in model.attn_processors.values()] == [
-        type(one) for one in original.attn_processors.values()
-    ]
+    kinds = [[type(one) for one in each.attn_processors.values()] for each in (model, original)]
+    assert kinds[0] == kinds[1]
 
 
 def test_lora_with_mixing_that_is_switched_off_uses_the_layer_itself():
     model = patched("wan")
     expected = output(model, inputs("wan"))
-    mixing_saved_with(model)
     with torch.no_grad():
-        for matrix in mixings(model):
+        for matrix in mixings(with_copies(model)):
             matrix.mul_(torch.rand_like(matrix))
     assert_changed(output(model, inputs("wan")), expected)
     for module in model.modules():
@@ -182,38 +158,32 @@ def test_an_adapter_freezes_mhla_like_every_other_weight_until_it_is_unfrozen():
 
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_fused_query_key_and_value(name):
-    """``fuse_qkv_projections`` reaches Wan only (diffusers skips ``Attention``, which SANA and DiT are made of); there
-    an attention is fused one by one."""
+    """Before the patch or after it; ``fuse_qkv_projections`` skips ``Attention``, which SANA and DiT are made of."""
     model = patched(name, layers="2/3")
     expected = output(model, inputs(name))
     replaced = [attn for attn in self_attentions(model) if isinstance(attn.processor, mhla.MHLAProcessor)]
     if name.startswith("wan"):
         model.fuse_qkv_projections()
     else:
-        if name == "sana":
-            model.fuse_qkv_projections()
-            assert not any(attn.fused_projections for attn in replaced)
-        for attn in replaced:
-            with torch.no_grad():
+        with torch.no_grad():
+            for attn in replaced:
                 attn.fuse_projections()
     assert all(attn.fused_projections for attn in replaced)
     assert_equal_up_to_order(output(model, inputs(name)), expected)
+    weight = replaced[0].to_qkv.weight
     with torch.no_grad():
-        weight = replaced[0].to_qkv.weight.clone()
-        replaced[0].to_qkv.weight.mul_(2)
+        weight.mul_(2)
         assert_changed(output(model, inputs(name)), expected)
-        replaced[0].to_qkv.weight.copy_(weight)
-    if name.startswith("wan"):
-        model.unfuse_qkv_projections()
-        assert not any(hasattr(attn, "to_qkv") for attn in replaced)
-        assert torch.equal(output(model, inputs(name)), expected)
-
-
-def test_a_fused_model_is_patched_and_restored():
-    model = FAMILIES["wan"].build()
-    model.fuse_qkv_projections()
-    original = output(model, inputs("wan"))
-    mhla.apply_mhla(model, sparse="none", blocks=FAMILIES["wan"].blocks)
-    assert_equal_up_to_order(output(model, inputs("wan")), output(patched("wan"), inputs("wan")))
-    mhla.remove_mhla(model)
-    assert torch.equal(output(model, inputs("wan")), original)
+        weight.div_(2)
+    if not name.startswith("wan"):
+        return
+    model.unfuse_qkv_projections()
+    assert not any(hasattr(attn, "to_qkv") for attn in replaced)
+    assert torch.equal(output(model, inputs(name)), expected)
+    fused = FAMILIES[name].build()
+    fused.fuse_qkv_projections()
+    original = output(fused, inputs(name))
+    mhla.apply_mhla(fused, sparse="none", blocks=FAMILIES[name].blocks, layers="2/3")
+    assert_equal_up_to_order(output(fused, inputs(name)), expected)
+    mhla.remove_mhla(fused)
+    assert torch.equal(output(fused, inputs(name)), original)

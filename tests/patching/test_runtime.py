@@ -1,4 +1,4 @@
-"""The token grid belongs to the call: threads, recomputation, copies and compilation each see their own."""
+"""The context of a call: threads, recomputation, copies and compilation each see their own token grid."""
 
 import copy
 import io
@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import mhla_diffusers as mhla
+from mhla_diffusers.patching.runtime import call_context, current
+from mhla_diffusers.patching.steps import Step
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import assert_equal_up_to_order
@@ -43,6 +45,12 @@ def random_convolutions(model):
     return model
 
 
+def in_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
 @pytest.fixture
 def interleave():
     """Runs something in another thread in the middle of a model's next forward: before its last block."""
@@ -52,9 +60,7 @@ def interleave():
 
         def between(*_):
             handle.remove()
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
+            in_thread(work)
 
         handle = blocks[-1].register_forward_pre_hook(between)
 
@@ -100,13 +106,38 @@ def test_two_forwards_of_two_sizes_before_one_backward_under_gradient_checkpoint
     expected = gradients(model)
     model.enable_gradient_checkpointing(function)
     total = loss()
-    thread = threading.Thread(target=total.backward)
-    thread.start()
-    thread.join()
+    in_thread(total.backward)
     found = gradients(model)
     assert list(found) == list(expected)
     for path, gradient in expected.items():  # reentry adds the two gradients in another order
         torch.testing.assert_close(found[path], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("disabled", [False, True], ids=["MHLA", "disabled step"])
+@pytest.mark.parametrize("name", SETTINGS["blocks"])
+def test_a_recomputation_in_another_thread_has_the_context_of_its_forward(name, disabled):
+    """Where CUDA runs the backward pass; here another forward of another size has run since, in this thread."""
+    model = random_convolutions(gridded(name))
+    if disabled:
+        mhla.change_mhla(model, softmax_steps=0.5)
+    wide, tall = two_inputs(name)
+
+    def loss():
+        with call_context(step=Step(0, 2), step_disabled=disabled):
+            return model(**wide).sample.square().mean()
+
+    loss().backward()
+    expected = gradients(model)
+    assert any(path.endswith("mhla.mixing") for path in expected) is not disabled
+    model.enable_gradient_checkpointing()
+    total = loss()
+    with call_context(step=Step(1, 2), step_disabled=False):
+        output(model, tall)
+        in_thread(total.backward)
+    assert current().grid is None
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[path], gradient) for path, gradient in expected.items())
 
 
 def test_removal_gives_back_the_checkpointing_of_diffusers():
@@ -199,31 +230,62 @@ def test_first_block_cache_at_two_sizes(interleave):
         assert torch.equal(output(model, wide), expected)
 
 
+def test_first_block_cache():
+    """A threshold of 0 never skips; with a high one the second step runs the first block only."""
+    expected = output(patched("wan"), inputs("wan"))
+    later = inputs("wan") | {"timestep": torch.tensor([490, 240])}
+    for threshold, runs in ((0.0, 4), (10.0, 1)):
+        model = patched("wan")
+        model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+        with model.cache_context("cond"):
+            assert torch.equal(output(model, inputs("wan")), expected)
+            counted = []
+            for layer in mhla.mhla_layers(model).values():
+                layer.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))
+            found = output(model, later)
+        assert len(counted) == runs
+        assert found.isfinite().all()
+        model.disable_cache()
+        assert torch.equal(output(model, inputs("wan")), expected)
+
+
+def test_a_model_with_a_cache_is_patched_and_restored():
+    model = FAMILIES["wan"].build()
+    original = output(model, inputs("wan"))
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    mhla.apply_mhla(model, sparse="none", blocks=FAMILIES["wan"].blocks)
+    with model.cache_context("cond"):
+        assert torch.equal(output(model, inputs("wan")), output(patched("wan"), inputs("wan")))
+    mhla.remove_mhla(model)
+    with model.cache_context("cond"):
+        assert torch.equal(output(model, inputs("wan")), original)
+
+
+def compiled_parts(model, blocks_alone, backend):
+    """The transformer as a whole, or its blocks alone."""
+    torch._dynamo.reset()
+    if not blocks_alone:
+        return torch.compile(model, backend=backend, fullgraph=True)
+    model.compile_repeated_blocks(backend=backend, fullgraph=True)
+    return model
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks_alone", [False, True], ids=["whole transformer", "repeated blocks"])
 def test_threads_share_compiled_graphs(blocks_alone):
     """A second thread compiles nothing anew, and has its own grid."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    model = random_convolutions(gridded("wan"))
-    del model.blocks[2:]
-    requests = two_inputs("wan")
+    counter, model = CompileCounterWithBackend("eager"), random_convolutions(gridded("wan"))
+    del model.blocks[1:]
+    requests, found = two_inputs("wan"), []
     expected = [output(model, arguments) for arguments in requests]
-    if blocks_alone:
-        model.compile_repeated_blocks(backend=counter, fullgraph=True)
-        compiled = model
-    else:
-        compiled = torch.compile(model, backend=counter, fullgraph=True)
-    found = []
+    compiled = compiled_parts(model, blocks_alone, counter)
 
     def run():
         found.extend(output(compiled, arguments) for arguments in requests)
 
     run()
     assert counter.frame_count == 2
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    in_thread(run)
     assert counter.frame_count == 2
     for one, wanted in zip(found, expected * 2, strict=True):
         assert_equal_up_to_order(one, wanted)
@@ -233,9 +295,8 @@ def test_threads_share_compiled_graphs(blocks_alone):
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks_alone", [False, True], ids=["whole transformer", "repeated blocks"])
 def test_compiled_under_gradient_checkpointing(blocks_alone):
-    torch._dynamo.reset()
     model = random_convolutions(gridded("wan"))
-    del model.blocks[2:]
+    del model.blocks[1:]
     wide, tall = two_inputs("wan")
 
     def loss(run):
@@ -244,12 +305,7 @@ def test_compiled_under_gradient_checkpointing(blocks_alone):
     loss(model).backward()
     expected = gradients(model)
     model.enable_gradient_checkpointing()
-    if blocks_alone:
-        model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-        compiled = model
-    else:
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    loss(compiled).backward()
+    loss(compiled_parts(model, blocks_alone, "aot_eager")).backward()
     for path, gradient in gradients(model).items():
         assert_equal_up_to_order(gradient, expected[path])
     torch._dynamo.reset()

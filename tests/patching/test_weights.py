@@ -100,12 +100,7 @@ def test_removal_of_an_adapted_patch_from_a_copy_and_in_another_type(tmp_path):
     assert mhla.is_patched(model)
     mhla.remove_mhla(model)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-
-
-def test_a_model_patched_anew_after_removal_has_its_own_weights(tmp_path):
-    """Removal forgets what it brought back, so a second removal leaves later training alone."""
-    folder, _ = saved("wan", tmp_path)
-    model = mhla.remove_mhla(mhla.load_mhla(FAMILIES["wan"].build(), folder))
+    # what was brought back is forgotten, so that a second removal leaves later training alone
     mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
     with torch.no_grad():
         model.blocks[0].attn1.to_q.weight.zero_()
@@ -158,6 +153,11 @@ def test_an_adapted_patch_under_lora(tmp_path):
     assert torch.equal(output(only_lora, inputs("wan")), expected)
     for model in (first_patch, only_lora):
         assert torch.equal(output(mhla.remove_mhla(model), inputs("wan")), before)
+    # PEFT's modules_to_save puts a module that the patch changed into a wrapper
+    model = mhla.load_mhla(FAMILIES["wan"].build(), folder)
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["proj_out"]))
+    mhla.remove_mhla(model)
+    assert torch.equal(model.proj_out.original_module.weight, FAMILIES["wan"].build().proj_out.weight)
 
 
 def test_an_adapted_patch_and_lora_that_is_merged_are_refused_by_name(tmp_path):
@@ -174,16 +174,6 @@ def test_an_adapted_patch_and_lora_that_is_merged_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"unfuse_lora\(\) before you remove the patch"):
         mhla.remove_mhla(patched)
     torch.testing.assert_close(output(patched, inputs("wan")), expected)
-
-
-def test_removal_while_an_adapter_keeps_a_copy_of_a_module(tmp_path):
-    """PEFT's modules_to_save puts the module that the patch changed into a wrapper."""
-    folder, _ = saved("wan", tmp_path)
-    model = mhla.load_mhla(FAMILIES["wan"].build(), folder)
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["proj_out"]))
-    mhla.remove_mhla(model)
-    expected = FAMILIES["wan"].build().proj_out.weight
-    assert torch.equal(model.proj_out.original_module.weight, expected)
 
 
 def test_quantised_parameters_are_refused_by_their_class(tmp_path):

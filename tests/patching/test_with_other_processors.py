@@ -1,18 +1,15 @@
 """Processors that something else sets on patched attentions: guidance, a reset, layer skipping, backends."""
 
-import logging
-
 import pytest
 import torch
 from diffusers import LayerSkipConfig, SanaPAGPipeline, apply_layer_skip
-from diffusers.models.attention_dispatch import AttentionBackendName
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 import mhla_diffusers as mhla
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import PIPELINES, quiet, sana_pipeline
-from .shared import assert_equal_up_to_order
+from .shared import assert_equal_up_to_order, self_attentions
 
 
 def pag_pipeline(transformer):
@@ -38,10 +35,6 @@ def test_perturbed_attention_guidance_keeps_mhla_in_the_branches_that_are_not_pe
     assert_changed(run(pag_scale=1e-9), without)
 
 
-def self_attentions(model):
-    return [module for path, module in model.named_modules() if path.endswith("attn1")]
-
-
 def test_perturbed_attention_perturbs_as_diffusers_does():
     """With one block MHLA is SANA's own attention, up to the floor of its normaliser, and so is guidance with it."""
     images = []
@@ -57,81 +50,33 @@ def test_perturbed_attention_perturbs_as_diffusers_does():
     assert difference < 0.05
 
 
-def test_describe_tells_what_really_runs():
-    model = patched("wan", layers=[1, 2])
-    assert [layer.runs_mhla for layer in mhla.describe(model)] == [False, True, True, False]
-    with mhla.mhla_disabled(model):
-        found = mhla.describe(model)
-        assert [(layer.replaced, layer.runs_mhla, layer.processor) for layer in found[:2]] == [
-            (False, False, "WanAttnProcessor"),
-            (True, False, "WanAttnProcessor"),
-        ]
-        assert "blocks.1.attn1  off: WanAttnProcessor" in str(found)
-        assert str(found).endswith("MHLA does not run in 2 of them now")
-    assert "off" not in str(mhla.describe(model))
-    model.set_attn_processor(WanAttnProcessor())
-    assert str(mhla.describe(model)).endswith("MHLA does not run in 2 of them now")
-
-
-def test_one_warning_at_the_next_forward_after_a_reset(caplog):
-    model = patched("wan")
-    saved = model.attn_processors
-    output(model, inputs("wan"))
-    with mhla.mhla_disabled(model):
-        output(model, inputs("wan"))
-    assert not caplog.records
-    model.set_attn_processor(WanAttnProcessor())
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            output(model, inputs("wan"))
-    (record,) = caplog.records
-    assert "4 patched layers do not run MHLA, for example blocks.0.attn1, which runs WanAttnProcessor" in record.message
-    model.set_attn_processor(saved)
-    output(model, inputs("wan"))
-    model.set_attn_processor(WanAttnProcessor())
-    output(model, inputs("wan"))
-    assert len(caplog.records) == 2
-
-
-def test_measuring_layers_warns_of_nothing(caplog):
-    model = patched("wan")
-    mhla.layer_sensitivity(model, lambda: output(model, inputs("wan")))
-    assert not caplog.records
-
-
 SKIPPED = {
     "attention": {"skip_attention": True, "skip_ff": False},
     "block": {"skip_attention": True, "skip_ff": True},
-    "scores, as guidance by perturbed attention": {
-        "skip_attention": False,
-        "skip_ff": False,
-        "skip_attention_scores": True,
-    },
+    "scores": {"skip_attention": False, "skip_ff": False, "skip_attention_scores": True},  # perturbed attention
 }
-
-
-@pytest.mark.parametrize("what", SKIPPED)
-def test_a_patched_layer_is_skipped_as_an_unpatched_one(what):
-    """DiT, since diffusers skips the attention of no other family here; the one layer that is patched is skipped."""
-    model, reference = patched("dit", layers=[1]), FAMILIES["dit"].build()
-    for one in (model, reference):
-        apply_layer_skip(one, LayerSkipConfig(indices=[1], fqn="transformer_blocks", **SKIPPED[what]))
-    skipped = output(model, inputs("dit"))
-    assert_equal_up_to_order(skipped, output(reference, inputs("dit")))
-    assert_changed(skipped, output(patched("dit", layers=[1]), inputs("dit")))
 
 
 @pytest.mark.parametrize(
     ("name", "what"),
     # diffusers knows no blocks of SANA
-    [(name, what) for name in ("wan", "sana") for what in SKIPPED if (name, what) != ("sana", "block")],
+    [(name, what) for name in ("dit", "wan", "sana") for what in SKIPPED if (name, what) != ("sana", "block")],
 )
-def test_patched_layers_of_other_families_are_skipped_too(name, what):
-    model = patched(name)
+def test_a_patched_layer_is_skipped_as_an_unpatched_one(name, what):
+    """Of DiT, since diffusers skips the attention of no other family here; the others change."""
+    model, reference = patched(name, layers=[1]), FAMILIES[name].build()
     before = output(model, inputs(name))
-    list_name = "blocks" if name == "wan" else "transformer_blocks"
-    apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn=list_name, **SKIPPED[what]))
-    assert_changed(output(model, inputs(name)), before)
+    for one in (model, reference):
+        list_name = "blocks" if name == "wan" else "transformer_blocks"
+        apply_layer_skip(one, LayerSkipConfig(indices=[1], fqn=list_name, **SKIPPED[what]))
+    skipped = output(model, inputs(name))
+    assert_changed(skipped, before)
+    if name == "dit":
+        assert_equal_up_to_order(skipped, output(reference, inputs(name)))
+
+
+def backends(model):
+    return {processor._attention_backend for processor in model.attn_processors.values()}
 
 
 @pytest.mark.parametrize("form", ["apply_mhla", "diffusers' own form"])
@@ -144,10 +89,9 @@ def test_an_attention_backend_set_while_patched_stays_after_removal(form):
         output(model, inputs("wan"))
     model.set_attention_backend("_native_math")
     with mhla.mhla_disabled(model):
-        assert {attn.processor._attention_backend for attn in self_attentions(model)} == {"_native_math"}
+        assert backends(model) == {"_native_math"}
     mhla.remove_mhla(model)
-    backends = {path: processor._attention_backend for path, processor in model.attn_processors.items()}
-    assert set(backends.values()) == {AttentionBackendName._NATIVE_MATH}
+    assert backends(model) == {AttentionBackendName._NATIVE_MATH}
 
 
 def test_an_attention_backend_set_before_the_patch_stays_too():
@@ -155,11 +99,11 @@ def test_an_attention_backend_set_before_the_patch_stays_too():
     model.set_attention_backend("_native_math")
     mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
     mhla.remove_mhla(model)
-    assert {processor._attention_backend for processor in model.attn_processors.values()} == {"_native_math"}
+    assert backends(model) == {"_native_math"}
     mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
     model.reset_attention_backend()
     mhla.remove_mhla(model)
-    assert {processor._attention_backend for processor in model.attn_processors.values()} == {None}
+    assert backends(model) == {None}
 
 
 def test_guidance_that_was_interrupted_does_not_perturb_the_next_call():
@@ -176,3 +120,40 @@ def test_guidance_that_was_interrupted_does_not_perturb_the_next_call():
         output(model, inputs("sana"))
     mhla.change_mhla(model)
     assert torch.equal(output(model, inputs("sana")), output(patched("sana"), inputs("sana")))
+
+
+def softmax_kernels(model, arguments):
+    """How often each implementation of softmax attention ran."""
+    with torch.profiler.profile() as profile:
+        output(model, arguments)
+    names = [event.name for event in profile.events()]
+    return {
+        "flash": names.count("aten::_scaled_dot_product_flash_attention_for_cpu"),
+        "math": names.count("aten::_scaled_dot_product_attention_math"),
+    }
+
+
+@pytest.mark.parametrize("form", ["apply_mhla", "single instance"])
+def test_attention_backend_reaches_kept_layers_and_cross_attention(form):
+    model, arguments = FAMILIES["wan"].build(), inputs("wan")
+    if form == "apply_mhla":
+        mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3), layers=[0, 1])
+        softmax = 2 + 4
+    else:
+        model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3), grid=FAMILIES["wan"].grid))
+        softmax = 4
+    expected = output(model, arguments)
+    assert softmax_kernels(model, arguments) == {"flash": softmax, "math": 0}
+    model.set_attention_backend("_native_math")
+    _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
+    assert softmax_kernels(model, arguments) == {"flash": 0, "math": softmax}
+    assert_equal_up_to_order(output(model, arguments), expected)
+
+
+@pytest.mark.parametrize("name", ["sana", "dit"])
+def test_attention_backend_leaves_the_rest_working(name):
+    """SANA's and DiT's own processors do not look at it; nor does MHLA."""
+    model = patched(name)
+    expected = output(model, inputs(name))
+    model.set_attention_backend("_native_math")
+    assert torch.equal(output(model, inputs(name)), expected)

@@ -9,18 +9,19 @@ from mhla_diffusers.patching.settings import choose_layers
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 
-LAYER_CHOICES = [
-    ("all", [0, 1, 2, 3]),
-    ("2/3", [1, 2]),
-    (0.5, [1, 3]),
-    ([2, 0], [0, 2]),
-    ([-1], [3]),
-    ([1, -4], [0, 1]),
-]
-
 
 @pytest.mark.parametrize("name", ["wan", "dit"])
-@pytest.mark.parametrize(("layers", "indices"), LAYER_CHOICES)
+@pytest.mark.parametrize(
+    ("layers", "indices"),
+    [
+        ("all", [0, 1, 2, 3]),
+        ("2/3", [1, 2]),
+        (0.5, [1, 3]),
+        ([2, 0], [0, 2]),
+        ([-1], [3]),
+        ([1, -4], [0, 1]),
+    ],
+)
 def test_layers_choose_what_is_replaced(name, layers, indices):
     """The others keep their processor and get no weights."""
     model = FAMILIES[name].build()
@@ -30,21 +31,13 @@ def test_layers_choose_what_is_replaced(name, layers, indices):
     chosen = [f"{prefix}.{index}.attn1" for index in indices]
     assert list(mhla.mhla_layers(model)) == [f"{path}.mhla" for path in chosen]
     for path, processor in mhla.attn_processors(model).items():
-        if path.removesuffix(".processor") in chosen:
-            assert isinstance(processor, mhla.MHLAProcessor)
-        else:
-            assert processor is before[path]
+        is_chosen = path.removesuffix(".processor") in chosen
+        assert isinstance(processor, mhla.MHLAProcessor) if is_chosen else processor is before[path]
 
 
 def test_control_layers_of_vace_count_on_after_the_main_ones():
     model = patched("wan_vace", layers=[0, 3])
     assert list(mhla.mhla_layers(model)) == ["blocks.0.attn1.mhla", "vace_blocks.0.attn1.mhla"]
-
-
-def test_two_thirds_is_the_hybrid_of_the_paper():
-    """Every third layer is kept, beginning with layer 0, in a 30-layer and a 40-layer model."""
-    for count in (30, 40):
-        assert choose_layers("2/3", count) == [index for index in range(count) if index % 3]
 
 
 def test_a_layer_that_was_kept_counts():
@@ -56,18 +49,18 @@ def test_a_layer_that_was_kept_counts():
     assert (some - original).norm() < (every - original).norm()
 
 
-def test_the_paper_s_hybrid_keeps_every_third_layer_from_the_first():
-    kept = sorted(set(range(30)) - set(choose_layers("2/3", 30)))
-    assert kept == list(range(0, 30, 3))
-    assert sorted(set(range(28)) - set(choose_layers("2/3", 28))) == list(range(0, 28, 3))
-    assert choose_layers(2 / 3, 30) == choose_layers("2/3", 30)
+@pytest.mark.parametrize("count", [28, 30, 40])
+def test_two_thirds_is_the_hybrid_of_the_paper(count):
+    """Every third layer is kept, beginning with layer 0."""
+    for layers in ("2/3", 2 / 3):
+        assert choose_layers(layers, count) == [index for index in range(count) if index % 3]
 
 
 def test_other_choices():
     assert choose_layers("all", 4) == [0, 1, 2, 3]
     assert choose_layers("1/2", 6) == [1, 3, 5]
     assert choose_layers([0, -1, 2], 5) == [0, 2, 4]
-    with pytest.raises(ValueError, match="Layer 5 is out of range: the model has 5 layers, -5 to 4"):
+    with pytest.raises(ValueError, match="Layer 5 .*-5 to 4"):
         choose_layers([1, 5], 5)
 
 

@@ -1,0 +1,148 @@
+"""The handle of a patched transformer: one, found in one place, and switched off for a while."""
+
+import copy
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+import mhla_diffusers as mhla
+from mhla_diffusers.patching import find_patched
+
+from ..models import FAMILIES, inputs, output, patched
+from ..pipelines import PIPELINES, wan22_pipeline
+from .shared import MODELS, OWN_METHODS, assert_same_footprint, footprint
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_and_its_transformers_give_the_same_handles(name):
+    pipe = PIPELINES[name].build()
+    assert find_patched(pipe) == {}
+    mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks, sparse="none")
+    handles = find_patched(pipe)
+    assert tuple(handles) == PIPELINES[name].transformers
+    for component, patch in handles.items():
+        transformer = getattr(pipe, component)
+        assert find_patched(transformer)["transformer"] is patch
+        assert find_patched(pipe)[component] is patch and patch.transformer is transformer
+        assert patch.config.blocks == PIPELINES[name].blocks
+        assert list(patch.layers.values()) == list(mhla.mhla_layers(transformer).values())
+    mhla.change_mhla(pipe, softmax_steps=1)
+    assert find_patched(pipe) == handles, "the handle stays while settings change"
+    assert all(patch.config.softmax_steps == 1 for patch in handles.values())
+    mhla.remove_mhla(pipe)
+    assert find_patched(pipe) == {}
+    assert not any(find_patched(getattr(pipe, component)) for component in handles)
+
+
+def test_one_of_two_transformers_is_found_alone():
+    pipe = wan22_pipeline()
+    mhla.apply_mhla(pipe, blocks=(1, 1, 1), sparse="none")
+    mhla.remove_mhla(pipe.transformer)
+    assert list(find_patched(pipe)) == ["transformer_2"] and mhla.is_patched(pipe)
+
+
+@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
+def test_a_deep_copy_has_a_handle_of_its_own(name):
+    model = patched(name)
+    clone = copy.deepcopy(model)
+    (own,), (other,) = find_patched(model).values(), find_patched(clone).values()
+    assert own.transformer is model and other.transformer is clone
+    assert set(other.attentions.values()) <= set(clone.modules())
+    assert not set(other.layers.values()) & set(own.layers.values())
+    mhla.remove_mhla(clone)
+    assert not find_patched(clone) and find_patched(model)["transformer"] is own
+
+
+@pytest.mark.parametrize("name", OWN_METHODS)
+def test_attn_processors_is_the_property_of_diffusers(name):
+    for model in (FAMILIES[name].build(), patched(name)):
+        assert mhla.attn_processors(model) == model.attn_processors
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_mhla_layers_are_modules_of_the_model(name):
+    assert mhla.mhla_layers(FAMILIES[name].build()) == {}
+    model = patched(name)
+    modules, layers = dict(model.named_modules()), mhla.mhla_layers(model)
+    assert len(layers) == FAMILIES[name].self_attentions
+    assert all(modules[path] is layer and isinstance(layer, mhla.MHLALayer) for path, layer in layers.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_disabled_within_the_context_only(name):
+    """With the same weights, and also when an exception leaves the context."""
+    expected = output(FAMILIES[name].build(), inputs(name))
+    model = patched(name)
+    before, found = footprint(model), output(model, inputs(name))
+    with mhla.mhla_disabled(model):
+        assert torch.equal(output(model, inputs(name)), expected)
+    with pytest.raises(KeyError), mhla.mhla_disabled(model):
+        raise KeyError
+    assert_same_footprint(model, before)
+    assert torch.equal(output(model, inputs(name)), found)
+
+
+def test_removal_while_switched_off_stays_removed():
+    model, expected = patched("wan"), output(FAMILIES["wan"].build(), inputs("wan"))
+    with mhla.mhla_disabled(model):
+        mhla.remove_mhla(model)
+    assert not mhla.is_patched(model)
+    assert torch.equal(output(model, inputs("wan")), expected)
+
+
+def test_switched_off_before_the_first_forward_of_diffusers_own_form():
+    """There are no layers yet, and the processors come back all the same."""
+    model = FAMILIES["wan"].build()
+    processor = mhla.MHLAProcessor(blocks=FAMILIES["wan"].blocks)
+    model.set_attn_processor(processor)
+    with mhla.mhla_disabled(model):
+        assert torch.equal(output(model, inputs("wan")), output(FAMILIES["wan"].build(), inputs("wan")))
+    assert set(model.attn_processors.values()) == {processor}
+
+
+def test_mixing_is_clipped_after_every_step_until_the_hook_is_removed():
+    for clip, inside in ((True, True), (False, False)):
+        model = patched("sana", mixing_clip=clip)
+        matrices = [layer.mixing for layer in mhla.mhla_layers(model).values()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        handle = mhla.register_mixing_clip(optimizer, model)
+        for direction in (100.0, -100.0):
+            for matrix in matrices:
+                matrix.grad = torch.full_like(matrix, direction)
+            optimizer.step()
+            assert all(bool(((matrix > 0) & (matrix < 1)).all()) is inside for matrix in matrices)
+        handle.remove()
+        optimizer.step()
+        assert all(matrix.max() > 1 for matrix in matrices)
+
+
+def test_an_optimizer_made_too_early_is_refused():
+    model = FAMILIES["wan"].build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="not patched"):
+        mhla.register_mixing_clip(optimizer, model)
+    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
+    with pytest.raises(ValueError, match="lacks a mixing matrix"):
+        mhla.register_mixing_clip(optimizer, model)
+
+
+def test_one_warning_at_the_next_forward_after_a_reset(caplog):
+    """And none while it is switched off, or layers are measured one by one."""
+    model = patched("wan")
+    saved = model.attn_processors
+    output(model, inputs("wan"))
+    with mhla.mhla_disabled(model):
+        output(model, inputs("wan"))
+    mhla.layer_sensitivity(model, lambda: output(model, inputs("wan")))
+    assert not caplog.records
+    model.set_attn_processor(WanAttnProcessor())
+    for _ in range(2):
+        output(model, inputs("wan"))
+    (record,) = caplog.records
+    assert "4 patched layers do not run MHLA, for example blocks.0.attn1, which runs WanAttnProcessor" in record.message
+    model.set_attn_processor(saved)
+    output(model, inputs("wan"))
+    model.set_attn_processor(WanAttnProcessor())
+    output(model, inputs("wan"))
+    assert len(caplog.records) == 2

@@ -1,0 +1,420 @@
+"""Apply a patch to tiny instances of every supported diffusers class, and take it off again; what cannot be patched."""
+
+import copy
+import inspect
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import (
+    DDPMPipeline,
+    DDPMScheduler,
+    DiTTransformer2DModel,
+    SanaTransformer2DModel,
+    WanTransformer3DModel,
+)
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from peft import get_peft_model
+
+import mhla_diffusers as mhla
+from mhla_diffusers.families import get_family
+
+from ..families.cases import case_of
+from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
+from ..pipelines import PIPELINES, generate, wan22_pipeline, wan_pipeline
+from .shared import EVERYTHING, MODELS, ONE_PER_CLASS, assert_same_footprint, footprint, lora, unet
+
+ROUNDING = 2e-5
+"""Relative: softmax attention by float32 sums in another order, through all layers."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_apply_changes_the_output_and_remove_leaves_no_trace(name):
+    """And patched again it is the same as at first."""
+    model, arguments, settings = FAMILIES[name].build(), inputs(name), {"blocks": FAMILIES[name].blocks}
+    before, expected = footprint(model), output(model, arguments)
+    assert not mhla.is_patched(model)
+    assert mhla.apply_mhla(model, **settings, sparse="none") is model
+    assert mhla.is_patched(model)
+    assert inspect.signature(model.forward) == before["signature"]
+    found = output(model, arguments)
+    assert_changed(found, expected)
+    assert mhla.remove_mhla(model) is model
+    assert not mhla.is_patched(model)
+    assert_same_footprint(model, before)
+    assert torch.equal(output(model, arguments), expected)
+    assert torch.equal(output(mhla.apply_mhla(model, **settings, sparse="none"), arguments), found)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_apply_and_remove_on_a_pipeline(name):
+    """Of two transformers both take part."""
+    case = PIPELINES[name]
+    pipe = case.build()
+    generate(name, pipe)  # diffusers keeps a registry of hooks on a transformer from its first call on
+    before = {part: footprint(getattr(pipe, part)) for part in case.transformers}
+    expected = generate(name, pipe)
+    assert mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none") is pipe
+    assert {layer.partition(".")[0] for layer in mhla.mhla_layers(pipe)} == set(case.transformers)
+    found = generate(name, pipe)
+    assert_changed(found, expected)
+    if len(case.transformers) == 2:
+        mhla.remove_mhla(pipe.transformer_2)
+        assert_changed(generate(name, pipe), found)
+    assert mhla.remove_mhla(pipe) is pipe
+    assert torch.equal(generate(name, pipe), expected)
+    for part, state in before.items():
+        assert_same_footprint(getattr(pipe, part), state)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_appears_once_in_the_state_dict_and_the_dtype_stays(name):
+    case, base, model = FAMILIES[name], FAMILIES[name].build(), FAMILIES[name].build()
+    before = torch.get_rng_state()
+    mhla.apply_mhla(model, blocks=case.blocks, mixing_per_head=False, sparse="none", **EVERYTHING)
+    assert torch.equal(torch.get_rng_state(), before), "the global generator is left as it was"
+    added = [key for key in model.state_dict() if key not in base.state_dict()]
+    ending = ("mixing", "output_norm", "gate.weight", "gate.bias", "convolution.weight", "convolution.bias")
+    assert sorted(added) == sorted(f"{layer}.{end}" for layer in mhla.mhla_layers(model) for end in ending)
+    storages = [model.state_dict()[key].data_ptr() for key in added]
+    assert len(set(storages)) == len(added) == 6 * case.self_attentions
+    assert model.dtype == base.dtype
+
+
+def test_defaults_of_a_family_need_no_settings():
+    """``apply_mhla(model)`` alone; the family's blocks fit its usual resolutions."""
+    for name, blocks in (("wan", (7, 3, 5)), ("sana", (4, 4)), ("dit", (4, 4))):
+        model = mhla.apply_mhla(FAMILIES[name].build())
+        assert {layer.config.blocks for layer in mhla.mhla_layers(model).values()} == {blocks}
+
+
+def test_a_patch_by_name_from_yaml_and_as_a_config_are_the_same(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("family: dit\nbase_model: none\ndescription: mine\nmhla: {blocks: [4, 4]}\n")
+    found = [
+        output(mhla.apply_mhla(FAMILIES["dit"].build(), patch), inputs("dit"))
+        for patch in ("dit-xl-2-256", mhla.MHLAConfig(blocks=(4, 4)), path)
+    ]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "trainable"),
+    [
+        ({}, (8, 8), True),
+        ({"mixing_per_head": True}, (2, 8, 8), True),
+        ({"mixing_learnable": False}, (8, 8), False),
+    ],
+)
+def test_mixing_matrix_follows_the_settings(settings, shape, trainable):
+    for layer in mhla.mhla_layers(patched("sana", **settings)).values():
+        assert tuple(layer.mixing.shape) == shape
+        assert layer.mixing.requires_grad is trainable
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_our_set_attn_processor_with_mhla_is_apply(name):
+    """For every family, DiT too; it reads the grid of every input, and keeps the record that removal needs."""
+    model = FAMILIES[name].build()
+    before = footprint(model)
+    mhla.set_attn_processor(model, mhla.MHLAProcessor(blocks=FAMILIES[name].blocks))
+    for ragged in (False, True):
+        arguments = inputs(name, ragged=ragged)
+        assert torch.equal(output(model, arguments), output(patched(name), arguments))
+    assert_same_footprint(mhla.remove_mhla(model), before)
+
+
+def test_our_set_attn_processor_honours_the_choice_of_layers():
+    model = FAMILIES["dit"].build()
+    mhla.set_attn_processor(model, mhla.MHLAProcessor(blocks=(4, 2), layers=[1]))
+    assert list(mhla.mhla_layers(model)) == ["transformer_blocks.1.attn1.mhla"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_dict_of_processors_is_set_and_not_consumed(name):
+    model = FAMILIES[name].build()
+    processors = {path: copy.copy(processor) for path, processor in mhla.attn_processors(model).items()}
+    given = dict(processors)
+    mhla.set_attn_processor(model, given)
+    assert given == processors == mhla.attn_processors(model)
+
+
+def test_any_other_processor_goes_to_every_attention():
+    model = FAMILIES["dit"].build()
+    expected = output(model, inputs("dit"))
+    slow = AttnProcessor()
+    mhla.set_attn_processor(model, slow)
+    assert all(processor is slow for processor in mhla.attn_processors(model).values())
+    torch.testing.assert_close(output(model, inputs("dit")), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_dit_has_the_two_methods_while_it_is_patched():
+    """The instance alone: diffusers' classes and other instances stay as they are."""
+    classes = (WanTransformer3DModel, SanaTransformer2DModel, DiTTransformer2DModel)
+    before = [dict(vars(cls)) for cls in classes]
+    for name in ("wan", "sana"):
+        output(patched(name), inputs(name))
+    model, other = patched("dit"), FAMILIES["dit"].build()
+    assert isinstance(model, DiTTransformer2DModel)
+    assert model.attn_processors == mhla.attn_processors(model)
+    assert not hasattr(other, "attn_processors") and not hasattr(other, "set_attn_processor")
+    found = output(model, inputs("dit"))
+    assert [dict(vars(cls)) for cls in classes] == before
+    model.set_attn_processor(dict(model.attn_processors))
+    assert torch.equal(output(model, inputs("dit")), found)
+    mhla.remove_mhla(model)
+    assert type(model) is DiTTransformer2DModel
+    assert not hasattr(model, "attn_processors")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_deep_copy_is_patched_and_independent(name):
+    """Weights, token grid and removal of the copy do not touch the original, nor the reverse; nor do sizes mix."""
+    model = patched(name)
+    clone = copy.deepcopy(model)
+    expected = output(model, inputs(name))
+    ragged = output(clone, inputs(name, ragged=True))
+    assert torch.equal(output(clone, inputs(name)), expected)
+    assert mhla.describe(model)[-1].grid == FAMILIES[name].grid
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(clone).values():
+            layer.mixing.fill_(0.5)
+    assert torch.equal(output(model, inputs(name)), expected)
+    mhla.remove_mhla(clone)
+    assert not clone._forward_pre_hooks
+    assert torch.equal(output(clone, inputs(name)), output(FAMILIES[name].build(), inputs(name)))
+    assert mhla.is_patched(model)
+    assert torch.equal(output(model, inputs(name, ragged=True)), ragged)
+    assert torch.equal(output(model, inputs(name)), expected)
+
+
+def test_a_model_with_quantised_projections_can_be_patched():
+    model = FAMILIES["wan"].build()
+    for block in model.blocks[1:]:
+        torch.ao.quantization.quantize_dynamic(block.attn1, {torch.nn.Linear}, inplace=True)
+    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
+    # eight bits: half a percent per projection
+    assert 0 < relative_change(output(model, inputs("wan")), output(patched("wan"), inputs("wan"))) < 0.05
+
+
+CAUSAL = {"causal": "block", "block_length": 2}
+REFUSED = {
+    "too few block counts": ("wan", {"blocks": (2, 2)}, r"\(2, 2\) has 2 axes"),
+    "too many block counts": ("sana", {"blocks": (2, 2, 2)}, r"\(2, 2, 2\) has 3 axes"),
+    "half a block": ("dit", {"blocks": (2.5, 2)}, r"got 2\.5"),
+    "one block count": ("sana", {"blocks": 4}, "blocks=4"),
+    "layer too high": ("dit", {"layers": [0, 4]}, "Layer 4 .*-4 to 3"),
+    "layer too low": ("dit", {"layers": [-5]}, "Layer -5 .*-4 to 3"),
+    "a layer twice": ("dit", {"layers": [1, 1]}, r"\(1, 1\) names layer 1 more"),
+    "a layer by two names": ("dit", {"layers": [0, -4]}, r"\(0, -4\) names layer 0 more"),
+    "no layers": ("wan", {"layers": []}, "none of the 4 layers"),
+    "a number of layers": ("wan", {"layers": 1}, r"layers=1 .*layers=\[1\]"),
+    "layers by measuring": ("wan", {"layers": "auto:2/3"}, r"'auto:2/3'.*calibration=run"),
+    "calibration that is no function": ("dit", {"calibration": 3}, "calibration=3"),
+    "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre'; allowed: auto, eager"),
+    "no backend": ("wan", {"backend": None}, "backend None"),
+    "sparse branch of linear attention": ("sana", {"sparse": "content"}, "sparse='content'.*linear"),
+    "causal beside text": ("flux", CAUSAL | {"sparse": "own"}, "causal='block'.*extra tokens"),
+    "causal beside text, MHLA alone": ("cogvideox", CAUSAL, "causal='block'.*extra tokens"),
+    "patch misspelt": ("wan", {"patch": "wan2.1-t2v-1b"}, r"'wan2\.1-t2v-1b'; did you mean 'wan2\.1-t2v-1"),
+    "patch of another family": ("wan", {"patch": "dit-xl-2-256"}, r"'dit' family.*belongs to 'wan'"),
+    "patch with weights": ("wan", {"patch": "tiny-wan-exact"}, r"load_mhla\(model, 'tiny-wan-exact'\)"),
+    "patch of tuples": ("wan", {"patch": (4, 2)}, r"\(4, 2\)"),
+    "patch of a dict": ("wan", {"patch": {"blocks": (4, 2)}}, r"\{'blocks': \(4, 2\)\}"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_is_named_and_changes_nothing(case):
+    name, settings, value = REFUSED[case]
+    model = FAMILIES[name].build() if name in FAMILIES else case_of(name).transformer()
+    before = footprint(model)
+    if "patch" not in settings:
+        settings = {"blocks": (2,) * get_family(model).axes, "sparse": "none"} | settings
+    with pytest.raises(ValueError, match=f"(?s){value}"):
+        mhla.apply_mhla(model, **settings)
+    assert_same_footprint(model, before)
+
+
+def test_a_patch_file_that_cannot_be_read_is_named_and_changes_nothing(tmp_path):
+    path, model = tmp_path / "bad.yaml", FAMILIES["sana"].build()
+    before = footprint(model)
+    with pytest.raises(FileNotFoundError, match=r"bad\.yaml"):
+        mhla.apply_mhla(model, path)
+    path.write_text("family: sana\nbase_model: a\ndescription: b\nmhla: {block: [2, 2]}\n")
+    with pytest.raises(ValueError, match=r"(?s)bad\.yaml.*'block'; did you mean 'blocks'"):
+        mhla.apply_mhla(model, path)
+    assert_same_footprint(model, before)
+
+
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_applying_twice_is_refused_with_the_way_out(name):
+    model = patched(name)
+    before = footprint(model)
+    for apply in (mhla.apply_mhla, lambda model: mhla.set_attn_processor(model, mhla.MHLAProcessor(blocks=(2, 2)))):
+        with pytest.raises(ValueError, match=r"already patched.*remove_mhla\(\)"):
+            apply(model)
+    assert_same_footprint(model, before)
+
+
+def test_a_pipeline_of_which_one_transformer_is_patched_is_refused_as_a_whole():
+    pipe = wan22_pipeline()
+    mhla.apply_mhla(pipe.transformer_2, sparse="none", blocks=(1, 1, 1))
+    before = footprint(pipe.transformer), footprint(pipe.transformer_2)
+    with pytest.raises(ValueError, match="already patched"):
+        mhla.apply_mhla(pipe, sparse="none", blocks=(1, 1, 1))
+    assert_same_footprint(pipe.transformer, before[0])
+    assert_same_footprint(pipe.transformer_2, before[1])
+
+
+@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
+def test_more_blocks_than_tokens_is_refused_at_the_input(name):
+    """Only the input tells the grid; the message names the axis, and the model goes on with inputs that fit."""
+    case = FAMILIES[name]
+    model = mhla.apply_mhla(case.build(), sparse="none", blocks=(*case.blocks[:-1], case.grid[-1]))
+    expected = output(model, inputs(name))
+    with pytest.raises(ValueError, match=rf"width axis.* {case.ragged_grid[-1]} tokens.* {case.grid[-1]} blocks"):
+        output(model, inputs(name, ragged=True))
+    assert torch.equal(output(model, inputs(name)), expected)
+
+
+def _of_class(name):
+    """A module of that class, which is all that tells its family."""
+    return type(name, (torch.nn.Module,), {})()
+
+
+def test_models_that_are_not_supported_are_refused():
+    """With the nearest family, if one is near; of a pipeline other parts than its transformer are not looked at."""
+    pipe, dancer = DDPMPipeline(unet(), DDPMScheduler()), _of_class("WanDancerTransformer3DModel")
+    parts = SimpleNamespace(components={"text_encoder": torch.nn.Linear(1, 1), "transformer": dancer})
+    for model, words in (
+        (pipe, "DDPMPipeline has no transformer.*components: unet, scheduler"),
+        (pipe.unet, r"^UNet2DModel is not supported; the page.*Add a model"),
+        (None, "NoneType"),
+        (dancer, r"^WanDancerTransformer3DModel is not.*nearest family is 'wan'.*register_family\(\)"),
+        (parts, "^WanDancerTransformer3DModel is not.*nearest family is 'wan'"),
+        (_of_class("SanaControlTransformer2DModel"), "nearest family is 'sana'"),
+        (_of_class("Flux9Transformer2DModel"), "nearest family is 'flux'"),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            mhla.apply_mhla(model)
+        assert ("nearest" in words) == ("nearest" in str(error.value))
+    with pytest.raises(ValueError, match="UNet2DModel is not supported"):
+        mhla.set_attn_processor(unet(), AttnProcessor2_0())
+    assert not mhla.is_patched(pipe)
+    assert mhla.mhla_layers(pipe) == {}
+
+
+def test_a_dict_of_other_names_and_what_is_no_processor_change_nothing():
+    model = FAMILIES["sana"].build()
+    before, processors = footprint(model), mhla.attn_processors(model)
+    renamed = mhla.attn_processors(model)
+    renamed["transformer_blocks.9.attn1.processor"] = renamed.pop("transformer_blocks.0.attn1.processor")
+    refused = [(renamed, r"transformer_blocks\.0\.attn1.*transformer_blocks\.9\.attn1")]
+    for wrong, value in (("x", "'x'"), (None, "None"), (mhla.MHLAProcessor, "MHLAProcessor'>"), (3, "=3 ")):
+        refused += [(one, f"{value}.*allowed: MHLAProcessor") for one in (wrong, dict.fromkeys(processors, wrong))]
+    for given, value in refused:
+        with pytest.raises(ValueError, match=value):
+            mhla.set_attn_processor(model, given)
+        assert_same_footprint(model, before)
+
+
+def test_what_is_not_patched_can_be_neither_disabled_nor_removed():
+    model = FAMILIES["sana"].build()
+    with pytest.raises(ValueError, match="not patched"):
+        mhla.remove_mhla(model)
+    with pytest.raises(ValueError, match="not patched"), mhla.mhla_disabled(model):
+        pass
+
+
+def test_a_layer_whose_mask_differs_between_queries_is_left_out_with_layers():
+    model, arguments = FAMILIES["wan"].build(), inputs("wan")
+    tokens = math.prod(FAMILIES["wan"].grid)
+    earlier = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None].expand(2, 1, -1, -1)
+    model.blocks[1].attn1.register_forward_pre_hook(lambda _, args: (args[0], args[1], earlier, args[3]))
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, sparse="content", density=1.0, blocks=(1, 1, 1))
+    with pytest.raises(ValueError, match=r"differs between queries.*layers=\[\.\.\.\]"):
+        output(model, arguments)
+    mhla.remove_mhla(model)
+    mhla.apply_mhla(model, sparse="content", density=1.0, blocks=(1, 1, 1), layers=[0, 2, 3])
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+
+
+LONG_TEXT = 700
+"""Tokens, more than any model here was trained with."""
+
+
+@pytest.mark.parametrize("name", ["wan", "wan_i2v", "flux", "sd3"])
+def test_more_text_than_a_model_was_trained_with_is_taken_as_by_the_model(name):
+    if name in FAMILIES:
+        model, arguments = FAMILIES[name].build(), inputs(name)
+    else:
+        model, arguments = case_of(name).transformer(), case_of(name).inputs()
+    shape = 2, LONG_TEXT, arguments["encoder_hidden_states"].shape[-1]
+    arguments["encoder_hidden_states"] = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    if "txt_ids" in arguments:
+        arguments["txt_ids"] = torch.zeros(LONG_TEXT, 3)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, sparse="content", density=1.0, blocks=(1,) * get_family(model).axes)
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+
+
+def _texts(pipe, prompt, **call):
+    """What a pipeline hands to its transformer as the text of a prompt."""
+    given = []
+    hook = pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs), with_kwargs=True)
+    call = {**call, "num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
+    try:
+        pipe(prompt, **call, generator=torch.Generator().manual_seed(3))
+    finally:
+        hook.remove()
+    return given[0]["encoder_hidden_states"]
+
+
+@pytest.mark.parametrize("name", ["wan", "flux", "sd3"])
+@torch.no_grad()
+def test_a_prompt_longer_than_the_pipeline_takes_is_cut_as_by_the_pipeline(name):
+    """Patched or not, and as training data is encoded; where the pipeline refuses a length, so it does when patched."""
+    if name == "wan":
+        pipe, call = wan_pipeline(), {"height": 64, "width": 96, "num_frames": 5, "max_sequence_length": 12}
+    else:
+        pipe, call = case_of(name).pipeline(), {"height": 32, "width": 32, "max_sequence_length": 12}
+    family, prompt = get_family(pipe.transformer), "a cat surfing " * 8
+    expected = _texts(pipe, prompt, **call)
+    encoded = family.encode_prompt(pipe, prompt, {"max_sequence_length": 12})["encoder_hidden_states"]
+    assert torch.equal(encoded[None], expected)
+    mhla.apply_mhla(pipe, sparse="none", blocks=(1,) * family.axes)
+    assert torch.equal(_texts(pipe, prompt, **call), expected)
+    if name != "wan":  # whose pipeline has no limit
+        with pytest.raises(ValueError, match="`max_sequence_length` cannot be greater than"):
+            _texts(pipe, prompt, **{**call, "max_sequence_length": LONG_TEXT})
+
+
+@pytest.mark.parametrize("component", ["transformer", "transformer_2"])
+def test_a_transformer_wrapped_by_peft_is_refused_with_the_way_out(component):
+    pipe = wan22_pipeline()
+    inner = getattr(pipe, component)
+    wrapped = get_peft_model(inner, lora("to_q"))
+    setattr(pipe, component, wrapped)
+    for model, name in ((pipe, component), (wrapped, "transformer")):
+        with pytest.raises(ValueError, match=rf"{name} is wrapped in PEFT's PeftModel.*{name}\.get_base_model\(\)"):
+            mhla.apply_mhla(model, sparse="none", blocks=(1, 1, 1))
+    assert not mhla.is_patched(pipe)
+    setattr(pipe, component, wrapped.get_base_model())
+    mhla.apply_mhla(pipe, sparse="none", blocks=(1, 1, 1))
+    assert len(mhla.mhla_layers(pipe)) == 2 * len(mhla.mhla_layers(inner))
+    assert any("lora_A" in name for name in inner.state_dict())
+
+
+def test_a_failure_half_way_leaves_the_model_as_it_was():
+    model = FAMILIES["dit"].build()
+    odd = model.transformer_blocks[2].attn1
+    odd.to_q, linear = torch.nn.Identity(), odd.to_q
+    before = footprint(model)
+    with pytest.raises(AttributeError):
+        mhla.apply_mhla(model, sparse="none", blocks=(4, 2))
+    assert_same_footprint(model, before)
+    odd.to_q = linear
+    mhla.apply_mhla(model, sparse="none", blocks=(4, 2))
