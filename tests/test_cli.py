@@ -59,22 +59,14 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
     record = read_record(tmp_path)
     print_any_patch(str(tmp_path))
     shown = capsys.readouterr().out
-    for words in (
-        "someone/base",
-        "changed",
-        record.file,
-        f"{record.sha256}, fits",
-        "[2, 2, 3]",
-        "WanTransformer3DModel",
-    ):
-        assert words in shown
     count = sum(p.numel() for layer in mhla_layers(model).values() for p in layer.parameters())
-    assert f"12 tensors of MHLA with {count:,} values, 1 of the model with 576" in shown
+    held = f"12 tensors of MHLA with {count:,} values, 1 of the model with 576"
+    for words in ("someone/base", "changed", record.file, f"{record.sha256}, fits", "[2, 2, 3]", held):
+        assert words in shown
+    shipped = patch_folder() / "tiny-wan-exact"
     print_any_patch("tiny-wan-exact")
     shown = capsys.readouterr().out
-    assert (
-        str(patch_folder() / "tiny-wan-exact") in shown and read_record(patch_folder() / "tiny-wan-exact").file in shown
-    )
+    assert str(shipped) in shown and read_record(shipped).file in shown
     (tmp_path / record.file).write_bytes(b"short")
     with pytest.raises(ValueError, match="is damaged or was changed"):
         print_any_patch(str(tmp_path))
@@ -154,22 +146,28 @@ show([], typer.main.get_command(app))
 """
 
 
-def test_help_of_no_command_imports_torch_or_numpy():
-    found = modules_after(HELP)
-    assert "mhla_diffusers.evaluation.sample_commands" in found
-    assert not found & {"torch", "diffusers", "transformers", "accelerate", "triton", "numpy", "psutil"}
-
-
-def test_info_imports_torch_alone():
-    """Its devices are torch's; diffusers and torch.compile would take longer to import than torch itself."""
-    found = modules_after("from mhla_diffusers.cli import app; app(['info'], standalone_mode=False)")
-    assert "torch" in found
-    assert not found & {"diffusers", "transformers", "torch._dynamo"}
-
-
-def test_importing_the_package_costs_nothing():
-    found = modules_after("import mhla_diffusers")
-    assert not found & {"torch", "diffusers", "numpy", "typer", "rich", "yaml"}
+@pytest.mark.parametrize(
+    ("script", "imported", "left_out"),
+    [
+        (
+            HELP,
+            "mhla_diffusers.evaluation.sample_commands",
+            "torch diffusers transformers accelerate triton numpy psutil",
+        ),
+        # whose devices are torch's; diffusers and torch.compile would take longer to import than torch itself
+        (
+            "from mhla_diffusers.cli import app; app(['info'], standalone_mode=False)",
+            "torch",
+            "diffusers transformers torch._dynamo",
+        ),
+        ("import mhla_diffusers", "mhla_diffusers", "torch diffusers numpy typer rich yaml"),
+    ],
+    ids=["help of every command", "info", "the package"],
+)
+def test_what_is_imported(script, imported, left_out):
+    found = modules_after(script)
+    assert imported in found
+    assert not found & set(left_out.split())
 
 
 def test_names_of_lazy_packages_are_there():

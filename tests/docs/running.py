@@ -1,13 +1,12 @@
 """Running what the pages say: in this process, in a folder as a reader would have it, on tiny models."""
 
-import inspect
 import io
 import os
 import re
 import runpy
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from mhla_diffusers import families, push_mhla
+from mhla_diffusers import families
 from mhla_diffusers.cli import app
 from mhla_diffusers.tiny import load_tiny, pipeline_folder
 
@@ -236,59 +235,42 @@ def check(command: list[str]) -> None:
         AssertionError: it does not.
     """
     program, *arguments = command
-    checks: dict[str, Callable[[list[str]], None]] = {
-        "make": check_target,
-        "pip": check_pip,
-        "accelerate": check_launch,
-        "mhla": check_mhla,
-        "python": check_script,
-        "torchrun": check_torchrun,
-    }
-    if program in checks:
-        checks[program](arguments)
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert re.search(rf"^{arguments[0]}:", makefile, re.MULTILINE), f"no target {arguments[0]}"
+    elif program == "pip":
+        check_pip(arguments)
+    elif program == "accelerate":
+        from accelerate.commands.config.config_args import load_config_from_file
+        from accelerate.commands.launch import launch_command_parser
+
+        chosen = launch_command_parser().parse_args(arguments[1:])
+        if chosen.config_file:
+            load_config_from_file(chosen.config_file)
+        check_script([chosen.training_script, *chosen.training_script_args])
+    elif program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        chosen = get_args_parser().parse_args(arguments)
+        check_script([chosen.training_script, *chosen.training_script_args])
+    elif program == "mhla":
+        check_mhla(arguments)
+    elif program == "python":
+        check_script(arguments)
     else:
         assert os.access(ROOT / program, os.X_OK), f"{program} cannot be executed"
 
 
-def check_target(arguments: list[str]) -> None:
-    """Of the Makefile."""
-    assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no target {arguments[0]}"
-
-
 def check_pip(arguments: list[str]) -> None:
-    """``pip``: its options, and what ``pip install`` takes from a checkout."""
+    """``pip``: its options, and what ``pip install`` takes from a checkout, ``.`` or ``".[extra,…]"``."""
     from pip._internal.commands import create_command
 
     create_command(arguments[0]).parse_args(arguments[1:])
     if arguments[0] == "install" and "--no-index" not in arguments:
-        check_extras(arguments)
-
-
-def check_extras(arguments: list[str]) -> None:
-    """``pip install .`` or ``".[extra,…]"``."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = re.fullmatch(r"\.(?:\[(.+)\])?", arguments[1])
-    assert wanted, f"{arguments[1]} is not this project"
-    assert set((wanted[1] or "").split(",")) - {""} <= set(extras), f"{wanted[1]} is no extra of {set(extras)}"
-
-
-def check_launch(arguments: list[str]) -> None:
-    """``accelerate launch OPTIONS SCRIPT ARGUMENTS``: its options, its configuration and the script's arguments."""
-    from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
-
-    chosen = launch_command_parser().parse_args(arguments[1:])
-    if chosen.config_file:
-        load_config_from_file(chosen.config_file)
-    check_script([chosen.training_script, *chosen.training_script_args])
-
-
-def check_torchrun(arguments: list[str]) -> None:
-    """``torchrun OPTIONS SCRIPT ARGUMENTS``: its options and the script's."""
-    from torch.distributed.run import get_args_parser
-
-    chosen = get_args_parser().parse_args(arguments)
-    check_script([chosen.training_script, *chosen.training_script_args])
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        wanted = re.fullmatch(r"\.(?:\[(.+)\])?", arguments[1])
+        assert wanted, f"{arguments[1]} is not this project"
+        assert set((wanted[1] or "").split(",")) - {""} <= set(extras), f"{wanted[1]} is no extra of {set(extras)}"
 
 
 def check_script(arguments: list[str]) -> None:
@@ -331,8 +313,3 @@ def check_mhla(arguments: list[str]) -> None:
             command.make_context(name, list(rest), parent=context)
             return
         context = click.Context(command, info_name=name, parent=context)
-
-
-def check_push() -> None:
-    """The one call in Python that is replaced."""
-    inspect.signature(push_mhla).bind("pipe", "me/my-patch")

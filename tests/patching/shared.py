@@ -71,6 +71,13 @@ def trained(name, **settings):
     return model
 
 
+def own_form(name, **settings):
+    """Model ``name``, patched by diffusers' own ``set_attn_processor``."""
+    model = FAMILIES[name].build()
+    model.set_attn_processor(mhla.MHLAProcessor(**settings))
+    return model
+
+
 def mixings(model):
     return [layer.mixing for layer in mhla.mhla_layers(model).values()]
 

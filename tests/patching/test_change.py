@@ -15,7 +15,7 @@ from mhla_diffusers.attention.mixing import causal_mixing
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import wan22_pipeline
-from .shared import MODELS, assert_equal_up_to_order, assert_same_footprint, footprint, mixings, trained
+from .shared import MODELS, assert_equal_up_to_order, assert_same_footprint, footprint, mixings, own_form, trained
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -127,8 +127,7 @@ def test_both_transformers_of_a_pipeline_and_diffusers_own_form():
     pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
     mhla.change_mhla(pipe, blocks=(2, 1, 1))
     assert {layer.blocks for layer in mhla.describe(pipe)} == {(2, 1, 1)}
-    model = FAMILIES["wan"].build()
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3)))
+    model = own_form("wan", blocks=(2, 2, 3))
     with pytest.raises(ValueError, match="no MHLA weights yet"):
         mhla.change_mhla(model, blocks=(1, 1, 1))
     output(model, inputs("wan"))
@@ -198,8 +197,7 @@ def test_models_that_cannot_be_changed():
 
 @pytest.mark.parametrize("how", ["other processors", "switched off"])
 def test_in_diffusers_own_form_without_its_processor_there_is_nothing_to_change(how):
-    model = FAMILIES["wan"].build()
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=FAMILIES["wan"].blocks))
+    model = own_form("wan", blocks=FAMILIES["wan"].blocks)
     output(model, inputs("wan"))
     with contextlib.ExitStack() as stack:
         if how == "switched off":

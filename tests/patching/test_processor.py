@@ -8,7 +8,7 @@ import torch
 import mhla_diffusers as mhla
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
-from .shared import OWN_METHODS
+from .shared import OWN_METHODS, own_form
 
 
 def masked_attention(name, tokens, mask):
@@ -65,28 +65,20 @@ def test_masks_that_differ_between_queries_are_refused(name, shape):
 
 
 def single_instance(name, **settings):
-    """Model ``name`` with one MHLAProcessor set on every attention by diffusers' own method."""
-    case, model = FAMILIES[name], FAMILIES[name].build()
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=case.blocks, grid=case.grid, **settings))
-    return model
+    """Model ``name`` with one MHLAProcessor set on every attention by diffusers' own method, and told the grid."""
+    return own_form(name, blocks=FAMILIES[name].blocks, grid=FAMILIES[name].grid, **settings)
 
 
 @pytest.mark.parametrize("name", OWN_METHODS)
-def test_one_processor_for_all_attentions_leaves_cross_attention_alone(name):
-    """Bit for bit the same as ``apply_mhla``, which touches self-attention only."""
-    model = single_instance(name)
-    found = output(model, inputs(name))
-    assert torch.equal(found, output(patched(name), inputs(name)))
-    assert_changed(found, output(FAMILIES[name].build(), inputs(name)))
-
-
-@pytest.mark.parametrize("name", OWN_METHODS)
-def test_one_processor_makes_weights_for_every_layer(name):
-    model = single_instance(name)
+def test_one_processor_for_all_attentions_makes_weights_for_every_layer(name):
+    """Bit for bit the same as ``apply_mhla``, which leaves cross-attention alone."""
+    model, other = single_instance(name), patched(name)
     assert mhla.is_patched(model)
     first = output(model, inputs(name))
+    assert torch.equal(first, output(other, inputs(name)))
+    assert_changed(first, output(FAMILIES[name].build(), inputs(name)))
     layers = mhla.mhla_layers(model)
-    assert list(layers) == list(mhla.mhla_layers(patched(name)))
+    assert list(layers) == list(mhla.mhla_layers(other))
     assert len({layer.mixing.data_ptr() for layer in layers.values()}) == FAMILIES[name].self_attentions
     assert torch.equal(output(model, inputs(name)), first)
     with torch.no_grad():
@@ -98,17 +90,16 @@ def test_one_processor_makes_weights_for_every_layer(name):
 @pytest.mark.parametrize("name", OWN_METHODS)
 def test_diffusers_own_form_is_removed_too(name, ran):
     """diffusers keeps no record of the old processors: they are fresh ones of the same classes."""
-    case, reference = FAMILIES[name], FAMILIES[name].build()
-    model = single_instance(name)
+    model, reference = single_instance(name), FAMILIES[name].build()
     if ran:
         output(model, inputs(name))
     mhla.remove_mhla(model)
     assert not mhla.is_patched(model)
     assert torch.equal(output(model, inputs(name)), output(reference, inputs(name)))
     assert list(model.state_dict()) == list(reference.state_dict())
-    kinds = {path: type(processor) for path, processor in model.attn_processors.items()}
-    assert kinds == {path: type(processor) for path, processor in reference.attn_processors.items()}
-    mhla.apply_mhla(model, sparse="none", blocks=case.blocks)
+    kinds = [{path: type(one) for path, one in each.attn_processors.items()} for each in (model, reference)]
+    assert kinds[0] == kinds[1]
+    mhla.apply_mhla(model, sparse="none", blocks=FAMILIES[name].blocks)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -130,8 +121,7 @@ def test_diffusers_own_form_reads_the_grid_off_the_rotary_tables_of_wan(name, mo
 
 def test_a_grid_that_was_read_once_is_not_read_from_the_device_again():
     """On the meta device, where nothing can be read."""
-    model = FAMILIES["wan"].build()
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3)))
+    model = own_form("wan", blocks=(2, 2, 3))
     output(model, inputs("wan"))
     model.to("meta")
     arguments = {key: value.to("meta") for key, value in inputs("wan").items()}
@@ -141,12 +131,10 @@ def test_a_grid_that_was_read_once_is_not_read_from_the_device_again():
 def test_diffusers_own_form_names_the_line_that_gives_the_grid():
     """SANA's attention is told nothing of it, nor is a compiled graph."""
     message = r"does not know the token grid.*mhla_diffusers\.set_attn_processor\(pipe\.transformer, processor\)"
-    model = FAMILIES["sana"].build()
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=(4, 2)))
+    model = own_form("sana", blocks=(4, 2))
     with pytest.raises(ValueError, match=message):
         output(model, inputs("sana"))
-    model = FAMILIES["wan"].build()
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3)))
+    model = own_form("wan", blocks=(2, 2, 3))
     output(model, inputs("wan"))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=message):

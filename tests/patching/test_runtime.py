@@ -20,12 +20,16 @@ from mhla_diffusers.patching.steps import Step
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import assert_equal_up_to_order
 
-SETTINGS = {"blocks": {"wan": (2, 2, 2), "sana": (2, 2), "dit": (2, 2)}, "convolution": 3}
-"""A convolution over the grid and blocks of it, so that a wrong grid shows everywhere."""
+BLOCKS = {"wan": (2, 2, 2), "sana": (2, 2), "dit": (2, 2)}
 
 
 def gridded(name):
-    return patched(name, **(SETTINGS | {"blocks": SETTINGS["blocks"][name]}))
+    """With blocks and random convolutions over the grid, so that a wrong grid shows everywhere."""
+    model, generator = patched(name, blocks=BLOCKS[name], convolution=3), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            layer.convolution.weight.copy_(torch.randn(layer.convolution.weight.shape, generator=generator))
+    return model
 
 
 def two_inputs(name):
@@ -35,14 +39,6 @@ def two_inputs(name):
         return wide, inputs(name, ragged=True)
     latents = wide["hidden_states"][..., :4, :] if name == "sana" else wide["hidden_states"]
     return wide | {"hidden_states": latents}, wide | {"hidden_states": latents.mT.contiguous()}
-
-
-def random_convolutions(model):
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for layer in mhla.mhla_layers(model).values():
-            layer.convolution.weight.copy_(torch.randn(layer.convolution.weight.shape, generator=generator))
-    return model
 
 
 def in_thread(work):
@@ -67,16 +63,23 @@ def interleave():
     return run
 
 
-@pytest.mark.parametrize("name", SETTINGS["blocks"])
-def test_two_threads_run_one_transformer_at_two_sizes(name, interleave):
+def pickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, pickled], ids=["one model", "copy", "pickle"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_two_threads_run_one_transformer_or_its_copy_at_two_sizes(name, copied, interleave):
     """The second forward happens while the first is between two layers."""
-    model = random_convolutions(gridded(name))
+    model = gridded(name)
     wide, tall = two_inputs(name)
     expected = [output(model, arguments) for arguments in (wide, tall)]
-    found = {}
-    interleave(model, lambda: found.update(tall=output(model, tall)))
-    found["wide"] = output(model, wide)
-    assert torch.equal(found["wide"], expected[0])
+    other, found = copied(model), {}
+    interleave(model, lambda: found.update(tall=output(other, tall)))
+    assert torch.equal(output(model, wide), expected[0])
     assert torch.equal(found["tall"], expected[1])
 
 
@@ -91,10 +94,10 @@ def reentrant(block, *args):
 
 
 @pytest.mark.parametrize("function", [None, reentrant], ids=["without reentry", "with reentry"])
-@pytest.mark.parametrize("name", SETTINGS["blocks"])
+@pytest.mark.parametrize("name", BLOCKS)
 def test_two_forwards_of_two_sizes_before_one_backward_under_gradient_checkpointing(name, function):
     """The gradients without checkpointing; the backward pass runs in a thread of its own."""
-    model = random_convolutions(gridded(name))
+    model = gridded(name)
     requests = two_inputs(name)
     for arguments in requests:
         arguments["hidden_states"].requires_grad_(True)  # reentry needs it
@@ -114,10 +117,10 @@ def test_two_forwards_of_two_sizes_before_one_backward_under_gradient_checkpoint
 
 
 @pytest.mark.parametrize("disabled", [False, True], ids=["MHLA", "disabled step"])
-@pytest.mark.parametrize("name", SETTINGS["blocks"])
+@pytest.mark.parametrize("name", BLOCKS)
 def test_a_recomputation_in_another_thread_has_the_context_of_its_forward(name, disabled):
     """Where CUDA runs the backward pass; here another forward of another size has run since, in this thread."""
-    model = random_convolutions(gridded(name))
+    model = gridded(name)
     if disabled:
         mhla.change_mhla(model, softmax_steps=0.5)
     wide, tall = two_inputs(name)
@@ -154,7 +157,7 @@ def test_removal_gives_back_the_checkpointing_of_diffusers():
 def test_checkpointing_that_is_not_diffusers_own():
     """Wan reads the grid off what its attention is handed; SANA has nothing there, and says what does it."""
     for name in ("wan", "sana"):
-        model = random_convolutions(gridded(name))
+        model = gridded(name)
         wide, tall = two_inputs(name)
         (model(**wide).sample.mean() + model(**tall).sample.mean()).backward()
         expected = gradients(model)
@@ -182,29 +185,10 @@ def test_a_grid_is_forgotten_after_the_forward_and_after_a_failure():
         attn(torch.zeros(1, 8, 32))
 
 
-def pickled(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("name", SETTINGS["blocks"])
-def test_a_copy_has_its_own_calls(name, copied, interleave):
-    model = random_convolutions(gridded(name))
-    wide, tall = two_inputs(name)
-    expected = [output(model, arguments) for arguments in (wide, tall)]
-    clone, found = copied(model), {}
-    interleave(model, lambda: found.update(tall=output(clone, tall)))
-    assert torch.equal(output(model, wide), expected[0])
-    assert torch.equal(found["tall"], expected[1])
-
-
 def test_distributed_data_parallel():
     init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     try:
-        model = random_convolutions(gridded("wan"))
+        model = gridded("wan")
         wide, tall = two_inputs("wan")
         (model(**wide).sample.mean() + model(**tall).sample.mean()).backward()
         expected = gradients(model)
@@ -220,11 +204,11 @@ def test_distributed_data_parallel():
 
 def test_first_block_cache_at_two_sizes(interleave):
     """Its hooks run blocks through functions of their own."""
-    model = random_convolutions(gridded("wan"))
+    model = gridded("wan")
     wide, tall = two_inputs("wan")
     expected = output(model, wide)
     model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    clone = random_convolutions(gridded("wan"))
+    clone = gridded("wan")
     interleave(model, lambda: output(clone, tall))
     with model.cache_context("cond"):
         assert torch.equal(output(model, wide), expected)
@@ -274,7 +258,7 @@ def compiled_parts(model, blocks_alone, backend):
 @pytest.mark.parametrize("blocks_alone", [False, True], ids=["whole transformer", "repeated blocks"])
 def test_threads_share_compiled_graphs(blocks_alone):
     """A second thread compiles nothing anew, and has its own grid."""
-    counter, model = CompileCounterWithBackend("eager"), random_convolutions(gridded("wan"))
+    counter, model = CompileCounterWithBackend("eager"), gridded("wan")
     del model.blocks[1:]
     requests, found = two_inputs("wan"), []
     expected = [output(model, arguments) for arguments in requests]
@@ -295,7 +279,7 @@ def test_threads_share_compiled_graphs(blocks_alone):
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks_alone", [False, True], ids=["whole transformer", "repeated blocks"])
 def test_compiled_under_gradient_checkpointing(blocks_alone):
-    model = random_convolutions(gridded("wan"))
+    model = gridded("wan")
     del model.blocks[1:]
     wide, tall = two_inputs("wan")
 
@@ -314,7 +298,7 @@ def test_compiled_under_gradient_checkpointing(blocks_alone):
 def test_the_grids_of_these_tests_matter():
     """A wrong grid of the right number of tokens changes the output."""
     for name in ("wan", "sana"):
-        model = random_convolutions(gridded(name))
+        model = gridded(name)
         wide, tall = two_inputs(name)
         expected = output(model, wide)
         family = mhla.families.get_family(model)
