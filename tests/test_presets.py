@@ -1,4 +1,4 @@
-"""The ready patches and patch files."""
+"""The presets and patch files."""
 
 import pytest
 
