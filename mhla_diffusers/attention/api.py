@@ -30,10 +30,10 @@ _EAGER = LinearAttention(block_states, read_states)
 
 
 def _attend_eagerly(call: Call) -> torch.Tensor:
-    call = with_lists(call)
-    if call.lists is None:
+    if call.lists is None and call.rule is None:
         return _EAGER(call)
-    return merged_attention(call, sparse_attention if call.group is None else ring_sparse_attention, _EAGER)
+    sparse = sparse_attention if call.group is None else ring_sparse_attention
+    return merged_attention(with_lists(call), sparse, _EAGER)
 
 
 _BACKENDS: dict[str, Callable[[Call], torch.Tensor]] = {"eager": _attend_eagerly, "triton": triton_attention}
