@@ -93,7 +93,8 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
 
 def test_ratios_are_to_the_fastest_baseline_of_the_case():
     run = a_run()
-    assert [run.times_baseline(one) for one in run.rows] == [1, 4, None]
+    run.rows.append(row(4.0, variant="softmax slow"))
+    assert [run.times_baseline(one) for one in run.rows] == [1, 4, None, 0.5]
     assert run.times_baseline(replace(run.rows[1], stage="backward")) is None
 
 
