@@ -378,6 +378,11 @@ class Case:
         settings = {**class_settings(model, small_size(model)), **self.settings, **config}
         return seeded(self.of_family.transformer_class(model.transformer), noise=self.noise, **settings)
 
+    def short(self) -> Any:
+        """The model with as few layers as it takes; HunyuanDiT's come in pairs."""
+        model = models()[f"tiny-{self.family}"]
+        return self.transformer(**dict.fromkeys(model.more_layers, 1), **{model.layers_argument: 2 - model.layers % 2})
+
     def pipeline(self, **config: Any) -> Any:
         """The pipeline, with a transformer of these arguments."""
         return quiet(self.make(self.transformer(**config)))

@@ -209,7 +209,7 @@ def test_lora_and_fused_projections_work_under_the_patch(name: str) -> None:
 @every_family_slowly
 def test_compiles_to_one_graph(name: str) -> None:
     case = case_of(name)
-    model, arguments = mhla.apply_mhla(case.transformer(), **plain(name)), case.inputs()
+    model, arguments = mhla.apply_mhla(case.short(), **plain(name)), case.inputs()
     expected = output(model, arguments)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=case.compiles_whole, backend="eager")
@@ -294,15 +294,14 @@ def test_transfer_has_nothing_to_do_where_the_student_is_the_teacher(name: str) 
 
 @every_family_slowly
 def test_real_models_are_counted_without_weights(name: str) -> None:
-    """FLOPs of softmax and of MHLA of every model that ``mhla bench transformer`` knows, on the meta device."""
+    """FLOPs of softmax and of MHLA of the first model that ``mhla bench transformer`` knows, on the meta device."""
     family = get_family(case_of(name).transformer())
     assert any(not model.is_tiny for model in family.models) and f"tiny-{family.name}" in models()
-    for model in family.models:
-        size = choose_sizes(model, None, None, "cpu")[0]
-        case = Case(model, size, None if model.is_tiny else 1, torch.device("cpu"), torch.float32)
-        costs = case.count(["softmax native", "MHLA"])
-        own, patched = (sum(cost.flops for cost in costs.costs[kind].values()) for kind in ("softmax", "MHLA"))
-        assert own > 0 and patched > 0
+    model = family.models[0]
+    size = choose_sizes(model, None, None, "cpu")[0]
+    costs = Case(model, size, 1, torch.device("cpu"), torch.float32).count(["softmax native", "MHLA"])
+    own, patched = (sum(cost.flops for cost in costs.costs[kind].values()) for kind in ("softmax", "MHLA"))
+    assert own > 0 and patched > 0
 
 
 @pytest.mark.parametrize("name", [*NAMES, "pixart_sigma", "sana_video_image", "sd3_dual"])
