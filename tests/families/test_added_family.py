@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from mhla_diffusers import apply_mhla, families, load_mhla, mhla_layers, register_family, remove_mhla, save_mhla
+from mhla_diffusers import apply_mhla, families, register_family, remove_mhla
 from mhla_diffusers.families import Clip, FlowMatching, get_family, predict
 from mhla_diffusers.generation import PipelineChoice
 
@@ -30,18 +30,8 @@ def generate(pipe, **settings):
 
 
 def test_class_is_short_enough_to_be_read():
-    assert len(inspect.getsource(AuraFlowFamily).splitlines()) <= 120
-    assert len(inspect.getsource(auraflow).splitlines()) <= 120
-
-
-def test_patch_changes_the_picture_and_removing_restores_it():
-    pipe = auraflow_pipeline()
-    before = generate(pipe)
-    apply_mhla(pipe, sparse="none", blocks=(2, 3))
-    assert len(mhla_layers(pipe)) == 4
-    assert_changed(generate(pipe), before)
-    remove_mhla(pipe)
-    torch.testing.assert_close(generate(pipe), before, rtol=0, atol=0)
+    assert len(inspect.getsource(AuraFlowFamily).splitlines()) <= 60
+    assert len(inspect.getsource(auraflow).splitlines()) <= 60
 
 
 def test_all_pairs_listed_are_its_own_attention():
@@ -50,16 +40,6 @@ def test_all_pairs_listed_are_its_own_attention():
     apply_mhla(pipe, blocks=(1, 1), sparse="content", density=1.0)
     # float32 sums in another order, through all denoising steps
     assert relative_change(generate(pipe, output_type="latent"), before) < 1e-4
-
-
-def test_saved_patch_gives_the_same_picture(tmp_path):
-    pipe = apply_mhla(auraflow_pipeline(), sparse="none", blocks=(4, 2), layers="2/3")
-    with torch.no_grad():
-        for layer in mhla_layers(pipe).values():
-            layer.mixing.uniform_(0.1, 0.9)
-    expected = generate(pipe)
-    opened = load_mhla(auraflow_pipeline(), save_mhla(pipe, tmp_path))
-    torch.testing.assert_close(generate(opened), expected, rtol=0, atol=0)
 
 
 def test_patch_rests_in_the_first_step():
