@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from mhla_diffusers.evaluation.extractors import CleanInception, load_extractor
+from mhla_diffusers.evaluation.fid import measure_images
 from mhla_diffusers.generation.record import write_video
 
-from .pictures import mhla, write_pictures
+from .pictures import blocks, mhla, write_pictures
 from .test_compare import write_set
 
 
@@ -91,11 +92,39 @@ class ScriptedInception(torch.nn.Module):
         return self.layers(images)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_clean_inception_gets_resized_images_of_the_range_that_it_was_trained_with(tmp_path):
+@pytest.fixture
+def scripted_weights(tmp_path):
     pytest.importorskip("cleanfid.inception_torchscript", reason="clean-fid is not installed")
     file = tmp_path / "inception-2015-12-05.pt"
     torch.jit.save(torch.jit.script(ScriptedInception()), file)
-    extractor = CleanInception(file)
+    return file
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_clean_inception_gets_resized_images_of_the_range_that_it_was_trained_with(scripted_weights):
     images = torch.full((2, 3, 20, 30), 192, dtype=torch.uint8)
-    assert torch.equal(extractor(images), torch.full((2, 2048), 0.5))
+    assert torch.equal(CleanInception(scripted_weights)(images), torch.full((2, 2048), 0.5))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_clean_fid_agrees(scripted_weights, tmp_path):
+    try:
+        from cleanfid import fid
+    except ImportError as error:
+        pytest.skip(f"clean-fid cannot be imported here: {error}")
+    folders = write_pictures(tmp_path / "made", 80), write_pictures(tmp_path / "real", 90, seed=1, brightness=140)
+    extractor = CleanInception(scripted_weights)
+    theirs = fid.compute_fid(
+        *map(str, folders),
+        custom_feat_extractor=lambda x: blocks(x).pooled,
+        num_workers=0,
+        device=torch.device("cpu"),
+        verbose=False,
+    )
+
+    def resized(images):
+        bicubic = [torch.from_numpy(extractor.resize(image)) for image in images.permute(0, 2, 3, 1).numpy()]
+        return blocks(torch.stack(bicubic).permute(0, 3, 1, 2)).pooled
+
+    ours = measure_images(*folders, resized, name="resized")
+    assert ours["fid"] == pytest.approx(theirs, rel=1e-4)

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy
@@ -165,3 +166,22 @@ def test_lpips_gets_frames_in_the_range_that_it_takes(tmp_path, monkeypatch):
     frames, reference = noise(4, 3, 32, 32), torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
     expected = 2 * frames.float().mean(dim=(1, 2, 3)) / 255
     torch.testing.assert_close(found["lpips"].of(frames, reference), expected)
+
+
+def test_lpips_itself(tmp_path, monkeypatch):
+    """With an AlexNet of random weights: nothing of equal frames, more of what differs more, from 31 pixels on."""
+    try:
+        import_module("lpips")
+        from torchvision.models import alexnet
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"lpips or a torchvision that fits torch is missing: {error}")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    torch.save(alexnet().state_dict(), tmp_path / "hub" / "checkpoints" / "alexnet-owt-7be5be79.pth")
+    measure = load_similarities()[0]["lpips"]
+    reference = noise(2, 3, measure.smallest, measure.smallest)
+    frames = reference.clone()
+    frames[1] = noise(3, measure.smallest, measure.smallest, seed=1)
+    with torch.no_grad():
+        same, other = measure.of(frames, reference).tolist()
+    assert same == pytest.approx(0, abs=1e-6) and other > 1e-4
