@@ -5,8 +5,9 @@ from pathlib import Path
 
 from diffusers import WanTransformer3DModel
 
-from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, patch_names
+from mhla_diffusers import apply_mhla, load_mhla, mhla_layers
 from mhla_diffusers.benchmark.speeds import known_cards
+from mhla_diffusers.config import patch_names
 from mhla_diffusers.tiny import call_settings, load_tiny
 
 files = importlib.metadata.files("mhla_diffusers") or []

@@ -1,4 +1,7 @@
-"""Linear-cost attention for diffusers pipelines: Multi-Head Linear Attention (MHLA)."""
+"""Linear-cost attention for diffusers pipelines: Multi-Head Linear Attention (MHLA).
+
+What users of pipelines need; everything else is imported from its own package, such as ``mhla_diffusers.patching``.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -7,33 +10,22 @@ from .lazy import lazy_names
 __version__ = "0.1.0"
 
 __all__ = [
-    "Audit",
-    "Family",
     "MHLACache",
     "MHLAConfig",
-    "MHLALayer",
     "MHLAProcessor",
     "VideoStream",
     "apply_mhla",
-    "attn_processors",
     "audit",
     "calibrate_mixing",
-    "calibrate_output_norm",
     "calibrate_sparse",
     "change_mhla",
     "densify",
     "describe",
     "is_patched",
-    "layer_sensitivity",
     "load_mhla",
-    "mhla_attention",
     "mhla_disabled",
     "mhla_layers",
-    "patch_names",
     "push_mhla",
-    "register_family",
-    "register_feature_map",
-    "register_mixing_clip",
     "remove_mhla",
     "save_mhla",
     "set_attn_processor",
@@ -42,29 +34,22 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .analysis.audit import Audit, audit
+    from .analysis.audit import audit
     from .analysis.dial import densify, set_density
-    from .attention import mhla_attention, register_feature_map
-    from .config import MHLAConfig, patch_names
-    from .families import Family, register_family
+    from .config import MHLAConfig
     from .patching import (
-        MHLALayer,
         MHLAProcessor,
         VideoStream,
         apply_mhla,
-        attn_processors,
         calibrate_mixing,
-        calibrate_output_norm,
         calibrate_sparse,
         change_mhla,
         describe,
         is_patched,
-        layer_sensitivity,
         load_mhla,
         mhla_disabled,
         mhla_layers,
         push_mhla,
-        register_mixing_clip,
         remove_mhla,
         save_mhla,
         set_attn_processor,
@@ -76,5 +61,5 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         __all__,
-        (".config", ".attention", ".families", ".patching", ".analysis.audit", ".analysis.dial", ".patching.cache"),
+        (".config", ".patching", ".patching.cache", ".analysis.audit", ".analysis.dial"),
     )

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mhla_diffusers import apply_mhla, mhla_layers, patch_names
-from mhla_diffusers.config import load_patch
+from mhla_diffusers import apply_mhla, mhla_layers
+from mhla_diffusers.config import load_patch, patch_names
 from mhla_diffusers.families import families
 
 from . import models

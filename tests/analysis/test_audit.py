@@ -12,6 +12,7 @@ from mhla_diffusers.analysis import draw_audit, write_audit
 from mhla_diffusers.analysis.audit import DENSITIES
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.families import get_family
+from mhla_diffusers.patching import layer_sensitivity
 from mhla_diffusers.patching.processor import layer_input
 
 from .. import models
@@ -64,7 +65,7 @@ def test_moves_are_what_single_layers_and_the_whole_patch_change_and_the_model_i
     found = mhla.audit(model, run)
     assert_same_footprint(model, before)
     assert torch.equal(run(), expected)
-    assert {layer.name: layer.moves for layer in found.layers} == mhla.layer_sensitivity(model, run)
+    assert {layer.name: layer.moves for layer in found.layers} == layer_sensitivity(model, run)
     original = models.output(models.FAMILIES[name].build(), models.inputs(name))
     assert found.moves == pytest.approx(models.relative_change(expected, original) ** 2, rel=1e-4)
 

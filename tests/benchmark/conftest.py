@@ -2,8 +2,8 @@
 
 import pytest
 
-import mhla_diffusers as mhla
 from mhla_diffusers import families
+from mhla_diffusers.families import register_family
 
 from ..families.auraflow import AuraFlowFamily
 
@@ -12,4 +12,4 @@ from ..families.auraflow import AuraFlowFamily
 def auraflow(monkeypatch):
     """The family, forgotten after the test."""
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    mhla.register_family(AuraFlowFamily())
+    register_family(AuraFlowFamily())

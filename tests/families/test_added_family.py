@@ -5,8 +5,8 @@ import inspect
 import pytest
 import torch
 
-from mhla_diffusers import apply_mhla, families, register_family, remove_mhla
-from mhla_diffusers.families import Clip, FlowMatching, get_family, predict
+from mhla_diffusers import apply_mhla, families, remove_mhla
+from mhla_diffusers.families import Clip, FlowMatching, get_family, predict, register_family
 from mhla_diffusers.generation import PipelineChoice
 
 from ..models import assert_changed, relative_change

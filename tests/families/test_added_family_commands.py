@@ -8,7 +8,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from mhla_diffusers import families, load_mhla, mhla_layers, register_family
+from mhla_diffusers import families, load_mhla, mhla_layers
+from mhla_diffusers.families import register_family
 
 from ..evaluation.pictures import mhla
 from .auraflow import AuraFlowFamily

@@ -8,6 +8,7 @@ from mhla_diffusers.benchmark.cases import Case
 from mhla_diffusers.benchmark.forecast import Question
 from mhla_diffusers.benchmark.models import Size, find_models
 from mhla_diffusers.families import get_family
+from mhla_diffusers.patching import attn_processors
 from mhla_diffusers.training import InMemoryData
 from mhla_diffusers.training.checks import check_fits
 
@@ -23,10 +24,10 @@ PLAIN = {"blocks": (4, 2), "sparse": "none"}
 def test_temporal_attentions_stay_as_they_are():
     """Without them too, and for a single frame, which the model takes as a picture."""
     model, arguments = CASE.transformer(), CASE.inputs()
-    temporal = {name: p for name, p in mhla.attn_processors(model).items() if name.startswith("temporal")}
+    temporal = {name: p for name, p in attn_processors(model).items() if name.startswith("temporal")}
     assert len(temporal) == 3
     mhla.apply_mhla(model, **PLAIN)
-    assert {name: mhla.attn_processors(model)[name] for name in temporal} == temporal
+    assert {name: attn_processors(model)[name] for name in temporal} == temporal
     mhla.remove_mhla(model)
     single = {**arguments, "hidden_states": arguments["hidden_states"][:, :, :1]}
     for changed in ({**arguments, "enable_temporal_attentions": False}, single):

@@ -5,6 +5,7 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families.pixart import PixArtFamily
+from mhla_diffusers.patching import attn_processors
 
 from ..models import output
 from .cases import case_of
@@ -32,10 +33,10 @@ def test_text_of_sigma_is_longer():
 
 def test_cross_attention_is_its_own_in_the_single_instance_form():
     model, arguments = CASE.transformer(), CASE.inputs()
-    kinds = {path: type(processor) for path, processor in mhla.attn_processors(model).items()}
+    kinds = {path: type(processor) for path, processor in attn_processors(model).items()}
     model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2), grid=CASE.grid))
     found = output(model, arguments)
     mhla.remove_mhla(model)
-    assert {path: type(processor) for path, processor in mhla.attn_processors(model).items()} == kinds
+    assert {path: type(processor) for path, processor in attn_processors(model).items()} == kinds
     patched = mhla.apply_mhla(model, blocks=(2, 2), sparse="none")
     assert torch.equal(found, output(patched, arguments))

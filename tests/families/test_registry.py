@@ -5,6 +5,7 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers import families
+from mhla_diffusers.families import register_family
 
 from ..models import assert_changed, output
 from ..patching.shared import assert_same_footprint, footprint
@@ -32,7 +33,7 @@ def test_a_new_family_is_patched_once_it_is_registered(added):
     with pytest.raises(ValueError, match=r"AuraFlowTransformer2DModel is not supported.*register_family\(\)"):
         mhla.apply_mhla(model)
     before, expected = footprint(model), output(model, arguments)
-    mhla.register_family(AuraFlowFamily())
+    register_family(AuraFlowFamily())
     mhla.apply_mhla(model, layers="2/3", sparse="none")
     assert_changed(output(model, arguments), expected)
     found = [(layer.replaced, layer.grid) for layer in mhla.describe(model)]
@@ -46,9 +47,9 @@ def test_a_family_cannot_take_a_name_that_is_taken(added):
     class OtherFamily(AuraFlowFamily):
         pass
 
-    mhla.register_family(AuraFlowFamily())
+    register_family(AuraFlowFamily())
     with pytest.raises(ValueError, match=r"'auraflow' is already registered by .*AuraFlowFamily; .* for .*OtherFamily"):
-        mhla.register_family(OtherFamily())
+        register_family(OtherFamily())
 
 
 def test_a_family_may_be_defined_and_registered_again(added):
@@ -62,6 +63,6 @@ def test_a_family_may_be_defined_and_registered_again(added):
 
     first, second = cell(), cell()
     assert type(first) is not type(second)
-    mhla.register_family(first)
-    mhla.register_family(second)
+    register_family(first)
+    register_family(second)
     assert families.get_family(added[0]) is second

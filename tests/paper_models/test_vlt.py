@@ -8,6 +8,7 @@ from transformers import Trainer, TrainingArguments
 import mhla_diffusers as mhla
 from mhla_diffusers.models import VLTForImageClassification
 from mhla_diffusers.models.vlt import DropPath, rotary_of_grid
+from mhla_diffusers.patching import MHLALayer, register_mixing_clip
 
 from .shared import MHLA, pictures, tiny_config, tiny_vlt
 
@@ -96,7 +97,7 @@ def test_mixing_tells_blocks_apart():
     for mixing, same in (("uniform", True), ("locality", False)):
         model = tiny_vlt(mhla=[settings | {"mixing_init": mixing}, None, None, None])
         attn = model.vlt.stages[0].layers[0].attn
-        attn.mhla.mixing.data = mhla.MHLALayer(attn.mhla.config, 1, 8, 8).mixing.data
+        attn.mhla.mixing.data = MHLALayer(attn.mhla.config, 1, 8, 8).mixing.data
         first, second = (attn(one.flatten(1, 2), (6, 6), None).view(1, 6, 6, 8)[:, :, :2] for one in (hidden, moved))
         assert torch.allclose(first, second, rtol=1e-4, atol=1e-5) is same, "of tokens that stay where they were"
 
@@ -143,7 +144,7 @@ def test_lora_and_the_clip_of_mixing_go_together():
     layers = mhla.mhla_layers(model)
     assert len(layers) == 2
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1e4)
-    mhla.register_mixing_clip(optimizer, model)
+    register_mixing_clip(optimizer, model)
     before = [layer.mixing.clone() for layer in layers.values()]
     model(pictures(), labels=LABELS).loss.backward()
     optimizer.step()

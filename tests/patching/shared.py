@@ -7,6 +7,7 @@ from diffusers import UNet2DModel
 from peft import LoraConfig, inject_adapter_in_model
 
 import mhla_diffusers as mhla
+from mhla_diffusers.patching import attn_processors
 
 from ..models import FAMILIES, patched
 
@@ -27,7 +28,7 @@ def footprint(model):
         "signature": inspect.signature(model.forward),
         "modules": [name for name, _ in model.named_modules()],
         "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
-        "processors": mhla.attn_processors(model),
+        "processors": attn_processors(model),
         "hooks": {
             (name, kind): list(getattr(module, kind).values())
             for name, module in model.named_modules()

@@ -9,11 +9,17 @@ from diffusers import ChromaTransformer2DModel
 from transformers import ViTConfig, ViTForImageClassification
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention import MHLAState
-from mhla_diffusers.families import find_family, get_family
+from mhla_diffusers.attention import MHLAState, register_feature_map
+from mhla_diffusers.families import Family, find_family, get_family, register_family
 from mhla_diffusers.families.wan import WanFamily
 from mhla_diffusers.models import VLTConfig, VLTForImageClassification
-from mhla_diffusers.patching import call_context, find_transformers
+from mhla_diffusers.patching import (
+    attn_processors,
+    calibrate_output_norm,
+    call_context,
+    find_transformers,
+    layer_sensitivity,
+)
 from mhla_diffusers.tiny import pipeline_folder
 
 from ..models import FAMILIES, inputs, patched
@@ -22,7 +28,7 @@ from ..pipelines import PIPELINES, dit_pipeline, wan22_pipeline, wan_pipeline
 CAUSAL = {"blocks": (9, 2, 1), "causal": "block", "block_length": 1, "sparse": "none"}
 
 
-class LacksAxes(mhla.Family):
+class LacksAxes(Family):
     name = "lacking"
     transformers = ("SomeTransformer2DModel",)
     block_lists = ("blocks",)
@@ -77,30 +83,30 @@ REFUSED = {
     "grid as text": (lambda: mhla.describe(dit(), grid="88"), "grid='88'"),
     "grid of a number": (lambda: mhla.describe(dit(), grid=8), "grid=8 "),
     "grid of other axes": (lambda: mhla.describe(dit(), grid=(8,)), r"grid=\(8,\) has 1 axes"),
-    "sensitivity without a run": (lambda: mhla.layer_sensitivity(patched("dit"), 3), "run=3 "),
+    "sensitivity without a run": (lambda: layer_sensitivity(patched("dit"), 3), "run=3 "),
     "sparse branch without a run": (lambda: mhla.calibrate_sparse(sparse_dit(), 3), "run=3 "),
     "output norm without a run": (
-        lambda: mhla.calibrate_output_norm(patched("dit", output_norm=True), None),
+        lambda: calibrate_output_norm(patched("dit", output_norm=True), None),
         "run=None ",
     ),
     "audit without a run": (lambda: mhla.audit(patched("dit"), "wan"), "run='wan' "),
     "run of nothing": (
-        lambda: mhla.layer_sensitivity(mhla.apply_mhla(vit(), blocks=(2, 2)), lambda: None),
+        lambda: layer_sensitivity(mhla.apply_mhla(vit(), blocks=(2, 2)), lambda: None),
         "must call the pipeline or the model",
     ),
     "no density": (lambda: mhla.set_density(sparse_dit(), None), "density=None"),
     "density as text": (lambda: mhla.set_density(sparse_dit(), "0.1"), "density='0.1'"),
     "configuration of a processor": (lambda: mhla.MHLAProcessor(3), "config=3"),
-    "processors of a pipeline": (lambda: mhla.attn_processors(wan_pipeline()), "WanPipeline is a pipeline"),
+    "processors of a pipeline": (lambda: attn_processors(wan_pipeline()), "WanPipeline is a pipeline"),
     "stream of what has MHLA built in": (lambda: mhla.VideoStream(vlt()), "MHLA built in"),
     "density of what has MHLA built in": (lambda: mhla.set_density(vlt(), 0.1), "MHLA built in"),
     "tiny pipeline": (lambda: pipeline_folder("flux"), "'flux' .*allowed: dit, sana, wan"),
-    "name of a feature map": (lambda: mhla.register_feature_map(3, torch.relu), "name=3"),
-    "no feature map": (lambda: mhla.register_feature_map("foo", 3), "feature_map=3"),
-    "class of a family": (lambda: mhla.register_family(WanFamily), r"WanFamily\(\)"),
-    "no family": (lambda: mhla.register_family(None), "family=None"),
-    "family that lacks something": (lambda: mhla.register_family(LacksAxes()), "axes, default_config"),
-    "family of one name": (lambda: mhla.register_family(OneName()), "transformers='Some.* must be a tuple"),
+    "name of a feature map": (lambda: register_feature_map(3, torch.relu), "name=3"),
+    "no feature map": (lambda: register_feature_map("foo", 3), "feature_map=3"),
+    "class of a family": (lambda: register_family(WanFamily), r"WanFamily\(\)"),
+    "no family": (lambda: register_family(None), "family=None"),
+    "family that lacks something": (lambda: register_family(LacksAxes()), "axes, default_config"),
+    "family of one name": (lambda: register_family(OneName()), "transformers='Some.* must be a tuple"),
     "family of a pipeline": (lambda: get_family(wan_pipeline()), "WanPipeline is a pipeline"),
     "family of no name": (lambda: get_family("wam"), "^'wam' is not supported"),
     "stream of nothing": (lambda: mhla.VideoStream(None), "NoneType"),

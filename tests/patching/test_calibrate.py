@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import calibrate
+from mhla_diffusers.patching import calibrate, calibrate_output_norm
 
 from ..models import FAMILIES, inputs, output, patched, relative_change, sana, wan
 from ..pipelines import PIPELINES, generate, wan22_pipeline
@@ -39,7 +39,7 @@ def test_the_output_norm_takes_the_scale_of_the_replaced_attention(name):
     expected = head_channel_rms(FAMILIES[name].build(), inputs(name))
     model = patched(name, output_norm=True, normalize=False)
     before = footprint(model)
-    mhla.calibrate_output_norm(model, lambda: model(**inputs(name)))
+    calibrate_output_norm(model, lambda: model(**inputs(name)))
     for path, layer in mhla.mhla_layers(model).items():
         torch.testing.assert_close(layer.output_norm, expected[path.removesuffix(".mhla")], rtol=1e-4, atol=1e-6)
     after = footprint(model)
@@ -48,7 +48,7 @@ def test_the_output_norm_takes_the_scale_of_the_replaced_attention(name):
 
 def test_the_output_norms_of_both_transformers_of_a_pipeline():
     pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=PIPELINES["wan22"].blocks, output_norm=True)
-    mhla.calibrate_output_norm(pipe, lambda: generate("wan22", pipe))
+    calibrate_output_norm(pipe, lambda: generate("wan22", pipe))
     for layer in mhla.mhla_layers(pipe).values():
         assert layer.output_norm.isfinite().all()
         assert not torch.equal(layer.output_norm, torch.ones_like(layer.output_norm))
@@ -157,7 +157,7 @@ def test_calibration_finds_the_weights_that_were_hidden():
     torch.testing.assert_close(output(model, arguments), before, rtol=1e-4, atol=1e-5)
 
 
-NORM, MIXING, FIT = mhla.calibrate_output_norm, mhla.calibrate_mixing, mhla.calibrate_sparse
+NORM, MIXING, FIT = calibrate_output_norm, mhla.calibrate_mixing, mhla.calibrate_sparse
 REFUSED = {
     # what calibrates, the model, offending value
     "no norms": (NORM, lambda: patched("sana"), "output_norm=True"),

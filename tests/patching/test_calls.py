@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mhla_diffusers import MHLAConfig, apply_mhla, is_patched, layer_sensitivity, load_mhla, remove_mhla, save_mhla
+from mhla_diffusers import MHLAConfig, apply_mhla, is_patched, load_mhla, remove_mhla, save_mhla
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching import record_calls
+from mhla_diffusers.patching import layer_sensitivity, record_calls
 from mhla_diffusers.patching.describe import describe
 from mhla_diffusers.patching.settings import choose_layers
 from mhla_diffusers.tiny import load_tiny

@@ -7,7 +7,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import find_patched
+from mhla_diffusers.patching import MHLALayer, attn_processors, find_patched, layer_sensitivity, register_mixing_clip
 
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import PIPELINES, wan22_pipeline
@@ -57,7 +57,7 @@ def test_a_deep_copy_has_a_handle_of_its_own(name):
 @pytest.mark.parametrize("name", OWN_METHODS)
 def test_attn_processors_is_the_property_of_diffusers(name):
     for model in (FAMILIES[name].build(), patched(name)):
-        assert mhla.attn_processors(model) == model.attn_processors
+        assert attn_processors(model) == model.attn_processors
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -66,7 +66,7 @@ def test_mhla_layers_are_modules_of_the_model(name):
     model = patched(name)
     modules, layers = dict(model.named_modules()), mhla.mhla_layers(model)
     assert len(layers) == FAMILIES[name].self_attentions
-    assert all(modules[path] is layer and isinstance(layer, mhla.MHLALayer) for path, layer in layers.items())
+    assert all(modules[path] is layer and isinstance(layer, MHLALayer) for path, layer in layers.items())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,7 +106,7 @@ def test_mixing_is_clipped_after_every_step_until_the_hook_is_removed():
         model = patched("sana", mixing_clip=clip)
         matrices = [layer.mixing for layer in mhla.mhla_layers(model).values()]
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        handle = mhla.register_mixing_clip(optimizer, model)
+        handle = register_mixing_clip(optimizer, model)
         for direction in (100.0, -100.0):
             for matrix in matrices:
                 matrix.grad = torch.full_like(matrix, direction)
@@ -121,10 +121,10 @@ def test_an_optimizer_made_too_early_is_refused():
     model = FAMILIES["wan"].build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="not patched"):
-        mhla.register_mixing_clip(optimizer, model)
+        register_mixing_clip(optimizer, model)
     mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
     with pytest.raises(ValueError, match="lacks a mixing matrix"):
-        mhla.register_mixing_clip(optimizer, model)
+        register_mixing_clip(optimizer, model)
 
 
 def test_one_warning_at_the_next_forward_after_a_reset(caplog):
@@ -134,7 +134,7 @@ def test_one_warning_at_the_next_forward_after_a_reset(caplog):
     output(model, inputs("wan"))
     with mhla.mhla_disabled(model):
         output(model, inputs("wan"))
-    mhla.layer_sensitivity(model, lambda: output(model, inputs("wan")))
+    layer_sensitivity(model, lambda: output(model, inputs("wan")))
     assert not caplog.records
     model.set_attn_processor(WanAttnProcessor())
     for _ in range(2):

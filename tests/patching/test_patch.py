@@ -19,6 +19,7 @@ from peft import get_peft_model
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
+from mhla_diffusers.patching import attn_processors
 
 from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
@@ -134,10 +135,10 @@ def test_our_set_attn_processor_honours_the_choice_of_layers():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dict_of_processors_is_set_and_not_consumed(name):
     model = FAMILIES[name].build()
-    processors = {path: copy.copy(processor) for path, processor in mhla.attn_processors(model).items()}
+    processors = {path: copy.copy(processor) for path, processor in attn_processors(model).items()}
     given = dict(processors)
     mhla.set_attn_processor(model, given)
-    assert given == processors == mhla.attn_processors(model)
+    assert given == processors == attn_processors(model)
 
 
 def test_any_other_processor_goes_to_every_attention():
@@ -145,7 +146,7 @@ def test_any_other_processor_goes_to_every_attention():
     expected = output(model, inputs("dit"))
     slow = AttnProcessor()
     mhla.set_attn_processor(model, slow)
-    assert all(processor is slow for processor in mhla.attn_processors(model).values())
+    assert all(processor is slow for processor in attn_processors(model).values())
     torch.testing.assert_close(output(model, inputs("dit")), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -157,7 +158,7 @@ def test_a_dit_has_the_two_methods_while_it_is_patched():
         output(patched(name), inputs(name))
     model, other = patched("dit"), FAMILIES["dit"].build()
     assert isinstance(model, DiTTransformer2DModel)
-    assert model.attn_processors == mhla.attn_processors(model)
+    assert model.attn_processors == attn_processors(model)
     assert not hasattr(other, "attn_processors") and not hasattr(other, "set_attn_processor")
     found = output(model, inputs("dit"))
     assert [dict(vars(cls)) for cls in classes] == before
@@ -308,8 +309,8 @@ def test_models_that_are_not_supported_are_refused():
 
 def test_a_dict_of_other_names_and_what_is_no_processor_change_nothing():
     model = FAMILIES["sana"].build()
-    before, processors = footprint(model), mhla.attn_processors(model)
-    renamed = mhla.attn_processors(model)
+    before, processors = footprint(model), attn_processors(model)
+    renamed = attn_processors(model)
     renamed["transformer_blocks.9.attn1.processor"] = renamed.pop("transformer_blocks.0.attn1.processor")
     refused = [(renamed, r"transformer_blocks\.0\.attn1.*transformer_blocks\.9\.attn1")]
     for wrong, value in (("x", "'x'"), (None, "None"), (mhla.MHLAProcessor, "MHLAProcessor'>"), (3, "=3 ")):

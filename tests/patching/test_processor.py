@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
+from mhla_diffusers.patching import register_mixing_clip
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import OWN_METHODS, own_form
@@ -191,7 +192,7 @@ def test_before_its_first_forward_diffusers_own_form_says_what_is_missing(tmp_pa
     model = single_instance("wan")
     assert all(layer.replaced and layer.blocks == (2, 2, 3) for layer in mhla.describe(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for use in (lambda: mhla.save_mhla(model, tmp_path), lambda: mhla.register_mixing_clip(optimizer, model)):
+    for use in (lambda: mhla.save_mhla(model, tmp_path), lambda: register_mixing_clip(optimizer, model)):
         with pytest.raises(ValueError, match="no MHLA weights yet.*first forward"):
             use()
 

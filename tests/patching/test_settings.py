@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mhla_diffusers as mhla
+from mhla_diffusers.patching import attn_processors
 from mhla_diffusers.patching.settings import choose_layers
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
@@ -25,12 +26,12 @@ from ..models import FAMILIES, assert_changed, inputs, output, patched
 def test_layers_choose_what_is_replaced(name, layers, indices):
     """The others keep their processor and get no weights."""
     model = FAMILIES[name].build()
-    before = mhla.attn_processors(model)
+    before = attn_processors(model)
     mhla.apply_mhla(model, layers=layers, sparse="none", blocks=FAMILIES[name].blocks)
     prefix = "blocks" if name == "wan" else "transformer_blocks"
     chosen = [f"{prefix}.{index}.attn1" for index in indices]
     assert list(mhla.mhla_layers(model)) == [f"{path}.mhla" for path in chosen]
-    for path, processor in mhla.attn_processors(model).items():
+    for path, processor in attn_processors(model).items():
         is_chosen = path.removesuffix(".processor") in chosen
         assert isinstance(processor, mhla.MHLAProcessor) if is_chosen else processor is before[path]
 

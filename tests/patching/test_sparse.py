@@ -6,17 +6,8 @@ import pytest
 import torch
 
 import mhla_diffusers.attention.merge as merge
-from mhla_diffusers import (
-    apply_mhla,
-    change_mhla,
-    load_mhla,
-    mhla_layers,
-    patch_names,
-    remove_mhla,
-    save_mhla,
-    set_density,
-)
-from mhla_diffusers.config import load_patch
+from mhla_diffusers import apply_mhla, change_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla, set_density
+from mhla_diffusers.config import load_patch, patch_names
 
 from .. import models
 

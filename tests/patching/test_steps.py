@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching import call_context
+from mhla_diffusers.patching import call_context, layer_sensitivity
 from mhla_diffusers.patching.steps import Step
 
 from ..families.cases import case_of
@@ -276,10 +276,10 @@ def test_training_and_measuring_are_no_steps(caplog):
     pipe = PIPELINES["dit"].build()
     run = run_of("dit", pipe)
     mhla.apply_mhla(pipe, blocks=(4, 2), sparse="none")
-    expected = mhla.layer_sensitivity(pipe, run)
+    expected = layer_sensitivity(pipe, run)
     mhla.change_mhla(pipe, softmax_steps=1.0)
     run()
-    assert mhla.layer_sensitivity(pipe, run) == expected
+    assert layer_sensitivity(pipe, run) == expected
     arguments = inputs("dit") | {"timestep": pipe.scheduler.timesteps[:2]}
     pipe.transformer.train()
     found = output(pipe.transformer, arguments)

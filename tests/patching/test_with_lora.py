@@ -9,6 +9,7 @@ from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file
 
 import mhla_diffusers as mhla
+from mhla_diffusers.patching import MHLALayer, register_mixing_clip
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import wan_pipeline
@@ -107,7 +108,7 @@ def test_lora_with_mixing_trains_the_copy_at_every_size():
     for arguments in (wide, tall, inputs("wan", ragged=True)):
         assert torch.equal(output(model, arguments), output(reference, arguments))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    mhla.register_mixing_clip(optimizer, model)
+    register_mixing_clip(optimizer, model)
     model(**tall).sample.square().mean().backward()
     assert all(layer.mixing.grad is not None for layer in layers.values())
 
@@ -141,7 +142,7 @@ def test_lora_with_mixing_that_is_switched_off_uses_the_layer_itself():
             module.enable_adapters(False)
     model.disable_adapters()
     assert torch.equal(output(model, inputs("wan")), expected)
-    assert all(isinstance(layer, mhla.MHLALayer) for layer in mhla.mhla_layers(model).values())
+    assert all(isinstance(layer, MHLALayer) for layer in mhla.mhla_layers(model).values())
 
 
 def test_an_adapter_freezes_mhla_like_every_other_weight_until_it_is_unfrozen():

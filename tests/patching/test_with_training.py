@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import mhla_diffusers as mhla
+from mhla_diffusers.patching import register_mixing_clip
 
 from ..models import FAMILIES, inputs, output, patched, relative_change
 from .shared import EVERYTHING, MODELS, assert_equal_up_to_order, mixings
@@ -41,7 +42,7 @@ def test_a_training_step_reaches_every_weight_of_every_layer(name):
     model = patched(name, **EVERYTHING).train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    mhla.register_mixing_clip(optimizer, model)
+    register_mixing_clip(optimizer, model)
     model(**inputs(name)).sample.square().mean().backward()
     optimizer.step()
     for key, value in model.state_dict().items():

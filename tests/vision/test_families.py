@@ -21,7 +21,7 @@ from transformers import (
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import reference_attention
-from mhla_diffusers.patching import layer_input
+from mhla_diffusers.patching import layer_input, layer_sensitivity
 
 from ..models import assert_changed, relative_change
 from ..patching.shared import assert_same_footprint, footprint, lora
@@ -171,7 +171,7 @@ def test_hybrid_and_automatic_layers(name):
     model = CASES[name].build()
     mhla.apply_mhla(model, **PLAIN, layers="auto:1/3", calibration=lambda: output(model, pictures()))
     assert len(mhla.mhla_layers(model)) == 1
-    assert set(mhla.layer_sensitivity(model, lambda: output(model, pictures()))) == {
+    assert set(layer_sensitivity(model, lambda: output(model, pictures()))) == {
         key.removesuffix(".mhla") for key in mhla.mhla_layers(model)
     }
 
