@@ -96,8 +96,8 @@ def _check_family(family: Any) -> None:
         raise ValueError(f"{family.__name__} is a class; register an instance of it, {family.__name__}().")
     if not isinstance(family, Family):
         raise ValueError(
-            f"family={family!r} must be an instance of a subclass of mhla_diffusers.families.Family, as docs/add-a-model.md "
-            "shows one."
+            f"family={family!r} must be an instance of a subclass of mhla_diffusers.families.Family; see "
+            "docs/add-a-model.md for one."
         )
     missing = [name for name in _NEEDED if not hasattr(family, name)]
     if missing:

@@ -391,7 +391,8 @@ class VLTForImageClassification(VLTPreTrainedModel):
     """VLT with a classifier.
 
     Its MHLA is built in: :func:`mhla_diffusers.mhla_layers` and
-    :func:`mhla_diffusers.patching.register_mixing_clip` find it, ``save_pretrained`` and ``from_pretrained`` carry it, and it cannot be removed.
+    :func:`mhla_diffusers.patching.register_mixing_clip` find it,
+    ``save_pretrained`` and ``from_pretrained`` carry it, and it cannot be removed.
 
     Args:
         config: settings, such as ``VLTConfig.vlt_t(num_labels=10)``.
