@@ -67,19 +67,19 @@ _FAMILIES: dict[str, Family] = {
 }
 
 _NEEDED = ("name", "transformers", "axes", "block_lists", "default_config")
-"""What every family tells."""
+"""Attributes that every family must set."""
 _KIND_OF_CLASS = re.compile("Transformer|Model|PreTrained|For[A-Z]|Backbone|Loaders|Mixin")
-"""Where the name of a class goes on with what kind of class it is."""
+"""Where the name of a class continues with its kind."""
 
 
 def register_family(family: Family) -> None:
     """Make a family known to ``apply_mhla``.
 
-    A class that was defined again, as by a notebook cell that is run again, takes the place of its former self.
+    A class that was defined again, for example by running a notebook cell twice, replaces its earlier version.
 
     Raises:
-        ValueError: no instance of a family, one that lacks what patching needs, or a name that is taken by another
-            class.
+        ValueError: not an instance of a family, attributes that patching needs are missing, or another class has this
+            name.
     """
     _check_family(family)
     known = _FAMILIES.get(family.name)
@@ -101,9 +101,7 @@ def _check_family(family: Any) -> None:
         )
     missing = [name for name in _NEEDED if not hasattr(family, name)]
     if missing:
-        raise ValueError(
-            f"{type(family).__name__} lacks {', '.join(missing)}; docs/add-a-model.md tells what they are."
-        )
+        raise ValueError(f"{type(family).__name__} lacks {', '.join(missing)}; docs/add-a-model.md explains them.")
     for name in ("transformers", "block_lists"):
         value = getattr(family, name)
         if not isinstance(value, tuple | list) or not all(isinstance(one, str) for one in value):
@@ -122,7 +120,7 @@ def families() -> list[Family]:
 
 
 def find_family(transformer: Any) -> Family | None:
-    """The family that a transformer belongs to by the name of its class or of a base class, or None.
+    """The family of a transformer, by the name of its class or of a base class, or None.
 
     Args:
         transformer: a model, its class, the name of its class, or the name of the family.
@@ -134,7 +132,7 @@ def find_family(transformer: Any) -> Family | None:
 
 
 def get_family(transformer: Any) -> Family:
-    """The family that a transformer belongs to, found as by :func:`find_family`.
+    """As :func:`find_family`, but raises if there is none.
 
     Raises:
         ValueError: if there is none.
@@ -154,7 +152,7 @@ def _class_of(model: Any) -> type:
 
 
 def supported_instead(kind: str | type) -> str:
-    """What an error says of a class that no family has: the nearest family, and where to read of all and of adding one.
+    """Text of an error about an unsupported class: the nearest family, and the pages on models and on adding one.
 
     Args:
         kind: the class, or its name.
@@ -168,7 +166,7 @@ def supported_instead(kind: str | type) -> str:
 
 
 def _nearest(kind: str | type) -> tuple[Family, str] | None:
-    """Family and class that another class is most like: by what its bases are named after, else by its own name."""
+    """The most similar supported class and its family: by the names of base classes, else by its own name."""
     import diffusers
 
     found = getattr(diffusers, kind, None) if isinstance(kind, str) else kind
@@ -183,12 +181,12 @@ def _nearest(kind: str | type) -> tuple[Family, str] | None:
 
 
 def _stem(name: str) -> str:
-    """What a class is named after: "Flux" of FluxTransformer2DModel and of FluxTransformer2DLoadersMixin."""
+    """The model in a class name: "Flux" of FluxTransformer2DModel and of FluxTransformer2DLoadersMixin."""
     return _KIND_OF_CLASS.split(name)[0]
 
 
 def classes_that_are_split() -> list[str]:
-    """Classes of transformers, of all families, of which diffusers tells how tokens are split over processes."""
+    """Supported transformer classes for which diffusers defines how to split tokens over processes (``_cp_plan``)."""
     import diffusers
 
     names = (name for family in families() for name in family.transformers)
@@ -210,16 +208,16 @@ def arguments_of(transformer: nn.Module, batch: NoisedBatch) -> dict[str, Any]:
 
 
 def predict(model: nn.Module, batch: NoisedBatch) -> torch.Tensor:
-    """What a transformer, or what wraps it in training, predicts for a batch: (B, output channels, ...)."""
+    """Prediction of a transformer, possibly wrapped for training, for a batch: (B, output channels, ...)."""
     transformer = unwrapped(model)
     output = model(**arguments_of(transformer, batch), return_dict=False)[0]
     return get_family(transformer).prediction(transformer, output, batch.hidden_states)
 
 
 def cross_attention_processor(attn: Any) -> Any:
-    """A processor that does what diffusers' own does for a cross-attention of the class ``Attention``.
+    """A processor equivalent to diffusers' own for a cross-attention of the class ``Attention``.
 
-    Such a module does not tell which model it is in, so the families are asked whether they recognise it.
+    The module does not know its model, so every family is asked whether it recognises the module.
     """
     from diffusers.models.attention_processor import AttnProcessor2_0
 
@@ -228,19 +226,16 @@ def cross_attention_processor(attn: Any) -> Any:
 
 
 def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | None:
-    """The token grid that a self-attention is told by its tables of RoPE, which may have to be read from the device.
+    """The token grid that the RoPE tables of a self-attention imply; may read them from the device.
 
-    Such a module does not tell which model it is in, so the families are asked whether they recognise it.
+    The module does not know its model, so every family is asked whether it recognises the module.
     """
     grids = (family.grid_of_attention(attn, rotary) for family in families()) if rotary is not None else ()
     return next((grid for grid in grids if grid is not None), None)
 
 
 def family_of_attention(attn: Any) -> Family | None:
-    """The family whose self-attention a module is; None if it does not tell.
-
-    Such a module does not tell which model it is in, so the families are asked whether they recognise it.
-    """
+    """The family of a self-attention module, or None if no family recognises it."""
     return next((family for family in families() if family.recognises_self_attention(attn)), None)
 
 

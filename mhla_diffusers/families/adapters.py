@@ -1,8 +1,8 @@
-"""Attention adapters: what a model's self-attentions are called with, what they attend with and what they return.
+"""Attention adapters: the arguments, inputs and outputs of a model's self-attentions.
 
-A patched attention runs four calls of its adapter: ``read`` the arguments, ``project`` them to query, key and value,
-attend (MHLA's part), and ``project_output``. MHLA sees one sequence of N tokens: those of the token grid in raster
-order, and before or after them extra tokens, such as text in joint attention.
+A patched attention runs four steps: ``read`` the arguments, ``project`` to query, key and value, attend (MHLA), and
+``project_output``. MHLA sees one sequence of N tokens: the token grid in raster order, with extra tokens such as text
+before or after it.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value of all tokens, after the model's norms: each (B, N, H, D)."""
 
 _ROTARY_NAMES = ("rotary_emb", "image_rotary_emb", "freqs_cis")
-"""Names under which diffusers' attentions take RoPE."""
+"""Argument names that diffusers' attentions use for RoPE."""
 _FLOAT16_MAX = 65504.0
 
 
@@ -29,7 +29,7 @@ class AttentionArguments(NamedTuple):
     encoder_hidden_states: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
     rotary_emb: Any = None
-    """What the model passes for RoPE, under any of its names."""
+    """RoPE as the model passes it, under any of these names."""
     encoder_hidden_states_mask: torch.Tensor | None = None
 
 
@@ -39,31 +39,31 @@ class AttentionInput(NamedTuple):
     hidden_states: torch.Tensor
     """(B, N, hidden size)."""
     context: torch.Tensor | None = None
-    """(B, n, channels): extra tokens passed on their own; ``hidden_states`` are then without them."""
+    """(B, n, channels): extra tokens passed separately, not in ``hidden_states``."""
     rotary: Rotary | None = None
     """(cos, sin) of all tokens, each (1 or B, N, 1, D)."""
     key_mask: torch.Tensor | None = None
     """(B, N) of all tokens, see :func:`key_padding_mask`."""
     rotary_by_head: Rotary | None = None
-    """(cos, sin), each (1 or B, N, H, D), in place of ``rotary`` where heads turn by different angles."""
+    """(cos, sin), each (1 or B, N, H, D), in place of ``rotary`` if heads rotate by different angles."""
     frames_in_block: int | None = None
-    """Frames per block of a block-causal mask: no query may see a later block."""
+    """Frames per block of a block-causal mask; no query may see a later block."""
 
 
 class AttentionAdapter:
-    """Self-attention over the tokens of the grid alone, beside a cross-attention: Wan's, SANA's, DiT's.
+    """Self-attention over the tokens of the grid alone, as in Wan, SANA and DiT.
 
     Adapters have no state. They expect ``to_q``, ``to_k``, ``to_v``, ``to_out``, optional ``norm_q`` and ``norm_k``,
     and ``heads``, as diffusers' ``Attention`` and its relatives have them.
 
     Args:
-        rotary_argument: name under which the model's own processors take RoPE.
+        rotary_argument: the own processors' argument name for RoPE.
     """
 
     has_extra: bool = False
     """Whether there are extra tokens."""
     rope_by_head: ClassVar[bool] = False
-    """Whether RoPE turns each head by different angles; :meth:`project` then applies it, before the feature map."""
+    """Whether RoPE rotates each head by different angles; :meth:`project` then applies it, before the feature map."""
     idle: ClassVar[tuple[str, ...]] = ()
     """Attributes of an attention that do not run while it is patched."""
 
@@ -79,7 +79,7 @@ class AttentionAdapter:
         return attn.to_q
 
     def output_projection(self, attn: Any) -> Any:
-        """The linear layer after the heads; None in blocks where another layer projects them."""
+        """The linear layer after the heads; None in blocks that project them in another layer."""
         found = getattr(attn, "to_out", None)
         return found[0] if found is not None else None
 
@@ -91,7 +91,7 @@ class AttentionAdapter:
         return [module for module in (*found, self.output_projection(attn)) if module is not None]
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionArguments:
-        """What the attention's forward was called with, as a hook gets it."""
+        """Arguments of the attention's forward, from what a hook gets."""
         given = {name: value for name, value in kwargs.items() if name in AttentionArguments._fields}
         rotary = next((kwargs[name] for name in _ROTARY_NAMES if kwargs.get(name) is not None), None)
         given |= {"rotary_emb": rotary} if rotary is not None else {}
@@ -125,9 +125,9 @@ class AttentionAdapter:
         return None if mask is None else key_padding_mask(mask, len(arguments.hidden_states), _count(arguments))
 
     def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
-        """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D); None for none.
+        """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D), or None.
 
-        By default complex numbers (N or B, N, D / 2), tables (N, D), or tables that already have this shape. With
+        By default the model passes complex numbers (N or B, N, D / 2), tables (N, D), or tables of this shape. With
         :attr:`rope_by_head` each is (1 or B, N, H, D).
         """
         rotary = arguments.rotary_emb
@@ -138,32 +138,33 @@ class AttentionAdapter:
         return rotary[0][None, :, None], rotary[1][None, :, None]
 
     def check_order(self, given: AttentionInput, config: MHLAConfig | None) -> None:
-        """Raise unless a patch sees of later frames what the model lets it see, by default all of them."""
+        """Raise unless a patch sees the same later frames as the model; by default it must see all."""
 
     def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
-        """How many extra tokens stand before and after those of the grid.
+        """Number of extra tokens before and after the grid.
 
         Args:
             given: input of the attention.
-            tokens: of the grid, as many as this process has.
+            tokens: of the grid, on this process.
 
         Raises:
-            ValueError: the attention has other tokens than the grid.
+            ValueError: the number of tokens is not that of the grid.
         """
         count = given.hidden_states.shape[1]
         if count != tokens:
             raise ValueError(
                 f"The token grid holds {tokens} tokens, but the attention got {count}. Was the processor made for "
-                "another resolution, or are the tokens split over processes? transformer.enable_parallelism() is what "
-                "tells MHLA of processes; calibration and what else looks into attentions runs on one, before that."
+                "another resolution, or are the tokens split over processes without "
+                "transformer.enable_parallelism(), which MHLA needs? Calibration and audits run on one process, "
+                "before enable_parallelism()."
             )
         return 0, 0
 
     def project(self, attn: Any, given: AttentionInput) -> Projected:
-        """Query, key and value of all tokens, turned already where :attr:`rope_by_head`.
+        """Query, key and value of all tokens; already rotated if :attr:`rope_by_head`.
 
-        Under autocast a norm may give float32 where the projections give the lower type; all three then take the lower
-        one, as those of ``scaled_dot_product_attention`` do.
+        Under autocast a norm may return float32 while the projections return the lower type; all three are then cast to
+        the lower type, as in ``scaled_dot_product_attention``.
         """
         query, key, value = project_tokens(attn, given.hidden_states)
         if given.rotary_by_head is not None:
@@ -172,7 +173,7 @@ class AttentionAdapter:
         return lowered((query, key, value))
 
     def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
-        """What the attention returns, from the output of its heads for all tokens (B, N, H, D)."""
+        """Return value of the attention, from the output of its heads for all tokens (B, N, H, D)."""
         output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
         if getattr(attn, "residual_connection", False):
             output = output + given.hidden_states
@@ -182,26 +183,26 @@ class AttentionAdapter:
         return finite(output)
 
     def run(self, processor: Callable[..., Any], attn: Any, arguments: AttentionArguments) -> Any:
-        """What one of the model's own processors returns."""
+        """Return value of the model's own processors."""
         named = {name: value for name, value in arguments._asdict().items() if value is not None}
         if "rotary_emb" in named:
             named[self.rotary_argument] = named.pop("rotary_emb")
         return processor(attn, **named)
 
     def heads_output(self, returned: Any) -> torch.Tensor:
-        """Output of the heads of an attention without an output projection, from what it returns."""
+        """Output of the heads, from the return value of an attention without an output projection."""
         output: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
         return output
 
 
 class JointAdapter(AttentionAdapter):
-    """Joint attention: the context, text as a rule, stands in one sequence with the tokens of the grid.
+    """Joint attention: the context, usually text, is in one sequence with the tokens of the grid.
 
-    A context that is an argument of its own has its own projections (``add_q_proj``, …) where the attention has them.
-    Where the attention has no such argument, as in blocks of a single stream, ``hidden_states`` holds the context.
+    A context that is passed as its own argument uses its own projections (``add_q_proj``, …) if the attention has them.
+    In single-stream blocks, which have no such argument, ``hidden_states`` holds the context.
 
     Args:
-        context_first: whether the context stands before the tokens of the grid.
+        context_first: whether the context comes before the grid.
         rotary_argument: see :class:`AttentionAdapter`.
     """
 
@@ -216,7 +217,7 @@ class JointAdapter(AttentionAdapter):
         return False
 
     def context(self, arguments: AttentionArguments) -> torch.Tensor | None:
-        """The context, where it is an argument of its own."""
+        """The context, if it is passed as its own argument."""
         return arguments.encoder_hidden_states
 
     def mask_of_context(self, arguments: AttentionArguments, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -226,12 +227,12 @@ class JointAdapter(AttentionAdapter):
         return self.joined(mask.new_ones(arguments.hidden_states.shape[:2]), mask).bool()
 
     def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
-        """RoPE of all tokens, from that of all or, if it is for fewer, of those without the context."""
+        """RoPE of all tokens; where the model's RoPE lacks the context, the context is not rotated."""
         rotary = super().rotary(attn, arguments)
         if rotary is None or not (missing := _count(arguments) - rotary[0].shape[1]):
             return rotary
         cos, sin = rotary
-        still = cos.new_ones(len(cos), missing, *cos.shape[2:])  # no angle turns the context
+        still = cos.new_ones(len(cos), missing, *cos.shape[2:])  # the context is not rotated
         return self.joined(cos, still), self.joined(sin, torch.zeros_like(still))
 
     def joined(self, tokens: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
@@ -260,7 +261,7 @@ class JointAdapter(AttentionAdapter):
         return lowered((query, key, value))
 
     def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
-        """The tokens of ``hidden_states``, and where the context is an argument of its own, the pair of both."""
+        """The tokens of ``hidden_states``; a pair with the context if that is its own argument."""
         own, of_context = getattr(attn, "to_out", None), getattr(attn, "to_add_out", None)
         output = output.flatten(2)
         if given.context is None:
@@ -324,8 +325,8 @@ def finite(output: torch.Tensor) -> torch.Tensor:
 def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
     """The (B, N) mask of ``mhla_attention`` from the mask that diffusers passes to an attention.
 
-    A bias that softmax attention adds to the scores of a key multiplies the key's weight by its exponential, which
-    linear attention can do as well; a mask that differs between queries it cannot.
+    A bias that softmax attention adds to a key's scores multiplies the key's weight by its exponential, which linear
+    attention can do too. It cannot apply a mask that differs between queries.
 
     Raises:
         ValueError: if the mask is not the same for every query, or holds integers.
@@ -350,7 +351,7 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
 
 
 def _count(arguments: AttentionArguments) -> int:
-    """Tokens of the sequence that joint attention works on, and of other attentions with their own tokens alone."""
+    """Number of tokens: the grid's and any context passed separately."""
     context = arguments.encoder_hidden_states
     return int(arguments.hidden_states.shape[1]) + (int(context.shape[1]) if context is not None else 0)
 
@@ -360,7 +361,7 @@ def _has_added(attn: Any) -> bool:
 
 
 def _through(projection: Any, output: torch.Tensor) -> torch.Tensor:
-    """Through an output projection, one or a linear layer and dropout, if there is one."""
+    """Apply the output projection, if any: one module, or a linear layer and dropout."""
     for module in projection if isinstance(projection, nn.ModuleList) else [projection]:
         output = module(output) if module is not None else output
     return output

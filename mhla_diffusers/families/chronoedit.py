@@ -1,9 +1,9 @@
 """ChronoEdit: ``ChronoEditTransformer3DModel``, Wan 2.1 image-to-video as an editor of pictures.
 
 The edited picture is the last frame of a video that begins with the picture. With temporal reasoning the first steps
-denoise all frames and the others the first and the last one alone, so the token grid changes within one call; without
-it there are two latent frames throughout. RoPE sets two frames as far apart as those of a longer video; tokens lie in
-raster order as ever.
+denoise all frames and later steps only the first and the last one, so the token grid changes within one call; without
+it there are two latent frames throughout. RoPE places two frames as far apart as in a longer video. Tokens are in
+raster order as usual.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from .models import Clip
 from .wan import WanFamily, tiny_wan, wan_model
 
 _FRAMES = 5
-"""Of a call without temporal reasoning, whatever it is asked for."""
+"""Frames of a call without temporal reasoning, regardless of the number asked for."""
 _CLASS = "ChronoEditTransformer3DModel"
 
 
@@ -45,7 +45,7 @@ class ChronoEditFamily(WanFamily):
     )
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """Wan's; None where diffusers cuts the table between the two channels of a pair."""
+        """Wan's; None where diffusers splits the table between the two channels of a pair."""
         return super().rotary_axes(head_dim) if head_dim // 3 % 2 == 0 else None
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """CogVideoX: ``CogVideoXTransformer3DModel`` (2B, 5B and 1.5).
 
 Joint attention with the same projections for all tokens, the text before the video. The transformer takes latents with
-their frames before their channels, and the tables of RoPE as an argument; 2B has none, but adds positions to the tokens
-once. A token of 1.5 is made of two latent frames, so its latents have an even number of them.
+frames before channels, and the RoPE tables as an argument; 2B has no RoPE and adds positions to the tokens once. In 1.5
+a token covers two latent frames, so the number of latent frames is even.
 """
 
 import math
@@ -21,7 +21,7 @@ from .styles import VideoFamily
 
 _CLASS = "CogVideoXTransformer3DModel"
 _ROPE = {"use_rotary_positional_embeddings": True}
-# 300 is what diffusers' conversion script writes: the longest side of the tables of RoPE, not a usual size
+# 300 is what diffusers' conversion script writes: the longest side of the RoPE tables, not a usual size
 _OF_1_5 = {**_ROPE, "patch_size_t": 2, "patch_bias": False, "sample_height": 300, "sample_width": 300}
 _TINY = {"in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 32, "max_text_seq_length": 8}
 
@@ -42,7 +42,7 @@ class CogVideoXFamily(VideoFamily):
     default_config = MHLAConfig(blocks=(4, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=49, fps=8.0, sizes=((480, 720),))
     conditions = (Condition("encoder_hidden_states", ("max_text_seq_length", "text_embed_dim")),)
-    # numbers as in diffusers' conversion script; of 1.5 the pipeline makes 85 frames where it is asked for 81
+    # numbers as in diffusers' conversion script; the pipeline of 1.5 generates 85 frames when asked for 81
     models = (
         _model("cogvideox-2b", 30, 30, 49, (480, 720), grids={"480p": (13, 30, 45)}),
         _model("cogvideox-5b", 48, 42, 49, (480, 720), grids={"480p": (13, 30, 45)}, settings=_ROPE),
@@ -53,7 +53,7 @@ class CogVideoXFamily(VideoFamily):
     )
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
-        """A quarter for the frames, the others halve the rest."""
+        """A quarter for the frames; height and width share the other channels."""
         return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
 
     def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class CogVideoXFamily(VideoFamily):
         frames, in_token = latents.shape[2], self.patch(transformer)[0]
         if frames % in_token:
             raise ValueError(
-                f"Latents of {frames} frames do not fill tokens of {in_token}, of which CogVideoX 1.5 makes its grid; "
+                f"{frames} latent frames are no multiple of {in_token}, the latent frames of a token of CogVideoX 1.5; "
                 "give a multiple, as mhla encode and mhla synthesize do."
             )
         return super().token_grid(transformer, latents)
@@ -75,7 +75,7 @@ class CogVideoXFamily(VideoFamily):
         return self.token_grid(transformer, arguments["hidden_states"].transpose(1, 2))
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
-        """Of as many latent frames as fill the last token; the pipeline makes the others as well."""
+        """Rounds the latent frames up to whole tokens, as the pipeline does."""
         stride = self.temporal_stride(pipe)
         frames = _whole_tokens(transformer.config, (clip.frames - 1) // stride + 1)
         return super().grid_of_clip(pipe, transformer, replace(clip, frames=(frames - 1) * stride + 1))
@@ -83,7 +83,7 @@ class CogVideoXFamily(VideoFamily):
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """Frames before channels, and the tables of RoPE where the model has one."""
+        """Frames before channels, and the RoPE tables if the model has RoPE."""
         arguments = super().forward_arguments(transformer, latents.transpose(1, 2), timestep, conditioning)
         if transformer.config.use_rotary_positional_embeddings:
             grid = self.token_grid(transformer, latents)
@@ -100,21 +100,21 @@ class CogVideoXFamily(VideoFamily):
         return bool(config.in_channels != config.out_channels)
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Diffusion to pure noise whose velocity is predicted; 2B without RoPE has noisier steps."""
+        """Diffusion to pure noise with predicted velocity; 2B, without RoPE, has noisier steps."""
         self._check_trained_on_text(transformer.config)
         return VelocityDDPM(snr_shift=1.0 if transformer.config.use_rotary_positional_embeddings else 3.0)
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, 16, F, H, W); the first frame is repeated before it where frames are missing in a token.
+        """(B, 16, F, H, W); the first frame is repeated to fill its token.
 
-        There the pipeline makes the frames that it does not decode.
+        In its place the pipeline generates frames that it does not decode.
         """
         latents = super().encode_pixels(pipe, pixels)
         missing = _whole_tokens(pipe.transformer.config, latents.shape[2]) - latents.shape[2]
         return torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """(C, F, H, W), with as many frames as fill the last token."""
+        """(C, F, H, W), with frames rounded up to whole tokens."""
         channels, frames, height, width = super().latent_shape(transformer, vae, clip)
         return channels, _whole_tokens(transformer, frames), height, width
 
@@ -124,13 +124,13 @@ class CogVideoXFamily(VideoFamily):
 
 
 def _whole_tokens(config: Any, frames: int) -> int:
-    """Latent frames, rounded up to what fills tokens."""
+    """Latent frames, rounded up to whole tokens."""
     in_token = int(config.patch_size_t or 1)
     return math.ceil(frames / in_token) * in_token
 
 
 def _rotary_tables(config: Any, grid: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each (N, D), as the pipeline makes them: of 1.0 scaled to the size of training, of 1.5 cut out."""
+    """(cos, sin), each (N, D), as the pipeline makes them: 1.0 scales them to the training size, 1.5 slices them."""
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
     from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 

@@ -1,9 +1,8 @@
 """DiG: ``DiGTransformer2DModel`` of :mod:`mhla_diffusers.models.dig`, DiT with gated linear attention.
 
-MHLA takes the place of the gated sum over the tokens before (paper, Sec. 5.2), and what else DiG's attention has stays:
-projections, the norm over each head, and the gate of the output. Only the gate of the state has nothing to do then.
-DiG's queries and keys are half as wide as its values; MHLA's are as wide, so a model that is to be patched is made with
-``expand_k=1.0``.
+MHLA replaces the gated sum over earlier tokens (paper, Sec. 5.2). The rest of DiG's attention stays: projections, the
+norm over each head, and the output gate. Only the gate of the state is unused. DiG's queries and keys are half as wide
+as its values; MHLA's are as wide, so create a model that you want to patch with ``expand_k=1.0``.
 """
 
 from typing import Any
@@ -21,7 +20,7 @@ _WIDE = {"expand_k": 1.0}
 
 
 class DiGAdapter(AttentionAdapter):
-    """A norm over each head and a gate of the output stand between the heads and the output projection."""
+    """Between the heads and the output projection are a norm over each head and an output gate."""
 
     idle = ("to_decay",)
 
@@ -30,12 +29,12 @@ class DiGAdapter(AttentionAdapter):
         return finite(attn.project_output(output, given.hidden_states))
 
     def projections(self, attn: Any) -> list[nn.Module]:
-        """All linear layers that the attention runs, those of the gate of the state too, which a patch does not."""
+        """All linear layers that the attention runs, including the gate of the state, which a patch does not run."""
         return [*super().projections(attn), attn.to_gate, *attn.to_decay]
 
 
 class _SoftmaxProcessor:
-    """Softmax attention over all tokens in the place of gated linear attention, to be measured beside it."""
+    """Softmax attention over all tokens instead of gated linear attention, as a baseline for benchmarks."""
 
     def __call__(self, attn: Any, hidden_states: torch.Tensor) -> Any:
         adapter, given = DiGFamily.adapter, AttentionInput(hidden_states)
@@ -49,7 +48,7 @@ def _model(name: str, heads: int, layers: int, **different: Any) -> Model:
 
 
 class DiGFamily(DiTFamily):
-    """Class-conditional image transformers whose own attention reads tokens in turns along rows and columns."""
+    """Class-conditional image transformers whose own attention alternates between rows and columns."""
 
     name = "dig"
     library = "mhla_diffusers.models.dig"

@@ -1,7 +1,7 @@
 """DiT: ``DiTTransformer2DModel``.
 
-Softmax self-attention only; positions are added to the tokens once, before the first block. What conditions it is a
-class, given by number or by a name of the pipeline's labels.
+Softmax self-attention only; positions are added to the tokens once, before the first block. It is conditioned on a
+class, by number or by a name of the pipeline's labels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class DiTFamily(ImageFamily):
 
     name = "dit"
     transformers = (_CLASS,)
-    # of 256 tokens at 256 px uniform blocks of 64 would be too few to choose among
+    # at 256 px there are 256 tokens, too few uniform blocks of 64 to choose among
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
     squares_only = True
     lacks_processor_methods = True
@@ -46,32 +46,28 @@ class DiTFamily(ImageFamily):
     )
 
     def prepare_for_training(self, transformer: nn.Module) -> None:
-        """DiT's label dropout draws numbers that would differ between processes; ``prompt_dropout`` replaces it."""
+        """Disable label dropout, whose random numbers differ between processes; ``prompt_dropout`` replaces it."""
         for module in transformer.modules():
             if type(module).__name__ == "LabelEmbedding":
                 module.eval()
 
     def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
-        """The last layer asks the embeddings that lie in the first block."""
+        """The embeddings of the first block, which the last layer uses too."""
         from diffusers.models.embeddings import CombinedTimestepLabelEmbeddings
 
         return [module for module in transformer.modules() if isinstance(module, CombinedTimestepLabelEmbeddings)]
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """``class_labels`` (); the empty prompt is the class after the last, which stands for none."""
+        """``class_labels`` (); the empty prompt is the class after the last one."""
         none = int(pipe.transformer.config.num_embeds_ada_norm)
         return {"class_labels": torch.tensor(class_label(pipe, prompt) if prompt else none)}
 
     def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """Those with names; all that the transformer has room for if none has a name."""
+        """The labelled classes; all classes of the transformer if there are no labels."""
         return len(index.get("id2label") or {}) or int(config["num_embeds_ada_norm"])
 
     def check_prompt(self, pipe: Any, prompt: str) -> None:
-        """Raise unless the pipeline has the class.
-
-        Raises:
-            ValueError: it does not.
-        """
+        """Raise ValueError unless the pipeline has the class."""
         class_label(pipe, prompt)
 
     def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> dict[str, Any]:
@@ -81,7 +77,7 @@ class DiTFamily(ImageFamily):
     def generate_latents(
         self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
     ) -> torch.Tensor:
-        """The pipeline's own sampling up to the autoencoder, which it does not offer to leave out."""
+        """The pipeline's own sampling up to the autoencoder, because the pipeline cannot skip it."""
         transformer, device = pipe.transformer, pipe.vae.device
         size, channels = transformer.config.sample_size, transformer.config.in_channels
         latents = torch.randn(1, channels, size, size, generator=generator).to(device, transformer.dtype)
@@ -97,12 +93,12 @@ class DiTFamily(ImageFamily):
 
 
 def class_label(pipe: Any, prompt: str) -> int:
-    """The number of a class, given by number, by name, or as the last word of a phrase such as "a seven".
+    """The number of a class, from its number, its name, or a phrase that ends in its name, such as "a seven".
 
     Raises:
         ValueError: the pipeline has no such class.
     """
-    # those with names, on which the pipeline was trained; all that the transformer has room for if none has a name
+    # the labelled classes, which the pipeline was trained on; all classes of the transformer if there are no labels
     labels = {int(label) for label in pipe.labels.values()} or range(pipe.transformer.config.num_embeds_ada_norm)
     text = prompt.strip()
     number = text.lstrip("0") or text[-1:]
@@ -110,7 +106,7 @@ def class_label(pipe: Any, prompt: str) -> int:
         return int(number)
     lower = {name.lower(): label for name, label in pipe.labels.items()}
     for name in (text, *text.split()[-1:]):
-        # as it is written first: "Cardigan" is a dog of ImageNet, "cardigan" is not
+        # case-sensitive first: "Cardigan" is a dog of ImageNet, "cardigan" is not
         label = pipe.labels.get(name, lower.get(name.lower()))
         if label is not None:
             return int(label)

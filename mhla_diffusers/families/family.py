@@ -1,6 +1,6 @@
-"""What is particular to one model family; the rest of the package asks a family and never for its name.
+"""Everything specific to one model family. The rest of the package never asks for a family's name.
 
-A family has no state. Class attributes say what differs as data; methods are there for what data cannot say.
+A family has no state. Class attributes describe it as data; methods cover what data cannot.
 """
 
 import inspect
@@ -29,22 +29,22 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class Condition(NamedTuple):
-    """An argument of the transformer's forward that a prompt gives."""
+    """An argument of the transformer's forward that is made from a prompt."""
 
     name: str
     shape: tuple[int | str, ...]
-    """Without a batch axis; a text is the name of a size in the transformer's configuration."""
+    """Without a batch axis; a string names a size in the transformer's configuration."""
     output: int = 0
-    """Place among what the pipeline's ``encode_prompt`` returns."""
+    """Index in what the pipeline's ``encode_prompt`` returns."""
     dtype: torch.dtype = torch.float32
     """int64 or bool for a mask; floating-point values keep the text encoder's type."""
 
 
 class Family:
-    """All that is known of one family of transformers.
+    """All that is known about one family of transformers.
 
-    To add a model, subclass this, fill in what has no default and what differs, and pass an instance to
-    :func:`register_family`; ``docs/add-a-model.md`` shows one.
+    To add a model, subclass this, set what has no default, override what differs, and pass an instance to
+    :func:`register_family`. ``docs/add-a-model.md`` has an example.
     """
 
     # Patching
@@ -62,15 +62,15 @@ class Family:
     attentions: ClassVar[tuple[str, ...]] = ("attn1",)
     """Attributes of a block that are self-attentions over the tokens of the grid; absent ones are skipped."""
     adapter: ClassVar[AttentionAdapter] = AttentionAdapter()
-    """How these are called, what they attend with, and what they return."""
+    """How they are called, what they attend with, and what they return."""
     processor: ClassVar[str] = "diffusers.models.attention_processor.AttnProcessor2_0"
     """Import path of the processor that diffusers gives the self-attentions."""
     cross_processor: ClassVar[str] = "diffusers.models.attention_processor.AttnProcessor2_0"
     """Import path of the processor of the cross-attentions."""
     attention_class: ClassVar[str | None] = None
-    """End of the import path of the class of the self-attentions, where no other family has it."""
+    """End of the import path of the self-attentions' class, if no other family uses that class."""
     extra_tokens: ClassVar[int] = 0
-    """Extra tokens of the longest text that the pipeline takes by default: what costs are given for."""
+    """Extra tokens of the longest text that the pipeline takes by default; costs are computed for this many."""
     feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ffn")
     """Attributes of a block that are feed-forward layers; absent ones are skipped."""
     default_config: ClassVar[MHLAConfig]
@@ -78,32 +78,32 @@ class Family:
     own_attention: ClassVar[Literal["softmax", "linear", "gated linear"]] = "softmax"
     """What the self-attentions compute without a patch."""
     own_attention_is_causal: ClassVar[bool] = False
-    """Whether a token of theirs never sees a later one."""
+    """Whether a token never sees a later one."""
     own_attention_eps: ClassVar[float] = 0.0
     """Added to the normaliser by a family whose own attention is linear with φ = ReLU."""
     kind: ClassVar[Literal["diffusion", "language", "vision"]] = "diffusion"
-    """A diffusion model, which a pipeline calls in every denoising step, or a model of transformers."""
+    """A diffusion model, called by a pipeline in every denoising step, or a model of transformers."""
     squares_only: ClassVar[bool] = False
     """Whether height and width must be equal."""
     lacks_processor_methods: ClassVar[bool] = False
-    """Whether diffusers' class lacks ``attn_processors`` and ``set_attn_processor``; a patched instance is given them.
+    """Whether diffusers' class lacks ``attn_processors`` and ``set_attn_processor``; a patched instance gets them.
 
     ``patched_classes.py`` must have a class for it.
     """
     dispatches_attention: ClassVar[bool] = False
     """Whether its attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
     forward_names: ClassVar[tuple[str, ...]] = ("hidden_states",)
-    """Names of the transformer's arguments that are given by place; the first are latents."""
+    """Names of the transformer's positional arguments; the first is the latents."""
     timestep_name: ClassVar[str] = "timestep"
     """Name of the transformer's argument for the time."""
     rotary_channels: ClassVar[Mapping[int, tuple[int, ...]]] = {}
-    """Head dim → channels that RoPE turns with each axis of the token grid."""
+    """Head dim → channels that RoPE rotates with each axis of the token grid."""
     streamed: ClassVar[tuple[str, ...]] = ()
-    """Those of :attr:`transformers` that can make a video block of frames after block of frames: every frame may have
-    its own time, and :meth:`rotary_from` gives RoPE of later frames.
+    """Classes of :attr:`transformers` that can generate a video one block of frames after another: every frame may have
+    its own time, and :meth:`rotary_from` returns RoPE of later frames.
     """
     perturbed_processors: ClassVar[Mapping[str, int]] = {}
-    """Class of a processor of perturbed-attention guidance → parts of the batch, of which it perturbs the last."""
+    """Class of a perturbed-attention guidance processor → number of parts of the batch; it perturbs the last part."""
 
     # Training, generating and measuring
 
@@ -112,19 +112,19 @@ class Family:
     takes_sigma: ClassVar[bool] = False
     """Whether the transformer takes σ, in place of the scheduler's timestep of 1000 σ."""
     conditions: ClassVar[tuple[Condition, ...]] = ()
-    """What a prompt gives the transformer, texts first."""
+    """What the transformer gets from a prompt, texts first."""
     text_settings: ClassVar[Mapping[str, Any]] = {}
     """Settings of the pipeline's ``encode_prompt`` that differ from its defaults."""
     guidance: ClassVar[float | None] = None
-    """Scale of guidance that transformers are given which embed it."""
+    """Guidance scale for transformers that embed it."""
     default_clip: ClassVar[Clip] = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
     """Frames, rate and size that are encoded or generated by default."""
     prompts_are_classes: ClassVar[bool] = False
-    """Whether the model is conditioned on classes, given by number or name, and not on text."""
+    """Whether the model is conditioned on classes, by number or name, instead of text."""
     models: ClassVar[tuple[Model, ...]] = ()
     """Configurations that ``mhla bench`` builds with random weights."""
     measured_unasked: ClassVar[bool] = False
-    """Whether ``mhla bench`` on a GPU measures them where no model is named."""
+    """Whether ``mhla bench`` on a GPU measures them by default."""
 
     @property
     def is_diffusion(self) -> bool:
@@ -138,7 +138,7 @@ class Family:
 
     @property
     def suffix(self) -> str:
-        """Of the files that hold what is generated: ``.mp4`` or ``.png``."""
+        """Suffix of generated files: ``.mp4`` or ``.png``."""
         return ".mp4" if self.makes_videos else ".png"
 
     # The transformer
@@ -168,7 +168,7 @@ class Family:
         }
 
     def trunk(self, transformer: Any) -> Any:
-        """The module that is given the pixels or latents and runs the blocks; by default the transformer."""
+        """The module that takes the pixels or latents and runs the blocks; by default the transformer."""
         return transformer
 
     def self_attentions(self, transformer: Any) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Family:
         }
 
     def adapter_of(self, attn: Any) -> AttentionAdapter:
-        """The adapter of one of the self-attentions, by default :attr:`adapter`."""
+        """The adapter of one self-attention, by default :attr:`adapter`."""
         return self.adapter
 
     def self_attention_processor(self) -> Any:
@@ -197,20 +197,20 @@ class Family:
         return _imported(self.cross_processor)()
 
     def perturbed_parts(self, processor: Any) -> int | None:
-        """Parts of a batch under a processor of perturbed-attention guidance, which perturbs the last; else None."""
+        """Number of parts of a batch under perturbed-attention guidance, which perturbs the last part; else None."""
         return self.perturbed_processors.get(type(processor).__name__)
 
     def recognises_self_attention(self, attn: Any) -> bool:
-        """Whether a self-attention, in whatever model it is, is one of this family; by :attr:`attention_class`."""
+        """Whether a self-attention of an unknown model belongs to this family, by :attr:`attention_class`."""
         path = f".{type(attn).__module__}.{type(attn).__qualname__}"
         return self.attention_class is not None and path.endswith(f".{self.attention_class}")
 
     def recognises_cross_attention(self, attn: Any) -> bool:
-        """Whether a cross-attention, in whatever model it is, needs this family's processor."""
+        """Whether a cross-attention of an unknown model needs this family's processor."""
         return False
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
-        """Why a transformer of this family cannot have these settings, and the way out; None, if it can."""
+        """Why a transformer of this family cannot have these settings, and what to do instead; None if it can."""
         return None
 
     def prepare(self, transformer: Any) -> None:
@@ -228,7 +228,7 @@ class Family:
             take_processor_methods(transformer)
 
     def without_values(self) -> AbstractContextManager[Any]:
-        """What a forward on the meta device runs in; for models that ask for values of their inputs."""
+        """Context for a forward on the meta device; for models that read values of their inputs."""
         return nullcontext()
 
     # Tokens
@@ -247,7 +247,7 @@ class Family:
         return self.patch(transformer)[-1]
 
     def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
-        """Token grid that the transformer makes of latents (B, C, ...)."""
+        """Token grid of latents (B, C, ...)."""
         return tuple(size // length for size, length in zip(latents.shape[2:], self.patch(transformer), strict=True))
 
     def named_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,14 +259,14 @@ class Family:
         return self.token_grid(transformer, arguments["hidden_states"])
 
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
-        """Token grid that RoPE's tables reveal to a self-attention; None for another model, or if they do not.
+        """Token grid that the RoPE tables of a self-attention imply; None for another model, or if they imply none.
 
         With it diffusers' own ``set_attn_processor`` needs no ``grid``.
         """
         return None
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
-        """Token grid of what a pipeline makes of frames and size in pixels.
+        """Token grid of what a pipeline generates for frames and a size in pixels.
 
         By default the autoencoder's strides divide them, and the first frame becomes a latent frame of its own.
         """
@@ -276,28 +276,28 @@ class Family:
         return tuple(int(size) for size in self.token_grid(transformer, latents))
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """Channels of a head that RoPE turns with each axis of the token grid; None for no RoPE, or another kind.
+        """Channels of a head that RoPE rotates with each axis of the token grid; None for no RoPE, or another kind.
 
-        Kernels then read one row of the table for every place on an axis, not one for every token.
+        With it, kernels read one row of the table per position on an axis, instead of one per token.
         """
         return self.rotary_channels.get(head_dim)
 
     def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
-        """RoPE of frames that do not begin a video, the first of them at place ``first`` of the grid's first axis.
+        """RoPE of later frames of a video, from position ``first`` of the grid's first axis on.
 
-        ``rotary`` is what the model passes to its attentions, (cos, sin), as if the frames did begin one.
+        ``rotary`` is what the model passes to its attentions, (cos, sin), as if the frames began a video.
 
         Raises:
-            ValueError: the family does not say, or the model has no RoPE for so late a frame.
+            ValueError: the family does not implement this, or the model has no RoPE for so late a frame.
         """
-        raise ValueError(f"The {self.name!r} family does not tell RoPE of later frames: give it a rotary_from().")
+        raise ValueError(f"The {self.name!r} family does not define RoPE of later frames; implement rotary_from().")
 
     def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
-        """Why a transformer has no RoPE for frames from ``first`` to before ``last`` of the grid; None, if it has."""
+        """Why a transformer has no RoPE for frames ``first`` to ``last - 1`` of the grid; None if it has."""
         return None
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """Why the tokens of a call cannot be split over processes; None, if they can; arguments by name."""
+        """Why the tokens of a call, given by its arguments, cannot be split over processes; None if they can."""
         return None
 
     # The transformer's forward
@@ -312,8 +312,8 @@ class Family:
         Args:
             transformer: which.
             latents: (B, C, ...).
-            timestep: (B,), as the process gives it; of those in :attr:`streamed` also (B, F), of every frame.
-            conditioning: what :meth:`encode_prompt` gives, each with a batch axis.
+            timestep: (B,), from the process; for classes in :attr:`streamed` also (B, F), one per frame.
+            conditioning: from :meth:`encode_prompt`, each with a batch axis.
         """
         arguments = {self.forward_names[0]: latents, self.timestep_name: timestep}
         if self.guidance is not None and transformer.config.guidance_embeds:
@@ -321,7 +321,7 @@ class Family:
         return {**arguments, **conditioning}
 
     def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
-        """What the transformer predicts for latents (B, C, ...), like them: by default its output as it is."""
+        """The prediction for latents (B, C, ...), of their shape: by default the transformer's output."""
         predicted: torch.Tensor = output
         return predicted
 
@@ -335,7 +335,7 @@ class Family:
         """The process that the model was trained with, by default of :attr:`process_class`.
 
         Raises:
-            ValueError: the family does not say, or the transformer is conditioned on pictures.
+            ValueError: the family does not implement this, or the transformer is conditioned on pictures.
         """
         self._check_trained_on_text(transformer.config)
         if self.process_class is None:
@@ -345,20 +345,20 @@ class Family:
         return self.process_class()
 
     def prepare_for_training(self, transformer: nn.Module) -> None:
-        """Called once after ``transformer.train()``: switches off what draws random numbers of its own."""
+        """Called once after ``transformer.train()``: disables anything that draws its own random numbers."""
 
     def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
-        """Modules that more than one block uses, which FSDP2 must gather by themselves."""
+        """Modules that several blocks use; FSDP2 must gather them separately."""
         return []
 
     # Latents and conditioning
 
     def needs_pictures(self, config: Any) -> bool:
-        """Whether a transformer of this configuration is conditioned on pictures beside text, so not trained here."""
+        """Whether a transformer of this configuration needs pictures beside text, and so cannot be trained here."""
         return False
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Latents of clips, of the scale that the transformer takes; by default see :func:`of_unit_scale`.
+        """Latents of clips in the transformer's scale; by default see :func:`of_unit_scale`.
 
         Args:
             pipe: pipeline with its autoencoder.
@@ -381,11 +381,11 @@ class Family:
         Args:
             pipe: pipeline with its text encoder.
             prompt: text, or a class; "" for the empty prompt.
-            settings: of the pipeline's call; those that its ``encode_prompt`` takes change how text is encoded.
+            settings: of the pipeline's call; settings that ``encode_prompt`` does not take are ignored.
 
         Raises:
             ValueError: a prompt that the model does not know, a transformer that is conditioned on pictures, or the
-                family does not say.
+                family does not implement this.
         """
         config = pipe.transformer.config
         self._check_trained_on_text(config)
@@ -398,7 +398,7 @@ class Family:
         return {name: x if dtype.is_floating_point else x.to(dtype) for name, (x, dtype) in found.items()}
 
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
-        """What the pipeline's ``encode_prompt`` gives without guidance; settings that it does not take are left out."""
+        """Output of the pipeline's ``encode_prompt`` without guidance; settings that it does not take are ignored."""
         known = inspect.signature(pipe.encode_prompt).parameters
         chosen = {name: value for name, value in settings.items() if name in known}
         if "do_classifier_free_guidance" in known:
@@ -406,10 +406,10 @@ class Family:
         return pipe.encode_prompt(prompt, **chosen)
 
     def conditioning_shapes(self, transformer: Any) -> Sample:
-        """What :meth:`encode_prompt` gives, without values, on the meta device.
+        """The output of :meth:`encode_prompt` on the meta device, without values.
 
         Raises:
-            ValueError: the family does not say.
+            ValueError: the family does not implement this.
         """
         conditions = self.conditions_of(transformer)
         if not conditions:
@@ -417,7 +417,7 @@ class Family:
         return {one.name: torch.empty(_sizes(one, transformer), dtype=one.dtype, device="meta") for one in conditions}
 
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
-        """What a prompt gives a transformer of this configuration, by default :attr:`conditions`."""
+        """What a transformer of this configuration gets from a prompt, by default :attr:`conditions`."""
         return self.conditions
 
     def channels(self, transformer: Any) -> int:
@@ -436,13 +436,13 @@ class Family:
         return int(found) if found is not None else 2 ** (len(pipe.vae.config.block_out_channels) - 1)
 
     def temporal_stride(self, pipe: Any) -> int:
-        """Frames of a video per latent frame, after the first one; 1 of autoencoders of images."""
+        """Frames of a video per latent frame, after the first one; 1 for image autoencoders."""
         return int(next((getattr(pipe, name) for name in _TEMPORAL_STRIDES if hasattr(pipe, name)), 1))
 
     # Calling the pipeline
 
     def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """How many classes a pipeline was trained on, known without loading it; 0 where prompts are text."""
+        """Number of classes a pipeline was trained on, read without loading it; 0 if prompts are text."""
         return 0
 
     def check_prompt(self, pipe: Any, prompt: str) -> None:
@@ -457,7 +457,7 @@ class Family:
         return {"prompt": list(prompts)}
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
-        """Arguments of the pipeline's call for frames and size, those that it has."""
+        """Arguments of the pipeline's call for frames and size, as far as it has them."""
         height, width = clip.sizes[0]
         frames = dict.fromkeys(("num_frames", "frames", "video_length"), clip.frames)
         asked = {"height": height, "width": width, **frames, "use_resolution_binning": False}
@@ -465,7 +465,7 @@ class Family:
         return {name: value for name, value in asked.items() if name in known}
 
     def guidance_arguments(self, guidance: float) -> dict[str, Any]:
-        """Arguments of the pipeline's call for a scale of guidance."""
+        """Arguments of the pipeline's call for a guidance scale."""
         return {"guidance_scale": guidance}
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
@@ -478,12 +478,12 @@ class Family:
             **settings: further arguments of the pipeline's call.
 
         Returns:
-            For every prompt a PIL image, or frames (F, H, W, 3) in [0, 1]; with ``output_type`` what that asks for.
+            For every prompt a PIL image, or frames (F, H, W, 3) in [0, 1], unless ``output_type`` is set.
 
         Raises:
-            ValueError: the pipeline must be given more, such as a picture.
+            ValueError: the pipeline needs more arguments, such as a picture.
         """
-        usual = {"output_type": "np"} if self.makes_videos else {}  # some pipelines give frames as pictures
+        usual = {"output_type": "np"} if self.makes_videos else {}  # some pipelines return PIL images by default
         arguments = {**usual, **self.prompt_arguments(pipe, prompts), "generator": list(generators), **settings}
         missing = [
             name
@@ -501,7 +501,7 @@ class Family:
     def generate_latents(
         self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
     ) -> torch.Tensor:
-        """What the pipeline passes to its autoencoder, of the scale that the transformer takes: (C, ...)."""
+        """The generated latents in the transformer's scale: (C, ...)."""
         settings = {"num_inference_steps": steps, "output_type": "latent", **self.guidance_arguments(guidance)}
         latents: torch.Tensor = self.call(pipe, [prompt], [generator], **self.clip_arguments(pipe, clip), **settings)[0]
         return latents
@@ -509,12 +509,14 @@ class Family:
     def _check_trained_on_text(self, config: Any) -> None:
         if self.needs_pictures(config):
             raise ValueError(
-                f"This {self.name!r} checkpoint is conditioned on pictures, which captions do not tell. It can be "
+                f"This {self.name!r} checkpoint is conditioned on pictures, which captions do not hold. It can be "
                 "patched and generates; encode and train with a text-to-video checkpoint."
             )
 
     def _unknown(self, what: str, method: str) -> ValueError:
-        return ValueError(f"The {self.name!r} family does not tell {what}: give {type(self).__name__} a {method}().")
+        return ValueError(
+            f"The {self.name!r} family does not define {what}; implement {type(self).__name__}.{method}()."
+        )
 
 
 def _imported(path: str) -> Any:
@@ -527,10 +529,10 @@ def _sizes(condition: Condition, config: Any) -> list[int]:
 
 
 def of_unit_scale(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """What an autoencoder gives, (B, C, ...), by its own factors of the scale that transformers are trained on.
+    """Latents of an autoencoder, (B, C, ...), normalised to the scale that transformers are trained on.
 
-    They are a mean and a deviation of every channel, among its buffers or in its configuration, or one shift for all,
-    and a ``scaling_factor``; those that it lacks change nothing.
+    Uses the autoencoder's mean and deviation per channel, from its buffers or configuration, or its one shift, and its
+    ``scaling_factor``; those that it lacks change nothing.
     """
     shift, factor, deviation = _scale_of(vae, latents)
     scaled = (latents - shift) * factor
@@ -538,7 +540,7 @@ def of_unit_scale(vae: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def of_own_scale(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`of_unit_scale`: what an autoencoder decodes, (B, C, ...)."""
+    """The inverse of :func:`of_unit_scale`: latents to decode, (B, C, ...)."""
     shift, factor, deviation = _scale_of(vae, latents)
     scaled = latents if deviation is None else latents * deviation
     return scaled / factor + shift

@@ -1,8 +1,8 @@
 """Flux.1: ``FluxTransformer2DModel``.
 
-Joint attention, the text before the image: first blocks of two streams, each with projections of its own, then blocks
-of one. The transformer takes packed latents, 2x2 to a token, and ids that tell where on the grid each token lies; RoPE
-comes from these.
+Joint attention with the text before the image: first dual-stream blocks, each stream with its own projections, then
+single-stream blocks. The transformer takes packed latents, 2x2 to a token, and the grid coordinates (ids) of every
+token, from which it computes RoPE.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class FluxFamily(PackedImageFamily):
     )
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Read off the ids, once for every tensor of them.
+        """Read from the ids, once per tensor.
 
         Raises:
             ValueError: ids of more than one picture.
@@ -76,11 +76,11 @@ class FluxFamily(PackedImageFamily):
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """With the ids of the tokens' places, and zeros as ids of the text."""
+        """Adds the ids of the tokens, and zeros as ids of the text."""
         height, width = self.token_grid(transformer, latents)
         places = torch.cartesian_prod(torch.zeros(1), torch.arange(height).float(), torch.arange(width).float())
         ids = places.to(latents)
-        keep_with(ids, (height, width))  # known here, and on the meta device nothing could be read
+        keep_with(ids, (height, width))  # known here, and the ids may be on the meta device
         text_ids = torch.zeros(conditioning["encoder_hidden_states"].shape[1], 3).to(latents)
         arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
         return {"img_ids": ids, "txt_ids": text_ids, **arguments}
@@ -89,21 +89,21 @@ class FluxFamily(PackedImageFamily):
 def _grid_of_ids(ids: Any) -> tuple[int, int]:
     """(height, width) of ids (N, 3) or (B, N, 3): picture, row and column of every token.
 
-    Kept with the tensor, which a pipeline passes in every step.
+    Cached on the tensor, because a pipeline passes the same one in every step.
     """
     return kept_with(ids, _read_grid)
 
 
 def _read_grid(ids: torch.Tensor) -> tuple[int, int]:
-    """From the tokens in the first row and those in the first column.
+    """Count the tokens of the first row and of the first column.
 
-    Another picture has such ones of its own, and bfloat16 does not round larger numbers to 0.
+    A second picture adds to both counts, and bfloat16 rounds no larger number to 0.
     """
     _, width, height = ((ids[0] if ids.ndim == 3 else ids) == 0).sum(dim=0).tolist()
     if height * width != ids.shape[-2]:
         raise ValueError(
             f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not one "
-            "picture: MHLA takes no others as its context, as in Flux Kontext. Run these without the patch: "
+            "picture: MHLA takes no others as its context, as in Flux Kontext. Run this pipeline without the patch: "
             "remove_mhla(pipe)."
         )
     return height, width

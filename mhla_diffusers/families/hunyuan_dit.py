@@ -1,8 +1,9 @@
 """HunyuanDiT: ``HunyuanDiT2DModel``.
 
-Softmax self-attention with LayerNorm of each head's query and key, and 2-D RoPE whose tables the pipeline makes and
-passes to the transformer. The first half of a head's channels turns with the width, the second with the height; in the
-cross-attentions the query turns alone. Later blocks also get what earlier ones gave, so their number is even.
+Softmax self-attention with LayerNorm of each head's query and key, and 2-D RoPE, whose tables the pipeline passes to
+the transformer. The first half of a head's channels rotates with the width, the second with the height; in
+cross-attention only the query is rotated. Later blocks have skip connections from earlier ones, so the number of blocks
+is even.
 """
 
 from collections.abc import Mapping
@@ -19,11 +20,11 @@ from .styles import ImageFamily
 
 _CLASS = "HunyuanDiT2DModel"
 _PIXELS = 8
-"""Per latent along height and width, as the pipeline takes it for granted."""
+"""Pixels per latent along height and width, which the pipeline assumes."""
 _BASE = 512
-"""Pixels of the square in whose coordinates RoPE's places lie."""
+"""Side in pixels of the square that RoPE's coordinates refer to."""
 _USUAL = 1024
-"""Height and width that the pipeline says a picture had before it was cropped."""
+"""Original height and width that the pipeline states for every picture."""
 # of 1.1, as published with its weights; the rest are the class's defaults
 _REAL = {"in_channels": 4, "patch_size": 2, "hidden_size": 16 * 88, "mlp_ratio": 4.3637}
 _TINY = {
@@ -60,13 +61,13 @@ class HunyuanDiTFamily(ImageFamily):
     )
 
     def recognises_cross_attention(self, attn: Any) -> bool:
-        """One with LayerNorm in every head, whose query may be turned."""
+        """One with LayerNorm in every head; its query may be rotated."""
         return isinstance(getattr(attn, "norm_q", None), nn.LayerNorm)
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """With RoPE's tables, the size of the picture and the one style that there is; the timestep as a float."""
+        """With RoPE's tables, the picture's size and the only style; the timestep as a float."""
         from diffusers.models.embeddings import get_2d_rotary_pos_embed
         from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
 
@@ -81,12 +82,12 @@ class HunyuanDiTFamily(ImageFamily):
         }
 
     def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Without the channels of a variance, which the pipeline drops too."""
+        """Without the variance channels, which the pipeline drops too."""
         predicted: torch.Tensor = output[:, : latents.shape[1]]
         return predicted
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """A thousand steps of DDPM, of which it predicts the velocity."""
+        """DDPM of 1000 steps with predicted velocity."""
         return VelocityDDPM(last_beta=0.03, ends_in_noise=False)
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:

@@ -1,8 +1,8 @@
 """HunyuanVideo: ``HunyuanVideoTransformer3DModel``.
 
-Joint attention, the text after the video: first blocks of two streams, each with projections of its own, then blocks of
-one, whose attention has no output projection. Text is padded and masked. What refines the text before the blocks is
-attention as well, but over the text alone, and stays as it is.
+Joint attention with the text after the video: first dual-stream blocks, each stream with its own projections, then
+single-stream blocks, whose attention has no output projection. Text is padded and masked. The attention that refines
+the text before the blocks is not patched.
 """
 
 from typing import Any
@@ -38,9 +38,9 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
     rotary_channels = {128: (16, 56, 56)}
     # of 33x45x80 tokens, 129 frames at 720p: blocks of three latent frames by 15 by 16 tokens
     default_config = MHLAConfig(blocks=(11, 3, 5), mixing_per_head=True, sparse="content")
-    # as many frames a second as the scripts of its authors write
+    # frames per second as in the authors' scripts
     default_clip = Clip(frames=129, fps=24.0, sizes=((720, 1280),))
-    # the tokens of Llama after the pipeline's own instruction, and the text of CLIP
+    # Llama's tokens after the pipeline's own instruction, and CLIP's pooled text
     conditions = (
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
         Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.int64),
@@ -66,5 +66,5 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
     )
 
     def needs_pictures(self, config: Any) -> bool:
-        """Image-to-video takes a picture's latents beside the noised ones, or in place of its first frame."""
+        """Image-to-video takes a picture's latents beside the noised ones, or instead of the first frame."""
         return config.image_condition_type is not None or config.in_channels != config.out_channels

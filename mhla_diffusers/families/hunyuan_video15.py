@@ -1,8 +1,8 @@
 """HunyuanVideo 1.5: ``HunyuanVideo15Transformer3DModel``.
 
-Joint attention in blocks of two streams, the text after the video. What the blocks take as text are three kinds of
-tokens, sorted so that masked ones are last: of an image, of letters to be written (glyphs), and of the prompt. Beside
-the noised latents the transformer takes those of given frames, and where they are; all 0 for text alone.
+Joint attention in blocks of two streams, the text after the video. The text is three kinds of tokens: of an image, of
+letters to be drawn (glyphs), and of the prompt; masked tokens are sorted last. Beside the noised latents the
+transformer takes the latents of given frames and a mask of where these are; both are 0 for text-to-video.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .styles import JointFamily, VideoFamily
 
 _CLASS = "HunyuanVideo15Transformer3DModel"
 _TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729
-"""As the pipeline pads them; those of an image are masked where there is none."""
+"""Lengths that the pipeline pads to; image tokens are masked if there is no image."""
 _TINY = {
     "in_channels": 9,
     "out_channels": 4,
@@ -37,11 +37,11 @@ class HunyuanVideo15Adapter(JointAdapter):
     """The mask covers the text alone."""
 
     def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
-        """(B, N) of all tokens, of which those of the video all take part."""
+        """(B, N) of all tokens; all tokens of the video take part."""
         return self.mask_of_context(arguments, arguments.attention_mask)
 
     def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
-        """The model masks queries as well: heads give 0 for text that takes no part."""
+        """The model masks queries as well: the heads' output is 0 for masked text."""
         if given.key_mask is not None:
             output = output * given.key_mask[:, :, None, None]
         return super().project_output(attn, output, given)
@@ -59,7 +59,7 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
     # of 31x30x53 tokens, 121 frames at 480p: blocks of three latent frames by ten tokens each way
     default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
-    # the tokens of Qwen after the pipeline's own instruction, and of ByT5 what stands in quotation marks
+    # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
     conditions = (
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
         Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
@@ -86,7 +86,7 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
     )
 
     def without_values(self) -> AbstractContextManager[Any]:
-        """The transformer asks whether there is an image, and which tokens are masked."""
+        """The transformer reads from its inputs whether there is an image and which tokens are masked."""
         return _NothingMasked()
 
     def forward_arguments(
@@ -97,7 +97,7 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
         nothing = latents.new_zeros(batch, config.in_channels - latents.shape[1], *latents.shape[2:])
         return {
             "hidden_states": torch.cat([latents, nothing], dim=1),
-            "timestep": timestep.to(latents.dtype),  # of which the transformer computes in this type
+            "timestep": timestep.to(latents.dtype),  # whose type is the type that the transformer computes in
             "image_embeds": latents.new_zeros(batch, _IMAGE_TOKENS, config.image_embed_dim),
             **conditioning,
         }
@@ -107,11 +107,11 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
         return int(transformer.out_channels)
 
     def needs_pictures(self, config: Any) -> bool:
-        """Whether it was not made for text-to-video."""
+        """Whether it was made for something else than text-to-video."""
         return bool(config.task_type != "t2v")
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
-        """See :meth:`Family.call`; ``guidance_scale`` goes to the component that this pipeline has for it."""
+        """See :meth:`Family.call`; ``guidance_scale`` is set on the pipeline's guider."""
         guider = pipe.guider
         if "guidance_scale" in settings:
             pipe.guider = guider.new(guidance_scale=settings.pop("guidance_scale"))
@@ -122,7 +122,7 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
 
 
 class _NothingMasked(TorchFunctionMode):
-    """On the meta device, where masks have no values: all tokens are kept, so their number is what it always is."""
+    """For the meta device, where masks have no values: keeps all tokens, so shapes are as usual."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,9 +1,9 @@
 """Latte: ``LatteTransformer3DModel``.
 
-Spatial blocks, in which every frame attends to itself, take turns with temporal ones, in which every place attends to
-itself at other times. The patch is of the spatial ones, ``transformer_blocks``: they see the frames as a batch, each a
-(height, width) token grid; a temporal attention has no more tokens than there are frames. Positions are added to the
-tokens, there is no RoPE. Costs and sizes are given for one frame.
+Spatial blocks, in which every frame attends to itself, alternate with temporal blocks, in which every position attends
+to itself in other frames. The patch covers the spatial blocks, ``transformer_blocks``: they see the frames as a batch,
+each a (height, width) token grid. A temporal attention has only as many tokens as there are frames. Positions are added
+to the tokens; there is no RoPE. Costs and sizes are for one frame.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from .processes import LearnedVarianceDDPM
 from .styles import ImageFamily
 
 _CLASS = "LatteTransformer3DModel"
-# what makes of the class's defaults the model that the pipeline takes
+# changes the class's defaults to the model that the pipeline takes
 _USUAL = {
     "in_channels": 4,
     "out_channels": 8,
@@ -37,7 +37,7 @@ class LatteFamily(ImageFamily):
 
     name = "latte"
     transformers = (_CLASS,)
-    # at 512 px 8 tokens a side of a block
+    # at 512 px blocks of 8x8 tokens
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
     lacks_processor_methods = True
     process_class = LearnedVarianceDDPM
@@ -62,7 +62,7 @@ class LatteFamily(ImageFamily):
 
     @property
     def makes_videos(self) -> bool:
-        """Always, of frames that attend by themselves."""
+        """Always; every frame attends to itself."""
         return True
 
     def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
@@ -70,12 +70,12 @@ class LatteFamily(ImageFamily):
         return super().token_grid(transformer, latents[:, :, 0])
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, C, F, H, W), every frame by itself."""
+        """(B, C, F, H, W), every frame encoded separately."""
         latents = pipe.vae.encode(pixels.transpose(1, 2).flatten(0, 1)).latent_dist.mode().float()
         return of_unit_scale(pipe.vae, latents).unflatten(0, (len(pixels), -1)).transpose(1, 2)
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """``encoder_hidden_states`` (120, channels) of T5, 0 after the text."""
-        # as one of several prompts, of which a batch can be made; the pipeline cuts a single one to its length
+        # two prompts, because the pipeline cuts a single one to its length, and a batch needs equal lengths
         text, _ = self.encode_text(pipe, [prompt, prompt], {"clean_caption": True, **(settings or {})})
         return {"encoder_hidden_states": text[0]}

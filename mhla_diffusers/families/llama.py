@@ -1,8 +1,8 @@
-"""Llama and what has its layers: ``LlamaForCausalLM`` and ``LlamaModel`` of transformers, language models.
+"""Llama and models with its layers: ``LlamaForCausalLM`` and ``LlamaModel`` of transformers.
 
-Softmax self-attention over the tokens of a text, which is one axis, each seeing those before it. RoPE turns queries and
-keys before they reach transformers' attention interface, where the patch takes its place, so the feature map acts after
-it, and heads of grouped queries share keys and values, which MHLA repeats.
+Causal softmax self-attention over the tokens of a text, which is one axis. RoPE rotates queries and keys before they
+reach transformers' attention interface, where the patch acts, so the feature map comes after RoPE. Grouped queries
+share keys and values, which MHLA repeats.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from .styles import TransformersAdapter, TransformersFamily
 
 
 class LlamaAdapter(TransformersAdapter):
-    """Llama's projections; the attention itself is run through transformers' attention interface."""
+    """Llama's projections; the attention itself runs through transformers' attention interface."""
 
     def heads(self, attn: Any) -> tuple[int, int]:
         """Heads of the queries and head dim."""
@@ -34,7 +34,7 @@ class LlamaFamily(TransformersFamily):
     default_config = MHLAConfig(blocks=(32,), block_length=64, causal="token", sparse="own", rope="before")
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
-        """Decoder layers, by the names that they have in the model."""
+        """Decoder layers, by their names in the model."""
         inside = getattr(transformer, "model", None)
         if inside is None:
             return super().blocks_of(transformer)
@@ -46,7 +46,7 @@ class LlamaFamily(TransformersFamily):
         return (int((ids if ids is not None else arguments["inputs_embeds"]).shape[1]),)
 
     def why_not_fitting(self, kind: str, config: MHLAConfig) -> str | None:
-        """A patch sees the past alone and asks for nothing that a language model has no place for."""
+        """A patch must be token-causal and use no setting that language models cannot follow."""
         if config.causal is None:
             return (
                 f"{kind} predicts the next token, and a patch with causal=None would let every token see it. Set "
@@ -60,19 +60,19 @@ class LlamaFamily(TransformersFamily):
             )
         if config.rope != "before":
             return (
-                f"rope={config.rope!r} would need the tables of RoPE, but {kind} turns queries and keys before its "
+                f"rope={config.rope!r} would need the tables of RoPE, but {kind} rotates queries and keys before its "
                 "attention gets them; set rope='before'."
             )
         return None
 
     def prepare(self, transformer: Any) -> None:
-        """Lead its attentions through the interface."""
+        """Route its attentions through the interface."""
         from .patched_classes import give_interface
 
         give_interface(transformer, self.self_attentions(transformer).values())
 
     def restore(self, transformer: Any) -> None:
-        """The implementation of before."""
+        """Restore the original implementation."""
         from .patched_classes import take_interface
 
         take_interface(transformer, self.self_attentions(transformer).values())

@@ -1,8 +1,8 @@
 """LTX-Video: ``LTXVideoTransformer3DModel``.
 
-Softmax self-attention with RMSNorm over all channels of query and key. RoPE turns these channels before they are split
-into heads, and gives them to the three axes of the grid in turn, so no two heads turn by the same angles. The
-transformer takes packed latents and is given their grid in numbers, or the coordinates of every token.
+Softmax self-attention with RMSNorm over all channels of query and key. RoPE rotates these channels before they are
+split into heads and alternates between the three axes of the grid, so no two heads rotate by the same angles. The
+transformer takes packed latents and their grid as numbers, or the coordinates of every token.
 """
 
 import math
@@ -21,12 +21,12 @@ from .styles import PackedFamily, VideoFamily, kept_with
 _CLASS = "LTXVideoTransformer3DModel"
 _TEXT_TOKENS = 128
 _ROPE_SCALE = (8 / 25, 32, 32)
-"""Of the pipeline at its usual 25 frames per second, with 8 frames and 32x32 pixels to a latent."""
+"""The pipeline's scale at its usual 25 frames per second, with 8 frames and 32x32 pixels per latent."""
 _TINY = {"cross_attention_dim": 32, "caption_channels": 24, "in_channels": 8, "out_channels": 8}
 
 
 class LTXAdapter(AttentionAdapter):
-    """Frames that ``LTXConditionPipeline`` adds as conditions stand before the grid, with places of their own."""
+    """Conditioning frames of ``LTXConditionPipeline`` come before the grid, with their own positions."""
 
     rope_by_head = True
 
@@ -38,7 +38,7 @@ class LTXAdapter(AttentionAdapter):
         return cos, sin
 
     def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
-        """All tokens but those of the grid, which come last."""
+        """All tokens before the grid, which comes last."""
         others = given.hidden_states.shape[1] - tokens
         return (others, 0) if others > 0 else super().extra(given, tokens)
 
@@ -88,7 +88,7 @@ class LTXFamily(PackedFamily, VideoFamily):
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),
         Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
     )
-    # the class's defaults, and of the 13B models of 0.9.7 their heads of 128 channels in 48 layers
+    # the class's defaults, and for the 13B models of 0.9.7 heads of 128 channels in 48 layers
     models = (
         _model("ltx-video-2b", 64, 28),
         _model("ltx-video-13b", 128, 48),
@@ -98,24 +98,23 @@ class LTXFamily(PackedFamily, VideoFamily):
     )
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """Pictures that condition the video would be split with it, and diffusers hides no text across processes."""
+        """Conditioning pictures would be split with the video, and diffusers ignores text masks across processes."""
         extra = arguments["hidden_states"].shape[1] - math.prod(grid)
         if extra:
-            return f"the {extra} tokens of pictures before the grid would be split with it"
+            return f"the {extra} tokens of pictures before the grid would be split together with it"
         mask = arguments.get("encoder_attention_mask")
         if mask is not None and kept_with(mask, _hides_text):
             return (
-                "encoder_attention_mask leaves tokens of the text out, which diffusers' cross-attention over several "
-                "processes does not follow; run LTX-Video in one process, or with text of max_sequence_length tokens, "
-                "of which the mask leaves out none"
+                "encoder_attention_mask masks text tokens, which diffusers' cross-attention over several processes "
+                "ignores; run LTX-Video in one process, or with text of max_sequence_length tokens and no masked ones"
             )
         return None
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """The numbers that the pipeline gives; the model believes coordinates instead where they are given.
+        """The numbers that the pipeline passes; coordinates take precedence, as in the model.
 
         Raises:
-            ValueError: neither, or coordinates without a grid.
+            ValueError: neither is given, or the coordinates are no grid.
         """
         coordinates = arguments.get("video_coords")
         if coordinates is not None:
@@ -127,8 +126,8 @@ class LTXFamily(PackedFamily, VideoFamily):
         grid = tuple(arguments[name] for name in names if arguments.get(name) is not None)
         if len(grid) != len(names):
             raise ValueError(
-                f"Of num_frames, height and width {len(grid)} are given: without video_coords the transformer must be "
-                "told the size of the latents, as LTXPipeline does."
+                f"{len(grid)} of num_frames, height and width are given: without video_coords the transformer needs "
+                "all three, the size of the latents, as LTXPipeline passes them."
             )
         return grid
 
@@ -142,19 +141,19 @@ class LTXFamily(PackedFamily, VideoFamily):
 
 
 def _hides_text(mask: torch.Tensor) -> bool:
-    """Whether a mask of the text, (B, n) with 1 for what takes part or (B, 1, n) to add to logits, hides any of it."""
+    """Whether a text mask, (B, n) with 1 for kept tokens or (B, 1, n) to add to logits, masks any token."""
     return bool((mask == 0).any() if mask.ndim == 2 else (mask != 0).any())
 
 
 def _grid_of_coordinates(coordinates: Any) -> tuple[int, ...]:
-    """Token grid of coordinates (B, 3, N), kept with the tensor, which a pipeline passes in every step."""
+    """Token grid of coordinates (B, 3, N), cached on the tensor, which a pipeline passes in every step."""
     return kept_with(coordinates, _read_grid)
 
 
 def _read_grid(coordinates: torch.Tensor) -> tuple[int, ...]:
     """From time, height and width of every token: the grid begins at the first token of time 0.
 
-    What stands before it are frames of conditions, at later times.
+    Tokens before it are conditioning frames, at later times.
     """
     places = coordinates[0].cpu()
     at_zero = (places[0] == 0).nonzero()
@@ -164,7 +163,7 @@ def _read_grid(coordinates: torch.Tensor) -> tuple[int, ...]:
     grid = on_grid.shape[1] // (height * width), height, width
     if not grid[0] or not _lie_on(grid, on_grid):
         raise ValueError(
-            f"video_coords of {places.shape[1]} tokens do not tell a token grid: from the first token of time 0 on "
+            f"video_coords of {places.shape[1]} tokens are not a token grid: from the first token of time 0 on "
             "they must be whole frames in raster order, as LTXConditionPipeline gives them."
         )
     return grid
@@ -175,7 +174,7 @@ vars(_grid_of_coordinates)["_dynamo_marked_constant"] = True
 
 
 def _rising(values: torch.Tensor) -> int:
-    """How many values there are before one that is no larger than the one before it; at least 1."""
+    """Length of the strictly increasing run at the start; at least 1."""
     falls = (values.diff() <= 0).nonzero()
     return int(falls[0]) + 1 if len(falls) else max(1, len(values))
 

@@ -1,4 +1,4 @@
-"""Models as data: the configurations that ``mhla bench`` builds, real and tiny, and the sizes they are asked for."""
+"""Models as data: the configurations that ``mhla bench`` builds, real and tiny, and their sizes."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Clip:
     fps: float
     """Frames per second that a video is sampled at."""
     sizes: tuple[tuple[int, int], ...]
-    """(height, width) in pixels; a file gets the one that is nearest to its aspect ratio."""
+    """(height, width) in pixels; a file gets the size nearest to its aspect ratio."""
 
     def __post_init__(self) -> None:
         for name in ("frames", "fps"):
@@ -38,8 +38,8 @@ class Model:
     """A configuration of a transformer, and the sizes at which it is measured."""
 
     name: str
-    """For example "wan2.1-1.3b". Names of tiny ones, for trying commands out, begin with "tiny": these have random
-    weights and fewer layers than the trained pipeline of the same name; only tiny-wan has that pipeline's shape.
+    """For example "wan2.1-1.3b". Names that begin with "tiny" are for trying commands out: these have random weights
+    and fewer layers than the trained pipeline of the same name; only tiny-wan has that pipeline's shape.
     """
     transformer: str
     """Class name."""
@@ -49,7 +49,7 @@ class Model:
     blocks: tuple[int, ...]
     """Block counts of MHLA."""
     sizes: tuple[tuple[int, int], ...]
-    """Heights and widths in pixels that are measured by default; on a CPU the smallest alone."""
+    """Heights and widths in pixels to measure by default; on a CPU only the smallest."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the class that differ from its defaults, beside heads, head dim and layers."""
     stride: int = 8
@@ -67,9 +67,9 @@ class Model:
     layers_argument: str = "num_layers"
     """Argument of the class that takes :attr:`layers`."""
     more_layers: Mapping[str, int] = field(default_factory=dict)
-    """Arguments of the class that count other layers; where fewer layers are built, so are fewer of these."""
+    """Arguments of the class that count other layers; building fewer layers also builds fewer of these."""
     grids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name of a size, such as 480p → token grid: the attentions that are measured by themselves."""
+    """Name of a size, such as 480p → token grid, for benchmarks of the attention alone."""
 
     @property
     def is_video(self) -> bool:
@@ -78,7 +78,7 @@ class Model:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether it is there for trying commands out."""
+        """Whether it is only for trying commands out."""
         return self.name.startswith("tiny")
 
 
@@ -88,7 +88,7 @@ def squares(*sides: int) -> tuple[tuple[int, int], ...]:
 
 
 def image_model(name: str, transformer: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:
-    """A text-to-image model of 16 pixels per token at 1024, 2048 and 4096 pixels, but for what differs."""
+    """A text-to-image model of 16 pixels per token at 1024, 2048 and 4096 pixels; arguments override."""
     sides = (1024, 2048, 4096)
     usual = {
         "blocks": (4, 4),
@@ -99,7 +99,7 @@ def image_model(name: str, transformer: str, heads: int, head_dim: int, layers: 
 
 
 def tiny_image(name: str, transformer: str, **different: Any) -> Model:
-    """A tiny image model: 3 layers of 2 heads of 12 channels, at 64 pixels, but for what differs."""
+    """A tiny image model: 3 layers of 2 heads of 12 channels, at 64 pixels; arguments override."""
     usual = {"heads": 2, "head_dim": 12, "layers": 3, "blocks": (2, 2), "sizes": squares(64)}
     return Model(f"tiny-{name}", transformer, **{**usual, **different})
 
@@ -114,7 +114,7 @@ def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:
     """Frames per latent frame after the first one, and pixels per latent along height and width.
 
     Args:
-        vae: configuration of an autoencoder, which holds them, or its stages, which halve.
+        vae: configuration of an autoencoder, with the strides or with stages that each halve.
 
     Raises:
         ValueError: it holds neither.
@@ -131,5 +131,7 @@ def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:
     elif stages:
         spatial = spatial or 2 ** (len(stages) - 1)
     if spatial is None:
-        raise ValueError("The configuration of this autoencoder tells no strides; the family needs a latent_shape().")
+        raise ValueError(
+            "The configuration of this autoencoder has no strides; implement latent_shape() in the family."
+        )
     return int(temporal or 1), int(spatial)

@@ -1,11 +1,11 @@
-"""Classes that a model's modules become while it is patched, and are no longer once the patch is removed.
+"""Classes that instances of a model's modules are switched to while it is patched.
 
-Only instances change, never a class of diffusers or transformers. Imported when a model is patched.
+Classes of diffusers and transformers never change. This module is imported when a model is patched.
 
-Attentions of transformers get a processor, as diffusers' have one. Those of vision models run it in their forward.
-Llama's go through transformers' attention interface: a patched model names the implementation ``mhla+`` and the one
-that it had, for example ``mhla+sdpa``. transformers then calls :func:`attend` for every layer, which asks the layer's
-processor, and for layers that were not chosen goes on to the implementation behind the ``+``.
+Attentions of transformers get a processor, like those of diffusers. Vision models run it in their forward. Llama uses
+transformers' attention interface: a patched model's implementation is named ``mhla+`` and the original name, for
+example ``mhla+sdpa``. transformers then calls :func:`attend` for every layer. It runs the layer's processor; layers
+without one use the implementation after the ``+``.
 """
 
 import copy
@@ -28,36 +28,36 @@ from transformers.models.siglip import modeling_siglip
 from transformers.models.vit import modeling_vit
 
 PREFIX = "mhla+"
-"""Of the names of implementations."""
+"""Prefix of the names of implementations."""
 _CONFIG_BEFORE = "_mhla_config_before"
-"""Attribute of a patched model: its own configuration, which other models may share."""
+"""Attribute of a patched model: its original configuration, which other models may share."""
 _IMPLEMENTATION = "_attn_implementation_internal"
 """Where a configuration keeps the name of the implementation."""
 
 
 class DiTTransformer2DModel(AttentionMixin, dit_transformer_2d.DiTTransformer2DModel):
-    """A patched DiT: everything else inherited.
+    """A patched DiT; everything else is inherited.
 
-    The name is that of the base class because diffusers writes it into ``config.json``.
+    Has the name of the base class, because diffusers writes it into ``config.json``.
     """
 
 
 class LatteTransformer3DModel(AttentionMixin, latte_transformer_3d.LatteTransformer3DModel):
-    """A patched Latte transformer, named as :class:`DiTTransformer2DModel` is."""
+    """A patched Latte transformer, named like :class:`DiTTransformer2DModel`."""
 
 
 class ZImageTransformer2DModel(AttentionMixin, transformer_z_image.ZImageTransformer2DModel):
-    """A patched Z-Image transformer, named as :class:`DiTTransformer2DModel` is."""
+    """A patched Z-Image transformer, named like :class:`DiTTransformer2DModel`."""
 
 
 _WITH_METHODS = {
     kind.__bases__[1]: kind for kind in (DiTTransformer2DModel, LatteTransformer3DModel, ZImageTransformer2DModel)
 }
-"""diffusers' class → the one with the methods."""
+"""diffusers' class → its subclass with the methods."""
 
 
 def give_processor_methods(transformer: Any) -> None:
-    """Make an instance of one of diffusers' classes one of that with the methods; any other stays what it is."""
+    """Switch an instance of one of these classes to the subclass with the methods; others are unchanged."""
     own = type(transformer)
     if own in _WITH_METHODS:
         transformer.__class__ = _WITH_METHODS[own]
@@ -74,47 +74,47 @@ def take_processor_methods(transformer: Any) -> None:
 
 
 class OwnAttention:
-    """Stands where no processor is: the layer does what its class of transformers does."""
+    """Placeholder for "no processor": the layer runs its original forward."""
 
 
 _OWN = OwnAttention()
 
 
 class WithProcessor:
-    """Base class, beside one of transformers' attentions, of an attention of a patched model."""
+    """Mixin for transformers' attentions in a patched model."""
 
     processor: Any = _OWN
 
     def set_processor(self, processor: Any) -> None:
-        """As diffusers' attentions have it; :class:`OwnAttention` takes the processor away."""
+        """As in diffusers' attentions; :class:`OwnAttention` removes the processor."""
         if not isinstance(processor, OwnAttention):
             self.processor = processor
         elif "processor" in vars(self):
             del self.processor
 
     def get_processor(self) -> Any:
-        """As diffusers' attentions have it."""
+        """As in diffusers' attentions."""
         return self.processor
 
     @property
     def has_processor(self) -> bool:
-        """Whether one has been set."""
+        """Whether a processor is set."""
         return not isinstance(self.processor, OwnAttention)
 
 
 class _VisionAttention(WithProcessor):
-    """Runs its processor, if it has one, and else what it inherits."""
+    """Runs its processor if it has one, else the inherited forward."""
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the class of transformers beside this one.
+        """As the inherited forward.
 
         Returns:
-            (B, N, hidden size), and weights where an attention that is not replaced gives them.
+            (B, N, hidden size), and weights if an attention that is not replaced returns them.
 
         Raises:
-            ValueError: dropout of weights of softmax, or a wish for them, and what the processor refuses.
+            ValueError: attention dropout, ``output_attentions``, or what the processor refuses.
         """
         inherited: Any = super()
         if not self.has_processor:
@@ -147,13 +147,13 @@ class SiglipAttention(_VisionAttention, modeling_siglip.SiglipAttention):
 
 
 class LlamaAttention(WithProcessor, modeling_llama.LlamaAttention):
-    """An attention of a patched Llama: everything else inherited, and named as its base class."""
+    """An attention of a patched Llama; has the name of its base class and inherits everything else."""
 
     own_function = staticmethod(modeling_llama.eager_attention_forward)
     """What transformers calls "eager"."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a model that another process has pickled."""
+        """Register the implementation for a model that another process pickled."""
         super().__setstate__(state)
         implementation = str(self.config._attn_implementation)
         if implementation.startswith(PREFIX):
@@ -167,7 +167,7 @@ class LlamaAttention(WithProcessor, modeling_llama.LlamaAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the base class, which hands the further arguments on to :func:`attend`.
+        """As the base class, which passes further arguments to :func:`attend`.
 
         Raises:
             ValueError: another implementation has been set since the patch.
@@ -192,16 +192,16 @@ CLASSES: dict[type, type] = {
     modeling_dinov2_with_registers.Dinov2WithRegistersAttention: Dinov2WithRegistersAttention,
     modeling_siglip.SiglipAttention: SiglipAttention,
 }
-"""transformers' class → the one with a processor."""
+"""transformers' class → its subclass with a processor."""
 
 
 def give_classes(attentions: Iterable[Any], classes: Mapping[type, type] | None = None) -> None:
-    """Give attentions of a model of transformers a place for a processor, by default those of :data:`CLASSES`."""
+    """Switch attentions to the classes with a processor, by default those of :data:`CLASSES`."""
     classes = CLASSES if classes is None else classes
     for attn in attentions:
         before = type(attn)
         attn.__class__ = classes.get(before, before)
-        # accelerate, which spreads a model over devices, keeps the forward of before and calls it by this name
+        # accelerate, when it spreads a model over devices, keeps the original forward here and calls it
         kept = vars(attn).get("_old_forward")
         if getattr(kept, "__func__", None) is before.forward:
             attn._old_forward = MethodType(type(attn).forward, attn)
@@ -213,30 +213,30 @@ def take_classes(attentions: Iterable[Any]) -> None:
 
 
 def refuse_weights(dropout: float, asked: bool) -> None:
-    """Raise if a call needs weights of softmax, which MHLA does not make.
+    """Raise if a call needs softmax weights, which MHLA does not compute.
 
     Args:
-        dropout: of weights, in this call.
-        asked: whether the caller wants to see them.
+        dropout: of the weights, in this call.
+        asked: whether the caller asks for the weights.
 
     Raises:
-        ValueError: naming the way out.
+        ValueError: with what to do instead.
     """
     if dropout:
         raise ValueError(
-            f"attention_dropout={dropout} drops weights of softmax, which MHLA does not make; set it to 0 in the "
-            "configuration before the model is made (there attention_probs_dropout_prob of some), or in the layers of "
-            "one that is made, attn.attention_dropout (attn.dropout of SigLIP)."
+            f"attention_dropout={dropout} drops softmax weights, which MHLA does not compute; set it to 0 in the "
+            "configuration before the model is created (some call it attention_probs_dropout_prob), or in the layers "
+            "of an existing model, attn.attention_dropout (attn.dropout of SigLIP)."
         )
     if asked:
         raise ValueError(
-            "output_attentions=True asks for weights of softmax, which MHLA does not make. Leave it out, or call "
-            "within mhla_disabled(model); weights() of one of mhla_layers(model) tells what MHLA gives to every key."
+            "output_attentions=True asks for softmax weights, which MHLA does not compute. Leave it out, or call "
+            "within mhla_disabled(model); weights() of one of mhla_layers(model) returns MHLA's weight of every key."
         )
 
 
 def _registered(replaced: str) -> str:
-    """Name under which transformers finds the implementation beside one that a model had."""
+    """Register the patched implementation for an original one, and return its name."""
     name = PREFIX + replaced
     AttentionInterface.register(name, partial(attend, replaced=replaced))
     AttentionMaskInterface.register(name, partial(checked_mask, replaced=replaced))
@@ -244,7 +244,7 @@ def _registered(replaced: str) -> str:
 
 
 def give_interface(transformer: Any, attentions: Iterable[Any]) -> None:
-    """Make the attentions of a model such ones, and name the implementation for them in a configuration of its own."""
+    """Switch a model's attentions to their patched classes, and name the implementation in a copied configuration."""
     before = transformer.config
     name = _registered(str(before._attn_implementation))
     give_classes(attentions)
@@ -258,7 +258,7 @@ def take_interface(transformer: Any, attentions: Iterable[Any]) -> None:
     """The inverse of :func:`give_interface`."""
     take_classes(attentions)
     before, meanwhile = getattr(transformer, _CONFIG_BEFORE), transformer.config
-    # what was set meanwhile stays set
+    # keep settings that were changed meanwhile
     vars(before).update({name: value for name, value in vars(meanwhile).items() if name != _IMPLEMENTATION})
     if not meanwhile._attn_implementation.startswith(PREFIX):
         before._attn_implementation = meanwhile._attn_implementation
@@ -273,10 +273,10 @@ def _give_config(transformer: Any, before: Any, after: Any) -> None:
 
 
 class CausalMask:
-    """That the tokens of a call follow each other without gaps, and the mask for layers that attend with softmax.
+    """A checked causal mask without gaps, and the mask for layers that keep softmax attention.
 
-    Patched layers need no mask: a query sees no later key, and padding stands behind all tokens. The other layers' is
-    made when the first of them asks.
+    Patched layers need no mask: they are causal, and padding comes after all tokens. The mask of the other layers is
+    made when the first of them needs it.
     """
 
     def __init__(self, replaced: str, arguments: dict[str, Any]) -> None:
@@ -285,7 +285,7 @@ class CausalMask:
         self._made: tuple[Any, ...] = ()
 
     def of_softmax(self) -> Any:
-        """What transformers makes for the implementation that the model had."""
+        """The mask that transformers makes for the original implementation."""
         if not self._made:
             make = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(self.replaced)
             self._made = (make(**self.arguments) if make is not None else None,)
@@ -293,23 +293,24 @@ class CausalMask:
 
 
 def checked_mask(*, replaced: str, **arguments: Any) -> CausalMask:
-    """What transformers asks for once in every forward, see :class:`transformers.AttentionMaskInterface`.
+    """Called by transformers once per forward, see :class:`transformers.AttentionMaskInterface`.
 
     Raises:
-        ValueError: padding on the left or in between, a mask that is not causal alone, such as that of packed texts, or
-            a cache whose keys are not those of the sequence.
+        ValueError: padding on the left or in between, a mask that is more than causal, such as that of packed texts, or
+            a cache that does not hold exactly the keys of the sequence.
     """
     past, own = arguments["q_offset"], arguments["q_length"]
     if isinstance(past, torch.Tensor) or arguments["kv_length"] != past + own or arguments["kv_offset"]:
         raise ValueError(
-            "MHLA goes on from all of a sequence, and this cache holds another number of keys, as a static or a "
-            "sliding one does. Give generate() past_key_values=MHLACache(model), or leave its cache_implementation out."
+            "MHLA continues from the whole sequence, but this cache holds another number of keys, as a static or "
+            "sliding cache does. Pass past_key_values=MHLACache(model) to generate(), or leave cache_implementation "
+            "out."
         )
-    # a compiled graph gets the mask function of packed texts whether they are packed or not
+    # a compiled graph always gets the mask function of packed texts
     if arguments["mask_function"] is not causal_mask_function and not torch.compiler.is_compiling():
         raise ValueError(
-            "Some tokens of this call may not see all that come before them, as texts that are packed into one row by "
-            "their position_ids, and blocks of MHLA cannot be cut there. Give every text a row of its own, padded on "
+            "Some tokens of this call may not see all earlier tokens, as when position_ids pack several texts into one "
+            "row, and MHLA cannot split its blocks there. Give every text a row of its own, padded on "
             "the right."
         )
     padding = arguments["attention_mask"]
@@ -319,12 +320,12 @@ def checked_mask(*, replaced: str, **arguments: Any) -> CausalMask:
 
 
 def _check_padding(mask: torch.Tensor) -> None:
-    """Raise unless the tokens that take part, (B, N), come before all that do not."""
+    """Raise unless all padding of a mask (B, N) is on the right."""
     has_gap = (mask[:, 1:] & ~mask[:, :-1]).any()
     message = (
-        "attention_mask has padding on the left or between tokens, which would shift the blocks that MHLA cuts a text "
-        "into. Pad on the right to train or to score (tokenizer.padding_side = 'right'), and generate from prompts of "
-        "one length together, or one by one."
+        "attention_mask has padding on the left or between tokens, which would shift the blocks that MHLA splits a "
+        "text into. Pad on the right to train or to score (tokenizer.padding_side = 'right'), and generate from "
+        "prompts of one length together, or one by one."
     )
     if torch.compiler.is_compiling():
         torch._assert_async(~has_gap, message)
@@ -345,19 +346,19 @@ def attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What transformers calls for an attention, see :class:`transformers.AttentionInterface`.
+    """Called by transformers for every attention, see :class:`transformers.AttentionInterface`.
 
     Returns:
-        (B, n, H, D), and weights where another implementation gives them.
+        (B, n, H, D), and weights if another implementation returns them.
 
     Raises:
-        ValueError: a mask that the caller has made, dropout of weights, a wish for them, or texts that are packed into
+        ValueError: a mask made by the caller, attention dropout, ``output_attentions``, or several texts packed into
             one row.
     """
     if not isinstance(attention_mask, CausalMask):
         raise ValueError(
-            "A patched model makes its masks itself, and was given a ready one of four axes or none; give "
-            "attention_mask of two axes, (batch, tokens), or leave it out."
+            "A patched model makes its own masks, but got a mask of four axes or none; pass attention_mask with "
+            "two axes, (batch, tokens), or leave it out."
         )
     if not module.has_processor:
         function = ALL_ATTENTION_FUNCTIONS.get_interface(replaced, module.own_function)
@@ -366,7 +367,7 @@ def attend(
         return attended
     refuse_weights(dropout, bool(kwargs.get("output_attentions", module.config.output_attentions)))
     if kwargs.get("cu_seq_lens_q") is not None:
-        raise ValueError("MHLA does not cut rows of packed texts; give every text a row of its own.")
+        raise ValueError("MHLA does not split rows of packed texts; give every text a row of its own.")
     output = module.processor.attend(
         module,
         query.transpose(1, 2),

@@ -1,7 +1,7 @@
 """PixArt-α and Σ: ``PixArtTransformer2DModel``.
 
-Softmax self-attention without RoPE, since positions are added to the tokens once. α's model for 1024 px is also given
-height, width and their ratio, that for 512 px and Σ's are not.
+Softmax self-attention without RoPE; positions are added to the tokens once. α's model for 1024 px also gets height,
+width and their ratio; its model for 512 px and Σ's do not.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from .styles import ImageFamily
 
 _CLASS = "PixArtTransformer2DModel"
 _PIXELS = 8
-"""Per latent along height and width, of the autoencoders of α and Σ."""
+"""Pixels per latent along height and width, for the autoencoders of α and Σ."""
 _OF_T5_XXL = {"caption_channels": 4096}
 
 
@@ -28,7 +28,7 @@ class PixArtFamily(ImageFamily):
     # PixArtSigmaPAGPipeline's, with and without classifier-free guidance
     perturbed_processors = {"PAGCFGIdentitySelfAttnProcessor2_0": 3, "PAGIdentitySelfAttnProcessor2_0": 2}
     text_settings = {"clean_caption": True}
-    # of α's pipeline, see conditioning_shapes
+    # of α's pipeline, see conditions_of
     conditions = (
         Condition("encoder_hidden_states", (120, "caption_channels")),
         Condition("encoder_attention_mask", (120,), output=1, dtype=torch.int64),
@@ -42,14 +42,14 @@ class PixArtFamily(ImageFamily):
     )
 
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
-        """Σ's pipeline pads to 300 tokens; its configurations say that they are not given the size."""
+        """Σ's pipeline pads to 300 tokens; Σ's configurations have no additional conditions."""
         tokens = 300 if config.use_additional_conditions is False else 120
         return tuple(one._replace(shape=(tokens, *one.shape[1:])) for one in self.conditions)
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """With the size of the picture in pixels, for models that are given it."""
+        """With the picture's size in pixels, for models that take it."""
         size: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
         if transformer.use_additional_conditions:
             height, width = (_PIXELS * side for side in latents.shape[2:])

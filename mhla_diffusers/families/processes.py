@@ -1,6 +1,6 @@
-"""The process that each model family was trained with: how latents are noised and what the model learns to predict.
+"""The diffusion process of each family: how latents are noised and what the model learns to predict.
 
-Shapes: B batch, C channels, the rest the axes of the latents.
+Shapes: B batch, C channels, then the axes of the latents.
 """
 
 import math
@@ -13,14 +13,14 @@ import torch
 
 @dataclass(frozen=True)
 class NoisedBatch:
-    """What one forward of the transformer gets, and what its output is compared with."""
+    """Input of one forward of the transformer, and the target of its output."""
 
     latents: torch.Tensor
     """(B, C, ...), clean."""
     noise: torch.Tensor
     """Like ``latents``."""
     time: torch.Tensor
-    """(B,): σ in (0, 1) for flow matching, the integer step for DDPM. With a time for every frame (B, F), 0 of frames
+    """(B,): σ in (0, 1) for flow matching, the integer step for DDPM. With a time for every frame (B, F), 0 for frames
     that are clean and not predicted.
     """
     hidden_states: torch.Tensor
@@ -71,8 +71,8 @@ class FlowMatching(DiffusionProcess):
     Args:
         shift: σ ↦ shift σ / (1 + (shift − 1) σ); 3.0 for Wan at 480p and SANA, 1.0 for none.
         timestep_scale: factor on the timestep, 1.0 but for some SANA models.
-        channels: how many, from the first on, are noised and predicted, None for all; others, of a picture that the
-            model is shown, stay as they are.
+        channels: the first ``channels`` are noised and predicted, None for all; the others, of a conditioning picture,
+            stay clean.
     """
 
     def __init__(self, shift: float, timestep_scale: float = 1.0, channels: int | None = None) -> None:
@@ -98,7 +98,7 @@ class FlowMatching(DiffusionProcess):
         return time * 1000 * self.timestep_scale
 
     def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
-        """Mean squared error to the velocity, of frames that are not clean."""
+        """Mean squared error to the velocity, over frames that are not clean."""
         velocity = (batch.noise - batch.latents)[:, : self.channels]
         error = (prediction[:, : velocity.shape[1]].float() - velocity.float()).square()
         if batch.time.ndim == 1:
@@ -117,7 +117,7 @@ class ReversedFlowMatching(FlowMatching):
 
 
 class _DDPM(DiffusionProcess):
-    """Steps of a schedule, of which each is equally likely in training."""
+    """Steps of a schedule, all equally likely in training."""
 
     steps: int
     kept: torch.Tensor
@@ -133,10 +133,10 @@ class _DDPM(DiffusionProcess):
 
 
 class LearnedVarianceDDPM(_DDPM):
-    """DiT: the model predicts the noise and, in as many further channels, where the variance lies.
+    """DiT: the model predicts the noise and, in as many further channels, the variance.
 
     Loss as in improved DDPM: mean squared error of the noise, plus the variational bound in bits per dimension, whose
-    gradient reaches the variance alone.
+    gradient reaches only the variance.
 
     Args:
         steps: number of timesteps of the linear schedule from β = 0.0001 to 0.02.
@@ -176,7 +176,9 @@ class LearnedVarianceDDPM(_DDPM):
         return simple + self._bound(noise.detach(), (fraction + 1) / 2, batch)
 
     def _bound(self, noise: torch.Tensor, fraction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
-        """Variational bound per sample in bits per dimension, of a variance from the smallest, 0, to the largest, 1."""
+        """Variational bound per sample in bits per dimension; ``fraction`` 0 is the smallest variance, 1 the
+        largest.
+        """
         latents, hidden_states, time = batch.latents.float(), batch.hidden_states.float(), batch.time
         kept, lost = self._at(self.kept, time, latents), self._at(1 - self.kept, time, latents)
         predicted = (hidden_states - lost.sqrt() * noise) / kept.sqrt()
@@ -204,10 +206,10 @@ class VelocityDDPM(_DDPM):
     Its squared error is that of the latents, divided by 1 − ᾱ as CogVideoX weighs it.
 
     Args:
-        snr_shift: divides the ratio ᾱ / (1 − ᾱ) of every step, 3.0 for CogVideoX-2B and 1.0, none, for the others.
-        steps: number of timesteps, between which √β goes from √0.00085 to that of ``last_beta``.
+        snr_shift: divides the ratio ᾱ / (1 − ᾱ) of every step: 3.0 for CogVideoX-2B, 1.0 (none) for the others.
+        steps: number of timesteps; √β grows linearly from √0.00085 to √``last_beta``.
         last_beta: β of the last step.
-        ends_in_noise: whether the last step is pure noise, which CogVideoX's is.
+        ends_in_noise: whether the last step is pure noise, as in CogVideoX.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Qwen-Image: ``QwenImageTransformer2DModel``.
 
-Joint attention in every block, the text before the image, each with RoPE of its own as complex numbers; padded text is
-masked. The transformer takes packed latents, 2x2 to a token, and is given the token grid of every picture.
+Joint attention in every block with the text before the image, each with its own RoPE as complex numbers; padded text is
+masked. The transformer takes packed latents, 2x2 to a token, and the token grid of every picture.
 """
 
 from collections.abc import Mapping
@@ -19,22 +19,22 @@ _CLASS = "QwenImageTransformer2DModel"
 _TEXT_TOKENS = 512
 """Default of the pipeline's call, which pads text to the longest of a batch and masks the padding."""
 _NO_PROMPT = " "
-"""What the pipeline's documentation gives as the negative prompt."""
+"""Negative prompt of the pipeline's documentation."""
 _TINY = {"axes_dims_rope": (4, 6, 6), "joint_attention_dim": 32, "in_channels": 16, "out_channels": 4}
 
 
 class QwenImageAdapter(JointAdapter):
-    """The text has a mask and a table of RoPE of its own."""
+    """The text has its own mask and RoPE table."""
 
     def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
-        """(B, N): the tokens of the grid all take part.
+        """(B, N): all tokens of the grid take part.
 
         Raises:
             ValueError: a mask of another kind.
         """
         if arguments.attention_mask is not None:
             raise ValueError(
-                "Qwen-Image masks its text with encoder_hidden_states_mask; an attention_mask beside it has no place."
+                "Qwen-Image masks its text with encoder_hidden_states_mask and takes no attention_mask; leave it out."
             )
         return self.mask_of_context(arguments, arguments.encoder_hidden_states_mask)
 
@@ -74,7 +74,7 @@ class QwenImageFamily(PaddedTextFamily, PackedImageFamily):
     )
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """From ``img_shapes`` of the first sample, by which the model lays out the whole batch.
+        """From ``img_shapes`` of the first sample, which the model uses for the whole batch.
 
         Raises:
             ValueError: more than one picture, or frames of a video.
@@ -85,8 +85,8 @@ class QwenImageFamily(PaddedTextFamily, PackedImageFamily):
         if others or frames != 1:
             raise ValueError(
                 f"img_shapes={pictures} are {len(pictures)} pictures of {frames} frame(s): MHLA takes one picture, not "
-                "one with others as its context, as in Qwen-Image-Edit and Qwen-Image-Layered. Run these without the "
-                "patch: remove_mhla(pipe)."
+                "one with others as its context, as in Qwen-Image-Edit and Qwen-Image-Layered. Run this pipeline "
+                "without the patch: remove_mhla(pipe)."
             )
         return height, width
 
@@ -99,11 +99,11 @@ class QwenImageFamily(PaddedTextFamily, PackedImageFamily):
         return {"img_shapes": [[shape]] * len(latents), **arguments}
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, 16, H, W): the autoencoder is one of videos, of which an image is one frame."""
+        """(B, 16, H, W): a video autoencoder, for which an image is one frame."""
         return of_unit_scale(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())[:, :, 0]
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """(C, H, W), halved as often as the autoencoder has entries of ``temperal_downsample``."""
+        """(C, H, W), halved once per entry of the autoencoder's ``temperal_downsample``."""
         stride, (height, width) = 2 ** len(vae["temperal_downsample"]), clip.sizes[0]
         return self.channels(transformer), height // stride, width // stride
 

@@ -1,7 +1,7 @@
 """SANA: ``SanaTransformer2DModel`` (1.0, 1.5 with qk-norm, Sprint).
 
-Its own self-attention is already plain linear attention with φ = ReLU, so MHLA with one block is what it has. There is
-no positional embedding; the convolutional feed-forward needs the tokens in raster order.
+Its own self-attention is linear attention with φ = ReLU, which equals MHLA with one block. There is no positional
+embedding; the convolutional feed-forward needs the tokens in raster order.
 """
 
 import inspect
@@ -63,7 +63,7 @@ class SanaFamily(ImageFamily):
     )
 
     def softmax_processor(self) -> Any:
-        """``SanaAttnProcessor2_0``, which SANA has in its cross-attentions."""
+        """``SanaAttnProcessor2_0``, the processor of SANA's cross-attentions."""
         return self.cross_attention_processor()
 
     def recognises_cross_attention(self, attn: Any) -> bool:
@@ -76,13 +76,13 @@ class SanaFamily(ImageFamily):
         return FlowMatching(flow_shift, timestep_scale=float(transformer.config.timestep_scale))
 
     def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
-        """Without its factor; of SANA-Sprint, which embeds its guidance, the t of sin t / (sin t + cos t)."""
+        """Without its factor; for SANA-Sprint, which embeds its guidance, t of sin t / (sin t + cos t)."""
         if transformer.config.guidance_embeds:
             return torch.atan2(timestep, 1 - timestep)
         return timestep / float(transformer.config.timestep_scale)
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """With the pipeline's own instruction before a caption, unless the settings have another."""
+        """With the pipeline's default instruction before the caption, unless the settings have another."""
         default = inspect.signature(pipe.__call__).parameters["complex_human_instruction"].default
         chosen = {"complex_human_instruction": default, **(settings or {})}
         if not prompt:

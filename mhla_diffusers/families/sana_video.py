@@ -1,7 +1,7 @@
 """SANA-Video: ``SanaVideoTransformer3DModel``, text- and image-to-video.
 
-SANA's linear attention with φ = ReLU over a video, with 3-D RoPE after the feature map in the numerator alone: MHLA
-with one block is what it has. Query and key are normed across heads, text is SANA's.
+SANA's linear attention with φ = ReLU over a video, with 3-D RoPE after the feature map, in the numerator only. This
+equals MHLA with one block. Query and key are normed across heads; text is encoded as in SANA.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class SanaVideoFamily(SanaFamily):
     axes = 3
     processor = "diffusers.models.transformers.transformer_sana_video.SanaLinearAttnProcessor3_0"
     cross_processor = "diffusers.models.transformers.transformer_sana_video.SanaAttnProcessor2_0"
-    # at 81 frames of 480x832 pixels three latent frames of ten tokens each way, as of Wan, which has the same grid
+    # at 81 frames of 480x832 pixels blocks of three latent frames by ten tokens each way; Wan has the same grid
     default_config = MHLAConfig(blocks=(7, 3, 5))
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     measured_unasked = False
@@ -54,7 +54,7 @@ class SanaVideoFamily(SanaFamily):
     )
 
     def softmax_processor(self) -> Any:
-        """``WanAttnProcessor``, which norms and turns query and key as SANA-Video does."""
+        """``WanAttnProcessor``, which norms and rotates query and key as SANA-Video does."""
         from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
         return WanAttnProcessor()
@@ -68,5 +68,5 @@ class SanaVideoFamily(SanaFamily):
         return FlowMatching(flow_shift)
 
     def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
-        """The argument itself, whose largest value is that of the tokens to be denoised."""
+        """The argument itself; its largest value is that of the noised tokens."""
         return timestep

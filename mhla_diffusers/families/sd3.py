@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5: ``SD3Transformer2DModel``.
 
 Joint attention in every block, the text after the image; no RoPE, since positions are added to the tokens once. Some
-blocks of 3.5-medium attend to the image alone once more, in ``attn2``.
+blocks of 3.5-medium have a second attention, ``attn2``, over the image alone.
 """
 
 from typing import Any
@@ -51,5 +51,5 @@ class SD3Family(JointFamily, ImageFamily):
     )
 
     def adapter_of(self, attn: Any) -> AttentionAdapter:
-        """Of ``attn2`` that of an attention without text."""
+        """For ``attn2`` the adapter of an attention without text."""
         return self.adapter if attn.add_q_proj is not None else AttentionAdapter()

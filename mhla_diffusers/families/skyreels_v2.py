@@ -1,8 +1,8 @@
 """SkyReels-V2: ``SkyReelsV2Transformer3DModel``, Wan with text-, image-to-video and diffusion forcing.
 
-Diffusion forcing gives every frame a time of its own. Called with ``causal_block_size`` above 1 its pipelines also mask
-all later blocks of frames from every frame. A patch with ``causal="block"`` and blocks of that length sees no later
-block by itself, so it does without the mask; the KV states of any other know no order.
+Diffusion forcing gives every frame its own time. With ``causal_block_size`` above 1 its pipelines also mask all later
+blocks of frames. A patch with ``causal="block"`` and the same block length needs no mask, because it never sees a later
+block. The KV states of any other patch have no order.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from .wan import WanFamily, grid_of_table, tiny_wan, wan_model
 
 _CLASS = "SkyReelsV2Transformer3DModel"
 _AT_24_FPS = 1
-"""What a model that is told frames per second is told for any but 16."""
+"""What models that take frames per second get for any rate but 16."""
 
 
 class SkyReelsV2Adapter(AttentionAdapter):
-    """Wan's, with the mask of diffusion forcing read as what it says."""
+    """Wan's, reading diffusion forcing's mask as a block length."""
 
     def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
         """A mask is block-causal or a key-padding mask."""
@@ -32,7 +32,7 @@ class SkyReelsV2Adapter(AttentionAdapter):
         return given._replace(frames_in_block=_frames_in_block(mask, grid_of_table(rotary[1])[0]))
 
     def check_order(self, given: AttentionInput, config: MHLAConfig | None) -> None:
-        """Raise ValueError unless a patch is as causal as the mask, with blocks of the same length."""
+        """Raise ValueError unless a patch is causal with the mask's block length."""
         length = given.frames_in_block
         if length is None or (config is not None and config.causal == "block" and config.block_length == length):
             return

@@ -40,7 +40,7 @@ class VideoFamily(Family):
 
 
 class JointFamily(Family):
-    """Text stands in one sequence with the image or video, after it unless the adapter says otherwise."""
+    """Text is in one sequence with the image or video, after it unless the adapter says otherwise."""
 
     attentions: ClassVar[tuple[str, ...]] = ("attn",)
     adapter = JointAdapter()
@@ -49,7 +49,7 @@ class JointFamily(Family):
 
 
 class PackedFamily(Family):
-    """Latents stand in the transformer's input as tokens, (B, N, C patch)."""
+    """The transformer's input is tokens of packed latents, (B, N, C patch)."""
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
@@ -74,10 +74,10 @@ class PackedFamily(Family):
 
 
 class PackedImageFamily(PackedFamily, JointFamily, ImageFamily):
-    """Joint attention over images that are packed 2x2 to a token, as Flux has it."""
+    """Joint attention over images whose latents are packed 2x2 to a token, as in Flux."""
 
     takes_sigma = True
-    # 16 channels that turn with the number of the picture, counted to the height, and 56 for each axis
+    # 16 channels that rotate with the index of the picture, counted as height, and 56 for each axis
     rotary_channels = {128: (72, 56)}
 
     def patch(self, transformer: Any) -> tuple[int, ...]:
@@ -90,13 +90,13 @@ class PackedImageFamily(PackedFamily, JointFamily, ImageFamily):
 
 
 class PaddedTextFamily(Family):
-    """Texts of a batch have their own lengths; in files they are padded with zeros beside a mask.
+    """Texts of a batch have different lengths; files hold them padded with zeros, with a mask.
 
     :attr:`conditions` are the text and its mask.
     """
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """The text, padded to the longest that the pipeline takes by default, and which tokens are its own."""
+        """The text, padded to the pipeline's default maximum length, and the mask of its tokens."""
         text, mask = self.conditions
         tokens = {"max_sequence_length": text.shape[0], **(settings or {})}
         embeddings, own = self.encode_text(pipe, prompt, tokens)
@@ -124,18 +124,18 @@ class TransformersAdapter(AttentionAdapter):
 
 
 class TransformersFamily(Family):
-    """Models of transformers, which know no denoising steps, and whose attentions get a place for a processor."""
+    """Models of transformers: no denoising steps; their attentions get a processor while patched."""
 
     library = "transformers"
 
     def self_attention_processor(self) -> Any:
-        """What stands for the attention implementation that the model's configuration names."""
+        """A placeholder for the attention implementation that the model's configuration names."""
         from .patched_classes import OwnAttention
 
         return OwnAttention()
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
-        """An older transformers, what :meth:`why_not_fitting` tells, and denoising steps."""
+        """An old transformers version, the reason from :meth:`why_not_fitting`, or settings for denoising steps."""
         kind = type(transformer).__name__
         if (why := _why_too_old(kind) or self.why_not_fitting(kind, config)) is not None:
             return why
@@ -151,20 +151,20 @@ class TransformersFamily(Family):
         return None
 
     def prepare(self, transformer: Any) -> None:
-        """Give its attentions a place for a processor."""
+        """Give its attentions a processor attribute."""
         from .patched_classes import give_classes
 
         give_classes(self.self_attentions(transformer).values())
 
     def restore(self, transformer: Any) -> None:
-        """The classes that they had."""
+        """Restore their classes."""
         from .patched_classes import take_classes
 
         take_classes(self.self_attentions(transformer).values())
 
 
 def thirds(head_dim: int) -> tuple[int, ...]:
-    """A third of the channels for each axis, frames with what is left over."""
+    """A third of the channels for each axis; frames also take the remainder."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 
@@ -191,14 +191,14 @@ def unpack(tokens: torch.Tensor, grid: Sequence[int], patch: Sequence[int]) -> t
 
 
 def keep_with(tensor: torch.Tensor, found: Found) -> None:
-    """Keep what is known of a tensor's values, for :func:`kept_with`."""
+    """Store on a tensor what :func:`kept_with` would read from its values."""
     setattr(tensor, _KEPT, (None if tensor.is_inference() else tensor._version, found))
 
 
 def kept_with(tensor: torch.Tensor, read: Callable[[Any], Found]) -> Found:
-    """What ``read`` finds in a tensor's values, for which it waits for a device: read once, and again when they change.
+    """The result of ``read`` on a tensor's values, cached until they change: reading waits for the device.
 
-    A tensor made in inference mode does not tell whether its values have changed, so it is read every time.
+    A tensor made in inference mode has no version counter, so it is read every time.
     """
     version, kept = None if tensor.is_inference() else tensor._version, getattr(tensor, _KEPT, None)
     if kept is not None and kept[0] == version and (version is not None or tensor.is_meta):
@@ -210,7 +210,7 @@ def kept_with(tensor: torch.Tensor, read: Callable[[Any], Found]) -> Found:
 
 
 def _why_too_old(kind: str) -> str | None:
-    """Why the transformers that is installed is too old for a patch of a model; None if it is not."""
+    """Why the installed transformers is too old to patch a model, or None."""
     major, minor, *_ = version("transformers").split(".")
     if (int(major), int(minor)) >= _TRANSFORMERS:
         return None

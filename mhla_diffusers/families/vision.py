@@ -1,8 +1,8 @@
 """Vision transformers of transformers: ViT, DeiT, DINOv2, SigLIP's vision tower, and DeiT as the paper trains it.
 
-Softmax self-attention over the patches of a picture, which are the (height, width) token grid. Class, distillation and
-register tokens stand before the grid and outside of it: they attend, and are attended to, with softmax. Positions are
-added to the tokens once; they are interpolated for other sizes by transformers itself.
+Softmax self-attention over the patches of a picture, the (height, width) token grid. Class, distillation and register
+tokens come before the grid as extra tokens: they attend, and are attended to, with softmax. Positions are added to the
+tokens once; transformers interpolates them for other sizes.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from .styles import TransformersAdapter, TransformersFamily
 
 
 class VisionAdapter(TransformersAdapter):
-    """Self-attention over the patches and the tokens before them, of which there may be none."""
+    """Self-attention over the patches and any tokens before them."""
 
     def __init__(self, has_extra: bool = False) -> None:
         super().__init__()
@@ -31,15 +31,15 @@ class VisionAdapter(TransformersAdapter):
         return int(count), int(attn.head_dim)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionArguments:
-        """Tokens and mask, of which the mask may come by place."""
+        """Tokens and mask; the mask may be positional."""
         named = {**dict(zip(("hidden_states", "attention_mask"), args, strict=False)), **kwargs}
         return AttentionArguments(named["hidden_states"], attention_mask=named.get("attention_mask"))
 
     def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
-        """(B, N) of what transformers makes of a mask: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows.
+        """(B, N) from transformers' mask: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows.
 
         Raises:
-            ValueError: a mask that differs between queries, or of another kind than a tensor.
+            ValueError: a mask that differs between queries or is no tensor.
         """
         mask, (batch, tokens) = arguments.attention_mask, arguments.hidden_states.shape[:2]
         if mask is None:
@@ -63,7 +63,7 @@ class VisionAdapter(TransformersAdapter):
         return key_padding_mask(mask, batch, tokens)
 
     def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
-        """All tokens that are more than the patches stand before these."""
+        """All tokens that are not patches come before the patches."""
         others = given.hidden_states.shape[1] - tokens
         return (others, 0) if self.has_extra and others > 0 else super().extra(given, tokens)
 
@@ -89,12 +89,12 @@ class VisionFamily(TransformersFamily):
     adapter = VisionAdapter(has_extra=True)
     attentions = ("attention",)
     forward_names = ("pixel_values",)
-    # the paper's 16 blocks; of 196 tokens uniform blocks of 64 would be too few to choose among
+    # the paper's 16 blocks; 196 tokens are too few uniform blocks of 64 to choose among
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
     default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
     feed_forwards = ("mlp",)
     trunk_names: ClassVar[tuple[str, ...]] = ()
-    """Attributes of a model with a head in which the model without it lies; absent ones are skipped."""
+    """Attributes of a model with a head that hold the model without it; absent ones are skipped."""
     layers_path: ClassVar[str] = "layers"
     """Of the blocks, in the trunk."""
 
@@ -109,7 +109,7 @@ class VisionFamily(TransformersFamily):
         return next((module for module in found if isinstance(module, nn.Module)), transformer)
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
-        """Layers, by the names that they have in the model."""
+        """Layers, by their names in the model."""
         trunk = self.trunk(transformer)
         inside = next((f"{name}." for name, module in transformer.named_children() if module is trunk), "")
         layers = trunk.get_submodule(self.layers_path)
@@ -123,7 +123,7 @@ class VisionFamily(TransformersFamily):
         """
         arguments = super().named_arguments(args, kwargs)
         if not isinstance(arguments.get("pixel_values"), torch.Tensor):
-            raise ValueError("pixel_values=None: give the model pictures, (batch, channels, height, width).")
+            raise ValueError("pixel_values=None: pass pictures, (batch, channels, height, width).")
         return arguments
 
     def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
@@ -137,11 +137,11 @@ class VisionFamily(TransformersFamily):
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """Pixels (B, C, H, W) in the place of latents; a picture has no time."""
+        """Pixels (B, C, H, W) instead of latents; there is no time."""
         return {"pixel_values": latents, **conditioning}
 
     def conditioning_shapes(self, transformer: Any) -> Sample:
-        """Nothing: the pixels are all that the model is given."""
+        """Nothing: the model gets only pixels."""
         return {}
 
     def channels(self, transformer: Any) -> int:
@@ -200,9 +200,9 @@ class Dinov2Family(VisionFamily):
 
 
 class SiglipFamily(VisionFamily):
-    """SigLIP's vision tower, alone, under a classifier, or beside the text tower, which is left alone.
+    """SigLIP's vision tower, alone, under a classifier, or beside the text tower, which is not patched.
 
-    It has patches alone: what pools them is no self-attention.
+    Its tokens are patches only; its pooling is no self-attention.
     """
 
     name = "siglip"

@@ -1,11 +1,11 @@
 """Wan: ``WanTransformer3DModel`` (2.1 text- and image-to-video, 2.2 A14B, 2.2 TI2V-5B) and VACE.
 
-Self-attention is softmax with RMSNorm over all channels of query and key and 3-D RoPE, passed to every attention as
-``rotary_emb``. A VACE transformer has its control blocks in a second list, ``vace_blocks``; their layers count on after
-the main ones. A Wan 2.2 A14B pipeline has two transformers, which are patched alike.
+Self-attention is softmax with RMSNorm over all channels of query and key, and 3-D RoPE, passed to every attention as
+``rotary_emb``. A VACE transformer has a second list of control blocks, ``vace_blocks``; their layer indices follow the
+main ones. A Wan 2.2 A14B pipeline has two transformers, which are patched alike.
 
-An image-to-video transformer takes more channels than it predicts: beside the noised latents a mask and the latents of
-the first frame, and what a vision encoder makes of that frame.
+An image-to-video transformer takes more channels than it predicts: the noised latents, a mask and the latents of the
+first frame. Some also take a vision encoder's embedding of that frame.
 """
 
 import math
@@ -26,13 +26,13 @@ _CLASS = "WanTransformer3DModel"
 _TEXT_TOKENS = 512
 """Length that the pipeline pads text to in training; its text is not masked, so the length matters."""
 _IMAGE_TOKENS = 257
-"""Of CLIP ViT-H/14 for a picture: a class and 16x16 patches."""
+"""Tokens of CLIP ViT-H/14 for a picture: a class token and 16x16 patches."""
 _LAID_OUT: set[tuple[int, ...]] = set()
-"""Shapes of tables before they were flattened that were seen to be the token grid."""
+"""Shapes of unflattened tables whose coordinates were checked to be the token grid."""
 
 
 def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any) -> Model:
-    """A configuration of Wan 2.1 text-to-video at its sizes, but for what differs in a relative."""
+    """A configuration of Wan 2.1 text-to-video, with the differences of a relative."""
     usual = {
         "transformer": _CLASS,
         "blocks": (7, 3, 5),
@@ -47,7 +47,7 @@ def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any
 
 
 def tiny_wan(name: str, transformer: str, settings: Mapping[str, Any] | None = None, **different: Any) -> Model:
-    """A tiny configuration of Wan or of a relative, whose class has other settings besides."""
+    """A tiny configuration of Wan or of a relative, with further settings of its class."""
     tiny = {"ffn_dim": 32, "text_dim": 32, "freq_dim": 16, **(settings or {})}
     return tiny_video(name, transformer, settings=tiny, **different)
 
@@ -82,7 +82,7 @@ class WanFamily(VideoFamily):
     )
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
-        """Of as many frames as the pipeline makes, which rounds to one more than its temporal stride divides."""
+        """As the pipeline rounds frames: to a multiple of its temporal stride plus one."""
         stride = self.temporal_stride(pipe)
         frames = clip.frames if clip.frames % stride == 1 else clip.frames // stride * stride + 1
         return super().grid_of_clip(pipe, transformer, replace(clip, frames=frames))
@@ -92,14 +92,14 @@ class WanFamily(VideoFamily):
         return grid_of_table(rotary[1]) if self.recognises_self_attention(attn) else None
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """As ``WanRotaryPosEmbed`` shares them out."""
+        """As ``WanRotaryPosEmbed`` splits them."""
         return thirds(head_dim)
 
     def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
-        """With the channels of the frames as the model's own table has them for later ones.
+        """The frames' channels come from later rows of the model's own table.
 
         Raises:
-            ValueError: the table ends before.
+            ValueError: the table is too short.
         """
         rope, last = transformer.rope, first + grid[0]
         if (reason := self.why_too_late(transformer, first, last)) is not None:
@@ -113,27 +113,27 @@ class WanFamily(VideoFamily):
         return later(rotary[0], cos), later(rotary[1], sin)
 
     def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
-        """The model's own table may end before."""
+        """Later than the end of the model's own table."""
         rope = transformer.rope
         if last <= rope.max_seq_len:
             return None
         return (
             f"{type(transformer).__name__} has RoPE for {rope.max_seq_len} latent frames, its rope_max_seq_len, "
-            f"and these would be {first + 1} to {last}. Begin another video, or load the model with a larger "
+            f"but frames {first + 1} to {last} were asked for. Begin another video, or load the model with a larger "
             "rope_max_seq_len=, which adds no weights; frames that far apart were not seen in training."
         )
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """Times of frames are passed for every token, as Wan 2.2 TI2V-5B has them."""
+        """Times of frames are passed per token, as for Wan 2.2 TI2V-5B."""
         if timestep.ndim == 2:
             frames, *sides = self.token_grid(transformer, latents)
             timestep = timestep[:, :: timestep.shape[1] // frames].repeat_interleave(math.prod(sides), dim=1)
         return super().forward_arguments(transformer, latents, timestep, conditioning)
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Flow matching of the channels that are predicted; those of a picture beside them stay."""
+        """Flow matching of the predicted channels; the channels of a picture stay clean."""
         return FlowMatching(flow_shift, channels=int(transformer.config.out_channels))
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
@@ -144,10 +144,10 @@ class WanFamily(VideoFamily):
         return arguments
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, 16, F, H, W); of image-to-video (B, 36, F, H, W) with the mask and the latents of the first frame.
+        """(B, 16, F, H, W); for image-to-video (B, 36, F, H, W), with the mask and the latents of the first frame.
 
         Raises:
-            ValueError: a transformer that takes other channels beside the noised ones.
+            ValueError: a transformer that takes other extra channels.
         """
         latents = super().encode_pixels(pipe, pixels)
         wanted = self.channels(pipe.transformer.config)
@@ -180,17 +180,17 @@ class WanFamily(VideoFamily):
 
 
 def grid_of_table(table: Any) -> tuple[int, ...]:
-    """Token grid of RoPE's sines, (1, N, 1, D), read off the three coordinates of every token.
+    """Token grid of RoPE's sines, (1, N, 1, D), read from the three coordinates of every token.
 
-    The table is a flattened (frames, height, width, D), of which it remains a view outside of inference mode. Once the
-    coordinates were seen to lie as this shape says, the shape tells by itself, and no device is waited for.
+    The table is a flattened (frames, height, width, D), and outside of inference mode a view of it. Once the
+    coordinates have been checked against that shape, the shape alone is enough, and nothing waits for the device.
     """
     laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
     if laid_out in _LAID_OUT:
         return laid_out
-    if not hasattr(table, "token_grid"):  # all layers of a forward are given the same table
+    if not hasattr(table, "token_grid"):  # all layers of a forward get the same table
         frames, height, _ = thirds(table.shape[-1])
-        # the first channel of an axis is sin(coordinate), which no coordinate but 0 makes 0
+        # the first channel of an axis is sin(coordinate), which is 0 only for coordinate 0
         at_zero = table[0, :, 0, [0, frames, frames + height]] == 0
         along = [at_zero[:, [axis for axis in range(3) if axis != counted]].all(dim=1).sum() for counted in range(3)]
         table.token_grid = tuple(torch.stack(along).tolist())

@@ -1,8 +1,8 @@
 """Wan 2.2 Animate: ``WanAnimateTransformer3DModel``, a picture of a character moved by the pose and face of a video.
 
-The first latent frame is the picture of the character, the others are those of a segment of the video; all of them lie
-on the token grid. After some blocks the tokens of a frame look at the face in ``face_adapter``, cross-attention that
-stays as it is.
+The first latent frame is the picture of the character; the others are a segment of the video. All of them are on the
+token grid. After some blocks the tokens of a frame attend to the face in ``face_adapter``, a cross-attention that is
+not patched.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _CLASS = "WanAnimateTransformer3DModel"
 _STRIDE = 4
 """Frames of the face's video per latent frame, after the first one."""
 _FACELESS = -1.0
-"""Pixels of the face by which the pipeline asks for no face in its guidance."""
+"""Pixel value that the pipeline uses for "no face" in its guidance."""
 
 
 class WanAnimateFamily(WanFamily):
@@ -41,7 +41,7 @@ class WanAnimateFamily(WanFamily):
             settings={"added_kv_proj_dim": 5120},
             sizes=((720, 1280),),
             grids={"720p": (21, 45, 80)},
-            # of fewer layers the face is looked at after fewer each
+            # with fewer layers the face is attended to after fewer blocks each
             more_layers={"inject_face_latents_blocks": 5},
         ),
         tiny_wan(
@@ -63,19 +63,19 @@ class WanAnimateFamily(WanFamily):
     )
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
-        """Of a segment of so many frames, and the picture before it."""
+        """The grid of a segment of this length and the picture before it."""
         frames, height, width = super().grid_of_clip(pipe, transformer, clip)
         return frames + 1, height, width
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
-        """Size, and frames of a segment; the video that moves the character tells how many segments there are."""
+        """Size, and frames of a segment; the driving video determines the number of segments."""
         height, width = clip.sizes[0]
         return {"height": height, "width": width, "segment_frame_length": clip.frames}
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """As Wan's; where the conditioning has neither, a pose of zeros and no face, as in the pipeline's guidance."""
+        """As Wan's; defaults to a pose of zeros and no face, as in the pipeline's guidance."""
         (batch, _, frames, height, width), config = latents.shape, transformer.config
         still = latents.new_zeros(batch, config.latent_channels, frames - 1, height, width)
         side = config.motion_encoder_size
@@ -89,13 +89,13 @@ class WanAnimateFamily(WanFamily):
         return channels, frames + 1, height, width
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Not told.
+        """Not supported.
 
         Raises:
             ValueError: always.
         """
         raise ValueError(
             "Wan Animate is trained on videos of a pose and a face beside every clip, which files with captions do not "
-            "hold. Give the samples as InMemoryData, with latents of 36 channels, encoder_hidden_states, "
+            "have. Pass the samples as InMemoryData, with latents of 36 channels, encoder_hidden_states, "
             "encoder_hidden_states_image, pose_hidden_states and face_pixel_values."
         )

@@ -1,8 +1,8 @@
 """Z-Image: ``ZImageTransformer2DModel``.
 
-One stream, the image before the text; each is padded to a multiple of 32 tokens with learned ones, which take part as
-text does. Two layers refine the image before that and two the text; these keep softmax, as some layers of a hybrid do.
-Images and texts are lists, since texts of a batch have their own lengths. RoPE is passed as complex numbers.
+Single-stream blocks with the image before the text. Learned tokens pad each to a multiple of 32 and take part as text
+does. Before these blocks two layers refine the image and two the text; they keep softmax attention. Images and texts
+are lists, because the texts of a batch have different lengths. RoPE is passed as complex numbers.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
     lacks_processor_methods = True
     forward_names = ("x", "t", "cap_feats")
     timestep_name = "t"
-    # 32 channels that the text's length turns, counted to the height, then 48 for each axis
+    # 32 channels that rotate with the length of the text, counted as height, then 48 for each axis
     rotary_channels = {128: (80, 48)}
     process_class = ReversedFlowMatching
     # Qwen3's
@@ -59,7 +59,7 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
     )
 
     def patch(self, transformer: Any) -> tuple[int, ...]:
-        """2x2, unless the transformer's forward is given another."""
+        """2x2, unless the transformer's forward gets another."""
         return _PATCH, _PATCH
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
         if isinstance(images[0], list):
             raise ValueError(
                 f"x holds {len(images[0])} pictures for a sample: MHLA takes one, not one with others as its context, "
-                "as in Z-Image-Omni. Run these without the patch: remove_mhla(pipe)."
+                "as in Z-Image-Omni. Run this pipeline without the patch: remove_mhla(pipe)."
             )
         sizes = {tuple(image.shape[1:]) for image in images}
         (frames, height, width), *others = sizes
@@ -88,7 +88,7 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
     ) -> dict[str, Any]:
         """Lists of images with one frame and of texts without their padding."""
         texts = list(conditioning["cap_feats"])
-        if not conditioning["cap_feats"].is_meta:  # where nothing tells the lengths
+        if not conditioning["cap_feats"].is_meta:  # which has no lengths to read
             masks = conditioning["cap_feats_mask"].bool()
             texts = [text[mask] for text, mask in zip(texts, masks, strict=True)]
         return {"x": list(latents[:, :, None]), "t": timestep, "cap_feats": texts}

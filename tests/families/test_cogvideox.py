@@ -79,7 +79,7 @@ def test_generated_latents_have_channels_before_frames(case):
 
 def test_latents_that_do_not_fill_a_token_are_refused():
     model = TWO_FRAMES_CASE.transformer()
-    with pytest.raises(ValueError, match="Latents of 3 frames do not fill tokens of 2"):
+    with pytest.raises(ValueError, match="3 latent frames are no multiple of 2"):
         get_family(model).token_grid(model, torch.empty(1, 4, 3, 8, 12))
 
 

@@ -28,5 +28,5 @@ def test_strides_of_wan_before_they_were_told():
 
 
 def test_an_autoencoder_that_tells_nothing_is_refused():
-    with pytest.raises(ValueError, match="tells no strides; the family needs a latent_shape"):
+    with pytest.raises(ValueError, match="has no strides; implement latent_shape"):
         strides_of({"latent_channels": 4})

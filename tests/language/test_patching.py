@@ -123,10 +123,10 @@ FROM_THE_LEFT = torch.arange(40).expand(2, -1) >= torch.tensor([[0], [3]])
     ("refused", "words"),
     [
         (lambda: patched()(text(), attention_mask=FROM_THE_LEFT), "padding on the left.*Pad on the right"),
-        (lambda: patched()(text(batch=1), position_ids=PACKED, use_cache=False), "packed into one row.*of its own"),
-        (lambda: patched()(text(), attention_mask=torch.zeros(2, 1, 40, 40)), "ready one of four axes"),
+        (lambda: patched()(text(batch=1), position_ids=PACKED, use_cache=False), "position_ids.*of its own"),
+        (lambda: patched()(text(), attention_mask=torch.zeros(2, 1, 40, 40)), "a mask of four axes"),
         (lambda: patched()(text(length=53)), "53 tokens, more than the 6 blocks of 8.*beyond='relative'"),
-        (lambda: patch(llama(attention_dropout=0.1)).train()(text()), "attention_dropout=0.1 drops weights"),
+        (lambda: patch(llama(attention_dropout=0.1)).train()(text()), "attention_dropout=0.1 drops"),
         # of a hybrid too, whose tuple would have fewer entries than the model has layers
         (lambda: patched(layers=[1])(text(), output_attentions=True), "output_attentions=True.*mhla_disabled"),
         (lambda: patch(llama(attn_implementation="eager", output_attentions=True))(text()), "output_attentions=True"),

@@ -91,4 +91,4 @@ def test_what_does_not_know_its_tokens_is_refused(two: Processes, what: str, wor
 def test_a_mask_that_hides_text_is_refused(two: Processes) -> None:
     for error, message in two.run(of_masked_text, (2, 1)):
         assert error < ROUNDING
-        assert "encoder_attention_mask leaves tokens of the text out" in message
+        assert "encoder_attention_mask masks text tokens" in message
