@@ -1,4 +1,4 @@
-"""What a run is refused for, before anything is trained: settings, processes, transformer and data that do not fit."""
+"""Checks before training: settings, processes, transformer and data must fit each other."""
 
 import math
 from pathlib import Path
@@ -24,7 +24,7 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     """Check what needs neither the model nor the data, and return the checkpoint to resume from, if any.
 
     Raises:
-        ValueError: a new run where there is one, sharding that is not supported, processes of no whole groups.
+        ValueError: a new run in a folder that holds one, unsupported sharding, or processes that make no whole groups.
         FileNotFoundError: no checkpoint to resume from.
         ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
     """
@@ -36,7 +36,7 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
 
 
 def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
-    """Raise ValueError unless transformer, data and configuration belong together; values are not looked at."""
+    """Raise ValueError unless transformer, data and configuration fit each other; does not look at values."""
     layers = mhla_layers(transformer)
     if layers and config.patch is None:
         raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
@@ -58,15 +58,15 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             check_layout(grid, patch.blocks_on(grid), is_causal=patch.causal is not None)
             check(
                 patch.sparse != "content" or math.prod(grid) > patch.block_size,
-                f"block_size={patch.block_size} makes one block of the {math.prod(grid)} tokens of a sample, which "
-                "every query lists: that is softmax attention, and nothing of the patch would be trained. Choose a "
-                "smaller block_size, or sparse='none'.",
+                f"block_size={patch.block_size} makes one block of the {math.prod(grid)} tokens of a sample, and "
+                "every query lists it: that is softmax attention, and nothing of the patch would be trained. Choose "
+                "a smaller block_size, or sparse='none'.",
             )
     check_splits(transformer, data, config)
 
 
 def check_enough(data: TrainingData, config: TrainingConfig) -> None:
-    """Raise ValueError unless data has a batch to train on, and an empty prompt if prompts are to be dropped."""
+    """Raise ValueError unless data has a batch to train on, and an empty prompt if prompts are dropped."""
     held_out = config.validation.samples
     left = len(data) - held_out
     check(
@@ -87,18 +87,18 @@ def check_enough(data: TrainingData, config: TrainingConfig) -> None:
 
 
 def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
-    """Raise ValueError unless the tokens of transformer and data can be spread over processes as configured."""
+    """Raise ValueError unless the tokens can be split over processes as configured."""
     if getattr(transformer, "_parallel_config", None) is not None:
         raise ValueError(
-            "transformer.enable_parallelism() was called before training, which then would weigh gradients wrongly; "
-            "leave it to training, with context_parallel: {ring: …, ulysses: …} in the configuration."
+            "transformer.enable_parallelism() was called before training, which would weigh gradients wrongly; instead "
+            "set context_parallel: {ring: …, ulysses: …} in the configuration."
         )
     degrees = config.context_parallel
     if degrees.processes == 1:
         return
     if getattr(transformer, "_cp_plan", None) is None:
         raise ValueError(
-            f"diffusers does not tell how the tokens of {type(transformer).__name__} are split over processes "
+            f"diffusers does not define how to split the tokens of {type(transformer).__name__} over processes "
             f"(_cp_plan), so context_parallel cannot be set for it; it does for {', '.join(classes_that_are_split())}."
         )
     family = get_family(transformer)
@@ -123,24 +123,24 @@ def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -
         _check_softmax_goes_round(transformer)
     check(
         not (config.gradient_checkpointing and keeps_softmax and config.needs_prediction),
-        "gradient_checkpointing: true does not go with softmax attention that is trained round a ring "
+        "gradient_checkpointing: true does not work with softmax attention that is trained round a ring "
         "(context_parallel.ring > 1): diffusers' backward pass reads what was recomputed more than once. Use "
         "context_parallel.ulysses alone, a patch of all layers, or gradient_checkpointing: false.",
     )
 
 
 def _check_divides(tokens: int, degrees: ContextParallel, what: str) -> None:
-    # shares of other lengths would weigh the tokens of attention transfer's means unequally
+    # unequal shares would weigh tokens unequally in attention transfer
     size = degrees.processes
     check(
         tokens % size == 0,
-        f"context_parallel spreads tokens over {size} processes evenly, but {what}; use a number of processes that "
+        f"context_parallel splits tokens over {size} processes evenly, but {what}; use a number of processes that "
         f"divides it, such as {math.gcd(tokens, size)}, or another size or number of frames.",
     )
 
 
 def _check_softmax_goes_round(transformer: Any) -> None:
-    """Ask the backend of softmax attention whether it gives its log-sum-exp; only PyTorch's default one may not."""
+    """Raise unless the softmax backend returns its log-sum-exp; only PyTorch's default one may not."""
     from diffusers.models import attention_dispatch
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
@@ -153,8 +153,8 @@ def _check_softmax_goes_round(transformer: Any) -> None:
         attention_dispatch._native_attention_forward_op(None, x, x, x, None, 0.0, False, None, False, True, False)
     except ValueError as error:
         raise ValueError(
-            "Softmax attention, that of the teacher and of layers without a patch, cannot go round a ring "
+            "Softmax attention, of the teacher and of layers without a patch, cannot run round a ring "
             f"(context_parallel.ring > 1) with PyTorch's default backend: {error} Use context_parallel.ulysses alone, "
-            "or a backend that gives its log-sum-exp, by the environment variable "
+            "or a backend that returns its log-sum-exp, by the environment variable "
             "DIFFUSERS_ATTN_BACKEND=_native_cudnn or =flash, with precision: bf16."
         ) from error

@@ -1,4 +1,4 @@
-"""``mhla finetune``, ``mhla encode`` and ``mhla synthesize``; nothing is imported before one of them is called."""
+"""``mhla finetune``, ``mhla encode`` and ``mhla synthesize``; their modules are imported when one is called."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 _Model = Annotated[str, typer.Option(help="Hub id or folder of the pipeline.")]
 _Output = Annotated[Path, typer.Option(help="Folder for the latents.")]
-_Frames = Annotated[int | None, typer.Option(help="Per video; 81 for Wan if left out.")]
-_Sizes = Annotated[list[str] | None, typer.Option("--size", help="HEIGHTxWIDTH; several times for aspect buckets.")]
+_Frames = Annotated[int | None, typer.Option(help="Per video; default: the family's, 81 for Wan.")]
+_Sizes = Annotated[list[str] | None, typer.Option("--size", help="HEIGHTxWIDTH; repeat for aspect buckets.")]
 _Device = Annotated[str, typer.Option(help='"auto" for a GPU if there is one.')]
 _Precision = Annotated[str, typer.Option("--precision", "--dtype", help="bf16 (or bfloat16), or no for float32.")]
 
@@ -21,9 +21,9 @@ def finetune_command(
     config: Annotated[Path, typer.Option(help="YAML file, for example one of finetune/configs.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example stages.0.steps=200.")] = None,
     resume: Annotated[str | None, typer.Option(help='"latest", or the path of a checkpoint.')] = None,
-    dry_run: Annotated[bool, typer.Option(help="Show parameters, memory and FLOPs, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Show parameters, memory and FLOPs, and exit.")] = False,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Of a dry run: how many FSDP2 spreads the weights over; none for copies.")
+        int | None, typer.Option(min=1, help="Of a dry run: processes that FSDP2 shards the weights over.")
     ] = None,
 ) -> None:
     """Adapt a patched model; the same as finetune/adapt.py, which accelerate launch starts on several devices."""
@@ -58,13 +58,13 @@ def encode_command(
     ],
     output: _Output,
     frames: _Frames = None,
-    fps: Annotated[float | None, typer.Option(help="Frames per second; 16 for Wan if left out.")] = None,
+    fps: Annotated[float | None, typer.Option(help="Frames per second; default: the family's, 16 for Wan.")] = None,
     sizes: _Sizes = None,
     workers: Annotated[int, typer.Option(help="Processes that read files.")] = 4,
     device: _Device = "auto",
     precision: _Precision = "bf16",
 ) -> None:
-    """Turn videos or images with captions into latents for finetune. Goes on where it stopped."""
+    """Encode videos or images with captions into latents for finetune. Resumes where it stopped."""
     from .latents.encode import encode_folder
     from .latents.media import find_media
 
@@ -87,7 +87,7 @@ def synthesize_command(
     device: _Device = "auto",
     precision: _Precision = "bf16",
 ) -> None:
-    """Make latents for finetune from prompts alone, with the unpatched model. Goes on where it stopped."""
+    """Make latents for finetune from prompts, with the unpatched model. Resumes where it stopped."""
     from ..generation.names import read_prompts
     from .latents.encode import synthesize
 

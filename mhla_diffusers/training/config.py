@@ -20,7 +20,7 @@ OptimizerName = Literal["adamw", "adamw8bit"]
 def _check_numbers(
     settings: object, positive: Sequence[str] = (), zero_or_more: Sequence[str] = (), path: str = ""
 ) -> None:
-    """Raise unless settings are large enough; None is for what is left out."""
+    """Raise unless settings are large enough; None means left out."""
     for name in (*positive, *zero_or_more):
         value = getattr(settings, name)
         allowed = "positive" if name in positive else "zero or positive"
@@ -30,10 +30,10 @@ def _check_numbers(
 
 @dataclass(frozen=True)
 class ObjectiveWeights:
-    """Weights of the summed losses; 0 leaves a loss out and saves its computation."""
+    """Weights of the summed losses; a loss with weight 0 is not computed."""
 
     diffusion: float = 0.0
-    """The loss that the model was trained with."""
+    """The model's original training loss."""
     distillation: float = 0.0
     """Mean squared error to the prediction of the unpatched model."""
     transfer: float = 0.0
@@ -64,9 +64,9 @@ class StageConfig:
     trainable: Trainable
     objectives: ObjectiveWeights
     mixing_learning_rate: float | None = None
-    """Of the mixing matrices, λ and β; None for that of the rest."""
+    """Learning rate of the mixing matrices, λ and β; None for ``learning_rate``."""
     lora_rank: int | None = None
-    """Rank of LoRA; needed with ``trainable: lora`` and only there."""
+    """Rank of LoRA; required with ``trainable: lora``, not allowed otherwise."""
     scheduler: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
 
@@ -87,16 +87,15 @@ class ValidationConfig:
     """The loss on held-out samples, at fixed timesteps and with fixed noise, and pictures or videos from prompts."""
 
     samples: int = 0
-    """How many samples at the end of the data are kept out of training; 0 for no validation."""
+    """Number of samples at the end of the data that are held out; 0 for no validation."""
     every: int = 100
-    """Steps between two validations; one runs before the first step and one after the last as well."""
+    """Steps between validations; one also runs before the first step and after the last."""
     timesteps: int = 4
     """Timesteps per sample, at equally spaced quantiles of the training distribution."""
     prompts: tuple[str, ...] = ()
-    """Prompts (classes for DiT) that the model generates from at every validation; the pipeline's other parts are then
-    in memory as well."""
+    """Prompts (classes for DiT) to generate from at every validation; keeps the rest of the pipeline in memory."""
     inference_steps: int = 20
-    """Of the sampler, for ``prompts``."""
+    """Sampler steps for ``prompts``."""
 
     def __post_init__(self) -> None:
         _check_numbers(self, ("every", "inference_steps", "timesteps"), ("samples",), "validation.")
@@ -104,10 +103,10 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Over how many processes the tokens of a batch are spread: ``ring`` times ``ulysses``, a group of the run's."""
+    """Number of processes that the tokens of a batch are split over: ``ring`` times ``ulysses`` form a group."""
 
     ring: int = 1
-    """Processes that keep their tokens and exchange KV states; where attention is softmax, keys and values."""
+    """Processes that keep their tokens and exchange KV states, or keys and values for softmax attention."""
     ulysses: int = 1
     """Processes that exchange tokens for heads."""
 
@@ -116,7 +115,7 @@ class ContextParallel:
 
     @property
     def processes(self) -> int:
-        """Of a group."""
+        """Processes of a group."""
         return self.ring * self.ulysses
 
 
@@ -125,23 +124,23 @@ class TrainingConfig:
     """A training run.
 
     Raises:
-        ValueError: if a field has a value that is not allowed, or fields contradict each other.
+        ValueError: if a value is not allowed, or fields contradict each other.
     """
 
     output: str
     """Folder for checkpoints, metrics and the result."""
     stages: tuple[StageConfig, ...]
     model: str | None = None
-    """Hub id or folder of the pipeline to adapt; None where the caller hands over the transformer."""
+    """Hub id or folder of the pipeline to adapt; None if the caller passes the transformer."""
     component: str = "transformer"
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
     patch: str | MHLAConfig | None = None
     """Name of a patch, path of a patch YAML or of a saved patch to start from, or settings; None for no patch."""
     data: str | None = None
     """Folder of latents, or of videos or images with captions (or webdataset's tar shards), which are encoded first;
-    None where the caller hands over the data."""
+    None if the caller passes the data."""
     clip: Clip | None = None
-    """What is cut out of videos or images in ``data``; None for the family's default."""
+    """Frames, rate and size to cut out of videos or images in ``data``; None for the family's default."""
     seed: int = 0
     batch_size: int = 1
     """Samples per process and forward; with ``context_parallel`` per group of processes."""
@@ -150,25 +149,25 @@ class TrainingConfig:
     precision: Literal["no", "bf16"] = "no"
     """bf16, or bfloat16, keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
     optimizer: OptimizerName = "adamw"
-    """adamw8bit holds AdamW's moments in 8 bits and needs bitsandbytes."""
+    """adamw8bit keeps AdamW's moments in 8 bits and needs bitsandbytes."""
     weight_decay: float = 0.0
-    """Of AdamW; the mixing matrices are never decayed."""
+    """Weight decay of AdamW; the mixing matrices are never decayed."""
     max_gradient_norm: float = 1.0
     ema_decay: float | None = None
-    """Decay of the moving average of the trained weights, which is then what is validated and exported."""
+    """Decay of the moving average of the trained weights, which is then validated and exported."""
     gradient_checkpointing: bool = False
     context_parallel: ContextParallel = field(default_factory=ContextParallel)
-    """Groups of processes that share a batch; of all processes that are launched."""
+    """Groups of the launched processes that share a batch."""
     flow_shift: float = 3.0
     """Shift of the timesteps of flow matching (Wan, SANA)."""
     prompt_dropout: float = 0.0
-    """Part of the samples whose prompt is replaced by the empty one, for classifier-free guidance."""
+    """Fraction of samples whose prompt is replaced by the empty one, for classifier-free guidance."""
     workers: int = 0
-    """Processes that read data ahead."""
+    """Processes that prefetch data."""
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     max_skipped: int = 10
-    """Updates in a row that may be skipped because loss or gradient is not finite."""
+    """Maximum consecutive updates that may be skipped because loss or gradient is not finite."""
     tracker: Literal["tensorboard", "wandb"] | None = None
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
@@ -187,12 +186,12 @@ class TrainingConfig:
         for index, stage in enumerate(self.stages):
             check(
                 not ranks or stage.trainable in ("mhla", "lora"),
-                f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA is an addition to; "
+                f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA adds to; "
                 "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
             )
             check(
                 self.patch is not None or not stage.objectives.need_teacher,
-                f"stages.{index}: distillation and transfer compare with the unpatched model, so they need a patch; "
+                f"stages.{index}: distillation and transfer compare with the unpatched model and need a patch; "
                 "set patch, or train with objectives.diffusion alone.",
             )
             check(
@@ -208,7 +207,7 @@ class TrainingConfig:
 
     @property
     def needs_prediction(self) -> bool:
-        """Whether in any stage the patched model itself runs, forward and backward."""
+        """Whether the patched model itself runs forward and backward in any stage."""
         return any(stage.objectives.need_prediction for stage in self.stages)
 
     @property
@@ -217,7 +216,7 @@ class TrainingConfig:
         return self.end_of(len(self.stages) - 1)
 
     def end_of(self, stage: int) -> int:
-        """Updates of all stages up to the end of one, given by its number from 0."""
+        """Updates of all stages up to the end of one, by its index."""
         return sum(stage.steps for stage in self.stages[: stage + 1])
 
     def to_dict(self) -> dict[str, Any]:
@@ -239,6 +238,6 @@ class TrainingConfig:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: what :meth:`from_dict` raises, a malformed file or override, or another script's configuration.
+            ValueError: as :meth:`from_dict`, or a malformed file or override, or another script's configuration.
         """
         return read_settings(cls, Path(path), overrides)

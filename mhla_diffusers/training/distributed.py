@@ -1,8 +1,8 @@
-"""Several processes: weights in parts (FSDP2), and groups that spread the tokens of a batch (context parallelism).
+"""Several processes: sharded weights (FSDP2), and groups that split the tokens of a batch (context parallelism).
 
-accelerate starts the processes. PyTorch's ``fully_shard`` is called here, since accelerate wraps a model once together
-with one optimizer, while a run has a new optimizer in every stage. Tokens are split by diffusers' own hooks, before the
-first block, and gathered after the last one.
+accelerate starts the processes. ``fully_shard`` of PyTorch is called here, because accelerate wraps a model once with
+one optimizer, but every stage has a new one. Hooks of diffusers split the tokens before the first block and gather them
+after the last one.
 """
 
 import copy
@@ -22,14 +22,14 @@ from .trainable import patched_attentions
 
 
 def sharding_is_asked_for(config: TrainingConfig) -> bool:
-    """Whether ``accelerate launch`` was told to use FSDP2; ValueError for what training does not support."""
+    """Whether ``accelerate launch`` uses FSDP2; raises ValueError for setups that training does not support."""
     from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError(
-            "accelerate was told to use DeepSpeed, which training does not support; use "
-            "finetune/accelerate/fsdp2.yaml, which spreads weights, gradients and optimizer state over the processes."
+            "accelerate is configured for DeepSpeed, which training does not support; use "
+            "finetune/accelerate/fsdp2.yaml, which shards weights, gradients and optimizer state over the processes."
         )
     if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return False
@@ -48,34 +48,34 @@ def sharding_is_asked_for(config: TrainingConfig) -> bool:
                 "finetune/accelerate/fsdp2.yaml. Gradient checkpointing is a setting of the training configuration."
             )
     if config.optimizer == "adamw8bit":
-        raise ValueError("optimizer=adamw8bit does not work on weights in parts; set optimizer: adamw with FSDP2.")
+        raise ValueError("optimizer=adamw8bit does not work on sharded weights; set optimizer: adamw with FSDP2.")
     return True
 
 
 def shard(transformer: Any, device: torch.device, processes: int) -> None:
-    """Leave a part of every weight on each process, in place.
+    """Shard every weight over the processes, in place.
 
-    Every block is gathered while it runs. A patched self-attention is gathered by itself, so that attention transfer
-    can run it alone. What takes gradients must be of one dtype, and stays the same afterwards.
+    Every block is gathered while it runs. A patched self-attention is gathered separately, so that attention transfer
+    can run it alone. Trained parameters must be of one dtype, and which ones are trained cannot change later.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    # over all processes, those that share a batch's tokens as well: one reduce-scatter then adds up the gradients of a
-    # group and averages them over the groups, and nothing is held twice
+    # over all processes, also those that share a batch's tokens: one reduce-scatter sums the gradients of a group and
+    # averages over the groups, and nothing is held twice
     mesh = init_device_mesh(device.type, (processes,))
     for part in parts_gathered(transformer):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
 
 
 def parts_gathered(transformer: Any) -> list[Any]:
-    """Modules that are gathered by themselves, each without those that stand before it; the transformer is the last."""
+    """Modules that are gathered separately, each without those before it; the transformer is the last."""
     family = get_family(transformer)
     attentions, blocks = patched_attentions(transformer).values(), family.blocks_of(transformer).values()
     return [*attentions, *family.parts_to_gather(transformer), *blocks, transformer]
 
 
 def meta_copy(transformer: nn.Module) -> nn.Module:
-    """A copy with patch and LoRA, but without values; weights are put into it to be saved."""
+    """A copy with patch and LoRA but without values, to fill with weights for saving."""
     emptied: dict[int, Any] = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
         for parameter in transformer.parameters()
@@ -84,9 +84,9 @@ def meta_copy(transformer: nn.Module) -> nn.Module:
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, on the CPU of the first process; the others get an empty one.
+    """The whole tensor, on the CPU of the first process; the others get an empty one.
 
-    All processes must call it if the tensor is in parts.
+    All processes must call it if the tensor is sharded.
     """
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
@@ -95,7 +95,7 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole tensor where a parameter is: on its device, in parts if it is in parts."""
+    """A whole tensor placed like a parameter: on its device, sharded if the parameter is."""
     value = value.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return value
@@ -109,18 +109,18 @@ class Groups:
     rank: int
     """The group that this process is in."""
     count: int
-    """How many there are, each of which has batches of its own."""
+    """Number of groups; each has its own batches."""
     size: int
     """Processes of a group; 1 without context parallelism."""
 
     @classmethod
     def of(cls, degrees: ContextParallel, process: int, processes: int) -> "Groups":
-        """Groups of all processes of a run, as the one of index ``process`` sees them."""
+        """Groups of all processes of a run, as process ``process`` sees them."""
         size = degrees.processes
         if processes % size:
             raise ValueError(
-                f"context_parallel: {{ring: {degrees.ring}, ulysses: {degrees.ulysses}}} spreads a batch over groups "
-                f"of {size} processes, which {processes} processes cannot be made of; launch a multiple of {size}, "
+                f"context_parallel: {{ring: {degrees.ring}, ulysses: {degrees.ulysses}}} splits a batch over groups "
+                f"of {size} processes, but {processes} processes were launched; launch a multiple of {size}, "
                 f"for example accelerate launch --config_file finetune/accelerate/fsdp2.yaml --num_processes {size} …, "
                 "or choose other degrees."
             )
@@ -128,17 +128,17 @@ class Groups:
 
 
 def split(transformer: Any, degrees: ContextParallel, device: torch.device, groups: Groups) -> None:
-    """Have a transformer spread the tokens of every forward over the processes of its group, in place."""
+    """Make a transformer split the tokens of every forward over the processes of its group, in place."""
     from diffusers import ContextParallelConfig
     from torch.distributed.device_mesh import init_device_mesh
 
-    # Under autocast a GPU norms query and key in float32. PyTorch's attention lowers that again; diffusers' split
-    # softmax attention hands query, key and value on to kernels as they are, which then are of two types.
+    # Under autocast a GPU norms query and key in float32. PyTorch's attention casts them down again; diffusers' split
+    # softmax attention passes query, key and value to kernels as they are, in two types.
     for attn in get_family(transformer).self_attentions(transformer).values():
         for norm in (getattr(attn, "norm_q", None), getattr(attn, "norm_k", None)):
             if norm is not None:
                 norm.register_forward_hook(lambda _, args, output: output.to(args[0].dtype))
-    # ranks of a group are neighbours, and heads are exchanged between the nearest, which send the most
+    # ranks of a group are neighbours; the nearest exchange heads, which is the most traffic
     shape = (groups.count, degrees.ring, degrees.ulysses)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("group", "ring", "ulysses"))
     settings = ContextParallelConfig(ring_degree=degrees.ring, ulysses_degree=degrees.ulysses, mesh=mesh)
@@ -148,7 +148,7 @@ def split(transformer: Any, degrees: ContextParallel, device: torch.device, grou
 
 @contextmanager
 def _one_device() -> Iterator[None]:
-    """For diffusers, which divides a process's rank by the number of accelerators, of which a CPU has none."""
+    """Workaround for diffusers, which divides the rank by the number of accelerators; a CPU has none."""
     counting = torch.accelerator.device_count
     torch.accelerator.device_count = lambda: 1
     try:

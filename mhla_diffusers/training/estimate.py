@@ -1,4 +1,4 @@
-"""What a run will need, told from shapes alone: the model is built on the meta device and has no values."""
+"""Estimate the memory and FLOPs of a run from shapes: the model is built on the meta device, without values."""
 
 import math
 import weakref
@@ -29,13 +29,15 @@ class StageEstimate:
     trainable: str
     trainable_parameters: int
     weight_bytes: int
-    """All weights, those that train in float32; with sharding the own part, and what is gathered at one moment."""
+    """All weights, trained ones in float32; with sharding this process's part and what is gathered at a time."""
     training_bytes: int
-    """Gradients, both moments of AdamW, the moving average and the teacher's original values; or the own part."""
+    """Gradients, both moments of AdamW, the moving average and the teacher's original values; or this process's
+    part.
+    """
     activation_bytes: int
-    """The most that is alive at one moment of forward and backward."""
+    """Peak of forward and backward."""
     flops: int
-    """Of one update: all forwards and backwards, matrix products and attention alone."""
+    """Of one update: all forwards and backwards; only matrix products and attention count."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ class Estimate:
     """Per sample."""
     stages: tuple[StageEstimate, ...]
     processes: int | None = None
-    """Between which everything but activations is in parts; None without sharding."""
+    """Processes that everything but activations is sharded over; None without sharding."""
     split: int = 1
-    """Processes over which the tokens of a batch are spread."""
+    """Processes that the tokens of a batch are split over."""
 
     def __str__(self) -> str:
         lines = [f"{self.parameters:,} parameters; latents {'x'.join(map(str, self.latents))}, {self.tokens:,} tokens"]
@@ -70,16 +72,16 @@ class Estimate:
 
 
 def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes: int | None = None) -> Estimate:
-    """What training will need on every process, for PyTorch's memory-efficient softmax attention.
+    """Estimate what training needs on every process, with PyTorch's memory-efficient softmax attention.
 
-    With context parallelism the first process of a group is followed, whose collectives have shapes and send nothing.
-    Memory of the allocator, of the libraries and of MHLA's fused kernels is not in it, so take it for a guide.
+    With context parallelism it simulates the first process of a group, whose collectives have shapes but send nothing.
+    It is a guide: memory of the allocator, of libraries and of MHLA's fused kernels is not included.
 
     Args:
-        transformer: on the meta device, patched where the configuration has a patch; it is not to be used afterwards.
+        transformer: on the meta device, patched if the configuration has a patch; do not use it afterwards.
         sample: with the shapes of the training samples, on any device.
         config: settings.
-        processes: over which FSDP2 spreads weights, gradients and optimizer state; None for copies of all of them.
+        processes: that FSDP2 shards weights, gradients and optimizer state over; None for no sharding.
     """
     if processes is not None:
         Groups.of(config.context_parallel, 0, processes)
@@ -104,7 +106,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
 
 @contextmanager
 def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[None]:
-    """Within the context tokens are spread over processes of which this is the first and the others are not there."""
+    """Within the context, tokens are split over simulated processes, of which this is the first."""
     if degrees.processes == 1:
         yield
         return
@@ -116,7 +118,7 @@ def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[No
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=degrees.processes)
     try:
         split(transformer, degrees, torch.device("cpu"), Groups(0, 1, degrees.processes))
-        # goes round a ring; what it keeps for the backward pass is what PyTorch's flash attention keeps
+        # runs round a ring; keeps for backward what PyTorch's flash attention keeps
         with attention_backend("_native_flash"):
             yield
     finally:
@@ -153,11 +155,11 @@ def _estimate_stage(
         with family.without_values(), _FusedAttention():
             objectives.backward(transformer, batch, lambda loss: loss.backward())
 
-    # gradients are counted by themselves
+    # gradients are counted separately
     hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in taught]
     with FlopCounterMode(display=False) as counter:
         one_batch()
-    # by itself, since PyTorch's counter keeps checkpointed activations alive
+    # separately, because PyTorch's counter keeps checkpointed activations alive
     with _PeakMemory() as memory:
         one_batch()
     for hook in hooks:
@@ -179,9 +181,9 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 
 def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
-    """What FSDP2 holds whole in the backward pass.
+    """What FSDP2 holds unsharded in the backward pass.
 
-    These are two parts, one of which comes while the other is at work, the gradients of one, and what is in no block.
+    These are two parts, one prefetched while the other runs, the gradients of one, and the weights outside of blocks.
     """
     seen: set[int] = set()
     weights, gradients = [], []
@@ -196,14 +198,14 @@ def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
 
 
 def _checkpointed(module: nn.Module, *args: Any) -> Any:
-    """As diffusers does by itself, but that a torch function mode is in force where a block runs again, too."""
+    """Gradient checkpointing as in diffusers, but a torch function mode also applies when a block is recomputed."""
     return checkpoint(
         module.__call__, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _FusedAttention())
     )
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Softmax attention as the fused kernel that a GPU runs; on the meta device PyTorch would write out all scores."""
+    """Softmax attention as the fused GPU kernel; on the meta device PyTorch would materialise all scores."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -216,7 +218,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class _PeakMemory(TorchDispatchMode):
-    """Follows the bytes of the tensors that are made and freed."""
+    """Tracks the bytes of tensors that are allocated and freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

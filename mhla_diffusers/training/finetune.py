@@ -1,4 +1,4 @@
-"""Adapt a pipeline by name: what a configuration names is found and checked before any weights are loaded."""
+"""Adapt a pipeline by name; model, patch and data are checked before any weights are loaded."""
 
 import logging
 import shlex
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResult:
-    """Adapt the transformer of a pipeline as a configuration says.
+    """Adapt the transformer of a pipeline.
 
     Model, patch, data and the checkpoint to resume from are checked against each other before weights are loaded.
-    Raises what :meth:`ResolvedRun.of` and :func:`train` raise.
+    Raises as :meth:`ResolvedRun.of` and :func:`train`.
 
     Args:
         config: with ``model`` and ``data``.
@@ -49,11 +49,11 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
 def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
     """Trainable parameters, memory and FLOPs of a run, without weights and without data.
 
-    Shapes are those of the encoded data if it is there, else those of ``config.clip`` or the family's default.
+    Uses the shapes of the encoded data if it exists, else of ``config.clip`` or the family's default.
 
     Args:
         config: with ``model`` and ``data``.
-        processes: over which FSDP2 is to spread weights, gradients and optimizer state; None for no sharding.
+        processes: that FSDP2 shards weights, gradients and optimizer state over; None for no sharding.
     """
     run = ResolvedRun.of(config)
     transformer = run.without_weights()
@@ -71,25 +71,25 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """What a configuration names, found without reading weights."""
+    """Model, family and data of a configuration, found without reading weights."""
 
     config: TrainingConfig
     model: str
     """Hub id or folder of the pipeline."""
     family: Family
     data: Path
-    """Folder of latents, or what is to be encoded."""
+    """Folder of latents, or files to encode."""
     clip: Clip
-    """That of the configuration, or the family's default."""
+    """The configuration's, or the family's default."""
     settings: Mapping[str, Any]
     """``config.json`` of the transformer."""
 
     @classmethod
     def of(cls, config: TrainingConfig) -> "ResolvedRun":
-        """Find model, family and data, and check that they and the patch belong together.
+        """Find model, family and data, and check that they fit each other and the patch.
 
         Raises:
-            ValueError: no model or data named, a patch for another family, a cache of another model or resolution.
+            ValueError: no model or data, a patch for another family, or a cache of another model or resolution.
             FileNotFoundError: no such model.
         """
         if config.model is None or config.data is None:
@@ -98,8 +98,9 @@ class ResolvedRun:
         if isinstance(config.patch, str) and Path(config.patch).is_dir():
             if read_record(Path(config.patch)).weights != "mhla":
                 raise ValueError(
-                    f"patch={config.patch!r} was saved with weights of the model, which the original model, the "
-                    "teacher, would lose; start from a patch saved with weights='mhla', as calibration leaves it."
+                    f"patch={config.patch!r} was saved with weights of the model, which would replace those of "
+                    "the teacher, the original model; start from a patch saved with weights='mhla', such as a "
+                    "calibrated one."
                 )
         elif isinstance(config.patch, str):
             patch = load_patch(config.patch)
@@ -149,7 +150,7 @@ class ResolvedRun:
         """The latents; videos or images are encoded into the output folder first.
 
         Raises:
-            FileNotFoundError: no data, naming the commands that make it.
+            FileNotFoundError: no data; the message has the commands that make it.
         """
         if self.is_encoded:
             return LatentCache(self.data)
@@ -180,7 +181,7 @@ class ResolvedRun:
         )
 
     def sampler(self) -> PromptSampler | None:
-        """What generates at every validation, if the configuration has prompts for it."""
+        """Generates at every validation, if the configuration has prompts."""
         validation = self.config.validation
         if not validation.prompts:
             return None
@@ -189,7 +190,7 @@ class ResolvedRun:
 
 
 def _processes() -> Any:
-    """The state that accelerate has of this process among the others; the training's accelerator takes it over."""
+    """State of this process in accelerate, which the training's accelerator reuses."""
     from accelerate import PartialState
 
     return PartialState(cpu=launched_on_cpus())

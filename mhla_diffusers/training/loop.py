@@ -1,4 +1,4 @@
-"""The training loop: a run through its stages, from the first update to the result."""
+"""The training loop: runs all stages, from the first update to the result."""
 
 import logging
 import math
@@ -34,7 +34,9 @@ from .validation import Sampler, calibrate_fresh, validation_loss
 logger = logging.getLogger(__name__)
 
 _SAME_CTRL_C = 1.0
-"""Seconds within which a second SIGINT is the first one, which a launcher hands on to processes that have had it."""
+"""Seconds within which a second SIGINT counts as the first, because launchers forward Ctrl-C to processes that already
+got it.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class TrainingResult:
     step: int
     """Updates done."""
     finished: bool
-    """False if SIGTERM or Ctrl-C stopped it; then its last checkpoint is of ``step``."""
+    """False if SIGTERM or Ctrl-C stopped it; its last checkpoint is then at ``step``."""
     result: Path | None
     """Folder with the trained weights; None while unfinished."""
 
@@ -59,25 +61,25 @@ def train(
 ) -> TrainingResult:
     """Train a transformer, patched or not, through all stages.
 
-    Settings of ``config`` that say what to load (``model``, ``patch``, ``data``) are not read here: transformer and
-    data are those given. The transformer is trained in place; with FSDP2 it is left in parts over the processes.
+    ``model``, ``patch`` and ``data`` of ``config`` are not loaded here; the arguments are used. The transformer is
+    trained in place; with FSDP2 it stays sharded over the processes.
 
     Args:
-        transformer: with its original weights, patched where the configuration has a patch.
+        transformer: with its original weights, patched if the configuration has a patch.
         data: samples; the last ``config.validation.samples`` are held out.
         config: settings.
         resume: "latest" or the path of a checkpoint; None for a new run.
         sampler: called at every validation with the transformer and a folder to generate into.
 
     Raises:
-        ValueError: settings, data, transformer and the checkpoint to resume from do not fit each other, or a way of
-            sharding that is not supported.
+        ValueError: settings, data, transformer and the checkpoint do not fit each other, or the kind of sharding is not
+            supported.
         FileNotFoundError: no checkpoint to resume from.
         ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
         TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
-            skipped updates, weights or a validation loss that are not finite; then there is no result.
+            skipped updates or with non-finite weights or validation loss; no result is written.
         CheckpointError: the last checkpoint or the result could not be written.
-        KeyboardInterrupt: Ctrl-C a second time, before the checkpoint of the first was written.
+        KeyboardInterrupt: a second Ctrl-C, before the checkpoint for the first was written.
     """
     checkpoint = check_start(config, resume)
     check_fits(transformer, data, config)
@@ -99,7 +101,7 @@ def train(
                     if run.step % config.validation.every == 0 or run.step == config.total_steps:
                         run.validate()
                     if run.step == config.total_steps:
-                        run.check_end()  # before a last checkpoint takes the place of a good one
+                        run.check_end()  # before a last checkpoint replaces a good one
                     must_save = must_stop or run.step == end
                     if must_save or run.step % config.checkpoint_every == 0:
                         run.save(must_succeed=must_save)
@@ -112,7 +114,7 @@ def train(
 
 
 class _Run:
-    """A run from its first or its resumed update on: what all stages share, and the stage that it is in."""
+    """A new or resumed run: the state that all stages share, and the current stage."""
 
     def __init__(
         self,
@@ -127,15 +129,15 @@ class _Run:
         self._accelerator = _make_accelerator(config)
         self._device: torch.device = self._accelerator.device
         self._is_first: bool = self._accelerator.is_main_process
-        # a process that was started without a launcher has nobody to share with
+        # a process without a launcher has nobody to share with
         self._sharded = sharding_is_asked_for(config) and torch.distributed.is_initialized()
-        # whole weights may not fit on the device, so sharding brings them there part by part
+        # whole weights may not fit on the device, so sharding moves them part by part
         self._transformer = transformer if self._sharded else transformer.to(self._device)
         self._family = get_family(transformer)
         self._process = self._family.process(transformer, config.flow_shift)
         processes, index = self._accelerator.num_processes, self._accelerator.process_index
         self._groups = groups = Groups.of(config.context_parallel, index, processes)
-        # the processes of a group get the same batches, each with its noise and time
+        # the processes of a group get the same batches, noise and times
         self.batches = NoisedBatches(
             data, self._process, config, self._device, groups.rank, groups.count, frames_together(transformer)
         )
@@ -146,7 +148,7 @@ class _Run:
             training_samples=self.batches.training_samples,
             config=config.to_dict(),
         )
-        # a model to be sharded is still on the CPU, where it would take too long; it begins with λ and β as they are
+        # a model to be sharded is still on the CPU, where this would take too long; it starts with λ and β unfitted
         if checkpoint is None and not self._sharded:
             calibrate_fresh(transformer, data, self._process, config)
         self._validation_loss: float | None = None
@@ -163,9 +165,9 @@ class _Run:
             self._unsharded = meta_copy(transformer)
             make_trainable(transformer, self._changed)
             shard(transformer, self._device, processes)
-        if groups.size > 1:  # after the calibration, which takes whole attentions
+        if groups.size > 1:  # after calibration, which needs whole attentions
             split(transformer, config.context_parallel, self._device, groups)
-        # before the checkpoint's weights take the place of the original ones
+        # before the checkpoint's weights replace the original ones
         self._teacher = Teacher(transformer, self._changed) if config.needs_teacher else None
         self._loaded: dict[str, Tensors] = {}
         if checkpoint is not None:
@@ -178,7 +180,7 @@ class _Run:
 
     def _load(self, checkpoint: Path) -> None:
         saved, self._loaded = load_checkpoint(checkpoint)
-        # settings that are younger than the checkpoint have their defaults there
+        # settings newer than the checkpoint get their defaults
         saved = replace(saved, config=TrainingConfig.from_dict(saved.config).to_dict())
         self._state.check_same_run(saved, checkpoint)
         self._state = replace(self._state, step=saved.step, skipped_in_row=saved.skipped_in_row)
@@ -211,13 +213,13 @@ class _Run:
 
     @contextmanager
     def stage(self, index: int) -> Iterator[None]:
-        """Within the context a stage is trained: by one process, under DistributedDataParallel, or with FSDP2."""
+        """Context of one stage: in one process, under DistributedDataParallel, or with FSDP2."""
         from diffusers.training_utils import EMAModel
 
         config, stage, accelerator = self.config, self.config.stages[index], self._accelerator
         first_step = self.step - (config.end_of(index) - stage.steps)
         names = set(trainable_names(self._transformer, stage.trainable))
-        if not self._sharded:  # else all that any stage trains takes gradients already
+        if not self._sharded:  # else everything that any stage trains already takes gradients
             make_trainable(self._transformer, names)
         self._stage = index
         self._trained = {name: p for name, p in self._transformer.named_parameters() if name in names}
@@ -253,17 +255,17 @@ class _Run:
         self._loaded = {}
         try:
             yield
-        finally:  # free the optimizer and undo the wrapping, so that another stage can begin
+        finally:  # free the optimizer and unwrap, so that another stage can begin
             accelerator.free_memory(self._prepared)
             if not self._sharded:
                 accelerator.unwrap_model(self._model, keep_fp32_wrapper=False)
 
     def update(self, batches: Iterator[NoisedBatch], stop: bool) -> bool:
-        """One optimizer update, recorded; it is skipped, and counts, if loss or gradient is not finite.
+        """One recorded optimizer update; skipped, but still counted, if loss or gradient is not finite.
 
         Args:
-            batches: gives the batch of every forward.
-            stop: whether this process wants to stop; returned is whether any does.
+            batches: the batch of every forward.
+            stop: whether this process wants to stop; the return value says whether any does.
         """
         accelerator, objectives = self._accelerator, self._objectives
         started, tokens, rate = time.perf_counter(), 0, float(self._schedule.get_last_lr()[0])
@@ -280,7 +282,7 @@ class _Run:
         stops = torch.tensor([float(stop)], device=self._device)
         *means, wishes = accelerator.reduce(torch.cat([totals, stops]), reduction="mean").tolist()
         if not self._sharded and not objectives.weights.need_prediction:
-            # attention transfer runs layers by themselves, which DistributedDataParallel does not see
+            # attention transfer runs single layers, which DistributedDataParallel does not see
             for parameter in self._trained.values():
                 if parameter.grad is not None:
                     parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")
@@ -312,7 +314,7 @@ class _Run:
         return bool(wishes > 0)
 
     def validate(self) -> None:
-        """Measure the loss on held-out samples and generate samples, as far as the settings ask for either."""
+        """Measure the loss on held-out samples and generate samples, if the settings ask for it."""
         with self._averaged_weights(), self._accelerator.autocast():
             if self.config.validation.samples:
                 self._measure_validation_loss()
@@ -338,7 +340,7 @@ class _Run:
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        """Within the context the model has the moving average of its weights, where one is kept."""
+        """Within the context the model has the moving average of its weights, if there is one."""
         if self._average is None:
             yield
             return
@@ -350,9 +352,9 @@ class _Run:
             self._average.restore(self._trained.values())
 
     def check_end(self) -> None:
-        """Raise unless the run has ended with a model of which nothing bad is known.
+        """Raise if the final model may be bad.
 
-        One skipped update is enough if it is the last one, since no later update shows that the weights still work.
+        One skipped update is enough if it is the last one, because no later update shows that the weights still work.
         """
         parameters = dict(self._transformer.named_parameters())
         with self._averaged_weights():
@@ -369,10 +371,10 @@ class _Run:
             raise self._diverged(f"the validation loss after step {self.step} is {loss}")
 
     def _diverged(self, what: str) -> TrainingDivergedError:
-        # that an update was not skipped shows that the weights before it worked, but says nothing of those after it
+        # an update that was not skipped shows that the weights before it worked, not those after it
         good = self._folder.last_before(self.step - self._state.skipped_in_row)
         from_there = (
-            f"{good} is the last good checkpoint: if a sample of the data is at fault, mend it and resume from there "
+            f"{good} is the last good checkpoint: if a sample of the data is at fault, fix it and resume from there "
             f"with --resume {good}."
             if good is not None
             else f"{self._folder.path} holds no good checkpoint."
@@ -383,8 +385,8 @@ class _Run:
         )
 
     def save(self, must_succeed: bool) -> None:
-        """Write a checkpoint; that it cannot be written is logged unless it must be."""
-        if self._is_first or self._sharded:  # of weights in parts all processes have to give theirs
+        """Write a checkpoint; a failure raises if it is required, else it is logged."""
+        if self._is_first or self._sharded:  # all processes must contribute sharded weights
             parameters = dict(self._transformer.named_parameters())
             tensors = {
                 "weights": {name: gathered(parameters[name]) for name in self._changed},
@@ -400,7 +402,7 @@ class _Run:
             except CheckpointError as error:
                 if must_succeed:
                     raise
-                logger.error("%s Training goes on; the earlier checkpoints are kept.", error)
+                logger.error("%s Training continues; the earlier checkpoints are kept.", error)
         self._accelerator.wait_for_everyone()
 
     def export(self) -> Path:
@@ -419,7 +421,7 @@ class _Run:
 
 
 def _make_accelerator(config: TrainingConfig) -> Any:
-    """An ``Accelerator`` for the settings; where it runs is up to the launcher."""
+    """An ``Accelerator`` for the settings; the launcher determines the devices."""
     from accelerate import Accelerator
     from accelerate.utils import AutocastKwargs, is_tensorboard_available, is_wandb_available
 
@@ -435,29 +437,29 @@ def _make_accelerator(config: TrainingConfig) -> Any:
         mixed_precision=config.precision,
         log_with=config.tracker,
         project_dir=config.output,
-        # a cache would hold a bfloat16 copy of all trained weights through the forward, where each is used once
+        # the cache would hold a bfloat16 copy of all trained weights, each of which is used once per forward
         kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
     )
     if accelerator.num_processes != launched_processes():
         raise ValueError(
             f"WORLD_SIZE says that {launched_processes()} processes were launched, but accelerate has joined "
-            f"{accelerator.num_processes}, and each would train by itself into {config.output}. Start them with "
+            f"{accelerator.num_processes}, so each would train separately into {config.output}. Start them with "
             "accelerate launch finetune/adapt.py …, or unset WORLD_SIZE to train with one process."
         )
     return accelerator
 
 
 class _StopRequest:
-    """Whether SIGTERM or Ctrl-C has arrived, the request to save and stop. Ctrl-C again stops at once."""
+    """Records SIGTERM or Ctrl-C as a request to save and stop. A second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self.made = False
         self._interrupted: float | None = None
-        """When Ctrl-C came first."""
+        """Time of the first Ctrl-C."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the context signals make the request instead of ending the process; in the main thread only."""
+        """Within the context, signals set the request instead of ending the process; in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

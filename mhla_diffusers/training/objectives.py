@@ -33,26 +33,26 @@ class Objectives:
     transformer: nn.Module
     """The model, unwrapped."""
     teacher: Teacher | None
-    """Of the model; None if no objective needs it."""
+    """Teacher of the model; None if no objective needs it."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Within it the forwards run."""
+    """Context of the forwards."""
     processes: int = 1
-    """Between which the tokens of a batch are split."""
+    """Processes that split the tokens of a batch."""
     in_parts: bool = False
     """Whether the transformer is sharded."""
 
     def backward(self, model: nn.Module, batch: NoisedBatch, backward: Backward) -> torch.Tensor:
         """Run one batch forward and backward.
 
-        Where tokens are split between processes, those of a group each add the gradient by way of their own tokens,
-        while all processes average what they have. So the loss of the gathered prediction counts once for each of
-        them. Attention transfer compares the own tokens alone, whose mean is that much larger by itself; and the mean
-        over processes of such means is the mean over all tokens, since all have equally many.
+        If tokens are split, each process of a group adds the gradient through its own tokens, and gradients are then
+        averaged over all processes. So the loss of the gathered prediction is multiplied by the size of the group.
+        Attention transfer needs no factor: it takes the mean over a process's own tokens, and all processes have
+        equally many, so the average over processes is the mean over all tokens.
 
         Args:
-            model: the transformer, or what wraps it in training.
+            model: the transformer, possibly wrapped for training.
             batch: what to run on.
-            backward: accumulates the gradients of a weighted loss, or of a part of it.
+            backward: accumulates the gradients of a weighted loss or a part of it.
 
         Returns:
             The losses in the order of ``LOSSES``, without gradient: float32 (4,).
@@ -97,7 +97,7 @@ def distillation_loss(prediction: torch.Tensor, teacher_output: torch.Tensor) ->
 
 
 def attention_loss(output: Any, expected: Any) -> torch.Tensor:
-    """Mean squared error of what an attention returns, one tensor or that of the grid's tokens and the context's."""
+    """Mean squared error of an attention's output: one tensor, or one for the grid and one for the context."""
     if isinstance(output, torch.Tensor):
         return (output.float() - expected.float()).square().mean()
     losses = torch.stack([attention_loss(found, wanted) for found, wanted in zip(output, expected, strict=True)])
@@ -108,15 +108,14 @@ def attention_loss(output: Any, expected: Any) -> torch.Tensor:
 def transfer_attention(
     transformer: nn.Module, teacher: Teacher, batch: NoisedBatch, backward: Backward, in_parts: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention transfer and, on the way, the teacher's prediction.
+    """Attention transfer, and the teacher's prediction.
 
-    The teacher runs once without gradients. As each patched self-attention has run, MHLA runs on the same input and
-    ``backward`` is called with the mean squared error of the two outputs, divided by the number of layers. So at most
-    one layer's activations are held, and no gradient passes from one layer to another.
+    The teacher runs once without gradients. After each patched self-attention of the teacher, MHLA runs on the same
+    input, and ``backward`` gets the mean squared error of the two outputs, divided by the number of layers. So at most
+    one layer's activations are held, and no gradient flows between layers.
 
-    In the middle of the forward of a sharded transformer the weights of the block are the teacher's, and a backward
-    pass would take them away. So with ``in_parts`` the teacher runs to its end first, and inputs and outputs of all
-    layers are held until MHLA has run.
+    In the forward of a sharded transformer, a backward pass would reshard the weights that the teacher is using. So
+    with ``in_parts`` the teacher finishes first, and inputs and outputs of all layers are held until MHLA has run.
 
     Returns:
         The mean over layers of the mean squared error, float32 () without gradient, and the teacher's output.

@@ -1,4 +1,4 @@
-"""The optimizer of a stage: parameter groups, learning rates over its steps, and its state as tensors by name."""
+"""The optimizer of a stage: parameter groups, learning rate schedule, and state as named tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +15,10 @@ from .trainable import is_mixing
 
 
 def optimizer_class(name: OptimizerName) -> type[Optimizer]:
-    """The class behind a name in the configuration.
+    """The optimizer class by its name in the configuration.
 
-    ``adamw8bit`` keeps both moments in 8 bits, in blocks of 256 values, but for parameters of less than 4096 values.
-    It was tried on a CPU only.
+    ``adamw8bit`` keeps both moments in 8 bits, in blocks of 256 values, except for parameters with fewer than 4096
+    values. It has been tested on a CPU only.
     """
     if name == "adamw":
         return torch.optim.AdamW
@@ -45,12 +45,12 @@ def make_optimizer(
     """AdamW over the parameters of a patched or unpatched model; mixing matrices never decay and stay in (0, 1).
 
     Args:
-        model: that the parameters are of.
+        model: owner of the parameters.
         trained: parameters by name.
-        learning_rate: of all but mixing matrices, λ and β.
-        mixing_learning_rate: of these; None for the same.
-        weight_decay: of the others.
-        matrices_alone: whether norms, biases and embeddings of positions do not decay either.
+        learning_rate: for all but mixing matrices, λ and β.
+        mixing_learning_rate: for these; None for the same.
+        weight_decay: for the others.
+        matrices_alone: whether norms, biases and positional embeddings do not decay either.
         kind: see :func:`optimizer_class`.
     """
     mixing_rate = mixing_learning_rate or learning_rate
@@ -62,7 +62,7 @@ def make_optimizer(
     for name, parameter in trained.items():
         decays = not matrices_alone or (name.endswith("weight") and parameter.ndim > 1)
         groups["mixing" if is_mixing(name) else "decaying" if decays else "others"]["params"].append(parameter)
-    # the first stays where it is empty, since its learning rate is the one that is recorded
+    # the first group stays even if empty, because its learning rate is recorded
     used = [
         {**group, "initial_lr": group["lr"]} for key, group in groups.items() if group["params"] or key == "decaying"
     ]
@@ -74,7 +74,7 @@ def make_optimizer(
 
 
 def make_schedule(optimizer: Optimizer, stage: StageConfig, first_step: int) -> LambdaLR:
-    """Warm-up, then what the stage says, from the update on that comes after the ``first_step`` of an earlier run."""
+    """Warm-up, then the stage's schedule, starting after the ``first_step`` updates already done."""
     from diffusers.optimization import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
     last, schedule = first_step - 1, None
@@ -86,12 +86,12 @@ def make_schedule(optimizer: Optimizer, stage: StageConfig, first_step: int) -> 
 
 
 def optimizer_state(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Its state, "<parameter>/<part>" → tensor on the CPU; of a sharded model as :func:`gathered` says."""
+    """Its state, "<parameter>/<part>" → tensor on the CPU; for a sharded model as in :func:`gathered`."""
     state = {}
     for name, parameter in trained.items():
         for part, value in optimizer.state[parameter].items():
             saved = torch.tensor(value) if isinstance(value, int) else gathered(value)
-            # one table of AdamW8bit for all parameters, which safetensors would not write twice
+            # AdamW8bit's table is shared by all parameters, and safetensors writes no shared tensor twice
             state[f"{name}/{part}"] = saved.clone() if part.startswith("qmap") else saved
     return state
 

@@ -43,8 +43,9 @@ _FREE_TO_CHANGE = {
     "tracker",
     "validation",
 }
-"""Settings that a resumed run may have otherwise, since they do not change what is trained.
-The number of samples per update and of training samples is compared by itself."""
+"""Settings that may change when a run is resumed, because they do not change what is trained. Samples per update and
+training samples are compared separately.
+"""
 
 
 class CheckpointError(OSError):
@@ -52,12 +53,12 @@ class CheckpointError(OSError):
 
 
 class TrainingDivergedError(RuntimeError):
-    """Loss, gradient or weights are not finite, and nothing that a run could do by itself would mend them."""
+    """Loss, gradient or weights are not finite, and the run cannot recover."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands and which run it is. Random numbers need no state: they follow from the seed and the step."""
+    """Progress and identity of a run. Random numbers need no state: they follow from the seed and the step."""
 
     step: int
     """Updates done, over all stages, skipped ones included."""
@@ -104,15 +105,15 @@ class RunFolder:
         return sorted((self.path / "checkpoints").glob("step-*"))
 
     def last_before(self, step: int) -> Path | None:
-        """The latest checkpoint of fewer than ``step`` updates."""
+        """The latest checkpoint before ``step``."""
         earlier = [path for path in self.checkpoints() if int(path.name.removeprefix("step-")) < step]
         return earlier[-1] if earlier else None
 
     def find(self, resume: str | None) -> Path | None:
-        """The checkpoint to resume from: "latest", the path of one, or None to begin anew.
+        """The checkpoint to resume from: "latest", a path, or None for a new run.
 
         Raises:
-            ValueError: to begin anew where there are checkpoints, or the checkpoint's state is damaged.
+            ValueError: a new run in a folder with checkpoints, or a damaged checkpoint state.
             FileNotFoundError: no checkpoint to resume from, or one that lacks files.
         """
         checkpoints = self.checkpoints()
@@ -134,7 +135,7 @@ class RunFolder:
         return chosen
 
     def save(self, state: RunState, tensors: Mapping[str, Tensors], keep: int) -> None:
-        """Write a checkpoint and remove all but the ``keep`` latest; if it cannot be written, all stay."""
+        """Write a checkpoint, then remove all but the ``keep`` latest; a failed write removes none."""
 
         def write(aside: Path) -> None:
             hashes = {}
@@ -149,7 +150,7 @@ class RunFolder:
             shutil.rmtree(old)
 
     def keep_metrics_until(self, step: int) -> None:
-        """Drop the metrics after a step, and a line that a killed run left unfinished."""
+        """Drop the metrics after a step, and an unfinished line of a killed run."""
         if self.metrics.is_file():
             kept = [json.dumps(record) for record in read_metrics(self.metrics) if record["step"] <= step]
             write_text("".join(f"{line}\n" for line in kept), self.metrics)
@@ -163,8 +164,8 @@ class RunFolder:
         """Write the trained weights for use, into ``result/``.
 
         A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
-        trained them, the model's. LoRA lies beside it for ``pipe.load_lora_weights(folder)``. An unpatched transformer
-        is saved whole, for ``from_pretrained``.
+        trained them, the model's. LoRA is saved beside it for ``pipe.load_lora_weights(folder)``. An unpatched
+        transformer is saved whole, for ``from_pretrained``.
         """
         weights: Weights = "changed" if config.model is not None else "all"
         if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
@@ -187,7 +188,7 @@ class RunFolder:
 
 
 def load_checkpoint(folder: Path) -> tuple[RunState, dict[str, Tensors]]:
-    """State and tensors of a checkpoint; ValueError if a file is not that of its hash."""
+    """State and tensors of a checkpoint; raises ValueError if a file does not match its hash."""
     state, hashes = _read_state(folder)
     try:
         for name, expected in hashes.items():
@@ -210,7 +211,7 @@ def _read_state(folder: Path) -> tuple[RunState, dict[str, str | None]]:
 
 
 def _way_out(checkpoint: Path) -> str:
-    """What to do where a checkpoint cannot be resumed from."""
+    """What to do instead of resuming from an unusable checkpoint."""
     earlier = [path for path in sorted(checkpoint.parent.glob("step-*")) if path.name < checkpoint.name]
     if earlier:
         return f"Resume from an earlier one: --resume {earlier[-1]}"
@@ -218,7 +219,7 @@ def _way_out(checkpoint: Path) -> str:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, but for an unfinished last line."""
+    """The records of a ``metrics.jsonl``, without an unfinished last line."""
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -1,4 +1,4 @@
-"""Settings as people write them: YAML with ``key=value`` overrides, read into nested dataclasses and checked."""
+"""YAML settings with ``key=value`` overrides, read into nested dataclasses and checked."""
 
 import types
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from ..files import read_text
 Settings = TypeVar("Settings")
 
 _SCRIPTS = {"stages": "mhla finetune", "length": "finetune/language.py", "size": "finetune/classify.py"}
-"""A setting that every configuration of a script has, and those of the others have not."""
+"""A setting that every configuration of one script has and other scripts' lack."""
 
 
 def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()) -> Settings:
@@ -42,7 +42,8 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
     theirs = next((name for name in _SCRIPTS if name in settings), own)
     if own not in settings and theirs != own:
         raise ValueError(
-            f"{path} is a configuration of {_SCRIPTS[theirs]}, not of {_SCRIPTS[own]}; use that, or give another file."
+            f"{path} is a configuration of {_SCRIPTS[theirs]}, not of {_SCRIPTS[own]}; run that script, or give "
+            "another file."
         )
     try:
         return from_mapping(cls, settings)
@@ -54,9 +55,9 @@ def from_mapping(cls: type[Settings], settings: Any, path: str = "") -> Settings
     """A dataclass from nested mappings. Numbers may be text, since YAML reads ``1e-4`` so.
 
     Args:
-        cls: the dataclass; a nested one that has a ``from_dict`` is made by it.
+        cls: the dataclass; nested ones are built by their ``from_dict`` if they have one.
         settings: name → value.
-        path: dotted, stands before the names in errors, for example ``stages.0.``.
+        path: dotted prefix of names in errors, for example ``stages.0.``.
 
     Raises:
         ValueError: unknown or missing names, or values that are not allowed.
@@ -81,7 +82,7 @@ def from_mapping(cls: type[Settings], settings: Any, path: str = "") -> Settings
 
 
 def as_plain(value: Any) -> Any:
-    """A dataclass as JSON and YAML can hold it; the inverse of :func:`from_mapping`."""
+    """A dataclass as plain JSON and YAML values; the inverse of :func:`from_mapping`."""
     if is_dataclass(value):
         return {item.name: as_plain(getattr(value, item.name)) for item in fields(value)}
     return [as_plain(item) for item in value] if isinstance(value, tuple) else value
@@ -100,7 +101,7 @@ def _override(settings: dict[str, Any], override: str) -> None:
 
 
 def _place(where: Any, name: str, override: str) -> int:
-    """The entry of a list that an override means."""
+    """The list entry that an override refers to."""
     if not isinstance(where, list) or not name.isdigit() or int(name) >= len(where):
         count = f"; the list has {len(where)} entries, counted from 0" if isinstance(where, list) else ""
         raise ValueError(f"Override {override!r}: there is no {name!r} to set{count}.")
@@ -108,9 +109,9 @@ def _place(where: Any, name: str, override: str) -> int:
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """``value`` as the annotation ``kind`` wants it."""
+    """``value`` converted to the annotation ``kind``."""
     origin = get_origin(kind)
-    if origin in (Union, types.UnionType):  # None or a name where they are allowed, else what stands beside them
+    if origin in (Union, types.UnionType):  # None or a name where allowed, else the other members
         kinds = get_args(kind)
         if type(value) in kinds:
             return value

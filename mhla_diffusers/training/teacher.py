@@ -1,4 +1,4 @@
-"""The unpatched model as a teacher: the same transformer with the patch switched off."""
+"""The unpatched model as a teacher: the same transformer with the patch disabled."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,11 +12,11 @@ from .trainable import adapters_disabled, is_adapter
 
 
 class Teacher:
-    """Turns a patched transformer into the model that it was before, for the length of a context.
+    """Turns a patched transformer into the original model within a context.
 
-    The weights that no stage changes are shared. Of those that change, MHLA's and LoRA's own aside, the original
-    values are kept, on the device of the parameters; while the teacher is at work they change places with the trained
-    ones. So the teacher must be made before anything is trained or loaded.
+    Weights that no stage changes are shared. For weights that change, except MHLA's and LoRA's own, the original values
+    are kept on the device of the parameters and swapped in while the teacher runs. So create the teacher before
+    anything is trained or loaded.
 
     Args:
         transformer: a patched transformer with the original weights.
@@ -50,7 +50,7 @@ class Teacher:
 
     @contextmanager
     def student_attention(self, name: str) -> Iterator[None]:
-        """While the teacher is at work: one self-attention is the student's, and takes gradients."""
+        """While the teacher runs: one self-attention uses the student's weights and takes gradients."""
         attn: Any = self._transformer.get_submodule(name)
         teacher_processor = attn.processor
         switched = [layer for layer in attn.modules() if getattr(layer, "_disable_adapters", False)]
@@ -67,7 +67,7 @@ class Teacher:
 
     @contextmanager
     def _swapped(self, prefix: str) -> Iterator[None]:
-        """Original and trained values change places, and change back."""
+        """Swap original and trained values, and swap back."""
         self._swap(prefix)
         try:
             yield

@@ -13,7 +13,7 @@ from .config import StageConfig, Trainable
 
 _PROJECTIONS: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_qkv", "to_out.0")
 _PROJECTIONS += ("add_q_proj", "add_k_proj", "add_v_proj", "to_added_qkv", "to_add_out")
-"""Projections of a self-attention that LoRA adapts, where the model has them."""
+"""Projections of a self-attention that LoRA adapts, if the model has them."""
 
 
 def is_mixing(name: str) -> bool:
@@ -29,9 +29,9 @@ def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
 
 
 def trainable_names(transformer: nn.Module, trainable: Trainable) -> list[str]:
-    """Names of the parameters that a stage trains, LoRA's included once they are there.
+    """Names of the parameters that a stage trains, including LoRA's once added.
 
-    Parts of an attention that its patch does not run take no gradients, and are left out.
+    Parts of an attention that its patch does not run get no gradients and are left out.
     """
     layers = mhla_layers(transformer)
     mhla = tuple(f"{name}." for name in layers)
@@ -59,12 +59,12 @@ def changed_names(transformer: nn.Module, stages: Sequence[StageConfig]) -> list
 
 
 def set_trainable(transformer: nn.Module, trainable: Trainable) -> dict[str, nn.Parameter]:
-    """Make exactly one set of parameters take gradients, in float32, and return them by name."""
+    """Enable gradients for exactly these parameters, in float32, and return them by name."""
     return make_trainable(transformer, trainable_names(transformer, trainable))
 
 
 def make_trainable(transformer: nn.Module, names: Collection[str]) -> dict[str, nn.Parameter]:
-    """Make exactly the parameters of these names take gradients, in float32, and return them by name."""
+    """Enable gradients for exactly these parameter names, in float32, and return them by name."""
     from diffusers.training_utils import cast_training_params
 
     chosen = set(names)
@@ -75,7 +75,7 @@ def make_trainable(transformer: nn.Module, names: Collection[str]) -> dict[str, 
 
 
 def add_adapters(transformer: nn.Module, rank: int, seed: int) -> None:
-    """Put LoRA on the projections of the patched self-attentions, where it is not yet."""
+    """Add LoRA to the projections of the patched self-attentions, unless they have it."""
     from peft import LoraConfig, inject_adapter_in_model
 
     if any(is_adapter(name) for name, _ in transformer.named_parameters()):
@@ -90,7 +90,7 @@ def add_adapters(transformer: nn.Module, rank: int, seed: int) -> None:
 
 @contextmanager
 def adapters_disabled(module: nn.Module) -> Iterator[None]:
-    """Within the context, LoRA layers compute what they did before LoRA."""
+    """Context in which LoRA is disabled."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]

@@ -1,13 +1,13 @@
-"""Training by transformers' ``Trainer``: what ``finetune/classify.py`` and ``finetune/language.py`` share.
+"""Training with transformers' ``Trainer``, shared by ``finetune/classify.py`` and ``finetune/language.py``.
 
 The output folder of a training::
 
     output/
       training.json       what is trained
       checkpoint-500/     transformers', the last two
-      result/             what was trained, and nothing else
+      result/             the trained weights, and nothing else
 
-A comparison has such a folder for every training that runs, and a JSON file for every one that is finished.
+A comparison has such a folder for every running training, and a JSON file for every finished one.
 """
 
 import json
@@ -43,24 +43,24 @@ class Recipe:
     """
 
     steps: int
-    """Of the optimizer."""
+    """Optimizer steps."""
     batch_size: int
-    """Rows or pictures of a batch and process."""
+    """Rows or pictures per batch and process."""
     accumulate: int = 1
     """Batches of an optimizer step."""
     learning_rate: float
-    """At its peak: it grows during the warm-up and falls by a cosine to 0."""
+    """Peak value; rises during warm-up and decays by a cosine to 0."""
     mixing_learning_rate: float | None = None
-    """Of mixing matrices, λ and β; None for that of all others."""
+    """For mixing matrices, λ and β; None for ``learning_rate``."""
     weight_decay: float = 0.01
-    """Of matrices; norms, biases, positions and what is MHLA's own but for its projections do not decay."""
+    """For matrices; norms, biases, positions and MHLA's own parameters except projections do not decay."""
     clip: float = 1.0
-    """Norm that gradients are clipped to; 0 for none."""
+    """Maximum gradient norm; 0 for no clipping."""
     warmup: int = 0
-    """Steps in which the learning rate grows, at most a tenth of all; a shorter adaptation takes a tenth of its own."""
+    """Steps of learning rate warm-up, at most a tenth of all; a shorter adaptation uses a tenth of its own."""
     seeds: tuple[int, ...] = (0,)
     precision: Literal["no", "bf16", "fp16"] = "no"
-    """Or float32, bfloat16 and float16, which are kept as the former."""
+    """Also float32, bfloat16 and float16, stored as the former."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", tuple(self.seeds))
@@ -88,7 +88,7 @@ def check_counts(settings: object, least: int, *names: str) -> None:
 
 
 class Watch(TrainerCallback, ExportableState):
-    """Writes steps and loss to stderr, and counts CPU seconds; checkpoints hold those up to them."""
+    """Writes steps and loss to stderr, and counts CPU seconds, which checkpoints store."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -96,7 +96,7 @@ class Watch(TrainerCallback, ExportableState):
 
     @property
     def seconds(self) -> float:
-        """Of this process since the start, and those of the checkpoint from which it resumes."""
+        """CPU seconds of this process, plus those of the checkpoint that it resumed from."""
         return self._before + time.process_time() - self._begin
 
     def state(self) -> dict[str, Any]:
@@ -104,12 +104,12 @@ class Watch(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"seconds": self.seconds}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take over the seconds of the checkpoint, if training resumes from one."""
+        """Restore the seconds when training resumes from a checkpoint."""
         if state.global_step:
             self._before = state.stateful_callbacks[type(self).__name__]["attributes"]["seconds"]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        """Write how far it is; at the end Trainer logs no loss."""
+        """Write the progress; Trainer's last log has no loss."""
         if state.is_world_process_zero and "loss" in logs:
             sys.stderr.write(f"{state.global_step} of {state.max_steps} steps, loss {float(logs['loss']):.4f}\n")
 
@@ -135,17 +135,18 @@ def run_trainer(
         data: data set of torch.
         seed: of the order of the data.
         steps: of the optimizer; None for the recipe's.
-        collate: makes a batch; None for Trainer's own.
-        loss: of outputs, labels and the number of labels in a step (``compute_loss_func``); None for the model's own.
+        collate: makes a batch; None for Trainer's default.
+        loss: function of outputs, labels and number of labels in a step (``compute_loss_func``); None for the model's
+            own.
         workers: processes that read data.
         save_every: steps between two checkpoints.
-        output: folder of transformers' checkpoints, of which the last two are kept; None for none.
+        output: folder of transformers' checkpoints, which keeps the last two; None for no checkpoints.
 
     Returns:
-        CPU seconds of the training, those before the checkpoint among them.
+        CPU seconds of the training, including those before the checkpoint.
 
     Raises:
-        ValueError: several GPUs and no launcher.
+        ValueError: several GPUs without a launcher.
     """
     steps = recipe.steps if steps is None else steps
     optimizer = make_optimizer(
@@ -183,9 +184,9 @@ def run_trainer(
         )
         check(
             arguments.n_gpu <= 1,
-            f"One process sees {arguments.n_gpu} GPUs, among which Trainer would share every batch as nn.DataParallel, "
-            "with another batch size and loss. Start a process for each: accelerate launch …; or show it one of them: "
-            "CUDA_VISIBLE_DEVICES=0 …",
+            f"One process sees {arguments.n_gpu} GPUs, over which Trainer would split every batch with "
+            "nn.DataParallel, with another batch size and loss. Start a process for each: accelerate launch …; or "
+            "make one visible: CUDA_VISIBLE_DEVICES=0 …",
         )
         trainer = Trainer(
             model,
@@ -197,7 +198,7 @@ def run_trainer(
             callbacks=[watch],
         )
         trainer.remove_callback(PrinterCallback)
-        # Trainer writes trainer_state.json last, so a checkpoint that has it is whole
+        # Trainer writes trainer_state.json last, so a checkpoint with it is complete
         whole = [file.parent for file in Path(output or aside).glob("checkpoint-*/trainer_state.json")]
         last = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
@@ -206,13 +207,13 @@ def run_trainer(
 
 
 def save_result(model: Any, folder: Path, beside: Mapping[str, Any] | None = None) -> Path:
-    """Save a model of transformers: of a patched one the patch with all weights and ``config.json``.
+    """Save a model of transformers; for a patched one the patch with all weights, and ``config.json``.
 
-    Of several processes the first one writes. The folder is whole or absent; what it held before is gone.
+    Only the first process writes. The folder is complete or absent, and replaces an earlier one.
 
     Args:
         model: patched or not.
-        folder: which.
+        folder: where to.
         beside: name → content of JSON files beside the model.
 
     Returns:
@@ -236,13 +237,13 @@ def save_result(model: Any, folder: Path, beside: Mapping[str, Any] | None = Non
 
 
 def settings_of(recipe: Recipe, leave_out: Sequence[str] = ("seeds",)) -> dict[str, Any]:
-    """A configuration as JSON has it, without what a result does not depend on."""
+    """A configuration as JSON, without settings that do not affect the result."""
     settings: dict[str, Any] = json.loads(json.dumps(asdict(recipe)))
     return {name: value for name, value in settings.items() if name not in leave_out}
 
 
 def settings_of_one(recipe: Recipe, variant: Any, leave_out: Sequence[str]) -> dict[str, Any]:
-    """What one variant trained with the first seed depends on: the rows of a step, not how they are split."""
+    """Settings that the result of one training depends on: the rows of a step, not how they are split."""
     rows = recipe.batch_size * recipe.accumulate * launched_processes()
     settings = settings_of(recipe, ("seeds", "variants", "batch_size", "accumulate", *leave_out))
     return settings | {"variant": variant, "seed": recipe.seeds[0], "rows_of_a_step": rows}
@@ -252,8 +253,8 @@ def _check_same(found: Mapping[str, Any], settings: Mapping[str, Any], place: Pa
     others = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
     check(
         not others,
-        f"{place} is of another configuration, which differs in {', '.join(others)}; give another output folder, or "
-        "delete it to train again.",
+        f"{place} belongs to another configuration, which differs in {', '.join(others)}; give another output folder, "
+        "or delete it to train again.",
     )
 
 
@@ -265,24 +266,24 @@ def check_started(folder: Path, settings: Mapping[str, Any]) -> None:
     else:
         check(
             not any(folder.glob("checkpoint-*")),
-            f"{folder} has checkpoints and no {_STARTED} that tells of what; give another output folder.",
+            f"{folder} has checkpoints but no {_STARTED} with their settings; give another output folder.",
         )
 
 
 def start(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Note what is trained in a folder; raises what :func:`check_started` raises."""
+    """Record what is trained in a folder; raises as :func:`check_started`."""
     check_started(folder, settings)
     write_json(settings, folder / _STARTED)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the trainings of a comparison.
+    """One training of a comparison.
 
     Args:
-        file: of its result, JSON; its checkpoints lie in the folder of the same name.
-        settings: what the result depends on, as JSON has it.
-        run: makes the result, with a folder for checkpoints, which is deleted when the result is written.
+        file: JSON file of the result; checkpoints are in the folder of the same name.
+        settings: what the result depends on, as JSON.
+        run: returns the result, given a folder for checkpoints, which is deleted once the result is written.
     """
 
     file: Path
@@ -291,12 +292,12 @@ class Part:
 
 
 def results_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """The result of every part; those that are finished are kept, the others run one after the other.
+    """The result of every part: finished ones are read, the others run one after the other.
 
-    One that was stopped resumes from its last checkpoint.
+    A stopped part resumes from its last checkpoint.
 
     Raises:
-        ValueError: a file or checkpoints are of another configuration; nothing was run then.
+        ValueError: a file or checkpoints belong to another configuration; nothing is run then.
     """
     for part in parts:
         if part.file.is_file():
@@ -314,12 +315,12 @@ def results_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
 
 
 def file_name_of(name: str) -> str:
-    """Small letters, digits and hyphens, and "plus" for a plus."""
+    """Lower-case letters, digits and hyphens, with "plus" for a plus sign."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("+", "plus")).strip("-")
 
 
 def check_file_names(names: Iterable[str], taken: Iterable[str] = ()) -> None:
-    """Raise ValueError unless results by these names, and files whose names are taken, would be files of their own."""
+    """Raise ValueError unless these names give file names that are distinct and not taken."""
     owners = {file: f"the file {file!r}" for file in taken}
     for name in names:
         file = file_name_of(name)

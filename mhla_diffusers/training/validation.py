@@ -1,4 +1,4 @@
-"""How the transformer in training does, from samples and prompts with fixed noise; and λ and β of a fresh patch."""
+"""Validation on samples and prompts with fixed noise, and fitting λ and β of a new patch."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def validation_loss(
     """Sum of the training losses of every ``processes``-th held-out sample, from ``rank`` on: float64 ().
 
     Samples are the last ``config.validation.samples``, at fixed timesteps and with fixed noise. All processes run the
-    transformer equally often, as a sharded one needs it; what is too much is not counted.
+    transformer equally often, as sharding requires; surplus runs are not counted.
     """
     count, last = config.validation.timesteps, len(data) - 1
     quantiles = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).to(device)
@@ -59,7 +59,7 @@ def validation_loss(
 def calibrate_fresh(
     transformer: nn.Module, data: TrainingData, process: DiffusionProcess, config: TrainingConfig
 ) -> None:
-    """Fit λ and β of a sparse branch that learns them and is fresh, in place; any other patch is left alone.
+    """Fit λ and β in place if the patch is new and its sparse branch learns them; else do nothing.
 
     Training samples are run with the original weights, each at a timestep of its own.
     """
@@ -71,7 +71,7 @@ def calibrate_fresh(
 
     def run() -> None:
         for number in range(count):
-            index = number * training_samples // count  # spread over the data, whose neighbours may be of one video
+            index = number * training_samples // count  # spread over the data, because neighbours may be from one video
             latents, noise, conditioning = _with_noise(data, index, config.seed, "calibration", number, device)
             quantile = torch.tensor([(number + 0.5) / count], dtype=torch.float64, device=device)
             predict(transformer, process.make_batch(latents, noise, quantile, conditioning))
@@ -94,7 +94,7 @@ class PromptSampler:
     """Generates a PNG or MP4 for each of some prompts, from the same noise every time.
 
     Args:
-        pipe: pipeline with its own transformer, which the one in training stands in for.
+        pipe: pipeline; its transformer is replaced by the one in training.
         prompts: one file each; classes for DiT.
         clip: frames, frames per second and size.
         steps: of the sampler.
@@ -108,7 +108,7 @@ class PromptSampler:
         self._settings = {**self._family.clip_arguments(pipe, clip), "num_inference_steps": steps}
         pipe.set_progress_bar_config(disable=True)
         for prompt in prompts:
-            self._family.check_prompt(pipe, prompt)  # refused before the training, not at its first samples
+            self._family.check_prompt(pipe, prompt)  # before the training, not at its first samples
 
     @torch.no_grad()
     def __call__(self, transformer: nn.Module, folder: Path) -> None:

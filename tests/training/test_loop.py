@@ -141,7 +141,7 @@ def test_processes_that_accelerate_does_not_join_are_refused(tmp_path: Path, mon
 
 def test_an_update_of_more_samples_than_there_are_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tiny_wan(), wan_data(6), one_stage(tmp_path, steps=1, batch_size=2, gradient_accumulation=4))
-    assert "An update takes 8 samples of one shape, and 6 have latents of (4, 2, 8, 8)" in caplog.text
+    assert "8 samples of one shape, but only 6 have latents of (4, 2, 8, 8)" in caplog.text
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:

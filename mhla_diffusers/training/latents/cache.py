@@ -3,7 +3,7 @@
 ::
 
     folder/
-      index.json                  who made it, one entry per sample, and the SHA-256 of every file
+      index.json                  what made it, one entry per sample, and the SHA-256 of every file
       empty.safetensors           conditioning of the empty prompt
       shard-00000.safetensors     tensors "<sample>/latents", "<sample>/encoder_hidden_states", …
 """
@@ -32,9 +32,9 @@ class CacheHeader:
     vae: str
     """Class and configuration of the autoencoder, as text."""
     text_encoder: str
-    """The same of the text encoder; "none" for DiT."""
+    """The same for the text encoder; "none" for DiT."""
     settings: dict[str, Any]
-    """What was encoded how: frames, fps and sizes, or steps and guidance of the teacher."""
+    """Settings of the encoding: frames, fps and sizes, or steps and guidance of the teacher."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CachedSample:
     """One entry of the index."""
 
     source: str
-    """File, or number of the prompt, that it was made from."""
+    """Source file, or number of the prompt."""
     caption: str
     shard: str
     shape: tuple[int, ...]
@@ -56,9 +56,9 @@ class CacheIndex:
     header: CacheHeader
     samples: list[CachedSample] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Files that were passed over, and why."""
+    """Skipped files, and why."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """File of the cache → SHA-256 of its content; caches of earlier versions have none."""
+    """File of the cache → SHA-256 of its content; empty in caches of earlier versions."""
 
     @classmethod
     def read(cls, folder: Path) -> "CacheIndex":
@@ -78,10 +78,10 @@ class CacheIndex:
 
 
 class LatentCache:
-    """The samples of a cache; nothing but the empty prompt is read before it is asked for.
+    """The samples of a cache, read lazily except for the empty prompt.
 
-    Before a file is first read, its content is compared with its hash. Copies in the processes that read data ahead
-    know of each other's comparisons.
+    Before a file is first read, its content is compared with its hash. Copies in data workers share which files have
+    been checked.
 
     Args:
         folder: made by ``mhla encode`` or ``mhla synthesize``.
@@ -112,7 +112,7 @@ class LatentCache:
         return self._read(self.index.samples[index].shard, f"{index}/")
 
     def _read(self, name: str, prefix: str = "") -> Sample:
-        """The tensors of a file whose names begin with a prefix, by the rest of their names."""
+        """The tensors of a file whose names begin with a prefix, by their names without it."""
         file, hashes = self.folder / name, self.index.hashes
         try:
             if name in hashes and not self._is_checked[self._files.index(name)]:
@@ -143,7 +143,7 @@ class LatentCache:
         fits = {
             "frames": made.get("frames") == clip.frames,
             "sizes": all(size in sizes for size in made.get("sizes", [])),
-            # what a model generated has no rate of its own, and images have none
+            # generated latents and images have no frame rate
             "fps": clip.frames == 1 or made.get("fps", clip.fps) == clip.fps,
         }
         for name, fit in fits.items():
@@ -155,15 +155,15 @@ class LatentCache:
 
 
 class CacheWriter:
-    """Adds samples to a cache. A shard counts once the index names it, so a killed writer leaves a good cache.
+    """Adds samples to a cache. A shard counts once the index lists it, so a killed writer leaves a valid cache.
 
     Args:
-        folder: is made, or continued.
-        header: what the cache is made with.
+        folder: created, or continued.
+        header: model and settings of the cache.
         shard_bytes: size at which a shard is written.
 
     Raises:
-        ValueError: if the folder holds a cache that was made otherwise.
+        ValueError: if the folder holds a cache with another header.
     """
 
     def __init__(self, folder: str | Path, header: CacheHeader, shard_bytes: int = 256 * 2**20) -> None:
@@ -184,11 +184,11 @@ class CacheWriter:
 
     @property
     def done(self) -> set[str]:
-        """Sources that the cache holds or has skipped."""
+        """Sources that are in the cache or were skipped."""
         return {sample.source for sample in self.index.samples} | set(self.index.skipped)
 
     def set_empty(self, sample: Sample) -> None:
-        """Store the conditioning of the empty prompt; what is there from an earlier call stays as the index has it."""
+        """Store the conditioning of the empty prompt, unless an earlier call did."""
         file = self.folder / _EMPTY_NAME
         if not file.is_file() or file_hash(file) != self.index.hashes.get(_EMPTY_NAME):
             write_tensors({name: tensor.contiguous() for name, tensor in sample.items()}, file)
@@ -207,7 +207,7 @@ class CacheWriter:
         self.index.skipped[source] = reason
 
     def flush(self) -> None:
-        """Write what was added since the last shard, then the index."""
+        """Write a shard of the samples added since the last one, then the index."""
         if self._entries:
             name = self._shard_name()
             write_tensors(self._tensors, self.folder / name)

@@ -1,7 +1,7 @@
 """From samples to noised batches: which samples, in which order, with which noise.
 
-A sample is a mapping of tensors: ``latents`` as the transformer takes them, (C, F, H, W) or (C, H, W), and the further
-arguments of its forward by name, for example ``encoder_hidden_states`` (L, channels) or ``class_labels`` ().
+A sample maps names to tensors: ``latents`` as the transformer takes them, (C, F, H, W) or (C, H, W), and further
+arguments of its forward, for example ``encoder_hidden_states`` (L, channels) or ``class_labels`` ().
 """
 
 import logging
@@ -30,7 +30,7 @@ class TrainingData(Protocol):
 
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]:
-        """Shape of the latents of every sample; only samples of one shape come together in a batch."""
+        """Shape of the latents of every sample; a batch has samples of one shape only."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -40,7 +40,7 @@ class TrainingData(Protocol):
 
 
 class InMemoryData:
-    """Samples that are in memory already, and the conditioning of the empty prompt if there is one."""
+    """Samples in memory, and the conditioning of the empty prompt if there is one."""
 
     def __init__(self, samples: Sequence[Sample], empty: Sample | None = None) -> None:
         for index, sample in enumerate(samples):
@@ -60,11 +60,11 @@ class InMemoryData:
 class NoisedBatches:
     """The noised batches of one process of several.
 
-    Noise, time and prompt dropout of a sample depend on the seed, the step and its position in the step's batch, so
-    they are the same for any number of processes.
+    Noise, time and prompt dropout of a sample depend only on the seed, the step and its position in the step's batch,
+    so they are the same for any number of processes.
 
     Args:
-        data: all samples; the last ``config.validation.samples`` of them are left out.
+        data: all samples; the last ``config.validation.samples`` are held out.
         process: how the family was trained.
         config: settings.
         device: where batches go.
@@ -92,23 +92,23 @@ class NoisedBatches:
         for shape, count in Counter(shapes).items() if rank == 0 else ():
             if count < size:
                 logger.warning(
-                    "An update takes %d samples of one shape, and %d have latents of %s: it takes some of them several "
-                    "times, each time with other noise.",
+                    "An update needs %d samples of one shape, but only %d have latents of %s: some are used several "
+                    "times, each time with different noise.",
                     *(size, count, shape),
                 )
 
     def from_step(self, step: int) -> Iterator[NoisedBatch]:
-        """The batch of every forward, beginning with the first one of a step, without end.
+        """The batches of all forwards from a step on, without end.
 
         Raises:
             OSError: data that cannot be read.
-            ValueError: data that is damaged, or samples that do not fit into one batch.
+            ValueError: damaged data, or samples that do not fit into one batch.
         """
         config = self._config
         loader = DataLoader(
             _Reading(self._data),
             sampler=self._indices(step),
-            batch_size=None,  # the sampler gives the samples of a whole batch
+            batch_size=None,  # the sampler yields whole batches
             num_workers=config.workers,
             worker_init_fn=_leave_interrupts_alone,
         )
@@ -119,7 +119,7 @@ class NoisedBatches:
             yield self._noise(batch, this_step, (accumulated * self._processes + self._rank) * config.batch_size)
 
     def _indices(self, step: int) -> Iterator[list[int]]:
-        """Samples of every forward: forward a takes those from (a · processes + rank) · size on of the step's batch."""
+        """Samples of every forward: forward a starts at (a · processes + rank) · size of the step's batch."""
         size = self._config.batch_size
         while True:
             batch = self._order[step]
@@ -151,8 +151,8 @@ class NoisedBatches:
 class BatchOrder:
     """Which samples make up the batch of every step: a function of the seed and the step alone.
 
-    In every epoch each shape's samples are shuffled and cut into batches, the last one filled up from the front, and
-    the batches of all shapes are shuffled. ``batch_size`` is that of all processes and accumulated forwards.
+    In every epoch the samples of each shape are shuffled and split into batches, the last one filled up from the front;
+    then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> None:
@@ -183,7 +183,7 @@ class BatchOrder:
 
 
 class _Reading(Dataset[dict[str, torch.Tensor] | Exception]):
-    """Batches, or why there is none: what a worker raises would reach the run as a traceback in text."""
+    """Yields batches, or the exception: raised in a worker it would arrive as a traceback in text."""
 
     def __init__(self, data: TrainingData) -> None:
         self._data = data
@@ -196,7 +196,7 @@ class _Reading(Dataset[dict[str, torch.Tensor] | Exception]):
 
 
 def _leave_interrupts_alone(worker: int) -> None:
-    """Ctrl-C reaches the workers too, which the training loop needs until it has stopped."""
+    """Ignore Ctrl-C in workers, because the training loop needs them until it has stopped."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -222,7 +222,7 @@ def drop_prompts(
 
     Args:
         conditioning: each (B, ...).
-        empty: of the same names, each (...); what it lacks, such as a picture's, is no part of a prompt and stays.
+        empty: by the same names, each (...); conditioning that it lacks, such as a picture's, is kept.
         dropped: bool (B,).
     """
     return {
@@ -234,5 +234,5 @@ def drop_prompts(
 
 
 def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Floating-point tensors in float32, whatever they were stored in."""
+    """Floating-point tensors as float32."""
     return {name: (x.float() if x.is_floating_point() else x).to(device) for name, x in tensors.items()}

@@ -23,23 +23,22 @@ logger = logging.getLogger(__name__)
 def encode_folder(
     pipe: Any, model: str, source: str | Path, output: str | Path, clip: Clip | None = None, workers: int = 0
 ) -> CacheIndex:
-    """Turn videos or images with captions into a cache; go on where an earlier call stopped.
+    """Encode videos or images with captions into a cache; resumes an earlier call.
 
-    Unreadable files, and samples of tar shards without a caption that the model takes, are skipped, and listed in the
-    log and in the index.
+    Unreadable files and samples of tar shards without a usable caption are skipped; the log and the index list them.
 
     Args:
         pipe: the pipeline whose autoencoder and text encoder are used.
         model: Hub id or folder that the pipeline came from.
         source: see :func:`find_media`.
         output: folder of the cache.
-        clip: what is cut out of every file; None for the family's default.
+        clip: frames, rate and size to cut out of every file; None for the family's default.
         workers: processes that read files.
 
     Raises:
         FileNotFoundError: nothing to encode.
-        ValueError: captions beside files that are missing or no class of a DiT, sizes that the model cannot take, a
-            cache that was made otherwise, or not one readable file.
+        ValueError: missing captions, or captions that are no class of a DiT; sizes that the model cannot take; a cache
+            made with other settings; or no readable file.
     """
     family = get_family(pipe.transformer)
     clip = clip or family.default_clip
@@ -79,7 +78,7 @@ def synthesize(
     guidance: float = 5.0,
     seed: int = 0,
 ) -> CacheIndex:
-    """Make a cache of the latents that the unpatched pipeline generates; go on where an earlier call stopped.
+    """Make a cache of latents that the unpatched pipeline generates; resumes an earlier call.
 
     Args:
         pipe: unpatched pipeline.
@@ -89,13 +88,16 @@ def synthesize(
         clip: frames and size; None for the family's default.
         steps: of the sampler.
         guidance: scale of classifier-free guidance.
-        seed: the noise of a sample depends on it and on the sample's number.
+        seed: with the sample's number, determines the noise.
 
     Raises:
-        ValueError: no prompts, empty ones or such as the model does not know, a patched pipeline, sizes that the model
-            cannot take, or a cache that was made otherwise.
+        ValueError: no, empty or unknown prompts, a patched pipeline, sizes that the model cannot take, or a cache made
+            with other settings.
     """
-    check(not is_patched(pipe), "The pipeline is patched, but its own latents are wanted; call remove_mhla() first.")
+    check(
+        not is_patched(pipe),
+        "The pipeline is patched, but the latents must be the original model's; call remove_mhla() first.",
+    )
     check(steps >= 1, f"steps={steps} must be 1 or more.")
     empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
     check(
@@ -121,7 +123,7 @@ def synthesize(
 
 
 def model_header(model: str, family: Family) -> CacheHeader:
-    """What a cache for a model says of the model, read without its weights."""
+    """The cache header for a model, read without its weights."""
     return CacheHeader(family.name, component_identity(model, "vae"), component_identity(model, "text_encoder"), {})
 
 
@@ -132,7 +134,7 @@ def _writer(pipe: Any, model: str, family: Family, output: str | Path, settings:
 
 
 def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
-    """Raise unless the model can take the frames and sizes; the nearest that it can are named."""
+    """Raise unless the model can take the frames and sizes; the error names the nearest ones."""
     step = family.spatial_stride(pipe) * family.spatial_patch(pipe.transformer)
     for size in clip.sizes:
         nearest = tuple(max(step, round(side / step) * step) for side in size)
@@ -140,7 +142,7 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
         check(divides, f"Size {size} must be divisible by {step}; the nearest is {nearest}.")
         check(
             not family.squares_only or size[0] == size[1],
-            f"Size {size} is no square, and {family.name} makes squares alone; try {(size[0],) * 2}.",
+            f"Size {size} is not square, but {family.name} only makes squares; try {(size[0],) * 2}.",
         )
     frames = clip.frames
     if family.makes_videos:
@@ -153,10 +155,7 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
 
 
 def _with_checked_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
-    """The same, samples of shards with their problem where the model does not take their caption.
-
-    A file whose caption it does not take is refused.
-    """
+    """Mark samples of shards whose caption the model does not take; raise for such files."""
     checked: list[Media] = []
     wrong: dict[str, str] = {}
     for item in media:
@@ -177,7 +176,7 @@ def _with_checked_captions(family: Family, pipe: Any, media: Sequence[Media]) ->
 
 
 class _Reading(Dataset[tuple[Media, torch.Tensor | str]]):
-    """Pixels of files, uint8 (3, F, H, W), or why there are none."""
+    """Pixels of files, uint8 (3, F, H, W), or the error."""
 
     def __init__(self, media: Sequence[Media], clip: Clip) -> None:
         self._media, self._clip = media, clip
@@ -206,6 +205,6 @@ def _progress(items: Any, total: int, done: int, name: str) -> Any:
 
 
 def _on_cpu(sample: Sample) -> dict[str, torch.Tensor]:
-    """Latents in float32; conditioning in bfloat16, as the text encoders run, to halve the cache."""
+    """Latents in float32; conditioning in bfloat16, the text encoders' type, to halve the cache."""
     types = {name: torch.float32 if name == "latents" else torch.bfloat16 for name in sample}
     return {name: (x.to(types[name]) if x.is_floating_point() else x).cpu() for name, x in sample.items()}

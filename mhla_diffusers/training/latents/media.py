@@ -1,8 +1,8 @@
-"""Videos and images with captions: finding them in folders and in webdataset's tar shards, and reading them.
+"""Find and read videos and images with captions, in folders and webdataset's tar shards.
 
-Shards are listed here and not by webdataset's own reader: that reads every byte of every shard in one pass, so a
-resumed encoding would read again what it has; it does not notice a shard that was cut off between two members; and the
-error that it gives for other damage does not name the sample.
+Shards are listed here instead of by webdataset's reader, which reads every byte of every shard, so a resumed encoding
+would read everything again. It also misses a shard that was truncated between two members, and its errors for other
+damage do not name the sample.
 """
 
 import csv
@@ -21,12 +21,12 @@ from ...families import Clip
 from ...files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_json_lines, read_text
 
 CAPTION_KEYS = ("text", "caption", "prompt", "label")
-"""Names that a caption goes by in metadata."""
+"""Metadata columns that may hold the caption."""
 _SUFFIXES = VIDEO_SUFFIXES + IMAGE_SUFFIXES
 
 
 class UnreadableMediaError(ValueError):
-    """A file that is damaged, too short or no video or image at all."""
+    """A file that is damaged, too short, or no video or image."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class TarMember:
     archive: Path
     name: str
     offset: int
-    """Of its first byte in the archive."""
+    """Offset of its first byte in the archive."""
     size: int
 
     def read(self) -> bytes:
-        """Its content; less than ``size`` bytes if the archive ends before."""
+        """Its content; less than ``size`` bytes if the archive is truncated."""
         with self.archive.open("rb") as file:
             file.seek(self.offset)
             return file.read(self.size)
@@ -48,15 +48,15 @@ class TarMember:
 
 @dataclass(frozen=True)
 class Media:
-    """A file and what it shows."""
+    """A file and its caption."""
 
     file: Path | TarMember
     name: str
-    """Path inside the folder, that of a tar archive before it."""
+    """Path inside the folder, after the path of its tar archive if any."""
     caption: str
     """Prompt; for DiT the class."""
     problem: str | None = None
-    """Why it cannot be used, if that is known without reading it."""
+    """Why it cannot be used, if known without reading it."""
 
 
 def find_media(source: str | Path) -> list[Media]:
@@ -65,17 +65,16 @@ def find_media(source: str | Path) -> list[Media]:
     In a folder captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file. Metadata has the
     columns ``file_name`` and ``text`` (or ``caption``, ``prompt``, ``label``).
 
-    In shards the members of one sample have the same name up to its first dot: a video or image, and a .txt or a .json
-    with one of the keys above. Since nobody mends a shard by hand, samples without a caption and shards that are cut
-    off are not refused, but come with their problem.
+    In shards the members of a sample share their name up to its first dot: a video or image, and a .txt or a .json with
+    one of the keys above. Samples without a caption and truncated shards do not raise, because nobody repairs a shard
+    by hand; they are returned with their problem.
 
     Args:
         source: a folder of files, a folder of uncompressed tar shards, one shard, or a pattern such as
             ``shards/*.tar``.
 
     Raises:
-        FileNotFoundError: nothing there, no videos or images in it, or files that the metadata names and that are not
-            there.
+        FileNotFoundError: no such source, no videos or images in it, or files of the metadata are missing.
         ValueError: missing, empty or unreadable captions beside files, or a folder of both files and shards.
     """
     folder = Path(source)
@@ -95,7 +94,7 @@ def find_media(source: str | Path) -> list[Media]:
         raise FileNotFoundError(f"{folder} holds no videos or images ({', '.join(_SUFFIXES)}).")
     absent = [name for name in captions if not (folder / name).is_file()]
     if absent:
-        raise FileNotFoundError(f"{folder}: the metadata names {_some(absent)}, which are not there.")
+        raise FileNotFoundError(f"{folder}: the metadata names {_some(absent)}, which do not exist.")
     empty = [name for name, caption in captions.items() if not caption]
     check(
         not empty,
@@ -131,7 +130,7 @@ def _some(names: list[str]) -> str:
 
 
 def _find_shards(source: Path) -> dict[str, Path]:
-    """Name and path of the .tar files that a source means; none if it is something else."""
+    """Name and path of the .tar files of a source; empty if it is something else."""
     if source.suffix == ".tar" and source.is_file():
         return {source.name: source}
     parts = source.parts
@@ -145,7 +144,7 @@ def _find_shards(source: Path) -> dict[str, Path]:
         return {}
     shards = {str(path.relative_to(folder)): path for path in sorted(files) if path.suffix == ".tar"}
     if folder != source and not shards:
-        raise FileNotFoundError(f"{source} fits no .tar file.")
+        raise FileNotFoundError(f"{source} matches no .tar file.")
     loose = [path.name for path in files if path.suffix.lower() in _SUFFIXES]
     if shards and loose:
         raise ValueError(
@@ -156,11 +155,11 @@ def _find_shards(source: Path) -> dict[str, Path]:
 
 
 def _media_of_shard(name: str, path: Path) -> list[Media]:
-    """The samples of a shard; the shard itself, with its problem, comes last if it is damaged or cut off."""
+    """The samples of a shard; if it is damaged or truncated, the shard itself with its problem comes last."""
     samples, problem = _read_members(path)
     found = []
     for key, members in samples.items():
-        # the video, or else the image
+        # the video, else the image
         extension = next((suffix[1:] for suffix in _SUFFIXES if suffix[1:] in members), None)
         if extension is not None:
             caption, lack = "", None
@@ -177,7 +176,7 @@ def _media_of_shard(name: str, path: Path) -> list[Media]:
 
 
 def _read_members(path: Path) -> tuple[dict[str, dict[str, TarMember]], str | None]:
-    """Sample → extension → member, and what is wrong with the archive."""
+    """Sample → extension → member, and the problem of the archive, if any."""
     samples: dict[str, dict[str, TarMember]] = {}
     try:
         with tarfile.open(path, "r:") as archive:
@@ -190,14 +189,14 @@ def _read_members(path: Path) -> tuple[dict[str, dict[str, TarMember]], str | No
             end = archive.offset
     except (tarfile.TarError, OSError) as error:
         return samples, f"no complete tar archive ({error}); {len(samples)} samples were found before the damage"
-    # tarfile takes an archive that is cut off between two members for a complete one, which ends in zeros
+    # tarfile accepts an archive that was truncated between two members; a complete one ends in zeros
     if TarMember(path, path.name, end, tarfile.BLOCKSIZE).read() != tarfile.NUL * tarfile.BLOCKSIZE:
-        return samples, f"the archive has no end; {len(samples)} samples were found before it was cut off"
+        return samples, f"the archive has no end; {len(samples)} samples were found before it was truncated"
     return samples, None
 
 
 def _caption(members: dict[str, TarMember]) -> str:
-    """Text of the .txt, or of the .json without one; empty if there is none. ValueError if it cannot be read."""
+    """Text of the .txt, else of the .json; empty if there is none. Raises ValueError if unreadable."""
     extension = next((extension for extension in ("txt", "json") if extension in members), None)
     if extension is None:
         return ""
@@ -211,14 +210,14 @@ def _caption(members: dict[str, TarMember]) -> str:
 
 
 def read_clip(file: Path | TarMember, clip: Clip) -> torch.Tensor:
-    """Frames of a video, or an image, resized to cover the size and cropped in the middle.
+    """Frames of a video, or an image, resized to cover the size and center-cropped.
 
     Returns:
         uint8 (3, frames, height, width).
 
     Raises:
         UnreadableMediaError: with the reason.
-        ImportError: a video, and PyAV is missing.
+        ImportError: a video, but PyAV is missing.
     """
     source: str | BytesIO
     if isinstance(file, TarMember):
@@ -252,7 +251,7 @@ def _read_image(source: str | BytesIO, clip: Clip) -> torch.Tensor:
 
 
 def _read_frames(source: str | BytesIO, clip: Clip) -> Iterator[torch.Tensor]:
-    """(3, height, width) at 0, 1 / fps, 2 / fps, … seconds: the latest frame shown by then."""
+    """(3, height, width) of the frames shown at 0, 1 / fps, 2 / fps, … seconds."""
     try:
         import av
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""Which times the frames of a video are noised to, where a patch sees earlier frames alone (``causal="block"``).
+"""Times of the frames of a training video for patches with ``causal="block"``, which see only earlier frames.
 
-Frame block after frame block is generated with frames before it that are clean, and none after it. One time for all
-frames, as the model was trained with, never shows that. So every frame block has a time of its own, as in diffusion
-forcing, and in half of the samples the video has begun: its first frame blocks are clean, and are not predicted.
+In generation a frame block sees clean frames before it and none after it. A single time for all frames, as in the
+model's original training, never shows this case. So every frame block has its own time, as in diffusion forcing. In
+half of the samples the first frame blocks are clean and not predicted, as in a video that has already begun.
 """
 
 from typing import Any
@@ -13,17 +13,17 @@ from ...families import get_family
 from ...patching import mhla_layers
 
 _BEGUN = 0.5
-"""Part of the samples of which the first frame blocks are clean. Their own times alone come near 0 hardly ever."""
+"""Fraction of samples whose first frame blocks are clean. Independent times are hardly ever all near 0."""
 _TURN = 0.5 * (5**0.5 - 1)
-"""Golden section: its multiples, without their whole parts, lie evenly in (0, 1) however many there are."""
+"""Golden ratio: the fractional parts of any number of its multiples cover (0, 1) evenly."""
 
 
 def frames_together(transformer: Any) -> int | None:
-    """Latent frames of a frame block, which share a time; None if all frames do.
+    """Number of latent frames that share a time, those of a frame block; None if all frames share one.
 
     Raises:
-        ValueError: a patch with ``causal="block"`` in a model that takes one time for all frames, or not in all of its
-            self-attentions.
+        ValueError: a patch with ``causal="block"`` for a model that takes one time for all frames, or that does not
+            cover all self-attentions.
     """
     layers = {name: layer for name, layer in mhla_layers(transformer).items() if layer.config.causal == "block"}
     lengths = {layer.config.block_length for layer in layers.values()}
@@ -33,7 +33,7 @@ def frames_together(transformer: Any) -> int | None:
     if type(transformer).__name__ not in family.streamed:
         raise ValueError(
             "A patch with causal='block' is trained with a time for every frame block, and "
-            f"{type(transformer).__name__} takes one for all frames; those of its family {family.name!r} that take "
+            f"{type(transformer).__name__} takes one for all frames; classes of its family {family.name!r} that take "
             f"more are: {', '.join(family.streamed) or 'none'}."
         )
     attentions = family.self_attentions(transformer)
@@ -49,7 +49,7 @@ def frames_together(transformer: Any) -> int | None:
 
 
 def random_quantiles(frames: int, together: int, generator: torch.Generator) -> torch.Tensor:
-    """Quantiles of the training distribution of times for every frame of a sample, 0 for clean: float64 (F,)."""
+    """Quantiles of the training distribution of times, one per frame, 0 for clean: float64 (F,)."""
     count = -(-frames // together)
     quantiles = inside_unit_interval(torch.rand(count, dtype=torch.float64, generator=generator))
     begun = torch.rand((), generator=generator) < _BEGUN
@@ -59,11 +59,11 @@ def random_quantiles(frames: int, together: int, generator: torch.Generator) -> 
 
 
 def even_quantiles(first: torch.Tensor, frames: int, together: int) -> torch.Tensor:
-    """Always the same quantiles for every frame of a sample, from that of the first frame block: float64 (F,)."""
+    """Fixed quantiles for every frame of a validation sample, from that of the first frame block: float64 (F,)."""
     blocks = torch.arange(-(-frames // together), dtype=first.dtype, device=first.device)
     return inside_unit_interval((first + _TURN * blocks) % 1).repeat_interleave(together)[:frames]
 
 
 def inside_unit_interval(quantiles: torch.Tensor) -> torch.Tensor:
-    """Quantiles off 0 and 1, at which a time would be that of no noise or of nothing else."""
+    """Clamp quantiles away from 0 and 1, which mean no noise and pure noise."""
     return quantiles.clamp(1e-6, 1 - 1e-6)
