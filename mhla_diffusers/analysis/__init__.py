@@ -1,4 +1,4 @@
-"""What happened to the attention: the N x N matrices of a patched or unpatched model, and pictures of an audit."""
+"""Attention matrices of a patched or unpatched model, audits, and pictures of them."""
 
 from typing import TYPE_CHECKING
 
@@ -32,5 +32,5 @@ if TYPE_CHECKING:
         rank_bound,
     )
 else:
-    # mhla analyze lies in this folder as well
+    # mhla analyze is in this folder too
     __getattr__, __dir__ = lazy_names(__name__, __all__, (".matrices", ".audit"))

@@ -1,4 +1,4 @@
-"""What a patch costs: every patched self-attention beside the one before the patch, on the same input, in one run."""
+"""What a patch costs: every patched self-attention compared with the original on the same input, in one run."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -24,11 +24,11 @@ from ..patching.steps import Step
 from ..reporting import require_matplotlib, text_table
 
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
-"""At which it is measured how much softmax weight the lists hold."""
+"""Densities at which the softmax weight of the lists is measured."""
 _QUERIES = 512
-"""Queries of every head whose softmax weights are formed; each costs N of them."""
+"""Queries per head whose N softmax weights each are computed."""
 _MOST_ROWS = 12
-"""Of the table of steps; of more, several share a row."""
+"""Maximum rows of the table of steps; more steps share rows."""
 
 
 @dataclass(frozen=True)
@@ -40,46 +40,47 @@ class LayerAudit:
     attention: str
     """Its name in the transformer."""
     name: str
-    """Shown: with the component's name before it, where a pipeline has two transformers."""
+    """Displayed name; prefixed with the component if a pipeline has two transformers."""
     errors: torch.Tensor
-    """Squared error of what every head hands to the output projection, float64 (S, H); also of steps in which the patch
-    is disabled, where it is the error that it would have."""
+    """Squared error of every head's input to the output projection, float64 (S, H); in steps in which the patch is
+    disabled, the error that it would have.
+    """
     squares: torch.Tensor
-    """Square of what it hands on without the patch, float64 (S, H)."""
+    """Squared norm of the same without the patch, float64 (S, H)."""
     rests: tuple[bool, ...]
     """Of every step, whether the patch was disabled in it."""
     moves: float
-    """Relative squared change of the transformer's output where this layer alone is patched."""
+    """Relative squared change of the transformer's output if only this layer is patched."""
     density: float | None = None
-    """Part of all pairs of blocks that its lists hold; None without lists chosen by content."""
+    """Fraction of all block pairs that its lists hold; None without content-chosen lists."""
     mass_kept: float | None = None
-    """Part of softmax attention's weight that these pairs hold, averaged over heads, queries and calls; else None."""
+    """Fraction of the softmax weight on these pairs, averaged over heads, queries and calls; else None."""
     mass_at: tuple[float, ...] = ()
     """The same at each of :data:`DENSITIES`; empty without lists."""
 
     @property
     def acting(self) -> torch.Tensor:
-        """:attr:`errors` of the steps in which the patch was on, 0 in the others: (S, H)."""
+        """:attr:`errors` of the steps in which the patch was enabled, 0 in the others: (S, H)."""
         return self.errors * ~torch.tensor(self.rests)[:, None]
 
     @property
     def error(self) -> float:
-        """Relative error over the run, ‖patched − before‖ / ‖before‖."""
+        """Relative error over the run, ‖patched − original‖ / ‖original‖."""
         return float(_relative(self.acting.sum(), self.squares.sum()))
 
     @property
     def errors_of_heads(self) -> torch.Tensor:
-        """The same of every head: (H,)."""
+        """The same for every head: (H,)."""
         return _relative(self.acting.sum(dim=0), self.squares.sum(dim=0))
 
     @property
     def worst_head(self) -> int:
-        """Number of the head with the largest error."""
+        """Index of the head with the largest error."""
         return int(self.errors_of_heads.argmax())
 
     @property
     def change(self) -> float:
-        """Relative change of the transformer's output where this layer alone is patched, √ :attr:`moves`."""
+        """Relative change of the transformer's output if only this layer is patched, √ :attr:`moves`."""
         return math.sqrt(self.moves)
 
 
@@ -94,7 +95,7 @@ class Audit:
     knows_steps: bool
     """Whether the steps of the pipeline are known; otherwise every forward counts as one."""
     moves: float
-    """Relative squared change of the transformer's output by the whole patch, where it is on."""
+    """Relative squared change of the transformer's output by the whole patch, where it is enabled."""
 
     @property
     def errors_of_steps(self) -> torch.Tensor:
@@ -127,7 +128,7 @@ class Audit:
             resting = "  as before the patch" if all(self.rests[here]) else ""
             steps.append((name, f"{_relative(errors[here].sum(), squares[here].sum()):.1%}{resting}"))
 
-        at_rest = " where it does not rest, which it does in every step" if all(self.rests) else ""
+        at_rest = " where enabled, but it is disabled in every step" if all(self.rests) else ""
         parts = [
             text_table(header, rows, right=True),
             text_table(("step" if self.knows_steps else "forward", "error"), steps),
@@ -136,7 +137,7 @@ class Audit:
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Figures as JSON holds them; errors are relative, None where nothing ran."""
+        """Values for JSON; errors are relative, None where nothing ran."""
         by_steps = self.errors_of_steps
 
         def numbers(values: torch.Tensor) -> list[float | None]:
@@ -170,22 +171,21 @@ def _relative(errors: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
 def audit(model: Any, run: Callable[[], object]) -> Audit:
     """What a patch costs, layer by layer, head by head and step by step, and how much its block lists hold.
 
-    ``run`` is called once with the patch on. In every patched self-attention the patched attention and the one before
-    it, with the same weights and LoRA, are evaluated on the same input, and what their heads hand to the output
-    projection is compared. Of block lists the softmax weight that they hold is measured on some queries.
-    At last one layer at a time is patched on a few of the calls, to see how much it moves the output of the
-    transformer. The model is left as it is. A causal patch is compared with attention that sees later frames too, which
-    is in its error.
+    ``run`` is called once with the patch enabled. Every patched self-attention and its original, with the same weights
+    and LoRA, are evaluated on the same input, and their inputs to the output projection are compared. The softmax
+    weight that block lists hold is measured on some queries. Then some of the calls are repeated with one layer patched
+    at a time, to measure how much it moves the transformer's output. The model is unchanged afterwards. A causal patch
+    is compared with attention that also sees later frames, which adds to its error.
 
     Args:
         model: a patched pipeline or transformer.
         run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
 
     Returns:
-        What was found; print it, or give it to :func:`densify`.
+        The audit; print it, or pass it to :func:`densify`.
 
     Raises:
-        ValueError: if the model is a language model or not patched, its patch is switched off, or ``run`` did not reach
+        ValueError: if the model is a language model or not patched, its patch is disabled, or ``run`` did not reach
             every layer.
     """
     check_run(run)
@@ -205,7 +205,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     for watch in watches.values():
         handles += watch.install()
     try:
-        with torch.compiler.set_stance("force_eager"):  # a graph that is compiled already has none of these hooks
+        with torch.compiler.set_stance("force_eager"):  # an already compiled graph lacks these hooks
             recorded = record_calls(transformers, run)
     finally:
         for handle in handles:
@@ -223,13 +223,13 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
 
 
 class _Clock:
-    """Which denoising step every forward of the transformers belongs to."""
+    """Tracks the denoising step of every forward of the transformers."""
 
     def __init__(self, running: Iterable[Patched]) -> None:
         self._handles = {id(patched.transformer): patched for patched in running}
         self._steps: list[Step | None] = []
         self.resting: set[int] = set()
-        """Numbers of the forwards in which the patch is disabled."""
+        """Indices of the forwards in which the patch is disabled."""
 
     def tick(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward."""
@@ -237,7 +237,7 @@ class _Clock:
 
     @property
     def call(self) -> int:
-        """Number of the forward that is running."""
+        """Index of the running forward."""
         return len(self._steps) - 1
 
     @property
@@ -247,7 +247,7 @@ class _Clock:
 
     @property
     def indices(self) -> list[int]:
-        """The step of every forward; its number where steps are not known."""
+        """The step of every forward; its own index if steps are not known."""
         return [step.index if self.knows_steps and step is not None else call for call, step in enumerate(self._steps)]
 
     @property
@@ -258,7 +258,7 @@ class _Clock:
         return tuple(index in resting for index in range(max([*known, 1 + max(self.indices)])))
 
     def by_step(self, calls: list[int], values: list[torch.Tensor]) -> torch.Tensor:
-        """Values of some forwards added up by step: float64 (S, ...)."""
+        """Values of forwards summed by step: float64 (S, ...)."""
         where, stacked = torch.tensor(self.indices)[calls], torch.stack(values)
         return torch.zeros(len(self.rests), *stacked.shape[1:], dtype=torch.float64).index_add_(0, where, stacked)
 
@@ -286,7 +286,7 @@ class _Watch:
         return handles
 
     def _compare(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """After a forward, run the other one of the two attentions."""
+        """After a forward, run the other of the two attentions."""
         first, processor, resting = self._take(output), attn.processor, current().disabled
         if resting:
             self.clock.resting.add(self.clock.call)
@@ -299,7 +299,7 @@ class _Watch:
             attn.set_processor(processor)
         before, patched = (first, second) if resting else (second, first)
         before, patched = (tokens_of_grid(attn, args, kwargs, x) for x in (before, patched))
-        # under perturbed-attention guidance the last part of a batch is no attention, and handed on by itself
+        # under perturbed-attention guidance the last part of a batch is no attention and is passed through
         before, patched = (x[: len(patched)].float().unflatten(-1, (attn.heads, -1)) for x in (before, patched))
         self.calls.append(self.clock.call)
         self._errors.append((patched - before).square().sum(dim=(0, 1, 3)).double().cpu())
@@ -315,12 +315,12 @@ class _Watch:
         self._densities.append(density)
 
     def _take(self, returned: Any) -> torch.Tensor:
-        """What the heads gave: what went into their projection, or without one what the attention returned."""
+        """Output of the heads: the input of their projection, or without one the attention's return value."""
         handed, self._handed = [*self._handed, adapter_of(self.attn).heads_output(returned)], []
         return handed[0]
 
     def result(self, component: str, attention: str, name: str, moves: float) -> LayerAudit:
-        """What was found, given the names and the change of the transformer's output by this layer alone."""
+        """The result, given the names and the change of the transformer's output by this layer alone."""
         errors, squares = (self.clock.by_step(self.calls, found) for found in (self._errors, self._squares))
         layer = LayerAudit(component, attention, name, errors, squares, self.clock.rests, moves)
         if not self._held:
@@ -345,7 +345,7 @@ def write_audit(audit: Audit, folder: str | Path) -> list[Path]:
 
 
 def draw_audit(audit: Audit, file: Path) -> Path:
-    """Two heat maps of the relative error: layers by denoising steps, and layers by heads. Grey is what did not run.
+    """Two heat maps of the relative error: layers by denoising steps, and layers by heads. Grey did not run.
 
     Returns:
         ``file``.

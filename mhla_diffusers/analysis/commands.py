@@ -21,8 +21,8 @@ def analyze(
     prompt: _PROMPT,
     options: LoadOptions,
     output: Annotated[Path, typer.Option(help="Folder for analysis.json and pictures.")] = Path("outputs/analysis"),
-    layers: Annotated[list[int] | None, typer.Option("--layer", help="Index; several times; all if left out.")] = None,
-    token: Annotated[int | None, typer.Option(help="Whose attention is drawn; the middle one if left out.")] = None,
+    layers: Annotated[list[int] | None, typer.Option("--layer", help="Index; repeatable; default: all.")] = None,
+    token: Annotated[int | None, typer.Option(help="Token whose attention is drawn; default: the middle one.")] = None,
     seed: _SEED = 0,
 ) -> None:
     """Rank, entropy and sensitivity of every layer's attention; attention maps and mixing matrices as pictures."""
@@ -60,7 +60,7 @@ def audit(
     output: Annotated[Path, typer.Option(help="Folder for audit.json and audit.png.")] = Path("outputs/audit"),
     seed: _SEED = 0,
 ) -> None:
-    """What a patch costs: error of every layer, head and step, and what the block lists hold of the weight."""
+    """What a patch costs: error of every layer, head and step, and how much weight the block lists hold."""
     if options.patch is None and options.weights is None:
         raise ValueError("There is nothing to audit without a patch; give --patch or --weights.")
     from .audit import audit as audit_model
@@ -81,7 +81,7 @@ def _examine(
     output: Path,
     options: LoadOptions,
 ) -> Found:
-    """Look at a pipeline with a short run of it: ``examine`` gets both; a sample is family, prompt and seed."""
+    """Call ``examine`` with a pipeline and a short run of it; a sample is family, prompt and seed."""
     import torch
 
     from ..files import folder_for_results

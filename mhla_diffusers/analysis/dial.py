@@ -1,4 +1,4 @@
-"""Turn the density up and down in place, and spend a budget where an audit has found the largest error."""
+"""Change the density in place, and spend a compute budget where an audit found the largest error."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ Model = TypeVar("Model")
 
 
 def set_density(model: Model, density: float) -> Model:
-    """List another part of all pairs of blocks, in place.
+    """Change the fraction of block pairs that the lists hold, in place.
 
-    At 1 the attention is softmax attention to rounding, without pooled keys and linear branch. Everything else stays as
-    it is, λ and β too. It is :func:`change_mhla` with ``density``, and keeps all parameters.
+    At 1 the attention equals softmax attention up to rounding, without pooled keys and linear branch. Everything else
+    is unchanged, including λ and β. This is :func:`change_mhla` with ``density``, and keeps all parameters.
 
     Args:
         model: patched pipeline or transformer with ``sparse="content"``.
-        density: part of all pairs of uniform blocks, in (0, 1]; every query block lists at least one.
+        density: fraction of all pairs of uniform blocks, in (0, 1]; every query block lists at least one.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: if the patch is causal, has no such lists or is off in all steps, or the density is not allowed. The
-            model is unchanged then.
+        ValueError: if the patch is causal, has no such lists or is disabled in all steps, or the density is not
+            allowed. The model is then unchanged.
     """
     if not isinstance(density, int | float) or isinstance(density, bool):
-        raise ValueError(f"density={density!r} must be a part of all pairs of blocks, a number in (0, 1] such as 0.05.")
+        raise ValueError(f"density={density!r} must be a fraction of all pairs of blocks in (0, 1], such as 0.05.")
     find_transformers(model)
     _check_order(model, "set_density()")
     for layer in require_layers(model).values():
@@ -45,39 +45,39 @@ def set_density(model: Model, density: float) -> Model:
             )
         if layer.config.softmax_steps == 1.0 and isinstance(layer.config.softmax_steps, float):
             raise ValueError(
-                "softmax_steps=1.0 leaves the patch no step in which a density would matter; "
-                "change_mhla(model, softmax_steps=0) gives them back."
+                "softmax_steps=1.0 disables the patch in every step, so a density has no effect; "
+                "change_mhla(model, softmax_steps=0) enables it in all steps."
             )
     return change_mhla(model, density=density)
 
 
 def densify(model: Model, audit: Audit, density: float) -> Model:
-    """Spend a budget where an audit has found the largest error, in place.
+    """Spend a budget where an audit found the largest error, in place.
 
-    The budget is a part of all pairs of tokens of the layers that the audit has seen, in all denoising steps. Out of it
-    come whole first steps (``softmax_steps``) and whole layers (``layers``) that attend as before the patch, and for
-    the rest the density of the lists that are chosen by content; as many of each as are expected to leave the least
-    error. Where the own attention is linear, or there is no sparse branch, there are steps and layers alone. Each
-    transformer of a pipeline spends on its own. At 1 the model attends as before the patch in all steps, and nothing of
-    the patch is computed. λ and β stay as they are; :func:`calibrate_sparse` fits them anew. A layer that gets its
-    attention of before forgets what its patch has learned.
+    The budget is a fraction of all token pairs of the audited layers in all denoising steps. It pays for whole first
+    steps (``softmax_steps``) and whole layers (``layers``) that use the original attention, and otherwise for the
+    density of the content-chosen lists, split to leave the least expected error. If the original attention is linear,
+    or there is no sparse branch, only steps and layers are chosen. Each transformer of a pipeline has its own budget.
+    At 1 the model uses its original attention in all steps, and nothing of the patch is computed. λ and β are
+    unchanged; :func:`calibrate_sparse` fits them again. A layer that gets its original attention back loses what its
+    patch has learned.
 
     Args:
         model: the pipeline or transformer that was audited.
         audit: what :func:`audit` found.
-        density: part of all pairs in all steps, in (0, 1].
+        density: fraction of all pairs in all steps, in (0, 1].
 
     Returns:
         ``model``.
 
     Raises:
         ValueError: if the model is not patched or patched causally, the audit is of another one, or the density is not
-            allowed. The model is unchanged then.
+            allowed. The model is then unchanged.
     """
     if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
-        raise ValueError(f"density={density!r} must be in (0, 1], a part of all pairs in all steps such as 0.1.")
+        raise ValueError(f"density={density!r} must be in (0, 1], a fraction of all pairs in all steps such as 0.1.")
     if not isinstance(audit, Audit):
-        raise ValueError(f"audit={audit!r} must be what audit(model, run) gives.")
+        raise ValueError(f"audit={audit!r} must be the result of audit(model, run).")
     _check_order(model, "densify()")
     handles = {name: patched for name, patched in require_patched(model).items() if patched.layers}
     found = {name: [layer for layer in audit.layers if layer.component == name] for name in handles}
@@ -118,31 +118,31 @@ class Spending:
     """How the budget of one transformer is spent."""
 
     steps: int
-    """First ones of those in which the transformer runs, in which all layers attend as before the patch."""
+    """Number of first steps of the transformer in which all layers use the original attention."""
     whole: frozenset[int]
-    """Layers of the audit that attend as before the patch in every step."""
+    """Layers of the audit that use the original attention in every step."""
     density: float
-    """Of the other layers in the other steps; 0 without lists."""
+    """Density of the other layers in the other steps; 0 without lists."""
     left: float
-    """Squared error that is expected to be left."""
+    """Expected remaining squared error."""
 
 
 def plan_spending(layers: Sequence[LayerAudit], budget: float, knows_steps: bool) -> Spending:
-    """The way to spend a budget that is expected to leave the least error.
+    """Find how to spend a budget for the least expected error.
 
-    A step or a layer costs all its pairs; what they do not take is left for the lists of the others. The squared error
-    of a layer is taken to fall with the density as the square of the softmax weight that its lists leave out.
+    A step or a layer costs all its pairs; the remaining budget goes to the lists of the others. Assumes that a layer's
+    squared error is proportional to the square of the softmax weight that its lists leave out.
 
     Args:
         layers: of one transformer, all with lists or all without.
-        budget: part of all pairs of these layers in all steps, in (0, 1).
-        knows_steps: whether single steps can be spent on.
+        budget: fraction of all pairs of these layers in all steps, in (0, 1).
+        knows_steps: whether the budget can be spent on single steps.
     """
     return min(_candidates(layers, budget, knows_steps), key=lambda spending: spending.left)
 
 
 def active_steps(layers: Sequence[LayerAudit]) -> list[int]:
-    """Steps in which a transformer runs: with two of them, each does in a part of the steps."""
+    """Steps in which a transformer runs; two transformers share the steps."""
     squares = torch.stack([layer.squares.sum(dim=1) for layer in layers]).sum(dim=0)
     return squares.nonzero().flatten().tolist()
 
@@ -155,7 +155,7 @@ def _candidates(layers: Sequence[LayerAudit], budget: float, knows_steps: bool) 
         if rest < 0:
             return
         by_step = [layer.errors.sum(dim=1) for layer in layers]
-        # the part of a layer's error that lies in the steps after those
+        # the fraction of a layer's error in the steps after those
         after = [float(some[steps][spent:].sum() / some.sum().clamp_min(1e-30)) for some in by_step]
         errors = [layer.moves * part for layer, part in zip(layers, after, strict=True)]
         order = sorted(range(count), key=errors.__getitem__, reverse=True)
@@ -172,7 +172,7 @@ def _candidates(layers: Sequence[LayerAudit], budget: float, knows_steps: bool) 
 
 
 def _left_at(layer: LayerAudit, density: float) -> float:
-    """Part of a layer's squared error that is left at another density."""
+    """Fraction of a layer's squared error that remains at another density."""
     known = [(0.0, 0.0), *zip(DENSITIES, layer.mass_at, strict=True)]
     held = 1.0
     for (low, mass), (high, more) in pairwise(known):

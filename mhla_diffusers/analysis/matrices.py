@@ -1,4 +1,4 @@
-"""The N x N attention matrices of a transformer, softmax or MHLA, layer by layer, and their rank and entropy."""
+"""N x N attention matrices of a transformer, softmax or MHLA, with rank and entropy, layer by layer."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from ..families import AttentionAdapter, Family, get_family
 from ..patching import LayerInput, MHLAProcessor, TransformerCall, layer_input
 
 RANK_TOLERANCE = 1e-4
-"""Singular values above this part of the largest count."""
+"""Singular values above this fraction of the largest count."""
 LARGEST_GRID = 4096
-"""Tokens up to which N x N matrices are formed."""
+"""Maximum number of tokens for N x N matrices."""
 
 
 def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[str, torch.Tensor]:
     """Attention matrix of every self-attention on one batch: name → float64 (B, H, N, N), rows are queries.
 
-    Of the tokens of the grid alone: what they give to extra tokens is missing from the sums of rows.
+    Covers the grid's tokens only: rows lack the weight that goes to extra tokens.
     """
     return dict(each_attention_matrix(transformer, batch))
 
@@ -29,10 +29,9 @@ def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[s
 def each_attention_matrix(
     transformer: nn.Module, batch: TransformerCall, names: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same one layer at a time, so that no more than one layer's matrices are held.
+    """The same one layer at a time, so that only one layer's matrices are in memory.
 
-    A matrix times the value is what the attention hands to its output projection, before a norm, gate or convolution of
-    the patch.
+    A matrix times the value is the input of the output projection, before a norm, gate or convolution of the patch.
 
     Args:
         transformer: patched or not.
@@ -82,7 +81,7 @@ def _matrix(attn: Any, given: LayerInput, family: Family) -> torch.Tensor:
     if family.own_attention == "linear":
         query, key = given.query.double().relu(), given.key.double().relu()
         normaliser = torch.einsum("bqhd,bkhd->bhqk", query, key).sum(dim=-1, keepdim=True)
-        query, key = given._replace(query=query, key=key).rotated()[:2]  # RoPE turns the numerator alone
+        query, key = given._replace(query=query, key=key).rotated()[:2]  # RoPE rotates only the numerator
         return torch.einsum("bqhd,bkhd->bhqk", query, key) / (normaliser + family.own_attention_eps)
     query, key = (x.double() for x in given.rotated()[:2])
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
@@ -97,9 +96,9 @@ def rank(matrix: torch.Tensor, tolerance: float = RANK_TOLERANCE) -> float:
 
 
 def entropy(matrix: torch.Tensor) -> float:
-    """Entropy of a query's weights in nats, averaged over (B, H, N); with RoPE weights can be negative, so of |w|."""
+    """Entropy of a query's weights |w| in nats, averaged over (B, H, N); with RoPE w can be negative."""
     total = matrix.abs().sum(dim=-1, keepdim=True)
-    # a linear attention gives nothing to any key where all channels of a query are negative
+    # linear attention gives every key 0 where all channels of a query are negative
     weights = matrix.abs() / total.clamp_min(torch.finfo(total.dtype).tiny)
     return float(torch.special.entr(weights).sum(dim=-1).mean())
 
@@ -125,7 +124,7 @@ class LayerAnalysis:
     rank: float
     """See :func:`mhla_diffusers.analysis.rank`; averaged over samples and heads."""
     rank_bound: int
-    """What the rank of this attention can be at most."""
+    """Upper bound of the rank."""
     entropy: float
     """In nats; log(tokens) for uniform weights."""
 
@@ -142,7 +141,7 @@ def analyze_layers(
         transformer: patched or not.
         batch: what it runs on.
         names: of the self-attentions; None for all.
-        each: called with name and attention matrix (B, H, N, N) of every layer, for pictures of it.
+        each: called with name and attention matrix (B, H, N, N) of every layer, for example to draw it.
 
     Raises:
         ValueError: a name that is no self-attention, or too many tokens to form N x N matrices.
@@ -168,10 +167,10 @@ def analyze_layers(
 
 
 def rank_bound(attn: Any, adapter: AttentionAdapter, grid: tuple[int, ...], kind: str) -> int:
-    """The largest rank that the attention matrix can have on a token grid; ``kind`` is MHLA, linear or softmax.
+    """Upper bound of the attention matrix's rank on a token grid; ``kind`` is MHLA, linear or softmax.
 
-    N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With a
-    sparse branch the softmax over listed keys alone can have their full rank, so there it is N again.
+    N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With a sparse
+    branch it is N again, because the softmax over listed keys can have full rank.
     """
     tokens, (_, head_dim) = torch.Size(grid).numel(), adapter.heads(attn)
     if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.sparse != "none"):

@@ -11,11 +11,11 @@ from ..reporting import require_matplotlib
 
 _COLUMNS = 4
 _NEARLY_POSITIVE = 0.01
-"""Negative values down to this part of the largest are drawn as zero."""
+"""Negative values up to this fraction of the largest value are drawn as zero."""
 
 
 def side_by_side(values: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-    """Values (N,) of a grid as one picture (height, width); the frames of a grid with three axes lie side by side."""
+    """Values (N,) of a grid as one picture (height, width), with frames side by side."""
     frames = values.reshape(-1, *grid[-2:]).unbind()
     gap = torch.full((grid[-2], 1), math.nan, dtype=values.dtype)
     return torch.cat([part for frame in frames for part in (frame, gap)][:-1], dim=1)
@@ -116,7 +116,7 @@ def _mark(axis: Any, position: tuple[int, int]) -> None:
 
 
 def _colours(values: torch.Tensor) -> dict[str, Any]:
-    """From zero to the largest value; on both sides of zero for signed ones, as RoPE and the paper's code make them."""
+    """Color scale from zero to the largest value; symmetric for signed values, as from RoPE and the paper's code."""
     lowest, highest = float(values.min()), float(values.max())
     if lowest > -_NEARLY_POSITIVE * highest:
         return {"cmap": "magma", "vmin": 0, "vmax": highest}

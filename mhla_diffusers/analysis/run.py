@@ -1,4 +1,4 @@
-"""What ``mhla analyze`` does: run a model a little and look at its attention."""
+"""``mhla analyze``: run a model briefly and examine its attention."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -36,13 +36,13 @@ def analyze(
 ) -> AnalysisResult:
     """Rank, entropy, sensitivity, attention maps and mixing matrices of a pipeline's first transformer.
 
-    The attention is looked at in the middle one of the forwards that ``run`` makes.
+    Examines the middle one of the forwards that ``run`` makes.
 
     Args:
         model: a pipeline or transformer, patched or not.
         run: runs it, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
         output: folder for ``analysis.json`` and the pictures.
-        layers: indices of the self-attentions to look at; None for all.
+        layers: indices of the self-attentions to examine; None for all.
         token: index of the token whose attention is drawn; None for the one in the middle.
 
     Raises:

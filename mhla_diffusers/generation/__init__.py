@@ -18,5 +18,5 @@ if TYPE_CHECKING:
     from .noise import generator_for
     from .pipelines import PipelineChoice, component_identity, family_of, load_pipeline, load_result, pipeline_file
 else:
-    # the options of commands lie in this folder as well
+    # options of commands are in this folder too
     __getattr__, __dir__ = lazy_names(__name__, __all__, (".noise", ".pipelines"))

@@ -16,12 +16,12 @@ def generate_command(
         list[str] | None, typer.Argument(help="One or more prompts; classes by number or name for dit.")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Further prompts, one per line.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder; outputs/<family> if left out.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder; default outputs/<family>.")] = None,
     seeds: Annotated[
-        list[int] | None, typer.Option("--seed", help="Of the noise, 0 if left out; several times for more samples.")
+        list[int] | None, typer.Option("--seed", help="Of the noise, default 0; repeat for more samples.")
     ] = None,
 ) -> None:
-    """Generate images or videos, one per prompt and seed. Goes on where it stopped.
+    """Generate images or videos, one per prompt and seed. Resumes where it stopped.
 
     mhla generate wan "a seven moving left" "a three" --seed 0 --seed 1 --set num_inference_steps=20
     """

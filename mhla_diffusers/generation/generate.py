@@ -23,9 +23,9 @@ from .record import (
 )
 
 MAX_SEED = 2**63 - 1
-"""Of torch's generators, which take a few more, but map negative ones to others."""
+"""Largest seed of torch's generators, which also accept negative seeds but map them to others."""
 _MAX_LENGTH, _MAX_BYTES = 60, 150
-"""Of a prompt in a file's name, which may have 255 bytes: of letters that take four each, 37."""
+"""Maximum length of a prompt in a file name, which may have 255 bytes: 37 letters of four bytes."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,19 @@ def plan_tasks(config: GenerationConfig) -> list[Task]:
 
 
 def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
-    """Generate what is not there yet, or is there in part.
+    """Generate missing and incomplete files.
 
     Yields:
-        Each task and whether it was generated (True) or its file was there already (False).
+        Each task, and whether it was generated (True) or its file existed already (False).
 
     Raises:
-        OSError: the output folder cannot be written, said before anything is loaded; or a file, as on a full disk.
-        ValueError: a setting that the pipeline does not take, unknown class label, a model of another family, a patch
-            that is unknown or does not fit, or a folder of files that were made with other choices.
+        OSError: the output folder is not writable, raised before anything is loaded; or writing a file failed.
+        ValueError: a setting that the pipeline does not take, an unknown class label, a model of another family, a
+            patch that is unknown or does not fit, or a folder with files made with other choices.
     """
     with folder_for_results(config.output):
         config.check()
-        # seeds stand in the names of the files; a set of mhla eval samples, which has one, is not to be mixed with them
+        # file names hold the seeds; a set of mhla eval samples has one seed and must not be mixed with them
         choices = {**config.choices, "seed": None}
         check_choices(config.output, choices)
         if config.of_family.makes_videos:
@@ -99,14 +99,14 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
             record_choices(config.output, choices)
             write_sample(sample, task.file, config.video_rate)
             yield task, True
-        # with what earlier runs have listed
+        # including the entries of earlier runs
         earlier = [one for one in read_sample_list(config.output) or () if is_whole(config.output / one.file)]
         listed = {one.file: one for one in earlier} | {t.file.name: Sample(t.file.name, t.prompt) for t in tasks}
         write_sample_list([listed[name] for name in sorted(listed)], config.output)
 
 
 def name_of_prompt(prompt: str) -> str:
-    """A prompt as part of a file's name: letters and digits of any script; a hash, where these do not say all of it."""
+    """A prompt as part of a file name: letters and digits of any script, and a hash if that loses anything."""
 
     def is_letter(character: str) -> bool:  # or a digit, or a mark, such as the vowels of Devanagari
         return character.isalnum() or unicodedata.category(character).startswith("M")

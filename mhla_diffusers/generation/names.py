@@ -1,4 +1,4 @@
-"""What users write, checked: files of prompts, arguments of a pipeline's call, and the options that name a pipeline."""
+"""Parse and check user input: prompt files, arguments of a pipeline's call, and the options that choose a pipeline."""
 
 import functools
 import inspect
@@ -14,19 +14,19 @@ import typer
 from ..files import read_text
 
 _WRITABLE = {bool, int, float, str, list, dict}
-"""Types that a setting can have: tensors, generators and functions cannot be written down beside the results."""
+"""Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
 
 _GIVEN = {"prompt", "class_labels", "generator", "output_type", "return_dict"}
 _GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
-"""Arguments that come from elsewhere, or that would change what a call returns."""
+"""Arguments that are set elsewhere, or that would change what a call returns."""
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """One prompt per line; empty lines are left out.
+    """One prompt per line; empty lines are skipped.
 
     Raises:
         OSError: no such file, or a folder.
-        ValueError: a file without prompts, or not of text.
+        ValueError: a file without prompts, or not a text file.
     """
     prompts = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
     if not prompts:
@@ -38,7 +38,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     """``key=value`` arguments of the pipeline's call; values are YAML.
 
     Raises:
-        ValueError: an argument without "=", or a value that is no YAML.
+        ValueError: an argument without "=", or a value that is not valid YAML.
     """
     import yaml
 
@@ -50,12 +50,12 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
         try:
             settings[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ValueError(f"Setting {text!r} is no YAML: {error}.") from error
+            raise ValueError(f"Setting {text!r} is not valid YAML: {error}.") from error
     return settings
 
 
 def parse_steps(text: str) -> int | float:
-    """``softmax_steps`` of a patch as a command takes it: a number of steps such as 3, or a part such as 0.2 or 20%.
+    """Parse ``softmax_steps`` of a command: a number of steps such as 3, or a fraction such as 0.2 or 20%.
 
     Raises:
         ValueError: neither.
@@ -65,16 +65,14 @@ def parse_steps(text: str) -> int | float:
             return float(text.removesuffix("%")) / 100
         return int(text) if text.isdigit() else float(text)
     except ValueError:
-        raise ValueError(
-            f"steps={text!r} is unknown; write a number such as 3, or a part of all such as 20%."
-        ) from None
+        raise ValueError(f"steps={text!r} is unknown; write a number such as 3, or a fraction such as 20%.") from None
 
 
 def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
-    """Check settings against the annotations of the call of a pipeline's class.
+    """Check settings against the annotations of a pipeline's ``__call__``.
 
     Raises:
-        ValueError: a name that the call does not have, or a value that it does not take.
+        ValueError: an unknown name, or a value of a wrong type.
     """
     parameters = inspect.signature(pipeline.__call__, eval_str=True).parameters
     annotated = {name: _types(one.annotation) & _WRITABLE for name, one in parameters.items() if name not in _GIVEN}
@@ -88,19 +86,19 @@ def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
             )
         types = allowed[name]
         is_number = types <= {int, float}
-        # annotations of diffusers often leave None out
+        # annotations of diffusers often omit None
         fits = type(value) in types or (type(value) is int and float in types) or (value is None and not is_number)
         if not fits:
             names = " or ".join(sorted(kind.__name__ for kind in types))
             raise ValueError(
                 f"{name}={value!r} is of type {type(value).__name__}, but {pipeline.__name__} takes {names}."
             )
-        if types == {int} and value < 1:  # the whole numbers of these pipelines are sizes and counts
+        if types == {int} and value < 1:  # integers of these pipelines are sizes and counts
             raise ValueError(f"{name}={value} must be 1 or more.")
 
 
 def _types(annotation: Any) -> set[type]:
-    """The classes that an annotation allows, those within containers left aside."""
+    """The classes that an annotation allows, without those inside containers."""
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*map(_types, get_args(annotation)))
     found = get_origin(annotation) or annotation
@@ -109,16 +107,16 @@ def _types(annotation: Any) -> set[type]:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Which pipeline, patched how, called with what: :class:`PipelineChoice` as it is written on the command line."""
+    """The command line options of :class:`PipelineChoice`."""
 
-    model: Annotated[str | None, typer.Option(help="Hub id or folder; the tiny pipeline if left out.")] = None
-    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch, as it is before training.")] = None
-    weights: Annotated[str | None, typer.Option(help="What mhla finetune left, or folder or Hub id of a patch.")] = None
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the tiny pipeline.")] = None
+    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch, untrained.")] = None
+    weights: Annotated[str | None, typer.Option(help="Result of mhla finetune, or folder or Hub id of a patch.")] = None
     device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu"
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 (or bf16) or float16.")] = "float32"
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Argument of the pipeline's call; several times."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Argument of the pipeline's call; repeatable."),
     ] = None
 
     def arguments(self) -> dict[str, Any]:
@@ -132,15 +130,15 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions(LoadOptions):
-    """The same for what writes samples."""
+    """The same for commands that write samples."""
 
     frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take a dataclass as its parameter ``options``, each of whose fields is an option of the command.
+    """Let a command take a dataclass as its parameter ``options``, with every field an option of the command.
 
-    typer knows functions alone; the fields of the dataclass are annotated as the parameters of a command are.
+    typer supports only functions; annotate the fields like parameters of a command.
     """
     own = inspect.signature(command)
     kind = own.parameters["options"].annotation
@@ -153,7 +151,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [*(own.parameters[name] for name in own.parameters if name != "options"), *shared.values()]
     expanded: Any = functools.wraps(command)(flat)
     expanded.__signature__ = own.replace(
-        # a keyword each, since required ones may follow those with a default
+        # keyword-only, because required fields may follow those with a default
         parameters=[parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     )
     result: Callable[..., None] = expanded

@@ -1,4 +1,4 @@
-"""Random numbers as a function of the seed and of what they are for, so that a resumed run draws the same."""
+"""Random numbers as a function of the seed and of their purpose, so that a resumed run draws the same."""
 
 import hashlib
 
@@ -6,7 +6,7 @@ import torch
 
 
 def generator_for(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator of its own for a purpose, for example ``generator_for(0, "noise", step, position)``."""
+    """A separate CPU generator for a purpose, for example ``generator_for(0, "noise", step, position)``."""
     text = "/".join(map(str, (seed, *purpose)))
     digest = hashlib.sha256(text.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -1,4 +1,4 @@
-"""Which pipeline generates, patched how; and what is known of a pipeline without loading it."""
+"""Choosing, loading and patching a pipeline; reading facts about a pipeline without loading it."""
 
 import hashlib
 import json
@@ -21,14 +21,14 @@ from .names import check_settings
 from .record import identity_of_weights
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
-"""Name under which diffusers looks for LoRA."""
+"""File name that diffusers expects for LoRA."""
 
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """Which pipeline generates, and how it is called."""
+    """The pipeline to generate with, and the arguments of its call."""
 
     family: str
     """dit, sana, wan, or the name of a registered family."""
@@ -36,15 +36,15 @@ class PipelineChoice:
     model: str | None = None
     """Hub id or folder; None for the tiny pipeline that ships with the package."""
     patch: str | None = None
-    """Name or YAML file of a patch to apply, as it is before training."""
+    """Name or YAML file of a patch to apply, untrained."""
     weights: str | None = None
-    """What ``mhla finetune`` has left, or the folder or Hub id of a patch."""
+    """Result of ``mhla finetune``, or the folder or Hub id of a patch."""
     frames_per_second: int | None = None
-    """Of videos; that of the family's clips, or of the tiny pipeline's, if left out."""
+    """Frame rate of videos; default: that of the family's clips or of the tiny pipeline."""
     device: str = "cpu"
     """For example cuda:1, or "auto" for a GPU if there is one."""
     dtype: str = "float32"
-    """Of the weights, for example bfloat16, or bf16, which is kept as the former."""
+    """Type of the weights, for example bfloat16; bf16 is stored as bfloat16."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's call, for example height, width, num_frames, num_inference_steps."""
 
@@ -53,7 +53,7 @@ class PipelineChoice:
         if self.model is None and self.family not in TINY:
             raise ValueError(
                 f"family={self.family!r} has no tiny pipeline; give model, the Hub id or folder of a pipeline. Tiny "
-                f"ones are there for: {', '.join(TINY)}."
+                f"ones exist for: {', '.join(TINY)}."
             )
         if self.patch is not None and self.weights is not None:
             raise ValueError(
@@ -71,14 +71,14 @@ class PipelineChoice:
 
     @property
     def video_rate(self) -> int:
-        """Frames per second of the videos that are written."""
+        """Frames per second of written videos."""
         if self.frames_per_second is not None:
             return self.frames_per_second
         return FRAMES_PER_SECOND if self.model is None else round(self.of_family.default_clip.fps)
 
     @property
     def choices(self) -> dict[str, Any]:
-        """What decides how a result looks, but for prompt and seed; of patch and weights, what lies there now too.
+        """Everything but prompt and seed that determines a result, including the current content of patch and weights.
 
         Raises:
             ValueError: an unknown patch.
@@ -91,7 +91,7 @@ class PipelineChoice:
         }
 
     def check(self) -> None:
-        """Check the patch and the settings of the pipeline's call; of the pipeline, only the class is looked at.
+        """Check the patch and the settings of the pipeline's call; reads only the class of the pipeline.
 
         Raises:
             FileNotFoundError: no such model, or no such patch file.
@@ -112,13 +112,13 @@ class PipelineChoice:
             check_settings(pipeline, self.settings)
 
     def load(self, prompts: Sequence[str] = ()) -> Any:
-        """The pipeline, patched where that is asked for, on its device.
+        """The pipeline on its device, patched if asked for.
 
         Args:
-            prompts: what it will be asked for, checked before anything is generated.
+            prompts: checked before anything is generated.
 
         Raises:
-            ValueError: a model of another family, a patch or weights that do not fit, or a prompt that is refused.
+            ValueError: a model of another family, a patch or weights that do not fit, or an invalid prompt.
         """
         pipe = load_pipeline(self.model, self.family, self.device, FLOAT_TYPES[self.dtype])
         found = {get_family(transformer).name for transformer in find_transformers(pipe).values()}
@@ -133,7 +133,7 @@ class PipelineChoice:
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
-        """See :meth:`Family.call`; a tiny pipeline has the settings that it was trained for."""
+        """See :meth:`Family.call`; a tiny pipeline uses the settings that it was trained for."""
         defaults = call_settings(self.family) if self.model is None else {}
         return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings})
 
@@ -141,20 +141,19 @@ class PipelineChoice:
         """One sample per prompt: :meth:`call`, with errors that name the settings.
 
         Raises:
-            ValueError: settings that the pipeline fails with.
+            ValueError: the pipeline fails with these settings.
         """
         try:
             return self.call(pipe, prompts, generators)
         except RuntimeError as error:
-            # sizes that do not fit each other, and not a lack of memory or a failing device, which have classes of
-            # their own
+            # mismatched sizes; lack of memory and failing devices have their own classes
             if not self.settings or type(error) is not RuntimeError:
                 raise
             raise ValueError(f"{type(pipe).__name__} fails with the settings {self.settings}: {error}") from error
 
 
 def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtype) -> Any:
-    """A pipeline, by Hub id or folder or the tiny one of the family for None, without progress bars.
+    """A pipeline by Hub id or folder, or the family's tiny one for None; without progress bars.
 
     Raises:
         ValueError: no such device here, or no tiny pipeline of the family.
@@ -168,22 +167,22 @@ def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtyp
         # diffusers warns at every cast
         pipe = pipe if dtype == torch.float32 else pipe.to(dtype)
     else:
-        import_module(family_named(family).library)  # diffusers loads classes of no other module than is imported
+        import_module(family_named(family).library)  # diffusers loads classes only from imported modules
         pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype).to(place)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def load_result(pipe: Any, result: str | Path) -> None:
-    """Give a pipeline what a finished run has left: a trained patch, LoRA beside it, or a whole unpatched transformer.
+    """Load the result of a finished run into a pipeline: a trained patch, its LoRA, or a whole unpatched transformer.
 
     Args:
         pipe: unpatched, of the model that was trained.
         result: folder of a run, or the folder or Hub id of a patch.
 
     Raises:
-        ValueError: another model's weights, LoRA for a pipeline that diffusers has no LoRA for, or what
-            :func:`mhla_diffusers.load_mhla` raises.
+        ValueError: another model's weights, LoRA for a pipeline without LoRA support, or as
+            :func:`mhla_diffusers.load_mhla`.
         FileNotFoundError: nothing there.
     """
     folder = Path(result)
@@ -216,7 +215,7 @@ def component_identity(model: str, component: str) -> str:
 
 
 def class_count(model: str | None, family: str) -> int:
-    """How many classes a pipeline of a class-conditional family was trained on, read without its weights."""
+    """Number of classes that a class-conditional pipeline was trained on, read without its weights."""
     place = str(pipeline_folder(family)) if model is None else model
     files = ("model_index.json", "transformer/config.json")
     index, config = (read_json(pipeline_file(place, name)) for name in files)
@@ -224,7 +223,7 @@ def class_count(model: str | None, family: str) -> int:
 
 
 def family_named(name: str) -> Family:
-    """The registered family of diffusion models of a name."""
+    """The registered family of diffusion models by name."""
     named = {family.name: family for family in families() if family.is_diffusion}
     if name not in named:
         raise ValueError(f"family={name!r} is unknown; allowed: {', '.join(named)}.")
@@ -251,7 +250,7 @@ def family_of(model: str, component: str = "transformer") -> Family:
 
 
 def pipeline_file(model: str, name: str) -> Path:
-    """A file of a pipeline, here or from the Hub."""
+    """A file of a pipeline, local or from the Hub."""
     if Path(model).is_dir():
         path = Path(model, name)
         if not path.is_file():
@@ -264,5 +263,5 @@ def pipeline_file(model: str, name: str) -> Path:
         return Path(hf_hub_download(model, name))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"{model} is neither a folder here nor a pipeline that the Hub gave: {error}"
+            f"{model} is neither a local folder nor a pipeline that could be read from the Hub: {error}"
         ) from error

@@ -1,6 +1,6 @@
-"""A folder of generated files: writing them, the list of what each shows, and the record of how they were made.
+"""A folder of generated files: the files, the list of their prompts, and the record of how they were made.
 
-Torch is imported where it is used, since ``mhla eval --help`` reads this file.
+Torch is imported where it is used, because ``mhla eval --help`` imports this file.
 """
 
 import errno
@@ -14,9 +14,9 @@ from typing import Any
 from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, read_json, write_json, written_aside
 
 RECORD_NAME = "generation.json"
-"""File beside what was generated that says how."""
+"""File beside generated files that records how they were made."""
 SAMPLE_LIST = "samples.json"
-"""File by which ``mhla eval`` takes a folder for a set: [{"file": …, "text": …}, …]."""
+"""File that makes a folder a set for ``mhla eval``: [{"file": …, "text": …}, …]."""
 
 _END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
@@ -28,7 +28,7 @@ class Sample:
     file: str
     """Path inside the folder of the set."""
     text: str
-    """What the model is given: a prompt, or the number of a class."""
+    """Input of the model: a prompt, or the number of a class."""
 
 
 def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:
@@ -37,7 +37,7 @@ def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:
 
 
 def read_sample_list(folder: Path) -> list[Sample] | None:
-    """The list of a set, or None where a folder has none."""
+    """The list of a set, or None if the folder has none."""
     file = folder / SAMPLE_LIST
     if not file.is_file():
         return None
@@ -48,13 +48,13 @@ def read_sample_list(folder: Path) -> list[Sample] | None:
 
 
 def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Make sure that what lies in a folder was made with the same choices, so that it may be kept.
+    """Raise unless the files of a folder were made with the same choices, so that they can be kept.
 
     Raises:
         ValueError: the folder holds files that were made with other choices.
     """
     file = folder / RECORD_NAME
-    # without samples it is what a run has left that failed, and speaks of nothing
+    # without samples it is left over from a failed run and means nothing
     if not file.exists() or first_sample(folder) is None:
         return
     recorded = read_json(file)
@@ -63,16 +63,18 @@ def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
         before = recorded.get(name)
         if before == now:
             continue
-        if isinstance(before, Mapping) and isinstance(now, Mapping):  # what is not the same in both
+        if isinstance(before, Mapping) and isinstance(now, Mapping):  # only what differs
             same = {key for key in before.keys() & now.keys() if before[key] == now[key]}
             before, now = ({key: kept[key] for key in kept if key not in same} for kept in (before, now))
         changed.append(f"{name}={before!r}, now {now!r}")
     if changed:
-        raise ValueError(f"{folder} holds files made otherwise ({'; '.join(changed)}). Choose another output folder.")
+        raise ValueError(
+            f"{folder} holds files made with other choices ({'; '.join(changed)}). Choose another output folder."
+        )
 
 
 def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Keep beside the files what they were made with, so that nothing made otherwise is taken for them later.
+    """Record how the files are made, so that later runs do not mix other files in.
 
     Raises:
         ValueError: the folder holds files that were made with other choices.
@@ -82,7 +84,7 @@ def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
 
 
 def identity_of_weights(weights: str) -> str | None:
-    """Hash of the files that a folder of weights holds, by which a record shows when they change; None for a Hub id."""
+    """Hash of the files in a folder of weights, so that a record detects changes; None for a Hub id."""
     from ..config import adapted_patch_folder
 
     folder = adapted_patch_folder(weights) or Path(weights)
@@ -93,14 +95,14 @@ def identity_of_weights(weights: str) -> str | None:
 
 
 def first_sample(folder: Path) -> Path | None:
-    """Any image or video in a folder or those within it, or None if there is none."""
+    """Any image or video in a folder or its subfolders, or None."""
     samples = (file for file in folder.rglob("*") if file.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
-    # a file that is being written has a dot before its name
+    # names of files that are being written begin with a dot
     return next((file for file in samples if not file.name.startswith(".")), None)
 
 
 def is_whole(file: Path) -> bool:
-    """Whether a file is there and holds all of an MP4 or PNG; of other formats, whether it is there."""
+    """Whether a file exists and, for MP4 and PNG, is complete."""
     if not file.is_file():
         return False
     length, place, kinds = file.stat().st_size, 0, set()
@@ -110,11 +112,11 @@ def is_whole(file: Path) -> bool:
             return stream.read() == _END_OF_PNG
         if file.suffix != ".mp4":
             return True
-        # the boxes of an MP4 fill the file, and the index of its frames, which is written last, is among them
+        # the boxes of an MP4 fill the file, and include the index of its frames, which is written last
         while place + 8 <= length:
             stream.seek(place)
             size, kind = struct.unpack(">I4s", stream.read(8))
-            if size == 1:  # it stands in the next eight bytes
+            if size == 1:  # the size is in the next eight bytes
                 size = int.from_bytes(stream.read(8), "big")
             elif size == 0:  # the rest of the file
                 size = length - place
@@ -126,7 +128,7 @@ def is_whole(file: Path) -> bool:
 
 
 def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:
-    """Write what a pipeline generated, whole or not at all.
+    """Write what a pipeline generated, atomically.
 
     Args:
         sample: a PIL image, or frames (F, H, W, 3) in [0, 1].
@@ -154,17 +156,17 @@ def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
 
     imageio = import_imageio()
     pixels = [(255 * torch.as_tensor(frame).clamp(0, 1)).round().to(torch.uint8).numpy() for frame in frames]
-    failed = OSError(errno.EIO, "ffmpeg failed before the video was whole, as on a full disk", str(file))
+    failed = OSError(errno.EIO, "ffmpeg failed before the video was complete, as on a full disk", str(file))
     try:
         imageio.mimwrite(file, pixels, format="FFMPEG", fps=frames_per_second, macro_block_size=2, quality=9)
     except OSError as error:
         raise failed from error
-    if not is_whole(file):  # imageio does not look at how ffmpeg ended
+    if not is_whole(file):  # imageio ignores ffmpeg's exit status
         raise failed
 
 
 def import_imageio() -> Any:
-    """imageio, which writes MP4 through imageio-ffmpeg.
+    """The imageio module, which writes MP4 through imageio-ffmpeg.
 
     Raises:
         ImportError: one of the two is missing.

@@ -1,4 +1,4 @@
-"""Generate a video frame block after frame block with a causal patch, in memory that does not grow with its length."""
+"""Generate a video frame block by frame block with a causal patch, in constant memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,34 +28,34 @@ def stream_latents(
     generator: Generators | None = None,
     **settings: Any,
 ) -> Iterator[torch.Tensor]:
-    """Latents of one frame block after another, each as soon as it is done.
+    """Yield the latents of each frame block as soon as it is done.
 
-    A frame block begins as noise and is denoised by the pipeline's scheduler, seeing the frame blocks before it, which
-    are clean. Then it is run once more at time 0, whose KV states later ones see. So a frame block costs one forward
-    more than its steps, and as much as the first one wherever in the video it is. The call itself checks all that it
-    is given and encodes the text.
+    A frame block starts as noise and is denoised by the pipeline's scheduler, attending to the clean frame blocks
+    before it. One more forward at time 0 then stores its KV states for later frame blocks. So each frame block costs
+    one forward more than its steps, and the cost does not grow along the video. The call itself checks all arguments
+    and encodes the text.
 
     Args:
         pipe: text-to-video pipeline of Wan or SkyReels-V2, patched with ``causal="block"``.
         prompt: text, or several, of a batch.
-        frame_blocks: how many, of as many latent frames as ``block_length`` of the patch; None for no end, up to which
-            ``beyond="relative"`` of the patch and RoPE of the model go.
+        frame_blocks: number of frame blocks, each of the patch's ``block_length`` latent frames; None for no end, as
+            far as the patch's ``beyond="relative"`` and the model's RoPE allow.
         height: in pixels.
         width: in pixels.
         steps: of the scheduler, for every frame block.
-        guidance: scale of classifier-free guidance, which has a second stream; 1 for none.
+        guidance: scale of classifier-free guidance, which runs a second stream; 1 for none.
         negative_prompt: of the second stream.
-        generator: of the noise, one or one for each prompt; on the CPU for noise that does not depend on the device.
+        generator: one, or one per prompt; on the CPU for noise that does not depend on the device.
         **settings: of the pipeline's ``encode_prompt``, such as max_sequence_length.
 
     Returns:
-        An iterator over float32 (B, C, F, H, W), of the scale that the transformer gives; :func:`decode_latents` makes
-        pixels of all.
+        An iterator over float32 (B, C, F, H, W), in the transformer's scale; :func:`decode_latents` decodes them
+        together.
 
     Raises:
         TypeError: a prompt that is no text, or a size or count that is no whole number.
-        ValueError: no prompt, a pipeline that takes pictures or has two transformers, a patch that leaves no state
-            behind, a size that is cut into no tokens, or fewer than one frame block or step.
+        ValueError: no prompt, a pipeline that takes pictures or has two transformers, a patch that cannot stream, a
+            size that does not divide into tokens, or fewer than one frame block or step.
     """
     from diffusers.utils.torch_utils import randn_tensor
 
@@ -72,7 +72,7 @@ def stream_latents(
     if frame_blocks is not None:
         for layer in layers:
             frames = frame_blocks * int(layer.config.block_length or 0)
-            layer.config.grid_from((frames,))  # raises where the patch ends before
+            layer.config.grid_from((frames,))  # raises if the patch ends earlier
             too_late = family.why_too_late(transformer, 0, frames)
             if too_late is not None:
                 raise ValueError(too_late)
@@ -101,7 +101,7 @@ def _denoised(
     predict: Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor],
     frame_blocks: int | None,
 ) -> Iterator[torch.Tensor]:
-    """One frame block after another, from noise to what the stream keeps of it."""
+    """Denoise frame blocks one after another and store their states."""
     for _ in count() if frame_blocks is None else range(frame_blocks):
         latents = draw()
         scheduler.set_timesteps(steps, device=latents.device)
@@ -114,11 +114,11 @@ def _denoised(
 
 @torch.no_grad()
 def decode_latents(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Frames of latents that the pipeline would hand to its autoencoder, in one go.
+    """Decode latents into frames with the pipeline's autoencoder, all at once.
 
     Args:
         pipe: of Wan or SkyReels-V2.
-        latents: (B, C, F, H, W), all frame blocks of a video side by side.
+        latents: (B, C, F, H, W), all frame blocks of a video concatenated.
 
     Returns:
         (B, frames, H, W, 3) in [0, 1], float32 on the CPU.
@@ -150,14 +150,14 @@ def _check(pipe: Any, family: Family, height: int, width: int, steps: int, frame
             raise ValueError(f"{name}={value} must be at least 1.")
     if getattr(pipe, "transformer_2", None) is not None:
         raise ValueError(
-            f"This {type(pipe).__name__} has a second transformer for the last steps, whose stream would lack what the "
-            "first one kept; stream with a pipeline of one transformer."
+            f"This {type(pipe).__name__} has a second transformer for the last steps, whose stream would lack the "
+            "states that the first one stored; stream with a pipeline of one transformer."
         )
     config = pipe.transformer.config
     if family.channels(config) != config.out_channels:
         raise ValueError(
             f"This {type(pipe).__name__} takes {family.channels(config)} channels and predicts {config.out_channels}: "
-            "the others are of a picture, which frame blocks after the first do not have. Use a text-to-video pipeline."
+            "the others hold a picture, which frame blocks after the first do not have. Use a text-to-video pipeline."
         )
     side = family.spatial_stride(pipe) * family.spatial_patch(pipe.transformer)
     if height % side or width % side:

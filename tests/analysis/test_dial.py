@@ -190,8 +190,8 @@ def test_a_density_without_a_step_to_matter_in_is_refused():
     model = patched("dit")
     found = mhla.audit(model, run_of(model, "dit"))
     mhla.densify(model, found, 1)
-    assert "rest, which it does in every step" in str(mhla.audit(model, run_of(model, "dit")))
-    with pytest.raises(ValueError, match=r"softmax_steps=1.0 leaves the patch no step .*softmax_steps=0\)"):
+    assert "disabled in every step" in str(mhla.audit(model, run_of(model, "dit")))
+    with pytest.raises(ValueError, match=r"softmax_steps=1.0 disables .*softmax_steps=0\)"):
         mhla.set_density(model, 0.2)
     mhla.set_density(mhla.change_mhla(model, softmax_steps=0), 0.2)
     with pytest.raises(ValueError, match="audit=None must be what audit"):

@@ -10,7 +10,7 @@ from mhla_diffusers.tiny import call_settings
 def test_settings_are_typed():
     found = parse_settings(["height=480", "guidance_scale=2.5", "x=a"])
     assert found == {"height": 480, "guidance_scale": 2.5, "x": "a"}
-    for text, message in (("height", "'height' must look like"), ("x=[1", r"'x=\[1' is no YAML")):
+    for text, message in (("height", "'height' must look like"), ("x=[1", r"'x=\[1' is not valid YAML")):
         with pytest.raises(ValueError, match=message):
             parse_settings([text])
 
@@ -20,7 +20,7 @@ def test_steps_are_a_number_or_a_part():
     assert found == {"0": 0, "3": 3, "1": 1, "0.2": 0.2, "20%": 0.2, "1.0": 1.0, "100%": 1.0}
     assert type(found["1"]) is int and type(found["1.0"]) is type(found["100%"]) is float
     for text in ("many", "", "%", "3 steps"):
-        with pytest.raises(ValueError, match="write a number such as 3, or a part of all such as 20%"):
+        with pytest.raises(ValueError, match="a number such as 3, or a fraction such as 20%"):
             parse_steps(text)
 
 
