@@ -256,7 +256,10 @@ class Patched:
 
     def begin(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward: look at the processors and fill in the context of the call."""
-        arguments, context = self.family.named_arguments(args, kwargs), current()
+        context = current()
+        # of a forward that this one runs in, such as a student's that asks a patched teacher
+        context.outer = context.grid, context.parallel, context.disabled, context.outer
+        arguments = self.family.named_arguments(args, kwargs)
         if self.family.is_diffusion and not self.paused:
             self._check_processors()
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
@@ -285,8 +288,7 @@ class Patched:
         context = current()
         if result is not None:
             self.latest_grid = context.grid
-        context.grid = context.parallel = None
-        context.disabled = False
+        context.grid, context.parallel, context.disabled, context.outer = context.outer or (None, None, False, None)
 
     def step_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         """The denoising step of a forward with these arguments; None if it is unknown."""

@@ -44,6 +44,8 @@ class CallContext:
     """The processes between which its tokens are split."""
     disabled: bool = False
     """Whether patched attentions run what they ran before the patch."""
+    outer: Any = None
+    """Grid, processes, whether disabled, and ``outer`` of the forward in which this one runs; None if it is alone."""
     stream: InStream | None = None
     """The step of a video that the call is; None of one that stands by itself."""
     step: Step | None = None

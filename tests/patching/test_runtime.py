@@ -306,3 +306,17 @@ def test_the_grids_of_these_tests_matter():
         for attn in family.self_attentions(model).values():
             attn.set_processor(mhla.MHLAProcessor(attn.processor.config, grid=grid))
         assert_changed(output(model, wide), expected)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_forward_within_another_leaves_its_grid_alone(name):
+    """As a hook of a student that asks a patched teacher, here at another resolution."""
+    wide, tall = two_inputs(name)
+    student, teacher = gridded(name), gridded(name)
+    expected, asked = output(student, wide), output(teacher, tall)
+    blocks = getattr(student, "blocks", None) or student.transformer_blocks
+    found = []
+    blocks[0].register_forward_hook(lambda *_: found.append(output(teacher, tall)))
+    assert torch.equal(output(student, wide), expected)
+    assert torch.equal(found[0], asked)
+    assert current().grid is None
