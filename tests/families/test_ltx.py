@@ -67,7 +67,7 @@ def test_rope_is_that_of_the_model(dtype):
 
 
 def test_rope_after_the_feature_map_is_refused():
-    with pytest.raises(ValueError, match="turns every head by other angles; set rope='before'"):
+    with pytest.raises(ValueError, match="rotates every head by other angles; set rope='before'"):
         mhla.apply_mhla(CASE.transformer(), **PLAIN, rope="after")
 
 
