@@ -70,7 +70,7 @@ class MHLAConfig:
     normalize: bool = True
     """Divide by the normaliser of Eq. 4."""
     eps: float = 1e-6
-    """Floor that the relu and elu+1 feature maps add."""
+    """Floor that the relu and elu+1 feature maps add; softmax and identity need none."""
     mixing_init: MixingInit = "locality"
     """Mixing matrix before training: locality, uniform or identity."""
     mixing_per_head: bool = False

@@ -311,6 +311,7 @@ def apply_map(values, source, MAP: tl.constexpr):
     elif MAP == "softmax":
         return tl.exp(values - source.largest[:, None]) / source.total[:, None]
     else:
+        tl.static_assert(MAP == "identity", "a feature map that the kernels do not know")
         return values
 
 
@@ -399,6 +400,8 @@ def store_input_gradient(
             gradient = tl.where(values > 0, gradient, gradient * tl.exp(values))
         elif MAP == "softmax":
             gradient = apply_map(values, source, MAP) * (gradient - row_product[:, None])
+        else:
+            tl.static_assert(MAP == "identity", "a feature map that the kernels do not know")
         if ROPE == "before":
             gradient = rotate(gradient, source, c, HEAD_DIM, True)
         store_tile(out, source.there, c, gradient, HEAD_DIM)
