@@ -9,7 +9,7 @@ from ..devices import choose_device
 
 
 class ClipScorer:
-    """100 times the cosine of image and text embeddings; SANA's numbers are of OpenAI's ViT-L/14.
+    """100 times the cosine of image and text embeddings; SANA's numbers use OpenAI's ViT-L/14.
 
     Args:
         model: Hub id or folder of a CLIP model with its processor.
@@ -33,16 +33,16 @@ class ClipScorer:
 
         Args:
             images: uint8, each (3, H, W).
-            texts: B prompts; what exceeds the 77 tokens of CLIP is cut off.
+            texts: B prompts, truncated to CLIP's 77 tokens.
 
         Raises:
             ValueError: videos.
         """
         if any(image.ndim != 3 for image in images):
-            raise ValueError("CLIP scores images; of videos give the scores of VBench.")
+            raise ValueError("CLIP scores images; for videos use VBench.")
         inputs: Any = self._processor(
             text=list(texts), images=list(images), return_tensors="pt", padding=True, truncation=True
         ).to(self._device)
         output = self._model(**inputs)
-        # the embeddings of the model's output are of length 1
+        # the model's embeddings have length 1
         return 100 * (output.image_embeds.float() * output.text_embeds.float()).sum(dim=-1).cpu()

@@ -12,13 +12,13 @@ from .geneval import geneval_score
 from .sample_commands import app as samples
 from .vbench import DIMENSIONS, VBenchConfig, read_results, run_vbench, total_scores
 
-app = typer.Typer(help="Quality of what a model generates.", no_args_is_help=True)
+app = typer.Typer(help="Quality of generated images and videos.", no_args_is_help=True)
 app.add_typer(samples, name="samples")
 
-_OUTPUT = Annotated[Path | None, typer.Option(help="JSON file to write as well.")]
+_OUTPUT = Annotated[Path | None, typer.Option(help="JSON file to write too.")]
 _WEIGHTS = Annotated[Path | None, typer.Option(help="File with the weights of Inception.")]
 _EXTRACTOR = Annotated[
-    str, typer.Option(help="adm, clean, or package.module:callable that makes features of uint8 images (B, 3, H, W).")
+    str, typer.Option(help="adm, clean, or package.module:callable that maps uint8 images (B, 3, H, W) to features.")
 ]
 _DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …, auto")]
 
@@ -33,7 +33,7 @@ def fid(
     batch_size: Annotated[int, typer.Option(help="Images per call of the extractor.")] = 50,
     output: _OUTPUT = None,
 ) -> None:
-    """FID and, where the extractor has features for them, sFID, Inception score, precision, recall and KID."""
+    """FID and, if the extractor supports them, sFID, Inception score, precision, recall and KID."""
     from .extractors import load_extractor
     from .fid import FewSamplesWarning, measure_images
 
@@ -52,7 +52,7 @@ def fid(
 
 
 def _report(result: dict[str, Any], output: Path | None) -> None:
-    """Print a result line by line, and write it where that is asked for."""
+    """Print a result line by line, and write it if asked for."""
     for name, value in result.items():
         typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
     if output is not None:
@@ -68,7 +68,7 @@ def vbench(
     flickering: Annotated[
         Path | None, typer.Option(help="The folder filtered_videos of VBench's static_filter.py, for its dimension.")
     ] = None,
-    dimensions: Annotated[list[str] | None, typer.Option("--dimension", help="Several times; all if left out.")] = None,
+    dimensions: Annotated[list[str] | None, typer.Option("--dimension", help="Repeatable; default: all.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for results, totals and the log.")] = Path("outputs/vbench"),
     device: Annotated[str, typer.Option(help="cpu, cuda, … of that environment.")] = "cuda",
 ) -> None:
@@ -85,7 +85,7 @@ def vbench(
         if set(chosen) != set(DIMENSIONS):
             return
         scores = read_results([output])
-    totals = total_scores(scores)  # which misses dimensions by name
+    totals = total_scores(scores)  # raises if dimensions are missing
     _report({**{name: scores[name] for name in DIMENSIONS}, **totals}, output / "vbench.json")
 
 
@@ -112,7 +112,7 @@ def geneval_results(
     results: Annotated[Path, typer.Argument(help="results.jsonl of GenEval's evaluate_images.py.")],
     output: _OUTPUT = None,
 ) -> None:
-    """GenEval's score from its evaluator's results; mhla eval samples geneval makes what it evaluates."""
+    """GenEval's score from its evaluator's results; mhla eval samples geneval generates the images."""
     _report(geneval_score(results), output)
 
 
@@ -125,13 +125,13 @@ def compare_variants(
     weights: _WEIGHTS = None,
     clip_model: Annotated[str | None, typer.Option(help="Hub id or folder, for the CLIP score.")] = None,
     score: Annotated[
-        list[str] | None, typer.Option(help="NAME=package.module:callable of images and texts; several times.")
+        list[str] | None, typer.Option(help="NAME=package.module:callable of images and texts; repeatable.")
     ] = None,
     similarity: Annotated[bool, typer.Option(help="PSNR, SSIM and LPIPS to the first set's samples.")] = True,
     shown: Annotated[int, typer.Option(help="Samples side by side.")] = 6,
     device: _DEVICE = "cpu",
 ) -> None:
-    """One table and report over several variants: scores, paired differences, the same samples side by side."""
+    """Compare variants in one report: scores, paired differences, the same samples side by side."""
     from .clip import ClipScorer
     from .compare import SampleScore, compare_sets, read_variants
     from .extractors import load_callable, load_extractor

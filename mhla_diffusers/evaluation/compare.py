@@ -1,4 +1,4 @@
-"""Sample sets of several variants of one model, side by side: scores, and their differences over the same samples."""
+"""Compare sample sets of variants of one model: scores, and differences over the same samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,15 +20,15 @@ from .samples import require_samples
 from .similarity import Similarity
 
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
-"""Takes uint8 images (3, H, W) or videos (F, 3, H, W) and what they should show, gives a score for each: (B,)."""
+"""Maps uint8 images (3, H, W) or videos (F, 3, H, W) and their texts to a score for each: (B,)."""
 
 _RESAMPLES = 1000
 _FRECHET_RESAMPLES = 200
 _FRECHET_CHANNELS = 256
-"""Channels up to which the Fréchet distance is bootstrapped; of Inception's 2048 the resamples would take an hour."""
+"""Maximum channels for bootstrapping the Fréchet distance; with Inception's 2048 it would take an hour."""
 _BATCH = 50
 _FRAMES = 8
-"""Frames whose similarity is computed at a time."""
+"""Frames per similarity computation."""
 _LEVEL = 0.95
 
 
@@ -42,18 +42,18 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the sign is settled."""
+        """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
 
 def bootstrap(statistic: Callable[[torch.Tensor], float], count: int, resamples: int, seed: int = 0) -> Interval:
-    """A statistic of paired samples, and its percentile interval over sets drawn anew from them.
+    """A statistic of paired samples, and its bootstrap percentile interval.
 
     Args:
-        statistic: of the samples at some indices (count,), int64, which may occur several times.
-        count: of the samples.
-        resamples: how many sets are drawn.
-        seed: of the drawing.
+        statistic: function of sample indices (count,), int64, with repetitions.
+        count: number of samples.
+        resamples: number of bootstrap sets.
+        seed: of the bootstrap.
 
     Raises:
         ValueError: fewer than two samples or resamples.
@@ -73,7 +73,7 @@ def _mean(values: torch.Tensor) -> Interval:
 
 @dataclass(frozen=True)
 class Variant:
-    """One sample set, and what was measured of it."""
+    """One sample set and its measurements."""
 
     name: str
     folder: Path
@@ -84,7 +84,7 @@ class Variant:
     differences: dict[str, Interval] = field(default_factory=dict)
     """Score → difference from the first variant, over the same samples."""
     similarities: dict[str, Interval] = field(default_factory=dict)
-    """Measure → mean similarity of this variant's samples to the first one's of the same noise."""
+    """Measure → mean similarity of this variant's samples to the first variant's from the same noise."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ class Comparison:
     paper: PaperRows
     reference: Path | None
     remarks: Sequence[str] = ()
-    """What a reader has to know of the scores."""
+    """Remarks on the scores."""
 
 
 def read_variants(folders: Sequence[Path]) -> list[Variant]:
     """Sample sets that can be compared sample by sample.
 
     Raises:
-        FileNotFoundError: a set that is not whole.
+        FileNotFoundError: an incomplete set.
         ValueError: fewer than two sets, two of one name, or sets with other samples, seeds or settings.
     """
     if len(folders) < 2:
@@ -113,18 +113,18 @@ def read_variants(folders: Sequence[Path]) -> list[Variant]:
     ]
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
-        raise ValueError(f"The sets need different folder names, which their rows are named after; got {names}.")
+        raise ValueError(f"The sets need different folder names, because rows are named after them; got {names}.")
     for first, second in pairwise(variants):
         for name in ("family", "model", "seed", "settings"):
             one, other = first.choices.get(name), second.choices.get(name)
             if one != other:
                 raise ValueError(
                     f"{first.folder} and {second.folder} differ in {name} ({one!r} and {other!r}); only sets that "
-                    "differ in the attention alone are compared."
+                    "differ only in the attention can be compared."
                 )
         if first.samples != second.samples:
             raise ValueError(
-                f"{first.folder} and {second.folder} hold different samples; generate the same set of both."
+                f"{first.folder} and {second.folder} hold different samples; generate the same set with both."
             )
     return variants
 
@@ -141,22 +141,22 @@ def compare_sets(
 ) -> Comparison:
     """Measure every variant, and its differences from the first one over the same samples.
 
-    Scores that lie in a set's folder (``published.SCORE_FILES``) are taken in as well.
+    Scores in a set's folder (``published.SCORE_FILES``) are included.
 
     Args:
         folders: of the sets, the baseline first.
-        reference: what Fréchet distances are measured from; None for none.
-        extractor: makes features of images; needed with ``reference``.
+        reference: reference of Fréchet distances; None for none.
+        extractor: image to features; required with ``reference``.
         extractor_name: see :func:`mhla_diffusers.evaluation.fid.measure_images`.
-        sample_scores: name → a score of every sample.
-        similarities: name → a measure of every sample beside the first variant's of the same noise, averaged over the
+        sample_scores: name → function that scores every sample.
+        similarities: name → measure between every sample and the first variant's from the same noise, averaged over the
             frames of a video; see :func:`mhla_diffusers.evaluation.similarity.load_similarities`.
         progress: called with the number of images done and their total, for every set.
 
     Raises:
-        FileNotFoundError: a set or reference that is not there.
-        ValueError: sets that cannot be compared, nothing to compare them by, damaged files, or a score that is not one
-            number for each sample.
+        FileNotFoundError: a missing set or reference.
+        ValueError: sets that cannot be compared, nothing to compare by, damaged files, or a score that is not one
+            number per sample.
     """
     if (reference is None) != (extractor is None):
         raise ValueError("A reference and an extractor belong together; give both or neither.")
@@ -186,7 +186,7 @@ def score_samples(
     """A score of every sample: float64 (n,).
 
     Raises:
-        ValueError: damaged files, or a score that is not one number for each sample.
+        ValueError: damaged files, or a score that is not one number per sample.
     """
     parts: list[torch.Tensor] = []
     for start in range(0, len(variant.samples), batch_size):
@@ -201,7 +201,7 @@ def score_samples(
 
 
 def _add_scores(variants: Sequence[Variant], name: str, values: Sequence[torch.Tensor | None]) -> None:
-    """Of values (n,) of every variant that has them the means, and paired differences from the first one's."""
+    """Means of the values (n,) of every variant that has them, and paired differences from the first variant."""
     for variant, own in zip(variants, values, strict=True):
         if own is None:
             continue
@@ -220,7 +220,7 @@ def _add_scores(variants: Sequence[Variant], name: str, values: Sequence[torch.T
 def _add_distances(
     variants: Sequence[Variant], reference: Path, extractor: FeatureExtractor, name: str, progress: Progress | None
 ) -> list[str]:
-    """From the reference, and the differences of the Fréchet distances; returns what there is to remark."""
+    """Distances from the reference, and differences of the Fréchet distances; returns remarks."""
     expected = describe_reference(reference, extractor, name, _BATCH, progress=progress)
     remarks = [too_few(f"The reference {reference.name}", expected)]
     with TemporaryDirectory(prefix="mhla-features-") as folder:
@@ -228,7 +228,7 @@ def _add_distances(
         for number, variant in enumerate(variants):
             found = describe_images(Images(variant.folder), extractor, _BATCH, Path(folder) / str(number), progress)
             variant.scores.update(score(found, expected))
-            if not number:  # the others hold the same samples
+            if not number:  # the other sets hold the same samples
                 remarks.append(too_few("Every set", found))
             if found.features is not None:
                 features.append(found.features)
@@ -256,7 +256,7 @@ def _add_distances(
 def _add_similarities(
     variants: Sequence[Variant], similarities: Mapping[str, Similarity], progress: Progress | None
 ) -> list[str]:
-    """Of every variant but the first; returns what there is to remark."""
+    """Similarities of every variant but the first; returns remarks."""
     base, *others = variants
     values: dict[tuple[str, str], list[float]] = {(one.name, name): [] for one in others for name in similarities}
     for done, sample in enumerate(base.samples, start=1):

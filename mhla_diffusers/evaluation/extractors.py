@@ -1,4 +1,4 @@
-"""What turns images into features: Inception as clean-fid or as the ADM suite uses it, or any callable."""
+"""Feature extractors: Inception as in clean-fid or the ADM suite, or any callable."""
 
 import importlib
 import traceback
@@ -25,9 +25,9 @@ class ImageFeatures:
 
 
 FeatureExtractor = Callable[[torch.Tensor], torch.Tensor | ImageFeatures]
-"""Takes uint8 images (B, 3, H, W), gives pooled features (B, D) or :class:`ImageFeatures`.
+"""Maps uint8 images (B, 3, H, W) to pooled features (B, D) or :class:`ImageFeatures`.
 
-Of a folder of videos it gets (B, F, 3, H, W); with features of videos the Fréchet distance is FVD.
+For a folder of videos it gets (B, F, 3, H, W); with features of videos the Fréchet distance is FVD.
 """
 
 CLEAN_WEIGHTS = "inception-2015-12-05.pt"
@@ -67,7 +67,7 @@ class CleanInception:
 
 
 class AdmInception:
-    """Inception with the features of the ADM suite, run by torch-fidelity.
+    """Inception with the features of the ADM suite, computed by torch-fidelity.
 
     pool3 (2048 channels); the first 7 channels of TensorFlow's ``mixed_6/conv``, channels last, 17 x 17 x 7 = 2023
     values; and the softmax of pool3 times the classifier's weights without its bias.
@@ -104,21 +104,22 @@ class AdmInception:
 
 
 def check_weights(file: Path | None, name: str) -> Path:
-    """The file, if it is there under the name that its library expects.
+    """The file, if it exists under the name that its library expects.
 
     Raises:
-        FileNotFoundError: it is not; the message says where to get it.
+        FileNotFoundError: it does not; the message says where to get it.
     """
     if file is None or not file.is_file() or file.name != name:
         given = "No weights are named" if file is None else f"There is no {name} at {file}"
         raise FileNotFoundError(
-            f"{given}; download {_SOURCES[name]}{name} and give its path with --weights. Nothing is downloaded here."
+            f"{given}; download {_SOURCES[name]}{name} and give its path with --weights. It is not downloaded "
+            "automatically."
         )
     return file
 
 
 def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu") -> FeatureExtractor:
-    """An extractor: "adm" or "clean", which take Inception's weights, or ``package.module:name`` of a callable.
+    """An extractor: "adm" or "clean", which need Inception's weights, or ``package.module:name`` of a callable.
 
     Raises:
         ValueError: unknown name, or weights given to a callable.
@@ -137,7 +138,7 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
 
 
 def load_callable(place: str) -> Callable[..., Any]:
-    """A callable given as ``package.module:name``; whatever it raises becomes a ValueError that names it.
+    """A callable given as ``package.module:name``; its exceptions become a ValueError that names it.
 
     Raises:
         ValueError: a text of another form, or no such callable.

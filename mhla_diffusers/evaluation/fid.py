@@ -1,7 +1,7 @@
 """FID, sFID, Inception score, precision, recall and KID of a set of images against a reference.
 
-What an extractor makes of a set takes memory that does not grow with the number of images. Statistics of reference
-images are kept beside them; those that others publish are read.
+Memory does not grow with the number of images. Statistics of reference images are stored beside them; published
+statistics can be read.
 """
 
 import warnings
@@ -26,9 +26,9 @@ from .metrics import (
 )
 
 _KEPT_FEATURES = 10_000
-"""Features of the reference that precision, recall and KID are measured with, as many as the ADM suite takes."""
+"""Number of reference features for precision, recall and KID, as in the ADM suite."""
 _STABLE = 5
-"""Samples per channel from which on a Fréchet distance is stable: 10 240 for the 2048 channels of Inception."""
+"""Samples per channel for a stable Fréchet distance: 10 240 for the 2048 channels of Inception."""
 _NEIGHBOURS = 3
 
 Progress = Callable[[int, int], None]
@@ -36,20 +36,20 @@ Progress = Callable[[int, int], None]
 
 
 class FewSamplesWarning(UserWarning):
-    """There are too few samples for a stable Fréchet distance."""
+    """Too few samples for a stable Fréchet distance."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """A set of images in the eyes of an extractor."""
+    """A set of images as described by an extractor."""
 
     count: int | None
-    """How many images; None where statistics of others do not say."""
+    """Number of images; None if published statistics do not state it."""
     pooled: Normal
     spatial: Normal | None = None
     inception_score: float | None = None
     features: torch.Tensor | None = None
-    """(n, D) pooled features of all images, or of some evenly chosen ones."""
+    """(n, D) pooled features of all images or of an even selection."""
 
 
 def measure_images(
@@ -66,8 +66,8 @@ def measure_images(
     Args:
         samples: folder of images, or npz with ``arr_0``.
         reference: see :func:`describe_reference`.
-        extractor: what makes features of images.
-        name: of the extractor, so that its statistics are not taken for another's.
+        extractor: image to features.
+        name: of the extractor, recorded with its statistics.
         batch_size: images per call of the extractor.
         progress: see :data:`Progress`.
 
@@ -78,10 +78,10 @@ def measure_images(
     Raises:
         FileNotFoundError: no such images.
         ValueError: damaged images, or a reference that was made with another extractor.
-        OSError: statistics cannot be kept beside the reference.
+        OSError: statistics cannot be written beside the reference.
 
     Warns:
-        FewSamplesWarning: with how many there are, of samples or reference, and how many each score needs.
+        FewSamplesWarning: with the number of samples or reference images, and how many each score needs.
     """
     images = Images(samples)
     with TemporaryDirectory(prefix="mhla-features-") as folder:
@@ -97,7 +97,7 @@ def measure_images(
 
 
 def score(found: Description, expected: Description) -> dict[str, float]:
-    """The scores of one description against another, those that both have features for."""
+    """The scores of one description against another, for features that both have."""
     scores = {"fid": frechet_distance(found.pooled, expected.pooled)}
     if found.spatial is not None and expected.spatial is not None:
         scores["sfid"] = frechet_distance(found.spatial, expected.spatial)
@@ -111,14 +111,14 @@ def score(found: Description, expected: Description) -> dict[str, float]:
 
 
 def too_few(name: object, found: Description) -> str | None:
-    """What to say of a set that is too small for a stable Fréchet distance; None of one that is large enough."""
+    """Warning about a set that is too small for a stable Fréchet distance, or None."""
     channels = len(found.pooled.mean)
     if found.count is None or found.count >= _STABLE * channels:
         return None
     return (
         f"{name} holds {found.count} images. A Fréchet distance of {channels} channels is stable from about "
         f"{_STABLE * channels} on; ADM's suite takes 10000 images for precision and recall, and 5000 for the Inception "
-        "score. Compare these scores only with those of as many images, or look at KID, which is unbiased."
+        "score. Compare these scores only with those of as many images, or use KID, which is unbiased."
     )
 
 
@@ -131,10 +131,10 @@ def describe_images(
 ) -> Description:
     """Run the extractor over a set of images.
 
-    Pooled features are mapped into memory from a new file at ``store``; None keeps them in memory itself.
+    Pooled features are memory-mapped from a new file at ``store``; None keeps them in memory.
 
     Raises:
-        ValueError: damaged images, or fewer than two; or an extractor that gives something else than features.
+        ValueError: damaged images, fewer than two, or an extractor that returns no features.
     """
     pooled, spatial, inception = FeatureStatistics(), FeatureStatistics(), InceptionScore()
     kept: torch.Tensor | None = None
@@ -147,7 +147,7 @@ def describe_images(
         if kept is None:
             shape = len(images), features.pooled.shape[1]
             kept = torch.empty(shape)
-            if store is not None:  # a file that the system may page out
+            if store is not None:  # a file, which the system can page out
                 kept = torch.from_file(str(store), shared=True, size=kept.numel(), dtype=torch.float32).view(shape)
         kept[start : pooled.count] = features.pooled.float().cpu()
         if features.spatial is not None:
@@ -166,19 +166,15 @@ def describe_images(
 
 
 def check_one_each(name: str, values: object, count: int) -> None:
-    """Raise unless a callable gave one value, or one row of them, for each of the samples that it was given.
-
-    Raises:
-        ValueError: naming what it gave.
-    """
+    """Raise ValueError unless a callable returned one value or one row per sample."""
     if not isinstance(values, torch.Tensor) or values.ndim == 0 or len(values) != count:
         shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-        raise ValueError(f"{name} must give a tensor of {count} rows for {count} samples, got {shape}.")
+        raise ValueError(f"{name} must return a tensor of {count} rows for {count} samples, got {shape}.")
 
 
 def statistics_file(images: str | Path, name: str) -> Path:
-    """Where an extractor's statistics of a reference are kept: beside its folder or npz, never in site-packages."""
-    # a link to data that cannot be written may lie where it can
+    """File of an extractor's statistics of a reference: beside its folder or npz, never in site-packages."""
+    # a link to read-only data may itself be in a writable folder
     path = Path(images).absolute()
     plain = "".join(letter if letter.isalnum() else "-" for letter in name)
     return path.with_name(f"{path.name}.statistics-{plain}.safetensors")
@@ -192,10 +188,10 @@ def describe_reference(
     store: Path | None = None,
     progress: Progress | None = None,
 ) -> Description:
-    """Describe a reference by an extractor of some name, or read what was written the last time.
+    """Describe a reference by an extractor, or read its stored statistics.
 
     A reference is images (folder or npz), a statistics file, or an npz with ``mu`` and ``sigma``; ADM's has ``mu_s``,
-    ``sigma_s`` and some images as well.
+    ``sigma_s`` and some images too.
 
     Raises:
         FileNotFoundError: no such reference.
@@ -233,7 +229,7 @@ def _read_published(file: Path) -> tuple[Description | None, bool]:
 
 
 def _save_statistics(description: Description, file: Path, name: str, fingerprint: str) -> None:
-    """Write the statistics of a reference; at most 10 000 of its features, evenly chosen, go with them."""
+    """Write the statistics of a reference; with an even selection of at most 10 000 features."""
     tensors = {"mean": description.pooled.mean, "covariance": description.pooled.covariance}
     if description.spatial is not None:
         tensors |= {"spatial_mean": description.spatial.mean, "spatial_covariance": description.spatial.covariance}
@@ -246,13 +242,13 @@ def _save_statistics(description: Description, file: Path, name: str, fingerprin
         write_tensors(tensors, file, metadata)
     except OSError as error:
         raise OSError(
-            f"The statistics of the reference cannot be kept at {file}: {error}. Link the reference into a folder that "
-            "can be written, and name the link."
+            f"The statistics of the reference cannot be written to {file}: {error}. Link the reference into a writable "
+            "folder, and pass the link."
         ) from error
 
 
 def _load_statistics(file: Path, name: str) -> tuple[Description, str]:
-    """Statistics that were written before, and the fingerprint of the images that they are of."""
+    """Stored statistics, and the fingerprint of their images."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
@@ -262,7 +258,7 @@ def _load_statistics(file: Path, name: str) -> tuple[Description, str]:
             metadata = opened.metadata() or {}
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
     except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read ({error}); remove it to have the statistics made again.") from error
+        raise ValueError(f"{file} cannot be read ({error}); remove it to recompute the statistics.") from error
     if not {"extractor", "count", "fingerprint"} <= metadata.keys():
         raise ValueError(f"{file} holds no statistics of images.")
     if metadata["extractor"] != name:

@@ -1,4 +1,4 @@
-"""GenEval: its prompts and the metadata beside the pictures, and the score of its evaluator's results."""
+"""GenEval: prompts, metadata beside the pictures, and the score from its evaluator's results."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ def geneval_score(results: str | Path) -> dict[str, float]:
     """Score of a ``results.jsonl`` of GenEval's ``evaluate_images.py``: one line per picture with tag and correct.
 
     Returns:
-        Part of right pictures for each tag, and as ``overall`` the unweighted mean of the six.
+        Fraction of correct pictures per tag, and as ``overall`` the unweighted mean of the six.
 
     Raises:
         ValueError: a line without tag and correct, an unknown tag, or a tag without pictures.

@@ -14,7 +14,7 @@ from ..files import IMAGE_SUFFIXES, written_aside
 VIDEO_SUFFIX = ".mp4"
 _ARRAY = "arr_0.npy"
 _BATCH = 100
-"""Images that are read at a time to be written into an npz."""
+"""Images read at a time when writing an npz."""
 
 
 class UnreadableImageError(ValueError):
@@ -22,10 +22,10 @@ class UnreadableImageError(ValueError):
 
 
 class Images:
-    """A set of images, or of videos, in a fixed order: of a folder, or ``arr_0`` of an npz, uint8 (n, H, W, 3).
+    """A set of images or videos in a fixed order, from a folder or from ``arr_0`` of an npz, uint8 (n, H, W, 3).
 
-    Of a folder they are its image files and those of its subfolders, or, where it has none, its MP4 files, sorted by
-    path; names that begin with a dot are passed over.
+    From a folder it takes the image files, including subfolders, or if there are none the MP4 files, sorted by path.
+    Names that begin with a dot are skipped.
 
     Raises:
         FileNotFoundError: no such path, or a folder with neither.
@@ -125,7 +125,7 @@ def read_image(file: Path) -> torch.Tensor:
 
 @contextmanager
 def _open_array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
-    """The stream of ``arr_0``, standing behind its header, and its shape."""
+    """The stream of ``arr_0``, positioned after its header, and its shape."""
     from numpy.lib import format as npy
 
     try:

@@ -1,11 +1,11 @@
-"""Distances between sets of features, whatever they are features of, and scores of predictions. Torch only."""
+"""Distances between sets of any features, and scores of predictions. Needs only torch."""
 
 from dataclasses import dataclass
 
 import torch
 
 _CHUNK = 1000
-"""Features whose distances to a whole set are computed at a time."""
+"""Features per computation of distances to a whole set."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Normal:
     """A normal distribution.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: mismatched shapes.
     """
 
     mean: torch.Tensor
@@ -28,10 +28,10 @@ class Normal:
 
 
 class FeatureStatistics:
-    """Mean and covariance of features that come in batches; memory depends on the number of channels alone.
+    """Mean and covariance of features in batches; memory depends only on the number of channels.
 
     Batches are merged with the pairwise update of Chan, Golub and LeVeque, in float64, so that a mean far from zero
-    costs no digits.
+    loses no precision.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class FeatureStatistics:
 
     @classmethod
     def of(cls, features: torch.Tensor) -> "FeatureStatistics":
-        """Of features (n, D) that are all there."""
+        """Moments of features (n, D)."""
         statistics = cls()
         statistics.update(features)
         return statistics
 
     def update(self, features: torch.Tensor) -> None:
-        """Take in a batch (n, D).
+        """Add a batch (n, D).
 
         Raises:
             ValueError: another number of channels than before, or values that are not finite.
@@ -58,7 +58,7 @@ class FeatureStatistics:
             expected = f"(n, {len(self._mean)})" if self.count else "(n, D)"
             raise ValueError(f"Features must have the shape {expected}, got {tuple(batch.shape)}.")
         if not batch.isfinite().all():
-            raise ValueError("Features are not finite; the extractor overflowed or was given damaged images.")
+            raise ValueError("Features are not finite; the extractor overflowed or got damaged images.")
         if not len(batch):
             return
         mean = batch.mean(dim=0)
@@ -84,12 +84,12 @@ class FeatureStatistics:
 
 
 def frechet_distance(first: torch.Tensor | Normal, second: torch.Tensor | Normal) -> float:
-    """Squared Fréchet distance between two sets of features, each taken for a normal distribution.
+    """Squared Fréchet distance between two sets of features, each modelled as a normal distribution.
 
     FID on Inception features, sFID on spatial ones, FVD on features of videos.
 
     ‖μ₁ − μ₂‖² + tr(Σ₁) + tr(Σ₂) − 2 tr((Σ₁ Σ₂)^½). With Σ = L Lᵀ the last trace is the sum of the singular values of
-    L₁ᵀ L₂, which stays exact where there are fewer samples than channels and Σ₁ Σ₂ is singular.
+    L₁ᵀ L₂, which is exact even with fewer samples than channels, where Σ₁ Σ₂ is singular.
 
     Args:
         first: features (n, D), or the normal distribution of features.
@@ -106,7 +106,7 @@ def frechet_distance(first: torch.Tensor | Normal, second: torch.Tensor | Normal
     covariances = one.covariance.double(), two.covariance.double()
     factors = []
     for values, vectors in map(torch.linalg.eigh, covariances):
-        # what rounding has made of eigenvalues that are zero is left out
+        # drop zero eigenvalues, which are rounding noise
         kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
         factors.append(vectors[:, kept] * values[kept].sqrt())
     overlap = torch.linalg.svdvals(factors[0].T @ factors[1]).sum()
@@ -118,8 +118,8 @@ class InceptionScore:
     """exp of the mean KL divergence of predictions from their mean, over splits of a stream, averaged over splits.
 
     Args:
-        split: predictions per split; 5000 in the ADM suite. Splits follow the order of the stream, so shuffle what is
-            sorted by class.
+        split: predictions per split; 5000 in the ADM suite. Splits follow the order of the stream, so shuffle samples
+            that are sorted by class.
     """
 
     def __init__(self, split: int = 5000) -> None:
@@ -127,10 +127,10 @@ class InceptionScore:
         self.count = 0
         """Predictions seen so far."""
         self._sums: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        """Of every split: how many predictions, their sum, and the sum of their negative entropies."""
+        """Per split: number of predictions, their sum, and the sum of their negative entropies."""
 
     def update(self, probabilities: torch.Tensor) -> None:
-        """Take in predictions (n, classes), each row summing to 1."""
+        """Add predictions (n, classes), each row summing to 1."""
         rest = probabilities.detach().double().cpu()
         while len(rest):
             filled = self.count % self.split
@@ -143,7 +143,7 @@ class InceptionScore:
             self._sums.append(sums)
 
     def compute(self) -> float:
-        """The score; a last split that is not full counts like a full one.
+        """The score; a partial last split counts like a full one.
 
         Raises:
             ValueError: there were no predictions.
@@ -162,12 +162,12 @@ def kernel_distance(
 ) -> tuple[float, float]:
     """Squared maximum mean discrepancy with the kernel (x·y / D + 1)³, averaged over random subsets.
 
-    KID on Inception features; unbiased, so it suits small sets.
+    KID on Inception features; unbiased, so suitable for small sets.
 
     Args:
         first: features (n, D).
         second: features (m, D).
-        subsets: how many are drawn; one where the whole sets are no larger than ``largest``.
+        subsets: number of subsets; one if the sets are no larger than ``largest``.
         largest: features per subset.
         seed: of the subsets.
 
@@ -200,9 +200,9 @@ def _discrepancy(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def precision_recall(reference: torch.Tensor, samples: torch.Tensor, neighbours: int = 3) -> tuple[float, float]:
-    """How many samples lie in the manifold of the reference, and the other way round (Kynkäänniemi et al., 2019).
+    """Fraction of samples in the manifold of the reference, and vice versa (Kynkäänniemi et al., 2019).
 
-    A manifold is the union of the balls around its points that reach to their k-th nearest neighbour.
+    A manifold is the union of balls around its points, each reaching to the k-th nearest neighbour.
 
     Args:
         reference: features (n, D).
@@ -223,7 +223,7 @@ def precision_recall(reference: torch.Tensor, samples: torch.Tensor, neighbours:
             )
 
     def distances(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        # without the cancellation of the expanded square, by which a point would not be its own nearest neighbour
+        # avoids the cancellation of the expanded square, after which a point may not be its own nearest neighbour
         return torch.cdist(some.float(), others.float(), compute_mode="donot_use_mm_for_euclid_dist")
 
     def part_inside(points: torch.Tensor, manifold: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Scores that are not measured here: those in the folder of a set, by others or before, and those of the paper."""
+"""Scores that are not measured here: files in the folder of a set, and the paper's numbers."""
 
 from pathlib import Path
 
@@ -7,16 +7,16 @@ import torch
 from ..files import read_json
 
 SCORE_FILES = ("scores.json", "vbench.json", "geneval.json")
-"""Files in a set's folder whose numbers are taken into a comparison: name → number, or list of numbers.
+"""Files in a set's folder whose scores a comparison includes: name → number, or list of numbers.
 
-A list is of the same things in the same order in every set, for example the loss of every held-out sample; its mean is
-the score, and differences between sets are paired.
+A list has the same items in the same order in every set, for example the loss of every held-out sample. Its mean is the
+score, and differences between sets are paired.
 """
 PaperRows = dict[str, dict[str, float]]
 
 
 def known_scores(folder: Path) -> dict[str, torch.Tensor]:
-    """Every score: name → float64 (n,), one value where the file has a single number.
+    """Every score: name → float64 (n,), with n = 1 for a single number.
 
     Raises:
         ValueError: a damaged file, or one that does not map names to numbers.
@@ -64,7 +64,7 @@ _PAPER: dict[str, tuple[tuple[str, ...], dict[str, tuple[float, ...]]]] = {
 
 
 def paper_rows(model: str | None) -> PaperRows:
-    """The paper's rows for a model, by its Hub id or folder; none for models that the paper does not have."""
+    """The paper's rows for a model, by its Hub id or folder; empty for other models."""
     name = (model or "").lower()
     scores, rows = next((found for part, found in _PAPER.items() if part in name), ((), {}))
     return {row: dict(zip(scores, values, strict=True)) for row, values in rows.items()}

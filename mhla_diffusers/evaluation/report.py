@@ -34,7 +34,7 @@ _HEADINGS = {
     "ssim": "SSIM ↑",
     "lpips": "LPIPS ↓",
 }
-"""Scores of which it is known where better values lie; others stand under their own name."""
+"""Scores with a known better direction; others are shown by name only."""
 
 
 def score_table(comparison: Comparison) -> Table:
@@ -48,7 +48,7 @@ def score_table(comparison: Comparison) -> Table:
 
 
 def difference_table(comparison: Comparison) -> Table:
-    """Paired differences; no rows where nothing was paired."""
+    """Paired differences; no rows if nothing was paired."""
     base, *others = comparison.variants
     rows = []
     for variant in others:
@@ -59,7 +59,7 @@ def difference_table(comparison: Comparison) -> Table:
 
 
 def similarity_table(comparison: Comparison) -> Table:
-    """Similarities to the first variant; no rows where none was measured."""
+    """Similarities to the first variant; no rows if none was measured."""
     base, *others = comparison.variants
     rows = [
         [variant.name, _HEADINGS.get(name, name), f"{found.value:.4g}", f"{found.low:.4g} to {found.high:.4g}"]
@@ -75,7 +75,7 @@ def write_report(comparison: Comparison, folder: Path, shown: int = 6) -> Path:
     Args:
         comparison: what was measured.
         folder: where to.
-        shown: how many samples are shown side by side, the first ones.
+        shown: number of samples to show side by side, from the first on.
 
     Returns:
         The HTML file.

@@ -1,4 +1,4 @@
-"""``mhla eval samples``: a subcommand for each kind of set, with its own parameters beside those that all share."""
+"""``mhla eval samples``: a subcommand per kind of set, with its own and shared parameters."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,17 +13,17 @@ from .geneval import geneval_samples, read_geneval_metadata, write_geneval_metad
 from .vbench import read_augmented, read_suite, suite_videos
 
 app = typer.Typer(
-    help="Generate a set of samples; run by accelerate launch it shares the work. Goes on where it stopped.",
+    help="Generate a set of samples; accelerate launch shares the work between processes. Resumes where it stopped.",
     no_args_is_help=True,
 )
 
 _FOLDER = Annotated[Path, typer.Argument(help="Folder of the set.")]
-_NPZ = Annotated[Path | None, typer.Option(help="Write all images into this npz as well, as ADM's.")]
+_NPZ = Annotated[Path | None, typer.Option(help="Also write all images into this npz, in ADM's format.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetOptions(PipelineOptions):
-    """What every set is asked for with: the pipeline, and how samples are drawn from it."""
+    """Options of every set: the pipeline, and how to sample from it."""
 
     family: Annotated[str, typer.Option(help="dit, sana or wan.")]
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0
@@ -37,7 +37,7 @@ def classes(
     output: _FOLDER,
     count: Annotated[int, typer.Option(help="How many images; 50000 for ImageNet.")],
     options: SetOptions,
-    labels: Annotated[int | None, typer.Option(help="Number of classes; all of the model if left out.")] = None,
+    labels: Annotated[int | None, typer.Option(help="Number of classes; default: all of the model.")] = None,
     label_order: Annotated[str, typer.Option(help="balanced or random.")] = "balanced",
     npz: _NPZ = None,
 ) -> None:
@@ -46,7 +46,7 @@ def classes(
     from .samples import class_samples
 
     if not family_named(options.family).prompts_are_classes:
-        raise ValueError(f"{options.family} is asked for text, not for classes; use mhla eval samples prompts.")
+        raise ValueError(f"{options.family} takes text, not classes; use mhla eval samples prompts.")
     if labels is None:
         labels = class_count(options.model, options.family)
     _generate(options, output, class_samples(count, labels, label_order, options.seed), npz)
@@ -103,7 +103,7 @@ def _generate(options: SetOptions, output: Path, samples: list[Sample], npz: Pat
     """Generate this process's share of a set and wait for the others.
 
     Returns:
-        Whether this is the one process that adds what else belongs to the set, as it does an npz of all images.
+        Whether this process completes the set, for example with an npz of all images.
     """
     from accelerate import PartialState
 
@@ -112,7 +112,7 @@ def _generate(options: SetOptions, output: Path, samples: list[Sample], npz: Pat
     from .images import Images, write_npz
     from .samples import SampleConfig, generate_samples, prepare_folder
 
-    # processes wait for the slowest one at the end, which may take longer than the usual half an hour
+    # at the end processes wait for the slowest one, perhaps longer than the default timeout of half an hour
     state = PartialState(cpu=launched_on_cpus(), timeout=timedelta(days=7))
     device = str(state.device) if options.device == "auto" else options.device
     config = SampleConfig(**{**options.arguments(), "device": device}, samples=samples, output=output)

@@ -1,4 +1,4 @@
-"""Sets of samples: which files they consist of, and generating them, the same whatever the batch size and processes."""
+"""Sets of samples: their files, and generating them independently of batch size and number of processes."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from ..generation.record import (
 def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 0) -> list[Sample]:
     """Class-conditional images ``000000.png`` …: 50 000 of 1000 classes for ImageNet.
 
-    The order "balanced" goes through the classes again and again, "random" draws them.
+    The order "balanced" cycles through the classes; "random" draws them.
     """
     if count < 1 or labels < 1:
         raise ValueError(f"count={count} and labels={labels} must be positive.")
@@ -53,7 +53,7 @@ def prompt_samples(prompts: Sequence[str], per_prompt: int, suffix: str) -> list
 
 
 def require_samples(folder: Path) -> list[Sample]:
-    """The list of a set whose files are all there.
+    """The list of a complete set.
 
     Raises:
         FileNotFoundError: no list, or missing files.
@@ -70,7 +70,7 @@ def require_samples(folder: Path) -> list[Sample]:
     if missing:
         raise FileNotFoundError(
             f"{folder} lacks {len(missing)} of {len(samples)} samples, for example {missing[0]}; run the command that "
-            "makes the set again, which goes on where it stopped."
+            "makes the set again, which resumes where it stopped."
         )
     return samples
 
@@ -83,7 +83,7 @@ class SampleConfig(PipelineChoice):
     output: Path
     """Folder of the set."""
     seed: int = 0
-    """Of the set; every sample has noise of its own."""
+    """Seed of the set; every sample has its own noise."""
     batch_size: int = 1
     """Samples per call of the pipeline."""
 
@@ -100,14 +100,14 @@ class SampleConfig(PipelineChoice):
 
     @property
     def set_choices(self) -> dict[str, Any]:
-        """What is written down beside the samples."""
+        """The record written beside the samples."""
         return {**self.choices, "seed": self.seed}
 
 
 def prepare_folder(config: SampleConfig) -> None:
-    """Make the folder, and make sure that the set may go into it. One process calls this before any generates.
+    """Create the folder, and raise unless the set may be written into it. One process calls this first.
 
-    A longer set may go on in the folder of a shorter one. What is written down there holds for files that are there.
+    A longer set may extend the folder of a shorter one. The folder's record applies to existing files.
 
     Raises:
         ValueError: the folder holds samples of another run, or the pipeline does not take a setting.
@@ -132,14 +132,14 @@ def prepare_folder(config: SampleConfig) -> None:
 
 
 def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1) -> Iterator[int]:
-    """Generate what one of several processes has to and is not there yet, or is there in part.
+    """Generate this process's missing and incomplete samples.
 
     Yields:
-        The number of this process's samples that are there, first as it begins.
+        The number of this process's existing samples, first at the start.
 
     Raises:
-        ValueError: the model is refused, or a class that it does not have.
-        ImportError: imageio is missing and there are videos to write.
+        ValueError: the model cannot be used, or it lacks a class.
+        ImportError: imageio is missing, which videos need.
     """
     if config.of_family.makes_videos:
         import_imageio()
@@ -154,7 +154,7 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
         batch = missing[start : start + config.batch_size]
         noise = [generator_for(config.seed, "sample", sample.file) for sample in batch]
         results = config.generate(pipe, [sample.text for sample in batch], noise)
-        if not start:  # before the first file and not earlier, so that a run that fails leaves nothing
+        if not start:  # just before the first file, so that a failing run leaves nothing
             _record(config)
         for sample, result in zip(batch, results, strict=True):
             write_sample(result, config.output / sample.file, config.video_rate)
@@ -165,6 +165,6 @@ def generate_samples(config: SampleConfig, process: int = 0, processes: int = 1)
 
 
 def _record(config: SampleConfig) -> None:
-    """Write down what goes into the folder; every process writes the same."""
+    """Write the record of the folder; every process writes the same."""
     record_choices(config.output, config.set_choices)
     write_sample_list(config.samples, config.output)

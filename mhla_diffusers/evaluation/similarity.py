@@ -1,4 +1,4 @@
-"""How alike two samples are that began as the same noise, one of them of a patched model: PSNR, SSIM and LPIPS."""
+"""Similarity of two samples from the same noise, one from a patched model: PSNR, SSIM and LPIPS."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ _ALEXNET_SOURCE = f"https://download.pytorch.org/models/{_ALEXNET}"
 
 @dataclass(frozen=True)
 class Similarity:
-    """A measure of two frames that should look the same."""
+    """A similarity measure of two frames."""
 
     of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """Takes frames and those to compare them with, both uint8 (F, 3, H, W), gives a value for each: (F,)."""
+    """Maps frames and reference frames, both uint8 (F, 3, H, W), to a value for each: (F,)."""
     smallest: int = 1
-    """Height and width in pixels from which on it is defined."""
+    """Minimum height and width in pixels."""
 
 
 def psnr(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Peak signal-to-noise ratio in dB, over the three channels: float64 (F,), at most 100, as of equal frames.
+    """Peak signal-to-noise ratio in dB, over the three channels: float64 (F,), at most 100, the value for equal frames.
 
     Args:
         frames: uint8 (F, 3, H, W).
@@ -40,7 +40,7 @@ def psnr(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 def ssim(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Structural similarity (Wang et al., 2004), averaged over the three channels: float32 (F,), at most 1.
 
-    A Gaussian window of 11x11 pixels with a deviation of 1.5, where it fits into the frame; K1 = 0.01, K2 = 0.03.
+    Gaussian window of 11x11 pixels with a standard deviation of 1.5, inside the frame; K1 = 0.01, K2 = 0.03.
 
     Args:
         frames: uint8 (F, 3, H, W), of 11 pixels or more in height and width.
@@ -63,10 +63,10 @@ def ssim(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], str | None]:
-    """PSNR, SSIM and, where the ``lpips`` package and its weights are there, LPIPS with AlexNet. Nothing is downloaded.
+    """PSNR, SSIM and, if the ``lpips`` package and its weights are present, LPIPS with AlexNet. Downloads nothing.
 
     Returns:
-        Name → measure, and why LPIPS is not among them, if it is not.
+        Name → measure, and why LPIPS is missing, if it is.
 
     Raises:
         ValueError: no such device here.
@@ -80,7 +80,7 @@ def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], str |
     weights = Path(torch.hub.get_dir(), "checkpoints", _ALEXNET)
     try:
         import lpips
-    except (ImportError, RuntimeError) as error:  # the latter of a torchvision that does not fit torch
+    except (ImportError, RuntimeError) as error:  # RuntimeError if torchvision does not match torch
         return found, f"LPIPS is left out: lpips cannot be imported ({error}): pip install mhla_diffusers[eval]"
     if not weights.is_file():
         return found, f"LPIPS is left out: there is no {weights}. Download it from {_ALEXNET_SOURCE}."

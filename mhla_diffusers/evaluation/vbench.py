@@ -1,6 +1,6 @@
-"""VBench: the videos of its suite, its sixteen dimensions with their totals, and running it.
+"""VBench: the videos of its suite, its sixteen dimensions with totals, and running it.
 
-It needs old versions of its libraries, so it runs in an environment of its own.
+VBench needs old versions of its libraries, so it runs in a separate environment.
 """
 
 import subprocess
@@ -23,7 +23,7 @@ QUALITY: dict[str, tuple[float, float, float]] = {
     "aesthetic_quality": (0, 1, 1),
     "imaging_quality": (0, 1, 1),
 }
-"""Dimensions of the quality score: lowest and highest value, which become 0 and 1, and weight."""
+"""Dimensions of the quality score: lowest and highest value, which are scaled to 0 and 1, and weight."""
 SEMANTIC: dict[str, tuple[float, float, float]] = {
     "object_class": (0, 1, 1),
     "multiple_objects": (0, 1, 1),
@@ -40,7 +40,7 @@ DIMENSIONS = (*QUALITY, *SEMANTIC)
 """Names of all dimensions, as VBench's code has them, in the order of its tables."""
 _QUALITY_SHARE = 4 / 5
 _VIDEOS, _FLICKERING_VIDEOS = 5, 25
-"""Per prompt; of the flickering dimension as many as the static filter chooses from."""
+"""Videos per prompt, and per prompt of the flickering dimension, from which the static filter chooses."""
 LOG_NAME = "vbench.log"
 _RECORD_NAME = "vbench_run.json"
 _PROGRAM = """
@@ -68,9 +68,9 @@ def read_suite(file: str | Path) -> list[dict[str, Any]]:
 
 
 def read_augmented(file: str | Path, entries: list[dict[str, Any]]) -> dict[str, str]:
-    """Prompts and what is generated instead, from a text file with one line per entry of the suite, in its order.
+    """Augmented prompts, from a text file with one line per entry of the suite, in its order.
 
-    Wan's are such a file in VBench's repository. Of a prompt that occurs twice the first line counts.
+    VBench's repository has such a file for Wan. For a prompt that occurs twice the first line counts.
 
     Raises:
         ValueError: another number of lines than of entries or of distinct prompts.
@@ -92,12 +92,12 @@ def suite_videos(
 ) -> list[Sample]:
     """Every video of the suite, ``{prompt}-{number}.mp4``: 4 720, or 6 220 with all of the flickering dimension.
 
-    Two prompts of VBench occur twice and share their videos. Files are named after VBench's own prompts, by which it
-    finds them in one flat folder, also where the model is given their augmented form.
+    Two prompts of VBench occur twice and share their videos. Files are named after VBench's own prompts, even if the
+    model gets augmented ones, because VBench finds them by name in one flat folder.
 
     Args:
         entries: see :func:`read_suite`.
-        augmented: prompt → what the model is given instead.
+        augmented: prompt → its replacement for the model.
         all_flickering: 25 instead of 5 videos of the flickering prompts, for VBench's static filter.
     """
     counts: dict[str, int] = {}
@@ -114,7 +114,7 @@ def suite_videos(
 
 
 def missing_videos(entries: list[dict[str, Any]], dimension: str, folder: Path) -> list[str]:
-    """Names of the videos that a dimension needs and that are not there; VBench itself only warns of them."""
+    """Names of missing videos that a dimension needs; VBench itself only warns about them."""
     wanted = [entry for entry in entries if dimension in entry["dimension"]]
     present = {file.name for file in folder.iterdir()}
     return [video.file for video in suite_videos(wanted) if video.file not in present]
@@ -147,7 +147,7 @@ def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_scores(scores: Mapping[str, float]) -> None:
-    """Raise unless names and values can be VBench's.
+    """Raise unless names and values are valid for VBench.
 
     Raises:
         ValueError: an unknown dimension, or a score outside 0 to 1.
@@ -186,19 +186,19 @@ def read_results(files: Iterable[Path]) -> dict[str, float]:
                     raise ValueError(f"{part} holds no score of {key!r}, but {score!r}.")
                 if scores.setdefault(name, float(score)) != score:
                     raise ValueError(
-                        f"{part} scores {name} {score}, another file {scores[name]}; give one run's files."
+                        f"{part} scores {name} {score}, another file {scores[name]}; give the files of one run."
                     )
     check_scores(scores)
     return scores
 
 
 class VBenchError(OSError):
-    """VBench could not be run or failed; the message says where its log lies."""
+    """VBench could not run or failed; the message names its log."""
 
 
 @dataclass(frozen=True)
 class VBenchConfig:
-    """What to evaluate, with what.
+    """What to evaluate, and with which environment.
 
     Raises:
         ValueError: unknown dimensions.
@@ -215,8 +215,9 @@ class VBenchConfig:
     dimensions: tuple[str, ...] = DIMENSIONS
     device: str = "cuda"
     flickering_videos: Path | None = None
-    """Videos of the temporal flickering dimension that VBench's ``static_filter.py`` has chosen from 25 of each prompt,
-    its ``filtered_videos``; None for the unfiltered ones among ``videos``."""
+    """Folder ``filtered_videos`` of VBench's ``static_filter.py``, which selects from 25 videos per flickering prompt;
+    None for the unfiltered ones in ``videos``.
+    """
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.dimensions if name not in DIMENSIONS]
@@ -231,22 +232,22 @@ class VBenchConfig:
 
 
 def run_vbench(config: VBenchConfig) -> Iterator[tuple[str, float, bool]]:
-    """Evaluate one dimension after the other, each in a process of its own; those that are done are read.
+    """Evaluate one dimension after the other, each in its own process; finished ones are read.
 
-    Everything that VBench prints goes to ``vbench.log`` in the output folder.
+    VBench's output goes to ``vbench.log`` in the output folder.
 
     Yields:
         Dimension, its score from 0 to 1, and whether it was evaluated now (True) or before.
 
     Raises:
-        FileNotFoundError: no such interpreter, suite or folder; said before any work.
-        ValueError: missing videos (named), or an output folder with results of other videos.
-        VBenchError: VBench is not installed there, or failed in a dimension; run again to go on with that dimension.
+        FileNotFoundError: no such interpreter, suite or folder; raised before any work.
+        ValueError: missing videos, which are named, or an output folder with results of other videos.
+        VBenchError: VBench is not installed there, or failed in a dimension; run again to resume with that dimension.
     """
     _check(config)
     folders = config.video_folders()
     for name, videos in folders.items():
-        # nothing but links to the videos: VBench takes any first file's suffix for that of the videos
+        # only links to the videos, because VBench takes the suffix of any first file for that of the videos
         folder = config.output / name
         folder.mkdir(exist_ok=True)
         for video in videos.glob("*.mp4"):
@@ -274,11 +275,11 @@ def run_vbench(config: VBenchConfig) -> Iterator[tuple[str, float, bool]]:
 
 
 def _check(config: VBenchConfig) -> None:
-    """Raise before any work; keep beside the results which videos they are of, so that no other ones' are mixed in."""
+    """Check everything before any work, and record the videos of the results, so that others are not mixed in."""
     if not config.python.is_file():
         raise FileNotFoundError(
-            f"There is no Python at {config.python}. VBench 0.1.5 needs an environment of its own (transformers 4.33, "
-            "numpy below 2): make one, pip install vbench there, and give the path of its python."
+            f"There is no Python at {config.python}. VBench 0.1.5 needs its own environment (transformers 4.33, "
+            "numpy below 2): create one, pip install vbench there, and give the path of its python."
         )
     folders = config.video_folders()
     for folder in folders.values():
@@ -286,7 +287,7 @@ def _check(config: VBenchConfig) -> None:
             raise FileNotFoundError(f"There is no folder of videos at {folder}.")
     entries, filtered = read_suite(config.suite), config.flickering_videos
     if filtered is not None:
-        # the filter may leave fewer than five videos of a prompt, which VBench then takes, but not none of all
+        # the filter may leave fewer than five videos of a prompt, which VBench accepts, but not none at all
         wanted = suite_videos([entry for entry in entries if FLICKERING in entry["dimension"]])
         if len(missing_videos(entries, FLICKERING, filtered)) == len(wanted):
             raise ValueError(

@@ -48,8 +48,8 @@ def one_row(*arguments):
             "broken",
             "tests.evaluation.test_extractors:broken raised KeyError: 'no such colour' .*test_extractors.py, line",
         ),
-        ("one_number", "must give a tensor of .* rows for .* samples, got int"),
-        ("one_row", r"must give a tensor of .* rows for .* samples, got \(1,\)"),
+        ("one_number", "must return a tensor of .* rows for .* samples, got int"),
+        ("one_row", r"must return a tensor of .* rows for .* samples, got \(1,\)"),
     ],
 )
 def test_callables_of_a_user_that_fail_are_named(tmp_path, name, message):
