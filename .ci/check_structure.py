@@ -17,6 +17,7 @@ PACKAGE = ROOT / "mhla_diffusers"
 MOST_ROOMS = 18
 """Files and folders at the top of the package, a folder being one room."""
 MOST_FLOORS = 9
+"""From outside, and inside each folder, where a file stands one floor above the highest that it imports."""
 
 
 def modules() -> dict[str, Path]:
@@ -77,6 +78,21 @@ def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
                 yield sorted(part)
 
 
+def floors_inside(graph: dict[str, set[str]], room: str) -> int:
+    """Floors of the files of a folder, without the __init__ of packages, which only hand names on; no circle."""
+    inside = {name for name in graph if name.startswith(f"{room}.")}
+    faces = {name for name in inside if any(other.startswith(f"{name}.") for other in inside)}
+    heights: dict[str, int] = {}
+
+    def height(name: str) -> int:
+        if name not in heights:
+            below = max((height(target) for target in graph[name] & inside), default=0)
+            heights[name] = below + (name not in faces)
+        return heights[name]
+
+    return max((height(name) for name in inside), default=0)
+
+
 def family_names() -> set[str]:
     """Names that the families of the package go by."""
     names = set()
@@ -129,7 +145,14 @@ def main() -> None:
             here, there = name.split(".")[0], target.split(".")[0]
             if here != there and floor_of.get(there, 0) <= floor_of.get(here, 0):
                 problems.append(f"{file.relative_to(ROOT)}:{line} imports {target}, which is not on a lower floor")
-    problems += [f"these import each other: {', '.join(part)}" for part in circles(graph)]
+    in_circles = [f"these import each other: {', '.join(part)}" for part in circles(graph)]
+    problems += in_circles
+    inside = {} if in_circles else {room: floors_inside(graph, room) for room in sorted(rooms)}
+    problems += [
+        f"{room} has {floors} floors inside; at most {MOST_FLOORS} are kept in mind"
+        for room, floors in inside.items()
+        if floors > MOST_FLOORS
+    ]
     names = family_names()
     for name, file in known.items():
         if not name.startswith("families"):
@@ -139,7 +162,10 @@ def main() -> None:
             ]
     if problems:
         sys.exit("\n".join(problems))
-    sys.stdout.write(f"structure: {len(known)} files, {len(rooms)} rooms on {len(layers)} floors, no circle\n")
+    sys.stdout.write(
+        f"structure: {len(known)} files, {len(rooms)} rooms on {len(layers)} floors, at most {max(inside.values())} "
+        "inside a folder, no circle\n"
+    )
 
 
 if __name__ == "__main__":

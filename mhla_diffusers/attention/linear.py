@@ -13,8 +13,7 @@ import torch
 from .call import Call
 from .feature_maps import get_feature_map
 from .layout import block_rows, from_blocks, to_blocks
-from .precision import sum_dtype, without_autocast
-from .reference import OUTPUT_NORM_EPS
+from .precision import OUTPUT_NORM_EPS, sum_dtype, without_autocast
 from .rope import apply_rotary
 
 _CACHED_BYTES = 2**19

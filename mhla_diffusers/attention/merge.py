@@ -14,8 +14,7 @@ import torch
 from .call import Call
 from .linear import finish
 from .parallel.collectives import finished_sum, started_sum, summed
-from .precision import sum_dtype
-from .reference import LEAST_MASK, LEAST_MIXING
+from .precision import LEAST_MASK, LEAST_MIXING, sum_dtype
 
 SparseAttention = Callable[[Call], tuple[torch.Tensor, torch.Tensor]]
 """Gives output (B, N + n, H, D), of n extra tokens last, and LSE (B, N, H, 1) of a call with lists;

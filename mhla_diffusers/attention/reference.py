@@ -10,15 +10,8 @@ import torch
 from .call import BlockLists, Call, ExtraTokens
 from .feature_maps import get_feature_map
 from .layout import block_index, layout_of
+from .precision import LEAST_MASK, LEAST_MIXING, OUTPUT_NORM_EPS
 from .rope import apply_rotary
-
-OUTPUT_NORM_EPS = 1e-6
-"""Epsilon of the output RMSNorm; the value of the paper's Wan code."""
-LEAST_MIXING = 1e-12
-"""Added to every weight of a linear branch beside softmax: a row that mixes nothing, as of the identity, still has
-something to divide by, and a gradient to learn from."""
-LEAST_MASK = 1e-12
-"""Weight of a masked key in such a linear branch: where all keys are masked, there is still something to divide by."""
 
 
 def reference_weights(call: Call) -> torch.Tensor:

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from .layout import Shape
-
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """(cos, sin), each (1 or B, N, 1, D): the angle of channel pair (2i, 2i + 1) stands at both channels."""
 
@@ -46,7 +44,7 @@ def axial_table(rotary: Rotary, grid: Sequence[int]) -> torch.Tensor:
     return rotary_table((cos, sin))
 
 
-def table_of_tokens(table: torch.Tensor, grid: Sequence[int], axes: Shape) -> torch.Tensor:
+def table_of_tokens(table: torch.Tensor, grid: Sequence[int], axes: tuple[int, ...]) -> torch.Tensor:
     """(1 or B, N, 1, D) of an :func:`axial_table`; ``axes`` are the channels that turn with each axis."""
     batch = table.shape[0]
     channels = []

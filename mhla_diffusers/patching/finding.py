@@ -9,8 +9,8 @@ from torch import nn
 from ..config import MHLAConfig
 from ..families import find_family, get_family, unwrapped
 from .handle import Patched, installed_on
-from .layer import MHLALayer, layer_of
-from .processor import MHLAProcessor, attentions_of
+from .layer import MHLALayer, attentions_of, layer_of
+from .processor import MHLAProcessor
 
 
 def find_patched(model: Any) -> dict[str, Patched]:

@@ -14,12 +14,11 @@ from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig
 from ..families import Family, get_family
 from .costs import attention_sizes
-from .layer import MHLALayer, layer_of, replaced_processor
+from .layer import MHLALayer, attentions_of, layer_of, replaced_processor
 from .parallel import check_split, compare_patches, parallel_of
 from .processor import (
     MHLAProcessor,
     PerturbedMHLAProcessor,
-    attentions_of,
     default_cross_attention_processor,
     holds_weights,
     with_backend_of,

@@ -390,6 +390,11 @@ def share_parameters(before: MHLAConfig, after: MHLAConfig) -> bool:
     return all(getattr(before, name) == getattr(after, name) for name in _SETTINGS_OF_PARAMETERS)
 
 
+def attentions_of(transformer: nn.Module) -> dict[str, Any]:
+    """Name and module of every attention, cross-attention included."""
+    return {name: module for name, module in transformer.named_modules() if hasattr(module, "set_processor")}
+
+
 def layer_of(attn: Any) -> MHLALayer | None:
     """The MHLA layer that an attention uses, or None.
 

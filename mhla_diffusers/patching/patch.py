@@ -25,8 +25,8 @@ from .finding import (
     require_layers,
 )
 from .handle import Patched
-from .layer import MHLALayer, share_parameters
-from .processor import MHLAProcessor, attentions_of, make_layer
+from .layer import MHLALayer, attentions_of, share_parameters
+from .processor import MHLAProcessor, make_layer
 from .settings import automatic_count, chosen_attentions, refuse_order
 from .weights import resized
 

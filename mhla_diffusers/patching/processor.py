@@ -291,11 +291,6 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         return torch.cat([attended, adapter.project_output(attn, adapter.project(attn, alone)[2], alone)])
 
 
-def attentions_of(transformer: nn.Module) -> dict[str, Any]:
-    """Name and module of every attention, cross-attention included."""
-    return {name: module for name, module in transformer.named_modules() if hasattr(module, "set_processor")}
-
-
 def holds_weights(processor: Any) -> bool:
     """Whether a processor has weights, as an IP-Adapter's, which lets an attention look at a picture besides."""
     return isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None

@@ -13,7 +13,7 @@ from torch import nn
 from ..attention import extend_mixing, resize_mixing
 from ..attention.mixing import causal_mixing
 from ..config import MHLAConfig, check
-from .processor import attentions_of
+from .layer import attentions_of
 
 _FUSED = {
     "to_qkv": ("to_q", "to_k", "to_v"),

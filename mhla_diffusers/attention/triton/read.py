@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import OUTPUT_NORM_EPS
+from ..precision import OUTPUT_NORM_EPS
 from .features import (
     PLACE,
     SIZES,
