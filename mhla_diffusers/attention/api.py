@@ -89,7 +89,7 @@ def mhla_attention(
 
         o = φ(q)ᵀ Σ_b m_ib S_b  /  φ(q)ᵀ Σ_b m_ib z_b
 
-    The weights that a query gives to all tokens sum to 1, except with RoPE after the feature map, which turns the
+    The weights that a query gives to all tokens sum to 1, except with RoPE after the feature map, which rotates the
     numerator alone. Differentiable in query, key, value, mixing, output_norm and output_gate.
 
     Extra tokens, such as the text of joint attention, are in no block. Every query of the grid attends to
@@ -283,7 +283,7 @@ def check_rotary(rotary: Rotary, query: torch.Tensor) -> None:
                 f"rotary tables must be (1 or {batch}, {tokens}, 1, {head_dim}), got {tuple(table.shape)}."
             )
     if head_dim % 2:
-        raise ValueError(f"RoPE turns pairs of channels, and the head dim is {head_dim}; it must be even.")
+        raise ValueError(f"RoPE rotates pairs of channels, and the head dim is {head_dim}; it must be even.")
 
 
 def _check_axes(axes: Sequence[int] | None, grid: Shape, head_dim: int) -> Shape | None:

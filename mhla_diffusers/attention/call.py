@@ -1,6 +1,6 @@
 """What travels from :func:`mhla_attention` to the last kernel: one :class:`Call`, with block lists and extra tokens.
 
-Block lists tell which uniform blocks of keys (:mod:`.layout`, T of them on the grid) every head of every query block
+Block lists say which uniform blocks of keys (:mod:`.layout`, T of them on the grid) every head of every query block
 attends to with softmax: they are given, or found by a rule. Extra tokens (text in one sequence with an image, class and
 register tokens) have no place on the token grid, so they are in no block of it. They are few, so every query attends to
 them with softmax, and they attend to everything with softmax: to the sparse branch they are further blocks that every

@@ -1,6 +1,6 @@
 """Gated linear attention, which MHLA is compared with: GLA (Yang et al., 2024, arXiv 2312.06635).
 
-A state of D_k x D_v forgets by a gate of every key channel, which the input tells::
+A state of D_k x D_v forgets by a gate of every key channel, computed from the input::
 
     S_t = diag(α_t) S_{t-1} + k_t v_tᵀ,   o_t = S_tᵀ q_t / √D_k,   α_t = sigmoid(gate_t)^(1/16)
 """
@@ -23,7 +23,7 @@ _TEMPERATURE = 16.0
 _CHUNK = 8
 """Tokens: within a chunk decays are divided by each other, so their range is that of 4 steps before and after."""
 _STRONGEST = -20.0
-"""Log of the strongest decay that is told from 0: 4 steps of it stay in float32, and it is below what that resolves."""
+"""Log of the strongest decay that is distinguished from 0: 4 steps of it stay in float32, and it is below what that resolves."""
 _BACKENDS = ("auto", "fla", "eager")
 
 

@@ -63,7 +63,7 @@ def check_layout(
 ) -> tuple[Shape, Shape]:
     """Return ``grid`` and ``blocks`` as tuples; a ValueError with ``name`` if one cannot cut the other.
 
-    ``is_causal`` tells whether they are those of a causal call, whose blocks are never clamped.
+    ``is_causal``: whether they are those of a causal call, whose blocks are never clamped.
     """
     if not isinstance(grid, Sequence) or isinstance(grid, str):
         raise ValueError(f"grid={grid!r} must be a list of tokens, one per axis, for example (16, 16) or (21, 30, 52).")

@@ -1,4 +1,4 @@
-"""MHLA from its definition, token by token, in float64: the truth that every backend is held to.
+"""MHLA from its definition, token by token, in float64, which every backend is compared with.
 
 Nothing here is fast: the N x N weights of the paper's Eq. 5 are formed one query-key pair at a time.
 """

@@ -231,7 +231,7 @@ def load_state(states, base, rows, columns, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def rotate(x, source, channels, HEAD_DIM: tl.constexpr, BACK: tl.constexpr):
-    """Channel pairs (2i, 2i + 1) turned by their angles, or back: float32 (tokens, channels)."""
+    """Channel pairs (2i, 2i + 1) rotated by their angles, or back: float32 (tokens, channels)."""
     PAIRS: tl.constexpr = (x.shape[0], x.shape[1] // 2, 2)
     angles = load_tile(source.angles, source.there, channels, HEAD_DIM).to(tl.float32)
     cos, sin = tl.split(tl.reshape(angles, PAIRS))

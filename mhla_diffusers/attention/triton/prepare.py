@@ -35,7 +35,7 @@ _OUTPUTS = ("query_rows", "key_rows", "value_rows", "pooled_query", "pooled_key"
 
 @triton.jit
 def rotate(x, cos, sin, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Channel pairs (2i, 2i + 1) of ``x`` (BLOCK, CHUNK), float32, turned by angles (BLOCK, CHUNK / 2)."""
+    """Channel pairs (2i, 2i + 1) of ``x`` (BLOCK, CHUNK), float32, rotated by angles (BLOCK, CHUNK / 2)."""
     even, odd = tl.split(tl.reshape(x, (BLOCK, CHUNK // 2, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BLOCK, CHUNK))
 

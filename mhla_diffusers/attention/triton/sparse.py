@@ -132,7 +132,7 @@ def _sequence(
     if others is None:
         return query, key, value, table, mask, 0
     query, key, value, mask = others.after(query, key, value, mask)
-    if table is not None:  # theirs have been turned already
+    if table is not None:  # theirs are rotated already
         unturned = table.new_zeros(len(table), others.count, 1, table.shape[-1])
         unturned[..., 0::2] = 1
         table = torch.cat([table, unturned], dim=1)
