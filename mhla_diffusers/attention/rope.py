@@ -26,7 +26,7 @@ def rotary_of_complex(numbers: torch.Tensor) -> Rotary:
 
 
 def axial_table(rotary: Rotary, grid: Sequence[int]) -> torch.Tensor:
-    """Where every channel rotates with one axis of the grid alone: a row for each place on each axis, the axes in order.
+    """Where every channel rotates with one axis of the grid alone: a row per place on each axis, the axes in order.
 
     Args:
         rotary: (cos, sin), each (1 or B, N, 1, D).
