@@ -23,7 +23,7 @@ _TEMPERATURE = 16.0
 _CHUNK = 8
 """Tokens: within a chunk decays are divided by each other, so their range is that of 4 steps before and after."""
 _STRONGEST = -20.0
-"""Log of the strongest decay that is distinguished from 0: 4 steps of it stay in float32, which does not resolve less."""
+"""Log of the strongest decay distinguished from 0: 4 steps of it stay in float32, which does not resolve less."""
 _BACKENDS = ("auto", "fla", "eager")
 
 
