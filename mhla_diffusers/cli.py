@@ -1,6 +1,6 @@
-"""The ``mhla`` command: one line per subcommand, each written in the room that it belongs to.
+"""The ``mhla`` command: one line per subcommand; each is defined in its own folder.
 
-Commands import what they do inside themselves, so that ``--help`` does not wait for torch.
+Commands import their dependencies when called, so that ``--help`` does not wait for torch.
 """
 
 import logging
@@ -32,7 +32,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and stop.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Linear-cost attention for diffusers pipelines."""
@@ -46,21 +46,27 @@ def info(
     as_report: Annotated[
         bool, typer.Option("--report", help="Plain text to paste into an issue; with --patch, that patch's settings.")
     ] = False,
-    model: Annotated[str | None, typer.Option(help="Forecast what a patch brings to wan2.1-1.3b, dit-xl-2, …")] = None,
-    height: Annotated[int | None, typer.Option(help="Of the forecast, in pixels; the model's first size.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Forecast the effect of a patch on wan2.1-1.3b, dit-xl-2, …")
+    ] = None,
+    height: Annotated[
+        int | None, typer.Option(help="Of the forecast, in pixels; default: the model's first size.")
+    ] = None,
     width: Annotated[int | None, typer.Option(help="In pixels.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    density: Annotated[float | None, typer.Option(help="Of the sparse branch, 0.05; or give a --patch.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Of the sampler, 50.")] = None,
-    passes: Annotated[int | None, typer.Option(help="Forwards per step: 2, and 1 without guidance.")] = None,
-    softmax_steps: Annotated[str | None, typer.Option(help="First steps in which it is disabled: 3, or 20%.")] = None,
+    density: Annotated[float | None, typer.Option(help="Of the sparse branch, default 0.05; or give --patch.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Sampler steps, default 50.")] = None,
+    passes: Annotated[int | None, typer.Option(help="Forwards per step: 2, or 1 without guidance.")] = None,
+    softmax_steps: Annotated[
+        str | None, typer.Option(help="First steps in which the patch is disabled: 3, or 20%.")
+    ] = None,
     device: Annotated[
-        Path | None, typer.Option(help="As fast as h100, whose times ship, or as a JSON of mhla bench transformer.")
+        Path | None, typer.Option(help="Known card such as h100, or a JSON of mhla bench transformer.")
     ] = None,
     matmul_rate: Annotated[float | None, typer.Option(help="FLOP/s, for a bound; with --copy-rate.")] = None,
     copy_rate: Annotated[float | None, typer.Option(help="Bytes/s, for a bound.")] = None,
 ) -> None:
-    """Versions, devices, backends, supported models and patches; with --model, what to expect of a patch."""
+    """Versions, devices, backends, supported models and patches; with --model, a forecast for a patch."""
     from .info import configs_of, print_any_patch, print_info, report
 
     of_forecast: dict[str, Any] = {
@@ -133,8 +139,9 @@ _NOT_FOR_USERS = {
     "diffusers.pipelines.pipeline_utils": "Expected types for id2label",
     "diffusers.pipelines.wan.pipeline_wan": "has to be divisible by 1.",
 }
-"""Logger of diffusers → part of a warning that tells users of a command nothing: of casts that the command makes, to
-float32 too, of a DiT's labels, and of any number of frames where the VAE leaves them as they are."""
+"""Logger of diffusers → part of a warning that is irrelevant for users of a command: about its own casts, including to
+float32, about a DiT's labels, and about numbers of frames where the VAE keeps all frames.
+"""
 
 
 def _hide(part: str) -> Callable[[logging.LogRecord], bool]:

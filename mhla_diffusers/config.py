@@ -1,4 +1,4 @@
-"""Settings of a patch, one validated, immutable, serialisable object; and the presets, which hold such settings.
+"""Settings of a patch, one validated, immutable, serialisable object; and the presets.
 
 Presets are the YAML files of the ``patches/`` folder, which also ship in the wheel.
 """
@@ -25,7 +25,7 @@ LayerChoice = str | float | Sequence[int]
 
 
 AUTOMATIC = "auto:"
-"""Begins a choice of layers that is made by measuring, for example "auto:2/3"."""
+"""Prefix of a choice of layers by measurement, for example "auto:2/3"."""
 
 _BOOLEANS = (
     "normalize",
@@ -38,12 +38,12 @@ _BOOLEANS = (
     "clamp_blocks",
 )
 MOST_BLOCKS = 8192
-"""Of a patch: their mixing matrix takes 256 MB in every layer, or for every head."""
+"""Maximum blocks of a patch: their mixing matrix takes 256 MB per layer or per head."""
 DEFAULT_BLOCK_SIZE = 64
 """Tokens of a uniform block: as many as fill one block of a matrix product."""
 MOST_BLOCK_SIZE = 1024
 DEFAULT_DENSITY = 0.05
-"""Part of all pairs of uniform blocks that is in the lists."""
+"""Fraction of all pairs of uniform blocks in the lists."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,21 @@ class MHLAConfig:
     """How self-attention is replaced.
 
     Raises:
-        ValueError: if a field has a value that is not allowed, or two fields contradict each other.
+        ValueError: if a value is not allowed, or two fields contradict each other.
     """
 
     blocks: tuple[int, ...]
     """Block count per axis of the token grid: (frames, height, width) or (height, width) or (length,)."""
     layers: LayerChoice = "all"
-    """Which layers: "all", a fraction such as "2/3" or 0.5, a list of indices, or "auto:2/3" for as many, chosen by
-    ``apply_mhla(..., calibration=…)``, which records the list in its place.
+    """Which layers: "all", a fraction such as "2/3" or 0.5, a list of indices, or "auto:2/3" for that fraction, chosen
+    by ``apply_mhla(..., calibration=…)``, which records the list here.
     """
     feature_map: str = "relu"
     """φ: relu, elu+1, softmax, identity, or a name given to ``register_feature_map``."""
     rope: Literal["after", "before"] | None = None
-    """Where RoPE acts, seen from the feature map. None becomes "before" with ``sparse="content"``, whose kernels then
-    read rotated queries and keys once for both branches, else "after", as the paper's code has it. Without effect in
-    models that have no RoPE.
+    """Whether RoPE acts before or after the feature map. None becomes "before" with ``sparse="content"``, so that
+    kernels read rotated queries and keys once for both branches, else "after", as in the paper's code. No effect in
+    models without RoPE.
     """
     normalize: bool = True
     """Divide by the normaliser of Eq. 4."""
@@ -74,61 +74,60 @@ class MHLAConfig:
     mixing_init: MixingInit = "locality"
     """Mixing matrix before training: locality, uniform or identity."""
     mixing_per_head: bool = False
-    """One mixing matrix for every attention head instead of one for the layer."""
+    """One mixing matrix per attention head instead of one per layer."""
     mixing_learnable: bool = True
     """Whether the mixing matrix takes gradients."""
     mixing_clip: bool = True
-    """Whether ``register_mixing_clip`` keeps the matrix in (0, 1). Off for matrices that were trained signed."""
+    """Whether ``register_mixing_clip`` keeps the matrix in (0, 1). False for matrices that were trained signed."""
     output_norm: bool = False
-    """RMSNorm over each head's output, one weight of head dim shared by the heads."""
+    """RMSNorm over each head's output, with one weight of head dim shared by the heads."""
     output_gate: bool = False
-    """Multiply the output with SiLU of a projection of the layer's input (paper, Tab. 12)."""
+    """Multiply the output by SiLU of a projection of the layer's input (paper, Tab. 12)."""
     sparse: Literal["none", "content", "own"] = "none"
-    """What is attended to with softmax, beside MHLA over all blocks: nothing; with "content" at every call those key
-    blocks of every query block for which a mean is the worst stand-in
-    (:func:`mhla_diffusers.attention.sparse.choose_by_content`); with "own", which is for ``causal`` alone, the own
-    block of the first axis.
+    """What is attended to with softmax, in addition to MHLA over all blocks. "none": nothing. "content": for every
+    query block the key blocks that a mean approximates worst, chosen in every call
+    (:func:`mhla_diffusers.attention.sparse.choose_by_content`). "own", only with ``causal``: the query's own block of
+    the first axis.
     """
     density: float | None = None
-    """With "content", the part of all pairs of uniform blocks that is in the lists; None for 0.05. At 1 the attention
-    is softmax attention, and nothing of MHLA is computed.
+    """With "content", the fraction of all pairs of uniform blocks in the lists; None for 0.05. At 1 the attention is
+    softmax attention, and nothing of MHLA is computed.
     """
     block_size: int = DEFAULT_BLOCK_SIZE
-    """With "content", tokens of every uniform block, which are cut along a Hilbert curve through the grid
-    (:mod:`mhla_diffusers.attention.layout`) and so hold on any grid. The fused kernels take 16, 32, 64 and 128.
+    """With "content", tokens per uniform block. Blocks follow a Hilbert curve through the grid
+    (:mod:`mhla_diffusers.attention.layout`), so any grid works. The fused kernels take 16, 32, 64 and 128.
     """
     pooled: bool = True
-    """With "content", whether every block that is not listed takes part in the softmax as one key, its mean."""
+    """With "content", whether every unlisted block takes part in the softmax as one key, its mean."""
     fit_pooled_bias: bool | None = None
-    """With "content", whether β, which weighs the pooled keys, is fitted at every call on some of its queries, without
-    any training, instead of being a parameter; None for True.
+    """With "content", whether β, the weight of the pooled keys, is fitted in every call on some of its queries, without
+    training, instead of being a parameter; None for True.
     """
     convolution: int | None = None
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
     clamp_blocks: bool = False
-    """Whether an axis of fewer tokens than blocks is cut into single tokens, with the mixing matrix interpolated to as
-    many blocks, instead of an error.
+    """Whether an axis with fewer tokens than blocks gets one block per token, with an interpolated mixing matrix,
+    instead of an error.
     """
     causal: Causal | None = None
     """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block"), see
-    :mod:`mhla_diffusers.attention.causal`. ``sparse`` is then "none", or "own" for the query's own
-    block of the first axis.
+    :mod:`mhla_diffusers.attention.causal`. ``sparse`` must then be "none" or "own".
     """
     block_length: int | None = None
-    """With ``causal``, tokens in every block of the first axis, such as 64 of a text or 3 latent frames of a video:
-    the sequence has blocks of this length, and may end before the last of them.
+    """With ``causal``, tokens per block of the first axis, such as 64 of a text or 3 latent frames of a video. The
+    sequence is split into blocks of this length and may be shorter than all of them.
     """
     beyond: Beyond = "error"
-    """With ``causal``, what comes behind the last block: "error", or "relative", by which later blocks see what the
-    last one sees, by how far back it lies, and all that lies farther back counts as one block, the mean of its
-    KV states (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
+    """With ``causal``, what happens after the last block: "error", or "relative". Then later blocks use the last
+    block's weights by distance, and everything farther back counts as one block, the mean of its KV states
+    (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
     """
     softmax_steps: int | float = 0
-    """First denoising steps of a pipeline's call in which all layers attend as before the patch: a number of steps, or
-    as a float a fraction of them, rounded up. 1 is one step, and 1.0 are all.
+    """First denoising steps of a pipeline's call in which the patch is disabled and all layers use the original
+    attention: a number of steps, or as a float a fraction of them, rounded up. 1 is one step, 1.0 is all steps.
     """
     _rope_is_default: ClassVar[bool] = False
-    """Of one object: whether ``rope`` was left to ``sparse``."""
+    """Whether ``rope`` was left to ``sparse``."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -155,8 +154,8 @@ class MHLAConfig:
         check_choice("sparse", self.sparse, ("none", "content", "own"))
         check(
             self.sparse != ("own" if self.causal is None else "content"),
-            f"sparse={self.sparse!r} does not go with causal={self.causal!r}: 'own', the own block of the first axis, "
-            "is for causal patches, and 'content', lists chosen from all blocks, for the others.",
+            f"sparse={self.sparse!r} cannot be combined with causal={self.causal!r}: 'own', the own block of the first "
+            "axis, is for causal patches, and 'content', lists chosen from all blocks, for others.",
         )
         _check_type("eps", self.eps, int | float, "a number")
         check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, a floor such as 1e-6.")
@@ -198,7 +197,7 @@ class MHLAConfig:
         check(
             self.convolution is None and not self.clamp_blocks,
             "A convolution sees later tokens, and blocks of one length are not clamped: convolution and clamp_blocks "
-            f"do not go with causal={self.causal!r}.",
+            f"cannot be combined with causal={self.causal!r}.",
         )
         check(
             self.mixing_clip or not self.needs_positive_mixing,
@@ -238,7 +237,7 @@ class MHLAConfig:
             _check_type("density", self.density, int | float, "a number in (0, 1]")
             check(
                 0 < self.density <= 1,
-                f"density={self.density} must be in (0, 1], a part of all pairs of blocks such as 0.05.",
+                f"density={self.density} must be in (0, 1], a fraction of all pairs of blocks such as 0.05.",
             )
         for name, default in (("density", None), ("block_size", DEFAULT_BLOCK_SIZE), ("fit_pooled_bias", None)):
             value = getattr(self, name)
@@ -254,7 +253,7 @@ class MHLAConfig:
             )
 
     def grid_from(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """The grid that a call's tokens begin, given its own: with ``causal`` that of the longest sequence.
+        """The grid that a call's own grid is the beginning of: with ``causal`` that of the longest sequence.
 
         Raises:
             ValueError: the sequence is longer, and ``beyond`` is "error".
@@ -265,13 +264,13 @@ class MHLAConfig:
         if needed > trained and self.beyond == "error":
             raise ValueError(
                 f"The first axis has {grid[0]} tokens, more than the {trained} blocks of {self.block_length} that this "
-                "patch is for. Give a shorter sequence, or beyond='relative', by which later blocks go on as the last "
-                "one."
+                "patch is for. Give a shorter sequence, or beyond='relative', by which later blocks attend like the "
+                "last one."
             )
         return max(trained, needed) * self.block_length, *grid[1:]
 
     def check_whole(self, grid: Sequence[int]) -> None:
-        """Raise unless a call's first axis may end where it does, given its own token grid.
+        """Raise unless a call's first axis may have this length.
 
         Raises:
             ValueError: with ``causal="block"``, if it ends within a frame block.
@@ -285,7 +284,7 @@ class MHLAConfig:
             )
 
     def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """Block counts on a token grid: those of the setting, or fewer where ``clamp_blocks`` lets them be.
+        """Block counts on a token grid: those of the setting, or fewer if ``clamp_blocks`` allows.
 
         With ``causal`` those of :meth:`grid_from`.
         """
@@ -297,18 +296,18 @@ class MHLAConfig:
 
     @property
     def needs_positive_mixing(self) -> bool:
-        """Whether own and earlier blocks are joined by the logarithm of what they weigh, which signs would make NaN."""
+        """Whether own and earlier blocks are merged by the logarithm of their weights, which must be positive."""
         return self.causal is not None and self.normalize and (self.causal == "token" or self.sparse == "own")
 
     @property
     def fits_pooled_bias(self) -> bool:
-        """Whether β is fitted at every call."""
+        """Whether β is fitted in every call."""
         has_pooled = self.sparse == "content" and self.pooled and self.listed < 1
         return has_pooled and self.fit_pooled_bias is not False
 
     @property
     def listed(self) -> float:
-        """Part of all pairs that is attended to with softmax."""
+        """Fraction of all pairs that is attended to with softmax."""
         if self.sparse == "own":
             return 1 / self.blocks[0]
         if self.sparse == "none":
@@ -333,8 +332,8 @@ class MHLAConfig:
     def replace(self, **settings: Any) -> "MHLAConfig":
         """A copy with some fields changed.
 
-        What says more of a choice that is given up goes with it: with another ``sparse`` than "content" its density and
-        block size. With ``causal`` the sparse branch becomes "own". ``rope`` follows ``sparse`` unless it was given.
+        Settings that belong to a replaced choice are reset: density and block size with another ``sparse`` than
+        "content". With ``causal`` the sparse branch becomes "own". ``rope`` follows ``sparse`` unless it was given.
 
         Raises:
             ValueError: unknown field or value that is not allowed.
@@ -356,7 +355,7 @@ class MHLAConfig:
         return replace(self, **{**given_up, **settings})
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON and YAML can hold them."""
+        """The fields as plain JSON and YAML values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
@@ -373,28 +372,20 @@ class MHLAConfig:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays, as of NumPy and torch, as Python's own, which JSON and YAML can hold."""
+    """Numbers and arrays, for example of NumPy and torch, as plain Python values for JSON and YAML."""
     if isinstance(value, list | tuple):
         return type(value)(_plain(one) for one in value)
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise unless a condition holds.
-
-    Raises:
-        ValueError: with the message.
-    """
+    """Raise ValueError with the message unless a condition holds."""
     if not condition:
         raise ValueError(message)
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Raise unless a setting has one of the values allowed.
-
-    Raises:
-        ValueError: naming them.
-    """
+    """Raise ValueError, naming the allowed values, unless a setting has one of them."""
     check(value in allowed, f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}.")
 
 
@@ -402,13 +393,13 @@ def check_names(settings: Iterable[str], allowed: Sequence[str], what: str, path
     """Raise unless all names of settings are known.
 
     Args:
-        settings: names that were given.
-        allowed: names that there are.
+        settings: given names.
+        allowed: known names.
         what: such as "MHLA setting".
-        path: stands before a name in the error, such as "stages.0.".
+        path: prefix of names in the error, such as "stages.0.".
 
     Raises:
-        ValueError: naming an unknown one and those like it.
+        ValueError: an unknown name; the message has similar ones.
     """
     for name in settings:
         if name not in allowed:
@@ -452,7 +443,7 @@ def _parse_fraction(text: str | float, choice: LayerChoice) -> Fraction:
 
 
 def is_automatic(choice: LayerChoice) -> bool:
-    """Whether layers are to be chosen by measuring."""
+    """Whether layers are chosen by measurement."""
     return isinstance(choice, str) and choice.startswith(AUTOMATIC)
 
 
@@ -461,7 +452,7 @@ class Patch:
     """One patch file.
 
     Attributes:
-        family: name of the model family that it is for.
+        family: name of its model family.
         base_model: Hub id that it was made for.
         description: one line.
         config: the settings.
@@ -474,7 +465,7 @@ class Patch:
 
 
 def patch_folder() -> Path:
-    """Where the presets are: inside an installed package, or at the root of a source checkout."""
+    """Folder of the presets: inside an installed package, or at the root of a source checkout."""
     package = Path(__file__).parent
     installed = package / "patches"
     return installed if installed.is_dir() else package.parent / "patches"
@@ -486,7 +477,7 @@ def patch_names() -> list[str]:
 
 
 def adapted_patch_folder(name: str) -> Path | None:
-    """Where an adapted patch that ships lies, for ``load_mhla``; None for a name that is none of them."""
+    """Folder of an adapted patch that ships, for ``load_mhla``; None for any other name."""
     return patch_folder() / name if name in adapted_patch_names() else None
 
 
@@ -499,7 +490,7 @@ def load_patch(name_or_path: str | Path) -> Patch:
     """Read a patch by its name or from a YAML file.
 
     Raises:
-        ValueError: unknown name (the nearest ones are given), or a file with unknown or missing keys.
+        ValueError: unknown name (the message has the nearest ones), or a file with unknown or missing keys.
         FileNotFoundError: a path that does not exist.
     """
     path = Path(name_or_path)

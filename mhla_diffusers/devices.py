@@ -1,4 +1,4 @@
-"""Devices and floating-point types by the names that users write."""
+"""Devices and floating-point types by user-facing names."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ _PRECISIONS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def dtype_name(name: object, setting: str = "dtype", allowed: Sequence[str] = tuple(FLOAT_TYPES)) -> str:
-    """The key of ``FLOAT_TYPES`` that a user means, who may write ``bfloat16`` or ``bf16``, ``float32`` or ``no``.
+    """The key of ``FLOAT_TYPES`` for a name such as ``bfloat16`` or ``bf16``, ``float32`` or ``no``.
 
     Args:
-        name: as it was given; False is what YAML reads ``no`` as.
-        setting: what the name was given for, such as "precision".
+        name: given name; False, because YAML reads ``no`` as False.
+        setting: name of the setting, such as "precision".
         allowed: keys of ``FLOAT_TYPES``.
 
     Raises:
@@ -33,10 +33,10 @@ def dtype_name(name: object, setting: str = "dtype", allowed: Sequence[str] = tu
 
 
 def precision_name(name: object, allowed: Sequence[str] = tuple(FLOAT_TYPES)) -> str:
-    """The same as accelerate has it: "no", "bf16" or "fp16".
+    """The same as accelerate names it: "no", "bf16" or "fp16".
 
     Raises:
-        ValueError: what :func:`dtype_name` raises.
+        ValueError: as :func:`dtype_name`.
     """
     return _PRECISIONS[dtype_name(name, "precision", allowed)]
 
@@ -64,23 +64,23 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"device={name!r} is unknown; torch sees here: {', '.join(available)}.") from error
     if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in available:
         raise ValueError(
-            f"device={name!r} is not here; torch {torch.__version__} sees: {', '.join(available)}. "
+            f"device={name!r} does not exist here; torch {torch.__version__} sees: {', '.join(available)}. "
             "Use one of these or auto."
         )
     return device
 
 
 def launched_processes() -> int:
-    """How many processes a launcher has started, this one among them; 1 without a launcher."""
+    """Number of processes that a launcher started, including this one; 1 without a launcher."""
     if torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launched_on_cpus() -> bool:
-    """Whether accelerate must be told that a launcher's processes run on CPUs; untold, each would run by itself.
+    """Whether to tell accelerate that a launcher's processes run on CPUs; otherwise each would run by itself.
 
-    ``ACCELERATE_USE_CPU`` says so, and for processes that torchrun started, that there is nothing else to run on.
+    True with ``ACCELERATE_USE_CPU``, and for processes of torchrun if there is no other device.
     """
     from accelerate.utils import parse_flag_from_env
 
@@ -89,9 +89,9 @@ def launched_on_cpus() -> bool:
 
 
 def free_threads() -> int:
-    """How many threads the CPU has to spare: the processors that this process may use, less what others use now.
+    """Number of free CPU threads: the processors that this process may use, minus those that others use now.
 
-    More threads than that wait for each other at every operation. Looks for half a second.
+    More threads than that would wait for each other at every operation. Measures for half a second.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = psutil.cpu_percent(interval=0.5) / 100 * (os.cpu_count() or 1)
@@ -100,7 +100,7 @@ def free_threads() -> int:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within the context torch computes with so many threads of the CPU."""
+    """Context in which torch uses this number of CPU threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,6 @@
-"""Files and folders that are whole or absent: written aside and renamed. Reading, with errors that name the file."""
+"""Atomic writing of files and folders: they are written to a temporary path and renamed. Reading, with errors that name
+the file.
+"""
 
 import hashlib
 import json
@@ -18,9 +20,9 @@ VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
 
 @contextmanager
 def written_aside(file: Path) -> Iterator[Path]:
-    """Within the context write to the path given; it takes the place of ``file`` at the end, or vanishes on an error.
+    """Yield a temporary path to write to, which replaces ``file`` at the end, or is removed on an error.
 
-    The name ends like that of ``file``, since writers go by the suffix, and holds the process, since two may write.
+    It has the suffix of ``file``, because writers depend on it, and the process id, because two processes may write.
 
     Raises:
         OSError: the file cannot be written.
@@ -31,7 +33,7 @@ def written_aside(file: Path) -> Iterator[Path]:
         yield aside
         aside.replace(file)
     except OSError as error:
-        # a full disk is told without the file, or with the name of what is written aside
+        # the error of a full disk lacks the file, or names the temporary one
         if error.errno is None or error.filename not in (None, str(aside)):
             raise
         raise cannot_write(file, error.strerror) from error
@@ -64,7 +66,7 @@ def write_json(result: Any, file: Path) -> None:
 
 
 def write_tensors(tensors: Mapping[str, "torch.Tensor"], file: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file, with the rights that any new file gets.
+    """Write a safetensors file, with the permissions of any new file.
 
     Args:
         tensors: name → tensor, contiguous and on the CPU.
@@ -84,18 +86,18 @@ def write_tensors(tensors: Mapping[str, "torch.Tensor"], file: Path, metadata: M
             save_file(dict(tensors), aside, metadata=None if metadata is None else dict(metadata))
         except SafetensorError as error:  # a full disk, for example
             raise cannot_write(file, error) from error
-        aside.chmod(rights)  # safetensors writes a temporary file of its own, which only its owner may read
+        aside.chmod(rights)  # safetensors writes its own temporary file, readable only by its owner
 
 
 def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder so that it is complete or absent, whenever the process ends; its files reach the disk before.
+    """Fill a folder atomically: it is complete or absent whenever the process ends. Files are synced to disk first.
 
     Args:
-        folder: is made, or replaced.
-        write: puts the files into the folder that it is given.
+        folder: created, or replaced.
+        write: writes the files into the folder that it gets.
 
     Raises:
-        OSError: the files cannot be written; nothing is left behind.
+        OSError: the files cannot be written; nothing remains.
     """
     aside = folder.with_name(f".{folder.name}.aside")
     shutil.rmtree(aside, ignore_errors=True)
@@ -120,10 +122,10 @@ def _flush_to_disk(file: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder and make sure that it can be written.
+    """Create a folder and ensure that it is writable.
 
     Raises:
-        OSError: if it cannot, with the reason.
+        OSError: it is not, with the reason.
     """
     if folder.is_file():
         raise NotADirectoryError(f"The output {folder} is a file; give a folder.")
@@ -138,10 +140,10 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def folder_for_results(folder: Path) -> Iterator[None]:
-    """Within the context a folder is there and can be written; one that was made for that goes again if it is empty.
+    """Ensure that a folder is writable within the context; if it was created and stays empty, remove it again.
 
     Raises:
-        OSError: it cannot be written, with the reason.
+        OSError: it is not writable, with the reason.
     """
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     check_writable(folder)
@@ -149,7 +151,7 @@ def folder_for_results(folder: Path) -> Iterator[None]:
         yield
     finally:
         for place in made:
-            if not place.exists():  # taken away meanwhile
+            if not place.exists():  # removed meanwhile
                 continue
             if any(place.iterdir()):
                 break
@@ -163,16 +165,16 @@ def file_hash(path: Path) -> str:
 
 
 def check_hash(file: Path, expected: str, noted_in: str) -> None:
-    """Raise unless a file has the content that it had when its hash was noted.
+    """Raise unless a file still has its recorded hash.
 
     Args:
-        file: which.
-        expected: of :func:`file_hash`.
+        file: to check.
+        expected: from :func:`file_hash`.
         noted_in: name of the file that holds the hash.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: its content is another one.
+        ValueError: its content has changed.
     """
     if file_hash(file) != expected:
         raise ValueError(f"{file} is damaged or was changed: its SHA-256 is not the one in {noted_in}.")
@@ -184,7 +186,7 @@ def read_text(file: Path) -> str:
     Raises:
         FileNotFoundError: no such file.
         IsADirectoryError: it is a folder.
-        ValueError: it holds something else than UTF-8 text.
+        ValueError: it is not UTF-8 text.
     """
     if file.is_dir():
         raise IsADirectoryError(f"{file} is a folder; give a file.")
@@ -210,14 +212,14 @@ def read_json(file: Path) -> Any:
 
 
 def read_json_lines(file: Path) -> list[Any]:
-    """Read a file with one JSON value per line; empty lines are passed over.
+    """Read a file with one JSON value per line; empty lines are skipped.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is damaged, naming the line, or holds nothing.
+        ValueError: it is empty or damaged; the message names the line.
     """
     values = []
-    # not splitlines(), which also cuts at characters that JSON may hold
+    # not splitlines(), which also splits at characters that JSON may contain
     for number, line in enumerate(read_text(file).split("\n"), start=1):
         if line.strip():
             try:

@@ -62,10 +62,10 @@ def print_info() -> None:
 
 
 def report(patch: str | None) -> str:
-    """What a report of a bug begins with, as plain text to paste: no paths, no names of users or machines.
+    """Plain text to begin a bug report with: no paths, no names of users or machines.
 
     Args:
-        patch: name, YAML file or folder of the patch that it is about.
+        patch: name, YAML file or folder of the patch in question.
 
     Raises:
         ValueError: unknown patch, or a file that is none.
@@ -90,7 +90,8 @@ def report(patch: str | None) -> str:
 
 
 def configs_of(patch: str) -> list[tuple[str, MHLAConfig]]:
-    """Family and configuration of a patch, given like :func:`print_any_patch`; a saved one has several transformers.
+    """Family and configuration of a patch, given as in :func:`print_any_patch`; a saved one may have several
+    transformers.
 
     Raises:
         ValueError: unknown patch, or a file that is none.
@@ -105,7 +106,7 @@ def configs_of(patch: str) -> list[tuple[str, MHLAConfig]]:
 
 
 def print_any_patch(patch: str) -> None:
-    """A preset by its name or YAML path, with what its layers cost, or a saved patch by its folder.
+    """Print a preset by its name or YAML path, with the costs of its layers, or a saved patch by its folder.
 
     Raises:
         ValueError: unknown patch, or a damaged one.
@@ -127,7 +128,7 @@ def _saved_folder(patch: str) -> Path | None:
 
 
 def _print_saved(folder: Path) -> None:
-    """What a saved patch was made for, its settings, and what its file holds."""
+    """Print what a saved patch was made for, its settings, and the content of its file."""
     record = read_record(folder)
     file = check_file(folder, record)
     rows = [
@@ -163,7 +164,7 @@ def _print_settings(title: str, patch: Patch) -> None:
 
 
 def _print_costs(patch: Patch) -> None:
-    """FLOPs of a layer at every grid that a model of the family is measured at, and that the patch fits."""
+    """FLOPs of a layer at every benchmark grid of the family's models that the patch fits."""
     config = patch.config
     has_sparse = config.sparse != "none"
     header = ["at", "pixels", "grid", *(["uniform blocks"] if has_sparse else []), "softmax", "MHLA"]
@@ -192,7 +193,7 @@ def _print_costs(patch: Patch) -> None:
 
 
 def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> None:
-    """As wide as its longest texts, so that a name can be copied whatever the terminal."""
+    """As wide as its longest texts, so that names can be copied in any terminal."""
     typer.echo(f"{title}\n{text_table(header, rows, right)}")
 
 

@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are asked for, so that importing one of them costs nothing."""
+"""Packages that import their names on first access, so that importing the package is fast."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -8,16 +8,16 @@ from typing import Any
 def lazy_names(
     package: str, names: Sequence[str], homes: Sequence[str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """What a package's ``__init__`` takes for its ``__getattr__`` and ``__dir__``.
+    """``__getattr__`` and ``__dir__`` for a package's ``__init__``.
 
-    Type checkers see the names by an import under ``if TYPE_CHECKING``, and the two functions only in its ``else``:
-    a package with ``__getattr__`` would have every name, misspelt ones too.
+    Import the names under ``if TYPE_CHECKING`` for type checkers, and define the two functions in its ``else``: with
+    ``__getattr__`` a type checker would accept every name, even misspelt ones.
 
     Args:
         package: its ``__name__``.
         names: its ``__all__``.
-        homes: modules that hold them, seen from the package, such as ".patching", the quickest to import first; they
-            are names too.
+        homes: modules with these names, relative to the package, such as ".patching", fastest import first; the modules
+            are accessible too.
     """
 
     def get(name: str) -> Any:

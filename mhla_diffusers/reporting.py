@@ -1,4 +1,4 @@
-"""What results are shown with: text tables, self-contained HTML pages, and matplotlib without a screen."""
+"""Text tables, self-contained HTML pages, and matplotlib without a display."""
 
 import base64
 import csv
@@ -39,7 +39,7 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool
     Args:
         header: names of the columns.
         rows: texts of the cells.
-        right: align all columns but the first to the right, as numbers are.
+        right: right-align all columns but the first.
     """
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
@@ -75,7 +75,7 @@ def scaled(value: float, base: int, unit: str) -> str:
 
 
 def mean_and_spread(values: Sequence[float], style: str) -> str:
-    """Mean, and their standard deviation where there are several: ``"0.0802 ± 0.0007"`` for the style ``".4f"``."""
+    """Mean, with the standard deviation if there are several: ``"0.0802 ± 0.0007"`` for the style ``".4f"``."""
     return f"{fmean(values):{style}}" + (f" ± {stdev(values):{style}}" if len(values) > 1 else "")
 
 
@@ -97,7 +97,7 @@ def write_table(header: Sequence[str], rows: Sequence[Sequence[str]], folder: Pa
 
 
 def show_progress(done: int, total: int) -> None:
-    """Count on one line of the terminal; nothing where the output goes into a file."""
+    """Count on one line of the terminal; silent if the output is no terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{done} / {total}" + ("\n" if done == total else ""))
         sys.stderr.flush()
@@ -125,10 +125,10 @@ def html_table_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def html_media(file: Path, description: str) -> str:
-    """An image or a looping video, its content inside the page.
+    """An image or a looping video, embedded in the page.
 
     Raises:
-        ValueError: a kind of file that pages do not show.
+        ValueError: an unsupported kind of file.
     """
     if file.suffix.lower() not in _KINDS:
         raise ValueError(f"{file} cannot be shown on a page; allowed: {', '.join(_KINDS)}.")
