@@ -1,6 +1,4 @@
-"""Atomic writing of files and folders: they are written to a temporary path and renamed. Reading, with errors that name
-the file.
-"""
+"""Atomic writing of files and folders, by a temporary path and renaming; reading with errors that name the file."""
 
 import hashlib
 import json

@@ -56,11 +56,11 @@ class Choice:
     absent: str | None = None
     """Why it cannot run here."""
     note: str = ""
-    """What is to be known of its times."""
+    """Remark on its times."""
 
 
 REST = Choice("without layers", "without layers")
-"""What is left of a transformer when its layers hand on what they are given."""
+"""A transformer whose layers return their input."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _hand_on(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Counts:
-    """What is told by the shapes of a case alone."""
+    """What follows from the shapes of a case alone."""
 
     tokens: int
     weight_bytes: int

@@ -40,7 +40,7 @@ def bench_operation(
     seconds: _SECONDS = 1.0,
     output: _OUTPUT = _FOLDER,
 ) -> None:
-    """One attention: MHLA and plain linear attention against softmax. Checks that MHLA is right before it times it."""
+    """One attention: MHLA and plain linear attention against softmax. Checks that MHLA is correct before timing it."""
     from .operation import benchmark_operation, choose_stages
     from .results import Recorder
     from .shapes import choose_shapes
@@ -183,7 +183,7 @@ def bench_gpu_check(
     ] = None,
     device: _DEVICE = "auto",
 ) -> None:
-    """Run first on a new GPU: whether it is right, within limits, and works with what is around it."""
+    """Run first on a new GPU: checks correctness, limits and integration."""
     from ..devices import choose_device
     from .gpu_check import check_gpu, choose_steps
 
@@ -194,7 +194,7 @@ def bench_gpu_check(
 @bench.command("report")
 def bench_report(
     folders: Annotated[list[Path], typer.Argument(help="Outputs of other bench commands; several are drawn together.")],
-    output: Annotated[Path | None, typer.Option(help="Where to write; the first folder if left out.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write; default: the first folder.")] = None,
 ) -> None:
     """Plots, and one HTML page with everything that was measured."""
     from .report import write_report
@@ -295,7 +295,7 @@ def bench_plan(
     gpus_per_machine: Annotated[int, typer.Option(help="Joined by NVLink.")] = 8,
     output: Annotated[Path, typer.Option(help="Gets plan.md and plan.csv.")] = _PARALLEL,
 ) -> None:
-    """Arithmetic, no measurement: counted FLOPs and bytes over stated rates, of one forward on many GPUs."""
+    """Calculated, not measured: counted FLOPs and bytes over given rates, for one forward on many GPUs."""
     from ..config import load_patch
     from .models import choose_sizes
     from .parallel import Machines, plan, write_plan
@@ -316,7 +316,7 @@ def _that_can_be_split(names: Sequence[str] | None) -> "list[Model]":
     """Models by name, the two of Wan for None.
 
     Raises:
-        ValueError: unknown names, or models of which diffusers does not tell how their tokens are split.
+        ValueError: unknown names, or models for which diffusers does not define how to split tokens.
     """
     from ..families import classes_that_are_split
     from .models import find_models
@@ -326,7 +326,7 @@ def _that_can_be_split(names: Sequence[str] | None) -> "list[Model]":
     refused = [one.name for one in models if one.transformer not in allowed]
     if refused:
         raise ValueError(
-            f"diffusers does not tell how the tokens of {', '.join(refused)} are split over processes (_cp_plan); it "
+            f"diffusers does not define how to split the tokens of {', '.join(refused)} over processes (_cp_plan); it "
             f"does for models of {', '.join(allowed)}."
         )
     return models

@@ -1,4 +1,4 @@
-"""Whether an attention is right on this device and in this type, asked before anything is timed."""
+"""Checks that an attention is correct on this device and in this type, before anything is timed."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,7 @@ LARGEST_GRADIENT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float
 
 
 class IncorrectAttentionError(ValueError):
-    """An attention is not what the reference says; nothing is timed."""
+    """An attention differs from the reference; nothing is timed."""
 
 
 # ---- seeded calls, by a backend and by the reference ----------------------------------------------------------------
@@ -30,7 +30,7 @@ class IncorrectAttentionError(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention with everything it is given."""
+    """One attention with all its arguments."""
 
     tensors: dict[str, torch.Tensor]
     """What takes gradients, by the names of :func:`mhla_attention`."""
@@ -209,7 +209,7 @@ def check_agreement(found: torch.Tensor, eager: torch.Tensor, what: str) -> None
 
 @torch.no_grad()
 def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
-    """Run a model with MHLA and compare its first and last layer of it with the reference, on what they were given.
+    """Run a model with MHLA and compare its first and last MHLA layer with the reference, on the same inputs.
 
     The model is fresh, so that gates are 1, and in the type to measure; inputs are of few tokens.
 

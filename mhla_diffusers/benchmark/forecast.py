@@ -1,4 +1,4 @@
-"""What denoising will take before anything is patched or downloaded: parts counted on the meta device, over speeds.
+"""Forecast the time of denoising without patching or downloading: costs counted on the meta device, over speeds.
 
 ``mhla info --model`` prints a forecast, ``mhla bench ceilings`` what a patch can save at most.
 """
@@ -32,7 +32,7 @@ Costs = Mapping[str, Cost]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: the denoising of one call of a pipeline.
+    """The question: denoising of one call of a pipeline.
 
     Raises:
         ValueError: a number of steps or passes that is not allowed.
@@ -134,7 +134,7 @@ class Forecast:
     unpatched: Costs
     patched: Costs
     unpatched_seconds: dict[str, float] | None = None
-    """None where nothing is known of speeds."""
+    """None if speeds are unknown."""
     patched_seconds: dict[str, float] | None = None
     break_even: Question | None = None
     """The same at the smallest size of this aspect ratio and length from which the patch is faster; None for none."""
@@ -148,7 +148,7 @@ class Forecast:
 
 
 def make_forecast(question: Question, dtype: torch.dtype, speeds: Speeds | None = None) -> Forecast:
-    """Count, and where speeds are known tell times.
+    """Count costs, and compute times if speeds are known.
 
     Raises:
         ValueError: a patch that does not fit the model or the size.
@@ -270,7 +270,7 @@ def forecast_text(name: str, patch: tuple[str, MHLAConfig] | None, options: Opti
     if speeds is not None:
         return "\n".join([*lines, *_findings(forecast, speeds)])
     lines += [
-        "No times, as nothing is known of a device. Measure one and give --device the JSON that this writes:",
+        "No times, because no device is given. Measure one and give --device the JSON that this writes:",
         f"  mhla bench transformer --model {model.name}",
         "or state --matmul-rate (FLOP/s) and --copy-rate (bytes/s) for a bound.",
     ]
@@ -378,7 +378,7 @@ def _findings(forecast: Forecast, speeds: Speeds) -> list[str]:
     if speeds.is_measured:
         lines.append("Other sizes meet other caches and clocks.")
         if not any(pace.fixed for pace in speeds.patched.values()):
-            lines.append("What a forward takes whatever its size is not told apart: results of two sizes would tell.")
+            lines.append("Time that does not depend on size is not separated; that needs results of two sizes.")
     if is_scaled:
         lines.append(
             f"The sparse branch was timed at a density of {DEFAULT_DENSITY:.0%}. At other densities the time is "

@@ -1,7 +1,7 @@
-"""``mhla bench gpu-check``: the first minutes on a GPU that has never been seen.
+"""``mhla bench gpu-check``: the first check of a new GPU.
 
-Every step runs in a process of its own, ``python -m mhla_diffusers.benchmark.gpu_check STEP DEVICE FILE``, and writes
-what it finds after every attempt, so that a crash costs one attempt and a hang one step.
+Every step runs in its own process, ``python -m mhla_diffusers.benchmark.gpu_check STEP DEVICE FILE``, and writes
+what it finds after every attempt, so that a crash loses one attempt and a hang one step.
 """
 
 import gc
@@ -46,7 +46,7 @@ from .timing import free_bytes
 SHAPES = ("wan2.1-1.3b-480p", "wan2.1-1.3b-720p", "dit-xl-2-1024px", "sana-1.6b-2048px")
 """Head dims 128, 72 and 32."""
 SMALL = Shape("small", (2, 4, 8), (1, 2, 2), 1, 16, block_size=16, density=0.25, rotary_axes=(8, 4, 4))
-"""What the interpreter is through with in seconds."""
+"""Small enough for Triton's interpreter to finish in seconds."""
 _DTYPE = torch.bfloat16
 _LAYERS_LIMIT = 5 * LARGEST_ERROR[_DTYPE]
 """Of the output of a whole transformer, whose layers round one after the other."""
@@ -82,7 +82,7 @@ class NotHereError(Exception):
 class Notebook:
     """The file of a step's findings, and the attempts that fill it.
 
-    A process that is started anew passes over the attempts that stand in the file.
+    A restarted process skips the attempts that are in the file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -90,21 +90,21 @@ class Notebook:
         self._found = {finding.name: finding for finding in read_findings(file)}
 
     def attempt(self, name: str, measure: Callable[..., Finding], *args: Any) -> None:
-        """Measure something and write down what became of it; what it raises is a finding too.
+        """Run an attempt and record the outcome; an exception is a finding too.
 
         Raises:
             SystemExit: the CUDA context is lost, in which every further call would fail.
         """
         if name in self._found:
             return
-        # stands for the process that ends in the middle of it, and is replaced otherwise
-        self._write(Finding(name, "failed", "the process ended, or was ended, in the middle of it"))
+        # remains if the process ends during the attempt; replaced otherwise
+        self._write(Finding(name, "failed", "the process ended, or was killed, during the attempt"))
         start, lost = time.perf_counter(), False
         try:
             finding = measure(*args)
         except NotHereError as error:
             finding = Finding(name, "skipped", str(error))
-        except Exception as error:  # noqa: BLE001 - written down with its reason; the other attempts go on
+        except Exception as error:  # noqa: BLE001 - recorded with its reason; the other attempts continue
             traceback.print_exc()
             finding = Finding(name, "failed", f"{type(error).__name__}: {error}"[:500])
             lost = any(words in str(error) for words in ("CUDA error", "Triton Error [CUDA]"))
@@ -129,7 +129,7 @@ def read_findings(file: Path) -> list[Finding]:
 
 
 def describe_device(notebook: Notebook, device: torch.device) -> None:
-    """Everything that is to be known before a number of the other steps is read."""
+    """Device and versions, which the numbers of the other steps depend on."""
 
     def rates(dtype: torch.dtype) -> Finding:
         one = measure_rates(device, dtype)
@@ -274,7 +274,7 @@ def _run_sanitizer(device: torch.device) -> Finding:
 
 
 def check_integration(notebook: Notebook, device: torch.device) -> None:
-    """What surrounds the kernels in use: autocast, torch.compile, CUDA graphs."""
+    """Integration of the kernels: autocast, torch.compile, CUDA graphs."""
     for name in ("tiny-wan", "tiny-sana"):
         notebook.attempt(f"autocast training step of {name}", _training_step, name, device)
     for kind in ("plain", "sparse", "sparse by content", "causal"):
@@ -331,7 +331,7 @@ def _compile_attention(kind: str, device: torch.device) -> Finding:
 
 
 def _replay_graph(kind: str, device: torch.device) -> Finding:
-    """Captured on one input and replayed on another: what is replayed reads the new one."""
+    """Captured on one input and replayed on another: the replay must read the new one."""
     if device.type != "cuda":
         raise NotHereError("a CPU has no CUDA graphs")
     problem = draw_problem(SMALL, device, _DTYPE, kind)
@@ -456,7 +456,7 @@ def run_step(step: str, device: torch.device, name: str, output: Path, seconds: 
     """
     findings, start = output / f".{step}.json", time.monotonic()
     findings.unlink(missing_ok=True)
-    # -P: the package that this process has, whatever lies in the present folder
+    # -P: use this process's package, ignoring the current folder
     command = [sys.executable, "-P", "-m", "mhla_diffusers.benchmark.gpu_check", step, str(device), str(findings)]
     # kernels are made for the interpreter on a CPU, and for the card elsewhere
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

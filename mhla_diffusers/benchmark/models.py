@@ -1,4 +1,4 @@
-"""Models by name and the sizes that are asked for: transformers with random weights, and inputs for them."""
+"""Models and sizes by name: transformers with random weights, and inputs for them."""
 
 import inspect
 from collections.abc import Collection, Iterable, Sequence
@@ -67,7 +67,7 @@ def find_models(names: Sequence[str] | None, device_type: str, others: Collectio
 
 
 def _unknown(name: str, allowed: Sequence[str]) -> str:
-    """A sentence with the nearest names; presets of patches, which have names of their own, are told apart."""
+    """A sentence with the nearest names; points out if the name is a preset."""
     if name in patch_names():
         family = load_patch(name).family
         own = ", ".join(model.name for model in models().values() if family_of_model(model).name == family)
@@ -183,7 +183,7 @@ def cast_weights(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, 
 def make_forward_inputs(
     model: Model, transformer: Any, size: Size, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Arguments of the transformer's forward: random latents, and conditioning of the shapes that the family tells.
+    """Arguments of the transformer's forward: random latents, and conditioning of the family's shapes.
 
     Args:
         model: which.
@@ -193,7 +193,7 @@ def make_forward_inputs(
         dtype: of all floating-point tensors.
 
     Raises:
-        ValueError: the family does not tell what conditions it.
+        ValueError: the family does not define its conditioning.
     """
     latents = [size.height // model.stride, size.width // model.stride]
     if size.frames is not None:

@@ -35,9 +35,9 @@ from .timing import Absent, Outcome, Variant
 STAGES = ("forward", "forward+backward")
 SOFTMAX = "softmax"
 GIVEN = "MHLA, sparse, lists given"
-"""What is left of ``CONTENT`` when nothing is chosen and no β fitted."""
+"""``CONTENT`` without choosing lists and fitting β."""
 LISTED = "listed blocks alone"
-"""Without pooled keys and linear branch, which FlexAttention does not know."""
+"""Without pooled keys and linear branch, which FlexAttention lacks."""
 CAUSAL = "causal linear"
 """Without a normaliser: the nearest to plain linear attention that flash-linear-attention has."""
 _BACKENDS = ("eager", "triton")
@@ -70,7 +70,7 @@ def choose_stages(names: Sequence[str] | None) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Attention:
-    """One variant of an attention: what is timed, or why it cannot be."""
+    """One variant of an attention: the call to time, or why it cannot be timed."""
 
     kind: str
     shape: Shape

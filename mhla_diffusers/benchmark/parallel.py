@@ -1,7 +1,7 @@
-"""What processes that share an attention send each other, and where the time of a long video would go.
+"""Traffic between processes that share an attention, and estimated time of a long video.
 
-``mhla bench parallel`` counts: the code itself runs, diffusers' attention and this package's, with processes that are
-pretended and tensors without values. ``mhla bench plan`` divides what is counted by rates that are stated.
+``mhla bench parallel`` counts: it runs the real code of diffusers' and this package's attention with simulated
+processes and tensors without values. ``mhla bench plan`` divides these counts by given rates.
 """
 
 import warnings
@@ -138,7 +138,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class World:
-    """What an attention must be told of the processes."""
+    """Arguments that describe the processes to an attention."""
 
     config: Any
     """diffusers' ``ParallelConfig``."""
@@ -351,7 +351,7 @@ def write_crossings(rows: Sequence[tuple[str, ...]], folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Machines:
-    """Numbers that are stated and not measured.
+    """Assumed numbers, not measured.
 
     Raises:
         ValueError: a number that is not allowed.

@@ -1,6 +1,6 @@
-"""Where time and work of a transformer go: self-attention, its projections, cross-attention, feed-forward, the rest.
+"""Time and work of a transformer by part: self-attention, its projections, cross-attention, feed-forward, the rest.
 
-What is timed and what is counted are told apart by the same hooks on the same modules.
+Timing and counting use the same hooks on the same modules.
 """
 
 import math
@@ -73,14 +73,14 @@ def time_parts(transformer: Any, run: Callable[[], object], device: torch.device
 def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
     """FLOPs of each part of one forward, and the bytes that it must move.
 
-    FLOPs are counted operator by operator, but of a sparse branch from its sizes: eager operations fill short blocks
-    up, kernels do not.
+    FLOPs are counted operator by operator, except for a sparse branch, where they come from its sizes: eager operations
+    pad short blocks, kernels do not.
 
     A module reads its weights and its inputs and writes its output once. Self-attention reads query, key and value and
     writes the output of its heads, and block states and pooled keys are written and read. In the rest, norms,
     modulation and residuals, every operator of PyTorch reads and writes for itself.
 
-    The transformer and the inputs of its forward lie on the meta device, where nothing is computed.
+    The transformer and its inputs are on the meta device, where nothing is computed.
     """
     flops, moved = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     filled_up = 0
@@ -99,7 +99,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         if part != ATTENTION:
             moved[part] += tensor_bytes((given, output, list(module.parameters())))
             return
-        # attentions of transformers have no processor before they have a patch
+        # attentions of transformers have no processor until they are patched
         processor = getattr(module, "processor", None)
         config = processor.config if isinstance(processor, MHLAProcessor) else None
         adapter = family.adapter_of(module)

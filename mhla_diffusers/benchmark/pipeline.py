@@ -29,7 +29,7 @@ _TINY = "tiny-"
 
 @dataclass(frozen=True)
 class PipelineCase(PipelineChoice):
-    """Which pipeline is called how, and how often.
+    """The pipeline, the arguments of its call, and the repetitions.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -44,7 +44,7 @@ class PipelineCase(PipelineChoice):
         super().__post_init__()
         if self.repetitions < 1:
             raise ValueError(f"repetitions={self.repetitions} must be positive.")
-        self.of_family.default_config.replace(softmax_steps=self.softmax_steps)  # which refuses what cannot be
+        self.of_family.default_config.replace(softmax_steps=self.softmax_steps)  # raises if not allowed
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class PipelineCase(PipelineChoice):
 
     @contextmanager
     def patched(self, pipe: Any, variant: str) -> Iterator[None]:
-        """Within the context the pipeline has another attention; patching takes no part in the time."""
+        """Within the context the pipeline has another attention; patching is not timed."""
         if variant != UNPATCHED:
             settings = patch_settings(variant, self.of_family.default_config.blocks)
             apply_mhla(pipe, softmax_steps=self.softmax_steps, **settings)

@@ -77,7 +77,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
 
 
 def _shown(figure: Figure | None, file: Path, heading: str) -> str:
-    """A figure as HTML, after it was written as SVG and as PNG; nothing where there is nothing to draw."""
+    """A figure as HTML, also written as SVG and PNG; empty if there is nothing to draw."""
     if figure is None:
         return ""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def draw_together(runs: Sequence[Run]) -> Figure | None:
 
 
 def group_of(variant: str) -> str:
-    """What a variant is drawn as: all softmax backends are one."""
+    """Display group of a variant: all softmax backends are one group."""
     name = variant.removesuffix(COMPILED)
     return next((group for group in _GROUPS if name.startswith(group)), name)
 

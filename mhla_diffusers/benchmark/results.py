@@ -33,7 +33,7 @@ EARLIER = ("MHLA, exact tiles by content", "MHLA, exact tiles")
 COMPILED = " + torch.compile"
 """Ends the name of a variant whose repeated blocks are compiled."""
 PART = "part: "
-"""How the stage of a row begins that holds a part of a variant's time."""
+"""Prefix of the stage of rows that hold a part of a variant's time."""
 WORDS = ("variant", "stage", "remark")
 """Columns that hold no numbers."""
 _PACKAGES = ("torch", "diffusers", "transformers", "triton")
@@ -41,7 +41,7 @@ _PACKAGES = ("torch", "diffusers", "transformers", "triton")
 
 @dataclass(frozen=True)
 class Conditions:
-    """Everything that two runs must have in common for their times to be compared."""
+    """Conditions that two runs must share for their times to be comparable."""
 
     device: str
     """Name of the card, or of the processor with the number of threads used."""
@@ -170,7 +170,7 @@ class Row:
     status: str
     """measured, absent or out of memory."""
     reason: str = ""
-    """Why there is no time, or what is to be known of it."""
+    """Why there is no time, or a remark on it."""
     tokens: int | None = None
     """N."""
     blocks: int | None = None
@@ -204,7 +204,7 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        """What is compared: the time of the whole model or attention; None for a part that is no variant."""
+        """The time to compare, of the whole model or attention; None for a part of a variant."""
         return self.median if self.layers is None else self.whole_seconds
 
     @property
@@ -286,10 +286,10 @@ class Run:
 
 
 class Recorder:
-    """Where, in which type and how often a command measures, and what becomes of its rows.
+    """Device, type and repetitions of a command's measurements, and its rows.
 
-    Every case is printed as a table, and the files are rewritten after it, so that a run that is cut off leaves its
-    cases.
+    Every case is printed as a table, and the files are rewritten after it, so that an interrupted run keeps its
+    finished cases.
 
     Args:
         command: one of ``COMMANDS``.
@@ -362,7 +362,7 @@ class Recorder:
 
 
 def console() -> Console:
-    """The terminal; output that goes elsewhere is not broken at 80 columns."""
+    """The console; output to a file is not wrapped at 80 columns."""
     found = Console()
     return found if found.is_terminal else Console(width=200)
 
@@ -370,7 +370,7 @@ def console() -> Console:
 def write_run(run: Run, output: Path) -> Path:
     """Write ``{command}.json`` and ``{command}.csv`` into the device's folder inside ``output``.
 
-    An earlier result of the same command and device is replaced; that of another device never is.
+    Replaces an earlier result of the same command and device, never one of another device.
 
     Returns:
         The JSON file.

@@ -1,4 +1,4 @@
-"""How fast the parts of a forward are: as ``mhla bench`` measured them, or at most, at rates that are stated.
+"""Speeds of the parts of a forward: measured by ``mhla bench``, or an upper bound from given rates.
 
 Times of some cards ship with this package: folders of results, found by a part of their name.
 """
@@ -17,7 +17,7 @@ from .results import CONTENT, EARLIER, Rates, Row, Run, read_run
 from .shapes import Cost
 
 _COMMANDS = ("transformer", "op")
-"""Whose results tell speeds: of whole forwards with their parts, and of self-attention alone."""
+"""Commands whose results give speeds: whole forwards with their parts, and self-attention alone."""
 _HELD = "held.csv"
 """Forecasts of whole forwards beside what was measured; ``python -m tests.benchmark.compare_forecast`` prints them."""
 
@@ -29,16 +29,16 @@ class Pace:
     reached: float = 1.0
     """What of the device's rates it reaches."""
     fixed: float = 0.0
-    """Seconds of every layer whatever the size; told by two measured sizes, else none."""
+    """Seconds per layer independent of size, from two measured sizes; else 0."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Rates of a device, and how near the parts of a forward come to them."""
+    """Rates of a device, and the fraction of them that the parts of a forward reach."""
 
     rates: Rates
     unpatched: Mapping[str, Pace]
-    """A part that is not there reaches the rates."""
+    """A missing part is assumed to reach the rates."""
     patched: Mapping[str, Pace]
     source: str
     """Where they come from, as a line for people."""
@@ -50,7 +50,7 @@ class Speeds:
 
     @property
     def is_measured(self) -> bool:
-        """Whether there is a measurement behind them; if not, times are the least that the rates allow."""
+        """Whether they are measured; if not, times are lower bounds from the rates."""
         return bool(self.unpatched)
 
     def seconds(self, costs: Mapping[str, Cost], layers: int, *, patched: bool) -> dict[str, float]:
@@ -69,7 +69,7 @@ def least_seconds(cost: Cost, rates: Rates) -> float:
 
 
 def stated_speeds(matmul: float, copy: float) -> Speeds:
-    """Every part at rates that somebody states, in FLOP/s and bytes/s.
+    """Every part at given rates, in FLOP/s and bytes/s.
 
     Raises:
         ValueError: a rate that is not positive.
@@ -122,10 +122,10 @@ class _Case:
 def measured_speeds(runs: Sequence[Run], model: Model, tokens: int, kind: str) -> Speeds:
     """Speeds of a model on a device, from measurements of that model or of its class with heads of the same length.
 
-    Every part is as fast as at the measured size that is nearest in tokens; a second size tells what it takes whatever
-    the size. Self-attention has a speed of its own with and without the patch, all other parts share theirs. Where
-    self-attention was measured alone as well, that tells its speed, and whole forwards tell the norms and RoPE around
-    it. Where the sparse branch was not measured, the one before it stands for it.
+    Every part has the speed of the measured size nearest in tokens; a second size gives the time that does not depend
+    on size. Self-attention has separate speeds with and without the patch; all other parts share theirs. If
+    self-attention was also measured alone, its speed comes from there, and whole forwards give the norms and RoPE
+    around it. If the sparse branch was not measured, its predecessor is used.
 
     Args:
         runs: of one device, by ``mhla bench transformer`` or ``mhla bench op``, which holds self-attention alone.
@@ -221,7 +221,7 @@ def _alone(row: Row) -> dict[str, _Time]:
 
 
 def _time(row: Row, share: float = 1.0) -> _Time | None:
-    """None of what was not counted, or does nothing."""
+    """None if it was not counted or does nothing."""
     cost = Cost(row.flops or 0, row.bytes or 0)
     return _Time(cost, share * row.median) if row.median and row.median > 0 and cost != Cost(0, 0) else None
 
@@ -331,7 +331,7 @@ def what_was_measured(card: Path) -> tuple[str, str]:
 
 
 def held_against(card: Path) -> str:
-    """How near forecasts came to whole forwards on a known card, as a line for people."""
+    """Accuracy of forecasts of whole forwards on a known card, as a line of text."""
     ratios = [float(row["ratio"]) for row in _held(card)]
     return (
         f"Held against {len(ratios)} whole forwards on this card that they do not know (cuDNN's softmax, MHLA, hybrid, "

@@ -1,4 +1,4 @@
-"""Time and memory of several variants, interleaved, so that a slow spell of the machine meets all of them."""
+"""Time and memory of several variants, interleaved, so that a slow phase of the machine affects all of them."""
 
 import gc
 import os
@@ -29,18 +29,18 @@ class Timing:
 
 @dataclass(frozen=True)
 class Absent:
-    """Stands for a variant that cannot run here."""
+    """Placeholder for a variant that cannot run here."""
 
     reason: str
 
 
 Variant = Callable[[], object] | Absent
-"""What to time, or why it cannot be."""
+"""The call to time, or why it cannot be timed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one variant."""
+    """Outcome of one variant."""
 
     status: Literal["measured", "absent", "out of memory"]
     timing: Timing | None = None
@@ -146,7 +146,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Most bytes that the CUDA allocator holds during a run; None on other devices, which do not tell."""
+    """Most bytes that the CUDA allocator holds during a run; None on other devices."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

@@ -128,7 +128,7 @@ def recipe_of(variant: Variant, tiny: TinyPipeline) -> Recipe:
 
     A control has nothing to learn from itself, so it is trained on with the loss that it was trained with; so is MHLA
     in place of linear attention, which is to become better than what it replaces. A causal patch learns from the data
-    as well: the teacher sees later frames, and was never shown frames with times of their own.
+    as well: the teacher sees later frames, and was never trained on frames with separate times.
     """
     if variant.patch is not None and variant.patch.causal is not None:
         return Recipe(TRANSFER_STEPS + END_TO_END_STEPS, objectives=DIFFUSION, trainable="attention")
@@ -236,7 +236,7 @@ class Adaptation:
             output: folder of the run.
             sampler: called whenever the held-out loss was measured, with the transformer and a folder.
         """
-        # layers that were chosen automatically stand in the layers' own configuration
+        # automatically chosen layers are recorded in the layers' own configuration
         patch = next((layer.config for layer in mhla_layers(pipe).values()), None)
         train_or_go_on(pipe.transformer, self.data, self.config(recipe, patch, output), sampler)
         pipe.transformer.to(self.device).eval()

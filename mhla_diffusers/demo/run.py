@@ -232,7 +232,7 @@ def _adapt_live(config: DemoConfig, shown: Sequence[Variant], adaptation: Adapta
     names, picture = " and ".join(variant.name for variant in live[::-1]), config.output / "loss.png"
     _say(f"Live: {names}, {config.updates} updates each; {picture} is drawn anew as they go on")
     curves: Curves = {}
-    shutil.rmtree(config.output / "live", ignore_errors=True)  # of an earlier demo, perhaps of another length
+    shutil.rmtree(config.output / "live", ignore_errors=True)  # from an earlier demo, perhaps with another length
     for variant in live:
         run = config.output / "live" / variant.short
 
@@ -279,7 +279,7 @@ def _write_folder(
         "Everything on this page was computed in one run.",
     ]
     if control.seconds_per_step is None:
-        remarks.append("There are no times, since the machine was busy: they spread too much to be believed.")
+        remarks.append("There are no times, since the machine was busy: they spread too much to be reliable.")
     sections = {}
     if streams:
         long = streams[-1]
@@ -319,6 +319,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    """One line of the log."""
+    """Log one line."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

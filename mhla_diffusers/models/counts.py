@@ -2,9 +2,9 @@
 
     python -m mhla_diffusers.models.counts
 
-What the paper calls FLOPs are multiply-adds, and of weights alone: what attention multiplies with each other, queries,
-keys, values and KV states, is not in them. DeiT-S says so: 4.2 G are its projections, feed-forwards and patches, and
-with softmax attention's own products they are 4.6 G. Both are counted here.
+The paper's FLOPs are multiply-adds of weights only; products between queries, keys, values and KV states are not
+included. DeiT-S confirms this: 4.2 G are its projections, feed-forwards and patches, and with softmax attention's own
+products they are 4.6 G. Both are counted here.
 """
 
 import copy

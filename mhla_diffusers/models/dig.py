@@ -4,9 +4,10 @@ DiT's frame, patches with sine positions, a class and a time that modulate every
 gated linear attention, a SwiGLU feed-forward and a depth-wise convolution. Gated linear attention reads tokens in one
 direction, so blocks take turns: rows, rows backwards, columns, columns backwards.
 
-The authors' code turns the stream of tokens between blocks. Here the stream stays in raster order, and a block turns
-what it reads and turns it back, which gives the same with the same weights and leaves MHLA, which needs no direction,
-the order that it counts blocks in. Settings are those of the authors' code (hustvl/DiG, ``models_dig.py``), read there.
+The authors' code reorders the stream of tokens between blocks. Here the stream stays in raster order, and a block
+reorders its input and restores the order afterwards. The result is the same with the same weights, and MHLA, which
+needs no direction, sees raster order. Settings are those of the authors' code (hustvl/DiG, ``models_dig.py``), read
+there.
 """
 
 import math
@@ -146,8 +147,7 @@ class DiGBlock(nn.Module):
 class DiGTransformer2DModel(ModelMixin, ConfigMixin, AttentionMixin):
     """DiG as diffusers has DiT: ``DiTPipeline`` runs, saves and loads it.
 
-    Before a saved pipeline is loaded this module must have been imported, since diffusers imports none of which it only
-    reads in a file::
+    Import this module before loading a saved pipeline, because diffusers does not import modules named in a file::
 
         import mhla_diffusers.models.dig
         pipe = DiTPipeline.from_pretrained(folder)

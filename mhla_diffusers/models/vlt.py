@@ -1,7 +1,7 @@
 """VLT, the vision transformer of the paper's Table 2b: two stages of MHLA on fine grids, two of softmax on coarse ones.
 
-The layout is RAVLT's (Fan et al., CVPR 2025, arXiv 2411.07635, ``classfication/RALA.py`` of qhfan/RALA); what was
-chosen where the paper leaves a choice stands in :class:`VLTConfig` and :class:`VLTAttention`.
+The layout is RAVLT's (Fan et al., CVPR 2025, arXiv 2411.07635, ``classfication/RALA.py`` of qhfan/RALA); choices that
+the paper leaves open are documented in :class:`VLTConfig` and :class:`VLTAttention`.
 """
 
 from typing import Any
@@ -33,9 +33,9 @@ _FIXED = {
     "layers": ("all", "a stage says for itself whether it has MHLA, and None is softmax attention"),
     "softmax_steps": (0, "a classifier has no denoising steps"),
 }
-"""Settings of a patch that say nothing here: name → value that they keep, and why."""
+"""Settings of a patch that have no meaning here: name → required value, and why."""
 _ASKED = ("output_hidden_states", "output_attentions", "use_cache")
-"""What transformers lets every model be asked for; after a ``Trainer`` it hands on ``use_cache`` itself."""
+"""Arguments that transformers passes to every model; after a ``Trainer`` it also passes ``use_cache``."""
 
 
 @strict
@@ -82,7 +82,7 @@ class VLTConfig(PreTrainedConfig):
     """Whether SiLU of a projection of its input multiplies the output of every attention (paper, Tab. 12). RAVLT's gate
     has no SiLU."""
     rope_theta: float | int | None = 10000.0
-    """Of RoPE, half of whose channels turn with the row and half with the column; None for no RoPE."""
+    """Of RoPE, half of whose channels rotate with the row and half with the column; None for no RoPE."""
     mlp_ratio: float | int = 3.5
     hidden_act: str = "gelu"
     head_size: int = 2048
@@ -147,7 +147,7 @@ class VLTConfig(PreTrainedConfig):
 
 
 def rotary_of_grid(grid: Grid, head_dim: int, theta: float, device: torch.device) -> Rotary:
-    """RoPE of an image: the first half of a head's channels turns with the row, the second with the column.
+    """RoPE of an image: the first half of a head's channels rotates with the row, the second with the column.
 
     Frequencies fall from 1 to 1 / ``theta``, that included, within each half, as in RAVLT.
 
@@ -368,13 +368,13 @@ class VLTModel(VLTPreTrainedModel):
             the feature maps of all stages.
 
         Raises:
-            ValueError: other arguments, or a wish for weights of the attention.
+            ValueError: other arguments, or ``output_attentions``.
         """
         check_names(kwargs, _ASKED, "argument of VLT")
         check(
             not kwargs.get("output_attentions", self.config.output_attentions),
-            "output_attentions=True asks for weights of softmax, which MHLA does not make; leave it out. weights() of "
-            "one of mhla_layers(model) tells what MHLA gives to every key.",
+            "output_attentions=True asks for softmax weights, which MHLA does not compute; leave it out. weights() of "
+            "one of mhla_layers(model) returns MHLA's weight of every key.",
         )
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
         if torch.compiler.is_compiling():

@@ -194,7 +194,7 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
         (lambda: first_stage(blocks=[9]), r"blocks=\(9,\).*two counts"),
         (lambda: first_stage(block=[3, 3]), "'block'"),
         (lambda: tiny_config(hidden_act="gelo"), "'gelo'; did you mean 'gelu'"),
-        (lambda: tiny_vlt()(pictures(), output_attentions=True), "output_attentions=True asks for weights"),
+        (lambda: tiny_vlt()(pictures(), output_attentions=True), "output_attentions=True asks for"),
         (lambda: tiny_vlt()(pictures(), atention_mask=None), "'atention_mask'"),
     ],
 )
