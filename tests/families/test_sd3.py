@@ -56,7 +56,7 @@ def test_text_has_the_tokens_of_the_real_tokenizers():
 def test_joint_attention_that_does_not_tell_its_model_says_so():
     model = sd3.transformer()
     model.set_attn_processor(mhla.MHLAProcessor(blocks=(4, 2), grid=(8, 8)))
-    with pytest.raises(ValueError, match=r"does not tell which model it is in.*set_attn_processor\(transformer"):
+    with pytest.raises(ValueError, match=r"a processor does not know.*set_attn_processor\(transformer"):
         output(model, sd3.inputs())
 
 
