@@ -87,5 +87,5 @@ def test_diffusers_own_setter_cannot_tell_the_model():
     """Its text comes as a cross-attention's does, and must not be taken for it."""
     model = CASE.transformer()
     model.set_attn_processor(mhla.MHLAProcessor(blocks=CASE.blocks))
-    with pytest.raises(ValueError, match=r"joint attention and does not tell .* use mhla_diffusers.set_attn_processor"):
+    with pytest.raises(ValueError, match=r"joint attention of a model that .* use mhla_diffusers.set_attn_processor"):
         model(**CASE.inputs())

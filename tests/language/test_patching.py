@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, LlamaModel, TextGenerationPipeline
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import reference_attention
-from mhla_diffusers.patching import LayerInput
+from mhla_diffusers.patching import LayerInput, calibrate_output_norm, layer_sensitivity
 
 from ..forking import CONTEXT
 from ..models import assert_changed, relative_change, wan
@@ -131,8 +131,8 @@ FROM_THE_LEFT = torch.arange(40).expand(2, -1) >= torch.tensor([[0], [3]])
         (lambda: patched(layers=[1])(text(), output_attentions=True), "output_attentions=True.*mhla_disabled"),
         (lambda: patch(llama(attn_implementation="eager", output_attentions=True))(text()), "output_attentions=True"),
         *(
-            (lambda name=name: getattr(mhla, name)(patched(output_norm=True), lambda: None), rf"{name}\(\) compares")
-            for name in ("layer_sensitivity", "calibrate_output_norm", "calibrate_mixing", "audit")
+            (lambda f=f: f(patched(output_norm=True), lambda: None), rf"{f.__name__}\(\) compares")
+            for f in (layer_sensitivity, calibrate_output_norm, mhla.calibrate_mixing, mhla.audit)
         ),
         (lambda: mhla.set_density(patched(), 0.5), r"set_density\(\) compares .* LlamaForCausalLM is a language model"),
     ],
