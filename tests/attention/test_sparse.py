@@ -74,6 +74,12 @@ def test_options(dtype, option):
     check(make((5, 7, 3), 16, **{option: True}), dtype)
 
 
+def test_a_block_that_mixes_nothing():
+    problem = make((5, 7), 8)
+    problem.tensors["mixing"][0] = 0
+    assert errors_against_reference(problem, torch.float64, "eager")["output"] < TOLERANCE[torch.float64]
+
+
 @st.composite
 def problems(draw):
     grid = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))

@@ -179,7 +179,11 @@ def test_set_attn_processor(name: str) -> None:
     arguments = case.inputs()
     expected = output(mhla.apply_mhla(case.transformer(), **plain(name)), arguments)
     model = case.transformer()
-    config = get_family(model).default_config.replace(**plain(name))
+    family = get_family(model)
+    config = family.default_config.replace(**plain(name))
+    # what an attention gets back whose processor nobody has kept
+    usual = type(family.self_attention_processor())
+    assert {type(attn.processor) for attn in family.self_attentions(model).values()} == {usual}
     mhla.set_attn_processor(model, mhla.MHLAProcessor(config))
     assert torch.equal(output(model, arguments), expected)
 

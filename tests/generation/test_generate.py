@@ -40,6 +40,10 @@ def test_images_are_written_once_and_kept(tmp_path):
     (config.output / "0000-0-a-seven.png").unlink()
     assert [done for _, done in generate(config)] == [True, False, False, False]
     assert (config.output / "0000-0-a-seven.png").read_bytes() == first
+    # a run for fewer of them lists what earlier ones have made as well
+    assert [done for _, done in generate(replace(config, prompts=("a seven",)))] == [False] * 2
+    listed = json.loads((config.output / "samples.json").read_text())
+    assert [one["text"] for one in listed] == ["a seven", "a seven", "3", "3"]
 
 
 def test_command_writes_one_file_per_prompt_and_seed(tmp_path):

@@ -263,7 +263,7 @@ def saved_then(folder, version=2, settings=None, old=None):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_boxes_by_content_open_as_uniform_blocks_with_a_note(version, tmp_path):
-    model = saved_then(tmp_path, version, old={"exact_tiles": [4, 4, 6]})
+    model = saved_then(tmp_path, version, old={"exact_tiles": [4, 4, 6], "fit_mean_bias": None})
     with pytest.warns(UserWarning, match="opens with uniform blocks, which it was not trained with: of 64"):
         opened = load_mhla(models.wan(), tmp_path)
     (config,) = {layer.config for layer in mhla_layers(opened).values()}

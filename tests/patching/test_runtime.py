@@ -183,6 +183,10 @@ def test_a_grid_is_forgotten_after_the_forward_and_after_a_failure():
         output(model, inputs("sana") | {"hidden_states": torch.zeros(2, 4, 1, 8)})
     with pytest.raises(ValueError, match="known while the transformer runs"):
         attn(torch.zeros(1, 8, 32))
+    # and so is that the patch was disabled, which models without hooks of their own would read
+    mhla.change_mhla(model, softmax_steps=1.0)
+    output(model, inputs("sana"))
+    assert not current().disabled
 
 
 def test_distributed_data_parallel():

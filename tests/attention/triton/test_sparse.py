@@ -40,17 +40,33 @@ BY_CONTENT = {
 }
 
 
+def by_content(*, grid=(3, 5, 7), density=0.3, fit=False, **options):
+    problem = on_device(make(grid, 16, **{"pooled": not fit, "head_dim": 16, **options}))
+    problem.options["sparse"] = ContentRule(16, density, fit_pooled_bias=fit)
+    return problem
+
+
 @pytest.mark.parametrize("options", BY_CONTENT.values(), ids=BY_CONTENT)
 def test_by_content(options):
     """Output and gradients where lists are chosen by query and key, against eager operations in float64."""
-    given = {"grid": (3, 5, 7), "density": 0.3, "fit": False, "head_dim": 16} | options
-    grid, density, fit = (given.pop(name) for name in ("grid", "density", "fit"))
-    problem = on_device(make(grid, 16, **{"pooled": not fit, **given}))
-    problem.options["sparse"] = ContentRule(16, density, fit_pooled_bias=fit)
+    problem = by_content(**options)
     expected = problem.run(mhla_attention, torch.float64, backend="eager")
     for name, found in problem.run(mhla_attention, backend="triton").items():
         error = relative_error(found, expected[name])
         assert error < 3e-5, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("name", ["alone", "fitted"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_by_content_in_half_precision(dtype, name):
+    """Eager operations sum the same rounded inputs in float32, so what is left is the rounding of the products."""
+    problem = by_content(**BY_CONTENT[name])
+    problem.tensors |= {one: problem.tensors[one].to(dtype) for one in ("query", "key", "value")}
+    expected, found = (problem.run(mhla_attention, backend=backend) for backend in ("eager", "triton"))
+    for one in ("output", "query", "key", "value"):
+        assert found[one].dtype == dtype
+        error, bound = relative_error(found[one], expected[one]), torch.finfo(dtype).eps * (4 if one == "output" else 8)
+        assert error < bound, f"{one}: relative error {error:.2e}, allowed {bound:.2e}"
 
 
 def test_the_weight_of_the_linear_branch_has_a_gradient_at_zero():
