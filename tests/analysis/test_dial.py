@@ -163,7 +163,7 @@ def test_densities_that_are_none_are_refused():
     before = footprint(model)
     for density in (0, -0.1, 1.01, True, "5%", float("nan")):
         for turn in (mhla.set_density, lambda model, density: mhla.densify(model, audit, density)):
-            with pytest.raises(ValueError, match=r"must be (in \(0, 1\]|a number|a part)"):
+            with pytest.raises(ValueError, match=r"density=.* must be .*\(0, 1\]"):
                 turn(model, density)
             assert_same_footprint(model, before)
 
@@ -194,7 +194,7 @@ def test_a_density_without_a_step_to_matter_in_is_refused():
     with pytest.raises(ValueError, match=r"softmax_steps=1.0 disables .*softmax_steps=0\)"):
         mhla.set_density(model, 0.2)
     mhla.set_density(mhla.change_mhla(model, softmax_steps=0), 0.2)
-    with pytest.raises(ValueError, match="audit=None must be what audit"):
+    with pytest.raises(ValueError, match="audit=None must be"):
         mhla.densify(model, None, 0.2)
     with pytest.raises(ValueError, match="run='a cat' must be a function"):
         mhla.audit(model, "a cat")

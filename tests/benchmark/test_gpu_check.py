@@ -112,7 +112,7 @@ for name in "abc":
     report = run_program(tmp_path, monkeypatch, program, seconds=100.0)
     assert [(one.name, one.status) for one in report.findings] == [("a", "ok"), ("b", "failed"), ("c", "ok")]
     assert report.status == "failed" and report.reason == ""
-    assert "in the middle of it" in report.findings[1].text
+    assert "killed, during the attempt" in report.findings[1].text
 
 
 def test_a_step_ends_at_its_limit_with_what_it_found(tmp_path, monkeypatch):

@@ -172,11 +172,11 @@ def test_a_stopped_training_without_chance_goes_on_and_ends_where_it_would_have(
     (stopped / "result" / "model.safetensors").touch()
     shutil.copytree(whole / "checkpoint-3", stopped / "checkpoint-3")
     (stopped / "checkpoint-4").mkdir()  # being written when it stopped
-    with pytest.raises(ValueError, match=r"stopped has checkpoints and no training.json"):
+    with pytest.raises(ValueError, match=r"stopped has checkpoints .*no training.json"):
         classify.train_one(load(tmp_path, **changes), "MHLA + CPE", stopped)
     shutil.copy(whole / "training.json", stopped)
     for other, name in ({"learning_rate": 0.1}, "learning_rate"), ({"batch_size": 8}, "rows_of_a_step"):
-        with pytest.raises(ValueError, match=f"stopped is of another configuration, which differs in {name};"):
+        with pytest.raises(ValueError, match=f"stopped .*another configuration, which differs in {name};"):
             classify.train_one(load(tmp_path, **changes | other), "MHLA + CPE", stopped)
     checkpoint = stopped / "checkpoint-3" / "model.safetensors"
     written = checkpoint.stat().st_mtime_ns
@@ -212,7 +212,7 @@ def test_a_comparison_that_was_stopped_goes_on_within_a_training(tmp_path, monke
     os.utime(state, ns=(written, written))
     shutil.rmtree(folder / "checkpoint-2")
     other = load(tmp_path, learning_rate=0.1, ablations={})
-    with pytest.raises(ValueError, match="softmax-seed-0 is of another configuration, which differs in learning_rate;"):
+    with pytest.raises(ValueError, match="softmax-seed-0 .*another configuration, which differs in learning_rate;"):
         classify.compare(other, of_variants(other), output)
     classify.compare(config, of_variants(config), output)
     assert len(seen) == 2 and seen[0] == seen[1] and not folder.exists()
@@ -304,7 +304,7 @@ def test_kinds_of_attention_are_compared_and_what_is_finished_is_kept(tmp_path, 
     assert (output / "mhla-plus-cpe-seed-0.json").stat().st_mtime_ns == kept
 
     for arguments, words in (
-        (("compare", *given, "seeds=[2,1]", "steps=3"), "softmax-seed-1.json is of another .* differs in steps;"),
+        (("compare", *given, "seeds=[2,1]", "steps=3"), "softmax-seed-1.json .*another .* differs in steps;"),
         (("compare", *given, "--steps", "3"), "unrecognized arguments: --steps 3"),
         (("ablate", *given, "ablations={}"), "has no ablations"),
         (("train", *given, "--variant", "no"), "'no' is unknown; allowed: softmax, MHLA"),

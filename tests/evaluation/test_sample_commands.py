@@ -58,7 +58,7 @@ def test_classes_are_those_that_the_model_was_trained_on(tmp_path):
     ("family", "arguments", "message"),
     [
         ("dit", ("--labels", 5000, "--label-order", "random"), r"'\d+' is no class of this DiT.* 0 to 9"),
-        ("sana", (), "sana is asked for text, not classes"),
+        ("sana", (), "sana takes text, not classes"),
         ("kandinsky", (), "family='kandinsky' is unknown"),
     ],
 )

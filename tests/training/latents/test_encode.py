@@ -155,7 +155,7 @@ def test_cache_of_another_model_is_refused_with_both_names(wan: tuple[Any, str],
     [
         (wan_pipeline, Clip(5, 8.0, ((36, 32),)), r"Size \(36, 32\) must be divisible by 16; .* \(32, 32\)"),
         (wan_pipeline, Clip(6, 8.0, ((32, 32),)), "frames=6 .* multiple of 4; try 5"),
-        (dit_pipeline, Clip(1, 1.0, ((16, 32),)), r"Size \(16, 32\) is no square"),
+        (dit_pipeline, Clip(1, 1.0, ((16, 32),)), r"Size \(16, 32\) .* square"),
         (dit_pipeline, Clip(5, 8.0, ((16, 16),)), "frames=5 .* must be 1"),
     ],
 )

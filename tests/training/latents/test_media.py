@@ -197,7 +197,7 @@ def test_captions_from_text_files_jsonl_and_csv(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "source", "error", "words"),
     [
-        ({}, "*.tar", FileNotFoundError, r"\*.tar fits no .tar file"),
+        ({}, "*.tar", FileNotFoundError, r"\*.tar .*no .tar file"),
         ({}, "none.tar", FileNotFoundError, "none.tar is no folder, no .tar file"),
         ({}, "none", FileNotFoundError, "none is no folder"),
         ({}, ".", FileNotFoundError, "holds no videos or images"),
