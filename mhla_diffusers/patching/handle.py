@@ -86,9 +86,10 @@ class Patched:
     @property
     def config(self) -> MHLAConfig:
         """Settings of the patch."""
-        layer = next(iter(self.layers.values()), None)
-        if layer is not None:
-            return layer.config
+        for attn in self.attentions.values():  # every forward asks, so the first layer is enough
+            layer = layer_of(attn)
+            if layer is not None:
+                return layer.config
         if self.processor is None:
             raise ValueError("This transformer is not patched with MHLA.")
         return self.processor.config
