@@ -21,6 +21,8 @@ from .hunyuan_video15 import HunyuanVideo15Family
 from .latte import LatteFamily
 from .llama import LlamaFamily
 from .ltx import LTXFamily
+from .ltx2 import LTX2Family
+from .mochi import MochiFamily
 from .models import Clip, Model
 from .pixart import PixArtFamily
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
@@ -51,6 +53,8 @@ _FAMILIES: dict[str, Family] = {
         LatteFamily(),
         LlamaFamily(),
         LTXFamily(),
+        LTX2Family(),
+        MochiFamily(),
         PixArtFamily(),
         PooledViTFamily(),
         QwenImageFamily(),

@@ -17,7 +17,7 @@ from ..config import MHLAConfig
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value of all tokens, after the model's norms: each (B, N, H, D)."""
 
-_ROTARY_NAMES = ("rotary_emb", "image_rotary_emb", "freqs_cis")
+_ROTARY_NAMES = ("rotary_emb", "image_rotary_emb", "freqs_cis", "query_rotary_emb")
 """Argument names that diffusers' attentions use for RoPE."""
 _FLOAT16_MAX = 65504.0
 
@@ -31,6 +31,7 @@ class AttentionArguments(NamedTuple):
     rotary_emb: Any = None
     """RoPE as the model passes it, under any of these names."""
     encoder_hidden_states_mask: torch.Tensor | None = None
+    perturbation_mask: torch.Tensor | None = None
 
 
 class AttentionInput(NamedTuple):
@@ -48,6 +49,8 @@ class AttentionInput(NamedTuple):
     """(cos, sin), each (1 or B, N, H, D), in place of ``rotary`` if heads rotate by different angles."""
     frames_in_block: int | None = None
     """Frames per block of a block-causal mask; no query may see a later block."""
+    attended: torch.Tensor | None = None
+    """(B, 1, 1), 1 for samples that attend, 0 for samples of which every token gets its own value."""
 
 
 class AttentionAdapter:
@@ -86,7 +89,7 @@ class AttentionAdapter:
     def projections(self, attn: Any) -> list[nn.Module]:
         """All linear layers that the attention runs."""
         fused, apart = ("to_qkv", "to_added_qkv"), ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
-        names = (*(fused if attn.fused_projections else apart), "to_add_out")
+        names = (*(fused if _is_fused(attn) else apart), "to_add_out", "to_gate_logits")
         found = [getattr(attn, name, None) for name in names]
         return [module for module in (*found, self.output_projection(attn)) if module is not None]
 
@@ -107,7 +110,12 @@ class AttentionAdapter:
         Raises:
             ValueError: a mask that is no key-padding mask.
         """
-        given = AttentionInput(arguments.hidden_states, self.context(arguments), key_mask=self.key_mask(arguments))
+        given = AttentionInput(
+            arguments.hidden_states,
+            self.context(arguments),
+            key_mask=self.key_mask(arguments),
+            attended=arguments.perturbation_mask,
+        )
         rotary = self.rotary(attn, arguments)
         return given._replace(rotary_by_head=rotary) if self.rope_by_head else given._replace(rotary=rotary)
 
@@ -166,14 +174,33 @@ class AttentionAdapter:
         Under autocast a norm may return float32 while the projections return the lower type; all three are then cast to
         the lower type, as in ``scaled_dot_product_attention``.
         """
-        query, key, value = project_tokens(attn, given.hidden_states)
-        if given.rotary_by_head is not None:
-            table = rotary_table(given.rotary_by_head)
-            query, key = rotated(query, table), rotated(key, table)
-        return lowered((query, key, value))
+        return lowered(self.turned(attn, project_tokens(attn, given.hidden_states), given.rotary_by_head))
+
+    def turned(self, attn: Any, projected: Projected, rotary: Rotary | None) -> Projected:
+        """Query and key after RoPE that differs between heads, (cos, sin) each (1 or B, N, H, D), if any."""
+        if rotary is None:
+            return projected
+        (query, key, value), table = projected, rotary_table(rotary)
+        if not self.rotates_halves(attn):
+            return rotated(query, table), rotated(key, table), value
+        query, key = (rotated(x.unflatten(-1, (2, -1)).mT.flatten(-2), table) for x in (query, key))
+        query, key = (x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (query, key))
+        return query, key, value
+
+    def rotates_halves(self, attn: Any) -> bool:
+        """Whether RoPE that differs between heads rotates the halves of a head against each other, not neighbours.
+
+        The tables are of neighbours all the same. diffusers calls it ``rope_type="split"``.
+        """
+        return bool(getattr(attn, "rope_type", None) == "split")
 
     def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """Return value of the attention, from the output of its heads for all tokens (B, N, H, D)."""
+        if given.attended is not None:
+            value = project_tokens(attn, given.hidden_states)[2].to(output)
+            output = torch.lerp(value, output, given.attended.to(output)[..., None])
+        if (gate := self.gate(attn, given)) is not None:
+            output = output * gate[..., None]
         output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
         if getattr(attn, "residual_connection", False):
             output = output + given.hidden_states
@@ -181,6 +208,10 @@ class AttentionAdapter:
         if factor != 1:
             output = output / factor
         return finite(output)
+
+    def gate(self, attn: Any, given: AttentionInput) -> torch.Tensor | None:
+        """(B, N, H), which multiplies the output of each head; None for no gates."""
+        return None
 
     def run(self, processor: Callable[..., Any], attn: Any, arguments: AttentionArguments) -> Any:
         """Return value of the model's own processors."""
@@ -254,11 +285,11 @@ class JointAdapter(AttentionAdapter):
     def project(self, attn: Any, given: AttentionInput) -> Projected:
         """Query, key and value of all tokens, see :meth:`AttentionAdapter.project`."""
         own = project_tokens(attn, given.hidden_states)
-        if given.context is None:
-            return lowered(own)
-        others = (project_context if _has_added(attn) else project_tokens)(attn, given.context)
-        query, key, value = (self.joined(x, y) for x, y in zip(own, others, strict=True))
-        return lowered((query, key, value))
+        if given.context is not None:
+            others = (project_context if _has_added(attn) else project_tokens)(attn, given.context)
+            query, key, value = (self.joined(x, y) for x, y in zip(own, others, strict=True))
+            own = query, key, value
+        return lowered(self.turned(attn, own, given.rotary_by_head))
 
     def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """The tokens of ``hidden_states``; a pair with the context if that is its own argument."""
@@ -277,7 +308,7 @@ class JointAdapter(AttentionAdapter):
 
 def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
     """Query, key and value by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``."""
-    if attn.fused_projections:
+    if _is_fused(attn):
         projected = attn.to_qkv(hidden_states).chunk(3, dim=-1)
     else:
         projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
@@ -286,7 +317,7 @@ def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
 
 def project_context(attn: Any, context: torch.Tensor) -> Projected:
     """The same by the context's own projections."""
-    if attn.fused_projections:
+    if _is_fused(attn):
         projected = attn.to_added_qkv(context).chunk(3, dim=-1)
     else:
         projected = attn.add_q_proj(context), attn.add_k_proj(context), attn.add_v_proj(context)
@@ -354,6 +385,11 @@ def _count(arguments: AttentionArguments) -> int:
     """Number of tokens: the grid's and any context passed separately."""
     context = arguments.encoder_hidden_states
     return int(arguments.hidden_states.shape[1]) + (int(context.shape[1]) if context is not None else 0)
+
+
+def _is_fused(attn: Any) -> bool:
+    """Whether its projections are fused, which some classes of diffusers do not know of."""
+    return bool(getattr(attn, "fused_projections", False))
 
 
 def _has_added(attn: Any) -> bool:

@@ -21,9 +21,14 @@ from .processes import DiffusionProcess, FlowMatching
 Sample = Mapping[str, torch.Tensor]
 """``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""
 
-_STRIDES = ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
+_STRIDES = (
+    "vae_scale_factor_spatial",
+    "vae_spatial_compression_ratio",
+    "vae_spatial_scale_factor",
+    "vae_scale_factor",
+)
 """Attributes of diffusers' pipelines: pixels per latent along height and width."""
-_TEMPORAL_STRIDES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+_TEMPORAL_STRIDES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 """Frames per latent frame, after the first one."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -86,9 +91,10 @@ class Family:
     squares_only: ClassVar[bool] = False
     """Whether height and width must be equal."""
     lacks_processor_methods: ClassVar[bool] = False
-    """Whether diffusers' class lacks ``attn_processors`` and ``set_attn_processor``; a patched instance gets them.
+    """Whether diffusers' class lacks ``attn_processors`` and ``set_attn_processor``; a patched instance gets them, and
+    its self-attentions ``set_processor`` if they lack it.
 
-    ``patched_classes.py`` must have a class for it.
+    ``patched_classes.py`` must have a class for each.
     """
     dispatches_attention: ClassVar[bool] = False
     """Whether its attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
@@ -218,14 +224,14 @@ class Family:
         if self.lacks_processor_methods:
             from .patched_classes import give_processor_methods
 
-            give_processor_methods(transformer)
+            give_processor_methods(transformer, self.self_attentions(transformer).values())
 
     def restore(self, transformer: Any) -> None:
         """Called once when the patch is removed; undoes :meth:`prepare`."""
         if self.lacks_processor_methods:
             from .patched_classes import take_processor_methods
 
-            take_processor_methods(transformer)
+            take_processor_methods(transformer, self.self_attentions(transformer).values())
 
     def without_values(self) -> AbstractContextManager[Any]:
         """Context for a forward on the meta device; for models that read values of their inputs."""
@@ -426,18 +432,25 @@ class Family:
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
         """Shape of a sample's latents, (C, H, W) or (C, F, H, W); by default with the autoencoder's strides."""
-        temporal, spatial = strides_of(vae)
+        temporal, spatial = strides_of(vae, of_videos=self.axes == 3)
         frames = [(clip.frames - 1) // temporal + 1] if self.makes_videos else []
         return self.channels(transformer), *frames, *(side // spatial for side in clip.sizes[0])
 
     def spatial_stride(self, pipe: Any) -> int:
         """Pixels per latent along height and width."""
         found = next((getattr(pipe, name) for name in _STRIDES if hasattr(pipe, name)), None)
-        return int(found) if found is not None else 2 ** (len(pipe.vae.config.block_out_channels) - 1)
+        return int(found) if found is not None else strides_of(pipe.vae.config)[1]
 
     def temporal_stride(self, pipe: Any) -> int:
-        """Frames of a video per latent frame, after the first one; 1 for image autoencoders."""
-        return int(next((getattr(pipe, name) for name in _TEMPORAL_STRIDES if hasattr(pipe, name)), 1))
+        """Frames of a video per latent frame, after the first one; 1 where frames are no axis of the token grid.
+
+        Raises:
+            ValueError: neither the pipeline nor the autoencoder's configuration holds it.
+        """
+        found = next((getattr(pipe, name) for name in _TEMPORAL_STRIDES if hasattr(pipe, name)), None)
+        if found is None and self.axes < 3:
+            return 1
+        return int(found) if found is not None else strides_of(pipe.vae.config, of_videos=True)[0]
 
     # Calling the pipeline
 

@@ -10,13 +10,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..config import MHLAConfig
 from .adapters import AttentionArguments, AttentionInput, JointAdapter
 from .family import Condition, Sample
 from .models import Clip, Model, tiny_video
-from .styles import JointFamily, VideoFamily
+from .styles import JointFamily, VideoFamily, WithoutValues
 
 _CLASS = "HunyuanVideo15Transformer3DModel"
 _TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729
@@ -87,7 +86,7 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
 
     def without_values(self) -> AbstractContextManager[Any]:
         """The transformer reads from its inputs whether there is an image and which tokens are masked."""
-        return _NothingMasked()
+        return WithoutValues()
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
@@ -119,20 +118,3 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
             return super().call(pipe, prompts, generators, **settings)
         finally:
             pipe.guider = guider
-
-
-class _NothingMasked(TorchFunctionMode):
-    """For the meta device, where masks have no values: keeps all tokens, so shapes are as usual."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.__bool__ and args[0].is_meta:
-            return True
-        if func is torch.Tensor.__invert__ and args[0].is_meta:
-            masked: Any = func(*args)
-            masked.keeps_nothing = True
-            return masked
-        if func is torch.Tensor.__getitem__ and getattr(args[1], "is_meta", False) and args[1].dtype == torch.bool:
-            return args[0][:0] if hasattr(args[1], "keeps_nothing") else args[0]
-        return func(*args, **(kwargs or {}))

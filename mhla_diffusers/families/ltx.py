@@ -16,12 +16,15 @@ from ..config import MHLAConfig
 from .adapters import AttentionAdapter, AttentionArguments, AttentionInput
 from .family import Condition, Sample
 from .models import Clip, Model, tiny_video
-from .styles import PackedFamily, VideoFamily, kept_with
+from .packed_videos import SIZE, PackedVideoFamily, grid_of_coordinates
+from .styles import kept_with
 
 _CLASS = "LTXVideoTransformer3DModel"
 _TEXT_TOKENS = 128
+_TEXT_AND_TIME = ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask")
 _ROPE_SCALE = (8 / 25, 32, 32)
 """The pipeline's scale at its usual 25 frames per second, with 8 frames and 32x32 pixels per latent."""
+STRIDES: dict[str, Any] = {"stride": 32, "patch": 1, "temporal_stride": 8}
 _TINY = {"cross_attention_dim": 32, "caption_channels": 24, "in_channels": 8, "out_channels": 8}
 
 
@@ -54,14 +57,12 @@ def _model(name: str, head_dim: int, layers: int) -> Model:
         ((512, 704), (704, 1216)),
         {"cross_attention_dim": 32 * head_dim},
         frames=161,
-        stride=32,
-        patch=1,
-        temporal_stride=8,
         grids={"512p": (21, 16, 22), "704p": (21, 22, 38)},
+        **STRIDES,
     )
 
 
-class LTXFamily(PackedFamily, VideoFamily):
+class LTXFamily(PackedVideoFamily):
     """Video transformers with a (frames, height, width) token grid."""
 
     name = "ltx"
@@ -71,19 +72,8 @@ class LTXFamily(PackedFamily, VideoFamily):
     attention_class = "LTXAttention"
     # at 161 frames of 512x704 pixels 88 tokens a block, about as high as wide
     default_config = MHLAConfig(blocks=(7, 3, 4), rope="before", mixing_per_head=True, sparse="content")
-    dispatches_attention = True
     default_clip = Clip(frames=161, fps=25.0, sizes=((512, 704),))
-    forward_names = (
-        "hidden_states",
-        "encoder_hidden_states",
-        "timestep",
-        "encoder_attention_mask",
-        "num_frames",
-        "height",
-        "width",
-        "rope_interpolation_scale",
-        "video_coords",
-    )
+    forward_names = (*_TEXT_AND_TIME, *SIZE, "rope_interpolation_scale", "video_coords")
     conditions = (
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),
         Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
@@ -92,9 +82,7 @@ class LTXFamily(PackedFamily, VideoFamily):
     models = (
         _model("ltx-video-2b", 64, 28),
         _model("ltx-video-13b", 128, 48),
-        tiny_video(
-            "ltx", _CLASS, head_dim=16, sizes=((128, 192),), stride=32, patch=1, temporal_stride=8, settings=_TINY
-        ),
+        tiny_video("ltx", _CLASS, head_dim=16, sizes=((128, 192),), settings=_TINY, **STRIDES),
     )
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
@@ -111,76 +99,20 @@ class LTXFamily(PackedFamily, VideoFamily):
         return None
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """The numbers that the pipeline passes; coordinates take precedence, as in the model.
-
-        Raises:
-            ValueError: neither is given, or the coordinates are no grid.
-        """
+        """The numbers that the pipeline passes; coordinates take precedence, as in the model."""
         coordinates = arguments.get("video_coords")
-        if coordinates is not None:
-            grid = _grid_of_coordinates(coordinates)
-            if torch.compiler.is_compiling():  # the graph holds the grid, so no other may run in it
-                torch._assert_async(_lie_on(grid, coordinates[0]), "compiled for another token grid")
-            return grid
-        names = ("num_frames", "height", "width")
-        grid = tuple(arguments[name] for name in names if arguments.get(name) is not None)
-        if len(grid) != len(names):
-            raise ValueError(
-                f"{len(grid)} of num_frames, height and width are given: without video_coords the transformer needs "
-                "all three, the size of the latents, as LTXPipeline passes them."
-            )
-        return grid
+        if coordinates is None:
+            return super().grid_of_arguments(transformer, arguments)
+        return grid_of_coordinates(coordinates)
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """With the grid, at the usual frame rate."""
-        frames, height, width = self.token_grid(transformer, latents)
-        size = {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": _ROPE_SCALE}
-        return {**size, **super().forward_arguments(transformer, latents, timestep, conditioning)}
+        """At the usual frame rate."""
+        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        return {"rope_interpolation_scale": _ROPE_SCALE, **arguments}
 
 
 def _hides_text(mask: torch.Tensor) -> bool:
     """Whether a text mask, (B, n) with 1 for kept tokens or (B, 1, n) to add to logits, masks any token."""
     return bool((mask == 0).any() if mask.ndim == 2 else (mask != 0).any())
-
-
-def _grid_of_coordinates(coordinates: Any) -> tuple[int, ...]:
-    """Token grid of coordinates (B, 3, N), cached on the tensor, which a pipeline passes in every step."""
-    return kept_with(coordinates, _read_grid)
-
-
-def _read_grid(coordinates: torch.Tensor) -> tuple[int, ...]:
-    """From time, height and width of every token: the grid begins at the first token of time 0.
-
-    Tokens before it are conditioning frames, at later times.
-    """
-    places = coordinates[0].cpu()
-    at_zero = (places[0] == 0).nonzero()
-    on_grid = places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :]
-    width = _rising(on_grid[2])
-    height = _rising(on_grid[1, ::width])
-    grid = on_grid.shape[1] // (height * width), height, width
-    if not grid[0] or not _lie_on(grid, on_grid):
-        raise ValueError(
-            f"video_coords of {places.shape[1]} tokens are not a token grid: from the first token of time 0 on "
-            "they must be whole frames in raster order, as LTXConditionPipeline gives them."
-        )
-    return grid
-
-
-# the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
-vars(_grid_of_coordinates)["_dynamo_marked_constant"] = True
-
-
-def _rising(values: torch.Tensor) -> int:
-    """Length of the strictly increasing run at the start; at least 1."""
-    falls = (values.diff() <= 0).nonzero()
-    return int(falls[0]) + 1 if len(falls) else max(1, len(values))
-
-
-def _lie_on(grid: tuple[int, ...], places: torch.Tensor) -> torch.Tensor:
-    """Whether the last tokens of places (3, N) are whole frames of a grid in raster order: bool ()."""
-    time, row, column = places[:, places.shape[1] - math.prod(grid) :].unflatten(1, grid)
-    rising = (row.diff(dim=1) > 0).all() & (column.diff(dim=2) > 0).all()
-    return rising & (time == time[:, :1, :1]).all() & (row == row[:1, :, :1]).all() & (column == column[:1, :1]).all()

@@ -110,11 +110,12 @@ def tiny_video(name: str, transformer: str, **different: Any) -> Model:
     return tiny_image(name, transformer, **{**usual, **different})
 
 
-def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:
+def strides_of(vae: Mapping[str, Any], *, of_videos: bool = False) -> tuple[int, int]:
     """Frames per latent frame after the first one, and pixels per latent along height and width.
 
     Args:
         vae: configuration of an autoencoder, with the strides or with stages that each halve.
+        of_videos: whether the first is needed; otherwise 1 where it is unknown, as for autoencoders of images.
 
     Raises:
         ValueError: it holds neither.
@@ -125,13 +126,17 @@ def strides_of(vae: Mapping[str, Any]) -> tuple[int, int]:
     if "spatio_temporal_scaling" in vae:  # of LTX-Video, which halves patches along all axes
         halved = 2 ** sum(vae["spatio_temporal_scaling"])
         temporal, spatial = temporal or vae["patch_size_t"] * halved, spatial or vae["patch_size"] * halved
+    elif "spatial_expansions" in vae:  # of Mochi
+        temporal = temporal or math.prod(vae["temporal_expansions"])
+        spatial = spatial or math.prod(vae["spatial_expansions"])
     elif "dim_mult" in vae:  # of Wan
         temporal = temporal or 2 ** sum(vae["temperal_downsample"])
         spatial = spatial or 2 ** (len(vae["dim_mult"]) - 1)
     elif stages:
         spatial = spatial or 2 ** (len(stages) - 1)
-    if spatial is None:
+    if spatial is None or (of_videos and temporal is None):
         raise ValueError(
-            "The configuration of this autoencoder has no strides; implement latent_shape() in the family."
+            f"The configuration of this autoencoder has no strides{' of frames' if spatial else ''}; implement "
+            "latent_shape(), spatial_stride() and temporal_stride() in the family."
         )
     return int(temporal or 1), int(spatial)

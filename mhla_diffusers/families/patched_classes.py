@@ -15,8 +15,14 @@ from types import MethodType
 from typing import Any
 
 import torch
-from diffusers.models.attention import AttentionMixin
-from diffusers.models.transformers import dit_transformer_2d, latte_transformer_3d, transformer_z_image
+from diffusers.models import attention_processor
+from diffusers.models.attention import AttentionMixin, AttentionModuleMixin
+from diffusers.models.transformers import (
+    dit_transformer_2d,
+    latte_transformer_3d,
+    transformer_mochi,
+    transformer_z_image,
+)
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -46,18 +52,27 @@ class LatteTransformer3DModel(AttentionMixin, latte_transformer_3d.LatteTransfor
     """A patched Latte transformer, named like :class:`DiTTransformer2DModel`."""
 
 
+class MochiTransformer3DModel(AttentionMixin, transformer_mochi.MochiTransformer3DModel):
+    """A patched Mochi transformer, named like :class:`DiTTransformer2DModel`."""
+
+
 class ZImageTransformer2DModel(AttentionMixin, transformer_z_image.ZImageTransformer2DModel):
     """A patched Z-Image transformer, named like :class:`DiTTransformer2DModel`."""
 
 
 _WITH_METHODS = {
-    kind.__bases__[1]: kind for kind in (DiTTransformer2DModel, LatteTransformer3DModel, ZImageTransformer2DModel)
+    kind.__bases__[1]: kind
+    for kind in (DiTTransformer2DModel, LatteTransformer3DModel, MochiTransformer3DModel, ZImageTransformer2DModel)
 }
 """diffusers' class → its subclass with the methods."""
 
 
-def give_processor_methods(transformer: Any) -> None:
-    """Switch an instance of one of these classes to the subclass with the methods; others are unchanged."""
+def give_processor_methods(transformer: Any, attentions: Iterable[Any] = ()) -> None:
+    """Switch an instance of one of these classes, and its attentions, to the subclasses with the methods.
+
+    Others are unchanged.
+    """
+    give_classes(attentions)
     own = type(transformer)
     if own in _WITH_METHODS:
         transformer.__class__ = _WITH_METHODS[own]
@@ -65,8 +80,9 @@ def give_processor_methods(transformer: Any) -> None:
         transformer.__dict__["__module__"] = own.__module__
 
 
-def take_processor_methods(transformer: Any) -> None:
+def take_processor_methods(transformer: Any, attentions: Iterable[Any] = ()) -> None:
     """The inverse of :func:`give_processor_methods`."""
+    take_classes(attentions)
     own = next((own for own, kind in _WITH_METHODS.items() if kind is type(transformer)), None)
     if own is not None:
         transformer.__class__ = own
@@ -146,6 +162,12 @@ class SiglipAttention(_VisionAttention, modeling_siglip.SiglipAttention):
     """Of SigLIP's vision tower."""
 
 
+class MochiAttention(AttentionModuleMixin, attention_processor.MochiAttention):
+    """Of Mochi, which runs a processor without a method to set another."""
+
+    _supports_qkv_fusion = False
+
+
 class LlamaAttention(WithProcessor, modeling_llama.LlamaAttention):
     """An attention of a patched Llama; has the name of its base class and inherits everything else."""
 
@@ -191,8 +213,9 @@ CLASSES: dict[type, type] = {
     modeling_dinov2.Dinov2Attention: Dinov2Attention,
     modeling_dinov2_with_registers.Dinov2WithRegistersAttention: Dinov2WithRegistersAttention,
     modeling_siglip.SiglipAttention: SiglipAttention,
+    attention_processor.MochiAttention: MochiAttention,
 }
-"""transformers' class → its subclass with a processor."""
+"""Class of transformers or diffusers → its subclass with a processor that can be set."""
 
 
 def give_classes(attentions: Iterable[Any], classes: Mapping[type, type] | None = None) -> None:

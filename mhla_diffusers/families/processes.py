@@ -109,11 +109,11 @@ class FlowMatching(DiffusionProcess):
 
 
 class ReversedFlowMatching(FlowMatching):
-    """Z-Image: its time runs from the noise to the data, so the transformer takes 1 − σ."""
+    """Z-Image and Mochi: time runs from the noise to the data, so the transformer takes 1 − σ, or 1000 times that."""
 
     def timestep(self, time: torch.Tensor) -> torch.Tensor:
-        """1 − σ."""
-        return 1 - time
+        """1000 (1 − σ), scaled."""
+        return (1 - time) * (1000 * self.timestep_scale)
 
 
 class _DDPM(DiffusionProcess):

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..config import MHLAConfig
 from .adapters import AttentionAdapter, JointAdapter
@@ -15,6 +16,7 @@ from .processes import DiffusionProcess, FlowMatching
 
 Found = TypeVar("Found")
 
+_DEVICE_OF: Any = vars(torch._C.TensorBase)["device"].__get__
 _KEPT = "_mhla_kept"
 """Attribute of a tensor."""
 _TRANSFORMERS = (5, 23)
@@ -161,6 +163,40 @@ class TransformersFamily(Family):
         from .patched_classes import take_classes
 
         take_classes(self.self_attentions(transformer).values())
+
+
+class WithoutValues(TorchFunctionMode):
+    """For a forward on the meta device that reads values: every condition holds and every mask keeps everything.
+
+    So a mask that was inverted keeps nothing, and shapes are those of the longest text.
+
+    Args:
+        told_cpu: of a meta tensor, whether its device is said to be the CPU, for code that looks its autocast up, which
+            the meta device lacks.
+    """
+
+    def __init__(self, told_cpu: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
+        super().__init__()
+        self.told_cpu = told_cpu
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not args or not getattr(args[0], "is_meta", False):
+            return func(*args, **(kwargs or {}))
+        if func == _DEVICE_OF and self.told_cpu(args[0]):
+            return torch.device("cpu")
+        if func is torch.Tensor.__bool__:
+            return True
+        if func is torch.nonzero:
+            return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta")
+        if func is torch.Tensor.__invert__:
+            inverted: Any = func(*args)
+            inverted.keeps_nothing = True
+            return inverted
+        if func is torch.Tensor.__getitem__ and getattr(args[1], "is_meta", False) and args[1].dtype == torch.bool:
+            return args[0][:0] if hasattr(args[1], "keeps_nothing") else args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def thirds(head_dim: int) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
     # 32 channels that rotate with the length of the text, counted as height, then 48 for each axis
     rotary_channels = {128: (80, 48)}
     process_class = ReversedFlowMatching
+    takes_sigma = True
     # Qwen3's
     conditions = (
         Condition("cap_feats", (_TEXT_TOKENS, "cap_feat_dim")),

@@ -329,7 +329,7 @@ class Patched:
                 continue
             processor = attn.processor
             parts = None if isinstance(processor, MHLAProcessor) else self.family.perturbed_parts(processor)
-            is_of_fusing = attn.fused_projections and type(processor).__name__.startswith("Fused")
+            is_of_fusing = getattr(attn, "fused_projections", False) and type(processor).__name__.startswith("Fused")
             if isinstance(processor, MHLAProcessor):
                 if processor.is_blank:
                     attn.processor = self.processor

@@ -107,10 +107,13 @@ class MHLAProcessor:
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Any = None,
+        key_rotary_emb: Any = None,
         *,
         image_rotary_emb: Any = None,
         freqs_cis: Any = None,
         encoder_hidden_states_mask: torch.Tensor | None = None,
+        perturbation_mask: torch.Tensor | None = None,
+        all_perturbed: Any = None,
     ) -> Any:
         """Run one attention of a diffusers model, which calls it with those of these arguments that it has.
 
@@ -121,9 +124,12 @@ class MHLAProcessor:
             attention_mask: for self-attention a key-padding mask, (B, N), (B, 1, N) or (B, 1, 1, N): bool, or the
                 bias that softmax attention would add.
             rotary_emb: what the model hands over for RoPE; Wan's is (cos, sin), each (1, N, 1, D).
-            image_rotary_emb: the same by another name.
+            key_rotary_emb: RoPE of a cross-attention's keys, if it is not that of the queries.
+            image_rotary_emb: RoPE by another name.
             freqs_cis: the same by another name.
             encoder_hidden_states_mask: (B, n), which tokens of the context take part.
+            perturbation_mask: (B, 1, 1), 0 for samples that skip this attention, as guidance asks for.
+            all_perturbed: whether all of them do, which the mask tells as well.
 
         Returns:
             (B, N, hidden size); where the model's own attention returns the context as well, the pair of both.
@@ -133,7 +139,12 @@ class MHLAProcessor:
         """
         rotary = next((one for one in (rotary_emb, image_rotary_emb, freqs_cis) if one is not None), None)
         arguments = AttentionArguments(
-            hidden_states, encoder_hidden_states, attention_mask, rotary, encoder_hidden_states_mask
+            hidden_states,
+            encoder_hidden_states,
+            attention_mask,
+            rotary,
+            encoder_hidden_states_mask,
+            perturbation_mask,
         )
         layer = layer_of(attn)
         family = family_of_attention(attn) if layer is None else None
@@ -145,6 +156,8 @@ class MHLAProcessor:
             processor._attention_backend = self._attention_backend
             processor._parallel_config = self._parallel_config
             rotated = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
+            if key_rotary_emb is not None:
+                rotated = {"query_rotary_emb": rotary_emb, "key_rotary_emb": key_rotary_emb}
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask, **rotated)
         self._check_layer(layer)
         context, skips_scores = current(), _skips_scores(attn)
@@ -267,6 +280,7 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Any = None,
+        key_rotary_emb: Any = None,
         *,
         image_rotary_emb: Any = None,
         **others: Any,
@@ -286,7 +300,9 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         *parts, perturbed = hidden_states.chunk(self.parts)
         mask = attention_mask[: -len(perturbed)] if attention_mask is not None else None
         others |= {"image_rotary_emb": image_rotary_emb}
-        attended = super().__call__(attn, torch.cat(parts), encoder_hidden_states, mask, rotary_emb, **others)
+        attended = super().__call__(
+            attn, torch.cat(parts), encoder_hidden_states, mask, rotary_emb, key_rotary_emb, **others
+        )
         adapter, alone = adapter_of(attn), AttentionInput(perturbed)
         return torch.cat([attended, adapter.project_output(attn, adapter.project(attn, alone)[2], alone)])
 

@@ -9,6 +9,8 @@ import diffusers
 import torch
 import transformers
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers.pipelines.ltx2 import LTX2TextConnectors
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from PIL import Image
 from torch.nn import functional
 
@@ -254,6 +256,67 @@ def _ltx(transformer: Any) -> Any:
     return diffusers.LTXPipeline(**parts, transformer=transformer, scheduler=scheduler)
 
 
+def _ltx2(transformer: Any) -> Any:
+    """Gemma with connectors for video and sound, autoencoders of both, of the video with strides (4, 16, 16)."""
+    text, sound = sana_pipeline().components, {"latent_channels": 4, "mel_bins": 8, "base_channels": 8}
+    both = ("num_attention_heads", 2), ("attention_head_dim", 16), ("num_layers", 1), ("num_learnable_registers", 4)
+    connectors = seeded(
+        LTX2TextConnectors,
+        caption_channels=8,
+        text_proj_in_factor=2,
+        per_modality_projections=True,
+        video_hidden_dim=32,
+        audio_hidden_dim=32,
+        **{f"{kind}_connector_{name}": value for kind in ("video", "audio") for name, value in both},
+    )
+    width, layers = (8, 8), (1, 1, 1)
+    vae = autoencoder(
+        "AutoencoderKLLTX2Video",
+        latent_channels=8,
+        block_out_channels=width,
+        down_block_types=("LTX2VideoDownBlock3D",) * 2,
+        decoder_block_out_channels=width,
+        layers_per_block=layers,
+        decoder_layers_per_block=layers,
+        spatio_temporal_scaling=(True, True),
+        decoder_spatio_temporal_scaling=(True, True),
+        decoder_inject_noise=(False,) * 3,
+        downsample_type=("spatiotemporal",) * 2,
+        upsample_type=("spatiotemporal",) * 2,
+        upsample_residual=(False,) * 2,
+        upsample_factor=(1, 1),
+    )
+    generator = torch.Generator().manual_seed(7)
+    vae.latents_mean.normal_(0.0, 0.1, generator=generator)
+    vae.latents_std.uniform_(0.1, 0.3, generator=generator)
+    vocoder = {"in_channels": 16, "hidden_channels": 16, "upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2]}
+    vocoder |= {"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3, 5]]}
+    return diffusers.LTX2Pipeline(
+        scheduler=flow(use_dynamic_shifting=True, shift_terminal=0.1),
+        vae=vae,
+        audio_vae=autoencoder("AutoencoderKLLTX2Audio", **sound, ch_mult=(1,), num_res_blocks=1, resolution=32),
+        text_encoder=text["text_encoder"],
+        tokenizer=word_tokenizer(),
+        connectors=connectors,
+        transformer=transformer,
+        vocoder=seeded(LTX2Vocoder, **vocoder),
+    )
+
+
+def _mochi(transformer: Any) -> Any:
+    """T5, an autoencoder of strides (6, 8, 8) with statistics of its channels, flow matching the other way round."""
+    width = (32,) * 4
+    vae = autoencoder(
+        "AutoencoderKLMochi",
+        encoder_block_out_channels=width,
+        decoder_block_out_channels=width,
+        layers_per_block=(1,) * 5,
+        add_attention_block=(False,) * 5,
+    )
+    parts = {"tokenizer": text_tokenizer(), "text_encoder": t5(32), "vae": vae}
+    return diffusers.MochiPipeline(**parts, transformer=transformer, scheduler=flow(invert_sigmas=True))
+
+
 def _pixart(transformer: Any, kind: str = "PixArtAlphaPipeline") -> Any:
     """T5 and DPM-Solver, whose few steps do not begin at noise alone: it would hide what a random model does later."""
     scheduler = DPMSolverMultistepScheduler(beta_start=1e-4, beta_end=0.02, timestep_spacing="leading")
@@ -483,6 +546,8 @@ _COG_CALL = {
     "guidance_scale": 6.0,
     "max_sequence_length": TEXT_TOKENS,
 }
+# guidance that skips an attention runs in a block that the tiny model has
+_LTX2_CALL = {**_CLIP, "prompt": "a cat surfing", "max_sequence_length": 8, "spatio_temporal_guidance_blocks": [1]}
 _Z_SETTINGS = {"in_channels": 4, "cap_feat_dim": 16, "axes_lens": [1024, 32, 32]}
 _Z_CALL = {**_SMALL, "negative_prompt": "dog", "guidance_scale": 4.0, "max_sequence_length": 8}
 _PIXART_CALL = {**_LARGE, "use_resolution_binning": False, "clean_caption": False, "guidance_scale": 1.5}
@@ -609,6 +674,29 @@ _TABLE = (
         {**_CLIP, "prompt": "a cat surfing", "max_sequence_length": 8},
         _layers(3),
         grids=_VIDEO,
+    ),
+    Case("ltx2", "ltx2", _ltx2, _LTX2_CALL, _layers(3), grids=_VIDEO),
+    Case(
+        "ltx2_first",  # as LTX-2.0: no gates, text that the transformer itself projects; and the other RoPE
+        "ltx2",
+        _ltx2,
+        _LTX2_CALL,
+        _layers(3),
+        {
+            **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), False),
+            **{"perturbed_attn": False, "use_prompt_embeddings": True, "rope_type": "interleaved"},
+        },
+        _VIDEO,
+    ),
+    Case(
+        "mochi",
+        "mochi",
+        _mochi,
+        {**_CLIP, "num_frames": 19, "prompt": "a red ball moves", "negative_prompt": "dog", "guidance_scale": 4.5}
+        | {"max_sequence_length": TEXT_TOKENS},
+        _layers(3),
+        grids=_VIDEO,
+        extra=(0, TEXT_TOKENS),
     ),
     Case("pixart", "pixart", _pixart, _PIXART_CALL, _layers(3), {"sample_size": 128}),
     Case(

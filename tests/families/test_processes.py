@@ -30,7 +30,7 @@ def test_flow_matching_agrees_with_diffusers_scheduler() -> None:
 
 
 def test_reversed_flow_matching_counts_what_is_left_of_the_noise() -> None:
-    """The same times as those of diffusers' scheduler, told as 1 − σ."""
+    """The same times as those of diffusers' scheduler, told as 1000 (1 − σ), or scaled as 1 − σ."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler, quantile = FlowMatchEulerDiscreteScheduler(shift=3.0), torch.tensor([0.1, 0.5, 0.9])
@@ -38,7 +38,9 @@ def test_reversed_flow_matching_counts_what_is_left_of_the_noise() -> None:
     assert backwards.time_at(quantile).equal(forwards.time_at(quantile))
     sigma = scheduler.sigmas[[0, 400, 999]]
     told = (1000 - scheduler.timesteps[[0, 400, 999]]) / 1000
-    torch.testing.assert_close(backwards.timestep(sigma), told, rtol=0, atol=1e-6)
+    torch.testing.assert_close(backwards.timestep(sigma), 1000 * told, rtol=0, atol=1e-3)
+    scaled = ReversedFlowMatching(shift=3.0, timestep_scale=1e-3)
+    torch.testing.assert_close(scaled.timestep(sigma), told, rtol=0, atol=1e-6)
 
 
 def test_a_step_along_the_true_velocity_denoises() -> None:

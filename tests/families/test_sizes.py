@@ -27,6 +27,16 @@ def test_strides_of_wan_before_they_were_told():
     )
 
 
+def test_mochi_expands_by_stages():
+    assert strides_of(case_of("mochi").pipeline().vae.config) == (6, 8)
+
+
+def test_a_video_without_a_stride_of_frames_is_refused():
+    """Which for images is 1."""
+    with pytest.raises(ValueError, match="has no strides of frames; implement latent_shape"):
+        strides_of(kl_autoencoder().config, of_videos=True)
+
+
 def test_an_autoencoder_that_tells_nothing_is_refused():
     with pytest.raises(ValueError, match="has no strides; implement latent_shape"):
         strides_of({"latent_channels": 4})

@@ -92,6 +92,7 @@ SIZES = {
     "cogvideox_two_frames": [((9, 64, 96), (2, 4, 6))],
     "hunyuan_video": [((9, 64, 96), (3, 4, 6)), ((129, 720, 1280), (33, 45, 80))],
     "hunyuan_video15": [((7, 16, 24), (4, 4, 6))],
+    "mochi": [((19, 64, 96), (4, 4, 6)), ((163, 480, 848), (28, 30, 53))],
     "skyreels_v2": [((97, 544, 960), (25, 34, 60)), ((121, 720, 1280), (31, 45, 80))],
 }
 
@@ -104,7 +105,8 @@ def test_grid_of_a_size(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "height", "width"), [("cogvideox", 480, 720), ("hunyuan_video", 720, 1280), ("skyreels_v2", 544, 960)]
+    ("name", "height", "width"),
+    [("cogvideox", 480, 720), ("hunyuan_video", 720, 1280), ("mochi", 480, 848), ("skyreels_v2", 544, 960)],
 )
 def test_suggested_blocks_at_the_usual_size_are_the_defaults(name, height, width):
     pipe = case_of(name).pipeline()

@@ -148,7 +148,7 @@ def test_the_nearest_family_is_that_of_the_bases():
         with pytest.raises(ValueError, match=r"nearest family is 'flux' \(FluxTransformer2DModel\).*docs/models.md"):
             get_family(given)
     with pytest.raises(ValueError, match="is not supported; the page") as error:
-        get_family("MochiTransformer3DModel")
+        get_family("AllegroTransformer3DModel")
     assert "nearest" not in str(error.value) and len(str(error.value)) < 300
     with pytest.raises(ValueError, match="docs/models.md") as error:
         find_transformers("wan")

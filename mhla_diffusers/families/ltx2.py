@@ -1,0 +1,117 @@
+"""LTX-2: ``LTX2VideoTransformer3DModel``, video with sound.
+
+The self-attention of the video is as in LTX-Video, and may have a gate for each head. That of the sound, the attention
+between video and sound, and the attention to text keep softmax. RoPE may rotate the halves of a head against each
+other. Pictures, keyframes and references that the pipelines append come after the video's tokens.
+Files for training hold no sound: the video is then predicted as in modality guidance, without attention to sound.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..attention.rope import Rotary
+from ..config import MHLAConfig
+from .adapters import AttentionArguments, AttentionInput
+from .family import Condition, Sample, of_unit_scale
+from .ltx import STRIDES, LTXAdapter
+from .models import Clip, Model, tiny_video
+from .packed_videos import PackedVideoFamily
+
+_CLASS = "LTX2VideoTransformer3DModel"
+_TEXT_TOKENS, _SOUND_TOKENS = 1024, 126
+"""Defaults of the pipeline: the length that it pads text to, and five seconds of sound."""
+_OF_2_3: dict[str, Any] = {
+    **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True),
+    **{"perturbed_attn": True, "use_prompt_embeddings": False, "rope_type": "split"},
+}
+_TINY: dict[str, Any] = {
+    **dict.fromkeys(("in_channels", "out_channels", "audio_in_channels", "audio_out_channels"), 8),
+    **dict.fromkeys(("cross_attention_dim", "audio_cross_attention_dim", "caption_channels"), 32),
+    **{"audio_num_attention_heads": 2, "audio_attention_head_dim": 16},
+}
+
+
+def _model(name: str, settings: dict[str, Any]) -> Model:
+    sizes, grids = ((512, 768), (1088, 1920)), {"512p": (16, 16, 24), "1088p": (16, 34, 60)}
+    return Model(name, _CLASS, 32, 128, 48, (4, 3, 4), sizes, settings, frames=121, grids=grids, **STRIDES)
+
+
+class LTX2Adapter(LTXAdapter):
+    """Further tokens come after the grid, each head may have a gate, and guidance may skip the attention of samples."""
+
+    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+        """(cos, sin), each (B, N, H, D); of halves tables (B, H, N, D / 2), an angle for each channel pair."""
+        if arguments.rotary_emb is None or not self.rotates_halves(attn):
+            return super().rotary(attn, arguments)
+        cos, sin = (table.transpose(1, 2).repeat_interleave(2, dim=-1) for table in arguments.rotary_emb)
+        return cos, sin
+
+    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+        """All tokens after the grid, which comes first."""
+        return super().extra(given, tokens)[::-1]
+
+    def gate(self, attn: Any, given: AttentionInput) -> torch.Tensor | None:
+        """Of every head from its input, if the model has gates."""
+        return None if attn.to_gate_logits is None else 2 * attn.to_gate_logits(given.hidden_states).sigmoid()
+
+
+class LTX2Family(PackedVideoFamily):
+    """Video transformers with a (frames, height, width) token grid, and sound beside it."""
+
+    name = "ltx2"
+    transformers = (_CLASS,)
+    adapter = LTX2Adapter("query_rotary_emb")
+    # does what the other of its two does, where no guidance skips attention
+    processor = cross_processor = "diffusers.models.transformers.transformer_ltx2.LTX2PerturbedAttnProcessor"
+    attention_class = "LTX2Attention"
+    # at 121 frames of 512x768 pixels 128 tokens a block, nearly as high as wide
+    default_config = MHLAConfig(blocks=(4, 3, 4), rope="before", mixing_per_head=True, sparse="content")
+    default_clip = Clip(frames=121, fps=24.0, sizes=((512, 768),))
+    forward_names = ("hidden_states", "audio_hidden_states", "encoder_hidden_states", "audio_encoder_hidden_states")
+    models = (
+        _model("ltx-2", {"rope_type": "split"}),
+        _model("ltx-2.3", _OF_2_3),
+        tiny_video("ltx2", _CLASS, head_dim=16, sizes=((128, 192),), settings={**_OF_2_3, **_TINY}, **STRIDES),
+    )
+
+    def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
+        """The video's tokens would be split, and the sound's not, which attend to them."""
+        return "diffusers splits the video of LTX-2 and not the sound that attends to it; run it in one process"
+
+    def conditions_of(self, config: Any) -> tuple[Condition, ...]:
+        """What the connectors make of a prompt for the video."""
+        width = "caption_channels" if config.use_prompt_embeddings else "cross_attention_dim"
+        mask = Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64)
+        return Condition("encoder_hidden_states", (_TEXT_TOKENS, width)), mask
+
+    def conditioning_shapes(self, transformer: Any) -> Sample:
+        """With sound and its text, which files lack."""
+        has_own = transformer.use_prompt_embeddings
+        width = transformer.caption_channels if has_own else transformer.audio_cross_attention_dim
+        sound = torch.empty(_SOUND_TOKENS, transformer.audio_in_channels, device="meta")
+        text = torch.empty(_TEXT_TOKENS, width, device="meta")
+        shapes = super().conditioning_shapes(transformer)
+        return {**shapes, "audio_hidden_states": sound, "audio_encoder_hidden_states": text}
+
+    def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
+        """After the connectors."""
+        embeddings, mask, *_ = super().encode_text(pipe, prompt, settings)
+        text, _, kept = pipe.connectors(embeddings, mask, padding_side=pipe.tokenizer.padding_side)
+        return text, kept
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """At the usual frame rate; without sound the video attends to none."""
+        shapes = self.conditioning_shapes(transformer.config)
+        missing = [name for name in shapes if name.startswith("audio") and name not in conditioning]
+        sound = {name: latents.new_zeros(len(latents), 1, shapes[name].shape[1]) for name in missing}
+        own = super().forward_arguments(transformer, latents, timestep, {**sound, **conditioning})
+        tokens = own["audio_hidden_states"].shape[1]
+        return {**own, "sigma": timestep, "audio_num_frames": tokens, "isolate_modalities": bool(missing)}
+
+    def generate_latents(self, pipe: Any, *settings: Any, **named: Any) -> torch.Tensor:
+        """The pipeline returns latents in the scale of its autoencoder."""
+        return of_unit_scale(pipe.vae, super().generate_latents(pipe, *settings, **named)[None])[0]

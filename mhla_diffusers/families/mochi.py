@@ -1,0 +1,103 @@
+"""Mochi 1: ``MochiTransformer3DModel``.
+
+Joint attention in blocks of two streams, the text after the video; masked text is cut off, sample by sample. RoPE
+rotates the tokens of the video alone, by frequencies that each head has learned. A token is a patch of one latent
+frame. Time runs from the noise to the data.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention.rope import Rotary
+from ..config import MHLAConfig
+from .adapters import AttentionArguments, AttentionInput, JointAdapter
+from .family import Condition
+from .models import Clip, Model, tiny_video
+from .processes import ReversedFlowMatching
+from .styles import JointFamily, VideoFamily, WithoutValues
+
+_CLASS = "MochiTransformer3DModel"
+_TEXT_TOKENS = 256
+_TINY = {"pooled_projection_dim": 16, "text_embed_dim": 32, "time_embed_dim": 8}
+
+
+class MochiAdapter(JointAdapter):
+    """RoPE has a table for each head, the mask covers the text alone, and masked text is moved last."""
+
+    rope_by_head = True
+
+    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+        """(cos, sin), each (1, N, H, D), of tables (N, H, D / 2) with an angle for each channel pair."""
+        if arguments.rotary_emb is not None:
+            tables = tuple(table[None].repeat_interleave(2, dim=-1) for table in arguments.rotary_emb)
+            arguments = arguments._replace(rotary_emb=tables)
+        return super().rotary(attn, arguments)
+
+    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+        """(B, N) of all tokens; all tokens of the video take part."""
+        return self.mask_of_context(arguments, arguments.attention_mask)
+
+    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+        """As the model returns text: tokens that take part come first, and the heads' output is 0 for the others."""
+        if given.key_mask is not None and given.context is not None:
+            count = given.context.shape[1]
+            kept, text = given.key_mask[:, -count:], output[:, -count:]
+            order = kept.int().argsort(dim=1, descending=True, stable=True)[:, :, None, None]
+            text = (text * kept[:, :, None, None]).gather(1, order.expand_as(text))
+            output = torch.cat([output[:, :-count], text], dim=1)
+        return super().project_output(attn, output, given)
+
+
+class MochiFamily(JointFamily, VideoFamily):
+    """Text-to-video transformers with a (frames, height, width) token grid."""
+
+    name = "mochi"
+    transformers = (_CLASS,)
+    attentions = ("attn1",)
+    adapter = MochiAdapter()
+    processor = "diffusers.models.attention_processor.MochiAttnProcessor2_0"
+    attention_class = "MochiAttention"
+    dispatches_attention = False
+    lacks_processor_methods = True
+    extra_tokens = _TEXT_TOKENS
+    process_class = ReversedFlowMatching
+    # of 28x30x53 tokens, 163 frames at 480p: blocks of about three latent frames by ten tokens each way
+    default_config = MHLAConfig(blocks=(9, 3, 5), rope="before", mixing_per_head=True, sparse="content")
+    default_clip = Clip(frames=163, fps=30.0, sizes=((480, 848),))
+    forward_names = ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask")
+    # T5's
+    conditions = (
+        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
+        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
+    )
+    models = (
+        Model(
+            "mochi-1",
+            _CLASS,
+            24,
+            128,
+            48,
+            (9, 3, 5),
+            ((480, 848),),
+            frames=163,
+            temporal_stride=6,
+            grids={"480p": (28, 30, 53)},
+        ),
+        tiny_video("mochi", _CLASS, frames=13, temporal_stride=6, settings=_TINY),
+    )
+
+    def without_values(self) -> AbstractContextManager[Any]:
+        """The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies."""
+        return WithoutValues(lambda tensor: isinstance(tensor, nn.Parameter) and tensor.ndim == 3)
+
+    def patch(self, transformer: Any) -> tuple[int, ...]:
+        """Of one latent frame."""
+        size = transformer.config.patch_size
+        return 1, size, size
+
+    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
+        """The velocity towards the noise; the model's is towards the data."""
+        return -super().prediction(transformer, output, latents)

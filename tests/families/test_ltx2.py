@@ -1,0 +1,152 @@
+"""LTX-2: both kinds of RoPE, gates, guidance that skips an attention, sound beside the video, tokens after the grid."""
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.transformers import transformer_ltx2
+
+import mhla_diffusers as mhla
+from mhla_diffusers.families.adapters import AttentionArguments
+from mhla_diffusers.families.ltx2 import LTX2Family
+
+from ..models import assert_changed, relative_change
+from .cases import ROUNDING, all_exact, case_of, drawer, output, plain
+from .recording import forwards
+
+CASE, FAMILY = case_of("ltx2"), LTX2Family()
+TOKENS = torch.Size(CASE.grid).numel()
+either_version = pytest.mark.parametrize("name", ["ltx2", "ltx2_first"])
+
+
+def with_further_tokens(count: int) -> dict[str, Any]:
+    """Arguments as of ``LTX2ConditionPipeline``, which appends keyframes with places and times of their own."""
+    arguments = CASE.inputs()
+    draw = drawer(2, 7)
+    places = CASE.transformer().rope.prepare_video_coords(2, *CASE.grid, "cpu")
+    further = draw(3, count, 1).abs().expand(-1, -1, -1, 2) * torch.tensor([1.0, 1.5])
+    times = arguments["timestep"][:, None].repeat(1, TOKENS + count).float()
+    times[:, TOKENS:] = 0
+    latents = torch.cat([arguments["hidden_states"], draw(count, 8)], dim=1)
+    return {
+        **arguments,
+        "hidden_states": latents,
+        "video_coords": torch.cat([places, further], dim=2),
+        "timestep": times,
+        "audio_timestep": arguments["timestep"],
+    }
+
+
+@either_version
+def test_rope_is_that_of_the_model(name):
+    model = case_of(name).transformer()
+    attn, adapter = model.transformer_blocks[0].attn1, LTX2Family.adapter
+    rotary = model.rope(model.rope.prepare_video_coords(2, *CASE.grid, "cpu"))
+    hidden_states = drawer(2, 3)(TOKENS, 32)
+    query, key, _ = adapter.project(attn, adapter.read(attn, AttentionArguments(hidden_states, rotary_emb=rotary)))
+    apply = getattr(transformer_ltx2, f"apply_{attn.rope_type}_rotary_emb")
+    for found, norm, linear in ((query, attn.norm_q, attn.to_q), (key, attn.norm_k, attn.to_k)):
+        torch.testing.assert_close(found.flatten(2), apply(norm(linear(hidden_states)), rotary), rtol=0, atol=1e-5)
+
+
+def test_rope_after_the_feature_map_is_refused():
+    with pytest.raises(ValueError, match="rotates every head by other angles; set rope='before'"):
+        mhla.apply_mhla(CASE.transformer(), **plain("ltx2", rope="after"))
+
+
+def test_sound_and_text_keep_their_attentions():
+    model = mhla.apply_mhla(CASE.transformer(), **plain("ltx2"))
+    running = {name for name, one in model.attn_processors.items() if isinstance(one, mhla.MHLAProcessor)}
+    assert running == {f"{name}.processor" for name in CASE.attentions}
+    assert len(model.attn_processors) == 6 * len(CASE.attentions)
+
+
+def test_a_processor_on_all_attentions_leaves_cross_attention_as_it_is():
+    """diffusers' own method reaches sound and text too; rotation of queries and keys is handed on."""
+    model, given = CASE.transformer(), drawer(2, 3)
+    attn = model.transformer_blocks[0].audio_to_video_attn
+    rotary = model.cross_attn_rope(model.rope.prepare_video_coords(2, *CASE.grid, "cpu")[:, :1])
+    of_keys = model.cross_attn_audio_rope(model.audio_rope.prepare_audio_coords(2, 5, "cpu"))
+    call = {"encoder_hidden_states": given(5, 32), "query_rotary_emb": rotary, "key_rotary_emb": of_keys}
+    hidden_states = given(TOKENS, 32)
+    with torch.no_grad():
+        expected = attn(hidden_states, **call)
+        attn.set_processor(mhla.MHLAProcessor(**plain("ltx2")))
+        assert torch.equal(attn(hidden_states, **call), expected)
+
+
+@pytest.mark.parametrize("kept", [[0.0, 0.0], [0.0, 1.0]], ids=["all", "the first"])
+def test_guidance_skips_an_attention_of_samples(kept):
+    model, usual = CASE.transformer(), CASE.inputs()
+    skipping = {**usual, "spatio_temporal_guidance_blocks": [1], "perturbation_mask": torch.tensor(kept)}
+    expected = output(model, skipping)
+    assert_changed(expected, output(model, usual))
+    mhla.apply_mhla(model, **all_exact("ltx2"))
+    assert relative_change(output(model, skipping), expected) < ROUNDING
+    with mhla.mhla_disabled(model):
+        assert torch.equal(output(model, skipping), expected)
+
+
+def test_appended_tokens_come_after_the_grid():
+    model, arguments = CASE.transformer(), with_further_tokens(24)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **all_exact("ltx2"))
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+    assert {layer.grid for layer in mhla.describe(model)} == {CASE.grid}
+
+
+def test_appended_tokens_attend_exactly():
+    """With softmax themselves, so the first layer of a patch gives them what it gives without one."""
+    arguments, found = with_further_tokens(24), []
+    for patched in (False, True):
+        model = CASE.transformer()
+        model.transformer_blocks[0].attn1.register_forward_hook(lambda _, args, out: found.append(out))
+        output(mhla.apply_mhla(model, **plain("ltx2")) if patched else model, arguments)
+    own, patched = found
+    torch.testing.assert_close(patched[:, TOKENS:], own[:, TOKENS:], rtol=1e-4, atol=1e-5)
+    assert_changed(patched[:, :TOKENS], own[:, :TOKENS])
+
+
+def test_a_mask_between_tokens_is_refused():
+    """Of references that are to be seen more or less."""
+    model, arguments = mhla.apply_mhla(CASE.transformer(), **plain("ltx2")), CASE.inputs()
+    arguments["video_self_attention_mask"] = torch.ones(2, TOKENS, TOKENS)
+    with pytest.raises(ValueError, match="differs between queries has no linear form"):
+        output(model, arguments)
+
+
+def test_a_split_over_processes_is_refused():
+    assert "run it in one process" in str(FAMILY.why_not_split(CASE.inputs(), CASE.grid))
+
+
+def test_files_hold_no_sound_and_the_video_attends_to_none():
+    model, (latents, conditioning) = CASE.transformer(), CASE.drawn(CASE.grid, 2, seed=1)
+    timestep = torch.tensor([500, 250])
+    given = FAMILY.forward_arguments(model, latents, timestep, conditioning)
+    silent = {name: x for name, x in conditioning.items() if not name.startswith("audio")}
+    found = output(model, FAMILY.forward_arguments(model, latents, timestep, silent))
+    assert relative_change(found, output(model, {**given, "isolate_modalities": True})) < ROUNDING
+    assert_changed(found, output(model, given))
+
+
+def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
+    pipe, prompts = CASE.pipeline(), ["a red ball moves", "a cat"]
+    no_guidance = dict.fromkeys(("guidance_scale", "audio_guidance_scale"), 1.0)
+    call = {**CASE.call, **no_guidance, "prompt": list(prompts), "output_type": "latent"}
+    given = forwards(pipe, **call)[0]
+    for place, prompt in enumerate(prompts):
+        found = FAMILY.encode_prompt(pipe, prompt, {"max_sequence_length": call["max_sequence_length"]})
+        for name, x in found.items():
+            # encoded in one batch there: the same operations, summed in another order
+            torch.testing.assert_close(x, given[name][place], rtol=1e-4, atol=1e-5)
+    told = FAMILY.conditioning_shapes(pipe.transformer.config)
+    whole = FAMILY.encode_prompt(pipe, "")
+    assert all(x.shape == told[name].shape and x.dtype == told[name].dtype for name, x in whole.items())
+    assert torch.equal(given["sigma"], given["timestep"])
+
+
+def test_sound_of_the_default_clip():
+    """As many tokens as the pipeline makes of 121 frames at 24 a second, of an autoencoder with the real strides."""
+    clip = FAMILY.default_clip
+    tokens = FAMILY.conditioning_shapes(CASE.transformer().config)["audio_hidden_states"].shape[0]
+    assert tokens == round(clip.frames / clip.fps * 16000 / 160 / 4)
