@@ -316,8 +316,8 @@ class _Watch:
 
     def _take(self, returned: Any) -> torch.Tensor:
         """Output of the heads: the input of their projection, or without one the attention's return value."""
-        handed, self._handed = [*self._handed, adapter_of(self.attn).heads_output(returned)], []
-        return handed[0]
+        handed, self._handed = [*self._handed, returned], []
+        return adapter_of(self.attn).heads_output(self.attn, handed[0])
 
     def result(self, component: str, attention: str, name: str, moves: float) -> LayerAudit:
         """The result, given the names and the change of the transformer's output by this layer alone."""

@@ -9,12 +9,15 @@ from torch import nn
 
 from ..attention.rope import Rotary
 from .adapters import AttentionAdapter, AttentionInput, JointAdapter
+from .auraflow import AuraFlowFamily
+from .chroma import ChromaFamily
 from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily
 from .dig import DiGFamily
 from .dit import DiTFamily
 from .family import Condition, Family, Sample
 from .flux import FluxFamily
+from .flux2 import Flux2Family
 from .hunyuan_dit import HunyuanDiTFamily
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
@@ -40,6 +43,8 @@ from .z_image import ZImageFamily
 _FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
+        AuraFlowFamily(),
+        ChromaFamily(),
         ChronoEditFamily(),
         CogVideoXFamily(),
         DeiTFamily(),
@@ -47,6 +52,7 @@ _FAMILIES: dict[str, Family] = {
         DiGFamily(),
         DiTFamily(),
         FluxFamily(),
+        Flux2Family(),
         HunyuanDiTFamily(),
         HunyuanVideoFamily(),
         HunyuanVideo15Family(),
@@ -165,12 +171,12 @@ def supported_instead(kind: str | type) -> str:
     nearest = "" if near is None else f"the nearest family is {near[0].name!r} ({near[1]}). "
     return (
         f'{nearest}{"T" if nearest else "t"}he page "Models" of the documentation (docs/models.md) lists what is '
-        'supported, and "Add a model" shows how to add a family with register_family().'
+        'supported, and "Add a model" (docs/add-a-model.md) shows how to add a family with register_family().'
     )
 
 
 def _nearest(kind: str | type) -> tuple[Family, str] | None:
-    """The most similar supported class and its family: by the names of base classes, else by its own name."""
+    """The most similar supported class and its family: by the names of base classes, else by the start of its own."""
     import diffusers
 
     found = getattr(diffusers, kind, None) if isinstance(kind, str) else kind
@@ -180,7 +186,8 @@ def _nearest(kind: str | type) -> tuple[Family, str] | None:
     bases = [_stem(cls.__name__) for cls in getattr(found, "__mro__", ())[1:]]
     near = [stem for stem in bases if stem in stems]
     near += sorted((stem for stem in stems if _stem(name).startswith(stem)), key=len, reverse=True)
-    near += [*get_close_matches(_stem(name), stems, n=1)]
+    # alike from the start: all images end in "Image", which says nothing of their model
+    near += get_close_matches(_stem(name), [stem for stem in stems if stem[:3] == name[:3]], n=1)
     return (owners[stems[near[0]]], stems[near[0]]) if near else None
 
 

@@ -47,6 +47,10 @@ class AttentionInput(NamedTuple):
     """(B, N) of all tokens, see :func:`key_padding_mask`."""
     rotary_by_head: Rotary | None = None
     """(cos, sin), each (1 or B, N, H, D), in place of ``rotary`` if heads rotate by different angles."""
+    projected: torch.Tensor | None = None
+    """(B, N, 3 H D): query, key and value, where one layer makes them together with :attr:`feed_forward`."""
+    feed_forward: torch.Tensor | None = None
+    """(B, N, ...): hidden channels of the feed-forward that the attention runs too."""
     frames_in_block: int | None = None
     """Frames per block of a block-causal mask; no query may see a later block."""
     attended: torch.Tensor | None = None
@@ -82,7 +86,10 @@ class AttentionAdapter:
         return attn.to_q
 
     def output_projection(self, attn: Any) -> Any:
-        """The linear layer after the heads; None in blocks that project them in another layer."""
+        """The linear layer after the heads; None in blocks that project them in another layer.
+
+        If it also takes other channels, they come after those of the heads.
+        """
         found = getattr(attn, "to_out", None)
         return found[0] if found is not None else None
 
@@ -99,6 +106,10 @@ class AttentionAdapter:
         rotary = next((kwargs[name] for name in _ROTARY_NAMES if kwargs.get(name) is not None), None)
         given |= {"rotary_emb": rotary} if rotary is not None else {}
         return AttentionArguments(*args, **given)
+
+    def received(self, arguments: AttentionArguments) -> AttentionArguments:
+        """Arguments of the attention's processor, which some attentions pass in another order."""
+        return arguments
 
     def is_cross_attention(self, arguments: AttentionArguments) -> bool:
         """Whether this call is cross-attention, which is never patched."""
@@ -220,10 +231,11 @@ class AttentionAdapter:
             named[self.rotary_argument] = named.pop("rotary_emb")
         return processor(attn, **named)
 
-    def heads_output(self, returned: Any) -> torch.Tensor:
-        """Output of the heads, from the return value of an attention without an output projection."""
-        output: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
-        return output
+    def heads_output(self, attn: Any, found: Any) -> torch.Tensor:
+        """Output of the heads, from the input of the output projection, or without one the attention's return value."""
+        output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        heads, head_dim = self.heads(attn)
+        return output[..., : heads * head_dim]
 
 
 class JointAdapter(AttentionAdapter):
@@ -304,6 +316,46 @@ class JointAdapter(AttentionAdapter):
         first, last = output[:, :at], output[:, at:]
         context, tokens = (first, last) if self.context_first else (last, first)
         return finite(_through(own, tokens)), finite(_through(of_context, context))
+
+
+class ParallelAdapter(JointAdapter):
+    """Single-stream attention that also runs the feed-forward, as in Flux.2.
+
+    One layer, ``to_qkv_mlp_proj``, makes query, key, value and the feed-forward's hidden channels; another, ``to_out``,
+    takes heads and feed-forward together.
+    """
+
+    def query_projection(self, attn: Any) -> Any:
+        """The first layer."""
+        return attn.to_qkv_mlp_proj
+
+    def output_projection(self, attn: Any) -> Any:
+        """The second layer."""
+        return attn.to_out
+
+    def projections(self, attn: Any) -> list[nn.Module]:
+        """Both."""
+        return [attn.to_qkv_mlp_proj, attn.to_out]
+
+    def received(self, arguments: AttentionArguments) -> AttentionArguments:
+        """Mask and RoPE one place earlier than others pass them, for want of a context of its own."""
+        mask, rotary = arguments.encoder_hidden_states, arguments.attention_mask
+        return AttentionArguments(arguments.hidden_states, None, mask, rotary)
+
+    def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
+        """Runs the first layer, once for attention and feed-forward."""
+        made = attn.to_qkv_mlp_proj(arguments.hidden_states)
+        projected, hidden = made.tensor_split([3 * attn.inner_dim], dim=-1)
+        return super().read(attn, arguments)._replace(projected=projected, feed_forward=hidden)
+
+    def project(self, attn: Any, given: AttentionInput) -> Projected:
+        """What the first layer made."""
+        projected: Any = given.projected
+        return lowered(_in_heads(attn, projected.chunk(3, dim=-1), attn.norm_q, attn.norm_k))
+
+    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+        """By the second layer."""
+        return finite(attn.to_out(torch.cat([output.flatten(2), attn.mlp_act_fn(given.feed_forward)], dim=-1)))
 
 
 def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:

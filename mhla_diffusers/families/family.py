@@ -190,8 +190,8 @@ class Family:
         """The adapter of one self-attention, by default :attr:`adapter`."""
         return self.adapter
 
-    def self_attention_processor(self) -> Any:
-        """A fresh processor of the kind that diffusers gives the self-attentions."""
+    def self_attention_processor(self, attn: Any = None) -> Any:
+        """A fresh processor of the kind that diffusers gives the self-attentions, or one of them."""
         return _imported(self.processor)()
 
     def softmax_processor(self) -> Any:

@@ -130,7 +130,7 @@ class TransformersFamily(Family):
 
     library = "transformers"
 
-    def self_attention_processor(self) -> Any:
+    def self_attention_processor(self, attn: Any = None) -> Any:
         """A placeholder for the attention implementation that the model's configuration names."""
         from .patched_classes import OwnAttention
 

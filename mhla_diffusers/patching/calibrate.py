@@ -107,10 +107,11 @@ def head_projections(attn: Any) -> torch.Tensor:
     adapter, weight = adapter_of(attn), next(attn.parameters())
     heads, head_dim = adapter.heads(attn)
     dtype = weight.dtype if weight.is_floating_point() and weight.dtype.itemsize > 1 else torch.float32
-    unit = torch.eye(heads * head_dim, dtype=dtype, device=weight.device)
     projection = adapter.output_projection(attn)
     if projection is None:  # a layer of the block projects the heads together with other things
         projection = torch.nn.Identity()
+    channels = getattr(projection, "in_features", heads * head_dim)  # more, if it also takes those of a feed-forward
+    unit = torch.eye(heads * head_dim, channels, dtype=dtype, device=weight.device)
     columns = (projection(unit) - projection(torch.zeros_like(unit[:1]))).float()
     return torch.linalg.qr(columns.unflatten(0, (heads, -1)).mT).R.mT
 
@@ -267,7 +268,7 @@ def _watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[Remova
     projection = adapter_of(attn).output_projection(attn)
 
     def look(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        of_heads = outputs.pop() if outputs else adapter_of(attn).heads_output(returned)
+        of_heads = adapter_of(attn).heads_output(attn, outputs.pop() if outputs else returned)
         note(tokens_of_grid(attn, args, kwargs, of_heads))
 
     hooks = [attn.register_forward_hook(look, with_kwargs=True)]

@@ -199,7 +199,7 @@ class Patched:
             return attn.processor
         original = replaced_processor(attn)
         if original is None and any(attn is own for own in self.attentions.values()):
-            original = self.family.self_attention_processor()
+            original = self.family.self_attention_processor(attn)
         elif original is None:
             original = default_cross_attention_processor(attn, self.family)
         return with_backend_of(attn.processor, original) if isinstance(attn.processor, MHLAProcessor) else original

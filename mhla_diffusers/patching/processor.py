@@ -149,6 +149,7 @@ class MHLAProcessor:
         layer = layer_of(attn)
         family = family_of_attention(attn) if layer is None else None
         adapter = adapter_of(attn, family)
+        arguments = adapter.received(arguments)
         if adapter.is_cross_attention(arguments):
             if layer is None and family is None and getattr(attn, "is_cross_attention", True) is False:
                 raise _unknown_model(attn)

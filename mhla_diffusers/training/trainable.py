@@ -11,10 +11,6 @@ from ..families import get_family
 from ..patching import mhla_layers
 from .config import StageConfig, Trainable
 
-_PROJECTIONS: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_qkv", "to_out.0")
-_PROJECTIONS += ("add_q_proj", "add_k_proj", "add_v_proj", "to_added_qkv", "to_add_out")
-"""Projections of a self-attention that LoRA adapts, if the model has them."""
-
 
 def is_mixing(name: str) -> bool:
     """Whether a parameter is a mixing matrix, λ or β, which may have a learning rate of its own."""
@@ -80,9 +76,9 @@ def add_adapters(transformer: nn.Module, rank: int, seed: int) -> None:
 
     if any(is_adapter(name) for name, _ in transformer.named_parameters()):
         return
-    modules = dict(transformer.named_modules())
-    names = (f"{attention}.{part}" for attention in patched_attentions(transformer) for part in _PROJECTIONS)
-    targets = [name for name in names if name in modules]
+    family, names = get_family(transformer), {module: name for name, module in transformer.named_modules()}
+    attentions = patched_attentions(transformer).values()
+    targets = [names[linear] for attn in attentions for linear in family.adapter_of(attn).projections(attn)]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer)

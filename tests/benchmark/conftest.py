@@ -5,11 +5,11 @@ import pytest
 from mhla_diffusers import families
 from mhla_diffusers.families import register_family
 
-from ..families.auraflow import AuraFlowFamily
+from ..families.cogview3plus import CogView3PlusFamily
 
 
 @pytest.fixture
-def auraflow(monkeypatch):
+def cogview3plus(monkeypatch):
     """The family, forgotten after the test."""
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    register_family(AuraFlowFamily())
+    register_family(CogView3PlusFamily())

@@ -297,13 +297,13 @@ def test_a_step_of_every_attention(tmp_path, monkeypatch, options):
     assert (row.whole_seconds == row.median) == ("--layers" not in options)
 
 
-def test_a_family_of_the_users_own_is_measured(tmp_path, auraflow):
+def test_a_family_of_the_users_own_is_measured(tmp_path, cogview3plus):
     """It tells its models and what conditions them."""
-    _, _, inputs = on_meta("tiny-auraflow", ["256"], batch=3, dtype=torch.bfloat16)
+    _, _, inputs = on_meta("tiny-cogview3plus", ["256"], batch=3, dtype=torch.bfloat16)
     text = inputs["encoder_hidden_states"]
-    assert (text.shape, text.dtype) == ((3, 256, 32), torch.bfloat16)
-    run = measure(tmp_path, "transformer", "--model", "tiny-auraflow", "--size", "64x96")
+    assert (text.shape, text.dtype) == ((3, 224, 32), torch.bfloat16)
+    run = measure(tmp_path, "transformer", "--model", "tiny-cogview3plus", "--size", "64x96")
     assert {"softmax native", *LINEAR_KINDS, CONTENT} <= set(medians(run))
     assert run.rows[0].tokens == 24
-    run = measure(tmp_path / "op", "op", "--shape", "tiny-auraflow-64px", "--stage", "forward")
+    run = measure(tmp_path / "op", "op", "--shape", "tiny-cogview3plus-64px", "--stage", "forward")
     assert {"MHLA eager", f"{CONTENT} eager"} <= set(medians(run))

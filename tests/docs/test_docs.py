@@ -23,7 +23,7 @@ from mhla_diffusers.generation.record import write_video
 from mhla_diffusers.tiny import load_tiny
 
 from .. import models
-from ..families.auraflow_tiny import save_auraflow
+from ..families.cogview3plus_tiny import save_cogview3plus
 from ..language.models import save_llama
 from ..patching.test_conversion import paper_checkpoint
 from ..vision.models import save_vit
@@ -47,10 +47,10 @@ def belongings(tmp_path_factory) -> Path:
     save_file(paper_checkpoint(models.wan(), [1], True, False), folder / "paper.safetensors")
     save_llama(folder / "tiny-llama")
     save_vit(folder / "tiny-vit")
-    save_auraflow(folder / "tiny-auraflow")
-    # the page says: the class above it, and saved as mhla_auraflow.py
+    save_cogview3plus(folder / "tiny-cogview3plus")
+    # the page says: the class above it, and saved as mhla_cogview3plus.py
     *_, family, script = [s.text for s in CODE if s.page == "docs/add-a-model.md" and s.language == "python"]
-    (folder / "mhla_auraflow.py").write_text(f"{family}\n{script}")
+    (folder / "mhla_cogview3plus.py").write_text(f"{family}\n{script}")
     return folder
 
 
@@ -67,7 +67,7 @@ def write_patches(folder):
     for name, family, blocks in (
         ("my-patch", "wan", [7, 3, 5]),
         ("my-dit-patch", "dit", [4, 4]),
-        ("my-auraflow", "auraflow", [2, 2]),
+        ("my-cogview3plus", "cogview3plus", [2, 2]),
     ):
         content = {"family": family, "base_model": "tiny", "description": "my own", "mhla": {"blocks": blocks}}
         (folder / f"{name}.yaml").write_text(json.dumps(content))

@@ -145,6 +145,51 @@ def _flux(transformer: Any) -> Any:
     )
 
 
+def _flux2(transformer: Any, kind: str = "Flux2Pipeline", **config: Any) -> Any:
+    """A language model, three of whose layers are the text; an autoencoder with statistics of a token's channels."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    sizes = {"block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
+    vae = autoencoder("AutoencoderKLFlux2", **blocks, **sizes, mid_block_add_attention=False)
+    generator = torch.Generator().manual_seed(7)
+    vae.bn.running_mean.normal_(0.0, 0.1, generator=generator)
+    vae.bn.running_var.uniform_(0.5, 2.0, generator=generator)
+    tokenizer = text_tokenizer()
+    if kind == "Flux2Pipeline":  # whose processor takes pictures as well
+        tokenizer.chat_template = tokenizer.chat_template.replace("message.content", "message.content[0].text")
+    text_encoder = transformers.Qwen3ForCausalLM
+    config_of_text = transformers.Qwen3Config(**language_model(layers=30), head_dim=8)
+    return getattr(diffusers, kind)(
+        scheduler=flow(shift=3.0, use_dynamic_shifting=True),
+        vae=vae,
+        text_encoder=seeded(text_encoder, config=config_of_text),
+        tokenizer=tokenizer,
+        transformer=transformer,
+        **config,
+    )
+
+
+def _auraflow(transformer: Any) -> Any:
+    """T5 and flow matching."""
+    return diffusers.AuraFlowPipeline(
+        tokenizer=text_tokenizer(),
+        text_encoder=t5(32),
+        vae=kl_autoencoder(),
+        transformer=transformer,
+        scheduler=flow(shift=1.73),
+    )
+
+
+def _chroma(transformer: Any) -> Any:
+    """T5, whose padding is masked; two forwards for guidance."""
+    return diffusers.ChromaPipeline(
+        transformer=transformer,
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=half_autoencoder(0.1),
+        text_encoder=t5(32),
+        tokenizer=text_tokenizer(),
+    )
+
+
 def _sd3(transformer: Any) -> Any:
     """Two CLIP encoders, T5 and flow matching."""
     projected = transformers.CLIPTextModelWithProjection
@@ -399,6 +444,8 @@ class Case:
     """What differs from the arguments that the family makes."""
     extra: tuple[int, int] = (0, 0)
     """Tokens before and after the grid's in the sequence that the attention works on, of the usual inputs."""
+    checkpointed: int = 2
+    """Samples of a batch under gradient checkpointing."""
     compiles_whole: bool = True
     """Whether the model's own forward compiles to one graph."""
     noise: float = 0.15
@@ -573,6 +620,15 @@ def _without_frames(call: Mapping[str, Any]) -> dict[str, Any]:
 
 _TABLE = (
     Case(
+        "auraflow",
+        "auraflow",
+        _auraflow,
+        {**_LARGE, "negative_prompt": "dog", "guidance_scale": 3.5, "max_sequence_length": 8},
+        (*_layers(2, "joint_transformer_blocks.{}.attn"), *_layers(2, "single_transformer_blocks.{}.attn")),
+        {"num_single_dit_layers": 2, "sample_size": 16},
+        extra=(8 + TEXT_TOKENS, 0),
+    ),
+    Case(
         "chronoedit",
         "chronoedit",
         _of_wan("ChronoEditPipeline", 5.0, 8),
@@ -587,6 +643,16 @@ _TABLE = (
         _without_frames(_EDIT),  # two latent frames in every step
         _layers(3, "blocks.{}.attn1"),
         **{**_OF_WAN_SHOWN, "grids": ((2, 4, 6), (2, 5, 4))},
+    ),
+    Case(
+        "chroma",
+        "chroma",
+        _chroma,
+        {**_SMALL, "negative_prompt": "dog", "guidance_scale": 4.0, "max_sequence_length": 8},
+        _TWO_STREAMS,
+        {"num_single_layers": 2},
+        extra=(TEXT_TOKENS, 0),
+        checkpointed=1,  # diffusers then drops the mask of texts of other lengths
     ),
     Case("cogvideox", "cogvideox", _cogvideox, _COG_CALL, _layers(3), _COG_SETTINGS, _VIDEO, extra=(TEXT_TOKENS, 0)),
     Case(
@@ -615,6 +681,15 @@ _TABLE = (
         {**_SMALL, "guidance_scale": 3.5, "max_sequence_length": 8},
         _TWO_STREAMS,
         {"num_single_layers": 2, "guidance_embeds": True},
+        extra=(TEXT_TOKENS, 0),
+    ),
+    Case(
+        "flux2",
+        "flux2",
+        _flux2,
+        {**_SMALL, "guidance_scale": 4.0, "max_sequence_length": 8},
+        _TWO_STREAMS,
+        {"num_single_layers": 2},
         extra=(TEXT_TOKENS, 0),
     ),
     Case(

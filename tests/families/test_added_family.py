@@ -6,20 +6,21 @@ import pytest
 import torch
 
 from mhla_diffusers import apply_mhla, families, remove_mhla
-from mhla_diffusers.families import Clip, FlowMatching, get_family, predict, register_family
+from mhla_diffusers.families import Clip, get_family, predict, register_family
+from mhla_diffusers.families.processes import VelocityDDPM
 from mhla_diffusers.generation import PipelineChoice
 
 from ..models import assert_changed, relative_change
-from . import auraflow
-from .auraflow import AuraFlowFamily
-from .auraflow_tiny import CALL, auraflow_pipeline, auraflow_transformer, save_auraflow
+from . import cogview3plus
+from .cogview3plus import CogView3PlusFamily
+from .cogview3plus_tiny import CALL, cogview3plus_pipeline, cogview3plus_transformer, save_cogview3plus
 
 
 @pytest.fixture(autouse=True)
-def family(monkeypatch) -> AuraFlowFamily:
-    """AuraFlow, known to the package during one test."""
+def family(monkeypatch) -> CogView3PlusFamily:
+    """CogView3-Plus, known to the package during one test."""
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    known = AuraFlowFamily()
+    known = CogView3PlusFamily()
     register_family(known)
     return known
 
@@ -30,12 +31,12 @@ def generate(pipe, **settings):
 
 
 def test_class_is_short_enough_to_be_read():
-    assert len(inspect.getsource(AuraFlowFamily).splitlines()) <= 60
-    assert len(inspect.getsource(auraflow).splitlines()) <= 60
+    assert len(inspect.getsource(CogView3PlusFamily).splitlines()) <= 60
+    assert len(inspect.getsource(cogview3plus).splitlines()) <= 60
 
 
 def test_all_pairs_listed_are_its_own_attention():
-    pipe = auraflow_pipeline()
+    pipe = cogview3plus_pipeline()
     before = generate(pipe, output_type="latent")
     apply_mhla(pipe, blocks=(1, 1), sparse="content", density=1.0)
     # float32 sums in another order, through all denoising steps
@@ -43,8 +44,8 @@ def test_all_pairs_listed_are_its_own_attention():
 
 
 def test_patch_rests_in_the_first_step():
-    """Which the timestep tells, σ here."""
-    pipe = auraflow_pipeline()
+    """Which the timestep tells."""
+    pipe = cogview3plus_pipeline()
     before = generate(pipe, output_type="latent")
     apply_mhla(pipe, sparse="none", blocks=(2, 2), softmax_steps=1)
     assert relative_change(generate(pipe, output_type="latent"), before) > 1e-4  # of one short step
@@ -53,7 +54,7 @@ def test_patch_rests_in_the_first_step():
 
 
 def test_prompt_becomes_what_the_pipeline_gives_its_transformer(family):
-    pipe, given = auraflow_pipeline(), {}
+    pipe, given = cogview3plus_pipeline(), {}
 
     def note(_, args, kwargs):
         given.update(kwargs)
@@ -66,17 +67,17 @@ def test_prompt_becomes_what_the_pipeline_gives_its_transformer(family):
 
 
 def test_shapes_of_the_conditioning_are_those_that_it_has(family):
-    pipe = auraflow_pipeline()
+    pipe = cogview3plus_pipeline()
     found = family.encode_prompt(pipe, "")
     shapes = family.conditioning_shapes(pipe.transformer.config)
     assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in shapes.items()}
 
 
 def test_training_loss_reaches_every_weight(family):
-    pipe = auraflow_pipeline()
+    pipe = cogview3plus_pipeline()
     transformer = apply_mhla(pipe.transformer, sparse="none", blocks=(2, 2))
-    process = get_family(transformer).process(transformer, flow_shift=1.73)
-    assert isinstance(process, FlowMatching)
+    process = get_family(transformer).process(transformer, flow_shift=1.0)
+    assert isinstance(process, VelocityDDPM)
     clip = Clip(frames=1, fps=1.0, sizes=((64, 96),))
     pixels = torch.rand(2, 3, 1, 64, 96) * 2 - 1
     latents = family.encode_pixels(pipe, pixels).detach()
@@ -90,7 +91,7 @@ def test_training_loss_reaches_every_weight(family):
 
 
 def test_calls_are_those_of_the_pipeline(family):
-    pipe = auraflow_pipeline()
+    pipe = cogview3plus_pipeline()
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
     one, other = family.call(pipe, ["the red dog", "a cat"], generators, **CALL, output_type="pt")
     torch.testing.assert_close(one, generate(pipe)[0], rtol=1e-4, atol=1e-4)
@@ -98,16 +99,16 @@ def test_calls_are_those_of_the_pipeline(family):
 
 
 def test_latents_are_those_that_the_autoencoder_gets(family):
-    pipe = auraflow_pipeline()
+    pipe = cogview3plus_pipeline()
     clip = Clip(frames=1, fps=1.0, sizes=((64, 64),))
-    found = family.generate_latents(pipe, "the red dog", clip, 2, 3.5, torch.Generator().manual_seed(3))
-    expected = generate(pipe, output_type="latent", max_sequence_length=256)[0]
+    found = family.generate_latents(pipe, "the red dog", clip, 2, 5.0, torch.Generator().manual_seed(3))
+    expected = generate(pipe, output_type="latent", max_sequence_length=224)[0]
     assert found.shape == family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_folder_of_the_pipeline_can_be_chosen_as_a_model(tmp_path):
-    choice = PipelineChoice("auraflow", model=str(save_auraflow(tmp_path)), settings=CALL)
+    choice = PipelineChoice("cogview3plus", model=str(save_cogview3plus(tmp_path)), settings=CALL)
     choice.check()
     (image,) = choice.generate(choice.load(), ["the red dog"], [torch.Generator().manual_seed(3)])
     assert image.size == (64, 64)
@@ -115,7 +116,7 @@ def test_folder_of_the_pipeline_can_be_chosen_as_a_model(tmp_path):
 
 def test_measured_models_can_be_built(family):
     tiny = next(model for model in family.models if model.is_tiny)
-    built = auraflow_transformer().config
+    built = cogview3plus_transformer().config
     for name, value in tiny.settings.items():
         assert built[name] == value
-    assert len(family.self_attentions(auraflow_transformer())) == tiny.layers + sum(tiny.more_layers.values())
+    assert len(family.self_attentions(cogview3plus_transformer())) == tiny.layers + sum(tiny.more_layers.values())

@@ -1,4 +1,4 @@
-"""Every command knows a family that was registered: AuraFlow from a folder, on the command line."""
+"""Every command knows a family that was registered: CogView3-Plus from a folder, on the command line."""
 
 import json
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from mhla_diffusers import families, load_mhla, mhla_layers
 from mhla_diffusers.families import register_family
 
 from ..evaluation.pictures import mhla
-from .auraflow import AuraFlowFamily
-from .auraflow_tiny import CALL, auraflow_pipeline, save_auraflow
+from .cogview3plus import CogView3PlusFamily
+from .cogview3plus_tiny import CALL, cogview3plus_pipeline, save_cogview3plus
 
 SETTINGS = [word for name, value in CALL.items() for word in ("--set", f"{name}={str(value).lower()}")]
 PATCH = """\
-family: auraflow
-base_model: fal/AuraFlow-v0.3
+family: cogview3plus
+base_model: THUDM/CogView3-Plus-3B
 description: all layers
 mhla:
   blocks: [2, 2]
@@ -27,15 +27,15 @@ mhla:
 
 @pytest.fixture(autouse=True)
 def family() -> Iterator[None]:
-    """AuraFlow, known to the package during one test."""
-    register_family(AuraFlowFamily())
+    """CogView3-Plus, known to the package during one test."""
+    register_family(CogView3PlusFamily())
     yield
-    families._FAMILIES.pop(AuraFlowFamily.name)
+    families._FAMILIES.pop(CogView3PlusFamily.name)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return save_auraflow(tmp_path_factory.mktemp("auraflow") / "model")
+    return save_cogview3plus(tmp_path_factory.mktemp("cogview3plus") / "model")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def run(*arguments) -> str:
 def test_generate_and_eval_samples(model, patch, tmp_path):
     run(
         "generate",
-        "auraflow",
+        "cogview3plus",
         "the red dog",
         "--model",
         model,
@@ -69,14 +69,23 @@ def test_generate_and_eval_samples(model, patch, tmp_path):
     assert Image.open(file).size == (64, 64)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat\nthe red dog\n")
-    asked = ("--family", "auraflow", "--model", model, *SETTINGS)
+    asked = ("--family", "cogview3plus", "--model", model, *SETTINGS)
     run("eval", "samples", "prompts", tmp_path / "set", prompts, *asked)
     assert len(list((tmp_path / "set").glob("*.png"))) == 2
 
 
 def test_analyze(model, patch, tmp_path):
     shown = run(
-        "analyze", "auraflow", "a cat", "--model", model, "--patch", patch, "--output", tmp_path / "found", *SETTINGS
+        "analyze",
+        "cogview3plus",
+        "a cat",
+        "--model",
+        model,
+        "--patch",
+        patch,
+        "--output",
+        tmp_path / "found",
+        *SETTINGS,
     )
     assert "MHLA" in shown
     assert len(json.loads((tmp_path / "found" / "analysis.json").read_text())["layers"]) == 4
@@ -122,10 +131,10 @@ def test_synthesize_and_finetune(model, tmp_path):
     file.write_text(yaml.safe_dump(config))
     assert "TFLOP" in run("finetune", "--config", file, "--dry-run")
     run("finetune", "--config", file)
-    assert len(mhla_layers(load_mhla(auraflow_pipeline(), tmp_path / "run" / "result"))) == 4
+    assert len(mhla_layers(load_mhla(cogview3plus_pipeline(), tmp_path / "run" / "result"))) == 4
     assert list((tmp_path / "run" / "samples").rglob("*.png"))
 
 
 def test_bench_transformer(tmp_path):
-    shown = run("bench", "transformer", "--model", "tiny-auraflow", "--seconds", "0.01", "--output", tmp_path)
+    shown = run("bench", "transformer", "--model", "tiny-cogview3plus", "--seconds", "0.01", "--output", tmp_path)
     assert "MHLA" in shown

@@ -14,18 +14,35 @@ from mhla_diffusers.families.family import of_unit_scale
 from .cases import Case as FamilyCase
 from .cases import case_of
 
-NAMES = ("flux", "hunyuan_dit", "latte", "ltx", "ltx2", "mochi", "pixart", "qwenimage", "sana_video", "sd3", "z_image")
+NAMES = (
+    "auraflow",
+    "chroma",
+    "flux",
+    "flux2",
+    "hunyuan_dit",
+    "latte",
+    "ltx",
+    "ltx2",
+    "mochi",
+    "pixart",
+    "qwenimage",
+    "sana_video",
+    "sd3",
+    "z_image",
+)
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
 
-GUIDANCE = {"flux": 3.5}
-"""Of a call with one forward per step, where it is not 1: Flux's, which the model embeds, is the pipeline's default."""
+GUIDANCE = {"flux": 3.5, "flux2": 4.0}
+"""Of a call with one forward per step, where it is not 1: where the model embeds it, the pipeline's default."""
 
 each_family = pytest.mark.parametrize("name", NAMES)
-# text of Qwen-Image and Z-Image is filled up, files of LTX-2 hold no sound, and Mochi predicts with another sign: their
-# own files look at that
-OF_ITS_OWN = ("ltx2", "mochi", "qwenimage", "z_image")
+# text of Chroma, Qwen-Image and Z-Image is filled up, files of LTX-2 hold no sound, and Mochi predicts with another
+# sign: their own files look at that
+OF_ITS_OWN = ("chroma", "ltx2", "mochi", "qwenimage", "z_image")
 forward_alike = pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_ITS_OWN])
+# the autoencoder of Flux.2 norms tokens, to which its own file looks
+normed_by_channel = pytest.mark.parametrize("name", [name for name in NAMES if name != "flux2"])
 # Stable Diffusion 3 has as many tokens as its tokenizers, which are others in a tiny pipeline
 real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("ltx2", "sd3")])
 
@@ -89,7 +106,7 @@ def test_conditioning_has_the_shapes_that_are_told(name: str) -> None:
     }
 
 
-@each_family
+@normed_by_channel
 def test_latents_are_of_the_scale_of_the_pipeline(name: str) -> None:
     """What the pipeline has when it is done, and what its autoencoder then gets."""
     case = case_of(name)

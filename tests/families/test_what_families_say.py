@@ -5,7 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
-from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_z_image
+from diffusers.models.transformers import (
+    transformer_flux,
+    transformer_flux2,
+    transformer_qwenimage,
+    transformer_z_image,
+)
 from diffusers.models.transformers.transformer_chronoedit import ChronoEditRotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
@@ -21,6 +26,8 @@ from .cases import ROUNDING, all_exact, case_of, output
 GRID = (2, 4, 3)
 _PICTURE = (1, 4, 3)
 _PLACES = torch.cartesian_prod(*(torch.arange(size).float() for size in _PICTURE))
+
+_PLACES_OF_FOUR = torch.cat([_PLACES, torch.zeros(len(_PLACES), 1)], dim=1)
 
 
 def _z_image() -> torch.Tensor:
@@ -64,6 +71,7 @@ ROPE: dict[str, tuple[str, int, Callable]] = {
         lambda: HunyuanVideo15RotaryPosEmbed(1, 1, [16, 56, 56])(torch.empty(1, 16, *GRID)),
     ),
     "flux": ("flux", 128, lambda: transformer_flux.FluxPosEmbed(10000, (16, 56, 56))(_PLACES)),
+    "flux2": ("flux2", 128, lambda: transformer_flux2.Flux2PosEmbed(2000, (32,) * 4)(_PLACES_OF_FOUR)),
     "qwenimage": ("qwenimage", 128, _qwenimage),
     "z_image": ("z_image", 128, _z_image),
 }

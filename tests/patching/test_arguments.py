@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from diffusers import ChromaTransformer2DModel
+from diffusers.loaders import FluxTransformer2DLoadersMixin
 from transformers import ViTConfig, ViTForImageClassification
 
 import mhla_diffusers as mhla
@@ -143,13 +143,15 @@ def test_a_family_is_found_by_model_class_and_name(find):
 
 
 def test_the_nearest_family_is_that_of_the_bases():
-    """Chroma derives from Flux, and no name but its bases' says so; where nothing is near, none is named."""
-    for given in (ChromaTransformer2DModel, "ChromaTransformer2DModel"):
-        with pytest.raises(ValueError, match=r"nearest family is 'flux' \(FluxTransformer2DModel\).*docs/models.md"):
-            get_family(given)
-    with pytest.raises(ValueError, match="is not supported; the page") as error:
-        get_family("AllegroTransformer3DModel")
-    assert "nearest" not in str(error.value) and len(str(error.value)) < 300
+    """No name but its bases' may say so; where nothing is near, none is named."""
+    kin = type("NoiseTransformer2DModel", (FluxTransformer2DLoadersMixin, torch.nn.Module), {})
+    pages = r"docs/models.md.*docs/add-a-model.md"
+    with pytest.raises(ValueError, match=rf"nearest family is 'flux' \(FluxTransformer2DModel\).*{pages}"):
+        get_family(kin)
+    for other in ("AllegroTransformer3DModel", "OvisImageTransformer2DModel"):
+        with pytest.raises(ValueError, match="is not supported; the page") as error:
+            get_family(other)
+        assert "nearest" not in str(error.value) and len(str(error.value)) < 300
     with pytest.raises(ValueError, match="docs/models.md") as error:
         find_transformers("wan")
     assert len(str(error.value)) < 250

@@ -1,0 +1,86 @@
+"""Chroma: ``ChromaTransformer2DModel``.
+
+Flux's layout without pooled text and embedded guidance. Padded text but for its first token is masked. diffusers'
+pipeline makes this mask of floating-point ones and zeros, which diffusers then adds to the scores: a padded token
+weighs 1/e of another. A patch adds it for every query, diffusers for all but those of padded tokens. A bool mask, which
+training here uses, leaves padding out in both.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .adapters import AttentionArguments, JointAdapter
+from .family import Condition, Sample
+from .flux import FluxFamily
+from .models import image_model, tiny_image
+
+_CLASS = "ChromaTransformer2DModel"
+_TEXT_TOKENS = 512
+_TINY = {
+    "axes_dims_rope": (4, 6, 6),
+    "joint_attention_dim": 32,
+    "in_channels": 16,
+    "approximator_num_channels": 16,
+    "approximator_hidden_dim": 16,
+    "approximator_layers": 1,
+}
+
+
+class ChromaAdapter(JointAdapter):
+    """Blocks make a mask of pairs, (B, 1, N, N), of one of tokens."""
+
+    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+        """(B, N): what the last query sees, which is of the image."""
+        mask = arguments.attention_mask
+        of_last = mask if mask is None else mask[:, :, -1:]
+        return super().key_mask(arguments._replace(attention_mask=of_last))
+
+
+class ChromaFamily(FluxFamily):
+    """Text-to-image transformers with a (height, width) token grid."""
+
+    name = "chroma"
+    transformers = (_CLASS,)
+    adapter = ChromaAdapter(context_first=True)
+    attention_class = None
+    forward_names = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids", "attention_mask")
+    # T5's
+    conditions = (
+        Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
+        Condition("attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.bool),
+    )
+    guidance = None
+    models = (
+        image_model("chroma1-hd", _CLASS, 24, 128, 19, more_layers={"num_single_layers": 38}),
+        tiny_image("chroma", _CLASS, head_dim=16, layers=2, more_layers={"num_single_layers": 1}, settings=_TINY),
+    )
+
+    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """Flux's.
+
+        Raises:
+            ValueError: a mask under gradient checkpointing, or more than one picture.
+        """
+        is_checkpointed = transformer.gradient_checkpointing and torch.is_grad_enabled()
+        if is_checkpointed and arguments.get("attention_mask") is not None:
+            raise ValueError(
+                "Under gradient checkpointing diffusers does not pass Chroma's attention_mask to its single-stream "
+                "blocks, so padding would take part in them. Train with batch_size: 1, which needs no mask, or with "
+                "gradient_checkpointing: false."
+            )
+        return super().grid_of_arguments(transformer, arguments)
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """Texts end where the longest does; with a mask of text and image where one is shorter."""
+        text, mask = conditioning["encoder_hidden_states"], conditioning["attention_mask"].bool()
+        longest = text.shape[1] if mask.is_meta else int(mask.sum(dim=1).max())
+        text, mask = text[:, :longest], mask[:, :longest]
+        arguments = super().forward_arguments(transformer, latents, timestep, {"encoder_hidden_states": text})
+        if mask.is_meta or bool(mask.all()):  # without values there are no lengths
+            return arguments
+        of_image = mask.new_ones(arguments["hidden_states"].shape[:2])
+        return {**arguments, "attention_mask": torch.cat([mask, of_image], dim=1)}

@@ -1,0 +1,134 @@
+"""What is particular to Flux.2: attention that runs the feed-forward, ids of four, latents normed by token, Klein."""
+
+from functools import partial
+
+import pytest
+import torch
+from diffusers import Flux2Pipeline
+from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
+from torch.nn import functional
+
+import mhla_diffusers as mhla
+from mhla_diffusers.families import Clip
+from mhla_diffusers.families.flux2 import Flux2Family
+from mhla_diffusers.training.trainable import add_adapters
+
+from ..models import assert_changed, relative_change
+from ..pipelines import quiet
+from .cases import ROUNDING, _flux2, all_exact, case_of, output, plain
+from .recording import forwards
+
+flux2 = case_of("flux2")
+
+FAMILY = Flux2Family()
+SETTINGS = plain("flux2")
+CLIP = Clip(1, 1.0, ((32, 32),))
+GRID = (7, 5)
+LATENTS = torch.zeros(2, 16, *GRID)
+
+
+def klein():
+    """Distilled, without embedded guidance."""
+    return quiet(_flux2(flux2.transformer(guidance_embeds=False), "Flux2KleinPipeline", is_distilled=True))
+
+
+def test_ids_are_the_pipelines_and_tell_the_grid():
+    ids, text_ids = FAMILY.ids(LATENTS, GRID, 6)
+    expected = Flux2Pipeline._prepare_latent_ids(LATENTS)
+    assert ids.dtype == expected.dtype and torch.equal(ids, expected)
+    assert torch.equal(text_ids, Flux2Pipeline._prepare_text_ids(torch.zeros(2, 6, 1)))
+    assert FAMILY.grid_of_arguments(None, {"img_ids": expected}) == GRID
+
+
+def test_reference_pictures_are_refused():
+    own = Flux2Pipeline._prepare_latent_ids(LATENTS)
+    for sizes in ([(7, 5)], [(2, 2), (1, 3)]):
+        others = Flux2Pipeline._prepare_image_ids([torch.zeros(1, 16, *size) for size in sizes])
+        with pytest.raises(ValueError, match=r"not one picture.*Flux\.2 with reference pictures.*remove_mhla\(pipe\)"):
+            FAMILY.grid_of_arguments(None, {"img_ids": torch.cat([own, others.expand(2, -1, -1)], dim=1)})
+
+
+@pytest.mark.parametrize("mode", ["extract", "cached"])
+def test_cached_reference_pictures_are_refused(mode):
+    model = mhla.apply_mhla(flux2.transformer(), **SETTINGS)
+    with pytest.raises(ValueError, match=rf"kv_cache_mode='{mode}'.*remove_mhla\(pipe\)"):
+        output(model, {**flux2.inputs(), "kv_cache_mode": mode})
+
+
+def test_the_layer_of_attention_and_feed_forward_runs_once():
+    model, calls = mhla.apply_mhla(flux2.transformer(), **SETTINGS), []
+    attentions = [block.attn for block in model.single_transformer_blocks]
+    for attn in attentions:
+        attn.to_qkv_mlp_proj.register_forward_hook(lambda *_: calls.append(1))
+    output(model, flux2.inputs())
+    assert len(calls) == len(attentions)
+
+
+def test_each_kind_of_block_gets_its_own_processor_back():
+    model = flux2.transformer()
+    model.set_attn_processor(mhla.MHLAProcessor(mhla.MHLAConfig(**SETTINGS)))
+    mhla.remove_mhla(model)
+    for blocks, kind in (
+        (model.transformer_blocks, Flux2AttnProcessor),
+        (model.single_transformer_blocks, Flux2ParallelSelfAttnProcessor),
+    ):
+        assert {type(block.attn.processor) for block in blocks} == {kind}
+
+
+def test_lora_adapts_both_kinds_of_blocks():
+    model = mhla.apply_mhla(flux2.transformer(), **all_exact("flux2"))
+    expected = output(model, flux2.inputs())
+    add_adapters(model, 2, seed=0)
+    names = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert {f"single_transformer_blocks.1.attn.{part}" for part in ("to_qkv_mlp_proj", "to_out")} <= names
+    assert {f"transformer_blocks.1.attn.{part}" for part in ("to_q", "to_out.0", "add_k_proj", "to_add_out")} <= names
+    assert relative_change(output(model, flux2.inputs()), expected) < ROUNDING
+
+
+@torch.no_grad()
+def test_pixels_become_latents_as_reference_pictures_do():
+    pipe = flux2.pipeline()
+    pixels = torch.rand(2, 3, 1, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    found = functional.pixel_unshuffle(FAMILY.encode_pixels(pipe, pixels), 2)
+    torch.testing.assert_close(found, pipe._encode_vae_image(pixels[:, :, 0], None), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [flux2.pipeline, klein], ids=["dev", "klein"])
+def test_generated_latents_are_of_the_scale_of_encoded_ones(make):
+    """What the autoencoder decodes, encoded as its latents are."""
+    pipe, decoded = make(), []
+    own = pipe.vae.decode
+    pipe.vae.decode = lambda z, **given: decoded.append(z) or own(z, **given)
+    settings = {"num_inference_steps": 2, "guidance_scale": 4.0, "output_type": "pt"}
+    FAMILY.call(
+        pipe, ["a red ball"], [torch.Generator().manual_seed(3)], **FAMILY.clip_arguments(pipe, CLIP), **settings
+    )
+    found = FAMILY.generate_latents(pipe, "a red ball", CLIP, 2, 4.0, torch.Generator().manual_seed(3))
+    bn, packed = pipe.vae.bn, functional.pixel_unshuffle(decoded[0], 2)
+    expected = (packed - bn.running_mean.view(1, -1, 1, 1)) / (bn.running_var.view(1, -1, 1, 1) + 1e-4).sqrt()
+    torch.testing.assert_close(found, functional.pixel_shuffle(expected, 2)[0], rtol=1e-4, atol=1e-5)
+    assert found.shape == FAMILY.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP)
+
+
+def test_klein_is_patched_and_restored():
+    pipe = klein()
+    call = partial(pipe, **{**flux2.call, "output_type": "pt"})
+    expected = call(generator=torch.Generator().manual_seed(3)).images
+    mhla.apply_mhla(pipe, **SETTINGS)
+    assert_changed(call(generator=torch.Generator().manual_seed(3)).images, expected)
+    assert "guidance" not in FAMILY.forward_arguments(
+        pipe.transformer,
+        torch.zeros(1, 4, 16, 16),
+        torch.tensor([0.5]),
+        {"encoder_hidden_states": torch.zeros(1, 6, 48)},
+    )
+    mhla.remove_mhla(pipe)
+    assert torch.equal(call(generator=torch.Generator().manual_seed(3)).images, expected)
+
+
+def test_prompts_of_klein_are_encoded_as_its_pipeline_hands_them_over():
+    pipe = klein()
+    given = forwards(pipe, **flux2.call)[0]["encoder_hidden_states"][0]
+    found = FAMILY.encode_prompt(pipe, flux2.call["prompt"], {"max_sequence_length": 8})
+    torch.testing.assert_close(found["encoder_hidden_states"], given)
