@@ -25,6 +25,7 @@ from .latte import LatteFamily
 from .llama import LlamaFamily
 from .ltx import LTXFamily
 from .ltx2 import LTX2Family
+from .lumina2 import Lumina2Family
 from .mochi import MochiFamily
 from .models import Clip, Model
 from .pixart import PixArtFamily
@@ -60,6 +61,7 @@ _FAMILIES: dict[str, Family] = {
         LlamaFamily(),
         LTXFamily(),
         LTX2Family(),
+        Lumina2Family(),
         MochiFamily(),
         PixArtFamily(),
         PooledViTFamily(),

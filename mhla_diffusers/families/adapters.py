@@ -151,7 +151,8 @@ class AttentionAdapter:
         """
         rotary = arguments.rotary_emb
         if isinstance(rotary, torch.Tensor):
-            return rotary_of_complex(rotary)
+            is_double = arguments.hidden_states.dtype == torch.float64
+            return rotary_of_complex(rotary if is_double else rotary.to(torch.complex64))
         if rotary is None or rotary[0].ndim != 2:
             return rotary
         return rotary[0][None, :, None], rotary[1][None, :, None]
@@ -204,6 +205,10 @@ class AttentionAdapter:
         The tables are of neighbours all the same. diffusers calls it ``rope_type="split"``.
         """
         return bool(getattr(attn, "rope_type", None) == "split")
+
+    def ordered(self, given: AttentionInput, output: torch.Tensor) -> torch.Tensor:
+        """What the model's own attention computes (B, N, ...), in the order in which :meth:`read` gives the tokens."""
+        return output
 
     def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """Return value of the attention, from the output of its heads for all tokens (B, N, H, D)."""
@@ -361,7 +366,9 @@ class ParallelAdapter(JointAdapter):
 def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
     """Query, key and value by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``."""
     if _is_fused(attn):
-        projected = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+        fused = attn.to_qkv(hidden_states)
+        of_keys = (fused.shape[-1] - int(attn.inner_dim)) // 2  # fewer than the queries' where heads share them
+        projected = fused.split([int(attn.inner_dim), of_keys, of_keys], dim=-1)
     else:
         projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
     return _in_heads(attn, projected, attn.norm_q, attn.norm_k)
@@ -377,17 +384,24 @@ def project_context(attn: Any, context: torch.Tensor) -> Projected:
 
 
 def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, norm_key: Any) -> Projected:
-    """(B, N, H * D) to (B, N, H, D), normed; a norm across heads acts before the split, any other after it."""
+    """(B, N, H * D) to (B, N, H, D), normed; a norm across heads acts before the split, any other after it.
 
-    def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    Keys and values that groups of heads share are repeated.
+    """
+
+    def normed(x: torch.Tensor, norm: Any, heads: int) -> torch.Tensor:
         weight = getattr(norm, "weight", None)
         if weight is not None and weight.numel() == x.shape[-1]:
-            return norm(x).unflatten(-1, (attn.heads, -1))
-        x = x.unflatten(-1, (attn.heads, -1))
+            return norm(x).unflatten(-1, (heads, -1))
+        x = x.unflatten(-1, (heads, -1))
         return x if norm is None else norm(x)
 
     query, key, value = projected
-    return normed(query, norm_query), normed(key, norm_key), normed(value, None)
+    shared = query.shape[-1] // key.shape[-1]
+    key, value = (normed(x, norm, attn.heads // shared) for x, norm in ((key, norm_key), (value, None)))
+    if shared > 1:
+        key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
+    return normed(query, norm_query, attn.heads), key, value
 
 
 def lowered(projected: Projected) -> Projected:

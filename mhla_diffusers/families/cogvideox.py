@@ -23,6 +23,8 @@ _CLASS = "CogVideoXTransformer3DModel"
 _ROPE = {"use_rotary_positional_embeddings": True}
 # 300 is what diffusers' conversion script writes: the longest side of the RoPE tables, not a usual size
 _OF_1_5 = {**_ROPE, "patch_size_t": 2, "patch_bias": False, "sample_height": 300, "sample_width": 300}
+_OFS = 2.0
+"""What image-to-video of 1.5 always gets as ``ofs``."""
 _TINY = {"in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 32, "max_text_seq_length": 8}
 
 
@@ -88,6 +90,8 @@ class CogVideoXFamily(VideoFamily):
         if transformer.config.use_rotary_positional_embeddings:
             grid = self.token_grid(transformer, latents)
             arguments["image_rotary_emb"] = _rotary_tables(transformer.config, grid, latents.device)
+        if transformer.config.ofs_embed_dim is not None:
+            arguments["ofs"] = latents.new_full((1,), _OFS)
         return arguments
 
     def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -95,23 +99,25 @@ class CogVideoXFamily(VideoFamily):
         predicted: torch.Tensor = output.transpose(1, 2)
         return predicted
 
-    def needs_pictures(self, config: Any) -> bool:
-        """Image-to-video takes the latents of a picture beside the noised ones."""
-        return bool(config.in_channels != config.out_channels)
-
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """Diffusion to pure noise with predicted velocity; 2B, without RoPE, has noisier steps."""
-        self._check_trained_on_text(transformer.config)
-        return VelocityDDPM(snr_shift=1.0 if transformer.config.use_rotary_positional_embeddings else 3.0)
+        config = transformer.config
+        snr_shift = 1.0 if config.use_rotary_positional_embeddings else 3.0
+        return VelocityDDPM(snr_shift, channels=int(config.out_channels))
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(B, 16, F, H, W); the first frame is repeated to fill its token.
 
-        In its place the pipeline generates frames that it does not decode.
+        In its place the pipeline generates frames that it does not decode. For image-to-video (B, 32, F, H, W), with
+        the latents of the first frame; some checkpoints have them on the autoencoder's scale, divided by its factor.
         """
         latents = super().encode_pixels(pipe, pixels)
         missing = _whole_tokens(pipe.transformer.config, latents.shape[2]) - latents.shape[2]
-        return torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)
+        latents = torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)
+        if self.channels(pipe.transformer.config) == latents.shape[1]:
+            return latents
+        first, scale = super().encode_pixels(pipe, pixels[:, :, :1]), pipe.vae.config.scaling_factor
+        return self.beside(pipe, latents, first / scale**2 if pipe.vae.config.invert_scale_latents else first)
 
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
         """(C, F, H, W), with frames rounded up to whole tokens."""

@@ -378,8 +378,19 @@ class Family:
         return of_unit_scale(pipe.vae, latents.float())
 
     def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
-        """Arguments of the transformer's forward that come from a clip (1, 3, F, H, W); by default none."""
+        """Arguments of the transformer's forward that come from a clip (1, 3, F, H, W); by default none.
+
+        :data:`~.processes.KNOWN_FRAMES` is none of them: it is the number of latent frames that are given.
+        """
         return {}
+
+    def picture_settings(self, pipe: Any, pixels: torch.Tensor) -> Mapping[str, Any]:
+        """Settings of :meth:`encode_prompt` that come from a clip (1, 3, F, H, W); by default none."""
+        return {}
+
+    def keeps_first_frame(self, pipe: Any) -> bool:
+        """Whether a pipeline gives its picture to the transformer as the first latent frame, without noise."""
+        return False
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Arguments of the transformer's forward for a prompt, without a batch axis, by default :attr:`conditions`.
@@ -409,7 +420,7 @@ class Family:
         chosen = {name: value for name, value in settings.items() if name in known}
         if "do_classifier_free_guidance" in known:
             chosen["do_classifier_free_guidance"] = False
-        return pipe.encode_prompt(prompt, **chosen)
+        return pipe.encode_prompt(**{**chosen, "prompt": prompt})
 
     def conditioning_shapes(self, transformer: Any) -> Sample:
         """The output of :meth:`encode_prompt` on the meta device, without values.
@@ -503,10 +514,13 @@ class Family:
             for name, parameter in inspect.signature(pipe.__call__).parameters.items()
             if parameter.default is parameter.empty and parameter.kind in _NAMED and name not in arguments
         ]
+        if "image" not in (*arguments, *missing) and self.keeps_first_frame(pipe):
+            missing.append("image")
         if missing:
             raise ValueError(
-                f"{type(pipe).__name__} must be given {', '.join(missing)} beside prompts, which the mhla command has "
-                "no place for. Call the pipeline yourself, and train on videos of your own (mhla encode)."
+                f"{type(pipe).__name__} must be given {', '.join(missing)} beside prompts. mhla generate takes a "
+                "picture (--image FILE); for anything else call the pipeline yourself. Train on videos of your own "
+                "(mhla encode)."
             )
         output = pipe(**arguments)
         return output.frames if self.makes_videos else output.images

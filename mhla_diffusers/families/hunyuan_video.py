@@ -2,20 +2,25 @@
 
 Joint attention with the text after the video: first dual-stream blocks, each stream with its own projections, then
 single-stream blocks, whose attention has no output projection. Text is padded and masked. The attention that refines
-the text before the blocks is not patched.
+the text before the blocks is not patched. Image-to-video takes a picture as the first latent frame (``token_replace``)
+or as further channels (``latent_concat``, SkyReels), and encodes the text together with it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from PIL import Image
 
 from ..config import MHLAConfig
-from .family import Condition
+from .family import Condition, Sample
 from .models import Clip, Model, tiny_video
 from .styles import JointFamily, VideoFamily
 
 _CLASS = "HunyuanVideoTransformer3DModel"
 _TEXT_TOKENS = 256
+_SHOWN_TOKENS = {"latent_concat": 252 + 576 // 2, "token_replace": 252 + 576 // 4}
+"""Of image-to-video: a text without four tokens of the instruction, and every second or fourth token of the picture."""
 _TINY = {
     "in_channels": 4,
     "out_channels": 4,
@@ -46,6 +51,7 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
         Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.int64),
         Condition("pooled_projections", ("pooled_projection_dim",), output=1),
     )
+    text_settings = {"max_sequence_length": _TEXT_TOKENS}
     guidance = 6000.0  # a thousand times the pipeline's default
     models = (
         Model(
@@ -65,6 +71,34 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
         tiny_video("hunyuan_video", _CLASS, layers=2, more_layers={"num_single_layers": 1}, settings=_TINY),
     )
 
-    def needs_pictures(self, config: Any) -> bool:
-        """Image-to-video takes a picture's latents beside the noised ones, or instead of the first frame."""
-        return config.image_condition_type is not None or config.in_channels != config.out_channels
+    def conditions_of(self, config: Any) -> tuple[Condition, ...]:
+        """Text that is encoded with a picture has the tokens of both."""
+        text, mask, pooled = self.conditions
+        tokens = _SHOWN_TOKENS.get(config.image_condition_type, _TEXT_TOKENS)
+        return text._replace(shape=(tokens, text.shape[1])), mask._replace(shape=(tokens,)), pooled
+
+    def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
+        """With a picture if there is one, else a black one, as the pipeline has it for the negative prompt."""
+        every = {"latent_concat": 2, "token_replace": 4}.get(pipe.transformer.config.image_condition_type, 1)
+        usual = {"image": Image.new("RGB", (336, 336)), "image_embed_interleave": every}
+        return super().encode_text(pipe, prompt, {**usual, **settings})
+
+    def keeps_first_frame(self, pipe: Any) -> bool:
+        """Of the two image-to-video models the one of this kind."""
+        return bool(pipe.transformer.config.image_condition_type == "token_replace")
+
+    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """(B, 16, F, H, W); for image-to-video by channels with those of the first frame and a mask (not SkyReels)."""
+        latents, config = super().encode_pixels(pipe, pixels), pipe.transformer.config
+        if config.in_channels == config.out_channels:
+            return latents
+        first = super().encode_pixels(pipe, pixels[:, :, :1])
+        mask = [torch.ones_like(first[:, :1])] if config.image_condition_type == "latent_concat" else []
+        return self.beside(pipe, latents, first, *mask)
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """Where the first frame is a picture, the transformer knows so by itself."""
+        timestep = timestep if timestep.ndim == 1 else timestep[:, -1]
+        return super().forward_arguments(transformer, latents, timestep, conditioning)

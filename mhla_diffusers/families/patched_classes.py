@@ -20,6 +20,7 @@ from diffusers.models.attention import AttentionMixin, AttentionModuleMixin
 from diffusers.models.transformers import (
     dit_transformer_2d,
     latte_transformer_3d,
+    transformer_lumina2,
     transformer_mochi,
     transformer_z_image,
 )
@@ -52,6 +53,10 @@ class LatteTransformer3DModel(AttentionMixin, latte_transformer_3d.LatteTransfor
     """A patched Latte transformer, named like :class:`DiTTransformer2DModel`."""
 
 
+class Lumina2Transformer2DModel(AttentionMixin, transformer_lumina2.Lumina2Transformer2DModel):
+    """A patched Lumina 2 transformer, named like :class:`DiTTransformer2DModel`."""
+
+
 class MochiTransformer3DModel(AttentionMixin, transformer_mochi.MochiTransformer3DModel):
     """A patched Mochi transformer, named like :class:`DiTTransformer2DModel`."""
 
@@ -62,7 +67,13 @@ class ZImageTransformer2DModel(AttentionMixin, transformer_z_image.ZImageTransfo
 
 _WITH_METHODS = {
     kind.__bases__[1]: kind
-    for kind in (DiTTransformer2DModel, LatteTransformer3DModel, MochiTransformer3DModel, ZImageTransformer2DModel)
+    for kind in (
+        DiTTransformer2DModel,
+        LatteTransformer3DModel,
+        Lumina2Transformer2DModel,
+        MochiTransformer3DModel,
+        ZImageTransformer2DModel,
+    )
 }
 """diffusers' class → its subclass with the methods."""
 

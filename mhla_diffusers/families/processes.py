@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+KNOWN_FRAMES = "known_frames"
+"""Conditioning of a sample whose first latent frames are given, as by a picture: their number, int64 ()."""
+
 
 @dataclass(frozen=True)
 class NoisedBatch:
@@ -33,6 +36,9 @@ class NoisedBatch:
 
 class DiffusionProcess(ABC):
     """How a family was trained."""
+
+    channels: int | None = None
+    """How many channels are noised and predicted, None for all; those after them, of a picture, stay clean."""
 
     @abstractmethod
     def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
@@ -60,6 +66,8 @@ class DiffusionProcess(ABC):
         """Noise latents to the times at the quantiles, (B,); with flow matching also (B, F), of every frame."""
         time = self.time_at(quantile)
         hidden_states = self.noised(latents, noise, time)
+        if self.channels is not None:
+            hidden_states = torch.cat([hidden_states[:, : self.channels], latents[:, self.channels :]], dim=1)
         return NoisedBatch(latents, noise, time, hidden_states, self.timestep(time), conditioning)
 
 
@@ -71,8 +79,7 @@ class FlowMatching(DiffusionProcess):
     Args:
         shift: σ ↦ shift σ / (1 + (shift − 1) σ); 3.0 for Wan at 480p and SANA, 1.0 for none.
         timestep_scale: factor on the timestep, 1.0 but for some SANA models.
-        channels: the first ``channels`` are noised and predicted, None for all; the others, of a conditioning picture,
-            stay clean.
+        channels: see :attr:`DiffusionProcess.channels`.
     """
 
     def __init__(self, shift: float, timestep_scale: float = 1.0, channels: int | None = None) -> None:
@@ -88,10 +95,21 @@ class FlowMatching(DiffusionProcess):
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """(1 − σ) latents + σ noise."""
         sigma = _per_sample(time, latents)
-        mixed = (1 - sigma) * latents + sigma * noise
-        if self.channels is None:
-            return mixed
-        return torch.cat([mixed[:, : self.channels], latents[:, self.channels :]], dim=1)
+        return (1 - sigma) * latents + sigma * noise
+
+    def make_batch(
+        self,
+        latents: torch.Tensor,
+        noise: torch.Tensor,
+        quantile: torch.Tensor,
+        conditioning: Mapping[str, torch.Tensor],
+    ) -> NoisedBatch:
+        """With :data:`KNOWN_FRAMES` in the conditioning, those frames are clean and every frame has a time."""
+        others = dict(conditioning)
+        if (known := others.pop(KNOWN_FRAMES, None)) is not None:
+            is_noised = torch.arange(latents.shape[2], device=quantile.device) >= known[:, None].to(quantile.device)
+            quantile = quantile.reshape(len(quantile), -1) * is_noised
+        return super().make_batch(latents, noise, quantile, others)
 
     def timestep(self, time: torch.Tensor) -> torch.Tensor:
         """1000 σ."""
@@ -210,12 +228,19 @@ class VelocityDDPM(_DDPM):
         steps: number of timesteps; √β grows linearly from √0.00085 to √``last_beta``.
         last_beta: β of the last step.
         ends_in_noise: whether the last step is pure noise, as in CogVideoX.
+        channels: see :attr:`DiffusionProcess.channels`.
     """
 
     def __init__(
-        self, snr_shift: float = 1.0, steps: int = 1000, *, last_beta: float = 0.012, ends_in_noise: bool = True
+        self,
+        snr_shift: float = 1.0,
+        steps: int = 1000,
+        *,
+        last_beta: float = 0.012,
+        ends_in_noise: bool = True,
+        channels: int | None = None,
     ) -> None:
-        self.steps = steps
+        self.steps, self.channels = steps, channels
         betas = torch.linspace(0.00085**0.5, last_beta**0.5, steps, dtype=torch.float64).square()
         kept = (1 - betas).cumprod(dim=0)
         kept = kept / (snr_shift + (1 - snr_shift) * kept)
@@ -228,9 +253,11 @@ class VelocityDDPM(_DDPM):
 
     def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
         """Mean squared error to the velocity."""
-        latents, noise = batch.latents.float(), batch.noise.float()
+        latents, noise = (x[:, : self.channels].float() for x in (batch.latents, batch.noise))
         signal, rest = self._amplitudes(batch.time, latents)
-        return (prediction.float() - (signal * noise - rest * latents)).square().flatten(1).mean(dim=1)
+        return (
+            (prediction[:, : self.channels].float() - (signal * noise - rest * latents)).square().flatten(1).mean(dim=1)
+        )
 
     def _amplitudes(self, time: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """√ᾱ and √(1 − ᾱ) of every sample, float32 (B, 1, ...)."""

@@ -13,7 +13,8 @@ from ..config import MHLAConfig
 from .adapters import AttentionAdapter, AttentionArguments, AttentionInput
 from .family import Sample
 from .models import Clip, Model
-from .wan import WanFamily, grid_of_table, tiny_wan, wan_model
+from .rope_tables import grid_of_table
+from .wan import WanFamily, tiny_wan, wan_model
 
 _CLASS = "SkyReelsV2Transformer3DModel"
 _AT_24_FPS = 1

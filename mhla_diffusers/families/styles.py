@@ -1,5 +1,6 @@
 """Bases of families by style: images, videos, joint attention, packed latents, models of transformers."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, ClassVar, TypeVar
@@ -12,7 +13,7 @@ from ..config import MHLAConfig
 from .adapters import AttentionAdapter, JointAdapter
 from .family import Family, Sample
 from .models import Clip
-from .processes import DiffusionProcess, FlowMatching
+from .processes import KNOWN_FRAMES, DiffusionProcess, FlowMatching
 
 Found = TypeVar("Found")
 
@@ -34,11 +35,57 @@ class ImageFamily(Family):
 
 
 class VideoFamily(Family):
-    """Text-to-video transformers with a (frames, height, width) token grid."""
+    """Text- and image-to-video transformers with a (frames, height, width) token grid."""
 
     axes = 3
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     process_class: ClassVar[type[DiffusionProcess] | None] = FlowMatching
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """Channels of a picture, which the transformer takes and does not predict, stay clean."""
+        process, config = super().process(transformer, flow_shift), transformer.config
+        if config.in_channels != (config.get("out_channels") or config.in_channels):
+            process.channels = int(config.out_channels)
+        return process
+
+    def times_of_tokens(self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        """Times of frames (B, F) as times of tokens (B, N); one time for all frames is unchanged."""
+        if timestep.ndim == 1:
+            return timestep
+        frames, height, width = self.token_grid(transformer, latents)
+        return timestep[:, :: timestep.shape[1] // frames].repeat_interleave(height * width, dim=1)
+
+    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """(B, C, F, H, W); where the first latent frame is a picture, it is encoded by itself."""
+        latents = super().encode_pixels(pipe, pixels)
+        if not self.keeps_first_frame(pipe):
+            return latents
+        return torch.cat([super().encode_pixels(pipe, pixels[:, :, :1]), latents[:, :, 1:]], dim=2)
+
+    def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
+        """The number of given frames, where the first latent frame is a picture."""
+        return {KNOWN_FRAMES: torch.tensor(1)} if self.keeps_first_frame(pipe) else {}
+
+    def picture_settings(self, pipe: Any, pixels: torch.Tensor) -> Mapping[str, Any]:
+        """The first frame as ``image``, where prompts are encoded with a picture."""
+        takes_picture = "image" in inspect.signature(pipe.encode_prompt).parameters
+        return {"image": first_picture(pipe, pixels)} if takes_picture else {}
+
+    def beside(self, pipe: Any, latents: torch.Tensor, *pictures: torch.Tensor) -> torch.Tensor:
+        """Latents with further channels of a picture, each (B, C, F, H, W), or fewer frames, filled up with zeros.
+
+        Raises:
+            ValueError: the transformer takes another number of channels.
+        """
+        frames, wanted = latents.shape[2], self.channels(pipe.transformer.config)
+        filled = [torch.nn.functional.pad(one, (0, 0, 0, 0, 0, frames - one.shape[2])) for one in pictures]
+        found = torch.cat([latents, *filled], dim=1)
+        if wanted != found.shape[1]:
+            raise ValueError(
+                f"{type(pipe.transformer).__name__} takes {wanted} channels, not the {latents.shape[1]} of latents or "
+                f"the {found.shape[1]} with a first frame; give the samples as InMemoryData."
+            )
+        return found
 
 
 class JointFamily(Family):
@@ -190,6 +237,12 @@ class WithoutValues(TorchFunctionMode):
             return True
         if func is torch.nonzero:
             return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta")
+        if func is torch.Tensor.tolist:
+            return [args[0].kept_tokens] * len(args[0])
+        if func is torch.Tensor.sum and args[0].ndim == 2:
+            lengths: Any = func(*args, **(kwargs or {}))
+            lengths.kept_tokens = args[0].shape[1]
+            return lengths
         if func is torch.Tensor.__invert__:
             inverted: Any = func(*args)
             inverted.keeps_nothing = True
@@ -197,6 +250,17 @@ class WithoutValues(TorchFunctionMode):
         if func is torch.Tensor.__getitem__ and getattr(args[1], "is_meta", False) and args[1].dtype == torch.bool:
             return args[0][:0] if hasattr(args[1], "keeps_nothing") else args[0]
         return func(*args, **(kwargs or {}))
+
+
+def first_picture(pipe: Any, pixels: torch.Tensor) -> Any:
+    """The first frame of a clip (1, 3, F, H, W) as a PIL image."""
+    return pipe.video_processor.postprocess(pixels[:, :, 0].float(), output_type="pil")[0]
+
+
+def takes_picture(pipe: Any) -> bool:
+    """Whether a pipeline begins every video with a picture; one that takes any conditions need not."""
+    known = inspect.signature(pipe.__call__).parameters
+    return "image" in known and "conditions" not in known
 
 
 def thirds(head_dim: int) -> tuple[int, ...]:

@@ -8,27 +8,23 @@ An image-to-video transformer takes more channels than it predicts: the noised l
 first frame. Some also take a vision encoder's embedding of that frame.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
-from ..attention.rope import Rotary
 from ..config import MHLAConfig
 from .family import Condition, Sample
 from .models import Clip, Model, tiny_video
-from .processes import DiffusionProcess, FlowMatching
-from .styles import VideoFamily, thirds
+from .rope_tables import TabledRotaryFamily
+from .styles import first_picture
 
 _CLASS = "WanTransformer3DModel"
 _TEXT_TOKENS = 512
 """Length that the pipeline pads text to in training; its text is not masked, so the length matters."""
 _IMAGE_TOKENS = 257
 """Tokens of CLIP ViT-H/14 for a picture: a class token and 16x16 patches."""
-_LAID_OUT: set[tuple[int, ...]] = set()
-"""Shapes of unflattened tables whose coordinates were checked to be the token grid."""
 
 
 def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any) -> Model:
@@ -52,7 +48,7 @@ def tiny_wan(name: str, transformer: str, settings: Mapping[str, Any] | None = N
     return tiny_video(name, transformer, settings=tiny, **different)
 
 
-class WanFamily(VideoFamily):
+class WanFamily(TabledRotaryFamily):
     """Video transformers with a (frames, height, width) token grid."""
 
     name = "wan"
@@ -87,54 +83,12 @@ class WanFamily(VideoFamily):
         frames = clip.frames if clip.frames % stride == 1 else clip.frames // stride * stride + 1
         return super().grid_of_clip(pipe, transformer, replace(clip, frames=frames))
 
-    def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
-        """That of :func:`grid_of_table`."""
-        return grid_of_table(rotary[1]) if self.recognises_self_attention(attn) else None
-
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """As ``WanRotaryPosEmbed`` splits them."""
-        return thirds(head_dim)
-
-    def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
-        """The frames' channels come from later rows of the model's own table.
-
-        Raises:
-            ValueError: the table is too short.
-        """
-        rope, last = transformer.rope, first + grid[0]
-        if (reason := self.why_too_late(transformer, first, last)) is not None:
-            raise ValueError(reason)
-
-        def later(table: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
-            spread = frames.to(table)[:, None, None].expand(-1, *grid[1:], -1).reshape(1, -1, 1, frames.shape[-1])
-            return torch.cat([spread, table[..., frames.shape[-1] :]], dim=-1)
-
-        cos, sin = (table[first:last, : rope.t_dim] for table in (rope.freqs_cos, rope.freqs_sin))
-        return later(rotary[0], cos), later(rotary[1], sin)
-
-    def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
-        """Later than the end of the model's own table."""
-        rope = transformer.rope
-        if last <= rope.max_seq_len:
-            return None
-        return (
-            f"{type(transformer).__name__} has RoPE for {rope.max_seq_len} latent frames, its rope_max_seq_len, "
-            f"but frames {first + 1} to {last} were asked for. Begin another video, or load the model with a larger "
-            "rope_max_seq_len=, which adds no weights; frames that far apart were not seen in training."
-        )
-
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
         """Times of frames are passed per token, as for Wan 2.2 TI2V-5B."""
-        if timestep.ndim == 2:
-            frames, *sides = self.token_grid(transformer, latents)
-            timestep = timestep[:, :: timestep.shape[1] // frames].repeat_interleave(math.prod(sides), dim=1)
+        timestep = self.times_of_tokens(transformer, latents, timestep)
         return super().forward_arguments(transformer, latents, timestep, conditioning)
-
-    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Flow matching of the predicted channels; the channels of a picture stay clean."""
-        return FlowMatching(flow_shift, channels=int(transformer.config.out_channels))
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
         """Frames and size; the pipeline adds a frame to a number that its temporal stride divides, as 1 always does."""
@@ -144,32 +98,19 @@ class WanFamily(VideoFamily):
         return arguments
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, 16, F, H, W); for image-to-video (B, 36, F, H, W), with the mask and the latents of the first frame.
-
-        Raises:
-            ValueError: a transformer that takes other extra channels.
-        """
+        """(B, 16, F, H, W); for image-to-video (B, 36, F, H, W), with a mask and the latents of the first frame."""
         latents = super().encode_pixels(pipe, pixels)
-        wanted = self.channels(pipe.transformer.config)
-        if wanted == latents.shape[1]:
+        if self.channels(pipe.transformer.config) == latents.shape[1]:
             return latents
-        known = torch.zeros_like(latents[:, :1]).repeat(1, self.temporal_stride(pipe), 1, 1, 1)
-        known[:, :, 0] = 1
+        known = torch.ones_like(latents[:, :1, :1]).repeat(1, self.temporal_stride(pipe), 1, 1, 1)
         first = torch.cat([pixels[:, :, :1], torch.zeros_like(pixels[:, :, 1:])], dim=2)
-        with_picture = torch.cat([latents, known, super().encode_pixels(pipe, first)], dim=1)
-        if wanted != with_picture.shape[1]:
-            raise ValueError(
-                f"{type(pipe.transformer).__name__} takes {wanted} channels, not the {latents.shape[1]} of latents or "
-                f"the {with_picture.shape[1]} with a first frame; give the samples as InMemoryData."
-            )
-        return with_picture
+        return self.beside(pipe, latents, known, super().encode_pixels(pipe, first))
 
     def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
         """``encoder_hidden_states_image`` (tokens, channels) of the first frame, if the transformer takes it."""
         if pipe.transformer.config.image_dim is None:
             return {}
-        picture = pipe.video_processor.postprocess(pixels[:, :, 0].float(), output_type="pil")
-        return {"encoder_hidden_states_image": pipe.encode_image(picture)[0]}
+        return {"encoder_hidden_states_image": pipe.encode_image([first_picture(pipe, pixels)])[0]}
 
     def conditioning_shapes(self, transformer: Any) -> Sample:
         """With a vision encoder ``encoder_hidden_states_image`` too."""
@@ -177,24 +118,3 @@ class WanFamily(VideoFamily):
         if transformer.image_dim is not None:
             shapes["encoder_hidden_states_image"] = torch.empty(_IMAGE_TOKENS, transformer.image_dim, device="meta")
         return shapes
-
-
-def grid_of_table(table: Any) -> tuple[int, ...]:
-    """Token grid of RoPE's sines, (1, N, 1, D), read from the three coordinates of every token.
-
-    The table is a flattened (frames, height, width, D), and outside of inference mode a view of it. Once the
-    coordinates have been checked against that shape, the shape alone is enough, and nothing waits for the device.
-    """
-    laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
-    if laid_out in _LAID_OUT:
-        return laid_out
-    if not hasattr(table, "token_grid"):  # all layers of a forward get the same table
-        frames, height, _ = thirds(table.shape[-1])
-        # the first channel of an axis is sin(coordinate), which is 0 only for coordinate 0
-        at_zero = table[0, :, 0, [0, frames, frames + height]] == 0
-        along = [at_zero[:, [axis for axis in range(3) if axis != counted]].all(dim=1).sum() for counted in range(3)]
-        table.token_grid = tuple(torch.stack(along).tolist())
-    if table.token_grid == laid_out:
-        _LAID_OUT.add(table.token_grid)
-    grid: tuple[int, ...] = table.token_grid
-    return grid

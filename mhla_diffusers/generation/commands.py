@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .names import PipelineOptions, expand_options, read_prompts
+from .names import PipelineOptions, expand_options, read_prompt_table
 
 
 @expand_options
@@ -15,7 +15,13 @@ def generate_command(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="One or more prompts; classes by number or name for dit.")
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Further prompts, one per line.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="Further prompts, one per line; or a .csv or .jsonl with columns text and image."),
+    ] = None,
+    image: Annotated[
+        Path | None, typer.Option(help="Picture for image-to-video, of all prompts without one in the file.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder; default outputs/<family>.")] = None,
     seeds: Annotated[
         list[int] | None, typer.Option("--seed", help="Of the noise, default 0; repeat for more samples.")
@@ -27,11 +33,14 @@ def generate_command(
     """
     from .generate import GenerationConfig, generate
 
+    rows: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts or ()]
+    rows += read_prompt_table(prompt_file) if prompt_file is not None else ()
     config = GenerationConfig(
         family,
-        (*(prompts or ()), *(read_prompts(prompt_file) if prompt_file is not None else ())),
+        tuple(prompt for prompt, _ in rows),
         output or Path("outputs", family),
         tuple(seeds or (0,)),
+        tuple(own or image for _, own in rows),
         **options.arguments(),
     )
     for task, made in generate(config):

@@ -1,6 +1,7 @@
 """Generate images and videos from prompts into a folder."""
 
 import hashlib
+import inspect
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..files import folder_for_results
+from ..files import file_hash, folder_for_results
 from .pipelines import PipelineChoice
 from .record import (
     Sample,
@@ -38,6 +39,8 @@ class GenerationConfig(PipelineChoice):
     """Folder for ``{prompt number}-{seed}-{prompt}.png`` or ``.mp4``, see :func:`name_of_prompt`."""
     seeds: tuple[int, ...] = (0,)
     """Every prompt is generated once per seed."""
+    images: tuple[Path | None, ...] = ()
+    """For an image-to-video pipeline: the picture of every prompt."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +51,32 @@ class GenerationConfig(PipelineChoice):
         wrong = next((seed for seed in self.seeds if not 0 <= seed <= MAX_SEED), None)
         if wrong is not None:
             raise ValueError(f"The seed {wrong} is out of range; allowed: 0 to {MAX_SEED}.")
+        if len(self.images) not in (0, len(self.prompts)):
+            raise ValueError(f"images has {len(self.images)} pictures for {len(self.prompts)} prompts; give one each.")
+        missing = next((image for image in self.images if image is not None and not image.is_file()), None)
+        if missing is not None:
+            raise FileNotFoundError(f"There is no picture {missing}.")
+
+    def check(self) -> None:
+        """As :meth:`PipelineChoice.check`, and whether the pipeline takes the pictures.
+
+        Raises:
+            ValueError: it takes none, or needs one for every prompt.
+        """
+        super().check()
+        pipeline, images = self.pipeline_class(), self.images or (None,) * len(self.prompts)
+        takes = inspect.signature(pipeline.__call__).parameters.get("image")
+        if takes is None and any(images):
+            raise ValueError(
+                f"{pipeline.__name__} takes no picture; leave --image out, or give --model a folder or Hub id with an "
+                "image-to-video pipeline."
+            )
+        if takes is not None and takes.default is takes.empty and not all(images):
+            lacking = self.prompts[images.index(None)]
+            raise ValueError(
+                f"{pipeline.__name__} needs a picture for every prompt, and {lacking!r} has none; give --image FILE, "
+                "or a prompt file with a column 'image'."
+            )
 
 
 @dataclass(frozen=True)
@@ -57,16 +86,35 @@ class Task:
     prompt: str
     seed: int
     file: Path
+    image: Path | None = None
 
 
 def plan_tasks(config: GenerationConfig) -> list[Task]:
     """The files that a configuration asks for."""
-    suffix = config.of_family.suffix
-    return [
-        Task(prompt, seed, config.output / f"{index:04d}-{seed}-{name_of_prompt(prompt)}{suffix}")
-        for index, prompt in enumerate(config.prompts)
-        for seed in config.seeds
-    ]
+    tasks, suffix = [], config.of_family.suffix
+    for index, prompt in enumerate(config.prompts):
+        image, name = config.images[index] if config.images else None, name_of_prompt(prompt)
+        if image is not None:  # another picture is another file
+            name = f"{name}-{file_hash(image)[:8]}"
+        tasks += [
+            Task(prompt, seed, config.output / f"{index:04d}-{seed}-{name}{suffix}", image) for seed in config.seeds
+        ]
+    return tasks
+
+
+def read_picture(file: Path) -> Any:
+    """A picture as RGB.
+
+    Raises:
+        ValueError: no picture, or a damaged one.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(file) as picture:
+            return picture.convert("RGB")
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"{file} is not a picture that can be read: {error}.") from error
 
 
 def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
@@ -95,14 +143,19 @@ def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
                 continue
             if pipe is None:
                 pipe = config.load(config.prompts)
-            (sample,) = config.generate(pipe, [task.prompt], [torch.Generator().manual_seed(task.seed)])
+            picture = {} if task.image is None else {"image": read_picture(task.image)}
+            (sample,) = config.generate(pipe, [task.prompt], [torch.Generator().manual_seed(task.seed)], **picture)
             record_choices(config.output, choices)
             write_sample(sample, task.file, config.video_rate)
             yield task, True
         # including the entries of earlier runs
         earlier = [one for one in read_sample_list(config.output) or () if is_whole(config.output / one.file)]
-        listed = {one.file: one for one in earlier} | {t.file.name: Sample(t.file.name, t.prompt) for t in tasks}
+        listed = {one.file: one for one in earlier} | {t.file.name: _entry(t) for t in tasks}
         write_sample_list([listed[name] for name in sorted(listed)], config.output)
+
+
+def _entry(task: Task) -> Sample:
+    return Sample(task.file.name, task.prompt, None if task.image is None else str(task.image))
 
 
 def name_of_prompt(prompt: str) -> str:

@@ -1,17 +1,19 @@
 """Parse and check user input: prompt files, arguments of a pipeline's call, and the options that choose a pipeline."""
 
+import csv
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from io import StringIO
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from ..files import read_text
+from ..files import read_json_lines, read_text
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
@@ -32,6 +34,29 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     if not prompts:
         raise ValueError(f"Prompt file {path} holds no prompts; write one per line.")
     return prompts
+
+
+def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
+    """Prompts and pictures: the columns ``text`` and ``image`` of a .csv or .jsonl; of another file as in read_prompts.
+
+    Paths of pictures are relative to the file's folder; the column may be absent.
+
+    Raises:
+        OSError: no such file, or a folder.
+        ValueError: a file without prompts, or a row without one.
+    """
+    if path.suffix not in (".csv", ".jsonl"):
+        return tuple((prompt, None) for prompt in read_prompts(path))
+    lines = csv.DictReader(StringIO(read_text(path))) if path.suffix == ".csv" else read_json_lines(path)
+    rows: list[tuple[str, Path | None]] = []
+    for number, row in enumerate(lines, start=1):
+        text, image = (row.get("text"), row.get("image")) if isinstance(row, dict) else (None, None)
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"Row {number} of {path} has no prompt in its column 'text'.")
+        rows.append((text.strip(), path.parent / image if image else None))
+    if not rows:
+        raise ValueError(f"Prompt file {path} holds no prompts; write one per row, in a column 'text'.")
+    return tuple(rows)
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:

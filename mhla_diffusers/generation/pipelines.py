@@ -97,19 +97,27 @@ class PipelineChoice:
             FileNotFoundError: no such model, or no such patch file.
             ValueError: an unknown patch, or a setting that the pipeline does not take.
         """
-        import diffusers
-
         if self.patch is not None:
             load_patch(self.patch)
         if self.settings or self.model is not None:
-            model = str(pipeline_folder(self.family)) if self.model is None else self.model
-            name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
-            pipeline = getattr(diffusers, str(name), None)
-            if pipeline is None:
-                raise ValueError(
-                    f"{model} is a pipeline of the class {name}, which diffusers {diffusers.__version__} lacks."
-                )
-            check_settings(pipeline, self.settings)
+            check_settings(self.pipeline_class(), self.settings)
+
+    def pipeline_class(self) -> Any:
+        """The class of the pipeline, read without its weights.
+
+        Raises:
+            ValueError: diffusers lacks it.
+        """
+        import diffusers
+
+        model = str(pipeline_folder(self.family)) if self.model is None else self.model
+        name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
+        pipeline = getattr(diffusers, str(name), None)
+        if pipeline is None:
+            raise ValueError(
+                f"{model} is a pipeline of the class {name}, which diffusers {diffusers.__version__} lacks."
+            )
+        return pipeline
 
     def load(self, prompts: Sequence[str] = ()) -> Any:
         """The pipeline on its device, patched if asked for.
@@ -132,19 +140,27 @@ class PipelineChoice:
             load_result(pipe, self.weights)
         return pipe
 
-    def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
+    def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
         """See :meth:`Family.call`; a tiny pipeline uses the settings that it was trained for."""
         defaults = call_settings(self.family) if self.model is None else {}
-        return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings})
+        return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings, **arguments})
 
-    def generate(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Any:
+    def generate(
+        self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any
+    ) -> Any:
         """One sample per prompt: :meth:`call`, with errors that name the settings.
+
+        Args:
+            pipe: from :meth:`load`.
+            prompts: text or classes.
+            generators: noise of every sample.
+            **arguments: of the pipeline's call, such as a picture, ``image``.
 
         Raises:
             ValueError: the pipeline fails with these settings.
         """
         try:
-            return self.call(pipe, prompts, generators)
+            return self.call(pipe, prompts, generators, **arguments)
         except RuntimeError as error:
             # mismatched sizes; lack of memory and failing devices have their own classes
             if not self.settings or type(error) is not RuntimeError:

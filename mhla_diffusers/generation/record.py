@@ -16,7 +16,7 @@ from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, read_json, write_
 RECORD_NAME = "generation.json"
 """File beside generated files that records how they were made."""
 SAMPLE_LIST = "samples.json"
-"""File that makes a folder a set for ``mhla eval``: [{"file": …, "text": …}, …]."""
+"""File that makes a folder a set for ``mhla eval``: [{"file": …, "text": …, "image": …}, …]."""
 
 _END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
@@ -29,11 +29,14 @@ class Sample:
     """Path inside the folder of the set."""
     text: str
     """Input of the model: a prompt, or the number of a class."""
+    image: str | None = None
+    """Path of the picture that the model was given, if any."""
 
 
 def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:
     """Write the list of a set into its folder."""
-    write_json([asdict(sample) for sample in samples], folder / SAMPLE_LIST)
+    entries = [{name: value for name, value in asdict(sample).items() if value is not None} for sample in samples]
+    write_json(entries, folder / SAMPLE_LIST)
 
 
 def read_sample_list(folder: Path) -> list[Sample] | None:
@@ -42,7 +45,7 @@ def read_sample_list(folder: Path) -> list[Sample] | None:
     if not file.is_file():
         return None
     try:
-        return [Sample(str(entry["file"]), str(entry["text"])) for entry in read_json(file)]
+        return [Sample(str(entry["file"]), str(entry["text"]), entry.get("image")) for entry in read_json(file)]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is no list of samples with file and text.") from error
 

@@ -177,7 +177,7 @@ class MHLAProcessor:
         if not skips_scores:
             rotary = given.rotary if stream is None else stream.rotary(given.rotary, grid)
             output = attn.mhla(
-                LayerInput(query, key, value, hidden_states, grid, extra, rotary, given.key_mask),
+                LayerInput(query, key, value, given.hidden_states, grid, extra, rotary, given.key_mask),
                 backend=self.backend,
                 parallel=parallel,
                 state=None if stream is None else stream.state_of(attn, grid),
@@ -456,14 +456,14 @@ def layer_input(
     grid = grid if grid is not None else _grid_of_call(current(), attn, given)
     extra = adapter.extra(given, math.prod(grid))
     query, key, value = adapter.project(attn, given)
-    return LayerInput(query, key, value, arguments.hidden_states, grid, extra, given.rotary, given.key_mask)
+    return LayerInput(query, key, value, given.hidden_states, grid, extra, given.rotary, given.key_mask)
 
 
 def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
     """Those of the grid, of what a patched self-attention computes (B, N, ...) for these arguments of its forward."""
     adapter = adapter_of(attn)
     given = adapter.read(attn, adapter.arguments(args, kwargs))
-    tokens = math.prod(_grid_of_call(current(), attn, given))
+    tokens, x = math.prod(_grid_of_call(current(), attn, given)), adapter.ordered(given, x)
     return of_grid(x, adapter.extra(given, tokens)) if x.shape[1] > tokens else x
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from mhla_diffusers.benchmark.models import class_settings, models, small_size
 from mhla_diffusers.families import Family, get_family
+from mhla_diffusers.families.processes import ReversedFlowMatching
 
 from ..models import seeded
 from ..pipelines import dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
@@ -362,6 +363,18 @@ def _mochi(transformer: Any) -> Any:
     return diffusers.MochiPipeline(**parts, transformer=transformer, scheduler=flow(invert_sigmas=True))
 
 
+def _lumina2(transformer: Any) -> Any:
+    """Gemma 2 as text encoder; the autoencoder must halve three times, which the pipeline takes for granted."""
+    text = sana_pipeline().components
+    return diffusers.Lumina2Pipeline(
+        transformer=transformer,
+        scheduler=flow(shift=6.0),
+        vae=kl_autoencoder(shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=text["text_encoder"],
+        tokenizer=text["tokenizer"],
+    )
+
+
 def _pixart(transformer: Any, kind: str = "PixArtAlphaPipeline") -> Any:
     """T5 and DPM-Solver, whose few steps do not begin at noise alone: it would hide what a random model does later."""
     scheduler = DPMSolverMultistepScheduler(beta_start=1e-4, beta_end=0.02, timestep_spacing="leading")
@@ -516,7 +529,7 @@ class Case:
     def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any]:
         """Keyword arguments of the transformer's forward."""
         family, grid = self.of_family, self.grids[ragged]
-        is_sigma = family.takes_sigma or family.timestep_name == "t"
+        is_sigma = family.takes_sigma or family.process_class is ReversedFlowMatching
         timestep = torch.tensor([0.5, 0.25, 0.75] if is_sigma else [500, 250, 750])[:batch]
         latents, conditioning = self.drawn(grid, batch, seed)
         return self.change(family.forward_arguments(_model_of(self.name), latents, timestep, conditioning), grid)
@@ -772,6 +785,14 @@ _TABLE = (
         _layers(3),
         grids=_VIDEO,
         extra=(0, TEXT_TOKENS),
+    ),
+    Case(
+        "lumina2",
+        "lumina2",
+        _lumina2,
+        {**_LARGE, "negative_prompt": "dog", "guidance_scale": 4.0, "system_prompt": "the", "max_sequence_length": 8},
+        ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn")),
+        compiles_whole=False,  # its forward reads the lengths of texts
     ),
     Case("pixart", "pixart", _pixart, _PIXART_CALL, _layers(3), {"sample_size": 128}),
     Case(

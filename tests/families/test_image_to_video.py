@@ -1,20 +1,23 @@
-"""Wan and its relatives that are shown a picture: training data has what their pipelines make of it."""
+"""Image-to-video: training data has what the pipelines make of the first frame."""
 
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+import transformers
 from diffusers import WanImageToVideoPipeline
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
-from mhla_diffusers import suggest_blocks
-from mhla_diffusers.families import FlowMatching, get_family
+from mhla_diffusers import apply_mhla, mhla_layers, suggest_blocks
+from mhla_diffusers.families import FlowMatching, arguments_of, get_family, predict
 from mhla_diffusers.training.latents.data import drop_prompts
 
-from ..models import wan_i2v
+from ..models import seeded, wan_i2v
 from ..pipelines import quiet
-from .cases import case_of, embeddings, wan_components
+from .cases import TEXT_TOKENS, case_of, embeddings, language_model, plain, text_tokenizer, wan_components
 
 _FRAMES, _HEIGHT, _WIDTH = 13, 64, 96
 
@@ -30,6 +33,126 @@ PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 each_pipeline = pytest.mark.parametrize("name", PIPELINES)
+
+_TEMPLATE = {
+    "template": "red <image> blue {} a cat dog <|end_header_id|>",  # the pipeline leaves out the last four tokens
+    "crop_start": 3,
+    "image_emb_start": 1,
+    "image_emb_end": 5,
+    "image_emb_len": 4,
+}
+
+
+def _llava() -> dict[str, Any]:
+    """Text encoder and tokenizer that see a picture as four tokens."""
+    tokenizer = text_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<|end_header_id|>"]})
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**{**language_model(layers=3), "vocab_size": 32}),
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    config.pad_token_id, side = 0, {"height": 8, "width": 8}
+    return {
+        "text_encoder": seeded(transformers.LlavaForConditionalGeneration, config=config),
+        "tokenizer": tokenizer,
+        "image_processor": transformers.CLIPImageProcessor(size=side, crop_size=side),
+    }
+
+
+def _hunyuan_video(**config: Any) -> Any:
+    parts = case_of("hunyuan_video").pipeline(**config).components
+    return quiet(diffusers.HunyuanVideoImageToVideoPipeline(**{**parts, **_llava()}))
+
+
+def _cogvideox(name: str, inverted: bool, **config: Any) -> Any:
+    parts = case_of(name).pipeline(in_channels=8, **config).components
+    parts["vae"].register_to_config(invert_scale_latents=inverted)
+    return quiet(diffusers.CogVideoXImageToVideoPipeline(**parts))
+
+
+def _ltx() -> Any:
+    return quiet(diffusers.LTXImageToVideoPipeline(**case_of("ltx").pipeline().components))
+
+
+_TOLD = {"prompt": "a red ball", "max_sequence_length": 8, "guidance_scale": 1.0}
+_IN_PLACE = {"in_channels": 4, "image_condition_type": "token_replace", "guidance_embeds": False}
+_BESIDE = {"in_channels": 9, "image_condition_type": "latent_concat", "guidance_embeds": False}
+_HUNYUAN = {**_TOLD, "prompt_template": _TEMPLATE, "num_frames": _FRAMES}
+_COG = {**_TOLD, "max_sequence_length": TEXT_TOKENS, "num_frames": _FRAMES}
+# pipeline, call, and which of the transformer's latents are the picture's
+OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any], Any]] = {
+    "hunyuan_video, in place": (lambda: _hunyuan_video(**_IN_PLACE), _HUNYUAN, lambda x: x[:, :, :1]),
+    "hunyuan_video, beside": (lambda: _hunyuan_video(**_BESIDE), _HUNYUAN, lambda x: x[:, 4:]),
+    "cogvideox": (lambda: _cogvideox("cogvideox", False), _COG, lambda x: x[:, :, 4:]),
+    "cogvideox1.5": (
+        lambda: _cogvideox("cogvideox_two_frames", True, ofs_embed_dim=8),
+        _COG,
+        lambda x: x[:, :, 4:],
+    ),
+    "ltx": (_ltx, {**_TOLD, "num_frames": _FRAMES, "frame_rate": 25}, lambda x: x[:, : 4 * 6]),
+}
+each_other = pytest.mark.parametrize("name", OTHERS)
+
+
+def _encoded(name: str, pipe: Any, pixels: torch.Tensor) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A sample as ``mhla encode`` makes it, noised half way, and the arguments of the transformer's forward."""
+    family, call = get_family(pipe.transformer), OTHERS[name][1]
+    settings = {**call, **family.picture_settings(pipe, pixels)}
+    sample = {**family.encode_picture(pipe, pixels), **family.encode_prompt(pipe, call["prompt"], settings)}
+    latents, process = family.encode_pixels(pipe, pixels), family.process(pipe.transformer, 3.0)
+    conditioning = {key: value[None] for key, value in sample.items()}
+    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(1))
+    batch = process.make_batch(latents, noise, torch.tensor([0.5]), conditioning)
+    return batch, arguments_of(pipe.transformer, batch)
+
+
+@each_other
+@torch.no_grad()
+def test_a_sample_gives_the_transformer_what_the_pipeline_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some pipelines draw a picture's latents from their distribution, of which files hold the mode."""
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    make, call, of_picture = OTHERS[name]
+    pipe, video = make(), _video()
+    first = Image.fromarray(video[:, 0].movedim(0, -1).numpy())
+    size = {"height": _HEIGHT, "width": _WIDTH, "num_inference_steps": 2}
+    given = _first_forward(pipe, {**call, **size, "image": first})
+    _, found = _encoded(name, pipe, (video.float() / 127.5 - 1)[None])
+    for key in found.keys() - {"hidden_states", "timestep", "rope_interpolation_scale"}:
+        torch.testing.assert_close(
+            found[key], given[key].to(found[key].dtype) if torch.is_tensor(given[key]) else given[key]
+        )
+    assert found["hidden_states"].shape == given["hidden_states"].shape
+    expected = of_picture(given["hidden_states"])
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(of_picture(found["hidden_states"]), expected, rtol=1e-4, atol=1e-5)
+    assert found["timestep"].shape == given["timestep"].shape
+    assert torch.equal(found["timestep"] == 0, given["timestep"] == 0)
+
+
+@each_other
+def test_image_to_video_is_trained_on_what_it_predicts(name: str) -> None:
+    """The loss sees neither the picture's channels nor its frame, and has gradients."""
+    pipe = OTHERS[name][0]()
+    with torch.no_grad():
+        batch, _ = _encoded(name, pipe, (_video().float() / 127.5 - 1)[None])
+    apply_mhla(pipe, **plain(get_family(pipe.transformer).name))
+    process = get_family(pipe.transformer).process(pipe.transformer, 3.0)
+    prediction = predict(pipe.transformer, batch)
+    loss = process.loss(prediction, batch)
+    loss.mean().backward()
+    assert loss.isfinite().all()
+    assert all(layer.mixing.grad.abs().sum() > 0 for layer in mhla_layers(pipe.transformer).values())
+    if batch.time.ndim == 2:
+        changed = torch.cat([prediction[:, :, :1] + 1, prediction[:, :, 1:]], dim=2)
+        torch.testing.assert_close(process.loss(changed, batch), loss)
+
+
+def test_an_image_to_video_pipeline_without_a_picture_is_refused() -> None:
+    pipe = _ltx()
+    with pytest.raises(ValueError, match="LTXImageToVideoPipeline must be given image beside prompts"):
+        get_family(pipe.transformer).call(pipe, ["a cat"], [torch.Generator().manual_seed(0)])
 
 
 def _video() -> torch.Tensor:

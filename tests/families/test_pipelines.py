@@ -23,6 +23,7 @@ NAMES = (
     "latte",
     "ltx",
     "ltx2",
+    "lumina2",
     "mochi",
     "pixart",
     "qwenimage",
@@ -37,9 +38,9 @@ GUIDANCE = {"flux": 3.5, "flux2": 4.0}
 """Of a call with one forward per step, where it is not 1: where the model embeds it, the pipeline's default."""
 
 each_family = pytest.mark.parametrize("name", NAMES)
-# text of Chroma, Qwen-Image and Z-Image is filled up, files of LTX-2 hold no sound, and Mochi predicts with another
-# sign: their own files look at that
-OF_ITS_OWN = ("chroma", "ltx2", "mochi", "qwenimage", "z_image")
+# text of Chroma, Qwen-Image and Z-Image is filled up, files of LTX-2 hold no sound, and Lumina 2 and Mochi predict with
+# another sign: their own files look at that
+OF_ITS_OWN = ("chroma", "ltx2", "lumina2", "mochi", "qwenimage", "z_image")
 forward_alike = pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_ITS_OWN])
 # the autoencoder of Flux.2 norms tokens, to which its own file looks
 normed_by_channel = pytest.mark.parametrize("name", [name for name in NAMES if name != "flux2"])

@@ -8,6 +8,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.models.transformers import (
     transformer_flux,
     transformer_flux2,
+    transformer_lumina2,
     transformer_qwenimage,
     transformer_z_image,
 )
@@ -33,6 +34,11 @@ _PLACES_OF_FOUR = torch.cat([_PLACES, torch.zeros(len(_PLACES), 1)], dim=1)
 def _z_image() -> torch.Tensor:
     ids = transformer_z_image.ZImageTransformer2DModel.create_coordinate_grid(_PICTURE, (65, 0, 0)).flatten(0, 2)
     return transformer_z_image.RopeEmbedder(256.0, [32, 48, 48], [128, 32, 32])(ids)
+
+
+def _lumina2() -> torch.Tensor:
+    rope = transformer_lumina2.Lumina2RotaryPosEmbed(10000, [32, 32, 32])
+    return rope(torch.empty(1, 4, 8, 6), torch.ones(1, 5, dtype=torch.long))[2]
 
 
 def _qwenimage() -> torch.Tensor:
@@ -74,6 +80,7 @@ ROPE: dict[str, tuple[str, int, Callable]] = {
     "flux2": ("flux2", 128, lambda: transformer_flux2.Flux2PosEmbed(2000, (32,) * 4)(_PLACES_OF_FOUR)),
     "qwenimage": ("qwenimage", 128, _qwenimage),
     "z_image": ("z_image", 128, _z_image),
+    "lumina2": ("lumina2", 96, _lumina2),
 }
 
 
@@ -134,16 +141,21 @@ WITH_PICTURES = {
 
 
 @pytest.mark.parametrize(("name", "settings", "latents"), WITH_PICTURES.values(), ids=WITH_PICTURES)
-def test_image_to_video_is_patched_but_not_trained(name, settings, latents):
+def test_image_to_video_is_patched(name, settings, latents):
     case = case_of(name)
     pipe, arguments = case.pipeline(**settings), case.inputs()
-    family, model, axis = case.of_family, pipe.transformer, 2 if name == "cogvideox" else 1
+    model, axis = pipe.transformer, 2 if name == "cogvideox" else 1
     given = arguments[latents]
     arguments[latents] = torch.cat([given] * 3, dim=axis).narrow(axis, 0, model.config.in_channels)
     expected = output(model, arguments)
     mhla.apply_mhla(pipe, **all_exact(name))
     assert relative_change(output(model, arguments), expected) < ROUNDING
-    for refused in (lambda: family.encode_prompt(pipe, "a"), lambda: family.process(model, 7.0)):
+
+
+def test_image_to_video_of_hunyuan_video_15_is_not_trained():
+    case = case_of("hunyuan_video15")
+    pipe, family = case.pipeline(task_type="i2v"), case.of_family
+    for refused in (lambda: family.encode_prompt(pipe, "a"), lambda: family.process(pipe.transformer, 7.0)):
         with pytest.raises(ValueError, match="conditioned on pictures"):
             refused()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from mhla_diffusers import apply_mhla, families, mhla_layers, save_mhla
 from mhla_diffusers.families.dit import DiTFamily, class_label
@@ -239,3 +240,51 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
     save_mhla(pipe, tmp_path / "weights")
     with pytest.raises(ValueError, match="weights_hash='.*', now '.*another output folder"):
         next(generate(config))
+
+
+def _shown(tmp_path: Path) -> str:
+    """A folder with an image-to-video pipeline."""
+    from ..families.test_image_to_video import _wan_pipeline
+
+    folder = tmp_path / "wan-i2v"
+    _wan_pipeline().save_pretrained(folder)
+    return str(folder)
+
+
+def test_pictures_are_shown_to_an_image_to_video_pipeline(tmp_path, monkeypatch):
+    given = []
+
+    def call(self, pipe, prompts, generators, **settings):
+        given.append((prompts[0], settings["image"].getpixel((0, 0))))
+        return [torch.zeros(5, 16, 16, 3)]
+
+    monkeypatch.setattr(families.wan.WanFamily, "call", call)
+    for name, colour in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
+    (tmp_path / "prompts.csv").write_text("text,image\na cat,blue.png\na dog,\n")
+    asked = ("a ball", "--prompt-file", tmp_path / "prompts.csv", "--image", tmp_path / "red.png")
+    asked += ("--model", _shown(tmp_path), "--output", tmp_path / "out")
+    for _ in range(2):  # the second time nothing is generated
+        ended = in_process("generate", "wan", *map(str, asked))
+        assert ended.exit_code == 0, ended.output
+        assert given == [("a ball", (255, 0, 0)), ("a cat", (0, 0, 255)), ("a dog", (255, 0, 0))]
+    listed = json.loads((tmp_path / "out" / "samples.json").read_text())
+    assert [Path(one["image"]).name for one in listed] == ["red.png", "blue.png", "red.png"]
+    # another picture under the same name is another sample
+    Image.new("RGB", (8, 8), (0, 255, 0)).save(tmp_path / "red.png")
+    assert in_process("generate", "wan", *map(str, asked)).exit_code == 0
+    assert given[3:] == [("a ball", (0, 255, 0)), ("a dog", (0, 255, 0))]
+
+
+def test_pictures_that_cannot_be_shown_are_refused(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "black.png")
+    (tmp_path / "text.png").write_text("no picture")
+    picture, model = ("--image", str(tmp_path / "black.png")), ("--model", _shown(tmp_path))
+    for asked, message in (
+        (("dit", "seven", *picture), "DiTPipeline takes no picture; leave --image out"),
+        (("wan", "a cat", *model), "needs a picture for every prompt, and 'a cat' has none"),
+        (("wan", "a cat", *model, "--image", str(tmp_path / "none.png")), "There is no picture"),
+        (("wan", "a cat", *model, "--image", str(tmp_path / "text.png")), "is not a picture that can be read"),
+    ):
+        ended = in_process("generate", *asked, "--output", str(tmp_path / "out"))
+        assert ended.exit_code == 1 and message in str(ended.exception), ended.output

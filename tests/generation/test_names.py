@@ -3,7 +3,7 @@
 import pytest
 from diffusers import DiTPipeline, SanaPipeline, WanPipeline
 
-from mhla_diffusers.generation.names import check_settings, parse_settings, parse_steps, read_prompts
+from mhla_diffusers.generation.names import check_settings, parse_settings, parse_steps, read_prompt_table, read_prompts
 from mhla_diffusers.tiny import call_settings
 
 
@@ -74,3 +74,21 @@ def test_prompts_come_from_a_file(tmp_path):
         read_prompts(file)
     with pytest.raises(IsADirectoryError, match="is a folder"):
         read_prompts(tmp_path)
+
+
+def test_prompts_and_pictures_come_from_columns(tmp_path):
+    rows, lines, text = (tmp_path / f"prompts.{kind}" for kind in ("csv", "jsonl", "txt"))
+    rows.write_text("image,text\na.png,a seven\n,a four\n")
+    assert read_prompt_table(rows) == (("a seven", tmp_path / "a.png"), ("a four", None))
+    lines.write_text('{"text": "a seven"}\n{"text": "a four", "image": "b/c.png"}\n')
+    assert read_prompt_table(lines) == (("a seven", None), ("a four", tmp_path / "b" / "c.png"))
+    text.write_text("a seven\n")
+    assert read_prompt_table(text) == (("a seven", None),)
+    for file, content, message in (
+        (rows, "image\na.png\n", "Row 1 of .* has no prompt"),
+        (rows, "text,image\n", "holds no prompts"),
+        (lines, "[1]\n", "Row 1 of .* has no prompt"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_prompt_table(file)

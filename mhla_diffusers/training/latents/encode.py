@@ -55,7 +55,7 @@ def encode_folder(
         # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
         given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
         sample = {"latents": family.encode_pixels(pipe, given)[0], **family.encode_picture(pipe, given)}
-        sample |= family.encode_prompt(pipe, item.caption)
+        sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
         writer.add(item.name, item.caption, _on_cpu(sample))
     writer.flush()
     index = writer.index

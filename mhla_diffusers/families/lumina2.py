@@ -1,0 +1,117 @@
+"""Lumina 2: ``Lumina2Transformer2DModel`` (Lumina-Image 2.0).
+
+Two blocks refine the image alone, two the text alone, and the others see both in one sequence per sample: its own text,
+the image, padding. So images of a batch begin at different tokens. Keys and values are shared by groups of heads. The
+text's refiners are not patched.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .adapters import AttentionArguments, AttentionInput, JointAdapter
+from .family import Condition
+from .models import image_model, tiny_image
+from .processes import ReversedFlowMatching
+from .styles import ImageFamily, JointFamily, WithoutValues
+
+_CLASS = "Lumina2Transformer2DModel"
+_TEXT_TOKENS = 256
+"""Default of the pipeline's call, which pads text to it; the transformer leaves the padding out."""
+_TINY: dict[str, Any] = {"in_channels": 4, "hidden_size": 48, "num_kv_heads": 2, "multiple_of": 8, "cap_feat_dim": 8}
+_TINY["axes_dim_rope"] = (4, 4, 4)
+
+
+class Lumina2Adapter(JointAdapter):
+    """Moves the padding of shorter samples to the front, so that every image is at the end, and its output back."""
+
+    def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
+        """``encoder_hidden_states`` are the same tokens again."""
+        given = super().read(attn, arguments._replace(encoder_hidden_states=None))
+        if given.key_mask is None:
+            return given
+        padding = _padding(given)
+        hidden_states, mask = _rolled(given.hidden_states, padding), _rolled(given.key_mask, padding)
+        cos, sin = (_rolled(table, padding) for table in given.rotary or ())
+        return given._replace(hidden_states=hidden_states, key_mask=mask, rotary=(cos, sin))
+
+    def run(self, processor: Any, attn: Any, arguments: AttentionArguments) -> Any:
+        """The model's processor takes keys and values from ``encoder_hidden_states``."""
+        return super().run(processor, attn, arguments._replace(encoder_hidden_states=arguments.hidden_states))
+
+    def ordered(self, given: AttentionInput, output: torch.Tensor) -> torch.Tensor:
+        """With the padding at the front."""
+        return output if given.key_mask is None else _rolled(output, _padding(given))
+
+    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+        """With the padding at the end, as the model has it."""
+        if given.key_mask is not None:
+            output = _rolled(output, -_padding(given))
+        return super().project_output(attn, output, given)
+
+
+def _padding(given: AttentionInput) -> torch.Tensor:
+    """Tokens of each sample that take no part: (B,)."""
+    assert given.key_mask is not None
+    return (given.key_mask == 0).sum(dim=1)
+
+
+def _rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """The tokens (B, N, ...) of each sample moved to later places, those at the end to the front."""
+    places = torch.arange(x.shape[1], device=x.device) - by[:, None]
+    return x[torch.arange(len(by), device=x.device)[:, None], places % x.shape[1]]
+
+
+class Lumina2Family(JointFamily, ImageFamily):
+    """Text-to-image transformers with a (height, width) token grid."""
+
+    name = "lumina2"
+    transformers = (_CLASS,)
+    block_lists = ("noise_refiner", "layers")
+    adapter = Lumina2Adapter(context_first=True)
+    processor = "diffusers.models.transformers.transformer_lumina2.Lumina2AttnProcessor2_0"
+    extra_tokens = _TEXT_TOKENS
+    feed_forwards = ("feed_forward",)
+    lacks_processor_methods = True
+    dispatches_attention = False
+    # 32 channels that rotate with the length of the text, counted as height, then 32 for each axis
+    rotary_channels = {96: (64, 32)}
+    process_class = ReversedFlowMatching
+    # Gemma 2's
+    conditions = (
+        Condition("encoder_hidden_states", (_TEXT_TOKENS, "cap_feat_dim")),
+        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
+    )
+    # the class's defaults, with the width of Gemma 2 2B
+    models = (
+        image_model(
+            "lumina-image-2.0",
+            _CLASS,
+            24,
+            96,
+            26,
+            settings={"cap_feat_dim": 2304},
+            more_layers={"num_refiner_layers": 2},
+        ),
+        tiny_image("lumina2", _CLASS, heads=4, more_layers={"num_refiner_layers": 1}, settings=_TINY),
+    )
+
+    def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
+        """The empty prompt without the pipeline's instruction, as its negative prompt is."""
+        if prompt:
+            return super().encode_text(pipe, prompt, settings)
+        return pipe.encode_prompt(prompt, True, max_sequence_length=settings["max_sequence_length"])[2:]
+
+    def without_values(self) -> AbstractContextManager[Any]:
+        """The transformer reads the lengths of texts."""
+        return WithoutValues()
+
+    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
+        """The velocity towards the noise; the model's is towards the data."""
+        return -super().prediction(transformer, output, latents)
+
+    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
+        """A thousand times σ."""
+        return 1000 * (1 - timestep)

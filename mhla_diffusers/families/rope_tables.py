@@ -1,0 +1,72 @@
+"""RoPE from a table per axis, whose channels are thirds of a head, as Wan and its relatives have it."""
+
+from typing import Any
+
+import torch
+
+from ..attention.rope import Rotary
+from .styles import VideoFamily, thirds
+
+_LAID_OUT: set[tuple[int, ...]] = set()
+"""Shapes of unflattened tables whose coordinates were checked to be the token grid."""
+
+
+class TabledRotaryFamily(VideoFamily):
+    """Transformers whose ``rope`` passes (cos, sin), each (1, N, 1, D), to every attention."""
+
+    def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
+        """That of :func:`grid_of_table`."""
+        return grid_of_table(rotary[1]) if self.recognises_self_attention(attn) else None
+
+    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
+        """As ``WanRotaryPosEmbed`` splits them."""
+        return thirds(head_dim)
+
+    def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
+        """The frames' channels come from later rows of the model's own table.
+
+        Raises:
+            ValueError: the table is too short.
+        """
+        rope, last = transformer.rope, first + grid[0]
+        if (reason := self.why_too_late(transformer, first, last)) is not None:
+            raise ValueError(reason)
+
+        def later(table: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+            spread = frames.to(table)[:, None, None].expand(-1, *grid[1:], -1).reshape(1, -1, 1, frames.shape[-1])
+            return torch.cat([spread, table[..., frames.shape[-1] :]], dim=-1)
+
+        cos, sin = (table[first:last, : rope.t_dim] for table in (rope.freqs_cos, rope.freqs_sin))
+        return later(rotary[0], cos), later(rotary[1], sin)
+
+    def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
+        """Later than the end of the model's own table."""
+        rope = transformer.rope
+        if last <= rope.max_seq_len:
+            return None
+        return (
+            f"{type(transformer).__name__} has RoPE for {rope.max_seq_len} latent frames, its rope_max_seq_len, "
+            f"but frames {first + 1} to {last} were asked for. Begin another video, or load the model with a larger "
+            "rope_max_seq_len=, which adds no weights; frames that far apart were not seen in training."
+        )
+
+
+def grid_of_table(table: Any) -> tuple[int, ...]:
+    """Token grid of RoPE's sines, (1, N, 1, D), read from the three coordinates of every token.
+
+    The table is a flattened (frames, height, width, D), and outside of inference mode a view of it. Once the
+    coordinates have been checked against that shape, the shape alone is enough, and nothing waits for the device.
+    """
+    laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
+    if laid_out in _LAID_OUT:
+        return laid_out
+    if not hasattr(table, "token_grid"):  # all layers of a forward get the same table
+        frames, height, _ = thirds(table.shape[-1])
+        # the first channel of an axis is sin(coordinate), which is 0 only for coordinate 0
+        at_zero = table[0, :, 0, [0, frames, frames + height]] == 0
+        along = [at_zero[:, [axis for axis in range(3) if axis != counted]].all(dim=1).sum() for counted in range(3)]
+        table.token_grid = tuple(torch.stack(along).tolist())
+    if table.token_grid == laid_out:
+        _LAID_OUT.add(table.token_grid)
+    grid: tuple[int, ...] = table.token_grid
+    return grid
