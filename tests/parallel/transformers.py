@@ -14,7 +14,7 @@ from ..families.cases import case_of
 from ..models import FAMILIES, inputs
 from .diffusers_on_cpu import diffusers_on_cpu
 
-NAMES = ("wan", "chronoedit", "flux", "ltx", "qwenimage")
+NAMES = ("wan", "chronoedit", "flux", "flux2", "ltx", "qwenimage")
 """Families of which diffusers tells how their tokens are split."""
 FEATURES = {"output_norm": True, "output_gate": True, "convolution": 3, "mixing_per_head": True}
 """All that a layer may have besides."""
@@ -27,10 +27,11 @@ def case(name: str, ragged: bool = False) -> tuple[nn.Module, dict[str, Any]]:
         return FAMILIES["wan"].build(), inputs("wan", ragged=ragged)
     found = case_of(name)
     arguments = found.inputs(ragged=ragged)
-    if name in ("flux", "qwenimage"):  # two more of its tokens of text, as many as four processes can share
+    if name in ("flux", "flux2", "qwenimage"):  # two more of its tokens of text, as many as four processes can share
         of_text = {n for n in arguments if n.startswith("encoder_hidden_states")}
         arguments |= {n: torch.cat([arguments[n], arguments[n][:, :2]], dim=1) for n in of_text}
-        arguments |= {"txt_ids": torch.zeros(8, 3)} if "txt_ids" in arguments else {}
+        ids = arguments.get("txt_ids")
+        arguments |= {} if ids is None else {"txt_ids": torch.cat([ids, ids[..., :2, :]], dim=-2)}
     # diffusers' cross-attention over several processes does not follow LTX's mask of the text
     return found.transformer(), arguments | ({"encoder_attention_mask": None} if name == "ltx" else {})
 
