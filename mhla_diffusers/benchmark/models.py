@@ -195,16 +195,16 @@ def make_forward_inputs(
     Raises:
         ValueError: the family does not define its conditioning.
     """
+    family = get_family(transformer)
     latents = [size.height // model.stride, size.width // model.stride]
     if size.frames is not None:
-        latents.insert(0, (size.frames - 1) // model.temporal_stride + 1)
+        latents.insert(0, family.latent_frames(transformer.config, size.frames, model.temporal_stride))
 
     def fill(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
         if like.is_floating_point:
             return torch.randn(size.batch, *shape, device=device, dtype=dtype)
         return torch.ones(size.batch, *shape, device=device, dtype=like)  # masks, and classes
 
-    family = get_family(transformer)
     shapes = family.conditioning_shapes(transformer.config)
     conditioning = {name: fill(*tensor.shape, like=tensor.dtype) for name, tensor in shapes.items()}
     given, timestep = fill(family.channels(transformer.config), *latents), torch.full((size.batch,), 500, device=device)

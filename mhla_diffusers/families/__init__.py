@@ -13,6 +13,7 @@ from .auraflow import AuraFlowFamily
 from .chroma import ChromaFamily
 from .chronoedit import ChronoEditFamily
 from .cogvideox import CogVideoXFamily
+from .cogview4 import CogView4Family
 from .dig import DiGFamily
 from .dit import DiTFamily
 from .family import Condition, Family, Sample
@@ -26,6 +27,7 @@ from .llama import LlamaFamily
 from .ltx import LTXFamily
 from .ltx2 import LTX2Family
 from .lumina2 import Lumina2Family
+from .minimax_h3 import MiniMaxH3Family
 from .mochi import MochiFamily
 from .models import Clip, Model
 from .pixart import PixArtFamily
@@ -48,6 +50,7 @@ _FAMILIES: dict[str, Family] = {
         ChromaFamily(),
         ChronoEditFamily(),
         CogVideoXFamily(),
+        CogView4Family(),
         DeiTFamily(),
         Dinov2Family(),
         DiGFamily(),
@@ -62,6 +65,7 @@ _FAMILIES: dict[str, Family] = {
         LTXFamily(),
         LTX2Family(),
         Lumina2Family(),
+        MiniMaxH3Family(),
         MochiFamily(),
         PixArtFamily(),
         PooledViTFamily(),

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ..attention.rope import Rotary, rotary_of_complex, rotary_table, rotated
 from ..config import MHLAConfig
@@ -55,6 +56,8 @@ class AttentionInput(NamedTuple):
     """Frames per block of a block-causal mask; no query may see a later block."""
     attended: torch.Tensor | None = None
     """(B, 1, 1), 1 for samples that attend, 0 for samples of which every token gets its own value."""
+    halves: int = 0
+    """Channels of query and key whose halves RoPE pairs, see :attr:`AttentionAdapter.pairs_halves`."""
 
 
 class AttentionAdapter:
@@ -71,6 +74,13 @@ class AttentionAdapter:
     """Whether there are extra tokens."""
     rope_by_head: ClassVar[bool] = False
     """Whether RoPE rotates each head by different angles; :meth:`project` then applies it, before the feature map."""
+    pairs_halves: ClassVar[bool] = False
+    """Whether RoPE pairs channel i with channel i + n / 2 of the n that it rotates, as Llama's does.
+
+    MHLA pairs neighbours, so :meth:`project` then puts the channels of query and key in that order.
+    """
+    rotary_second: ClassVar[bool] = False
+    """Whether RoPE is the second argument, in place of a context."""
     idle: ClassVar[tuple[str, ...]] = ()
     """Attributes of an attention that do not run while it is patched."""
 
@@ -105,11 +115,14 @@ class AttentionAdapter:
         given = {name: value for name, value in kwargs.items() if name in AttentionArguments._fields}
         rotary = next((kwargs[name] for name in _ROTARY_NAMES if kwargs.get(name) is not None), None)
         given |= {"rotary_emb": rotary} if rotary is not None else {}
-        return AttentionArguments(*args, **given)
+        arguments = AttentionArguments(*args, **given)
+        return self.received(arguments) if self.rotary_second else arguments
 
     def received(self, arguments: AttentionArguments) -> AttentionArguments:
         """Arguments of the attention's processor, which some attentions pass in another order."""
-        return arguments
+        if not self.rotary_second or arguments.encoder_hidden_states is None:
+            return arguments
+        return arguments._replace(encoder_hidden_states=None, rotary_emb=arguments.encoder_hidden_states)
 
     def is_cross_attention(self, arguments: AttentionArguments) -> bool:
         """Whether this call is cross-attention, which is never patched."""
@@ -128,6 +141,9 @@ class AttentionAdapter:
             attended=arguments.perturbation_mask,
         )
         rotary = self.rotary(attn, arguments)
+        if rotary is not None and self.pairs_halves:
+            channels = rotary[0].shape[-1]
+            return given._replace(rotary=_neighbours(rotary, self.heads(attn)[1]), halves=channels)
         return given._replace(rotary_by_head=rotary) if self.rope_by_head else given._replace(rotary=rotary)
 
     def context(self, arguments: AttentionArguments) -> torch.Tensor | None:
@@ -186,13 +202,16 @@ class AttentionAdapter:
         Under autocast a norm may return float32 while the projections return the lower type; all three are then cast to
         the lower type, as in ``scaled_dot_product_attention``.
         """
-        return lowered(self.turned(attn, project_tokens(attn, given.hidden_states), given.rotary_by_head))
+        return lowered(self.turned(attn, project_tokens(attn, given.hidden_states), given))
 
-    def turned(self, attn: Any, projected: Projected, rotary: Rotary | None) -> Projected:
-        """Query and key after RoPE that differs between heads, (cos, sin) each (1 or B, N, H, D), if any."""
-        if rotary is None:
-            return projected
-        (query, key, value), table = projected, rotary_table(rotary)
+    def turned(self, attn: Any, projected: Projected, given: AttentionInput) -> Projected:
+        """Query and key with channels in MHLA's order, and after RoPE that differs between heads, if any."""
+        query, key, value = projected
+        if given.halves:
+            query, key = _paired(query, given.halves), _paired(key, given.halves)
+        if given.rotary_by_head is None:
+            return query, key, value
+        table = rotary_table(given.rotary_by_head)
         if not self.rotates_halves(attn):
             return rotated(query, table), rotated(key, table), value
         query, key = (rotated(x.unflatten(-1, (2, -1)).mT.flatten(-2), table) for x in (query, key))
@@ -306,7 +325,7 @@ class JointAdapter(AttentionAdapter):
             others = (project_context if _has_added(attn) else project_tokens)(attn, given.context)
             query, key, value = (self.joined(x, y) for x, y in zip(own, others, strict=True))
             own = query, key, value
-        return lowered(self.turned(attn, own, given.rotary_by_head))
+        return lowered(self.turned(attn, own, given))
 
     def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """The tokens of ``hidden_states``; a pair with the context if that is its own argument."""
@@ -402,6 +421,19 @@ def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, n
     if shared > 1:
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
     return normed(query, norm_query, attn.heads), key, value
+
+
+def _paired(x: torch.Tensor, channels: int) -> torch.Tensor:
+    """Channels i and i + n / 2 of the first n as neighbours; the others stay where they are."""
+    pairs = x[..., :channels].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return pairs if channels == x.shape[-1] else torch.cat([pairs, x[..., channels:]], dim=-1)
+
+
+def _neighbours(rotary: Rotary, head_dim: int) -> Rotary:
+    """Tables of paired halves as tables of paired neighbours; channels that they lack are not rotated."""
+    missing = head_dim - rotary[0].shape[-1]
+    cos, sin = (_paired(table, table.shape[-1]) for table in rotary)
+    return functional.pad(cos, (0, missing), value=1.0), functional.pad(sin, (0, missing))
 
 
 def lowered(projected: Projected) -> Projected:

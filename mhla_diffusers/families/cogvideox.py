@@ -7,7 +7,6 @@ a token covers two latent frames, so the number of latent frames is even.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ _CLASS = "CogVideoXTransformer3DModel"
 _ROPE = {"use_rotary_positional_embeddings": True}
 # 300 is what diffusers' conversion script writes: the longest side of the RoPE tables, not a usual size
 _OF_1_5 = {**_ROPE, "patch_size_t": 2, "patch_bias": False, "sample_height": 300, "sample_width": 300}
-_OFS = 2.0
-"""What image-to-video of 1.5 always gets as ``ofs``."""
 _TINY = {"in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 32, "max_text_seq_length": 8}
 
 
@@ -58,29 +55,14 @@ class CogVideoXFamily(VideoFamily):
         """A quarter for the frames; height and width share the other channels."""
         return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
 
-    def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
-        """Of latents (B, C, F, H, W), as files hold them.
-
-        Raises:
-            ValueError: latent frames that do not fill the last token.
-        """
-        frames, in_token = latents.shape[2], self.patch(transformer)[0]
-        if frames % in_token:
-            raise ValueError(
-                f"{frames} latent frames are no multiple of {in_token}, the latent frames of a token of CogVideoX 1.5; "
-                "give a multiple, as mhla encode and mhla synthesize do."
-            )
-        return super().token_grid(transformer, latents)
-
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Of ``hidden_states`` (B, F, C, H, W)."""
         return self.token_grid(transformer, arguments["hidden_states"].transpose(1, 2))
 
-    def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
-        """Rounds the latent frames up to whole tokens, as the pipeline does."""
-        stride = self.temporal_stride(pipe)
-        frames = _whole_tokens(transformer.config, (clip.frames - 1) // stride + 1)
-        return super().grid_of_clip(pipe, transformer, replace(clip, frames=(frames - 1) * stride + 1))
+    def latent_frames(self, config: Any, frames: int, stride: int) -> int:
+        """Rounded up to whole tokens, as the pipeline does."""
+        in_token = int(config.patch_size_t or 1)
+        return math.ceil(super().latent_frames(config, frames, stride) / in_token) * in_token
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
@@ -91,19 +73,17 @@ class CogVideoXFamily(VideoFamily):
             grid = self.token_grid(transformer, latents)
             arguments["image_rotary_emb"] = _rotary_tables(transformer.config, grid, latents.device)
         if transformer.config.ofs_embed_dim is not None:
-            arguments["ofs"] = latents.new_full((1,), _OFS)
+            arguments["ofs"] = latents.new_full((1,), 2.0)  # what image-to-video of 1.5 always gets
         return arguments
 
     def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
         """Channels before frames."""
-        predicted: torch.Tensor = output.transpose(1, 2)
-        return predicted
+        return super().prediction(transformer, output, latents).transpose(1, 2)
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """Diffusion to pure noise with predicted velocity; 2B, without RoPE, has noisier steps."""
-        config = transformer.config
-        snr_shift = 1.0 if config.use_rotary_positional_embeddings else 3.0
-        return VelocityDDPM(snr_shift, channels=int(config.out_channels))
+        snr_shift = 1.0 if transformer.config.use_rotary_positional_embeddings else 3.0
+        return VelocityDDPM(snr_shift, channels=int(transformer.config.out_channels))
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(B, 16, F, H, W); the first frame is repeated to fill its token.
@@ -112,27 +92,16 @@ class CogVideoXFamily(VideoFamily):
         the latents of the first frame; some checkpoints have them on the autoencoder's scale, divided by its factor.
         """
         latents = super().encode_pixels(pipe, pixels)
-        missing = _whole_tokens(pipe.transformer.config, latents.shape[2]) - latents.shape[2]
+        missing = self.latent_frames(pipe.transformer.config, latents.shape[2], 1) - latents.shape[2]
         latents = torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)
         if self.channels(pipe.transformer.config) == latents.shape[1]:
             return latents
         first, scale = super().encode_pixels(pipe, pixels[:, :, :1]), pipe.vae.config.scaling_factor
         return self.beside(pipe, latents, first / scale**2 if pipe.vae.config.invert_scale_latents else first)
 
-    def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """(C, F, H, W), with frames rounded up to whole tokens."""
-        channels, frames, height, width = super().latent_shape(transformer, vae, clip)
-        return channels, _whole_tokens(transformer, frames), height, width
-
     def generate_latents(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Channels before frames."""
         return super().generate_latents(*args, **kwargs).transpose(0, 1)
-
-
-def _whole_tokens(config: Any, frames: int) -> int:
-    """Latent frames, rounded up to whole tokens."""
-    in_token = int(config.patch_size_t or 1)
-    return math.ceil(frames / in_token) * in_token
 
 
 def _rotary_tables(config: Any, grid: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -117,6 +117,8 @@ class Family:
     """How the model was trained."""
     takes_sigma: ClassVar[bool] = False
     """Whether the transformer takes σ, in place of the scheduler's timestep of 1000 σ."""
+    why_not_trained: ClassVar[str | None] = None
+    """Why nothing can be encoded for it or trained, and what to do instead; None if it can."""
     conditions: ClassVar[tuple[Condition, ...]] = ()
     """What the transformer gets from a prompt, texts first."""
     text_settings: ClassVar[Mapping[str, Any]] = {}
@@ -253,12 +255,26 @@ class Family:
         return self.patch(transformer)[-1]
 
     def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
-        """Token grid of latents (B, C, ...)."""
-        return tuple(size // length for size, length in zip(latents.shape[2:], self.patch(transformer), strict=True))
+        """Token grid of latents (B, C, ...).
+
+        Raises:
+            ValueError: latent frames that do not fill the last token.
+        """
+        patch, frames = self.patch(transformer), latents.shape[2]
+        if self.makes_videos and frames % patch[0]:
+            raise ValueError(
+                f"{frames} latent frames are no multiple of {patch[0]}, the latent frames of a token of this "
+                f"{self.name!r} model; give a multiple, as mhla encode and mhla synthesize do."
+            )
+        return tuple(size // length for size, length in zip(latents.shape[2:], patch, strict=True))
 
     def named_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a transformer's forward by name."""
         return {**dict(zip(self.forward_names, args, strict=False)), **kwargs}
+
+    def time_of(self, arguments: Mapping[str, Any]) -> Any:
+        """The time of the grid's tokens in a forward, in the transformer's scale; None if it is not given."""
+        return arguments.get(self.timestep_name)
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Token grid of a forward of the transformer; by default ``hidden_states`` are latents (B, C, ...)."""
@@ -277,7 +293,9 @@ class Family:
         By default the autoencoder's strides divide them, and the first frame becomes a latent frame of its own.
         """
         stride, sides = self.spatial_stride(pipe), clip.sizes[0]
-        frames = [(clip.frames - 1) // self.temporal_stride(pipe) + 1] if self.makes_videos else []
+        frames: list[int] = []
+        if self.makes_videos:
+            frames.append(self.latent_frames(transformer.config, clip.frames, self.temporal_stride(pipe)))
         latents = torch.empty(1, 1, *frames, *(side // stride for side in sides), device="meta")
         return tuple(int(size) for size in self.token_grid(transformer, latents))
 
@@ -444,8 +462,18 @@ class Family:
     def latent_shape(self, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
         """Shape of a sample's latents, (C, H, W) or (C, F, H, W); by default with the autoencoder's strides."""
         temporal, spatial = strides_of(vae, of_videos=self.axes == 3)
-        frames = [(clip.frames - 1) // temporal + 1] if self.makes_videos else []
+        frames = [self.latent_frames(transformer, clip.frames, temporal)] if self.makes_videos else []
         return self.channels(transformer), *frames, *(side // spatial for side in clip.sizes[0])
+
+    def latent_frames(self, config: Any, frames: int, stride: int) -> int:
+        """Latent frames that the pipeline makes for frames of a video: the first becomes one of its own.
+
+        Args:
+            config: of the transformer.
+            frames: of the video.
+            stride: frames per latent frame, after the first one.
+        """
+        return (frames - 1) // stride + 1
 
     def spatial_stride(self, pipe: Any) -> int:
         """Pixels per latent along height and width."""
@@ -534,6 +562,8 @@ class Family:
         return latents
 
     def _check_trained_on_text(self, config: Any) -> None:
+        if self.why_not_trained is not None:
+            raise ValueError(self.why_not_trained)
         if self.needs_pictures(config):
             raise ValueError(
                 f"This {self.name!r} checkpoint is conditioned on pictures, which captions do not hold. It can be "

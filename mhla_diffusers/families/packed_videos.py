@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .family import Sample
-from .styles import PackedFamily, VideoFamily, kept_with
+from .styles import PackedFamily, VideoFamily, read_once
 
 SIZE = ("num_frames", "height", "width")
 """Arguments of a transformer's forward that hold the token grid."""
@@ -48,25 +48,15 @@ def grid_of_coordinates(coordinates: torch.Tensor) -> tuple[int, ...]:
     Raises:
         ValueError: the coordinates are no grid.
     """
-    grid = _grid_of_coordinates(coordinates)
-    if torch.compiler.is_compiling():  # the graph holds the grid, so no other may run in it
-        torch._assert_async(_lie_on(grid, coordinates[0]), "compiled for another token grid")
-    return grid
+    return compiled_for(_grid_of_coordinates(coordinates), coordinates[0])
 
 
-def _grid_of_coordinates(coordinates: Any) -> tuple[int, ...]:
-    """Cached on the tensor, which a pipeline passes in every step."""
-    return kept_with(coordinates, _read_grid)
-
-
-def _read_grid(coordinates: torch.Tensor) -> tuple[int, ...]:
+@read_once
+def _grid_of_coordinates(coordinates: torch.Tensor) -> tuple[int, ...]:
     places = coordinates[0].cpu()
     at_zero = (places[0] == 0).nonzero()
-    on_grid = places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :]
-    width = _rising(on_grid[2])
-    height = _rising(on_grid[1, ::width])
-    grid = on_grid.shape[1] // (height * width), height, width
-    if not grid[0] or not _lie_on(grid, on_grid):
+    grid = grid_of_places(places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :])
+    if grid is None:
         raise ValueError(
             f"video_coords of {places.shape[1]} tokens are not a token grid: from the first token of time 0 on "
             "they must be whole frames in raster order, as LTXConditionPipeline gives them."
@@ -74,14 +64,23 @@ def _read_grid(coordinates: torch.Tensor) -> tuple[int, ...]:
     return grid
 
 
-# the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
-vars(_grid_of_coordinates)["_dynamo_marked_constant"] = True
+def grid_of_places(places: torch.Tensor) -> tuple[int, ...] | None:
+    """Token grid of a video's tokens in raster order; None if they are no grid.
+
+    Args:
+        places: (3, N), time, row and column of every token.
+    """
+    width = _rising(places[2])
+    height = _rising(places[1, ::width])
+    grid = places.shape[1] // (height * width), height, width
+    return grid if 0 < places.shape[1] == math.prod(grid) and bool(_lie_on(grid, places)) else None
 
 
-def _rising(values: torch.Tensor) -> int:
-    """Length of the strictly increasing run at the start; at least 1."""
-    falls = (values.diff() <= 0).nonzero()
-    return int(falls[0]) + 1 if len(falls) else max(1, len(values))
+def compiled_for(grid: tuple[int, ...], places: torch.Tensor) -> tuple[int, ...]:
+    """The grid; a compiled graph, which holds it, checks that the last of places (3, N) lie on it."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(_lie_on(grid, places), "compiled for another token grid")
+    return grid
 
 
 def _lie_on(grid: tuple[int, ...], places: torch.Tensor) -> torch.Tensor:
@@ -89,3 +88,9 @@ def _lie_on(grid: tuple[int, ...], places: torch.Tensor) -> torch.Tensor:
     time, row, column = places[:, places.shape[1] - math.prod(grid) :].unflatten(1, grid)
     rising = (row.diff(dim=1) > 0).all() & (column.diff(dim=2) > 0).all()
     return rising & (time == time[:, :1, :1]).all() & (row == row[:1, :, :1]).all() & (column == column[:1, :1]).all()
+
+
+def _rising(values: torch.Tensor) -> int:
+    """Length of the strictly increasing run at the start; at least 1."""
+    falls = (values.diff() <= 0).nonzero()
+    return int(falls[0]) + 1 if len(falls) else max(1, len(values))

@@ -20,6 +20,7 @@ from diffusers.models.attention import AttentionMixin, AttentionModuleMixin
 from diffusers.models.transformers import (
     dit_transformer_2d,
     latte_transformer_3d,
+    transformer_cogview4,
     transformer_lumina2,
     transformer_mochi,
     transformer_z_image,
@@ -49,6 +50,10 @@ class DiTTransformer2DModel(AttentionMixin, dit_transformer_2d.DiTTransformer2DM
     """
 
 
+class CogView4Transformer2DModel(AttentionMixin, transformer_cogview4.CogView4Transformer2DModel):
+    """A patched CogView4 transformer, named like :class:`DiTTransformer2DModel`."""
+
+
 class LatteTransformer3DModel(AttentionMixin, latte_transformer_3d.LatteTransformer3DModel):
     """A patched Latte transformer, named like :class:`DiTTransformer2DModel`."""
 
@@ -68,6 +73,7 @@ class ZImageTransformer2DModel(AttentionMixin, transformer_z_image.ZImageTransfo
 _WITH_METHODS = {
     kind.__bases__[1]: kind
     for kind in (
+        CogView4Transformer2DModel,
         DiTTransformer2DModel,
         LatteTransformer3DModel,
         Lumina2Transformer2DModel,

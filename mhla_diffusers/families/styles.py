@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib.metadata import version
 from typing import Any, ClassVar, TypeVar
 
@@ -307,6 +308,18 @@ def kept_with(tensor: torch.Tensor, read: Callable[[Any], Found]) -> Found:
     found = read(tensor)
     keep_with(tensor, found)
     return found
+
+
+def read_once(read: Callable[..., Found]) -> Callable[..., Found]:
+    """Decorator of a function that reads values of tensors: cached on the first, and a constant of a compiled graph."""
+
+    @wraps(read)
+    def reading(tensor: Any, *others: Any) -> Found:
+        return kept_with(tensor, lambda found: read(found, *others))
+
+    # the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
+    vars(reading)["_dynamo_marked_constant"] = True
+    return reading
 
 
 def _why_too_old(kind: str) -> str | None:

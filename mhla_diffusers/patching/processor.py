@@ -400,7 +400,7 @@ def _skip(
     **kwargs: Any,
 ) -> Any:
     """What diffusers' layer skipping runs in place of a patched attention: nothing."""
-    is_pair = encoder_hidden_states is not None and adapter_of(attn).has_extra
+    is_pair = isinstance(encoder_hidden_states, torch.Tensor) and adapter_of(attn).has_extra
     return (hidden_states, encoder_hidden_states) if is_pair else hidden_states
 
 

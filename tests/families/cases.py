@@ -3,15 +3,19 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import torch
 import transformers
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 
 from mhla_diffusers.benchmark.models import class_settings, models, small_size
@@ -220,6 +224,20 @@ def _cogvideox(transformer: Any) -> Any:
     )
 
 
+def _cogview4(transformer: Any) -> Any:
+    """GLM, whose last layer but one is read; text begins with a token of its own and is padded on the left."""
+    config, tokenizer = transformers.GlmConfig(**language_model(layers=2), head_dim=8), text_tokenizer()
+    begins = TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 1)])
+    tokenizer.backend_tokenizer.post_processor, tokenizer.padding_side = begins, "left"
+    return diffusers.CogView4Pipeline(
+        tokenizer=tokenizer,
+        text_encoder=seeded(transformers.GlmModel, config=config),
+        vae=kl_autoencoder(),
+        transformer=transformer,
+        scheduler=flow(use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, time_shift_type="linear"),
+    )
+
+
 def _hunyuan_dit(transformer: Any) -> Any:
     """BERT and T5 text encoders, DDPM with v-prediction, no safety checker."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -375,6 +393,22 @@ def _lumina2(transformer: Any) -> Any:
     )
 
 
+class _OfLatents(MiniMaxH3ModularPipeline):
+    """The modular pipeline, called as others are."""
+
+    def __call__(self, **call: Any) -> Any:
+        return SimpleNamespace(frames=super().__call__(output="latents", **call))
+
+
+def minimax_h3(transformer: Any) -> Any:
+    """From an encoded prompt to latents; its own schedules of video and sound."""
+    pipe = _OfLatents(blocks=MiniMaxH3CoreDenoiseStep())
+    schedulers = {"scheduler": 12.0, "audio_scheduler": 3.0}
+    parts = {name: diffusers.MiniMaxH3Scheduler(shift=shift) for name, shift in schedulers.items()}
+    pipe.update_components(transformer=transformer, **parts)
+    return pipe
+
+
 def _pixart(transformer: Any, kind: str = "PixArtAlphaPipeline") -> Any:
     """T5 and DPM-Solver, whose few steps do not begin at noise alone: it would hide what a random model does later."""
     scheduler = DPMSolverMultistepScheduler(beta_start=1e-4, beta_end=0.02, timestep_spacing="leading")
@@ -461,6 +495,8 @@ class Case:
     """Samples of a batch under gradient checkpointing."""
     compiles_whole: bool = True
     """Whether the model's own forward compiles to one graph."""
+    one_time: bool = False
+    """Whether samples of a batch share their time."""
     noise: float = 0.15
     """Of weights; where more of it would make attention a trifle, less."""
 
@@ -531,6 +567,7 @@ class Case:
         family, grid = self.of_family, self.grids[ragged]
         is_sigma = family.takes_sigma or family.process_class is ReversedFlowMatching
         timestep = torch.tensor([0.5, 0.25, 0.75] if is_sigma else [500, 250, 750])[:batch]
+        timestep = timestep[:1].expand(batch) if self.one_time else timestep
         latents, conditioning = self.drawn(grid, batch, seed)
         return self.change(family.forward_arguments(_model_of(self.name), latents, timestep, conditioning), grid)
 
@@ -608,6 +645,15 @@ _COG_CALL = {
 }
 # guidance that skips an attention runs in a block that the tiny model has
 _LTX2_CALL = {**_CLIP, "prompt": "a cat surfing", "max_sequence_length": 8, "spatio_temporal_guidance_blocks": [1]}
+SOUND_CALL: dict[str, Any] = {
+    "prompt_embeds": drawer(1, seed=5)(TEXT_TOKENS, 16),
+    "text_token_tags": torch.ones(TEXT_TOKENS, dtype=torch.int64),
+    "num_frames": 124,
+    "height": 64,
+    "width": 96,
+    "num_inference_steps": 3,  # the last of which is where the steps end
+}
+"""Of MiniMax-H3's modular pipeline."""
 _Z_SETTINGS = {"in_channels": 4, "cap_feat_dim": 16, "axes_lens": [1024, 32, 32]}
 _Z_CALL = {**_SMALL, "negative_prompt": "dog", "guidance_scale": 4.0, "max_sequence_length": 8}
 _PIXART_CALL = {**_LARGE, "use_resolution_binning": False, "clean_caption": False, "guidance_scale": 1.5}
@@ -676,6 +722,14 @@ _TABLE = (
         _layers(3),
         {**_COG_SETTINGS, "sample_width": 300, "sample_height": 300, "patch_size_t": 2, "patch_bias": False},
         _VIDEO,
+        extra=(TEXT_TOKENS, 0),
+    ),
+    Case(
+        "cogview4",
+        "cogview4",
+        _cogview4,
+        {**_LARGE, "negative_prompt": "dog", "guidance_scale": 5.0, "max_sequence_length": 16},
+        _layers(3),
         extra=(TEXT_TOKENS, 0),
     ),
     Case(
@@ -793,6 +847,16 @@ _TABLE = (
         {**_LARGE, "negative_prompt": "dog", "guidance_scale": 4.0, "system_prompt": "the", "max_sequence_length": 8},
         ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn")),
         compiles_whole=False,  # its forward reads the lengths of texts
+    ),
+    Case(
+        "minimax_h3",
+        "minimax_h3",
+        minimax_h3,
+        SOUND_CALL,
+        _layers(3, "transformer_blocks.{}.attn"),
+        grids=_VIDEO,
+        extra=(2 * TEXT_TOKENS, 0),  # text, and as many rows of sound
+        one_time=True,
     ),
     Case("pixart", "pixart", _pixart, _PIXART_CALL, _layers(3), {"sample_size": 128}),
     Case(

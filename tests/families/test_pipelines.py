@@ -17,6 +17,7 @@ from .cases import case_of
 NAMES = (
     "auraflow",
     "chroma",
+    "cogview4",
     "flux",
     "flux2",
     "hunyuan_dit",

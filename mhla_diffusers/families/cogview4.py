@@ -1,0 +1,114 @@
+"""CogView4: ``CogView4Transformer2DModel``.
+
+Joint attention with the same projections for all tokens, the text before the image. RoPE rotates the image alone and
+pairs the halves of a head; its tables are on the CPU. Text is padded on the left with tokens that take part, so there
+is no mask. The model is also told the size of the picture and how it was cropped.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..attention.rope import Rotary
+from .adapters import AttentionArguments, JointAdapter
+from .family import Condition, Sample
+from .models import image_model, tiny_image
+from .styles import ImageFamily
+
+_CLASS = "CogView4Transformer2DModel"
+_TEXT_TOKENS = 224
+"""Of texts in files: the number that the pipeline documents; its call takes up to 1024."""
+_STRIDE = 8
+"""Pixels per latent of its autoencoder."""
+_TINY = {"in_channels": 4, "out_channels": 4, "text_embed_dim": 16, "time_embed_dim": 8, "condition_dim": 8}
+
+
+class CogView4Adapter(JointAdapter):
+    """RoPE pairs halves; no mask."""
+
+    pairs_halves = True
+
+    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+        """None.
+
+        Raises:
+            ValueError: a mask.
+        """
+        if arguments.attention_mask is not None:
+            raise ValueError(
+                "CogView4's own attention adds its attention_mask to the scores, 1 or 0, and so hides no token; MHLA "
+                "does not repeat that. Leave attention_mask out, as CogView4Pipeline does."
+            )
+        return None
+
+    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+        """The tables on the device of the tokens."""
+        if arguments.rotary_emb is not None:
+            device = arguments.hidden_states.device
+            arguments = arguments._replace(rotary_emb=tuple(table.to(device) for table in arguments.rotary_emb))
+        return super().rotary(attn, arguments)
+
+
+class CogView4Family(ImageFamily):
+    """Text-to-image transformers with a (height, width) token grid."""
+
+    name = "cogview4"
+    transformers = (_CLASS,)
+    adapter = CogView4Adapter(context_first=True)
+    processor = "diffusers.models.transformers.transformer_cogview4.CogView4AttnProcessor"
+    extra_tokens = _TEXT_TOKENS
+    lacks_processor_methods = True
+    forward_names = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "timestep",
+        "original_size",
+        "target_size",
+        "crop_coords",
+        "attention_kwargs",
+    )
+    # GLM's
+    conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
+    models = (
+        image_model("cogview4-6b", _CLASS, 32, 128, 28),
+        tiny_image("cogview4", _CLASS, settings=_TINY),
+    )
+
+    def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
+        """Half for each axis."""
+        return head_dim // 2, head_dim // 2
+
+    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """Of the latents.
+
+        Raises:
+            ValueError: samples of several sizes in one row, or masks.
+        """
+        others = sorted((arguments.get("attention_kwargs") or {}).keys() - {"scale"})
+        if others or isinstance(arguments.get("image_rotary_emb"), list):
+            raise ValueError(
+                f"attention_kwargs={others} and lists of RoPE tables pack and mask samples of several sizes, as "
+                "CogView4TrainingAttnProcessor does: MHLA takes one size for a batch, without masks. Run samples of "
+                "other sizes one after another, or remove_mhla(transformer)."
+            )
+        return super().grid_of_arguments(transformer, arguments)
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """With the size of the picture, which is not cropped."""
+        size = latents.new_tensor([[_STRIDE * side for side in latents.shape[2:]]]).expand(len(latents), -1)
+        sizes = {"original_size": size, "target_size": size, "crop_coords": torch.zeros_like(size)}
+        return {**super().forward_arguments(transformer, latents, timestep, conditioning), **sizes}
+
+    def needs_pictures(self, config: Any) -> bool:
+        """CogView4-Control takes the latents of a picture beside the noised ones."""
+        return bool(config.in_channels != config.out_channels)
+
+    def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
+        """Text of one length, as the pipeline pads a prompt among longer ones: on the left, with tokens that count."""
+        count, tokenizer = settings["max_sequence_length"], pipe.tokenizer
+        ids = tokenizer(prompt, max_length=count, truncation=True, return_tensors="pt").input_ids.long()
+        ids = torch.nn.functional.pad(ids.view(1, -1), (count - ids.numel(), 0), value=tokenizer.pad_token_id)
+        return (pipe.text_encoder(ids.to(pipe.text_encoder.device), output_hidden_states=True).hidden_states[-2],)

@@ -1,0 +1,120 @@
+"""MiniMax-H3: ``MiniMaxH3Transformer3DModel``.
+
+One sequence holds text, conditioning pictures or videos, sound, and last the video that is generated; every token
+attends to all. All but the generated video are extra tokens. RoPE pairs the halves of the channels that it rotates. All
+samples of a batch share one layout and one time, which runs from the noise to the data.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..config import MHLAConfig
+from .adapters import JointAdapter
+from .family import Condition, Sample
+from .models import Clip, Model, tiny_video
+from .packed_videos import compiled_for, grid_of_places
+from .styles import JointFamily, PackedFamily, VideoFamily, keep_with, read_once
+
+_CLASS = "MiniMaxH3Transformer3DModel"
+_TEXT_TOKENS, _SOUND_TOKENS = 256, 414
+"""Of a long prompt, whose length is not limited, and of two channels of sound for 124 frames."""
+_TINY = {"hidden_size": 24, "ffn_dim": 32, "num_refiner_layers": 1, "rope_freq_dim": 2}
+_TINY |= {"text_dim": 16, "freq_dim": 8, "time_embed_hidden_dim": 16, "time_embed_dim": 8}
+_LAYOUT = ("position_ids", "token_tags", "video_indices", "audio_indices", "text_indices")
+
+
+class MiniMaxH3Adapter(JointAdapter):
+    """RoPE pairs halves and is the second argument."""
+
+    pairs_halves = rotary_second = True
+
+
+class MiniMaxH3Family(PackedFamily, JointFamily, VideoFamily):
+    """Video transformers with sound; the (frames, height, width) token grid is that of the generated video."""
+
+    name = "minimax_h3"
+    transformers = (_CLASS,)
+    adapter = MiniMaxH3Adapter(context_first=True, rotary_argument="rotary_emb")
+    processor = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3AttnProcessor"
+    extra_tokens = _TEXT_TOKENS + _SOUND_TOKENS
+    rotary_channels = {128: (32, 32, 64)}  # the last 32, which do not rotate, are counted as width
+    # of 37x24x42 tokens, 124 frames at 768p: blocks of three latent frames by eight by eight tokens
+    default_config = MHLAConfig(blocks=(12, 3, 5), mixing_per_head=True, sparse="content")
+    default_clip = Clip(frames=124, fps=24.0, sizes=((768, 1344),))
+    forward_names: ClassVar[tuple[str, ...]] = ("hidden_states", "audio_hidden_states", "encoder_hidden_states")
+    forward_names += ("timestep", "timestep_indices", _LAYOUT[1], _LAYOUT[0], *_LAYOUT[2:])
+    why_not_trained = (
+        "MiniMax-H3 learns video and sound together, which mhla encode does not read, and the mhla command does not "
+        "call its modular pipeline. apply_mhla(pipe, calibration=...) fits a patch without training."
+    )
+    conditions = (
+        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),
+        Condition("audio_hidden_states", (_SOUND_TOKENS, "audio_in_channels")),
+    )
+    models = (
+        Model("minimax-h3", _CLASS, 56, 128, 50, (12, 3, 5), ((768, 1344),), stride=16, frames=124, passes=1),
+        tiny_video("minimax_h3", _CLASS, head_dim=16, sizes=((128, 192),), stride=16, frames=21, settings=_TINY),
+    )
+
+    def latent_frames(self, config: Any, frames: int, stride: int) -> int:
+        """Five for every 17 frames, and two for the last five; the pipeline rounds up to that."""
+        return -((5 - frames) // 17) * 5 + 2
+
+    def temporal_stride(self, pipe: Any) -> int:
+        """Not used, see :meth:`latent_frames`."""
+        return 1
+
+    def time_of(self, arguments: Mapping[str, Any]) -> Any:
+        """That of the last row, which is of the video."""
+        return arguments["timestep"][arguments["timestep_indices"][-1]]
+
+    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """Read from the places of the rows, once per tensor.
+
+        Raises:
+            ValueError: the last rows of the sequence are not the tokens of a video in raster order.
+        """
+        places, *others = (arguments[name] for name in ("position_ids", "video_indices", "timestep_indices"))
+        return compiled_for(_grid_of_rows(places, *others), places.T)
+
+    def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
+        """All rows are split at once."""
+        return "diffusers splits MiniMax-H3's text, sound and video as one, and MHLA the video alone; use one process"
+
+    def forward_arguments(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
+    ) -> dict[str, Any]:
+        """With the layout of a sequence without pictures; sound has the video's time.
+
+        Raises:
+            ValueError: samples at different times.
+        """
+        if not timestep.is_meta and bool((timestep != timestep[0]).any()):
+            raise ValueError("MiniMax-H3 takes one time for a batch; run samples at other times one after another.")
+        from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
+
+        arguments = super().forward_arguments(transformer, latents, timestep[:1], conditioning)
+        text, sound = (arguments[condition.name].shape[1] for condition in self.conditions)
+        sizes = *latents.shape[2:], sound // 2, self.patch(transformer)
+        # the last three: channels of sound, and tags of the rows of sound and video
+        made = MiniMaxH3PrepareLayoutStep.build_packed_sequence(torch.ones(text), *sizes, 2, 2, 0)
+        layout = {name: rows.to(latents.device) for name, rows in zip(_LAYOUT, made, strict=False)}
+        keep_with(layout["position_ids"], self.token_grid(transformer, latents))  # known, also on the meta device
+        return {**arguments, **layout, "timestep_indices": torch.zeros_like(layout["token_tags"])}
+
+
+@read_once
+def _grid_of_rows(places: torch.Tensor, video: torch.Tensor, times: torch.Tensor) -> tuple[int, ...]:
+    """The generated rows come last, without a gap, and have one time; conditioning rows of a video have another."""
+    rows = torch.arange(len(places) - len(video), len(places), device=video.device)
+    others = ((video != rows) | (times[video] != times[-1])).nonzero()
+    generated = places[int(others[-1]) + 1 - len(video) if len(others) else -len(video) :]
+    grid = grid_of_places(generated.T)
+    if grid is None or len(generated[:, 0].unique()) < grid[0]:
+        raise ValueError(
+            "The sequence does not end in one token grid in raster order, as MiniMax-H3's pipeline makes it. Several "
+            "videos in one sequence cannot be patched: run one after another, or remove_mhla(transformer)."
+        )
+    return grid

@@ -1,0 +1,49 @@
+"""What is particular to CogView4: no masks, one size for a batch, text that is padded on the left."""
+
+import pytest
+import torch
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
+
+from .cases import case_of, output, plain
+
+CASE = case_of("cogview4")
+
+
+def test_masks_and_packed_samples_are_refused():
+    model, arguments = mhla.apply_mhla(CASE.transformer(), **plain("cogview4")), CASE.inputs()
+    mask = torch.ones(arguments["encoder_hidden_states"].shape[:2])
+    with pytest.raises(ValueError, match="hides no token"):
+        output(model, {**arguments, "attention_mask": mask})
+    for name in ("batch_flag", "text_attn_mask"):
+        with pytest.raises(ValueError, match="pack and mask samples"):
+            output(model, {**arguments, "attention_kwargs": {name: mask}})
+    output(model, {**arguments, "attention_kwargs": {"scale": 1.0}})
+
+
+def test_text_is_padded_as_among_longer_texts():
+    pipe, family = CASE.pipeline(), CASE.of_family
+    longer = "the red dog on " * 8
+    expected = pipe.encode_prompt(["the red dog", longer], do_classifier_free_guidance=False)[0]
+    found = family.encode_prompt(pipe, "the red dog", {"max_sequence_length": expected.shape[1]})
+    torch.testing.assert_close(found["encoder_hidden_states"], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_control_is_patched_but_not_trained():
+    model = CASE.transformer(in_channels=8)
+    with pytest.raises(ValueError, match="conditioned on pictures"):
+        CASE.of_family.process(model, 3.0)
+
+
+def test_rope_turns_channels_with_one_axis_each():
+    """After pairing neighbours; the text before the image is not rotated."""
+    model, arguments = CASE.transformer(attention_head_dim=128), CASE.inputs()
+    attn, tables = model.transformer_blocks[0].attn1, model.rope(arguments["hidden_states"])
+    adapter, text = CASE.of_family.adapter_of(attn), CASE.extra[0]
+    hidden, context = torch.zeros(1, torch.Size(CASE.grid).numel(), 256), torch.zeros(1, text, 256)
+    given = adapter.read(attn, adapter.arguments((hidden, context), {"image_rotary_emb": tables}))
+    assert (given.rotary[0][:, :text] == 1).all() and (given.rotary[1][:, :text] == 0).all()
+    rotary = tuple(table[:, text:] for table in given.rotary)
+    grid, axes = (1, *CASE.grid), (0, *CASE.of_family.rotary_axes(128))
+    assert torch.equal(table_of_tokens(axial_table(rotary, grid), grid, axes), rotary_table(rotary))
