@@ -203,10 +203,13 @@ def _stem(name: str) -> str:
 
 
 def classes_that_are_split() -> list[str]:
-    """Supported transformer classes for which diffusers defines how to split tokens over processes (``_cp_plan``)."""
+    """Supported transformer classes for which diffusers defines how to split tokens over processes (``_cp_plan``).
+
+    Without those that the plan does not fit.
+    """
     import diffusers
 
-    names = (name for family in families() for name in family.transformers)
+    names = (name for family in families() if family.why_never_split is None for name in family.transformers)
     return [name for name in names if getattr(getattr(diffusers, name, None), "_cp_plan", None) is not None]
 
 

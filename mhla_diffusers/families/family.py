@@ -104,6 +104,8 @@ class Family:
     """Name of the transformer's argument for the time."""
     rotary_channels: ClassVar[Mapping[int, tuple[int, ...]]] = {}
     """Head dim → channels that RoPE rotates with each axis of the token grid."""
+    why_never_split: ClassVar[str | None] = None
+    """Why diffusers' ``_cp_plan`` must not split its tokens over processes; None if it may."""
     streamed: ClassVar[tuple[str, ...]] = ()
     """Classes of :attr:`transformers` that can generate a video one block of frames after another: every frame may have
     its own time, and :meth:`rotary_from` returns RoPE of later frames.
@@ -322,7 +324,7 @@ class Family:
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
         """Why the tokens of a call, given by its arguments, cannot be split over processes; None if they can."""
-        return None
+        return self.why_never_split
 
     # The transformer's forward
 

@@ -17,7 +17,7 @@ from .adapters import AttentionAdapter, AttentionArguments, AttentionInput
 from .family import Condition, Sample
 from .models import Clip, Model, tiny_video
 from .packed_videos import SIZE, PackedVideoFamily, grid_of_coordinates
-from .styles import kept_with, takes_picture
+from .styles import kept_with
 
 _CLASS = "LTXVideoTransformer3DModel"
 _TEXT_TOKENS = 128
@@ -109,13 +109,8 @@ class LTXFamily(PackedVideoFamily):
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
         """At the usual frame rate."""
-        timestep = self.times_of_tokens(transformer, latents, timestep)
         arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
         return {"rope_interpolation_scale": _ROPE_SCALE, **arguments}
-
-    def keeps_first_frame(self, pipe: Any) -> bool:
-        """Of ``LTXImageToVideoPipeline``, which has the transformer of text-to-video."""
-        return takes_picture(pipe)
 
 
 def _hides_text(mask: torch.Tensor) -> bool:

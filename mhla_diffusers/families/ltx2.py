@@ -70,15 +70,12 @@ class LTX2Family(PackedVideoFamily):
     default_config = MHLAConfig(blocks=(4, 3, 4), rope="before", mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=121, fps=24.0, sizes=((512, 768),))
     forward_names = ("hidden_states", "audio_hidden_states", "encoder_hidden_states", "audio_encoder_hidden_states")
+    why_never_split = "diffusers splits the video of LTX-2 and not the sound that attends to it; run it in one process"
     models = (
         _model("ltx-2", {"rope_type": "split"}),
         _model("ltx-2.3", _OF_2_3),
         tiny_video("ltx2", _CLASS, head_dim=16, sizes=((128, 192),), settings={**_OF_2_3, **_TINY}, **STRIDES),
     )
-
-    def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """The video's tokens would be split, and the sound's not, which attend to them."""
-        return "diffusers splits the video of LTX-2 and not the sound that attends to it; run it in one process"
 
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
         """What the connectors make of a prompt for the video."""
@@ -109,8 +106,9 @@ class LTX2Family(PackedVideoFamily):
         missing = [name for name in shapes if name.startswith("audio") and name not in conditioning]
         sound = {name: latents.new_zeros(len(latents), 1, shapes[name].shape[1]) for name in missing}
         own = super().forward_arguments(transformer, latents, timestep, {**sound, **conditioning})
-        tokens = own["audio_hidden_states"].shape[1]
-        return {**own, "sigma": timestep, "audio_num_frames": tokens, "isolate_modalities": bool(missing)}
+        tokens, sigma = own["audio_hidden_states"].shape[1], timestep.reshape(len(latents), -1).amax(dim=1)
+        times = {"sigma": sigma, "audio_timestep": sigma}
+        return {**own, **times, "audio_num_frames": tokens, "isolate_modalities": bool(missing)}
 
     def generate_latents(self, pipe: Any, *settings: Any, **named: Any) -> torch.Tensor:
         """The pipeline returns latents in the scale of its autoencoder."""

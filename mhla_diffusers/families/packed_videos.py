@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .family import Sample
-from .styles import PackedFamily, VideoFamily, read_once
+from .styles import PackedFamily, VideoFamily, read_once, takes_picture
 
 SIZE = ("num_frames", "height", "width")
 """Arguments of a transformer's forward that hold the token grid."""
@@ -35,9 +35,14 @@ class PackedVideoFamily(PackedFamily, VideoFamily):
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """With the grid."""
+        """With the grid, and a time for every token where frames have times of their own."""
+        timestep = self.times_of_tokens(transformer, latents, timestep)
         size = dict(zip(SIZE, self.token_grid(transformer, latents), strict=True))
         return {**size, **super().forward_arguments(transformer, latents, timestep, conditioning)}
+
+    def keeps_first_frame(self, pipe: Any) -> bool:
+        """Of pipelines for image-to-video, which have the transformer of text-to-video."""
+        return takes_picture(pipe)
 
 
 def grid_of_coordinates(coordinates: torch.Tensor) -> tuple[int, ...]:

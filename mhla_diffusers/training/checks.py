@@ -96,12 +96,14 @@ def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -
     degrees = config.context_parallel
     if degrees.processes == 1:
         return
+    family = get_family(transformer)
+    if family.why_never_split is not None:
+        raise ValueError(f"context_parallel cannot be set for this transformer: {family.why_never_split}.")
     if getattr(transformer, "_cp_plan", None) is None:
         raise ValueError(
             f"diffusers does not define how to split the tokens of {type(transformer).__name__} over processes "
             f"(_cp_plan), so context_parallel cannot be set for it; it does for {', '.join(classes_that_are_split())}."
         )
-    family = get_family(transformer)
     attentions, layers = family.self_attentions(transformer), mhla_layers(transformer)
     for heads in sorted({int(attn.heads) for attn in attentions.values()}):
         if heads % degrees.ulysses:
