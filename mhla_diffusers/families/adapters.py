@@ -196,6 +196,10 @@ class AttentionAdapter:
             )
         return 0, 0
 
+    def prepared(self, attn: Any, given: AttentionInput) -> AttentionInput:
+        """With what :meth:`project` and :meth:`project_output` share, if a layer of the attention makes it."""
+        return given
+
     def project(self, attn: Any, given: AttentionInput) -> Projected:
         """Query, key and value of all tokens; already rotated if :attr:`rope_by_head`.
 
@@ -366,15 +370,14 @@ class ParallelAdapter(JointAdapter):
         mask, rotary = arguments.encoder_hidden_states, arguments.attention_mask
         return AttentionArguments(arguments.hidden_states, None, mask, rotary)
 
-    def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
-        """Runs the first layer, once for attention and feed-forward."""
-        made = attn.to_qkv_mlp_proj(arguments.hidden_states)
-        projected, hidden = made.tensor_split([3 * attn.inner_dim], dim=-1)
-        return super().read(attn, arguments)._replace(projected=projected, feed_forward=hidden)
+    def prepared(self, attn: Any, given: AttentionInput) -> AttentionInput:
+        """Runs the first layer."""
+        projected, hidden = attn.to_qkv_mlp_proj(given.hidden_states).tensor_split([3 * attn.inner_dim], dim=-1)
+        return given._replace(projected=projected, feed_forward=hidden)
 
     def project(self, attn: Any, given: AttentionInput) -> Projected:
         """What the first layer made."""
-        projected: Any = given.projected
+        projected: Any = given.projected if given.projected is not None else self.prepared(attn, given).projected
         return lowered(_in_heads(attn, projected.chunk(3, dim=-1), attn.norm_q, attn.norm_k))
 
     def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:

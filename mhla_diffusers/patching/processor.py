@@ -172,6 +172,7 @@ class MHLAProcessor:
         extra = adapter.extra(given, tokens)
         if layer is None:
             attn.mhla = make_layer(attn, self.config, family)
+        given = adapter.prepared(attn, given)
         query, key, value = adapter.project(attn, given)
         output, stream = value, context.stream
         if not skips_scores:

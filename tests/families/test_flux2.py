@@ -9,8 +9,10 @@ from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, 
 from torch.nn import functional
 
 import mhla_diffusers as mhla
+from mhla_diffusers.benchmark.parts import ATTENTION, count_parts
 from mhla_diffusers.families import Clip
 from mhla_diffusers.families.flux2 import Flux2Family
+from mhla_diffusers.families.styles import keep_with
 from mhla_diffusers.training.trainable import add_adapters
 
 from ..models import assert_changed, relative_change
@@ -132,3 +134,14 @@ def test_prompts_of_klein_are_encoded_as_its_pipeline_hands_them_over():
     given = forwards(pipe, **flux2.call)[0]["encoder_hidden_states"][0]
     found = FAMILY.encode_prompt(pipe, flux2.call["prompt"], {"max_sequence_length": 8})
     torch.testing.assert_close(found["encoder_hidden_states"], given)
+
+
+def test_single_stream_layers_are_counted_once():
+    """Their projections hold the feed-forward as well; what attention does beside them is softmax over all pairs."""
+    with torch.device("meta"):
+        model = flux2.of_family.transformer_class("Flux2Transformer2DModel")(**flux2.transformer().config)
+    arguments = {name: x.to("meta") for name, x in flux2.inputs(batch=1).items()}
+    keep_with(arguments["img_ids"], (8, 8))
+    costs = count_parts(model, arguments)
+    heads, tokens, layers = 2 * 16, 64 + 6, 4
+    assert costs[ATTENTION].flops == layers * 4 * tokens**2 * heads
