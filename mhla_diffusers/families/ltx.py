@@ -87,8 +87,7 @@ class LTXFamily(PackedVideoFamily):
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
         """Conditioning pictures would be split with the video, and diffusers ignores text masks across processes."""
-        extra = arguments["hidden_states"].shape[1] - math.prod(grid)
-        if extra:
+        if extra := arguments["hidden_states"].shape[1] - math.prod(grid):
             return f"the {extra} tokens of pictures before the grid would be split together with it"
         mask = arguments.get("encoder_attention_mask")
         if mask is not None and kept_with(mask, _hides_text):
@@ -100,10 +99,9 @@ class LTXFamily(PackedVideoFamily):
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """The numbers that the pipeline passes; coordinates take precedence, as in the model."""
-        coordinates = arguments.get("video_coords")
-        if coordinates is None:
-            return super().grid_of_arguments(transformer, arguments)
-        return grid_of_coordinates(coordinates)
+        if (coordinates := arguments.get("video_coords")) is not None:
+            return grid_of_coordinates(coordinates)
+        return super().grid_of_arguments(transformer, arguments)
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
