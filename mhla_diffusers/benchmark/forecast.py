@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -57,8 +58,11 @@ class Question:
         """Token grid, of a single frame where frames attend by themselves."""
         model, size = self.model, self.size
         step = model.stride * model.patch
-        latents = [] if size.frames is None else [(size.frames - 1) // model.temporal_stride + 1]
-        frames = [count // model.temporal_patch for count in latents]
+        frames = []
+        if size.frames is not None:
+            config = SimpleNamespace(patch_size_t=model.temporal_patch)  # all that a family asks of it
+            latents = family_of_model(model).latent_frames(config, size.frames, model.temporal_stride)
+            frames.append(latents // model.temporal_patch)
         return (*frames, size.height // step, size.width // step)[-len(model.blocks) :]
 
     @property

@@ -8,7 +8,8 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3Prepa
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
-from mhla_diffusers.benchmark.models import models
+from mhla_diffusers.benchmark.forecast import Question
+from mhla_diffusers.benchmark.models import Size, models
 from mhla_diffusers.families import Clip, get_family
 from mhla_diffusers.families.styles import pack
 
@@ -110,7 +111,9 @@ def test_rope_turns_channels_with_one_axis_each():
 def test_latent_frames_are_those_of_the_pipeline():
     for frames, latent in ((124, 37), (125, 42), (141, 42), (22, 7)):
         assert FAMILY.latent_frames(None, frames, 1) == latent
-    assert models()["minimax-h3"].frames == FAMILY.default_clip.frames == 124
+    model = models()["minimax-h3"]
+    assert model.frames == FAMILY.default_clip.frames == 124
+    assert Question(model, Size(768, 1344, 124), FAMILY.default_config).grid == (37, 24, 42)
 
 
 def test_training_and_other_times_in_a_batch_are_refused():
