@@ -206,9 +206,9 @@ class AttentionAdapter:
         Under autocast a norm may return float32 while the projections return the lower type; all three are then cast to
         the lower type, as in ``scaled_dot_product_attention``.
         """
-        return lowered(self.turned(attn, project_tokens(attn, given.hidden_states), given))
+        return lowered(self.with_rope(attn, project_tokens(attn, given.hidden_states), given))
 
-    def turned(self, attn: Any, projected: Projected, given: AttentionInput) -> Projected:
+    def with_rope(self, attn: Any, projected: Projected, given: AttentionInput) -> Projected:
         """Query and key with channels in MHLA's order, and after RoPE that differs between heads, if any."""
         query, key, value = projected
         if given.halves:
@@ -329,7 +329,7 @@ class JointAdapter(AttentionAdapter):
             others = (project_context if _has_added(attn) else project_tokens)(attn, given.context)
             query, key, value = (self.joined(x, y) for x, y in zip(own, others, strict=True))
             own = query, key, value
-        return lowered(self.turned(attn, own, given))
+        return lowered(self.with_rope(attn, own, given))
 
     def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
         """The tokens of ``hidden_states``; a pair with the context if that is its own argument."""

@@ -45,6 +45,9 @@ class MiniMaxH3Family(PackedFamily, JointFamily, VideoFamily):
     default_clip = Clip(frames=124, fps=24.0, sizes=((768, 1344),))
     forward_names: ClassVar[tuple[str, ...]] = ("hidden_states", "audio_hidden_states", "encoder_hidden_states")
     forward_names += ("timestep", "timestep_indices", _LAYOUT[1], _LAYOUT[0], *_LAYOUT[2:])
+    why_never_split = (
+        "diffusers splits its text, sound and video as one, and MHLA the video alone; run it in one process"
+    )
     why_not_trained = (
         "MiniMax-H3 learns video and sound together, which mhla encode does not read, and the mhla command does not "
         "call its modular pipeline. apply_mhla(pipe, calibration=...) fits a patch without training."
@@ -78,10 +81,6 @@ class MiniMaxH3Family(PackedFamily, JointFamily, VideoFamily):
         """
         places, *others = (arguments[name] for name in ("position_ids", "video_indices", "timestep_indices"))
         return compiled_for(_grid_of_rows(places, *others), places.T)
-
-    def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """All rows are split at once."""
-        return "diffusers splits MiniMax-H3's text, sound and video as one, and MHLA the video alone; use one process"
 
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample

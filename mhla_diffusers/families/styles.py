@@ -219,20 +219,20 @@ class WithoutValues(TorchFunctionMode):
     So a mask that was inverted keeps nothing, and shapes are those of the longest text.
 
     Args:
-        told_cpu: of a meta tensor, whether its device is said to be the CPU, for code that looks its autocast up, which
-            the meta device lacks.
+        seems_on_cpu: of a meta tensor, whether it reports the CPU as its device, for code that asks for its autocast,
+            which the meta device lacks.
     """
 
-    def __init__(self, told_cpu: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
+    def __init__(self, seems_on_cpu: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
         super().__init__()
-        self.told_cpu = told_cpu
+        self.seems_on_cpu = seems_on_cpu
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not args or not getattr(args[0], "is_meta", False):
             return func(*args, **(kwargs or {}))
-        if func == _DEVICE_OF and self.told_cpu(args[0]):
+        if func == _DEVICE_OF and self.seems_on_cpu(args[0]):
             return torch.device("cpu")
         if func is torch.Tensor.__bool__:
             return True
