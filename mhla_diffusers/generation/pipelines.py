@@ -23,6 +23,11 @@ from .record import identity_of_weights
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """File name that diffusers expects for LoRA."""
 
+_MODULAR_INDEX = "modular_model_index.json"
+_MODULAR = (
+    "It is a modular pipeline, which the mhla command does not call: load it with diffusers' "
+    "ModularPipeline.from_pretrained and patch it with apply_mhla(pipe, ...)."
+)
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 
 
@@ -266,18 +271,25 @@ def family_of(model: str, component: str = "transformer") -> Family:
 
 
 def pipeline_file(model: str, name: str) -> Path:
-    """A file of a pipeline, local or from the Hub."""
+    """A file of a pipeline, local or from the Hub.
+
+    Raises:
+        FileNotFoundError: no such pipeline, or a modular one.
+    """
     if Path(model).is_dir():
         path = Path(model, name)
         if not path.is_file():
-            raise FileNotFoundError(f"{model} is no diffusers pipeline: {name} is missing.")
+            modular = f" {_MODULAR}" if Path(model, _MODULAR_INDEX).is_file() else ""
+            raise FileNotFoundError(f"{model} is no diffusers pipeline: {name} is missing.{modular}")
         return path
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import file_exists, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(model, name))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+        modular = f" {_MODULAR}" if missing and file_exists(model, _MODULAR_INDEX) else ""
         raise FileNotFoundError(
-            f"{model} is neither a local folder nor a pipeline that could be read from the Hub: {error}"
+            f"{model} is neither a local folder nor a pipeline that could be read from the Hub: {error}{modular}"
         ) from error

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
 from PIL import Image
 
 from mhla_diffusers import apply_mhla, families, mhla_layers, save_mhla
@@ -87,6 +89,13 @@ def test_command_says_what_is_wrong_and_leaves_no_folder(tmp_path, arguments, me
     assert isinstance(ended.exception, ValueError | OSError)
     assert message in str(ended.exception)
     assert not list(tmp_path.iterdir())
+
+
+def test_modular_pipeline_is_named_as_what_it_is(tmp_path):
+    MiniMaxH3ModularPipeline(blocks=MiniMaxH3CoreDenoiseStep()).save_pretrained(str(tmp_path / "model"))
+    arguments = ("minimax_h3", "x", "--model", tmp_path / "model", "--output", tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match="modular pipeline"):
+        raise in_process("generate", *arguments).exception
 
 
 def test_video_has_its_frame_rate_and_length(tmp_path):
