@@ -99,6 +99,10 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
     def forward_arguments(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
     ) -> dict[str, Any]:
-        """Where the first frame is a picture, the transformer knows so by itself."""
-        timestep = timestep if timestep.ndim == 1 else timestep[:, -1]
-        return super().forward_arguments(transformer, latents, timestep, conditioning)
+        """Where the first frame is a picture, the transformer knows so by itself; SkyReels' pipeline has guidance 1."""
+        timestep, config = timestep if timestep.ndim == 1 else timestep[:, -1], transformer.config
+        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        is_skyreels = config.in_channels != config.out_channels and config.image_condition_type is None
+        if is_skyreels and "guidance" in arguments:
+            arguments["guidance"] = torch.full_like(arguments["guidance"], 1000.0)
+        return arguments

@@ -66,6 +66,12 @@ def _hunyuan_video(**config: Any) -> Any:
     return quiet(diffusers.HunyuanVideoImageToVideoPipeline(**{**parts, **_llava()}))
 
 
+def _skyreels_v1() -> Any:
+    """Text is encoded by itself."""
+    parts = case_of("hunyuan_video").pipeline(in_channels=8, guidance_embeds=True).components
+    return quiet(diffusers.HunyuanSkyreelsImageToVideoPipeline(**parts))
+
+
 def _cogvideox(name: str, inverted: bool, **config: Any) -> Any:
     parts = case_of(name).pipeline(in_channels=8, **config).components
     parts["vae"].register_to_config(invert_scale_latents=inverted)
@@ -83,12 +89,14 @@ def _ltx2() -> Any:
 _TOLD = {"prompt": "a red ball", "max_sequence_length": 8, "guidance_scale": 1.0}
 _IN_PLACE = {"in_channels": 4, "image_condition_type": "token_replace", "guidance_embeds": False}
 _BESIDE = {"in_channels": 9, "image_condition_type": "latent_concat", "guidance_embeds": False}
+_PLAIN_TEMPLATE = {"template": "red blue {}", "crop_start": 2}
 _HUNYUAN = {**_TOLD, "prompt_template": _TEMPLATE, "num_frames": _FRAMES}
 _COG = {**_TOLD, "max_sequence_length": TEXT_TOKENS, "num_frames": _FRAMES}
 # pipeline, call, and which of the transformer's latents are the picture's
 OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any], Any]] = {
     "hunyuan_video, in place": (lambda: _hunyuan_video(**_IN_PLACE), _HUNYUAN, lambda x: x[:, :, :1]),
     "hunyuan_video, beside": (lambda: _hunyuan_video(**_BESIDE), _HUNYUAN, lambda x: x[:, 4:]),
+    "skyreels_v1": (_skyreels_v1, {**_HUNYUAN, "prompt_template": _PLAIN_TEMPLATE}, lambda x: x[:, 4:]),
     "cogvideox": (lambda: _cogvideox("cogvideox", False), _COG, lambda x: x[:, :, 4:]),
     "cogvideox1.5": (
         lambda: _cogvideox("cogvideox_two_frames", True, ofs_embed_dim=8),
