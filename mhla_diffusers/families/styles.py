@@ -259,7 +259,7 @@ def first_picture(pipe: Any, pixels: torch.Tensor) -> Any:
 
 
 def takes_picture(pipe: Any) -> bool:
-    """Whether a pipeline begins every video with a picture; one that takes any conditions need not."""
+    """Whether a pipeline, or its class, begins every video with a picture; one that takes any conditions need not."""
     known = inspect.signature(pipe.__call__).parameters
     return "image" in known and "conditions" not in known
 

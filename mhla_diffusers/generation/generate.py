@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..families.styles import takes_picture
 from ..files import file_hash, folder_for_results
 from .pipelines import PipelineChoice
 from .record import (
@@ -71,7 +72,10 @@ class GenerationConfig(PipelineChoice):
                 f"{pipeline.__name__} takes no picture; leave --image out, or give --model a folder or Hub id with an "
                 "image-to-video pipeline."
             )
-        if takes is not None and takes.default is takes.empty and not all(images):
+        shows = takes is not None and (
+            takes.default is takes.empty or (self.of_family.makes_videos and takes_picture(pipeline))
+        )
+        if shows and not all(images):
             lacking = self.prompts[images.index(None)]
             raise ValueError(
                 f"{pipeline.__name__} needs a picture for every prompt, and {lacking!r} has none; give --image FILE, "
@@ -103,17 +107,17 @@ def plan_tasks(config: GenerationConfig) -> list[Task]:
 
 
 def read_picture(file: Path) -> Any:
-    """A picture as RGB.
+    """A picture as RGB, turned as it was taken, as ``mhla encode`` and diffusers' own ``load_image`` read it.
 
     Raises:
-        ValueError: no picture, or a damaged one.
+        ValueError: no picture, a damaged one, or one of too many pixels for PIL.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         with Image.open(file) as picture:
-            return picture.convert("RGB")
-    except (OSError, SyntaxError) as error:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except (OSError, Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"{file} is not a picture that can be read: {error}.") from error
 
 

@@ -15,7 +15,7 @@ from mhla_diffusers import apply_mhla, families, mhla_layers, save_mhla
 from mhla_diffusers.families.dit import DiTFamily, class_label
 from mhla_diffusers.files import check_writable, written_aside
 from mhla_diffusers.generation import PipelineChoice
-from mhla_diffusers.generation.generate import GenerationConfig, generate, name_of_prompt, plan_tasks
+from mhla_diffusers.generation.generate import GenerationConfig, generate, name_of_prompt, plan_tasks, read_picture
 from mhla_diffusers.patching import is_patched
 from mhla_diffusers.tiny import load_tiny, loading
 
@@ -285,7 +285,34 @@ def test_pictures_are_shown_to_an_image_to_video_pipeline(tmp_path, monkeypatch)
     assert given[3:] == [("a ball", (0, 255, 0)), ("a dog", (0, 255, 0))]
 
 
-def test_pictures_that_cannot_be_shown_are_refused(tmp_path):
+def test_photographs_are_shown_upright(tmp_path):
+    """As they are encoded for training, and as diffusers loads them: cameras store how they were held."""
+    photograph = Image.new("RGB", (16, 8), (255, 0, 0))
+    photograph.paste((0, 0, 255), (0, 0, 8, 8))
+    held = photograph.getexif()
+    held[0x0112] = 6  # the left side is up
+    photograph.save(tmp_path / "held.png", exif=held)
+    found = read_picture(tmp_path / "held.png")
+    assert found.size == (8, 16)
+    assert found.getpixel((4, 0)) == (0, 0, 255) and found.getpixel((4, 15)) == (255, 0, 0)
+
+
+def test_every_row_needs_a_picture_before_the_first_is_generated(tmp_path):
+    """Also of pipelines whose call has a default for it, as LTX's; no weights are read."""
+    folder = tmp_path / "ltx-i2v"
+    folder.mkdir()
+    for name in ("LTXImageToVideoPipeline", "LTX2ImageToVideoPipeline"):
+        (folder / "model_index.json").write_text(json.dumps({"_class_name": name}))
+        Image.new("RGB", (8, 8)).save(tmp_path / "black.png")
+        (tmp_path / "prompts.csv").write_text("text,image\na cat,black.png\na dog,\n")
+        asked = ("ltx", "--prompt-file", str(tmp_path / "prompts.csv"), "--model", str(folder))
+        ended = in_process("generate", *asked, "--output", str(tmp_path / "out"))
+        assert f"{name} needs a picture for every prompt, and 'a dog' has none" in str(ended.exception), ended.output
+
+
+def test_pictures_that_cannot_be_shown_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    Image.new("RGB", (64, 64)).save(tmp_path / "huge.png")
     Image.new("RGB", (8, 8)).save(tmp_path / "black.png")
     (tmp_path / "text.png").write_text("no picture")
     picture, model = ("--image", str(tmp_path / "black.png")), ("--model", _shown(tmp_path))
@@ -294,6 +321,10 @@ def test_pictures_that_cannot_be_shown_are_refused(tmp_path):
         (("wan", "a cat", *model), "needs a picture for every prompt, and 'a cat' has none"),
         (("wan", "a cat", *model, "--image", str(tmp_path / "none.png")), "There is no picture"),
         (("wan", "a cat", *model, "--image", str(tmp_path / "text.png")), "is not a picture that can be read"),
+        (
+            ("wan", "a cat", *model, "--image", str(tmp_path / "huge.png")),
+            "is not a picture that can be read: Image size",
+        ),
     ):
         ended = in_process("generate", *asked, "--output", str(tmp_path / "out"))
         assert ended.exit_code == 1 and message in str(ended.exception), ended.output
