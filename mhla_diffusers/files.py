@@ -1,11 +1,13 @@
 """Atomic writing of files and folders, by a temporary path and renaming; reading with errors that name the file."""
 
+import csv
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +209,27 @@ def read_json(file: Path) -> Any:
         return json.loads(read_text(file))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no readable JSON file: {error}.") from error
+
+
+def read_csv(file: Path) -> list[dict[str, str | None]]:
+    """Read the rows of a CSV file whose first line names the columns; a row may end early, with None for the rest.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a row has more values than columns, as where a text with a comma is not in quotation marks.
+    """
+    rows = csv.DictReader(StringIO(read_text(file)))
+    found: list[dict[str, str | None]] = []
+    for number, row in enumerate(rows, start=1):
+        columns = len(rows.fieldnames or ())
+        if len(row) > columns:
+            given = sum(len(value) if isinstance(value, list) else 1 for value in row.values())
+            raise ValueError(
+                f"Row {number} of {file} has {given} values for {columns} columns; write a text that holds a comma in "
+                'quotation marks, "a, b".'
+            )
+        found.append(row)
+    return found
 
 
 def read_json_lines(file: Path) -> list[Any]:

@@ -1,19 +1,17 @@
 """Parse and check user input: prompt files, arguments of a pipeline's call, and the options that choose a pipeline."""
 
-import csv
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from io import StringIO
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from ..files import read_json_lines, read_text
+from ..files import read_csv, read_json_lines, read_text
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
@@ -43,17 +41,21 @@ def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
 
     Raises:
         OSError: no such file, or a folder.
-        ValueError: a file without prompts, or a row without one.
+        ValueError: a file without prompts, a row without one, or with a picture that is no path.
     """
-    if path.suffix not in (".csv", ".jsonl"):
+    reader = {".csv": read_csv, ".jsonl": read_json_lines}.get(path.suffix.lower())
+    if reader is None:
         return tuple((prompt, None) for prompt in read_prompts(path))
-    lines = csv.DictReader(StringIO(read_text(path))) if path.suffix == ".csv" else read_json_lines(path)
     rows: list[tuple[str, Path | None]] = []
-    for number, row in enumerate(lines, start=1):
-        text, image = (row.get("text"), row.get("image")) if isinstance(row, dict) else (None, None)
+    for number, row in enumerate(reader(path), start=1):
+        columns = row if isinstance(row, dict) else {}
+        text, image = columns.get("text"), columns.get("image") or ""
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"Row {number} of {path} has no prompt in its column 'text'.")
-        rows.append((text.strip(), path.parent / image if image else None))
+            others = "" if "text" in columns or not columns else f", but {', '.join(map(str, columns))}"
+            raise ValueError(f"Row {number} of {path} has no prompt in its column 'text'{others}.")
+        if not isinstance(image, str):
+            raise ValueError(f"Row {number} of {path}: image={image!r} must be the path of a picture.")
+        rows.append((text.strip(), path.parent / image.strip() if image.strip() else None))
     if not rows:
         raise ValueError(f"Prompt file {path} holds no prompts; write one per row, in a column 'text'.")
     return tuple(rows)

@@ -84,10 +84,17 @@ def test_prompts_and_pictures_come_from_columns(tmp_path):
     assert read_prompt_table(lines) == (("a seven", None), ("a four", tmp_path / "b" / "c.png"))
     text.write_text("a seven\n")
     assert read_prompt_table(text) == (("a seven", None),)
+    loud = tmp_path / "PROMPTS.CSV"
+    loud.write_text('text,image\n"a seven, moving", a.png \na four, \n')
+    assert read_prompt_table(loud) == (("a seven, moving", tmp_path / "a.png"), ("a four", None))
     for file, content, message in (
         (rows, "image\na.png\n", "Row 1 of .* has no prompt"),
+        (rows, "prompt\na seven\n", "Row 1 of .* has no prompt in its column 'text', but prompt"),
         (rows, "text,image\n", "holds no prompts"),
+        (rows, "text\na four\na seven, moving left\n", "Row 2 of .* has 2 values for 1 columns.*quotation marks"),
+        (rows, "text,image\na seven, left,a.png\n", "Row 1 of .* has 3 values for 2 columns.*quotation marks"),
         (lines, "[1]\n", "Row 1 of .* has no prompt"),
+        (lines, '{"text": "a seven", "image": 5}\n', "Row 1 of .*: image=5 must be the path of a picture"),
     ):
         file.write_text(content)
         with pytest.raises(ValueError, match=message):

@@ -5,12 +5,11 @@ would read everything again. It also misses a shard that was truncated between t
 damage do not name the sample.
 """
 
-import csv
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from ...config import check
 from ...families import Clip
-from ...files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_json_lines, read_text
+from ...files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_csv, read_json_lines, read_text
 
 CAPTION_KEYS = ("text", "caption", "prompt", "label")
 """Metadata columns that may hold the caption."""
@@ -110,9 +109,9 @@ def _metadata(folder: Path) -> dict[str, str] | None:
     if file is None:
         return None
     text = read_text(file)
-    rows: list[Any] = []
+    rows: Sequence[Any] = ()
     if text.strip():
-        rows = list(csv.DictReader(StringIO(text))) if file.suffix == ".csv" else read_json_lines(file)
+        rows = read_csv(file) if file.suffix == ".csv" else read_json_lines(file)
     check(bool(rows), f"{file} is empty; it needs a row with file_name and text for every file, or remove it.")
     captions = {}
     for row in rows:
@@ -244,7 +243,7 @@ def _read_image(source: str | BytesIO, clip: Clip) -> torch.Tensor:
             upright = ImageOps.exif_transpose(image).convert("RGB")
             size = clip.size_for(upright.height, upright.width)
             fitted = ImageOps.fit(upright, (size[1], size[0]), method=Image.Resampling.BICUBIC)
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:
+    except (OSError, Image.DecompressionBombError, UnidentifiedImageError, ValueError, SyntaxError) as error:
         raise UnreadableMediaError(f"no readable image: {error}") from error
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
     return pixels.view(*size, 3).permute(2, 0, 1)

@@ -69,6 +69,14 @@ def test_unreadable_files_say_why(
         read_clip(tmp_path / name, clip)
 
 
+def test_an_image_of_too_many_pixels_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than the end of an encoding of thousands of files."""
+    write_image(tmp_path / "huge.png")
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UnreadableMediaError, match="no readable image: Image size"):
+        read_clip(tmp_path / "huge.png", IMAGE)
+
+
 def test_a_video_that_is_too_short_is_told_with_both_lengths(tmp_path: Path) -> None:
     write_video(tmp_path / "short.mp4", frames=3)
     with pytest.raises(UnreadableMediaError, match="0.25 s of video, but 5 frames at 8 fps span 0.50 s"):
@@ -213,6 +221,7 @@ def test_captions_from_text_files_jsonl_and_csv(tmp_path: Path) -> None:
             "Line 2 of .*metadata.jsonl",
         ),
         ({"metadata.jsonl": b"\n"}, ".", ValueError, "metadata.jsonl is empty"),
+        ({"metadata.csv": b"file_name,text\na.png,a, b\n"}, ".", ValueError, "Row 1 of .*3 values for 2 columns"),
         ({"metadata.jsonl": b"\xff"}, ".", ValueError, "metadata.jsonl is no UTF-8"),
     ],
 )
