@@ -173,10 +173,11 @@ class CacheWriter:
         if (self.folder / INDEX_NAME).is_file():
             self.index = CacheIndex.read(self.folder)
             there, here = (vars(of) | of.settings for of in (self.index.header, header))
-            for name in here:
+            for name in here | there:  # a setting may be in one of them alone
+                made, wanted = there.get(name), here.get(name)
                 check(
-                    name == "settings" or there.get(name) == here[name],
-                    f"{folder} was made with {name}={there.get(name)!r}, not {here[name]!r}; choose another folder.",
+                    name == "settings" or made == wanted,
+                    f"{folder} was made with {name}={made!r}, not {wanted!r}; choose another folder.",
                 )
         self._shard_bytes = shard_bytes
         self._tensors: dict[str, torch.Tensor] = {}

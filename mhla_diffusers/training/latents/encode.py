@@ -45,6 +45,8 @@ def encode_folder(
     _check_clip(family, pipe, clip)
     media = _with_checked_captions(family, pipe, find_media(source))
     settings = {"frames": clip.frames, "fps": clip.fps, "sizes": [list(size) for size in clip.sizes]}
+    if family.keeps_first_frame(pipe):  # one transformer may be that of text-to-video too, whose samples differ
+        settings["begins_with_picture"] = True
     writer = _writer(pipe, model, family, output, settings)
     left = [item for item in media if item.name not in writer.done]
     reading = DataLoader(_Reading(left, clip), batch_size=None, num_workers=workers, collate_fn=_unchanged)
@@ -150,6 +152,10 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
         near = max(0, round((frames - 1) / step)) * step + 1
         fits = frames >= 1 and (frames - 1) % step == 0
         check(fits, f"frames={frames} must be 1 more than a multiple of {step}; try {near}.")
+        check(
+            frames > 1 or not family.keeps_first_frame(pipe),
+            f"frames=1 is the picture alone, which {type(pipe).__name__} does not predict; ask for more frames.",
+        )
     else:
         check(frames == 1, f"frames={frames} is for video models; this one makes images, so frames must be 1.")
 

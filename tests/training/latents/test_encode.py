@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import WanImageToVideoPipeline
+from diffusers import LTXImageToVideoPipeline, WanImageToVideoPipeline
 from torch.utils.data import DataLoader
 
 from mhla_diffusers import apply_mhla
@@ -17,7 +17,7 @@ from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
 from mhla_diffusers.training.latents.media import read_clip
 
-from ...families.cases import wan_components
+from ...families.cases import case_of, wan_components
 from ...models import wan_i2v
 from ...pipelines import quiet
 from ..models import one_stage, tiny_wan, wan_data
@@ -212,6 +212,29 @@ def test_samples_of_shards_whose_caption_is_no_class_are_skipped(tmp_path: Path)
     index = encode_folder(pipe, str(tmp_path / "dit"), tmp_path / "0.tar", tmp_path / "cache", IMAGE_CLIP)
     assert [sample.source for sample in index.samples] == ["0.tar/a.png"]
     assert index.skipped["0.tar/b.png"].startswith("'horse' is no class")
+
+
+def test_text_and_image_to_video_of_one_transformer_are_encoded_to_folders_of_their_own(tmp_path: Path) -> None:
+    """The pipeline alone tells them apart; else a folder's samples would be kept as they were."""
+    pipe, clip = case_of("ltx").pipeline(), Clip(5, 8.0, ((32, 32),))
+    pipe.save_pretrained(tmp_path / "model")
+    shown = quiet(LTXImageToVideoPipeline(**pipe.components))
+    (tmp_path / "videos").mkdir()
+    write_video(tmp_path / "videos" / "a.mp4")
+    (tmp_path / "videos" / "a.txt").write_text("a red ball")
+
+    def encode(of: Any, folder: str, cut: Clip = clip) -> Any:
+        return encode_folder(of, str(tmp_path / "model"), tmp_path / "videos", tmp_path / folder, cut)
+
+    encode(pipe, "text")
+    encode(shown, "image")
+    assert len(encode(shown, "image").samples) == 1
+    with pytest.raises(ValueError, match="made with begins_with_picture=None, not True; choose another folder"):
+        encode(shown, "text")
+    with pytest.raises(ValueError, match="made with begins_with_picture=True, not None; choose another folder"):
+        encode(pipe, "image")
+    with pytest.raises(ValueError, match="frames=1 is the picture alone, .* more frames"):
+        encode(shown, "picture", Clip(1, 8.0, ((32, 32),)))
 
 
 def test_killed_writer_leaves_a_good_cache_and_damage_is_named(tmp_path: Path) -> None:
