@@ -10,7 +10,7 @@ from ..generation.names import LoadOptions, expand_options
 
 Found = TypeVar("Found")
 
-_FAMILY = Annotated[str, typer.Argument(help="dit, sana or wan.")]
+_FAMILY = Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")]
 _PROMPT = Annotated[str, typer.Argument(help="What to generate; a class for dit.")]
 _SEED = Annotated[int, typer.Option(help="Of the noise.")]
 

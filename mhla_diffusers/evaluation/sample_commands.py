@@ -25,7 +25,7 @@ _NPZ = Annotated[Path | None, typer.Option(help="Also write all images into this
 class SetOptions(PipelineOptions):
     """Options of every set: the pipeline, and how to sample from it."""
 
-    family: Annotated[str, typer.Option(help="dit, sana or wan.")]
+    family: Annotated[str, typer.Option(help="wan, flux, mochi, …; mhla info lists all.")]
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0
     batch_size: Annotated[int, typer.Option(help="Samples per call of the pipeline.")] = 1
     device: Annotated[str, typer.Option(help='cpu, cuda, …; "auto" for that of each process.')] = "auto"

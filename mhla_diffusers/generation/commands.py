@@ -10,7 +10,7 @@ from .names import PipelineOptions, expand_options, read_prompt_table
 
 @expand_options
 def generate_command(
-    family: Annotated[str, typer.Argument(help="dit, sana or wan.")],
+    family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],
     options: PipelineOptions,
     prompts: Annotated[
         list[str] | None, typer.Argument(help="One or more prompts; classes by number or name for dit.")
