@@ -408,8 +408,13 @@ class Family:
         """Settings of :meth:`encode_prompt` that come from a clip (1, 3, F, H, W); by default none."""
         return {}
 
-    def keeps_first_frame(self, pipe: Any) -> bool:
-        """Whether a pipeline gives its picture to the transformer as the first latent frame, without noise."""
+    def keeps_first_frame(self, pipe: Any, config: Any) -> bool:
+        """Whether a pipeline gives its picture to the transformer as the first latent frame, without noise.
+
+        Args:
+            pipe: or its class.
+            config: of its transformer.
+        """
         return False
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
@@ -544,7 +549,7 @@ class Family:
             for name, parameter in inspect.signature(pipe.__call__).parameters.items()
             if parameter.default is parameter.empty and parameter.kind in _NAMED and name not in arguments
         ]
-        if "image" not in (*arguments, *missing) and self.keeps_first_frame(pipe):
+        if "image" not in (*arguments, *missing) and self.keeps_first_frame(pipe, pipe.transformer.config):
             missing.append("image")
         if missing:
             raise ValueError(

@@ -83,9 +83,9 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
         usual = {"image": Image.new("RGB", (336, 336)), "image_embed_interleave": every}
         return super().encode_text(pipe, prompt, {**usual, **settings})
 
-    def keeps_first_frame(self, pipe: Any) -> bool:
+    def keeps_first_frame(self, pipe: Any, config: Any) -> bool:
         """Of the two image-to-video models the one of this kind."""
-        return bool(pipe.transformer.config.image_condition_type == "token_replace")
+        return bool(config.get("image_condition_type") == "token_replace")
 
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(B, 16, F, H, W); for image-to-video by channels with those of the first frame and a mask (not SkyReels)."""

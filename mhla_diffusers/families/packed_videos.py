@@ -40,7 +40,7 @@ class PackedVideoFamily(PackedFamily, VideoFamily):
         size = dict(zip(SIZE, self.token_grid(transformer, latents), strict=True))
         return {**size, **super().forward_arguments(transformer, latents, timestep, conditioning)}
 
-    def keeps_first_frame(self, pipe: Any) -> bool:
+    def keeps_first_frame(self, pipe: Any, config: Any) -> bool:
         """Of pipelines for image-to-video, which have the transformer of text-to-video."""
         return takes_picture(pipe)
 

@@ -59,13 +59,13 @@ class VideoFamily(Family):
     def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """(B, C, F, H, W); where the first latent frame is a picture, it is encoded by itself."""
         latents = super().encode_pixels(pipe, pixels)
-        if not self.keeps_first_frame(pipe):
+        if not self.keeps_first_frame(pipe, pipe.transformer.config):
             return latents
         return torch.cat([super().encode_pixels(pipe, pixels[:, :, :1]), latents[:, :, 1:]], dim=2)
 
     def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
         """The number of given frames, where the first latent frame is a picture."""
-        return {KNOWN_FRAMES: torch.tensor(1)} if self.keeps_first_frame(pipe) else {}
+        return {KNOWN_FRAMES: torch.tensor(1)} if self.keeps_first_frame(pipe, pipe.transformer.config) else {}
 
     def picture_settings(self, pipe: Any, pixels: torch.Tensor) -> Mapping[str, Any]:
         """The first frame as ``image``, where prompts are encoded with a picture."""

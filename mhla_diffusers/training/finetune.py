@@ -92,6 +92,8 @@ class ResolvedRun:
             ValueError: no model or data, a patch for another family, or a cache of another model or resolution.
             FileNotFoundError: no such model.
         """
+        import diffusers
+
         if config.model is None or config.data is None:
             raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
         family = family_of(config.model, config.component)
@@ -114,6 +116,10 @@ class ResolvedRun:
         if run.is_encoded:
             cache = LatentCache(run.data)
             cache.check_made_for(run.model, model_header(run.model, family))
+            name = read_json(pipeline_file(run.model, "model_index.json"))["_class_name"]
+            pipeline = getattr(diffusers, name, None)
+            if pipeline is not None:  # else one of the user's own, of which nothing is known
+                cache.check_begins(run.model, family.keeps_first_frame(pipeline, settings))
             if config.clip is not None:
                 cache.check_cut_as(config.clip)
         return run

@@ -21,6 +21,8 @@ from ...files import check_hash, file_hash, read_json, write_json, write_tensors
 
 INDEX_NAME = "index.json"
 FORMAT_VERSION = 1
+BEGINS_WITH_PICTURE = "begins_with_picture"
+"""Setting of a cache for image-to-video by a first frame without noise."""
 _EMPTY_NAME = "empty.safetensors"
 
 
@@ -135,6 +137,17 @@ class LatentCache:
                 f"The cache {self.folder} was made with {what}={made!r}, but {model} has {wanted!r}. Encode the data "
                 f"again with mhla encode --model {model}.",
             )
+
+    def check_begins(self, model: str, with_picture: bool) -> None:
+        """Raise ValueError unless samples begin with a picture where a model's pipeline does, and only there."""
+        made = bool(self.index.header.settings.get(BEGINS_WITH_PICTURE))
+        kinds = {True: "image-to-video", False: "text-to-video"}
+        check(
+            made == with_picture,
+            f"The cache {self.folder} holds samples for {kinds[made]}, but {model} is a pipeline for "
+            f"{kinds[with_picture]}. Encode the data with mhla encode --model {model} into another folder, or name the "
+            f"pipeline for {kinds[made]} as the model.",
+        )
 
     def check_cut_as(self, clip: Clip) -> None:
         """Raise ValueError unless the cache holds the frames, frames per second and sizes of a clip."""

@@ -13,7 +13,7 @@ from ...config import check
 from ...families import Clip, Family, Sample, get_family
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
-from .cache import CacheHeader, CacheIndex, CacheWriter
+from .cache import BEGINS_WITH_PICTURE, CacheHeader, CacheIndex, CacheWriter
 from .media import Media, TarMember, UnreadableMediaError, find_media, read_clip
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,10 @@ def encode_folder(
     _check_clip(family, pipe, clip)
     media = _with_checked_captions(family, pipe, find_media(source))
     settings = {"frames": clip.frames, "fps": clip.fps, "sizes": [list(size) for size in clip.sizes]}
-    if family.keeps_first_frame(pipe):  # one transformer may be that of text-to-video too, whose samples differ
-        settings["begins_with_picture"] = True
+    if family.keeps_first_frame(
+        pipe, pipe.transformer.config
+    ):  # one transformer may be that of text-to-video too, whose samples differ
+        settings[BEGINS_WITH_PICTURE] = True
     writer = _writer(pipe, model, family, output, settings)
     left = [item for item in media if item.name not in writer.done]
     reading = DataLoader(_Reading(left, clip), batch_size=None, num_workers=workers, collate_fn=_unchanged)
@@ -153,7 +155,7 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
         fits = frames >= 1 and (frames - 1) % step == 0
         check(fits, f"frames={frames} must be 1 more than a multiple of {step}; try {near}.")
         check(
-            frames > 1 or not family.keeps_first_frame(pipe),
+            frames > 1 or not family.keeps_first_frame(pipe, pipe.transformer.config),
             f"frames=1 is the picture alone, which {type(pipe).__name__} does not predict; ask for more frames.",
         )
     else:

@@ -1,6 +1,7 @@
 import json
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils.data import DataLoader
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.families import Clip, get_family
 from mhla_diffusers.training import train
+from mhla_diffusers.training.config import ObjectiveWeights, StageConfig, TrainingConfig
+from mhla_diffusers.training.finetune import ResolvedRun
 from mhla_diffusers.training.latents.cache import CacheHeader, CacheWriter, LatentCache
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
@@ -235,6 +238,15 @@ def test_text_and_image_to_video_of_one_transformer_are_encoded_to_folders_of_th
         encode(pipe, "image")
     with pytest.raises(ValueError, match="frames=1 is the picture alone, .* more frames"):
         encode(shown, "picture", Clip(1, 8.0, ((32, 32),)))
+
+    stage = StageConfig(1, 1e-4, "all", ObjectiveWeights(diffusion=1.0))
+    config = TrainingConfig(str(tmp_path), (stage,), model=str(tmp_path / "model"), data=str(tmp_path / "text"))
+    assert ResolvedRun.of(config).is_encoded
+    with pytest.raises(ValueError, match="image-to-video.* mhla encode"):
+        ResolvedRun.of(replace(config, data=str(tmp_path / "image")))
+    shown.save_pretrained(tmp_path / "shown")
+    with pytest.raises(ValueError, match="text-to-video.* mhla encode"):
+        ResolvedRun.of(replace(config, model=str(tmp_path / "shown")))
 
 
 def test_killed_writer_leaves_a_good_cache_and_damage_is_named(tmp_path: Path) -> None:
