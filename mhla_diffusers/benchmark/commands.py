@@ -141,35 +141,58 @@ def bench_training(
 @bench.command("pipeline")
 def bench_pipeline(
     model: Annotated[str, typer.Option(help="tiny-dit, tiny-sana, tiny-wan, or Hub id or folder.")] = "tiny-dit",
-    steps: Annotated[int | None, typer.Option(help="Of the sampler.")] = None,
+    steps: Annotated[
+        list[int] | None, typer.Option(help="Of the sampler; the first is the plain pipeline's, any other gives rows.")
+    ] = None,
     guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
     softmax_steps: Annotated[
         str, typer.Option(help="First steps in which patches are disabled: a number such as 3, or 20%.")
     ] = "0",
+    patch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="As rows name them, a preset, a YAML file, or a saved patch; several. All kinds if left out."
+        ),
+    ] = None,
+    lora: Annotated[list[str] | None, typer.Option(help="Folder, file or Hub id; several.")] = None,
+    quantize: Annotated[list[str] | None, typer.Option(help="Weights in int8 or float8, by torchao; several.")] = None,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(help="firstblock, taylorseer or magcache; with a setting firstblock=0.1; several."),
+    ] = None,
     repetitions: Annotated[int, typer.Option(help="Calls of each variant, after one to warm up.")] = 3,
     device: _DEVICE = "auto",
     dtype: _DTYPE = None,
     output: _OUTPUT = _FOLDER,
 ) -> None:
-    """A whole call of a pipeline, and its parts: text encoding, denoising, VAE."""
+    """A whole call of a pipeline, and its parts: text encoding, denoising, VAE.
+
+    LoRA, quantised weights, step caches and further numbers of steps are rows: every attention with and without each of
+    them, alone and together, from the same noise.
+    """
     from ..generation.names import parse_steps
     from .models import parse_size
-    from .pipeline import benchmark_pipeline, choose_pipeline
+    from .pipeline import benchmark_pipeline
     from .results import Recorder
+    from .variants import Additions, choose_pipeline
 
     place, precision = _place(device, dtype)
+    first, further = (steps[0], steps[1:]) if steps else (None, [])
+    additions = Additions(tuple(lora or ()), tuple(quantize or ()), tuple(cache or ()), tuple(further))
     height, width = (None, None) if size is None else parse_size(size)
     asked = {
-        "num_inference_steps": steps,
+        "num_inference_steps": first,
         "guidance_scale": guidance,
         "height": height,
         "width": width,
         "num_frames": frames,
     }
     settings = {name: value for name, value in asked.items() if value is not None}
-    case = choose_pipeline(model, place, precision, repetitions, settings, parse_steps(softmax_steps))
+    case = choose_pipeline(
+        model, place, precision, repetitions, settings, parse_steps(softmax_steps), patch or (), additions
+    )
     recorder = Recorder("pipeline", place, precision, output)
     recorder.add(benchmark_pipeline(case, recorder))
     recorder.finish()
@@ -223,7 +246,7 @@ def bench_all(
         bench_scaling(device=device, dtype=dtype, seconds=seconds, output=output)
     bench_transformer(model=models, device=device, dtype=dtype, compile=compile, seconds=seconds, output=output)
     bench_training(model=models, device=device, dtype=dtype, seconds=seconds, output=output)
-    steps, repetitions = (2, 1) if tiny else (None, 3)
+    steps, repetitions = ([2], 1) if tiny else (None, 3)
     bench_pipeline(steps=steps, repetitions=repetitions, device=device, dtype=dtype, output=output)
     bench_report([output])
 

@@ -159,8 +159,8 @@ def draw_together(runs: Sequence[Run]) -> Figure | None:
 
 
 def group_of(variant: str) -> str:
-    """Display group of a variant: all softmax backends are one group."""
-    name = variant.removesuffix(COMPILED)
+    """Display group of a variant, without what is added to its attention: all softmax backends are one group."""
+    name = variant.partition(" + ")[0]
     return next((group for group in _GROUPS if name.startswith(group)), name)
 
 
@@ -170,12 +170,16 @@ def colour_of(variant: str) -> str:
 
 
 def fastest_by_group(rows: Sequence[Row]) -> dict[str, Row]:
-    """Group → its fastest measured row, compiled variants apart: of the softmax backends the best is shown."""
+    """Group → its fastest measured row: of the softmax backends the best is shown.
+
+    Variants with an addition, such as compiled ones, are groups apart.
+    """
     best: dict[str, Row] = {}
     for row in rows:
         if row.median is None or row.layers == 0:
             continue
-        name = group_of(row.variant) + (COMPILED if row.variant.endswith(COMPILED) else "")
+        _, plus, added = row.variant.partition(" + ")
+        name = group_of(row.variant) + plus + added
         if name not in best or row.median < (best[name].median or 0):
             best[name] = row
     order = {name: place for place, name in enumerate(COLOURS)}

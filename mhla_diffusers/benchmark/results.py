@@ -201,6 +201,10 @@ class Row:
     """Layers of the real model."""
     whole_seconds: float | None = None
     """Seconds with all layers: measured, or extrapolated where ``layers`` is fewer."""
+    psnr: float | None = None
+    """In dB, of a sample against that of the plain pipeline from the same noise; 100 where they are equal."""
+    ssim: float | None = None
+    """Like it; 1 where they are equal."""
 
     @property
     def seconds(self) -> float | None:
@@ -281,6 +285,8 @@ class Run:
             "of matmul rate": text(row.matmul_fraction, "{:.0%}"),
             "of copy rate": text(row.copy_fraction, "{:.0%}"),
             "times baseline": text(self.times_baseline(row), "{:.2f}"),
+            "PSNR, dB": text(row.psnr, "{:.1f}"),
+            "SSIM": text(row.ssim, "{:.3f}"),
             "remark": ": ".join(filter(None, (status, row.reason))),
         }
 

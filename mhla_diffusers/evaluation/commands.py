@@ -132,11 +132,11 @@ def compare_variants(
     device: _DEVICE = "cpu",
 ) -> None:
     """Compare variants in one report: scores, paired differences, the same samples side by side."""
+    from ..generation.similarity import load_similarities
     from .clip import ClipScorer
     from .compare import SampleScore, compare_sets, read_variants
     from .extractors import load_callable, load_extractor
     from .report import score_table, write_report
-    from .similarity import load_similarities
 
     read_variants(sets)  # before a model is asked of the Hub
     scores: dict[str, SampleScore] = {}

@@ -11,13 +11,13 @@ import torch
 
 from ..files import read_json
 from ..generation.record import RECORD_NAME, Sample
+from ..generation.similarity import Similarity
 from .extractors import FeatureExtractor
 from .fid import Progress, check_one_each, describe_images, describe_reference, score, too_few
 from .images import Images, read_sample
 from .metrics import FeatureStatistics, frechet_distance
 from .published import SCORE_FILES, PaperRows, known_scores, paper_rows
 from .samples import require_samples
-from .similarity import Similarity
 
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
 """Maps uint8 images (3, H, W) or videos (F, 3, H, W) and their texts to a score for each: (B,)."""
@@ -150,7 +150,7 @@ def compare_sets(
         extractor_name: see :func:`mhla_diffusers.evaluation.fid.measure_images`.
         sample_scores: name → function that scores every sample.
         similarities: name → measure between every sample and the first variant's from the same noise, averaged over the
-            frames of a video; see :func:`mhla_diffusers.evaluation.similarity.load_similarities`.
+            frames of a video; see :func:`mhla_diffusers.generation.similarity.load_similarities`.
         progress: called with the number of images done and their total, for every set.
 
     Raises:

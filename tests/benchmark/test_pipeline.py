@@ -45,7 +45,7 @@ def test_a_call_and_its_parts(tmp_path, family, model, more):
         (["--softmax-steps", "many"], ValueError, "'many'.* a number such as 3"),
         (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2 must be"),
         # of sizes that no machine has the memory for, torch raises a RuntimeError before any attention
-        (["--model", "tiny-sana", "--size", 2**24], ValueError, "tiny-sana fails with every attention: .*memory"),
+        (["--model", "tiny-sana", "--size", 2**24], ValueError, "tiny-sana fails with every variant: .*memory"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, options, error, message):

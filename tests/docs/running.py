@@ -92,6 +92,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--model deit-s-16 --model deit-t-16 --size 224 --size 512", "--model tiny-pooled-vit --size 32 --seconds 0.01"),
     (r"--model vlt-t --model vlt-s --size 224 --size 512", "--model tiny-vlt --size 64 --seconds 0.01"),
     (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
+    (r"--model tiny-wan --steps 20 --steps 4", "--model tiny-wan --steps 2 --repetitions 1"),
     (r"^mhla bench parallel.*", "mhla bench parallel --model tiny-wan --size 64x96 --frames 9 --processes 2"),
     (r"^mhla bench plan$", r"\g<0> --model tiny-wan --size 64x96 --frames 9"),
     (r"--model wan2.1-14b --size 512x832 --frames 401", "--model tiny-wan --size 64x96 --frames 9"),

@@ -11,7 +11,9 @@ from torch.nn.functional import conv2d
 from ..devices import choose_device
 
 _LARGEST_PSNR = 100.0
-_WINDOW, _DEVIATION = 11, 1.5
+_DEVIATION = 1.5
+SMALLEST_SSIM = 11
+"""Pixels of the window of SSIM, and so of the least height and width."""
 _ALEXNET = "alexnet-owt-7be5be79.pth"
 _ALEXNET_SOURCE = f"https://download.pytorch.org/models/{_ALEXNET}"
 
@@ -46,7 +48,7 @@ def ssim(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         frames: uint8 (F, 3, H, W), of 11 pixels or more in height and width.
         reference: like ``frames``.
     """
-    places = torch.arange(_WINDOW, device=frames.device) - _WINDOW // 2
+    places = torch.arange(SMALLEST_SSIM, device=frames.device) - SMALLEST_SSIM // 2
     window = (-places.square() / (2 * _DEVIATION**2)).exp()
     window = (window / window.sum()).view(1, 1, 1, -1)
 
@@ -76,7 +78,7 @@ def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], str |
     def on_device(of: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
         return lambda frames, reference: of(frames.to(place), reference.to(place)).cpu()
 
-    found = {"psnr": Similarity(on_device(psnr)), "ssim": Similarity(on_device(ssim), _WINDOW)}
+    found = {"psnr": Similarity(on_device(psnr)), "ssim": Similarity(on_device(ssim), SMALLEST_SSIM)}
     weights = Path(torch.hub.get_dir(), "checkpoints", _ALEXNET)
     try:
         import lpips
