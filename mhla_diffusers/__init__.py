@@ -10,6 +10,7 @@ from .lazy import lazy_names
 __version__ = "0.1.0"
 
 __all__ = [
+    "FewStepScheduler",
     "MHLACache",
     "MHLAConfig",
     "MHLAProcessor",
@@ -56,10 +57,18 @@ if TYPE_CHECKING:
         suggest_blocks,
     )
     from .patching.cache import MHLACache
+    from .patching.few_step_scheduler import FewStepScheduler
 else:
     # so that neither this import nor mhla --help waits for torch
     __getattr__, __dir__ = lazy_names(
         __name__,
         __all__,
-        (".config", ".patching", ".patching.cache", ".analysis.audit", ".analysis.dial"),
+        (
+            ".config",
+            ".patching",
+            ".patching.cache",
+            ".analysis.audit",
+            ".analysis.dial",
+            ".patching.few_step_scheduler",
+        ),
     )

@@ -15,6 +15,8 @@ from ..devices import FLOAT_TYPES, choose_device, dtype_name
 from ..families import Family, families, get_family, supported_instead
 from ..files import read_json
 from ..patching import CONFIG_NAME, apply_mhla, find_transformers, load_mhla
+from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
+from ..patching.few_steps import check_sampling
 from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES_PER_SECOND
 from .names import check_settings
@@ -28,6 +30,9 @@ _MODULAR = (
     "It is a modular pipeline, which the mhla command does not call: load it with diffusers' "
     "ModularPipeline.from_pretrained and patch it with apply_mhla(pipe, ...)."
 )
+SCHEDULER_FILE = "scheduler_config.json"
+"""Beside an unpatched transformer that was distilled to few steps."""
+
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 
 
@@ -131,7 +136,8 @@ class PipelineChoice:
             prompts: checked before anything is generated.
 
         Raises:
-            ValueError: a model of another family, a patch or weights that do not fit, or an invalid prompt.
+            ValueError: a model of another family, a patch or weights that do not fit, an invalid prompt, or settings
+                that contradict what the weights were distilled to.
         """
         pipe = load_pipeline(self.model, self.family, self.device, FLOAT_TYPES[self.dtype])
         found = {get_family(transformer).name for transformer in find_transformers(pipe).values()}
@@ -143,11 +149,18 @@ class PipelineChoice:
             apply_mhla(pipe, self.patch)
         if self.weights is not None:
             load_result(pipe, self.weights)
+        check_sampling(few_steps_of(pipe), self.settings)
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
-        """See :meth:`Family.call`; a tiny pipeline uses the settings that it was trained for."""
+        """See :meth:`Family.call`; a tiny pipeline uses the settings that it was trained for.
+
+        A model that was distilled to few steps is called with their number and without guidance.
+        """
         defaults = call_settings(self.family) if self.model is None else {}
+        if (few_steps := few_steps_of(pipe)) is not None:
+            guidance = self.of_family.guidance_arguments(1.0)
+            defaults = {**defaults, "num_inference_steps": len(few_steps.times), **guidance}
         return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings, **arguments})
 
     def generate(
@@ -213,9 +226,11 @@ def load_result(pipe: Any, result: str | Path) -> None:
             raise ValueError(f"{folder} holds a {made_for}, but the pipeline has a {type(pipe.transformer).__name__}.")
         trained = type(pipe.transformer).from_pretrained(folder, dtype=pipe.transformer.dtype)
         pipe.transformer = trained.to(pipe.transformer.device)
+        if (folder / SCHEDULER_FILE).is_file():
+            pipe.scheduler = FewStepScheduler.from_pretrained(folder)
         return
     load_mhla(pipe, result)
-    if (folder / LORA_FILE).is_file():
+    if (folder / LORA_FILE).is_file():  # of results whose LoRA was not yet a part of the patch
         if not hasattr(pipe, "load_lora_weights"):
             raise ValueError(f"{folder} holds LoRA, but {type(pipe).__name__} takes none; fuse it before saving.")
         pipe.load_lora_weights(folder)

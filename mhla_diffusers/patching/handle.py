@@ -13,7 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig
 from ..families import Family, get_family
+from .adapter import check_adapter, remove_adapter
 from .costs import attention_sizes
+from .few_steps import FewSteps
 from .layer import MHLALayer, attentions_of, layer_of, replaced_processor
 from .parallel import check_split, compare_patches, parallel_of
 from .processor import (
@@ -58,6 +60,12 @@ class Patched:
         """Token grid of the latest forward, to be shown; no attention reads it."""
         self.replaced_weights: dict[str, torch.Tensor] | None = {}
         """Weights of the model that the patch replaced, as they were; None if they were not kept."""
+        self.adapter: str | None = None
+        """Name of the LoRA that belongs to the patch; None without one."""
+        self.few_steps: FewSteps | None = None
+        """How it samples, if it was distilled to a few steps."""
+        self._scheduler: Any = None
+        """The pipeline's own scheduler, while it has that of few steps."""
         self.paused = 0
         """How many contexts have other processors run on purpose."""
         self.parallel: Parallel | None = None
@@ -134,12 +142,38 @@ class Patched:
         """Say which pipeline calls the transformer; it is not kept alive."""
         self.loop = DenoisingLoop(self.family, None if isinstance(pipe, nn.Module) else pipe)
 
+    def sample_in(self, few_steps: FewSteps, pipe: Any) -> None:
+        """Say that the model was distilled to a few steps, and give its pipeline the scheduler for them.
+
+        Args:
+            few_steps: which.
+            pipe: pipeline that calls the transformer; a transformer where that is not known.
+        """
+        self.few_steps = few_steps
+        if isinstance(pipe, nn.Module):
+            logger.info("This model %s; its pipeline needs the scheduler FewStepScheduler.", few_steps)
+            return
+        from .few_step_scheduler import few_steps_of, sample_in
+
+        if few_steps_of(pipe) is None:
+            self._scheduler = pipe.scheduler
+            sample_in(pipe, few_steps)
+
+    def _restore_scheduler(self) -> None:
+        from .few_step_scheduler import few_steps_of
+
+        pipe, self.few_steps = self.loop.pipe, None
+        if self._scheduler is not None and few_steps_of(pipe) is not None:
+            pipe.scheduler = self._scheduler
+        self._scheduler = None
+
     def check_removable(self) -> None:
         """Raise unless weights of the model that the patch replaced can be brought back.
 
         Raises:
-            ValueError: they were not kept, or cannot be written.
+            ValueError: they were not kept, or cannot be written, or the patch's LoRA is fused with weights.
         """
+        check_adapter(self.transformer, self.adapter)
         if self.replaced_weights is None:
             raise ValueError(
                 "The patch replaced weights of the model, which load_mhla(..., keep_replaced=False) did not keep, so "
@@ -170,6 +204,11 @@ class Patched:
 
     def remove(self) -> None:
         """Take everything away that :meth:`install` has put in, and bring back weights that were replaced."""
+        if self.adapter is not None:
+            remove_adapter(self.transformer, self.adapter)
+            self.adapter = None
+        if self.few_steps is not None:
+            self._restore_scheduler()
         write_weights(self.transformer, self.replaced_weights or {})
         self.replaced_weights = {}
         for attn in attentions_of(self.transformer).values():

@@ -7,10 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from ..config import MHLAConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
+from .adapter import ADAPTER, load_adapter
 from .finding import find_transformers, is_patched
 from .handle import Patched
 from .layer import MHLALayer
@@ -25,6 +27,7 @@ from .record import (
     Weights,
     check_file,
     check_finite,
+    check_lora,
     new_tensors,
     read_record,
 )
@@ -48,7 +51,9 @@ def load_mhla(
     """Apply a saved patch and load its weights.
 
     If anything is refused the model is unchanged. A patch saved with ``weights="changed"`` or ``"all"`` also replaces
-    weights of the model itself, which :func:`remove_mhla` brings back.
+    weights of the model itself, which :func:`remove_mhla` brings back. A LoRA that belongs to the patch is loaded as
+    the adapter ``mhla``. For a patch that was distilled to a few steps a pipeline gets a
+    :class:`mhla_diffusers.FewStepScheduler`, until :func:`remove_mhla` brings its own back.
 
     Args:
         model: unpatched pipeline or transformer of the kind that the patch was made for.
@@ -73,6 +78,8 @@ def load_mhla(
     folder = _find_folder(patch, revision, token)
     record = read_record(folder)
     tensors = _read_tensors(folder, record)
+    lora = check_lora(folder, record)
+    adapters = {} if lora is None else load_file(lora)
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
@@ -102,6 +109,14 @@ def load_mhla(
                 _fill(layer, {key.removeprefix(own): part.pop(key) for key in list(part) if key.startswith(own)})
             patched.install(layers, model)
             patched.replace_weights(part, keep_replaced)
+        for (patched, _, _), (name, transformer) in zip(prepared, transformers.items(), strict=True):
+            prefix = f"{name}."
+            of_lora = {key.removeprefix(prefix): x for key, x in adapters.items() if key.startswith(prefix)}
+            if of_lora:
+                load_adapter(transformer, of_lora)
+                patched.adapter = ADAPTER
+            if record.sampling is not None:
+                patched.sample_in(record.sampling, model)
     except BaseException:  # no memory, or interrupted
         if is_patched(model) and all(patched.replaced_weights is not None for patched, _, _ in prepared):
             remove_mhla(model)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..config import DEFAULT_BLOCK_SIZE, MHLAConfig, check, check_choice, check_names
 from ..files import check_hash, read_json
+from .few_steps import FewSteps
 
 Weights = Literal["mhla", "changed", "all"]
 """What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
@@ -28,6 +29,9 @@ _READABLE_VERSIONS = (1, 2, 3)
 """Version 1 had neither settings in the safetensors file nor a list of the base weights."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Files that are never loaded."""
+
+_FURTHER = ("few_steps", "lora")
+"""What only some patches have; earlier versions read those without."""
 
 _WORDS = {str: "text", int: "an integer", dict: "an object", list: "a list of names"}
 
@@ -62,11 +66,25 @@ class PatchRecord:
     transformers: dict[str, TransformerRecord]
     unpatched: list[str] = field(default_factory=list)
     """Transformers of the pipeline that the patch leaves alone."""
+    few_steps: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`FewSteps` of a patch that was distilled; empty otherwise."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """``file`` and ``sha256`` of the LoRA that belongs to the patch; empty without one."""
 
     def settings(self) -> dict[str, Any]:
         """What belongs to the tensors, as the safetensors file carries it."""
         parts = {name: asdict(part) for name, part in self.transformers.items()}
-        return {"weights": self.weights, "transformers": parts, "unpatched": self.unpatched}
+        further = {name: value for name in _FURTHER if (value := getattr(self, name))}
+        return {"weights": self.weights, "transformers": parts, "unpatched": self.unpatched, **further}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the JSON holds it: without what the patch has not."""
+        return {name: value for name, value in asdict(self).items() if value or name not in _FURTHER}
+
+    @property
+    def sampling(self) -> FewSteps | None:
+        """How the model samples, if it was distilled to a few steps."""
+        return FewSteps.from_dict(self.few_steps) if self.few_steps else None
 
     def check_settings(self, metadata: Mapping[str, str]) -> None:
         """Raise unless the settings are those that the safetensors file was saved with.
@@ -161,6 +179,12 @@ def read_record(folder: Path) -> PatchRecord:
             record = _translated(record, path)
         for part in record.transformers.values():
             MHLAConfig.from_dict(part.mhla)
+        check(
+            not record.lora or all(isinstance(record.lora.get(name), str) for name in ("file", "sha256")),
+            f"lora must hold file and sha256, got {record.lora!r}.",
+        )
+        if record.few_steps:
+            FewSteps.from_dict(record.few_steps)
         return record
     except ValueError as error:
         raise ValueError(f"{path} is no valid patch: {error}") from error
@@ -181,18 +205,33 @@ def check_file(folder: Path, record: PatchRecord) -> Path:
         FileNotFoundError: it is missing.
         ValueError: it is no safetensors file of this folder, damaged, or was saved with other settings.
     """
-    path = folder / record.file
-    if path.suffix != ".safetensors" or path.parent != folder:
-        raise ValueError(f"{CONFIG_NAME} names {record.file!r}, which is no safetensors file in {folder}.")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
-    check_hash(path, record.sha256, CONFIG_NAME)
+    path = _check_content(folder, record.file, record.sha256)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"{path} is no readable safetensors file: {error}.") from error
     record.check_settings(metadata)
+    return path
+
+
+def check_lora(folder: Path, record: PatchRecord) -> Path | None:
+    """The LoRA of a saved patch, checked against its record; None without one.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: it is no safetensors file of this folder, or damaged.
+    """
+    return _check_content(folder, record.lora["file"], record.lora["sha256"]) if record.lora else None
+
+
+def _check_content(folder: Path, name: str, sha256: str) -> Path:
+    path = folder / name
+    if path.suffix != ".safetensors" or path.parent != folder:
+        raise ValueError(f"{CONFIG_NAME} names {name!r}, which is no safetensors file in {folder}.")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
+    check_hash(path, sha256, CONFIG_NAME)
     return path
 
 

@@ -9,7 +9,8 @@ leaves the patch that was there before. The model's own tensors go by the names 
 import json
 import logging
 import os
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from ..files import file_hash, write_json, write_tensors
+from .adapter import adapter_weights, write_adapters
 from .describe import describe
 from .finding import find_transformers, mhla_layers, require_layers, require_patched
 from .handle import Patched
@@ -118,14 +120,33 @@ def save_mhla(
         sha256="",
         transformers=records,
         unpatched=sorted(set(find_transformers(model)) - set(handles)),
+        few_steps=next((one.few_steps.to_dict() for one in handles.values() if one.few_steps is not None), {}),
     )
+    adapters = {
+        name: _adapter_as_saved(
+            f"{name}.{patched.adapter}", adapter_weights(patched.transformer, patched.adapter), dtype
+        )
+        for name, patched in handles.items()
+        if patched.adapter is not None
+    }
     folder = _make_folder(folder)
-    earlier = _earlier_file(folder)
+    earlier = _earlier_files(folder)
+    if any(adapters.values()):
+        lora, sha256 = write_adapters(folder, adapters)
+        record = replace(record, lora={"file": lora, "sha256": sha256})
     file, digest = _write_tensors(folder, tensors, record)
-    write_json(asdict(replace(record, file=file, sha256=digest)), folder / CONFIG_NAME)
-    if earlier is not None and earlier.name != file:
-        earlier.unlink(missing_ok=True)
+    record = replace(record, file=file, sha256=digest)
+    write_json(record.to_dict(), folder / CONFIG_NAME)
+    for path in earlier:
+        if path.name not in (file, record.lora.get("file")):
+            path.unlink(missing_ok=True)
     return folder
+
+
+def _adapter_as_saved(
+    name: str, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    return {key: _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in weights.items()}
 
 
 def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -150,13 +171,14 @@ def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return apart
 
 
-def _earlier_file(folder: Path) -> Path | None:
+def _earlier_files(folder: Path) -> list[Path]:
     """The tensors of the patch that the folder holds now, if it does."""
     try:
-        path = folder / read_record(folder).file
+        record = read_record(folder)
     except (FileNotFoundError, ValueError):
-        return None
-    return path if path.parent == folder and path.suffix == ".safetensors" else None
+        return []
+    paths = [folder / name for name in (record.file, record.lora.get("file")) if name]
+    return [path for path in paths if path.parent == folder and path.suffix == ".safetensors"]
 
 
 def _make_folder(folder: str | Path) -> Path:
@@ -258,7 +280,7 @@ from mhla_diffusers import load_mhla
 pipe = DiffusionPipeline.from_pretrained("{base_source}", dtype=torch.bfloat16)
 load_mhla(pipe, "{repo_id}")
 ```
-
+{sampling}
 `remove_mhla(pipe)` takes it away again.
 
 ## What it holds
@@ -281,6 +303,13 @@ _HOLDS = {
     "changed": "The tensors that MHLA adds and those of the base model that were adapted to it.",
     "all": "All weights of the transformer.",
 }
+
+_HOLDS_LORA = " A LoRA on the base model's linear layers, which `load_mhla` loads as the adapter `mhla`."
+
+_SAMPLING = """
+The model {few}, with fresh noise after every step but the last. `load_mhla` gives the pipeline the scheduler for it, so
+call it with `num_inference_steps={count}, guidance_scale=1.0`.
+"""
 
 
 def push_mhla(
@@ -350,7 +379,10 @@ def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
         if on_hub
         else f"the model {base or 'that it was made for'}",
         base_source=base if on_hub else f"path/to/{base or 'the-model'}",
-        holds=_HOLDS[record.weights],
+        holds=_HOLDS[record.weights] + _HOLDS_LORA * bool(record.lora),
+        sampling=""
+        if record.sampling is None
+        else _SAMPLING.format(few=record.sampling, count=len(record.sampling.times)),
         table=describe(model),
         settings=json.dumps(settings, indent=2),
     )

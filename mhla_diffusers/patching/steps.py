@@ -57,8 +57,13 @@ class DenoisingLoop:
         return {"family": self.family, "_pipe": None, "_timesteps": None, "_first": 0}
 
     @property
+    def pipe(self) -> Any:
+        """The pipeline; None if it is unknown or gone."""
+        return None if self._pipe is None else self._pipe()
+
+    @property
     def _scheduler(self) -> Any:
-        return getattr(self._pipe() if self._pipe is not None else None, "scheduler", None)
+        return getattr(self.pipe, "scheduler", None)
 
     def step_by_index(self, index: int, count: int) -> Step:
         """The step that a pipeline states, which may count the scheduler's timesteps and not the steps."""

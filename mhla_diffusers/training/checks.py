@@ -9,9 +9,10 @@ import torch
 from ..attention.layout import check_layout
 from ..config import check
 from ..devices import launched_processes
-from ..families import classes_that_are_split, get_family
+from ..families import DiffusionProcess, FlowMatching, classes_that_are_split, get_family
+from ..families.processes import KNOWN_FRAMES
 from ..patching import mhla_layers
-from .config import ContextParallel, TrainingConfig
+from .config import ContextParallel, FewStepsConfig, TrainingConfig
 from .distributed import Groups, sharding_is_asked_for
 from .latents.data import TrainingData
 from .latents.times import frames_together
@@ -29,7 +30,11 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
         ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
     """
     checkpoint = RunFolder(config.output).find(resume)
-    sharding_is_asked_for(config)
+    check(
+        not sharding_is_asked_for(config) or config.few_steps is None,
+        "few_steps does not train sharded weights (FSDP2), since student, teacher and critic share them; use one "
+        "device, or finetune/accelerate/ddp.yaml.",
+    )
     optimizer_class(config.optimizer)
     Groups.of(config.context_parallel, 0, launched_processes())
     return checkpoint
@@ -62,7 +67,38 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
                 "every query lists it: that is softmax attention, and nothing of the patch would be trained. Choose "
                 "a smaller block_size, or sparse='none'.",
             )
+    if config.few_steps is not None:
+        check_few_steps(family.process(transformer, config.flow_shift), data, config.few_steps)
+        check(
+            frames_together(transformer) is None,
+            "few_steps cannot be trained with causal='block', whose frames have times of their own; use a patch "
+            "without causal.",
+        )
     check_splits(transformer, data, config)
+
+
+def check_few_steps(process: DiffusionProcess, data: TrainingData, few_steps: FewStepsConfig) -> FlowMatching:
+    """The process, if a model that was trained with it can learn to sample in few steps from this data.
+
+    Raises:
+        ValueError: it is no flow matching from noise at σ = 1, the data lacks the empty prompt that guidance needs, or
+            samples have frames that are given.
+    """
+    if type(process) is not FlowMatching:
+        raise ValueError(
+            f"few_steps needs flow matching whose time is σ, and this model was trained with {type(process).__name__}; "
+            "train it with objectives instead."
+        )
+    check(
+        few_steps.guidance == 1 or data.empty is not None,
+        f"few_steps.guidance={few_steps.guidance} needs the empty prompt's conditioning, which the data lacks; encode "
+        "the data with it, or set guidance: 1.0.",
+    )
+    check(
+        KNOWN_FRAMES not in data[0],
+        "few_steps does not train models whose first latent frames are given, as by a picture; use text-to-video data.",
+    )
+    return process
 
 
 def check_enough(data: TrainingData, config: TrainingConfig) -> None:

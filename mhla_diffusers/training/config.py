@@ -8,11 +8,16 @@ from typing import Any, Literal, get_args
 from ..config import MHLAConfig, check, check_choice
 from ..devices import precision_name
 from ..families import Clip
+from ..patching.few_steps import FewSteps
 from .settings import as_plain, from_mapping, read_settings
 
 Trainable = Literal["mhla", "attention", "all", "lora"]
 """What a stage trains: the MHLA layers' own parameters; the whole of the patched self-attentions; the whole
-transformer; or LoRA on the patched self-attentions' projections with MHLA's own parameters in full."""
+transformer; or LoRA with MHLA's own parameters in full."""
+
+LoraLayers = Literal["attention", "blocks"]
+"""Where LoRA is: on the projections of the patched self-attentions, or on every linear layer of the transformer's
+blocks."""
 
 OptimizerName = Literal["adamw", "adamw8bit"]
 
@@ -56,17 +61,58 @@ class ObjectiveWeights:
 
 
 @dataclass(frozen=True)
+class FewStepsConfig:
+    """Distribution matching: the model learns to sample in a few steps what its teacher samples in many.
+
+    The teacher is the unpatched model. The critic, the unpatched model with a LoRA or a copy of it, learns the
+    distribution of the student's samples; the student follows the difference of the two.
+    """
+
+    times: tuple[float, ...]
+    """σ of the student's steps: from 1.0 downwards, 1 to 8 of them."""
+    guidance: float = 5.0
+    """Scale of the teacher's classifier-free guidance, which is distilled in; 1.0 for none."""
+    critic_updates: int = 5
+    """Updates of the critic per update of the student."""
+    critic_warmup: int = 50
+    """Updates in which the critic alone is trained, at the beginning."""
+    critic_learning_rate: float | None = None
+    """Of the critic, constant; None for the stage's ``learning_rate``."""
+    critic_rank: int | None = None
+    """Rank of the critic's LoRA; None for the student's ``lora_rank``. Not allowed with ``trainable: all``."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "times", tuple(float(time) for time in self.times))
+        _check_numbers(
+            self, ("critic_updates", "critic_learning_rate", "critic_rank"), ("critic_warmup",), "few_steps."
+        )
+        try:
+            FewSteps(self.times, self.guidance)
+        except ValueError as error:
+            raise ValueError(f"few_steps.{error}") from error
+
+    @property
+    def sampling(self) -> FewSteps:
+        """How the result samples."""
+        return FewSteps(self.times, self.guidance)
+
+
+@dataclass(frozen=True)
 class StageConfig:
-    """One stage of training."""
+    """One stage of training: either the sum of some losses, or few steps."""
 
     steps: int
+    """Updates; in few steps each is one of the critic, and some are one of the student too."""
     learning_rate: float
     trainable: Trainable
-    objectives: ObjectiveWeights
+    objectives: ObjectiveWeights | None = None
     mixing_learning_rate: float | None = None
     """Learning rate of the mixing matrices, λ and β; None for ``learning_rate``."""
     lora_rank: int | None = None
     """Rank of LoRA; required with ``trainable: lora``, not allowed otherwise."""
+    lora_layers: LoraLayers = "attention"
+    """Where LoRA is; few steps want it in all blocks."""
+    few_steps: FewStepsConfig | None = None
     scheduler: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
 
@@ -76,10 +122,49 @@ class StageConfig:
         check_choice("scheduler", self.scheduler, ("constant", "cosine"))
         steps, warmup, rank = self.steps, self.warmup_steps, self.lora_rank
         check(0 <= warmup <= steps, f"warmup_steps={warmup} must be between 0 and the stage's steps={steps}.")
+        check_choice("lora_layers", self.lora_layers, get_args(LoraLayers))
+        check(
+            (self.objectives is None) != (self.few_steps is None),
+            "a stage needs either objectives, the weights of its losses, or few_steps.",
+        )
         if self.trainable == "lora":
             check(bool(rank and rank > 0), "trainable=lora needs a positive lora_rank.")
         else:
-            check(rank is None, f"lora_rank={rank} is for trainable=lora, not for {self.trainable!r}.")
+            given = f"lora_rank={rank}" if rank is not None else f"lora_layers={self.lora_layers!r}"
+            check(
+                rank is None and self.lora_layers == "attention",
+                f"{given} is for trainable=lora, not for {self.trainable!r}.",
+            )
+        if self.few_steps is not None:
+            self._check_few_steps(self.few_steps)
+
+    def _check_few_steps(self, few_steps: FewStepsConfig) -> None:
+        check(
+            self.trainable in ("lora", "all"),
+            f"trainable={self.trainable!r} is not for few_steps; use lora, whose critic is a second LoRA, or all, "
+            "whose critic is a copy of the model.",
+        )
+        check(
+            self.trainable == "lora" or few_steps.critic_rank is None,
+            f"few_steps.critic_rank={few_steps.critic_rank} is for trainable=lora; with trainable=all the critic is a "
+            "copy of the model.",
+        )
+        first = few_steps.critic_warmup + few_steps.critic_updates
+        check(
+            self.steps >= first,
+            f"steps={self.steps} end before the student's first update: critic_warmup={few_steps.critic_warmup} and "
+            f"critic_updates={few_steps.critic_updates} come first; use at least {first}.",
+        )
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the unpatched model's outputs are needed."""
+        return self.few_steps is not None or (self.objectives is not None and self.objectives.need_teacher)
+
+    @property
+    def needs_prediction(self) -> bool:
+        """Whether the patched model itself runs forward and backward."""
+        return self.few_steps is not None or (self.objectives is not None and self.objectives.need_prediction)
 
 
 @dataclass(frozen=True)
@@ -183,6 +268,8 @@ class TrainingConfig:
         check(bool(self.stages), "stages must hold at least one stage.")
         ranks = {stage.lora_rank for stage in self.stages if stage.lora_rank is not None}
         check(len(ranks) <= 1, f"All LoRA stages train the same adapter, so they need one lora_rank; got {ranks}.")
+        places = {stage.lora_layers for stage in self.stages if stage.lora_rank is not None}
+        check(len(places) <= 1, f"All LoRA stages train the same adapter, so they need one lora_layers; got {places}.")
         for index, stage in enumerate(self.stages):
             check(
                 not ranks or stage.trainable in ("mhla", "lora"),
@@ -190,7 +277,7 @@ class TrainingConfig:
                 "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
             )
             check(
-                self.patch is not None or not stage.objectives.need_teacher,
+                self.patch is not None or stage.objectives is None or not stage.needs_teacher,
                 f"stages.{index}: distillation and transfer compare with the unpatched model and need a patch; "
                 "set patch, or train with objectives.diffusion alone.",
             )
@@ -199,16 +286,29 @@ class TrainingConfig:
                 f"stages.{index}: trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
                 "set patch, or use trainable: attention or all.",
             )
+            check(
+                stage.few_steps is None or index == len(self.stages) - 1,
+                f"stages.{index}: few_steps must be the last stage, because the model then samples in its times alone.",
+            )
+        check(
+            self.few_steps is None or self.context_parallel.processes == 1,
+            "context_parallel cannot be set with few_steps; train on one device, or on several with ddp.yaml.",
+        )
+
+    @property
+    def few_steps(self) -> FewStepsConfig | None:
+        """Those of the last stage; None without."""
+        return self.stages[-1].few_steps
 
     @property
     def needs_teacher(self) -> bool:
         """Whether any stage compares with the unpatched model."""
-        return any(stage.objectives.need_teacher for stage in self.stages)
+        return any(stage.needs_teacher for stage in self.stages)
 
     @property
     def needs_prediction(self) -> bool:
         """Whether the patched model itself runs forward and backward in any stage."""
-        return any(stage.objectives.need_prediction for stage in self.stages)
+        return any(stage.needs_prediction for stage in self.stages)
 
     @property
     def total_steps(self) -> int:

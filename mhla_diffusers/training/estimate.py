@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import Sample, get_family
 from .config import ContextParallel, StageConfig, TrainingConfig
+from .critic import make_critic
 from .distributed import Groups, parts_gathered, split
+from .few_steps import Draws, FewStepObjective
 from .objectives import Objectives
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, set_trainable
@@ -87,7 +89,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
         Groups.of(config.context_parallel, 0, processes)
     for stage in config.stages:
         if stage.lora_rank is not None:
-            add_adapters(transformer, stage.lora_rank, config.seed)
+            add_adapters(transformer, stage.lora_rank, config.seed, stage.lora_layers)
     transformer.train()
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing(_checkpointed)
@@ -128,37 +130,62 @@ def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[No
 def _estimate_stage(
     transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, processes: int | None
 ) -> StageEstimate:
-    family, weights = get_family(transformer), stage.objectives
-    taught = set_trainable(transformer, stage.trainable).values()
+    family, few_steps = get_family(transformer), stage.few_steps
+    critic = None if few_steps is None else make_critic(transformer, stage, few_steps, config.seed)
+    taught = list(set_trainable(transformer, stage.trainable).values())
     trained = sum(parameter.numel() for parameter in taught)
     everything = sum(parameter.numel() for parameter in transformer.parameters())
     frozen_bytes, dtype = (2, torch.bfloat16) if config.precision == "bf16" else (4, torch.float32)
+    of_critic = list(critic.parameters.values()) if critic is not None else []
+    critics = sum(parameter.numel() for parameter in of_critic)
+    if critic is not None and stage.trainable == "lora":
+        everything -= critics
     teacher, kept = None, 0
-    if weights.need_teacher:
+    if stage.needs_teacher:
         kept = Teacher(transformer, changed_names(transformer, config.stages)).extra_parameters
         teacher = Teacher(transformer, ())
     shares, gathered = (1, 0) if processes is None else (processes, _gathered_bytes(transformer, frozen_bytes))
-    for parameter in transformer.parameters():
+    for parameter in (*transformer.parameters(), *of_critic):
         parameter.data = parameter.data.to(dtype)
+    for parameter in of_critic:
+        parameter.requires_grad_(True)
 
-    process = family.process(transformer, config.flow_shift)
-    objectives = Objectives(weights, process, transformer, teacher, in_parts=processes is not None)
+    process: Any = family.process(transformer, config.flow_shift)
     types = {name: dtype if x.is_floating_point() else x.dtype for name, x in sample.items()}
     tensors = {
         name: torch.empty((config.batch_size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()
     }
     latents = tensors.pop("latents")
 
-    def one_batch() -> None:
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def one_batch(exit_step: int = 0, turn: bool = True) -> None:
         batch = process.make_batch(latents, latents, torch.empty(len(latents), device="meta"), tensors)
         batch = replace(batch, hidden_states=batch.hidden_states.to(dtype))
         with family.without_values(), _FusedAttention():
-            objectives.backward(transformer, batch, lambda loss: loss.backward())
+            if stage.objectives is not None:
+                objectives = Objectives(stage.objectives, process, transformer, teacher, in_parts=processes is not None)
+                objectives.backward(transformer, batch, backward)
+            elif few_steps is not None and teacher is not None and critic is not None:
+                empty = {name: x[0] for name, x in tensors.items()}
+                objective = FewStepObjective(few_steps, process, transformer, teacher, critic, empty, seed=0)
+                noise = latents[:, : process.channels].expand(exit_step + 1, *latents[:, : process.channels].shape)
+                time = torch.empty(len(latents), dtype=dtype, device="meta")
+                draws = Draws(exit_step, noise, time, noise[0], time, noise[0])
+                objective.backward(batch, draws, turn, backward)
 
     # gradients are counted separately
-    hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in taught]
-    with FlopCounterMode(display=False) as counter:
-        one_batch()
+    hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in (*taught, *of_critic)]
+    if few_steps is None:
+        flops = _flops_of(one_batch)
+    else:  # the mean over its steps, and over updates with and without one of the student
+        last, share = len(few_steps.times) - 1, 1 / few_steps.critic_updates
+        with_student, without = (
+            (_flops_of(lambda turn=turn: one_batch(0, turn)) + _flops_of(lambda turn=turn: one_batch(last, turn))) / 2  # type: ignore[misc]
+            for turn in (True, False)
+        )
+        flops = int(share * with_student + (1 - share) * without)
     # separately, because PyTorch's counter keeps checkpointed activations alive
     with _PeakMemory() as memory:
         one_batch()
@@ -167,13 +194,19 @@ def _estimate_stage(
     copies = 1 + (config.ema_decay is not None)
     moments = 8 if config.optimizer == "adamw" else 2
     return StageEstimate(
-        trainable=stage.trainable,
-        trainable_parameters=trained,
-        weight_bytes=(frozen_bytes * (everything - trained) + 4 * trained) // shares + gathered,
-        training_bytes=(4 * (copies * trained + kept) + moments * trained) // shares,
+        trainable=stage.trainable if few_steps is None else f"{stage.trainable} and a critic, in few steps",
+        trainable_parameters=trained + critics,
+        weight_bytes=(frozen_bytes * (everything - trained) + 4 * (trained + critics)) // shares + gathered,
+        training_bytes=(4 * (copies * trained + critics + kept) + moments * (trained + critics)) // shares,
         activation_bytes=memory.peak,
-        flops=counter.get_total_flops() * config.gradient_accumulation,
+        flops=flops * config.gradient_accumulation,
     )
+
+
+def _flops_of(run: Callable[[], None]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

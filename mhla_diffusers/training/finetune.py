@@ -192,7 +192,9 @@ class ResolvedRun:
         if not validation.prompts:
             return None
         pipe = load_pipeline(self.model, self.family.name, str(_processes().device), self._dtype)
-        return PromptSampler(pipe, validation.prompts, self.clip, validation.inference_steps, self.config.component)
+        few_steps = None if self.config.few_steps is None else self.config.few_steps.sampling
+        component, steps = self.config.component, validation.inference_steps
+        return PromptSampler(pipe, validation.prompts, self.clip, steps, component, few_steps)
 
 
 def _processes() -> Any:

@@ -19,13 +19,15 @@ from torch.distributed.tensor import DTensor
 
 from ..devices import launched_on_cpus, launched_processes
 from ..families import NoisedBatch, get_family
-from .checks import check_enough, check_fits, check_start
-from .config import TrainingConfig
+from .checks import check_enough, check_few_steps, check_fits, check_start
+from .config import StageConfig, TrainingConfig
+from .critic import make_critic
 from .distributed import Groups, gathered, meta_copy, placed_like, shard, sharding_is_asked_for, split
+from .few_steps import FEW_STEP_LOSSES, FewStepObjective, teachers_distance
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
 from .objectives import LOSSES, Objectives
-from .optimizer import load_optimizer_state, make_optimizer, make_schedule, optimizer_state
+from .optimizer import load_optimizer_state, make_optimizer, make_schedule, optimizer_class, optimizer_state
 from .run_folder import CheckpointError, RunFolder, RunState, Tensors, TrainingDivergedError, load_checkpoint
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, make_trainable, trainable_names
@@ -95,7 +97,7 @@ def train(
             with run.stage(stage):
                 if run.step == 0:
                     run.validate()
-                batches = run.batches.from_step(run.step)
+                batches = run.batches.from_step(run.step, drops_prompts=config.stages[stage].few_steps is None)
                 while run.step < end:
                     must_stop = run.update(batches, stop.made)
                     if run.step % config.validation.every == 0 or run.step == config.total_steps:
@@ -155,19 +157,21 @@ class _Run:
 
         for stage in config.stages:
             if stage.lora_rank is not None:
-                add_adapters(transformer, stage.lora_rank, config.seed)
+                add_adapters(transformer, stage.lora_rank, config.seed, stage.lora_layers)
         self._changed = changed_names(transformer, config.stages)
         transformer.train()
         self._family.prepare_for_training(transformer)
         if config.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
+        # the critic begins as the teacher, so both are made before the checkpoint's weights replace the original ones
+        few_steps, last = config.few_steps, config.stages[-1]
+        self._critic = make_critic(transformer, last, few_steps, config.seed) if few_steps is not None else None
         if self._sharded:
             self._unsharded = meta_copy(transformer)
             make_trainable(transformer, self._changed)
             shard(transformer, self._device, processes)
         if groups.size > 1:  # after calibration, which needs whole attentions
             split(transformer, config.context_parallel, self._device, groups)
-        # before the checkpoint's weights replace the original ones
         self._teacher = Teacher(transformer, self._changed) if config.needs_teacher else None
         self._loaded: dict[str, Tensors] = {}
         if checkpoint is not None:
@@ -219,8 +223,9 @@ class _Run:
         config, stage, accelerator = self.config, self.config.stages[index], self._accelerator
         first_step = self.step - (config.end_of(index) - stage.steps)
         names = set(trainable_names(self._transformer, stage.trainable))
+        critics = self._critic.parameters if self._critic is not None and stage.few_steps is not None else {}
         if not self._sharded:  # else everything that any stage trains already takes gradients
-            make_trainable(self._transformer, names)
+            make_trainable(self._transformer, names | critics.keys())
         self._stage = index
         self._trained = {name: p for name, p in self._transformer.named_parameters() if name in names}
         self._optimizer = make_optimizer(
@@ -237,21 +242,31 @@ class _Run:
             self._model, self._prepared = accelerator.prepare(self._transformer, self._optimizer)
         self._schedule = make_schedule(self._optimizer, stage, first_step)
         self._average = EMAModel(self._trained.values(), decay=config.ema_decay) if config.ema_decay else None
-        self._objectives = Objectives(
-            stage.objectives,
-            self._process,
-            self._transformer,
-            self._teacher,
-            accelerator.autocast,
-            self._groups.size,
-            self._sharded,
-        )
+        self._begin = self.step - first_step
+        self._objectives: Objectives | FewStepObjective
+        if stage.objectives is not None:
+            self._objectives = Objectives(
+                stage.objectives,
+                self._process,
+                self._transformer,
+                self._teacher,
+                accelerator.autocast,
+                self._groups.size,
+                self._sharded,
+            )
+        else:
+            self._objectives = self._prepare_few_steps(stage, critics)
         if first_step > 0:
             load_optimizer_state(self._optimizer, self._trained, self._loaded["optimizer"])
             if self._average is not None:
                 average = self._loaded["ema"]
                 self._average.shadow_params = [placed_like(average[name], p) for name, p in self._trained.items()]
                 self._average.optimization_step = int(average["updates"])
+            if critics:
+                with torch.no_grad():
+                    for name, value in self._loaded["critic"].items():
+                        critics[name].copy_(value)
+                load_optimizer_state(self._critic_optimizer, critics, self._loaded["critic_optimizer"])
         self._loaded = {}
         try:
             yield
@@ -259,6 +274,26 @@ class _Run:
             accelerator.free_memory(self._prepared)
             if not self._sharded:
                 accelerator.unwrap_model(self._model, keep_fp32_wrapper=False)
+
+    def _prepare_few_steps(self, stage: StageConfig, critics: dict[str, nn.Parameter]) -> FewStepObjective:
+        """The objective of a stage of few steps, and the optimizer of its critic."""
+        settings, make = stage.few_steps, optimizer_class(self.config.optimizer)
+        if settings is None or self._critic is None or self._teacher is None:
+            raise ValueError("This stage has no few_steps.")
+        for parameter in critics.values():
+            parameter.requires_grad_(True)
+        rate: Any = settings.critic_learning_rate or stage.learning_rate
+        self._critic_optimizer = make(critics.values(), lr=rate, weight_decay=0.0)  # type: ignore[call-arg]
+        return FewStepObjective(
+            settings,
+            check_few_steps(self._process, self._data, settings),
+            self._transformer,
+            self._teacher,
+            self._critic,
+            self._data.empty,
+            self.config.seed,
+            self._accelerator.autocast,
+        )
 
     def update(self, batches: Iterator[NoisedBatch], stop: bool) -> bool:
         """One recorded optimizer update; skipped, but still counted, if loss or gradient is not finite.
@@ -269,36 +304,59 @@ class _Run:
         """
         accelerator, objectives = self._accelerator, self._objectives
         started, tokens, rate = time.perf_counter(), 0, float(self._schedule.get_last_lr()[0])
-        totals = torch.zeros(len(LOSSES), device=self._device)
-        for _ in range(self.config.gradient_accumulation):
+        turn, names = True, LOSSES
+        if isinstance(objectives, FewStepObjective):
+            turn, names = objectives.is_students_turn(self.step - self._begin), FEW_STEP_LOSSES
+        totals = torch.zeros(len(names), device=self._device)
+        for forward in range(self.config.gradient_accumulation):
             batch = next(batches)
             grid = self._family.token_grid(self._transformer, batch.hidden_states)
             tokens += len(batch.latents) * math.prod(grid)
             with accelerator.accumulate(self._model):
                 if self._sharded:
                     self._model.set_requires_gradient_sync(accelerator.sync_gradients)
-                losses = objectives.backward(self._model, batch, accelerator.backward)
+                if isinstance(objectives, FewStepObjective):
+                    first = (forward * self._groups.count + self._groups.rank) * self.config.batch_size
+                    draws = objectives.draws(batch, self.step, first)
+                    losses = objectives.backward(batch, draws, turn, accelerator.backward)
+                else:
+                    losses = objectives.backward(self._model, batch, accelerator.backward)
             totals += losses / self.config.gradient_accumulation
         stops = torch.tensor([float(stop)], device=self._device)
         *means, wishes = accelerator.reduce(torch.cat([totals, stops]), reduction="mean").tolist()
-        if not self._sharded and not objectives.weights.need_prediction:
-            # attention transfer runs single layers, which DistributedDataParallel does not see
-            for parameter in self._trained.values():
+        critics = objectives.critic.parameters if isinstance(objectives, FewStepObjective) else {}
+        if not self._sharded and (critics or not self.config.stages[self._stage].needs_prediction):
+            # attention transfer runs single layers, and few steps several models in one, which
+            # DistributedDataParallel does not see
+            for parameter in (*self._trained.values(), *critics.values()):
                 if parameter.grad is not None:
                     parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")
-        norm = accelerator.clip_grad_norm_(self._trained.values(), self.config.max_gradient_norm)
-        gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        skipped = not (math.isfinite(means[0]) and math.isfinite(gradient_norm))
-        if not skipped:
+        most = self.config.max_gradient_norm
+        norms = [accelerator.clip_grad_norm_(part.values(), most) for part in (self._trained, critics) if part]
+        gradient_norm, *critics_norm = (float(x.full_tensor() if isinstance(x, DTensor) else x) for x in norms)
+        skipped = not all(math.isfinite(number) for number in (means[0], gradient_norm, *critics_norm))
+        if not skipped and turn:
             self._prepared.step()
             if self._average is not None:
                 self._average.step(self._trained.values())
+        if not skipped and critics:
+            self._critic_optimizer.step()
         self._transformer.zero_grad()
+        for parameter in critics.values():
+            parameter.grad = None
         self._schedule.step()
 
-        weights = {"loss": 1.0, **vars(objectives.weights)}
-        values = {name: loss for name, loss in zip(LOSSES, means, strict=True) if weights[name]}
-        values |= {"gradient_norm": gradient_norm, "learning_rate": rate}
+        values = dict(zip(names, means, strict=True))
+        if isinstance(objectives, FewStepObjective):
+            values |= {"critic_gradient_norm": critics_norm[0], "gradient_norm": gradient_norm, "learning_rate": rate}
+            if not turn:
+                values = {
+                    name: value for name, value in values.items() if name in ("loss", "critic", "critic_gradient_norm")
+                }
+        else:
+            weights = {"loss": 1.0, **vars(objectives.weights)}
+            values = {name: loss for name, loss in values.items() if weights[name]}
+            values |= {"gradient_norm": gradient_norm, "learning_rate": rate}
         speed = tokens * self._groups.count / (time.perf_counter() - started)
         self._state = state = self._state.after_update(skipped)
         if skipped:
@@ -327,9 +385,11 @@ class _Run:
 
     def _measure_validation_loss(self) -> None:
         groups = self._groups
-        total = validation_loss(
-            self._model, self._data, self._process, self.config, self._device, groups.rank, groups.count
-        )
+        shared = (self.config, self._device, groups.rank, groups.count)
+        if isinstance(self._objectives, FewStepObjective):
+            total = teachers_distance(self._objectives, self._data, *shared)
+        else:
+            total = validation_loss(self._model, self._data, self._process, *shared)
         # the processes of a group have the same losses
         summed = float(self._accelerator.reduce(total, reduction="sum")) / groups.size
         self._validation_loss = loss = summed / self.config.validation.samples
@@ -396,6 +456,10 @@ class _Run:
                 shadows = zip(self._trained, self._average.shadow_params, strict=True)
                 tensors["ema"] = {name: gathered(shadow) for name, shadow in shadows}
                 tensors["ema"]["updates"] = torch.tensor(self._average.optimization_step)
+            if isinstance(self._objectives, FewStepObjective):
+                critics = self._objectives.critic.parameters
+                tensors["critic"] = {name: gathered(x) for name, x in critics.items()}
+                tensors["critic_optimizer"] = optimizer_state(self._critic_optimizer, critics)
         if self._is_first:
             try:
                 self._folder.save(self._state, tensors, self.config.keep_checkpoints)

@@ -4,8 +4,8 @@
 
     output/
       metrics.jsonl                     one line per update and per validation
-      checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, and state.json,
-                                        which holds the SHA-256 of each of them
+      checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, those of the critic
+                                        of few steps, and state.json, which holds the SHA-256 of each of them
       result/                           what load_mhla (or from_pretrained) loads after the last stage
 """
 
@@ -21,10 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..files import check_hash, file_hash, read_json, write_json, write_tensors, write_text, write_whole_folder
-from ..generation.pipelines import LORA_FILE
-from ..patching import Weights, save_mhla
+from ..patching import Weights, find_patched, save_mhla
+from ..patching.few_step_scheduler import FewStepScheduler
 from .config import TrainingConfig
-from .trainable import is_adapter
+from .trainable import STUDENT, is_adapter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -164,9 +164,10 @@ class RunFolder:
         """Write the trained weights for use, into ``result/``.
 
         A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
-        trained them, the model's. LoRA is saved beside it for ``pipe.load_lora_weights(folder)``. An unpatched
-        transformer is saved whole, for ``from_pretrained``.
+        trained them, the model's, or its LoRA, and how it samples after few steps. An unpatched transformer is saved
+        whole, for ``from_pretrained``, after few steps with the configuration of its scheduler.
         """
+        few_steps = None if config.few_steps is None else config.few_steps.sampling
         weights: Weights = "changed" if config.model is not None else "all"
         if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
             weights = "mhla"
@@ -174,15 +175,13 @@ class RunFolder:
         def write(aside: Path) -> None:
             if config.patch is None:
                 transformer.save_pretrained(aside)
+                if few_steps is not None:
+                    FewStepScheduler(list(few_steps.times), few_steps.guidance).save_pretrained(aside)
                 return
+            (patched,) = find_patched(transformer).values()
+            patched.few_steps = few_steps
+            patched.adapter = STUDENT if any(is_adapter(name) for name, _ in transformer.named_parameters()) else None
             save_mhla(transformer, aside, weights=weights, base_model=config.model)
-            adapters = {
-                f"{config.component}.{name.replace('.default.', '.')}": parameter.detach().cpu().contiguous()
-                for name, parameter in transformer.named_parameters()
-                if is_adapter(name)
-            }
-            if adapters:
-                write_tensors(adapters, aside / LORA_FILE, {"format": "pt"})
 
         _write_whole(self.result, write)
 

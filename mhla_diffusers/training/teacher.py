@@ -6,9 +6,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from ..patching import mhla_disabled
-from .trainable import adapters_disabled, is_adapter
+from ..patching import is_patched, mhla_disabled
+from .trainable import adapters_disabled, is_lora
+
+
+@contextmanager
+def unpatched(transformer: nn.Module) -> Iterator[None]:
+    """Context in which a transformer attends without its patch, if it has one."""
+    if not is_patched(transformer):
+        yield
+        return
+    with mhla_disabled(transformer):
+        yield
 
 
 class Teacher:
@@ -25,7 +36,7 @@ class Teacher:
 
     def __init__(self, transformer: nn.Module, changing: Iterable[str]) -> None:
         self._transformer = transformer
-        shared = {name for name in changing if ".mhla." not in name and not is_adapter(name)}
+        shared = {name for name in changing if ".mhla." not in name and not is_lora(name)}
         self._originals = {
             name: parameter.detach().clone() for name, parameter in transformer.named_parameters() if name in shared
         }
@@ -43,7 +54,7 @@ class Teacher:
         self._processors = {name: module.processor for name, module in attentions if hasattr(module, "mhla")}
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(mhla_disabled(self._transformer))
+            stack.enter_context(unpatched(self._transformer))
             stack.enter_context(adapters_disabled(self._transformer))
             stack.enter_context(self._swapped(""))
             yield
@@ -79,5 +90,8 @@ class Teacher:
         for name, parameter in self._transformer.named_parameters():
             if name in self._originals and name.startswith(prefix):
                 original = self._originals[name].to(parameter.dtype)
-                self._originals[name] = parameter.detach().clone()
-                parameter.copy_(original)
+                if isinstance(parameter, DTensor):
+                    self._originals[name] = parameter.detach().clone()
+                    parameter.copy_(original)
+                else:  # without writing, because a student's forward may still wait for its backward pass
+                    self._originals[name], parameter.data = parameter.data, original

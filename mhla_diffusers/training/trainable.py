@@ -9,7 +9,10 @@ from torch import nn
 
 from ..families import get_family
 from ..patching import mhla_layers
-from .config import StageConfig, Trainable
+from .config import LoraLayers, StageConfig, Trainable
+
+STUDENT, CRITIC = "default", "critic"
+"""Names of the two adapters, as PEFT has them in the names of their weights."""
 
 
 def is_mixing(name: str) -> bool:
@@ -42,7 +45,7 @@ def trainable_names(transformer: nn.Module, trainable: Trainable) -> list[str]:
     return [
         name
         for name, _ in transformer.named_parameters()
-        if (trainable == "lora" if is_adapter(name) else name.startswith(prefixes))
+        if (trainable == "lora" and is_adapter(name) if is_lora(name) else name.startswith(prefixes))
         and name not in fixed
         and not name.startswith(idle)
     ]
@@ -70,27 +73,53 @@ def make_trainable(transformer: nn.Module, names: Collection[str]) -> dict[str, 
     return {name: parameter for name, parameter in transformer.named_parameters() if name in chosen}
 
 
-def add_adapters(transformer: nn.Module, rank: int, seed: int) -> None:
-    """Add LoRA to the projections of the patched self-attentions, unless they have it."""
+def add_adapters(
+    transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = "attention", name: str = STUDENT
+) -> None:
+    """Add LoRA to linear layers, unless they have that adapter.
+
+    The student's adapter stays the active one.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
-    if any(is_adapter(name) for name, _ in transformer.named_parameters()):
+    if any(f".{name}." in weight and is_lora(weight) for weight, _ in transformer.named_parameters()):
         return
-    family, names = get_family(transformer), {module: name for name, module in transformer.named_modules()}
-    attentions = patched_attentions(transformer).values()
-    targets = [names[linear] for attn in attentions for linear in family.adapter_of(attn).projections(attn)]
+    settings = LoraConfig(r=rank, lora_alpha=rank, target_modules=_linear_layers(transformer, layers))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer)
+        inject_adapter_in_model(settings, transformer, name)
+    for layer in _lora_layers(transformer):
+        layer._active_adapter = [STUDENT]  # PEFT activates the latest one
+
+
+def _linear_layers(transformer: nn.Module, layers: LoraLayers) -> list[str]:
+    """Names of the linear layers that LoRA is added to; never MHLA's own, which are trained in full."""
+    family = get_family(transformer)
+    if layers == "blocks":
+        blocks = tuple(f"{name}." for name in family.blocks_of(transformer))
+        return [
+            name.removesuffix(".base_layer")
+            for name, module in transformer.named_modules()
+            if isinstance(module, nn.Linear)
+            and name.startswith(blocks)
+            and ".mhla." not in name
+            and not is_lora(f"{name}.")
+        ]
+    names = {module: name for name, module in transformer.named_modules()}
+    attentions = patched_attentions(transformer).values()
+    return [names[linear] for attn in attentions for linear in family.adapter_of(attn).projections(attn)]
+
+
+def _lora_layers(module: nn.Module) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
 
 
 @contextmanager
 def adapters_disabled(module: nn.Module) -> Iterator[None]:
     """Context in which LoRA is disabled."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
-    switched = [layer for layer in layers if not layer.disable_adapters]
+    switched = [layer for layer in _lora_layers(module) if not layer.disable_adapters]
     for layer in switched:
         layer._disable_adapters = True
     try:
@@ -100,6 +129,28 @@ def adapters_disabled(module: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name belongs to LoRA."""
+@contextmanager
+def adapter_active(module: nn.Module, name: str) -> Iterator[None]:
+    """Context in which one adapter alone runs.
+
+    PEFT's ``set_adapter`` would also take the gradients from the other one's weights.
+    """
+    layers = _lora_layers(module)
+    before = [layer._active_adapter for layer in layers]
+    for layer in layers:
+        layer._active_adapter = [name]
+    try:
+        yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer._active_adapter = active
+
+
+def is_lora(name: str) -> bool:
+    """Whether a parameter of that name belongs to LoRA, the student's or the critic's."""
     return ".lora_A." in name or ".lora_B." in name
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of that name belongs to the student's LoRA."""
+    return is_lora(name) and f".{CRITIC}." not in name

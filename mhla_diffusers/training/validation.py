@@ -12,6 +12,8 @@ from ..families import Clip, DiffusionProcess, get_family, predict, unwrapped
 from ..generation.noise import generator_for
 from ..generation.record import write_sample
 from ..patching import calibrate_sparse, call_context, mhla_layers
+from ..patching.few_step_scheduler import sample_in
+from ..patching.few_steps import FewSteps
 from .config import TrainingConfig
 from .latents.data import TrainingData, on_device
 from .latents.times import even_quantiles, frames_together
@@ -45,7 +47,7 @@ def validation_loss(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(len(data) - config.validation.samples, len(data), processes):
         index = min(start + rank, last)
-        latents, noise, conditioning = _with_noise(data, index, config.seed, "validation", index, device)
+        latents, noise, conditioning = with_noise(data, index, config.seed, "validation", index, device)
         for quantile in quantiles:
             times = quantile if together is None else even_quantiles(quantile, latents.shape[2], together)
             batch = process.make_batch(latents, noise, times[None], conditioning)
@@ -72,7 +74,7 @@ def calibrate_fresh(
     def run() -> None:
         for number in range(count):
             index = number * training_samples // count  # spread over the data, because neighbours may be from one video
-            latents, noise, conditioning = _with_noise(data, index, config.seed, "calibration", number, device)
+            latents, noise, conditioning = with_noise(data, index, config.seed, "calibration", number, device)
             quantile = torch.tensor([(number + 0.5) / count], dtype=torch.float64, device=device)
             predict(transformer, process.make_batch(latents, noise, quantile, conditioning))
 
@@ -80,7 +82,7 @@ def calibrate_fresh(
         calibrate_sparse(transformer, run)
 
 
-def _with_noise(
+def with_noise(
     data: TrainingData, index: int, seed: int, purpose: str, number: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Latents, noise and conditioning of one sample as a batch."""
@@ -99,13 +101,25 @@ class PromptSampler:
         clip: frames, frames per second and size.
         steps: of the sampler.
         component: which transformer of the pipeline is trained.
+        few_steps: how a model samples that is distilled to a few steps, in place of ``steps``.
     """
 
-    def __init__(self, pipe: Any, prompts: Sequence[str], clip: Clip, steps: int, component: str) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        prompts: Sequence[str],
+        clip: Clip,
+        steps: int,
+        component: str,
+        few_steps: FewSteps | None = None,
+    ) -> None:
         self._pipe, self._prompts, self._component = pipe, prompts, component
         self._family = get_family(getattr(pipe, component))
         self._frames_per_second = round(clip.fps)
         self._settings = {**self._family.clip_arguments(pipe, clip), "num_inference_steps": steps}
+        if few_steps is not None:
+            sample_in(pipe, few_steps)
+            self._settings |= {"num_inference_steps": len(few_steps.times), **self._family.guidance_arguments(1.0)}
         pipe.set_progress_bar_config(disable=True)
         for prompt in prompts:
             self._family.check_prompt(pipe, prompt)  # before the training, not at its first samples

@@ -97,8 +97,12 @@ class NoisedBatches:
                     *(size, count, shape),
                 )
 
-    def from_step(self, step: int) -> Iterator[NoisedBatch]:
+    def from_step(self, step: int, drops_prompts: bool = True) -> Iterator[NoisedBatch]:
         """The batches of all forwards from a step on, without end.
+
+        Args:
+            step: updates before.
+            drops_prompts: whether ``config.prompt_dropout`` counts.
 
         Raises:
             OSError: data that cannot be read.
@@ -116,7 +120,8 @@ class NoisedBatches:
             if isinstance(batch, Exception):
                 raise batch
             this_step, accumulated = divmod(forward, config.gradient_accumulation)
-            yield self._noise(batch, this_step, (accumulated * self._processes + self._rank) * config.batch_size)
+            first = (accumulated * self._processes + self._rank) * config.batch_size
+            yield self._noise(batch, this_step, first, config.prompt_dropout if drops_prompts else 0.0)
 
     def _indices(self, step: int) -> Iterator[list[int]]:
         """Samples of every forward: forward a starts at (a · processes + rank) · size of the step's batch."""
@@ -127,7 +132,7 @@ class NoisedBatches:
                 yield batch[start : start + size]
             step += 1
 
-    def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int) -> NoisedBatch:
+    def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int, dropout: float) -> NoisedBatch:
         latents = batch.pop("latents").float()
         noise, quantiles, dropped = [], [], []
         for position in range(first, first + len(latents)):
@@ -136,7 +141,7 @@ class NoisedBatches:
                 quantiles.append(inside_unit_interval(torch.rand((), dtype=torch.float64, generator=generator)))
             else:
                 quantiles.append(random_quantiles(latents.shape[2], self._together, generator))
-            dropped.append(torch.rand((), generator=generator) < self._config.prompt_dropout)
+            dropped.append(torch.rand((), generator=generator) < dropout)
             noise.append(torch.randn(latents.shape[1:], generator=generator))
         if self._data.empty is not None:
             batch = drop_prompts(batch, self._data.empty, torch.stack(dropped))

@@ -1,0 +1,84 @@
+"""The LoRA that belongs to a patch: it is saved with it, comes with it, and goes with it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..files import file_hash, write_tensors
+
+ADAPTER = "mhla"
+"""Name of the adapter that :func:`mhla_diffusers.load_mhla` loads, for diffusers' ``set_adapters``."""
+
+
+def adapter_weights(transformer: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
+    """Weights of a LoRA by their names in files: ``blocks.0.attn1.to_q.lora_A.weight``."""
+    return {
+        name.replace(f".{adapter}.", "."): parameter.detach()
+        for name, parameter in transformer.named_parameters()
+        if f".lora_A.{adapter}." in name or f".lora_B.{adapter}." in name
+    }
+
+
+def write_adapters(folder: Path, adapters: Mapping[str, Mapping[str, torch.Tensor]]) -> tuple[str, str]:
+    """Write the LoRA of every transformer into one file in diffusers' form.
+
+    Returns:
+        Its name, which is that of its content, and its SHA-256.
+    """
+    tensors = {
+        f"{name}.{key}": tensor.cpu().contiguous() for name, part in adapters.items() for key, tensor in part.items()
+    }
+    aside = folder / ".lora.safetensors"
+    try:
+        write_tensors(tensors, aside, {"format": "pt"})
+        digest = file_hash(aside)
+        aside.replace(folder / (file := f"lora-{digest[:12]}.safetensors"))
+    finally:
+        aside.unlink(missing_ok=True)
+    return file, digest
+
+
+def check_adapter(transformer: Any, adapter: str | None) -> None:
+    """Raise unless a patch's LoRA, if it has one, can be taken away.
+
+    Raises:
+        ValueError: it is fused with the model's weights.
+    """
+    fused = [
+        name for name, part in transformer.named_modules() if adapter in (getattr(part, "merged_adapters", None) or ())
+    ]
+    if fused:
+        raise ValueError(
+            f"The patch's LoRA {adapter!r} is fused with the weights of {fused[0]}; call unfuse_lora() before "
+            "remove_mhla()."
+        )
+
+
+def load_adapter(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a transformer the LoRA of a patch, beside others that it has.
+
+    Raises:
+        ValueError: its class takes no LoRA, or it has an adapter of that name.
+    """
+    if not hasattr(transformer, "load_lora_adapter"):
+        raise ValueError(
+            f"The patch brings a LoRA, and {type(transformer).__name__} takes none; merge the LoRA into the weights "
+            "and save the patch with weights='changed'."
+        )
+    places = dict(transformer.named_parameters())
+    first = next(iter(places.values()))
+    state = {name: tensor.to(first.device, first.dtype) for name, tensor in tensors.items()}
+    transformer.load_lora_adapter(state, prefix=None, adapter_name=ADAPTER)
+
+
+def remove_adapter(transformer: Any, adapter: str) -> None:
+    """Take the LoRA of a patch away; a model without another one has its plain layers again."""
+    if adapter not in getattr(transformer, "peft_config", {}):  # unloaded by somebody else
+        return
+    if set(transformer.peft_config) == {adapter}:
+        transformer.unload_lora()
+    else:
+        transformer.delete_adapters(adapter)

@@ -1,0 +1,91 @@
+"""The scheduler of a model that was distilled to a few steps."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.configuration_utils import register_to_config
+
+from .few_steps import FewSteps
+
+
+class FewStepScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
+    """Flow matching at given times, with fresh noise after every step but the last.
+
+    A pipeline sets the number of steps, which must be that of the times, and some pass σ of their own, which are not
+    used: those of the configuration are what the model was distilled to. Pipelines do not hand their generator on, so
+    the noise is drawn, on the CPU, from a seed that the starting noise of each sample makes: the same generator gives
+    the same sample, whatever else is in its batch.
+
+    Args:
+        times: σ at which the model runs, from 1.0 downwards.
+        guidance: scale of guidance that was distilled in; recorded alone.
+        num_train_timesteps: timestep of σ = 1.
+    """
+
+    @register_to_config  # type: ignore[untyped-decorator]
+    def __init__(
+        self, times: Sequence[float] = (1.0, 0.9, 0.75, 0.5), guidance: float = 1.0, num_train_timesteps: int = 1000
+    ) -> None:
+        self.few_steps = FewSteps(tuple(times), guidance)
+        super().__init__(num_train_timesteps=num_train_timesteps, shift=1.0, stochastic_sampling=True)
+        self._noise: list[torch.Generator] = []
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        sigmas: Sequence[float] | None = None,
+        mu: float | None = None,
+        timesteps: Sequence[float] | None = None,
+    ) -> None:
+        """Begin a sample.
+
+        Args:
+            num_inference_steps: must be the number of times; None for it.
+            device: of the timesteps.
+            sigmas: as many; their values are not used, see the class.
+            mu: not used; times are not shifted.
+            timesteps: not allowed.
+
+        Raises:
+            ValueError: another number of steps, or timesteps.
+        """
+        times = list(self.few_steps.times)
+        asked = num_inference_steps if num_inference_steps is not None else None if sigmas is None else len(sigmas)
+        if asked not in (None, len(times)) or timesteps is not None:
+            what = f"timesteps={timesteps}" if timesteps is not None else f"num_inference_steps={asked}"
+            raise ValueError(
+                f"{what}: this model was distilled to {len(times)} steps at σ = {times}; allowed: "
+                f"num_inference_steps={len(times)}. remove_mhla() brings back the scheduler of before."
+            )
+        super().set_timesteps(sigmas=times, device=device)
+        self._noise = []
+
+    def step(self, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, **options: Any) -> Any:
+        """As in diffusers; without ``generator`` the noise follows from the starting noise, see the class."""
+        if options.get("generator") is None:
+            if not self._noise:
+                self._noise = [_generator_of(one) for one in sample]
+            options["generator"] = self._noise
+        return super().step(model_output, timestep, sample, **options)
+
+
+def _generator_of(start: torch.Tensor) -> torch.Generator:
+    """A generator whose seed is made of a sample's starting noise."""
+    content = start.detach().flatten()[:256].float().cpu().numpy().tobytes()
+    seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
+    return torch.Generator().manual_seed(seed)
+
+
+def few_steps_of(pipe: Any) -> FewSteps | None:
+    """How a pipeline samples, if its model was distilled to a few steps."""
+    scheduler = getattr(pipe, "scheduler", None)
+    return scheduler.few_steps if isinstance(scheduler, FewStepScheduler) else None
+
+
+def sample_in(pipe: Any, few_steps: FewSteps) -> None:
+    """Give a pipeline the scheduler of its distilled model."""
+    pipe.scheduler = FewStepScheduler(list(few_steps.times), few_steps.guidance)
