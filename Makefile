@@ -1,4 +1,4 @@
-# make demo   set everything up and compare softmax, linear attention and MHLA on a tiny trained pipeline
+# make demo   set everything up, compare softmax, linear attention and MHLA on a tiny trained pipeline, and time them
 # make quick  what to run before every commit: checks and the fast tests, in under two minutes
 # make test   set everything up and run the tests
 # make check  lint, types, structure

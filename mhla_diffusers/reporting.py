@@ -16,7 +16,7 @@ _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem;
   color: light-dark(#222, #ddd); background: light-dark(#fff, #161616); }
-.table { overflow-x: auto; }
+.table { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; width: 100%; }
 th, td { padding: 0.4rem 0.7rem; border-bottom: 1px solid light-dark(#ddd, #444); text-align: right; }
 th:first-child, td:first-child { text-align: left; }

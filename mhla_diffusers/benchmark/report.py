@@ -201,7 +201,7 @@ def _make_panels(count: int, width: float, height: float) -> tuple[Figure, list[
     return figure, list(axes.flat[:count])
 
 
-def _logarithmic(axis: Any) -> None:
+def logarithmic(axis: Any) -> None:
     """A logarithmic y axis whose ticks are written as plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -282,7 +282,7 @@ def draw_growth(run: Run) -> Figure | None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(tokens, [_thousands(n) for n in tokens], fontsize=8)
         axis.minorticks_off()
-        _logarithmic(axis)
+        logarithmic(axis)
         axis.set_xlabel("tokens N")
         axis.set_ylabel(label)
         axis.grid(alpha=0.25)
@@ -355,7 +355,7 @@ def _lines(
             axis.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=colour_of(name), label=name)
         labels = {places[key(row)]: label(row) for row in rows}
         axis.set_xticks(list(labels), list(labels.values()))
-        _logarithmic(axis)
+        logarithmic(axis)
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_xlabel(names[0])
         axis.set_ylabel(names[1])

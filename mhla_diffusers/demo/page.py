@@ -9,7 +9,7 @@ import torch
 
 from ..files import write_text, written_aside
 from ..generation.record import write_video
-from ..reporting import html_media, html_page, require_matplotlib
+from ..reporting import html_page, require_matplotlib
 from ..tiny.digits import FRAMES_PER_SECOND, Scene
 
 _SHOWN = 6
@@ -104,28 +104,16 @@ def file_name(text: str) -> str:
     return text.replace(",", "").replace(" ", "-").replace("/", "-")
 
 
-def write_page(
-    file: Path,
-    title: str,
-    table: str,
-    remarks: Sequence[str],
-    circumstances: Mapping[str, str],
-    figures: Mapping[str, Path],
-    sections: Mapping[str, str],
-) -> None:
+def write_page(file: Path, title: str, circumstances: Mapping[str, str], sections: Mapping[str, str]) -> None:
     """Write the page; images are inside it, so that the file can be sent alone.
 
     Args:
         file: where to.
         title: of the page.
-        table: HTML.
-        remarks: sentences before the table, each a paragraph.
         circumstances: machine, date and the like.
-        figures: heading → image file.
-        sections: heading → HTML of what comes last.
+        sections: heading → HTML.
     """
-    images = {heading: html_media(path, heading) for heading, path in figures.items()}
     facts = ", ".join(f"{escape(name)}: {escape(value)}" for name, value in circumstances.items())
-    said = "".join(f"<p>{escape(remark)}</p>" for remark in remarks)
-    parts = "".join(f"<h2>{escape(heading)}</h2>{part}" for heading, part in {**images, **sections}.items())
-    write_text(html_page(title, f"{said}{table}<p>{facts}</p>{parts}"), file)
+    parts = "".join(f"<h2>{escape(heading)}</h2>{part}" for heading, part in sections.items())
+    said = "Everything on this page was computed in one run, but for the times of the card that is not here"
+    write_text(html_page(title, f"<p>{said} ({facts}).</p>{parts}"), file)

@@ -1,4 +1,4 @@
-"""Run the demo: generate with each attention that ships adapted, measure, stream, adapt two live, and write a page."""
+"""Run the demo: generate with each attention that ships adapted, measure, time, stream, adapt two live: one page."""
 
 import logging
 import platform
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +26,7 @@ from ..files import check_writable, write_json
 from ..patching import TransformerCall, mhla_layers
 from ..reporting import html_media, html_table, require_matplotlib, text_table
 from ..tiny import load_tiny, tiny_pipeline
-from . import streaming
+from . import speed, streaming
 from .adaptation import (
     Adaptation,
     Variant,
@@ -77,10 +78,12 @@ class DemoConfig:
     """Scenes to adapt on."""
     held_out: int = 16
     """Scenes of held-out digits for the loss."""
+    speed_seconds: float = 40.0
+    """For timing attention over growing N; 0 for none."""
 
     def __post_init__(self) -> None:
         tiny_pipeline(self.family)
-        for name, least in (("updates", 0), ("scenes", 2), ("samples", 16), ("held_out", 2)):
+        for name, least in (("updates", 0), ("scenes", 2), ("samples", 16), ("held_out", 2), ("speed_seconds", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
 
@@ -159,6 +162,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
         outcomes = time_all(pipes, outcomes, adaptation)
         rows = [outcome.row for outcome in outcomes]
         _say(f"\n{text_table(_header_of(rows), (row.cells for row in rows), right=True)}\n")
+        growth = _grow(config)
         if streamed_variant(tiny) is not None:
             streams = streaming.judge_streams(tiny, yardstick.scenes[:_STREAMED], config.seed, config.device)
             _say(f"{text_table(streaming.HEADER, (one.cells for one in streams), right=True)}\n")
@@ -169,7 +173,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
         "date": time.strftime("%Y-%m-%d"),
         "minutes": f"{(time.perf_counter() - started) / 60:.1f}",
     }
-    _write_folder(config, yardstick, outcomes, streams, curves, circumstances)
+    _write_folder(config, yardstick, outcomes, growth, streams, curves, circumstances)
     _say(f"{config.output / 'index.html'} shows all of it.")
     return rows
 
@@ -224,6 +228,18 @@ def time_all(pipes: Sequence[Any], outcomes: Sequence[Outcome], adaptation: Adap
     ]
 
 
+def _grow(config: DemoConfig) -> speed.Growth | None:
+    """Time attention over growing N, unless there is to be none; ``speed.json`` and ``speed.png`` have the times."""
+    if not config.speed_seconds:
+        return None
+    _say(f"Timing attention over growing N, for {config.speed_seconds:g} s at most")
+    growth = speed.measure_growth(torch.device(config.device), config.speed_seconds)
+    write_json(asdict(growth), config.output / "speed.json")
+    speed.draw_growth(growth, speed.shipped_growth(), config.output / "speed.png")
+    _say(f"  {speed.tell_growth(growth)}\n")
+    return growth
+
+
 def _adapt_live(config: DemoConfig, shown: Sequence[Variant], adaptation: Adaptation, goal: float) -> Curves:
     """Adapt two by a shortened recipe, from the weights that ship; ``loss.png`` is redrawn as the loss is measured."""
     if not config.updates:
@@ -251,10 +267,12 @@ def _write_folder(
     config: DemoConfig,
     yardstick: Yardstick,
     outcomes: Sequence[Outcome],
+    growth: speed.Growth | None,
     streams: Sequence[streaming.Judged],
     curves: Curves,
     circumstances: dict[str, str],
 ) -> None:
+    """The record, the pictures that are not there yet, and last the page."""
     rows, output = [outcome.row for outcome in outcomes], config.output
     results = {
         "config": {**asdict(config), "output": str(output)},
@@ -265,22 +283,13 @@ def _write_folder(
     }
     write_json(results, output / "results.json")
     pictures = {outcome.row.name: outcome.pictures for outcome in outcomes}
-    figures = {"What each attention generates from the same noise": draw_pictures(pictures, yardstick.scenes, output)}
-    if curves:
-        figures["Held-out loss while two of them adapt"] = output / "loss.png"
-    for name, mixing in ((outcome.row.name, outcome.mixing) for outcome in outcomes if outcome.mixing):
-        file = output / f"mixing-{file_name(name)}.png"
-        figures[f"Mixing matrices of {name}"] = draw_mixing_matrices(mixing, yardstick.tiny.blocks, file)
-    control, *others = rows
-    seen = ", ".join(f"{row.name} {row.digit_accuracy:.0%}" for row in others[::-1])
-    remarks = [
-        f"Digits that the classifier recognises: {seen}; {control.name} {control.digit_accuracy:.0%}.",
-        f"Every row but the first is a patch that ships adapted; {control.name} was trained on for as long. "
-        "Everything on this page was computed in one run.",
-    ]
-    if control.seconds_per_step is None:
-        remarks.append("There are no times, since the machine was busy: they spread too much to be reliable.")
-    sections = {}
+    samples = draw_pictures(pictures, yardstick.scenes, output)
+    sections = {
+        "Is it good?": _judgement(rows) + html_media(samples, "What each attention generates, by the same noise")
+    }
+    if growth is not None:
+        picture = html_media(output / "speed.png", "Milliseconds of an attention over N")
+        sections["Is it fast?"] = speed.html_speed(growth, speed.shipped_growth(), picture)
     if streams:
         long = streams[-1]
         clips = draw_clips(long.name, long.pictures, yardstick.scenes[:_STREAMED], output / "stream.gif")
@@ -290,9 +299,28 @@ def _write_folder(
         )
         table = html_table(streaming.HEADER, (one.cells for one in streams))
         sections["A longer clip"] = f"<p>{remark}</p>{table}{html_media(clips, long.name)}"
-    table = html_table(_header_of(rows), (row.cells for row in rows))
-    title = f"MHLA on tiny-{config.family}"
-    write_page(output / "index.html", title, table, remarks, circumstances, figures, sections)
+    if curves:
+        heading = "Held-out loss while two of them adapt"
+        sections[heading] = html_media(output / "loss.png", heading)
+    for name, mixing in ((outcome.row.name, outcome.mixing) for outcome in outcomes if outcome.mixing):
+        heading = f"Mixing matrices of {name}"
+        file = draw_mixing_matrices(mixing, yardstick.tiny.blocks, output / f"mixing-{file_name(name)}.png")
+        sections[heading] = html_media(file, heading)
+    write_page(output / "index.html", f"MHLA on tiny-{config.family}", circumstances, sections)
+
+
+def _judgement(rows: Sequence[Row]) -> str:
+    """What was measured of the variants, in sentences and as a table."""
+    control, *others = rows
+    seen = ", ".join(f"{row.name} {row.digit_accuracy:.0%}" for row in others[::-1])
+    remarks = [
+        f"Digits that the classifier recognises: {seen}; {control.name} {control.digit_accuracy:.0%}.",
+        f"Every row but the first is a patch that ships adapted; {control.name} was trained on for as long.",
+    ]
+    if control.seconds_per_step is None:
+        remarks.append("There are no times, since the machine was busy: they spread too much to be reliable.")
+    said = "".join(f"<p>{escape(remark)}</p>" for remark in remarks)
+    return said + html_table(_header_of(rows), (row.cells for row in rows))
 
 
 def _header_of(rows: Sequence[Row]) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ CONFIGS = Path(__file__).parents[2] / "finetune" / "configs"
 def hasty(monkeypatch):
     """Times are measured for a moment."""
     monkeypatch.setattr(run, "Budget", lambda **_: Budget(seconds=0.05, least=1))
+    monkeypatch.setattr(run.speed, "GRIDS", ((1, 6, 10), (2, 6, 10)))
 
 
 @pytest.mark.slow
@@ -37,18 +38,23 @@ def hasty(monkeypatch):
 def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
     pytest.importorskip("matplotlib")
     tables = []
-    for name, updates in (("first", 2), ("second", 0)):
-        config = DemoConfig(tmp_path / name, "dit", updates=updates, scenes=2, samples=16, held_out=2)
+    for name, updates, seconds in (("first", 2, 60.0), ("second", 0, 0.0)):
+        small = {"scenes": 2, "samples": 16, "held_out": 2}
+        config = DemoConfig(tmp_path / name, "dit", updates=updates, speed_seconds=seconds, **small)
         rows = run_demo(config)
         tables.append([{**vars(row), "seconds_per_step": None} for row in rows])
     assert tables[0] == tables[1]
     names = ["softmax", "plain linear", "MHLA", "MHLA hybrid 2/3", "MHLA, block-sparse"]
     assert [row["name"] for row in tables[0]] == names
     files = {path.name for path in (tmp_path / "first").iterdir()}
-    assert {"index.html", "results.json", "samples.png", "loss.png", "mixing-MHLA.png"} <= files
+    assert {"index.html", "results.json", "samples.png", "loss.png", "speed.png", "mixing-MHLA.png"} <= files
     page = (tmp_path / "first" / "index.html").read_text()
     assert "http" not in page
-    assert page.count("data:image/png;base64,") == 5
+    assert page.count("data:image/png;base64,") == 6
+    assert page.index("Is it good?") < page.index("Is it fast?")
+    measured = json.loads((tmp_path / "first" / "speed.json").read_text())
+    assert [n for n, _ in measured["curves"]["MHLA"]] == [60, 120]
+    assert "Is it fast?" not in (tmp_path / "second" / "index.html").read_text()
     results = json.loads((tmp_path / "first" / "results.json").read_text())
     assert len(results["rows"]) == 5
     # one of attention transfer comes before the two
@@ -68,7 +74,7 @@ def test_a_demo_that_is_stopped_leaves_no_page(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "draw_mixing_matrices", stop)
     monkeypatch.setattr(run, "variants", lambda tiny: variants(tiny)[2:3])
     with pytest.raises(KeyboardInterrupt):
-        run_demo(DemoConfig(tmp_path, "dit", updates=0, scenes=2, samples=16, held_out=2))
+        run_demo(DemoConfig(tmp_path, "dit", updates=0, scenes=2, samples=16, held_out=2, speed_seconds=0))
     assert not (tmp_path / "index.html").exists()
 
 
@@ -78,7 +84,10 @@ def test_folder_that_cannot_be_written_is_said_first(tmp_path):
         run_demo(DemoConfig(tmp_path / "file" / "out"))
 
 
-@pytest.mark.parametrize(("change", "message"), [({"family": "x"}, "family='x'"), ({"updates": -1}, "updates=-1")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"family": "x"}, "family='x'"), ({"updates": -1}, "updates=-1"), ({"speed_seconds": -1}, "speed_seconds=-1")],
+)
 def test_bad_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         DemoConfig(**change)
