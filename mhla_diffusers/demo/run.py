@@ -134,7 +134,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
 
     Raises:
         OSError: the output folder cannot be written; said before any work.
-        ImportError: matplotlib or scikit-learn is missing.
+        ImportError: matplotlib is missing.
         DamagedAssetError: files of the tiny pipeline are missing or damaged.
     """
     check_writable(config.output)

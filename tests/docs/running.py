@@ -114,7 +114,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
     (
-        r"^python finetune/(quality|compare|fidelity|fidelity_pictures|gap|language|decoding)\.py",
+        r"^python finetune/(quality|compare|fidelity|fidelity_pictures|gap|language|decoding|length_study)\.py",
         "it takes minutes to hours",
     ),
     (
