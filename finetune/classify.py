@@ -172,14 +172,13 @@ class SumsOfDigits(Dataset[Sample]):
     """Pictures whose class is the sum of two handwritten digits, composed as they are asked for.
 
     Args:
-        split: of scikit-learn's digits, "train" or "held-out"; no digit is in both.
+        split: of the handwritten digits, "train" or "held-out"; no digit is in both.
         count: of pictures.
         size: of a picture in pixels, at least 48, where two digits fit wherever the first one lies.
         seed: every picture follows from it and the index.
 
     Raises:
         ValueError: unknown split, or a size that is too small.
-        ImportError: scikit-learn is missing.
     """
 
     def __init__(self, split: Any, count: int, size: int, seed: int) -> None:
