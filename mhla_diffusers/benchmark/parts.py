@@ -132,10 +132,49 @@ class _Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = _output_of(func, args, kwargs or {})
         if not self.parts_open and not func.is_view:
             self.bytes += tensor_bytes((args, kwargs, output))
         return output
+
+
+_Meta = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Shape, strides and type of a tensor of the meta device."""
+
+
+def _output_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives on the meta device.
+
+    PyTorch works out the shape of many outputs in Python, for up to milliseconds; layers are alike, so that most
+    operators have been asked the same before. Views and what is written in place are left to PyTorch.
+    """
+    if func.is_view or func._schema.is_mutable:
+        return func(*args, **kwargs)
+    try:
+        key = (func, _key_of(args), _key_of(tuple(kwargs.items())))
+        known = _known_outputs.get(key)
+    except TypeError:  # an argument that has no hash
+        return func(*args, **kwargs)
+    if known is not None:
+        outputs = tuple(torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in known)
+        return outputs if len(outputs) > 1 else outputs[0]
+    output = func(*args, **kwargs)
+    outputs = output if isinstance(output, tuple) else (output,)
+    if all(isinstance(x, torch.Tensor) and x.is_meta for x in outputs):
+        _known_outputs[key] = tuple((x.shape, x.stride(), x.dtype) for x in outputs)
+    return output
+
+
+_known_outputs: dict[Any, tuple[_Meta, ...]] = {}
+
+
+def _key_of(argument: Any) -> Any:
+    """What an output's shape, strides and type follow from."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.device
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_key_of, argument))
+    return type(argument), argument
 
 
 def tensor_bytes(tensors: Any) -> int:
