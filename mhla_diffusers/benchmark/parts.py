@@ -156,7 +156,9 @@ def _output_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except TypeError:  # an argument that has no hash
         return func(*args, **kwargs)
     if known is not None:
-        outputs = tuple(torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in known)
+        outputs = tuple(
+            torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in known
+        )
         return outputs if len(outputs) > 1 else outputs[0]
     output = func(*args, **kwargs)
     outputs = output if isinstance(output, tuple) else (output,)
