@@ -23,6 +23,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(5_000, 10, 10)
 
 
+def pytest_unconfigure() -> None:
+    """Else Triton would tell of every function of it that is left when Python ends."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def native_attention_backend() -> Iterator[None]:
     """diffusers' ``set_attention_backend`` also changes the backend of every other model; put it back."""
