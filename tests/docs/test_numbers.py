@@ -4,11 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
+from mhla_diffusers.benchmark.forecast import Question, count_forwards, forward_seconds
+from mhla_diffusers.benchmark.models import choose_sizes, family_of_model, find_models
 from mhla_diffusers.benchmark.results import COMPILED, HYBRID, PLAIN, read_run
-from mhla_diffusers.benchmark.speeds import find_card
+from mhla_diffusers.benchmark.speeds import find_card, measured_speeds, read_card
 from mhla_diffusers.cli import app
 
 from .snippets import PAGES, ROOT
@@ -110,6 +113,91 @@ def test_table_of_known_cards():
     """What a forecast was held against."""
     table = (find_card("h100") / "held.md").read_text()
     assert table in (ROOT / "docs/measure.md").read_text(encoding="utf-8")
+
+
+FASTEST = {
+    "softmax, cuDNN": CUDNN,
+    "softmax, cuDNN, compiled": CUDNN + COMPILED,
+    "softmax, FlashAttention-3": None,
+    "hybrid 2/3": HYBRID,
+    "hybrid 2/3, compiled": HYBRID + COMPILED,
+    "MHLA": "MHLA",
+    "MHLA, compiled": "MHLA" + COMPILED,
+    "sparse at 5 %, the version before": None,
+    "the same, lists given": EXACT,
+    "the same, lists given, compiled": EXACT + COMPILED,
+    "sparse at 5 %, today's kernels": None,
+}
+"""Line of the page → variant of the H100's results; None for what was not measured as a whole forward."""
+
+
+def forecasts(case):
+    """Line of the page → milliseconds of one forward on the H100, as ``mhla info --device h100`` forecasts it."""
+    runs, (name, size) = read_card(find_card("h100")), case.split()
+    (model,) = find_models([name], "cpu")
+    (chosen,) = choose_sizes(model, [size.rpartition("x")[0]], [81], "cpu")
+    default = family_of_model(model).default_config.replace(blocks=model.blocks, layers="all")
+    found = {}
+    for line, config in {"MHLA": default.replace(sparse="none"), "sparse at 5 %, the version before": default}.items():
+        question = Question(model, chosen, config, 1, 1)
+        speeds = measured_speeds(runs, model, question.tokens, question.kind)
+        counts = count_forwards(question, torch.bfloat16)
+        unpatched, found[line] = (1000 * sum(x.values()) for x in forward_seconds(counts, model.layers, speeds))
+        found.setdefault("softmax, FlashAttention-3", unpatched)
+    part = Question(model, chosen, default.replace(layers="2/3"), 1, 1).patched
+    return found | {"hybrid 2/3": part * found["MHLA"] + (1 - part) * found["softmax, FlashAttention-3"]}
+
+
+def test_fastest_setting():
+    """Plain numbers were measured, those in italics are forecasts; every number below the table stands in it."""
+    page = (ROOT / "docs/fastest.md").read_text(encoding="utf-8")
+    times = milliseconds("transformer")
+    lines = {
+        cells(line)[0]: cells(line)[1:]
+        for line in page.partition("## In this order")[0].splitlines()
+        if line[:1] == "|"
+    }
+    cases = [
+        f"wan2.1-{model.lower()} {size}x81" for model, size in (cell.split(", ") for cell in lines["one forward, ms"])
+    ]
+    for column, case in enumerate(cases):
+        expected = forecasts(case)
+        for name, variant in FASTEST.items():
+            text, measured = lines[name][column], times.get((case, "forward", variant))
+            if text.startswith("*"):
+                assert measured is None, "what was measured is no forecast"
+                assert float(text.strip("*")) == pytest.approx(expected[name], rel=1e-3), (name, case)
+            else:
+                assert (float(text) if text else None) == pytest.approx(measured), (name, case)
+    assert len(lines) == len(FASTEST) + 2
+    stated = {text.strip("*") for texts in lines.values() for text in texts if text}
+    alone = {f"{1000 * row.median:g}" for row in read_run(find_card("h100") / "op.json").rows}
+    order, _, rest = page.partition("## In this order")[2].partition("## By model and size")
+    advice = rest.partition("**Another card.**")[0]
+    for number in re.findall(r"(?<![\d.x])(\d{3,5}|\d+\.\d)(?= ms|\*| →|,| as|;| →| and| with|\.)", advice + order):
+        assert number in stated | alone | {"100", "2.8", "28.6"}, number
+
+
+def test_step_caches_and_few_steps():
+    """The table is of the shipped run, and what the text says of four steps holds in it."""
+    page = (ROOT / "docs/fastest.md").read_text(encoding="utf-8").partition("## Step caches and few steps")[2]
+    run = read_run(ROOT / "assets/benchmarks/amd-epyc-1-thread/pipeline.json")
+    rows = {row.variant: row for row in run.rows if row.part is None}
+    lines = [cells(line) for line in page.splitlines() if line.startswith("| `")]
+    assert [name.strip("`") for name, *_ in lines] == list(rows)
+    for name, *texts in lines:
+        row = rows[name.strip("`")]
+        computed = re.match(r"\d+ of \d+", row.reason)
+        shown = [
+            computed[0] if computed else "",
+            f"{run.times_baseline(row):.1f}",
+            f"{row.psnr:.1f}",
+            f"{row.ssim:.3f}",
+        ]
+        assert texts == shown, name
+    few = {name: row.reason for name, row in rows.items() if name.endswith("4 steps") and row.reason}
+    assert {reason.split(" forwards")[0] for name, reason in few.items() if "taylorseer" in name} == {"6 of 8"}
+    assert {reason.split(" forwards")[0] for name, reason in few.items() if "taylorseer" not in name} == {"8 of 8"}
 
 
 def test_table_of_the_sparse_branch():
