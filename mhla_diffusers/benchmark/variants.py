@@ -17,7 +17,9 @@ from ..config import adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device
 from ..families import get_family
 from ..generation import PipelineChoice, family_of, generator_for, load_result
+from ..generation.pipelines import LORA_FILE
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
+from ..patching.few_step_scheduler import few_steps_of
 from ..tiny import tiny_pipeline
 from .caches import cache_configs, cached, parse_cache
 from .cases import CLASSIFIERS, LINEAR_KINDS, PATCHES, patch_settings
@@ -170,10 +172,17 @@ class PipelineCase(PipelineChoice):
             raise ValueError(f"lora={self.additions.loras[0]!r}: {self.pipeline_class().__name__} takes no LoRA.")
 
     def run(self, pipe: Any, variant: PipelineVariant) -> Any:
-        """Generate one sample, always of the same prompt and noise."""
+        """Generate one sample, always of the same prompt and noise.
+
+        A patch that was distilled to few steps takes its own number, without guidance; it refuses any other.
+        """
         prompt = "3" if self.of_family.prompts_are_classes else "a seven"
-        steps = {} if variant.steps is None else {"num_inference_steps": variant.steps}
-        (sample,) = self.call(pipe, [prompt], [generator_for(0)], **steps)
+        arguments: dict[str, Any] = {}
+        if (few_steps := few_steps_of(pipe)) is not None:
+            arguments = {"num_inference_steps": len(few_steps.times), **self.of_family.guidance_arguments(1.0)}
+        if variant.steps is not None:
+            arguments["num_inference_steps"] = variant.steps
+        (sample,) = self.call(pipe, [prompt], [generator_for(0)], **arguments)
         return sample
 
     @contextmanager
@@ -194,13 +203,15 @@ class PipelineCase(PipelineChoice):
                 stack.enter_context(_on_copies(pipe, self.place))
             self._patch(pipe, variant, stack)
             if variant.lora is not None:
+                before = _adapters(pipe)
                 pipe.load_lora_weights(variant.lora)
-                adapters = {name for names in pipe.get_list_adapters().values() for name in names}
-                pipe.set_adapters(sorted(adapters))  # one that the patch brings stays on
+                pipe.set_adapters(sorted(_adapters(pipe)))  # one that the patch brings stays on
+                if variant.quantized is None and before:
+                    stack.callback(pipe.delete_adapters, sorted(_adapters(pipe) - before))
+                elif variant.quantized is None:
+                    stack.callback(pipe.unload_lora_weights)
             if variant.quantized is not None:
                 _quantize(pipe, variant.quantized, self.place)
-            elif _has_lora(pipe):
-                stack.callback(pipe.unload_lora_weights)
             if variant.cache is not None:
                 if variant not in caches:
                     run = partial(self.run, pipe, variant)
@@ -220,6 +231,8 @@ class PipelineCase(PipelineChoice):
             apply_mhla(pipe, variant.attention)
         if variant.quantized is None:
             stack.callback(remove_mhla, pipe)
+            if Path(variant.attention, LORA_FILE).is_file():  # whose LoRA is no part of the patch
+                stack.callback(pipe.unload_lora_weights)
         if self.softmax_steps:
             change_mhla(pipe, softmax_steps=self.softmax_steps)
 
@@ -281,8 +294,9 @@ def choose_pipeline(
     return case
 
 
-def _has_lora(pipe: Any) -> bool:
-    return any(getattr(transformer, "peft_config", None) for transformer in find_transformers(pipe).values())
+def _adapters(pipe: Any) -> set[str]:
+    """Names of its LoRA."""
+    return {name for names in pipe.get_list_adapters().values() for name in names}
 
 
 @contextmanager
@@ -291,7 +305,7 @@ def _on_copies(pipe: Any, place: torch.device) -> Iterator[None]:
 
     There they take none of the device's memory, so that the peak is that of the copies.
     """
-    originals = find_transformers(pipe)
+    originals, scheduler = find_transformers(pipe), pipe.scheduler
     for name, transformer in originals.items():
         setattr(pipe, name, copy.deepcopy(transformer.to("cpu")))
     try:
@@ -300,6 +314,7 @@ def _on_copies(pipe: Any, place: torch.device) -> Iterator[None]:
         for name, transformer in originals.items():
             setattr(pipe, name, None)  # before the other one needs its memory
             setattr(pipe, name, transformer.to(place))
+        pipe.scheduler = scheduler  # a patch of few steps has put its own
 
 
 def _quantize(pipe: Any, name: str, place: torch.device) -> None:

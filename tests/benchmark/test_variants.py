@@ -8,11 +8,14 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from torch import nn
 
+import mhla_diffusers as mhla
 from mhla_diffusers import is_patched
 from mhla_diffusers.benchmark.caches import CACHES, counted, parse_cache
 from mhla_diffusers.benchmark.pipeline import WHOLE, frames_of, similarities
 from mhla_diffusers.benchmark.results import CONTENT, read_runs
 from mhla_diffusers.benchmark.variants import UNPATCHED, Additions, PipelineVariant, choose_pipeline
+from mhla_diffusers.patching.few_steps import FewSteps
+from mhla_diffusers.patching.finding import require_patched
 from mhla_diffusers.tiny import load_tiny
 
 from .commands import bench
@@ -95,6 +98,25 @@ def test_lora_alone_and_under_a_patch(plain, lora):
             with case.applied(pipe, variant, {}):
                 found.append(frames_of(case.run(pipe, variant)))
         assert not torch.equal(*found)
+    assert torch.equal(frames_of(case.run(pipe, PipelineVariant())), expected)
+
+
+def test_a_patch_of_few_steps_takes_its_own_number(plain, lora, tmp_path):
+    """Also in a run whose plain pipeline takes another; rows of another number say why there are none."""
+    pipe, expected = plain
+    patched = mhla.apply_mhla(load_tiny("wan"), blocks=(3, 4, 4), sparse="none")
+    require_patched(patched)["transformer"].sample_in(FewSteps((1.0, 0.5)), patched)
+    folder, scheduler = str(mhla.save_mhla(patched, tmp_path)), pipe.scheduler
+    case = case_of(patches=(folder,))
+    # without guidance a step is one forward
+    for variant in (PipelineVariant(folder), PipelineVariant(folder, lora), PipelineVariant(folder, steps=2)):
+        with case.applied(pipe, variant, {}), counted(pipe) as forwards:
+            case.run(pipe, variant)
+        assert len(forwards) == 2
+    other = PipelineVariant(folder, steps=STEPS)
+    with pytest.raises(ValueError, match=f"num_inference_steps={STEPS}.*distilled to 2"), case.applied(pipe, other, {}):
+        case.run(pipe, other)
+    assert pipe.scheduler is scheduler
     assert torch.equal(frames_of(case.run(pipe, PipelineVariant())), expected)
 
 
