@@ -54,6 +54,8 @@ from mhla_diffusers.training.trainable import set_trainable, trainable_names
 MARGIN = 20.0
 """Seconds before the end of a slice in which nothing is begun: to write a checkpoint, the table and the plot."""
 CHECKPOINT_EVERY = 60.0
+ROW_SECONDS = 5.0
+"""Without which no row is begun; it may take longer, at the cost of the margin."""
 SAID_EVERY, MOST_SKIPPED, MOST_GRAPHS = 100, 10, 128
 FLOW_SHIFT, GUIDANCE, DROPOUT = 3.0, 2.5, 0.1
 HELD_OUT_SEED, CALIBRATION_SEED, NOISE = 2 * 10**6, 3 * 10**6, 2**40
@@ -70,7 +72,8 @@ class Clock:
     def __init__(self, minutes: float, started: float, compilation: float) -> None:
         self._end = started + 60 * minutes - MARGIN
         self._met: set[object] = set()
-        self._compilation = compilation
+        self.compilation = compilation
+        """Seconds that a graph's first call is given."""
 
     def need(self, seconds: float) -> None:
         """Raise :class:`SliceOver` unless so many seconds are left."""
@@ -81,11 +84,11 @@ class Clock:
     def call(self, graph: object, usual: float = 0.0) -> Iterator[None]:
         """Around work that compiles when ``graph`` is met first, and else takes a usual number of seconds."""
         is_first, began = graph not in self._met, time.time()
-        self.need(2 * usual + (self._compilation if is_first else 0))
+        self.need(2 * usual + (self.compilation if is_first else 0))
         yield
         if is_first:  # the next may take half as long again
             longest = 1.5 * (time.time() - began)
-            self._compilation = max(self._compilation, longest) if self._met else longest
+            self.compilation = max(self.compilation, longest) if self._met else longest
             self._met.add(graph)
 
 
@@ -545,7 +548,7 @@ def make_row(study: Study, row: Row, place: int) -> dict[str, Any]:
     if attempts >= 2:
         found["failed"] = "begun twice, and each time the process was ended"
     else:
-        study.clock.need(5.0)
+        study.clock.need(study.clock.compilation if row.is_compiled else ROW_SECONDS)
         write_text(str(attempts + 1), begun)
         try:
             with box_order(row.boxes):
@@ -654,19 +657,26 @@ def write_report(output: Path) -> None:
 
 
 def run(study: Study) -> bool:
-    """One slice; whether everything is finished."""
+    """One slice; whether everything is finished. Where no graph can be compiled any more, rows without one go on."""
+    is_finished = True
     try:
         study.classifier = prepare_classifier(study)
         train_softmax(study)
         for place, row in enumerate(rows_of(study.size)):
-            found = make_row(study, row, place)
-            if row.name == SOFTMAX:
-                check_gate(study, found)
+            try:
+                found = make_row(study, row, place)
+            except SliceOver:
+                if row.name == SOFTMAX:
+                    raise
+                is_finished = False
+            else:
+                if row.name == SOFTMAX:
+                    check_gate(study, found)
     except SliceOver:
-        return False
+        is_finished = False
     finally:
         write_report(study.output)
-    return True
+    return is_finished
 
 
 def check_gate(study: Study, found: dict[str, Any]) -> None:
@@ -708,7 +718,10 @@ def main() -> None:
         return
     if arguments.minutes * 60 <= MARGIN:
         parser.error(f"--minutes {arguments.minutes}: the last {MARGIN:.0f} seconds of a slice are for writing; give 9")
-    device, output = choose_device(arguments.device), arguments.output
+    try:
+        device, output = choose_device(arguments.device), arguments.output
+    except ValueError as error:
+        parser.error(str(error))
     check_writable(output)
     settings = {**asdict(size), "grid": size.grid, "gate": arguments.gate}
     known = output / "study.json"
