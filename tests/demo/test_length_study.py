@@ -119,7 +119,7 @@ def test_slices_go_on_in_the_middle_of_a_row(script, tmp_path):
         left = 1
 
         def call(self, graph, usual=0.0):
-            if isinstance(graph[-1], bool):  # an update of the adapted row
+            if graph is None or graph[-1] == "adapted":  # an update of an adapted row
                 self.left -= 1
                 if self.left < 0:
                     raise script.SliceOver
@@ -178,6 +178,18 @@ def test_a_kill_leaves_what_is_finished(script, tmp_path):
     assert found["name"] == "softmax"
     assert "| softmax |" in (tmp_path / "length.md").read_text()
     assert second.read_text() == "1"
+
+
+def test_the_clock_gives_first_calls_more_time(script):
+    clock = script.Clock(9.0, time.time() - 9 * 60 + script.MARGIN + 10, 5.0)
+    with clock.call(None), clock.call("one", usual=100.0):
+        pass
+    with pytest.raises(script.SliceOver), clock.call("one", usual=6.0):
+        pytest.fail("10 seconds are left")
+    with clock.call("two"):
+        assert clock.compilation < 1, "as the first one was quick"
+    with pytest.raises(script.SliceOver), script.Clock(9.0, time.time() - 9 * 60 + 21, 5.0).call("one"):
+        pytest.fail("a second is left")
 
 
 def test_boxes_of_the_grid(script):
