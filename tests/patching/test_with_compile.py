@@ -61,7 +61,7 @@ def test_more_resolutions_than_pytorch_allows_graphs(counter, monkeypatch):
     del model.transformer_blocks[1:]
     with torch._dynamo.config.patch(recompile_limit=2):
         for one in (model, other):
-            mhla.apply_mhla(one, blocks=(1, 1))
+            mhla.apply_mhla(one, sparse="none", blocks=(1, 1))
         assert torch._dynamo.config.recompile_limit == 64
         model.compile(backend=counter, fullgraph=True)
         for rows in (2, 3, 4):
