@@ -14,6 +14,7 @@ from ..attention.precision import without_autocast
 from .calls import TransformerCall, check_run, record_unpatched, repeat_calls
 from .finding import mhla_disabled, refuse_causal, refuse_language, require_patched
 from .handle import Patched
+from .hooks import refuse_step_cache
 from .layer import LayerInput, MHLALayer
 from .processor import adapter_of, layer_input, tokens_of_grid
 
@@ -242,6 +243,8 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
     }
     if not layers:
         raise ValueError("The model has no output norm to calibrate; patch it with output_norm=True.")
+    for patched in require_patched(model).values():
+        refuse_step_cache(patched.transformer, "calibrate_output_norm()")
     squares: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
 

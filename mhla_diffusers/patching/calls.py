@@ -10,6 +10,7 @@ from torch import nn
 from ..families import get_family
 from .finding import mhla_disabled, refuse_language, require_layers, require_patched
 from .handle import Patched
+from .hooks import refuse_step_cache
 from .runtime import call_context
 
 
@@ -76,9 +77,11 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
     """Run something and keep the inputs of every forward of the transformers.
 
     Raises:
-        ValueError: ``run`` is no function, or did not reach a transformer.
+        ValueError: ``run`` is no function, or did not reach a transformer, or a step cache is enabled.
     """
     check_run(run)
+    for transformer in transformers.values():
+        refuse_step_cache(transformer, "recording its forwards to run them again")
     calls: dict[str, list[TransformerCall]] = {name: [] for name in transformers}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:

@@ -17,7 +17,7 @@ from .adapter import check_adapter, remove_adapter
 from .costs import attention_sizes
 from .few_steps import FewSteps
 from .layer import MHLALayer, attentions_of, layer_of, replaced_processor
-from .parallel import check_split, compare_patches, parallel_of
+from .parallel import check_split, compare_patches, parallel_of, refuse_deciding_cache
 from .processor import (
     MHLAProcessor,
     PerturbedMHLAProcessor,
@@ -313,7 +313,7 @@ class Patched:
         self._meet_processes()
         context.parallel = None
         if self.parallel is not None:
-            check_split(self.transformer, self.family, self.layers, arguments, grid, self.parallel)
+            check_split(self.family, self.layers, arguments, grid, self.parallel)
             context.parallel = self.parallel
         if not torch.compiler.is_compiling() and not self._has_warned_of_cost and grid != self.latest_grid:
             self._warn_if_nothing_is_gained(grid)
@@ -418,13 +418,18 @@ class Patched:
         allow_graphs(self)
 
         def meet() -> None:
-            """At the first call under a configuration: learn who the processes are, and that they are patched alike."""
+            """Before a forward: refuse a cache on which the processes may not agree.
+
+            At the first call under a configuration: learn who they are, and that they are patched alike.
+            """
             config: Any = getattr(self.transformer, "_parallel_config", None)
-            if config is self._compared:
-                return
-            self.parallel = parallel_of(config)
+            is_new = config is not self._compared
+            if is_new:
+                self.parallel = parallel_of(config)
             if self.parallel is not None:
-                compare_patches(self.layers, config, self.parallel)
+                refuse_deciding_cache(self.transformer)
+                if is_new:
+                    compare_patches(self.layers, config, self.parallel)
             self._compared = config
 
         self._meet_processes = meet

@@ -16,6 +16,7 @@ from torch import nn
 from ..attention.parallel.collectives import gathered
 from ..attention.parallel.place import Group, Parallel
 from ..families import Family
+from .hooks import step_cache
 from .layer import MHLALayer
 
 
@@ -32,8 +33,22 @@ def parallel_of(config: Any) -> Parallel | None:
     return Parallel(ring, ulysses, whole, settings.ring_anything or settings.ulysses_anything)
 
 
+def refuse_deciding_cache(transformer: nn.Module) -> None:
+    """Raise if a step cache decides by the tokens of one process.
+
+    Raises:
+        ValueError: naming it and the way out.
+    """
+    cache = step_cache(transformer)
+    if cache is not None and cache.by_content:
+        raise ValueError(
+            f"This call cannot run under context parallelism: {cache.name} decides by the tokens that a process has, so "
+            f"that processes may decide differently. Call {cache.way_out}; MagCache and TaylorSeer, which go by the "
+            "number of the step, decide alike everywhere."
+        )
+
+
 def check_split(
-    transformer: nn.Module,
     family: Family,
     layers: Mapping[str, MHLALayer],
     arguments: Mapping[str, Any],
@@ -46,8 +61,6 @@ def check_split(
         ValueError: tokens or heads that the processes do not divide, or a call that cannot be split.
     """
     reason = family.why_not_split(arguments, grid)
-    if type(getattr(transformer, "_cache_config", None)).__name__ == "FirstBlockCacheConfig":
-        reason = "First Block Cache decides by the tokens that a process has, so that processes may decide differently"
     if reason is not None:
         raise ValueError(f"This call cannot run under context parallelism: {reason}.")
     parallel.shares(math.prod(grid))

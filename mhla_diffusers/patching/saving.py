@@ -24,6 +24,7 @@ from .adapter import adapter_weights, write_adapters
 from .describe import describe
 from .finding import find_transformers, mhla_layers, require_layers, require_patched
 from .handle import Patched
+from .hooks import refuse_weights_on_disk
 from .record import (
     CONFIG_NAME,
     FORMAT_VERSION,
@@ -195,6 +196,7 @@ def _choose_tensors(
     name: str, patched: Patched, weights: Weights, base: Any, base_model: str
 ) -> dict[str, torch.Tensor]:
     transformer = patched.transformer
+    refuse_weights_on_disk(transformer, "save the patch")
     whole = transformer.state_dict()
     # under plain names, also where PEFT's modules_to_save has put a copy of a layer beside it
     own = {

@@ -8,6 +8,7 @@ from torch import nn
 from ..config import AUTOMATIC, LayerChoice, MHLAConfig, is_automatic, parse_layers
 from ..families import get_family
 from .handle import Patched
+from .hooks import is_group_offloaded
 from .processor import holds_weights
 
 _SHOWN_NAMES = 4
@@ -44,8 +45,7 @@ def chosen_attentions(patched: Patched, config: MHLAConfig) -> dict[str, Any]:
         )
     if (why := family.why_not_patched(patched.transformer, config)) is not None:
         raise ValueError(why)
-    hooks: list[Any] = [getattr(module, "_diffusers_hook", None) for module in patched.transformer.modules()]
-    if any(one is not None and one.get_hook("group_offloading") is not None for one in hooks):
+    if is_group_offloaded(patched.transformer):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     found = list(patched.attentions.items())
     indices = choose_layers(config.layers, len(found))

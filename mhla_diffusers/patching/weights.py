@@ -13,6 +13,7 @@ from torch import nn
 from ..attention import extend_mixing, resize_mixing
 from ..attention.mixing import causal_mixing
 from ..config import MHLAConfig, check
+from .hooks import refuse_weights_on_disk
 from .layer import attentions_of
 
 _FUSED = {
@@ -84,6 +85,7 @@ def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -
             f"LoRA adapters are merged into {merged[0]}, whose weights cannot be replaced under them; call "
             f"unfuse_lora() before you {purpose}."
         )
+    refuse_weights_on_disk(transformer, purpose)
     places = base_weights(transformer)
     whole = all(tensor.is_meta for tensor in transformer.state_dict().values())
     for name in names:
