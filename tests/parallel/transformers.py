@@ -154,6 +154,25 @@ def add_adapter(model: Any, _: Any) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
+def mag_cache(model: Any, arguments: Any) -> None:
+    """Skips all blocks in the second call; the one that is measured is the second."""
+    from diffusers import MagCacheConfig
+
+    config = MagCacheConfig(1.0, 2, retention_ratio=0.0, num_inference_steps=4, mag_ratios=[1.0] * 4)
+    model.enable_cache(config)
+    output_of(model, arguments)
+
+
+def taylor_seer(model: Any, arguments: Any) -> None:
+    """Predicts the attentions of the second call, which is measured, from the first."""
+    from diffusers import TaylorSeerCacheConfig
+
+    names = [r"blocks\.\d+\.attn1"]
+    model.enable_cache(TaylorSeerCacheConfig(3, 1, taylor_factors_dtype=torch.float32, cache_identifiers=names))
+    with model.cache_context("cond"):
+        output_of(model, arguments)
+
+
 def run_without_gradients(model: Any, arguments: Any) -> None:
     with torch.inference_mode():
         model(**arguments, return_dict=False)
@@ -229,9 +248,9 @@ def message_of_what_is_set(degrees: tuple[int, int], what: str) -> str:
     """What the first call says with a cache that decides by content, or in diffusers' own form."""
     model, arguments = case("wan")
     if what == "cache":
-        from diffusers import FirstBlockCacheConfig
+        from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
 
-        patched(model, "wan").enable_cache(FirstBlockCacheConfig(threshold=0.1))
+        apply_first_block_cache(patched(model, "wan"), FirstBlockCacheConfig(threshold=0.1))
     else:
         model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 2), **PLAIN))
     spread(model, *degrees)

@@ -237,18 +237,6 @@ def test_first_block_cache():
         assert torch.equal(output(model, inputs("wan")), expected)
 
 
-def test_a_model_with_a_cache_is_patched_and_restored():
-    model = FAMILIES["wan"].build()
-    original = output(model, inputs("wan"))
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    mhla.apply_mhla(model, sparse="none", blocks=FAMILIES["wan"].blocks)
-    with model.cache_context("cond"):
-        assert torch.equal(output(model, inputs("wan")), output(patched("wan"), inputs("wan")))
-    mhla.remove_mhla(model)
-    with model.cache_context("cond"):
-        assert torch.equal(output(model, inputs("wan")), original)
-
-
 def compiled_parts(model, blocks_alone, backend):
     """The transformer as a whole, or its blocks alone."""
     torch._dynamo.reset()

@@ -62,6 +62,36 @@ def test_an_offloaded_model_is_refused(name, how):
     assert not mhla.is_patched(model)
 
 
+def test_weights_in_files_are_neither_saved_nor_replaced(tmp_path):
+    """Those in memory are no values then: a patch saved from them or weights written over them would be lost."""
+    model, cpu = patched("wan", sparse="none"), torch.device("cpu")
+    with torch.no_grad():
+        model.blocks[0].attn1.to_q.weight.mul_(1.5)
+    mhla.save_mhla(model, tmp_path / "adapted", weights="changed", base=FAMILIES["wan"].build())
+    model = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path / "adapted")
+    expected = output(model, inputs("wan"))
+    model.enable_group_offload(cpu, cpu, offload_type="leaf_level", offload_to_disk_path=str(tmp_path / "weights"))
+    with pytest.raises(ValueError, match="offload_to_disk_path=.*save the patch before"):
+        mhla.save_mhla(model, tmp_path / "patch")
+    with pytest.raises(ValueError, match="offload_to_disk_path=.*remove the patch before"):
+        mhla.remove_mhla(model)
+    assert torch.equal(output(model, inputs("wan")), expected)
+
+
+def test_weights_in_memory_are_brought_back_under_group_offloading(tmp_path):
+    original, cpu = output(FAMILIES["wan"].build(), inputs("wan")), torch.device("cpu")
+    model = patched("wan", sparse="none")
+    with torch.no_grad():
+        model.blocks[0].attn1.to_q.weight.mul_(1.5)
+    mhla.save_mhla(model, tmp_path, weights="changed", base=FAMILIES["wan"].build())
+    model = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path)
+    expected = output(model, inputs("wan"))
+    model.enable_group_offload(cpu, cpu, offload_type="leaf_level")
+    assert torch.equal(output(model, inputs("wan")), expected)
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, inputs("wan")), original)
+
+
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_to_moves_every_weight(name):
     """To the meta device, which needs no accelerator; and a model on meta can be patched."""
