@@ -12,6 +12,7 @@ from .transformers import (
     compile_forward,
     compile_one_block,
     error_of_another_with_the_same_processor,
+    error_under_cache,
     error_when_patched_after,
     errors,
     errors_without_patch,
@@ -56,6 +57,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_two_processes_equal_one_after(two: Processes, degrees: tuple[int, int], change: dict[str, Any]) -> None:
     for found in two.run(errors, "wan", degrees, **change):
         assert max(found.values()) < ROUNDING, found
+
+
+@either
+@pytest.mark.parametrize("name", ["MagCache", "TaylorSeer"])
+def test_a_cache_that_goes_by_the_number_of_the_step(two: Processes, degrees: tuple[int, int], name: str) -> None:
+    assert max(two.run(error_under_cache, degrees, name)) < ROUNDING
 
 
 def test_a_whole_that_is_compiled(two: Processes) -> None:

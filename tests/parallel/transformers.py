@@ -154,23 +154,31 @@ def add_adapter(model: Any, _: Any) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
-def mag_cache(model: Any, arguments: Any) -> None:
-    """Skips all blocks in the second call; the one that is measured is the second."""
-    from diffusers import MagCacheConfig
+def error_under_cache(degrees: tuple[int, int], name: str) -> float:
+    """Of the second call under a step cache that goes by the number of the step, which reuses what the first made."""
+    from diffusers import MagCacheConfig, TaylorSeerCacheConfig
 
-    config = MagCacheConfig(1.0, 2, retention_ratio=0.0, num_inference_steps=4, mag_ratios=[1.0] * 4)
-    model.enable_cache(config)
-    output_of(model, arguments)
-
-
-def taylor_seer(model: Any, arguments: Any) -> None:
-    """Predicts the attentions of the second call, which is measured, from the first."""
-    from diffusers import TaylorSeerCacheConfig
-
-    names = [r"blocks\.\d+\.attn1"]
-    model.enable_cache(TaylorSeerCacheConfig(3, 1, taylor_factors_dtype=torch.float32, cache_identifiers=names))
-    with model.cache_context("cond"):
-        output_of(model, arguments)
+    found = []
+    for is_spread in (False, True):
+        model, arguments = case("wan")
+        patched(model, "wan")
+        if name == "MagCache":
+            model.enable_cache(MagCacheConfig(1.0, 2, 0.0, num_inference_steps=4, mag_ratios=[1.0] * 4))
+        else:
+            names = [r"blocks\.\d+\.attn1"]
+            config = TaylorSeerCacheConfig(3, 1, taylor_factors_dtype=torch.float32, cache_identifiers=names)
+            model.enable_cache(config)
+        if is_spread:  # after the cache, whose first block must see the tokens of its process alone
+            spread(model, *degrees)
+        later = {**arguments, "timestep": arguments["timestep"] // 2}
+        with diffusers_on_cpu(), model.cache_context("cond"):
+            output_of(model, arguments)
+            second = output_of(model, later)
+        model.disable_cache()
+        with diffusers_on_cpu():
+            assert relative(second, output_of(model, later)) > 1e-3  # that it skipped something
+        found.append(second)
+    return relative(found[1], found[0])
 
 
 def run_without_gradients(model: Any, arguments: Any) -> None:
