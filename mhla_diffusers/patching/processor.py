@@ -372,15 +372,15 @@ def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALaye
     projection, (heads, head_dim) = adapter.query_projection(attn), adapter.heads(attn)
     if hasattr(projection, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
-    weights = [tensor for tensor in (*attn.parameters(), *attn.buffers()) if tensor.is_floating_point()]
+    tensors = [*attn.parameters(), *attn.buffers()]
     # an attention that first runs under inference_mode must still get weights that can be trained
     with torch.inference_mode(False):
         layer = MHLALayer(config, heads, head_dim, int(projection.in_features), adapter)
-        if weights:
-            layer.to(device=weights[0].device)
+        if tensors:
+            layer.to(device=tensors[0].device)
             for name, parameter in layer.named_parameters():
                 if name not in FLOAT32_PARAMETERS:
-                    parameter.data = parameter.data.to(_compute_dtype(projection, weights[0]))
+                    parameter.data = parameter.data.to(_compute_dtype(projection, tensors))
     layer.rotary_axes = family.rotary_axes(head_dim) if family is not None else None
     return layer.train(attn.training)
 
@@ -412,13 +412,14 @@ def _register_with_diffusers(kind: type) -> None:
     AttentionProcessorRegistry.register(kind, AttentionProcessorMetadata(skip_processor_output_fn=_skip))
 
 
-def _compute_dtype(projection: Any, weight: torch.Tensor) -> torch.dtype:
-    """Type that an attention computes in: that of its weights, unless they are stored in 8 bits."""
+def _compute_dtype(projection: Any, tensors: list[torch.Tensor]) -> torch.dtype:
+    """Type that an attention computes in: that of its weights, or what a layer says whose weights are quantised."""
     hooks = getattr(projection, "_diffusers_hook", None)
     casting = hooks.get_hook("layerwise_casting") if hooks is not None else None
     if casting is not None:
         return casting.compute_dtype
-    return weight.dtype if weight.dtype.itemsize > 1 else torch.float32
+    weight = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize > 1), None)
+    return weight.dtype if weight is not None else getattr(projection, "compute_dtype", None) or torch.float32
 
 
 def default_cross_attention_processor(attn: Any, family: Family | None = None) -> Any:

@@ -30,7 +30,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.patching import calibrate_output_norm, layer_sensitivity
 from mhla_diffusers.patching.hooks import step_cache
 
-from ..families.cases import ROUNDING, case_of
+from ..families.cases import ROUNDING, case_of, output
 from ..models import assert_changed, relative_change, wan
 from ..pipelines import PIPELINES, wan_pipeline
 
@@ -95,13 +95,13 @@ def fuse_and_quantise(pipe: Any) -> None:
     quantise(pipe)
 
 
-def to_bitsandbytes(pipe: Any, bits: int) -> None:
+def to_bitsandbytes(pipe: Any, bits: int, dtype: torch.dtype = torch.float32) -> None:
     """By hand, since diffusers' ``BitsAndBytesConfig`` asks for a GPU."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     for name, module in linears(pipe).items():
         sizes = module.in_features, module.out_features, module.bias is not None
-        made = Linear4bit(*sizes, compute_dtype=torch.float32) if bits == 4 else Linear8bitLt(*sizes, False)
+        made = Linear4bit(*sizes, compute_dtype=dtype) if bits == 4 else Linear8bitLt(*sizes, False)
         made.load_state_dict(module.state_dict())
         pipe.transformer.set_submodule(name, made.to("cpu"))
 
@@ -382,3 +382,14 @@ def test_a_model_that_is_loaded_quantised(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="quantised.*load the patch before that"):
         mhla.load_mhla(pipe, tmp_path / "adapted")
     assert torch.equal(draw(pipe), alone)
+
+
+def test_an_attention_of_which_every_weight_is_quantised() -> None:
+    """AuraFlow's have neither biases nor weights of norms, which would tell the type that they compute in."""
+    chosen(["bitsandbytes 4"])
+    case = case_of("auraflow")
+    pipe, arguments = case.pipeline().to(torch.bfloat16), case.inputs()
+    to_bitsandbytes(pipe, 4, torch.bfloat16)
+    arguments = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in arguments.items()}
+    mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none", output_gate=True)
+    assert output(pipe.transformer, arguments).isfinite().all()
