@@ -83,6 +83,6 @@ def refuse_weights_on_disk(transformer: nn.Module, purpose: str) -> None:
     folder = next((group.offload_to_disk_path for group in groups if group.offload_to_disk_path), None)
     if folder is not None:
         raise ValueError(
-            f"The weights of this {type(transformer).__name__} are offloaded to files, offload_to_disk_path={folder!r}; "
+            f"The weights of this {type(transformer).__name__} are in files, offload_to_disk_path={folder!r}: "
             f"{purpose} before enable_group_offload(), or load the model again with from_pretrained()."
         )

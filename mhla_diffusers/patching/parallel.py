@@ -42,8 +42,8 @@ def refuse_deciding_cache(transformer: nn.Module) -> None:
     cache = step_cache(transformer)
     if cache is not None and cache.by_content:
         raise ValueError(
-            f"This call cannot run under context parallelism: {cache.name} decides by the tokens that a process has, so "
-            f"that processes may decide differently. Call {cache.way_out}; MagCache and TaylorSeer, which go by the "
+            f"This call cannot run under context parallelism: {cache.name} decides by the tokens that a process has, "
+            f"so that processes may decide differently. Call {cache.way_out}; MagCache and TaylorSeer, which go by the "
             "number of the step, decide alike everywhere."
         )
 

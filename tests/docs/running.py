@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'pipe\("a cat", num_inference_steps=4', f'pipe("a cat", {WAN_CALL}'),
     (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
     (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
+    (
+        r'pipe\.load_lora_weights\("someone/.*"\)',
+        'pipe.transformer.add_adapter(__import__("peft").LoraConfig(target_modules=["to_q"]))',
+    ),
+    (r'torch\.device\("cuda"\)', 'torch.device("cpu")'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
     # generation
     (r"--device cuda|--dtype bfloat16", ""),
@@ -130,6 +136,10 @@ ONLY_CHECKED: list[tuple[str, str]] = [
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""
 
 
+OPTIONAL = ("torchao", "cache_dit")
+"""Packages without which Python that imports them is not run; .ci/run has both."""
+
+
 @dataclass
 class Reader:
     """Somebody who follows one page from top to bottom.
@@ -156,6 +166,9 @@ class Reader:
             (check if only_checked else run)(command)
 
     def _python(self, text: str, snippet: Snippet) -> None:
+        packages = re.findall(rf"^(?:from|import) ({'|'.join(OPTIONAL)})\b", text, re.MULTILINE)
+        if any(find_spec(package) is None for package in packages):
+            return
         if not self.names:
             self.names |= {"__name__": snippet.page, "pipe": load_tiny("wan"), "inputs": inputs_of_tiny_wan()}
         # lines of a traceback are those of the page

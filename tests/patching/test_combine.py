@@ -246,7 +246,7 @@ def test_pairs(family: str, name: str) -> None:
 
 
 TRIPLES = [
-    ("LoRA", "int8"),
+    ("int8", "LoRA"),
     ("LoRA", "First Block Cache"),
     ("LoRA", "offload"),
     ("int8", "First Block Cache"),
@@ -305,9 +305,7 @@ STEP_CACHES = {
         )
     ),
     "FasterCache": lambda pipe: pipe.transformer.enable_cache(
-        FasterCacheConfig(
-            current_timestep_callback=lambda: pipe.current_timestep, spatial_attention_block_skip_range=2
-        )
+        FasterCacheConfig(current_timestep_callback=lambda: pipe.current_timestep, spatial_attention_block_skip_range=2)
     ),
 }
 
