@@ -368,7 +368,7 @@ def adapt(study: Study, row: Row, model: Any, file: Path) -> float:
 
 @contextmanager
 def box_order(active: bool) -> Iterator[None]:
-    """Within it blocks are boxes of the grid in raster order, which the package does not offer, being worse."""
+    """Within it blocks are boxes of the grid in raster order; the package has the Hilbert curve alone."""
     if not active:
         yield
         return
