@@ -53,9 +53,10 @@ def print_info() -> None:
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
-        adapted.append((name, record.base_model, next(iter(record.transformers.values())).family))
+        steps = "any" if record.sampling is None else str(len(record.sampling.times))
+        adapted.append((name, record.base_model, next(iter(record.transformers.values())).family, steps))
     typer.echo()
-    _print_table("Adapted patches, for load_mhla", ["name", "for", "family"], adapted)
+    _print_table("Adapted patches, for load_mhla", ["name", "for", "family", "steps"], adapted)
     typer.echo()
     cards = [(name, *what_was_measured(folder)) for name, folder in known_cards().items()]
     _print_table("Cards whose times are known, for --model … --device h100", ["name", "on", "models"], cards)

@@ -37,6 +37,7 @@ from .adaptation import (
     streamed_variant,
     variants,
 )
+from .few_steps import FewStepClips, judge_few_steps
 from .judging import Yardstick, digit_accuracy
 from .page import draw_clips, draw_loss_curves, draw_pictures, file_name, write_page
 
@@ -166,6 +167,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
         if streamed_variant(tiny) is not None:
             streams = streaming.judge_streams(tiny, yardstick.scenes[:_STREAMED], config.seed, config.device)
             _say(f"{text_table(streaming.HEADER, (one.cells for one in streams), right=True)}\n")
+        few = judge_few_steps(tiny, yardstick, config.device)
         curves = _adapt_live(config, shown, adaptation, rows[0].held_out_loss)
     circumstances = {
         "machine": f"{platform.processor() or platform.machine()}, {config.device}",
@@ -173,7 +175,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
         "date": time.strftime("%Y-%m-%d"),
         "minutes": f"{(time.perf_counter() - started) / 60:.1f}",
     }
-    _write_folder(config, yardstick, outcomes, growth, streams, curves, circumstances)
+    _write_folder(config, yardstick, outcomes, growth, streams, few, curves, circumstances)
     _say(f"{config.output / 'index.html'} shows all of it.")
     return rows
 
@@ -269,6 +271,7 @@ def _write_folder(
     outcomes: Sequence[Outcome],
     growth: speed.Growth | None,
     streams: Sequence[streaming.Judged],
+    few: FewStepClips | None,
     curves: Curves,
     circumstances: dict[str, str],
 ) -> None:
@@ -299,6 +302,9 @@ def _write_folder(
         )
         table = html_table(streaming.HEADER, (one.cells for one in streams))
         sections["A longer clip"] = f"<p>{remark}</p>{table}{html_media(clips, long.name)}"
+    if few is not None:
+        clips = draw_clips(few.name, few.pictures[:_STREAMED], yardstick.scenes[:_STREAMED], output / "few-steps.gif")
+        sections["In four steps"] = f"<p>{few.remark}</p>{html_media(clips, few.name)}"
     if curves:
         heading = "Held-out loss while two of them adapt"
         sections[heading] = html_media(output / "loss.png", heading)

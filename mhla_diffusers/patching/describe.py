@@ -14,6 +14,7 @@ from ..config import MHLAConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, text_table, times
 from .costs import AttentionCost, attention_cost, own_block_density
+from .few_steps import FewSteps
 from .finding import find_patched, find_transformers
 from .handle import Patched
 from .layer import layer_of
@@ -84,6 +85,9 @@ class LayerDescription:
 class Description(list[LayerDescription]):
     """The layers of a model; printed, it is a table."""
 
+    few_steps: FewSteps | None = None
+    """How the model samples, if its patch was distilled to a few steps."""
+
     def __str__(self) -> str:
         header = ["layer", "attention", "grid", "MHLA blocks", "tokens per block", "density", "extra parameters"]
         rows = []
@@ -102,6 +106,8 @@ class Description(list[LayerDescription]):
         for steps in {layer.softmax_steps for layer in self if layer.softmax_steps}:
             first = f"{steps:.0%} of the denoising steps" if isinstance(steps, float) else f"{steps} steps"
             lines.append(f"as before the patch in the first {first}")
+        if self.few_steps is not None:
+            lines.append(str(self.few_steps))
         grids = {layer.grid for layer in self if layer.grid is not None}
         if self.cost is not None and len(grids) == 1:
             lines.append(f"attention of {math.prod(grids.pop()):,} tokens: {self.cost}")
@@ -154,6 +160,7 @@ def describe(
     for component, transformer in transformers.items():
         prefix = f"{component}." if len(transformers) > 1 else ""
         patched = handles[component] if component in handles else Patched(transformer, None)
+        layers.few_steps = layers.few_steps or patched.few_steps
         for name, attn in patched.attentions.items():
             layers.append(_describe_layer(prefix + name, attn, patched, grids[component]))
     return layers

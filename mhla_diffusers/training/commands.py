@@ -81,7 +81,7 @@ def synthesize_command(
     output: _Output,
     frames: _Frames = None,
     sizes: _Sizes = None,
-    steps: Annotated[int, typer.Option(help="Of the sampler.")] = 50,
+    steps: Annotated[int, typer.Option(help="Of the sampler; 0 encodes the prompts alone, for few_steps.")] = 50,
     guidance: Annotated[float, typer.Option(help="Scale of classifier-free guidance.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
     device: _Device = "auto",

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..families import Sample, get_family
+from ..families import NoisedBatch, Sample, get_family
 from .config import ContextParallel, StageConfig, TrainingConfig
 from .critic import make_critic
 from .distributed import Groups, parts_gathered, split
@@ -160,34 +160,44 @@ def _estimate_stage(
     def backward(loss: torch.Tensor) -> None:
         loss.backward()
 
-    def one_batch(exit_step: int = 0, turn: bool = True) -> None:
-        batch = process.make_batch(latents, latents, torch.empty(len(latents), device="meta"), tensors)
-        batch = replace(batch, hidden_states=batch.hidden_states.to(dtype))
-        with family.without_values(), _FusedAttention():
-            if stage.objectives is not None:
-                objectives = Objectives(stage.objectives, process, transformer, teacher, in_parts=processes is not None)
-                objectives.backward(transformer, batch, backward)
-            elif few_steps is not None and teacher is not None and critic is not None:
-                empty = {name: x[0] for name, x in tensors.items()}
-                objective = FewStepObjective(few_steps, process, transformer, teacher, critic, empty, seed=0)
-                noise = latents[:, : process.channels].expand(exit_step + 1, *latents[:, : process.channels].shape)
-                time = torch.empty(len(latents), dtype=dtype, device="meta")
-                draws = Draws(exit_step, noise, time, noise[0], time, noise[0])
-                objective.backward(batch, draws, turn, backward)
+    def batch() -> NoisedBatch:
+        made: NoisedBatch = process.make_batch(latents, latents, torch.empty(len(latents), device="meta"), tensors)
+        return replace(made, hidden_states=made.hidden_states.to(dtype))
+
+    def one_batch() -> None:
+        if stage.objectives is not None:
+            objectives = Objectives(stage.objectives, process, transformer, teacher, in_parts=processes is not None)
+            objectives.backward(transformer, batch(), backward)
+        else:
+            update_few(turn=True)
+
+    def update_few(turn: bool) -> None:
+        """In the student's first step, before which it runs no others."""
+        time, noise = torch.empty(len(latents), dtype=dtype, device="meta"), latents[:, : process.channels]
+        few().backward(batch(), Draws(0, noise[None], time, noise, time, noise), turn, backward)
+
+    def few() -> FewStepObjective:
+        if few_steps is None or teacher is None or critic is None:
+            raise ValueError("This stage has no few_steps.")
+        empty = {name: x[0] for name, x in tensors.items()}
+        return FewStepObjective(few_steps, process, transformer, teacher, critic, empty, seed=0)
+
+    def flops_of(run: Callable[[], object]) -> int:
+        with FlopCounterMode(display=False) as counter, family.without_values(), _FusedAttention():
+            run()
+        return counter.get_total_flops()
 
     # gradients are counted separately
     hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in (*taught, *of_critic)]
     if few_steps is None:
-        flops = _flops_of(one_batch)
+        flops = flops_of(one_batch)
     else:  # the mean over its steps, and over updates with and without one of the student
-        last, share = len(few_steps.times) - 1, 1 / few_steps.critic_updates
-        with_student, without = (
-            (_flops_of(lambda turn=turn: one_batch(0, turn)) + _flops_of(lambda turn=turn: one_batch(last, turn))) / 2  # type: ignore[misc]
-            for turn in (True, False)
-        )
-        flops = int(share * with_student + (1 - share) * without)
+        share, earlier = 1 / few_steps.critic_updates, (len(few_steps.times) - 1) / 2
+        of_student, of_critic_alone = (flops_of(lambda turn=turn: update_few(turn)) for turn in (True, False))  # type: ignore[misc]
+        of_step = flops_of(lambda: few().samples(batch(), latents[None, :, : process.channels]))
+        flops = int(share * of_student + (1 - share) * of_critic_alone + earlier * of_step)
     # separately, because PyTorch's counter keeps checkpointed activations alive
-    with _PeakMemory() as memory:
+    with _PeakMemory() as memory, family.without_values(), _FusedAttention():
         one_batch()
     for hook in hooks:
         hook.remove()
@@ -201,12 +211,6 @@ def _estimate_stage(
         activation_bytes=memory.peak,
         flops=flops * config.gradient_accumulation,
     )
-
-
-def _flops_of(run: Callable[[], None]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        run()
-    return counter.get_total_flops()
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

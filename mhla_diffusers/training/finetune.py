@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..config import load_patch
+from ..config import check, load_patch
 from ..devices import FLOAT_TYPES, dtype_name, launched_on_cpus
 from ..families import Clip, Family
 from ..files import read_json
@@ -122,6 +122,11 @@ class ResolvedRun:
                 cache.check_begins(run.model, family.keeps_first_frame(pipeline, settings))
             if config.clip is not None:
                 cache.check_cut_as(config.clip)
+            check(
+                cache.index.header.settings.get("steps") != 0 or all(stage.few_steps for stage in config.stages),
+                f"{run.data} holds prompts without latents (mhla synthesize --steps 0), which only few_steps is "
+                "trained on; make latents for the other stages, with --steps 50.",
+            )
         return run
 
     @property

@@ -90,6 +90,9 @@ def add_adapters(
         inject_adapter_in_model(settings, transformer, name)
     for layer in _lora_layers(transformer):
         layer._active_adapter = [STUDENT]  # PEFT activates the latest one
+        for part in (layer.lora_A, layer.lora_B):
+            if name in part:  # PEFT leaves a second one on the CPU where the model is on the meta device
+                part[name].to(layer.get_base_layer().weight.device)
 
 
 def _linear_layers(transformer: nn.Module, layers: LoraLayers) -> list[str]:

@@ -10,6 +10,7 @@ import yaml
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.families import Clip
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
+from mhla_diffusers.training.config import FewStepsConfig
 
 from .snippets import ROOT
 
@@ -17,6 +18,7 @@ TABLES = [
     ("adapt", "## Every setting", TrainingConfig),
     ("adapt", "### A stage", StageConfig),
     ("adapt", "### Objectives", ObjectiveWeights),
+    ("few-steps", "### Settings", FewStepsConfig),
     ("adapt", "### Validation", ValidationConfig),
     ("adapt", "### A clip", Clip),
     ("patch", "## Settings", MHLAConfig),

@@ -10,13 +10,20 @@ import pytest
 import torch
 
 from mhla_diffusers import FewStepScheduler, MHLAConfig, apply_mhla, is_patched, load_mhla, mhla_disabled, remove_mhla
-from mhla_diffusers.families import NoisedBatch, get_family, predict
-from mhla_diffusers.patching import find_patched
+from mhla_diffusers.families import Clip, NoisedBatch, get_family, predict
+from mhla_diffusers.generation import PipelineChoice, load_result
+from mhla_diffusers.patching import describe, find_patched, read_record, save_mhla
+from mhla_diffusers.patching.few_step_scheduler import few_steps_of
+from mhla_diffusers.patching.few_steps import FewSteps
+from mhla_diffusers.patching.saving import model_card
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, read_metrics, train
 from mhla_diffusers.training.config import FewStepsConfig
 from mhla_diffusers.training.critic import make_critic
+from mhla_diffusers.training.estimate import StageEstimate, estimate
 from mhla_diffusers.training.few_steps import FewStepObjective
+from mhla_diffusers.training.finetune import finetune
 from mhla_diffusers.training.latents.data import InMemoryData
+from mhla_diffusers.training.latents.encode import synthesize
 from mhla_diffusers.training.teacher import Teacher
 from mhla_diffusers.training.trainable import CRITIC, STUDENT, add_adapters, changed_names, is_lora, make_trainable
 
@@ -393,3 +400,129 @@ def test_what_cannot_learn_few_steps(
     with pytest.raises(ValueError, match=problem):
         train(model(), data(), config)
     assert not is_patched(tiny_wan())
+
+
+def test_card_and_description_tell_the_steps(tmp_path: Path) -> None:
+    pipe = load_mhla(wan_pipeline(), _trained(tmp_path, **LORA))
+    folder = save_mhla(pipe, tmp_path / "again")
+    card = model_card(pipe, "me/mine", read_record(folder))
+    for text in (str(describe(pipe)), card):
+        assert "3 steps" in text
+        assert "1, 0.9, 0.5" in text
+    assert "num_inference_steps=3, guidance_scale=1.0" in card
+    # what was saved again is the same patch
+    other = load_mhla(wan_pipeline(), folder)
+    assert torch.equal(*(_sample(one, ["a cat"], [0], num_inference_steps=3) for one in (pipe, other)))
+
+
+def test_damaged_lora_of_a_patch_is_refused(tmp_path: Path) -> None:
+    result = _trained(tmp_path, **LORA)
+    (file,) = result.glob("lora-*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    model = tiny_wan()
+    with pytest.raises(ValueError, match=file.name):
+        load_mhla(model, result)
+    assert not is_patched(model)
+
+
+def test_fused_lora_must_be_unfused_before_the_patch_goes(tmp_path: Path) -> None:
+    pipe = load_mhla(wan_pipeline(), _trained(tmp_path, **LORA))
+    pipe.fuse_lora(components=["transformer"])
+    with pytest.raises(ValueError, match="unfuse_lora"):
+        remove_mhla(pipe)
+    assert is_patched(pipe)
+
+
+def test_unpatched_model_is_distilled_too(tmp_path: Path) -> None:
+    result, pipe = _trained(tmp_path, patch=None), wan_pipeline()
+    load_result(pipe, result)
+    assert few_steps_of(pipe) == FewSteps((1.0, 0.9, 0.5), 2.0)
+    assert not is_patched(pipe)
+
+
+@pytest.mark.parametrize("settings", [{"num_inference_steps": 20}, {"guidance_scale": 5.0}])
+def test_generation_refuses_settings_that_contradict(settings: dict[str, Any], tmp_path: Path) -> None:
+    wan_pipeline().save_pretrained(tmp_path / "model")
+    chosen = {"model": str(tmp_path / "model"), "weights": str(_trained(tmp_path / "run"))}
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"{name}={settings[name]} contradicts"):
+        PipelineChoice("wan", **chosen, settings=settings).load()
+    choice = PipelineChoice("wan", **chosen, settings={**CALL, "output_type": "latent"})
+    pipe = choice.load()
+    generator = torch.Generator().manual_seed(0)
+    torch.testing.assert_close(
+        choice.call(pipe, ["a cat"], [generator]), _sample(pipe, ["a cat"], [0], num_inference_steps=3)
+    )
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_public_lora_goes_under_a_patch(order: str) -> None:
+    """Random weights by the names that LoRAs for Wan's own code have."""
+    torch.manual_seed(0)
+    parts = {"self_attn": "qkvo", "cross_attn": "qkvo"}
+    layers = [f"{part}.{name}" for part, names in parts.items() for name in names]
+    sizes = {**dict.fromkeys(layers, (24, 24)), "ffn.0": (24, 32), "ffn.2": (32, 24)}
+    lora = {}
+    for block in range(2):
+        for name, (inputs, outputs) in sizes.items():
+            key = f"diffusion_model.blocks.{block}.{name}"
+            lora[f"{key}.lora_down.weight"] = 0.3 * torch.randn(4, inputs)
+            lora[f"{key}.lora_up.weight"] = 0.3 * torch.randn(outputs, 4)
+    pipe, plain = wan_pipeline(), wan_pipeline()
+    apply_mhla(plain, PATCH)
+    for step in (order == "after", order == "before"):
+        if step:
+            apply_mhla(pipe, PATCH)
+        else:
+            pipe.load_lora_weights(dict(lora))
+    for one in (pipe, plain):
+        one.scheduler = FewStepScheduler([1.0, 0.9375, 0.8333, 0.625])
+    assert is_patched(pipe)
+    with_lora, without = (_sample(one, ["a cat"], [0], num_inference_steps=4) for one in (pipe, plain))
+    assert not torch.allclose(with_lora, without, atol=1e-2)
+    remove_mhla(pipe)
+    other = wan_pipeline()
+    other.load_lora_weights(dict(lora))
+    other.scheduler = FewStepScheduler([1.0, 0.9375, 0.8333, 0.625])
+    torch.testing.assert_close(*(_sample(one, ["a cat"], [0], num_inference_steps=4) for one in (pipe, other)))
+
+
+@BOTH
+def test_dry_run_counts_student_and_critic(settings: dict[str, Any]) -> None:
+    def dry_run(**changes: Any) -> StageEstimate:
+        with torch.device("meta"):
+            model = apply_mhla(tiny_wan(), PATCH)
+        stage = _stage(replace(FEW, **changes), **settings)
+        return estimate(model, wan_data()[0], _config(Path("unused"), stage)).stages[0]
+
+    with torch.device("meta"):
+        plain = tiny_wan()
+        model = apply_mhla(tiny_wan(), PATCH)
+    whole = sum(parameter.numel() for parameter in plain.parameters())
+    counted = dry_run()
+    if settings["trainable"] == "all":
+        own = sum(parameter.numel() for parameter in model.parameters())
+        assert counted.trainable_parameters == own + whole
+        assert counted.training_bytes == 12 * (own + whole) + 4 * whole
+    else:
+        assert dry_run(critic_rank=4).trainable_parameters > counted.trainable_parameters
+    assert counted.activation_bytes > 0
+    # a student that is updated more rarely, or has fewer steps before, costs less
+    assert dry_run(critic_updates=4).flops < counted.flops < dry_run(times=(1.0, 0.9, 0.5)).flops
+
+
+def test_prompts_alone_are_enough(tmp_path: Path) -> None:
+    pipe = wan_pipeline()
+    pipe.save_pretrained(tmp_path / "model")
+    clip = Clip(frames=5, fps=8, sizes=((32, 32),))
+    index = synthesize(pipe, str(tmp_path / "model"), ["a cat", "a dog"], tmp_path / "prompts", clip, steps=0)
+    assert len(index.samples) == 2
+    few = _stage(replace(FEW, guidance=2.0))
+    shared = {"model": str(tmp_path / "model"), "data": str(tmp_path / "prompts"), "clip": clip}
+    patch = PATCH.replace(blocks=(2, 1, 1))
+    with pytest.raises(ValueError, match="prompts without latents"):
+        finetune(_config(tmp_path / "refused", _transfer(), few, patch=patch, **shared))
+    validation = ValidationConfig(prompts=("a cat",), every=100)
+    result = finetune(_config(tmp_path / "run", few, patch=patch, validation=validation, **shared))
+    assert result.finished
+    assert sorted(path.name for path in (tmp_path / "run/samples").iterdir()) == ["step-00000000", "step-00000006"]

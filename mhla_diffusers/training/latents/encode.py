@@ -90,7 +90,7 @@ def synthesize(
         prompts: one sample each; classes for DiT.
         output: folder of the cache.
         clip: frames and size; None for the family's default.
-        steps: of the sampler.
+        steps: of the sampler; 0 encodes the prompts alone, which is all that few_steps needs, with latents of zeros.
         guidance: scale of classifier-free guidance.
         seed: with the sample's number, determines the noise.
 
@@ -102,7 +102,7 @@ def synthesize(
         not is_patched(pipe),
         "The pipeline is patched, but the latents must be the original model's; call remove_mhla() first.",
     )
-    check(steps >= 1, f"steps={steps} must be 1 or more.")
+    check(steps >= 0, f"steps={steps} must be 1 or more, or 0 for prompts alone.")
     empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
     check(
         bool(prompts) and not empty,
@@ -119,7 +119,11 @@ def synthesize(
     pipe.set_progress_bar_config(disable=True)
     for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
         generator = generator_for(seed, "synthesize", number)
-        latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
+        if steps:
+            latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
+        else:
+            shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
+            latents = torch.zeros(shape, dtype=torch.uint8)
         sample = {"latents": latents, **family.encode_prompt(pipe, prompt)}
         writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample))
     writer.flush()

@@ -1,0 +1,257 @@
+"""Four steps on the tiny Wan pipeline, beside its usual twenty.
+
+python finetune/few_steps.py --output outputs/few-steps
+Every student is distilled from the same pipeline on the same prompts, once per seed, and all generate the same clips
+from the same noise. One row is written as it is finished, and a command that was interrupted goes on where it was. The
+digits that a small classifier recognises are counted, and their Fréchet distance to real ones is taken. Times are those
+of one thread of a CPU, in which nothing else that runs on the machine counts.
+"""
+
+import argparse
+import csv
+import json
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from mhla_diffusers.config import MHLAConfig, patch_folder
+from mhla_diffusers.demo.adaptation import ADAPTED_RECORD, digit_latents, train_or_go_on
+from mhla_diffusers.demo.judging import Yardstick, digit_features, generate_scenes
+from mhla_diffusers.devices import threads
+from mhla_diffusers.evaluation.metrics import frechet_distance
+from mhla_diffusers.files import write_json, write_text
+from mhla_diffusers.generation import load_result
+from mhla_diffusers.patching import apply_mhla, load_mhla, save_mhla
+from mhla_diffusers.patching.few_step_scheduler import few_steps_of
+from mhla_diffusers.reporting import text_table
+from mhla_diffusers.tiny import TINY, load_tiny
+from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig
+from mhla_diffusers.training.config import FewStepsConfig
+
+TINY_WAN = TINY["wan"]
+SPARSE = MHLAConfig(
+    TINY_WAN.blocks,
+    mixing_per_head=True,
+    sparse="content",
+    block_size=TINY_WAN.block_size or 4,
+    density=0.05,
+    fit_pooled_bias=False,
+)
+TIMES = (1.0, 0.9, 0.75, 0.5)
+"""σ of four even steps, shifted by 3 as the pipeline's scheduler shifts them."""
+CLIPS, PROMPTS, BOOTSTRAPS = 100, 512, 200
+TRANSFER = 50
+"""Updates of attention transfer, of what is patched."""
+
+
+@dataclass(frozen=True)
+class Student:
+    """One way to distil."""
+
+    name: str
+    patch: MHLAConfig | None
+    trainable: str = "all"
+    learning_rate: float = 3e-4
+    critic_learning_rate: float = 4e-4
+    warmup: int = 60
+    """Updates of the critic alone."""
+    updates: int = 120
+
+
+STUDENTS = {
+    "sparse": Student("sparse at 5 %, copies", SPARSE),
+    "softmax": Student("softmax, copies", None),
+    "sparse-lora": Student("sparse at 5 %, two LoRAs", SPARSE, "lora", 1e-3, 2e-3),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pipeline on all clips."""
+
+    name: str
+    seed: int | None
+    steps: int
+    guidance: float
+    digits: float
+    """Part that is recognised."""
+    distance: float
+    distance_spread: float
+    """Standard deviation over clips that are drawn again."""
+    seconds_per_clip: float
+    minutes: float | None = None
+    """Of the training."""
+
+
+def train_student(student: Student, seed: int, run: Path) -> float | None:
+    """Distil, or go on with it. Returns minutes of CPU time; None where an earlier call did a part."""
+    is_new = not (run / "checkpoints").is_dir()
+    pipe = load_tiny("wan")
+    data = digit_latents(pipe, TINY_WAN, PROMPTS, 1, seed)
+    if student.patch is not None:
+        apply_mhla(pipe, student.patch)
+    lora: dict[str, Any] = {"lora_rank": 32, "lora_layers": "blocks"} if student.trainable == "lora" else {}
+    few_steps = FewStepsConfig(
+        TIMES,
+        guidance=TINY_WAN.call_settings["guidance_scale"],
+        critic_updates=1,
+        critic_warmup=student.warmup,
+        critic_learning_rate=student.critic_learning_rate,
+    )
+    transfer = StageConfig(
+        TRANSFER, 2e-3, "mhla" if lora else "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=5e-3
+    )
+    stage = StageConfig(
+        few_steps.critic_warmup + student.updates,
+        student.learning_rate,
+        student.trainable,  # type: ignore[arg-type]
+        mixing_learning_rate=5e-3,
+        scheduler="cosine",
+        few_steps=few_steps,
+        **lora,
+    )
+    stages = (stage,) if student.patch is None else (transfer, stage)
+    config = TrainingConfig(
+        str(run), stages, patch=student.patch, seed=seed, batch_size=4, ema_decay=0.9, checkpoint_every=20
+    )
+    started = time.process_time()
+    train_or_go_on(pipe.transformer, data, config)
+    return (time.process_time() - started) / 60 if is_new else None
+
+
+def judge(name: str, pipe: Any, yardstick: Yardstick, seed: int | None = None, **settings: Any) -> Row:
+    """Generate all clips and measure them."""
+    if few_steps_of(pipe) is not None:
+        settings = {"num_inference_steps": len(TIMES), "guidance_scale": 1.0}
+    call = {**TINY_WAN.call_settings, **settings}
+    started = time.process_time()
+    pictures = generate_scenes(pipe, TINY_WAN, yardstick.scenes, yardstick.seed, **settings)
+    seconds = (time.process_time() - started) / len(pictures)
+    features = [
+        digit_features([picture], [scene], TINY_WAN, yardstick.classifier)
+        for picture, scene in zip(pictures, yardstick.scenes, strict=True)
+    ]
+    generator, distances = torch.Generator().manual_seed(0), []
+    for _ in range(BOOTSTRAPS):
+        drawn = torch.randint(len(features), (len(features),), generator=generator).tolist()
+        distances.append(frechet_distance(yardstick.real, torch.cat([features[place] for place in drawn])))
+    return Row(
+        name,
+        seed,
+        call["num_inference_steps"],
+        call["guidance_scale"],
+        fmean(yardstick.accuracy(pictures)),
+        yardstick.distance(pictures),
+        stdev(distances),
+        seconds,
+    )
+
+
+def read_rows(output: Path) -> list[Row]:
+    """Those that are finished."""
+    return [Row(**json.loads(file.read_text())) for file in sorted((output / "rows").glob("*.json"))]
+
+
+def write_tables(rows: list[Row], output: Path) -> None:
+    """``few-steps.csv``, a line per row, and ``few-steps.md``, the mean over seeds."""
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "few-steps.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])))
+        writer.writeheader()
+        writer.writerows(
+            {name: round(x, 4) if isinstance(x, float) else x for name, x in asdict(row).items()} for row in rows
+        )
+    lines = []
+    for name in dict.fromkeys(row.name for row in rows):
+        own = [row for row in rows if row.name == name]
+        minutes = [row.minutes for row in own if row.minutes is not None]
+        lines.append(
+            [
+                name,
+                str(own[0].steps),
+                f"{own[0].guidance:g}",
+                str(len(own)) if own[0].seed is not None else "–",
+                _spread([100 * row.digits for row in own], 1),
+                _spread([row.distance for row in own], 1),
+                f"{fmean(row.seconds_per_clip for row in own):.2f}",
+                f"{fmean(minutes):.1f}" if minutes else "–",
+            ]
+        )
+    header = ["pipeline", "steps", "guidance", "seeds", "digits recognised, % ↑", "Fréchet distance ↓"]
+    header += ["s per clip", "minutes to distil"]
+    table = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *lines)]
+    write_text("\n".join(table) + "\n", output / "few-steps.md")
+    sys.stdout.write(f"{text_table(header, lines)}\n")
+
+
+def install(student: str, seed: int, output: Path) -> None:
+    """Make a finished student the one that the package ships, in half precision, with the record of how it was made."""
+    trained, base, saved = (load_tiny("wan") for _ in range(3))
+    load_result(trained, output / f"run-{student}-{seed}" / "result")
+    folder = patch_folder() / f"tiny-wan-{len(TIMES)}-steps"
+    shutil.rmtree(folder, ignore_errors=True)
+    save_mhla(trained, folder, weights="changed", base=base, base_model="tiny-wan", dtype=torch.float16)
+    load_mhla(saved, folder)
+    row = judge(STUDENTS[student].name, saved, Yardstick.of(TINY_WAN, CLIPS, 0), seed)
+    record = {
+        "command": f"python finetune/few_steps.py --only {student} --seeds {seed} --install",
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "updates of the critic alone": STUDENTS[student].warmup,
+        "updates": STUDENTS[student].updates,
+        "digits recognised, in half precision, as it ships": row.digits,
+        "Fréchet distance, in half precision, as it ships": row.distance,
+    }
+    write_json(record, folder / ADAPTED_RECORD)
+
+
+def _spread(values: list[float], digits: int) -> str:
+    mean = f"{fmean(values):.{digits}f}"
+    return f"{mean} ± {stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def main() -> None:
+    """Command line of this script."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("outputs/few-steps"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--only", nargs="+", choices=["teacher", *STUDENTS], default=["teacher", *STUDENTS])
+    parser.add_argument("--install", action="store_true", help="make the first of them that which the package ships")
+    arguments = parser.parse_args()
+    output: Path = arguments.output
+    with threads(1):
+        yardstick = Yardstick.of(TINY_WAN, CLIPS, 0)
+
+        def record(key: str, row: Row) -> None:
+            write_json(asdict(row), output / "rows" / f"{key}.json")
+
+        if "teacher" in arguments.only:
+            for place, (name, settings) in enumerate(
+                {"teacher": {}, "teacher, few steps": {"num_inference_steps": 4}}.items()
+            ):
+                if not (output / "rows" / f"0{place}.json").is_file():
+                    record(f"0{place}", judge(name, load_tiny("wan"), yardstick, **settings))
+        for seed in arguments.seeds:
+            for place, (short, student) in enumerate(STUDENTS.items()):
+                key = f"1{place}-{seed}"
+                if short not in arguments.only or (output / "rows" / f"{key}.json").is_file():
+                    continue
+                run = output / f"run-{short}-{seed}"
+                minutes = None if (run / "result").is_dir() else train_student(student, seed, run)
+                pipe = load_tiny("wan")
+                load_result(pipe, run / "result")
+                pipe.transformer.eval()
+                record(key, Row(**{**asdict(judge(student.name, pipe, yardstick, seed)), "minutes": minutes}))
+        if arguments.install:
+            install(next(short for short in arguments.only if short in STUDENTS), arguments.seeds[0], output)
+    write_tables(read_rows(output), output)
+
+
+if __name__ == "__main__":
+    main()
