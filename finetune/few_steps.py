@@ -67,7 +67,7 @@ class Student:
 STUDENTS = {
     "sparse": Student("sparse at 5 %, copies", SPARSE),
     "softmax": Student("softmax, copies", None),
-    "sparse-lora": Student("sparse at 5 %, two LoRAs", SPARSE, "lora", 1e-3, 2e-3),
+    "sparse-lora": Student("sparse at 5 %, two LoRAs", SPARSE, "lora", 6e-4, 8e-4),
 }
 
 

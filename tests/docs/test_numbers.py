@@ -1,5 +1,6 @@
 """Numbers of the pages: measured ones stand in the shipped results, counted ones are counted anew."""
 
+import csv
 import re
 from pathlib import Path
 
@@ -228,3 +229,12 @@ def test_number_of_files():
     stated = int(re.search(r"some (\d+) files", page)[1])
     files = list(Path(ROOT / "mhla_diffusers").rglob("*.py"))
     assert abs(len(files) - stated) <= 15
+
+
+def test_table_of_few_steps():
+    page = (ROOT / "docs/few-steps.md").read_text(encoding="utf-8")
+    assert (ROOT / "assets/adaptation/few-steps.md").read_text(encoding="utf-8") in page
+    rows = list(csv.DictReader((ROOT / "assets/adaptation/few-steps-first.csv").open(encoding="utf-8")))
+    assert len(rows) == 2
+    for row in rows:
+        assert f"{100 * float(row['digits']):.1f} % and {float(row['distance']):.1f}" in page
