@@ -5,7 +5,9 @@ import random
 import pytest
 import torch
 
+from mhla_diffusers.demo.few_steps import judge_few_steps
 from mhla_diffusers.demo.judging import (
+    Yardstick,
     digit_accuracy,
     digit_features,
     digit_shown,
@@ -91,3 +93,11 @@ def test_features_are_of_any_size_and_of_videos():
     assert videos.pooled.shape == (2, 64)
     torch.testing.assert_close(videos.pooled, torch.stack([expected.pooled[0], expected.pooled.mean(dim=0)]))
     torch.testing.assert_close(videos.probabilities[1], expected.probabilities.mean(dim=0))
+
+
+def test_distilled_patch_is_judged_in_its_steps():
+    found = judge_few_steps(TINY["wan"], Yardstick.of(TINY["wan"], 2, 0))
+    assert len(found.pictures) == 2
+    assert found.digit_accuracy > 0.3
+    assert "4 steps" in found.remark
+    assert judge_few_steps(TINY["dit"], Yardstick.of(TINY["dit"], 2, 0)) is None
